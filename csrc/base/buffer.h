@@ -1,0 +1,19 @@
+// What a kernel or a collective is handed: where, how many, of what. Never owns.
+#pragma once
+
+#include <cstdint>
+
+#include "base/dtype.h"
+
+namespace pycomm {
+
+struct Buffer {
+    void* data;
+    int64_t count;  // elements
+    DType dtype;
+
+    int64_t num_bytes() const { return count * size_of(dtype); }
+    char* bytes() const { return static_cast<char*>(data); }
+};
+
+}  // namespace pycomm

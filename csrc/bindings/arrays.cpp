@@ -1,0 +1,206 @@
+#include "bindings/arrays.h"
+
+#include <optional>
+
+#include "base/error.h"
+
+namespace pycomm {
+namespace {
+
+struct Described {
+    Array array;
+    std::optional<DType> dtype;  // none: a type the kernels do not know
+    int64_t itemsize;
+    std::string dtype_name;
+    bool contiguous;
+    bool writable;
+};
+
+std::string type_name(py::handle object) {
+    return py::str(py::type::handle_of(object).attr("__name__")).cast<std::string>();
+}
+
+// torch, if the process has imported it; a tensor cannot exist otherwise.
+struct Torch {
+    py::object tensor_type, strided;
+    std::vector<std::pair<py::object, DType>> dtypes;
+
+    static const Torch* get() {
+        static Torch* torch = nullptr;  // leaked: Python objects must not die after the interpreter
+        if (torch != nullptr) return torch;
+        py::dict modules = py::module_::import("sys").attr("modules");
+        if (!modules.contains("torch")) return nullptr;
+        py::object module = modules["torch"];
+        if (!py::hasattr(module, "Tensor") || !py::hasattr(module, "strided")) return nullptr;  // half imported
+        auto* fresh = new Torch{module.attr("Tensor"), module.attr("strided"), {}};
+        for (int i = 0; i < kNumDTypes; ++i) {
+            auto dtype = static_cast<DType>(i);
+            fresh->dtypes.emplace_back(module.attr(name_of(dtype)), dtype);
+        }
+        torch = fresh;
+        return torch;
+    }
+
+    bool is_tensor(py::handle object) const {
+        return PyType_IsSubtype(Py_TYPE(object.ptr()), reinterpret_cast<PyTypeObject*>(tensor_type.ptr())) != 0;
+    }
+};
+
+py::object call_method(py::handle object, PyObject* name) {
+    return py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(object.ptr(), name));
+}
+
+py::object checked(py::object object) {
+    if (!object) throw py::error_already_set();
+    return object;
+}
+
+py::object attribute(py::handle object, PyObject* name) {
+    return checked(py::reinterpret_steal<py::object>(PyObject_GetAttr(object.ptr(), name)));
+}
+
+PyObject* interned(const char* text) { return PyUnicode_InternFromString(text); }
+
+Described describe_tensor(const Torch& torch, py::handle tensor, const std::string& name) {
+    static PyObject* const kLayout = interned("layout");
+    static PyObject* const kIsCpu = interned("is_cpu");
+    static PyObject* const kDType = interned("dtype");
+    static PyObject* const kNumel = interned("numel");
+    static PyObject* const kDataPtr = interned("data_ptr");
+    static PyObject* const kIsContiguous = interned("is_contiguous");
+    if (!attribute(tensor, kLayout).is(torch.strided)) {
+        throw ArgumentError(format("%s has layout %s, wanted torch.strided (dense)", name.c_str(),
+                                   py::str(tensor.attr("layout")).cast<std::string>().c_str()));
+    }
+    if (attribute(tensor, kIsCpu).ptr() != Py_True) {
+        throw ArgumentError(format("%s is on device %s; this build of pycomm handles CPU memory", name.c_str(),
+                                   py::str(tensor.attr("device")).cast<std::string>().c_str()));
+    }
+    Described out;
+    py::object dtype = attribute(tensor, kDType);
+    for (const auto& [object, known] : torch.dtypes) {
+        if (dtype.is(object)) out.dtype = known;
+    }
+    if (!out.dtype) out.dtype_name = py::str(dtype).cast<std::string>();
+    out.itemsize = out.dtype ? size_of(*out.dtype) : tensor.attr("element_size")().cast<int64_t>();
+    out.contiguous = checked(call_method(tensor, kIsContiguous)).ptr() == Py_True;
+    out.writable = true;
+    out.array.buffer.count = PyLong_AsLongLong(checked(call_method(tensor, kNumel)).ptr());
+    out.array.buffer.data = PyLong_AsVoidPtr(checked(call_method(tensor, kDataPtr)).ptr());
+    out.array.owner = py::reinterpret_borrow<py::object>(tensor);
+    return out;
+}
+
+std::optional<DType> dtype_of_format(const std::string& format, int64_t itemsize) {
+    if (format == "f") return DType::kF32;
+    if (format == "e") return DType::kF16;
+    if (format == "d") return DType::kF64;
+    if (format == "b") return DType::kI8;
+    if (format == "B") return DType::kU8;
+    bool is_signed = format == "i" || format == "l" || format == "q";
+    if (is_signed && itemsize == 4) return DType::kI32;
+    if (is_signed && itemsize == 8) return DType::kI64;
+    return std::nullopt;
+}
+
+Described describe_buffer(py::handle object) {
+    py::buffer_info info = py::reinterpret_borrow<py::buffer>(object).request();
+    Described out;
+    out.dtype = dtype_of_format(info.format, info.itemsize);
+    out.dtype_name = "of format '" + info.format + "'";
+    out.itemsize = info.itemsize;
+    out.writable = !info.readonly;
+    out.contiguous = PyBuffer_IsContiguous(info.view(), 'C') != 0;
+    out.array.buffer.count = info.size;
+    out.array.buffer.data = info.ptr;
+    out.array.owner = py::reinterpret_borrow<py::object>(object);
+    return out;
+}
+
+py::object contiguous_copy(py::handle object) {
+    const Torch* torch = Torch::get();
+    if (torch != nullptr && torch->is_tensor(object)) return object.attr("contiguous")();
+    return py::module_::import("numpy").attr("ascontiguousarray")(object);
+}
+
+Described describe(py::handle object, const std::string& name, Access access) {
+    const Torch* torch = Torch::get();
+    Described out;
+    if (torch != nullptr && torch->is_tensor(object)) {
+        out = describe_tensor(*torch, object, name);
+    } else if (PyObject_CheckBuffer(object.ptr()) != 0) {
+        out = describe_buffer(object);
+    } else if (py::hasattr(object, "__dlpack__")) {
+        py::object tensor = py::module_::import("torch").attr("from_dlpack")(object);
+        out = describe_tensor(*Torch::get(), tensor, name);
+    } else {
+        throw ArgumentTypeError(format("%s is a %s, wanted a torch tensor, a numpy array or an object with __dlpack__",
+                                       name.c_str(), type_name(object).c_str()));
+    }
+    if (access == Access::kWrite && !out.writable) {
+        throw ArgumentError(format("%s is read-only, wanted an array to write to", name.c_str()));
+    }
+    if (!out.contiguous) {
+        if (access == Access::kRead) return describe(contiguous_copy(object), name, access);
+        throw ArgumentError(format("%s is not contiguous, wanted a contiguous array to write to", name.c_str()));
+    }
+    return out;
+}
+
+}  // namespace
+
+Array as_array(py::handle object, const std::string& name, Access access) {
+    Described described = describe(object, name, access);
+    if (!described.dtype) {
+        throw ArgumentTypeError(format("%s has dtype %s, wanted one of float32, float16, bfloat16, float64, int8, uint8, "
+                                       "int32, int64",
+                                       name.c_str(), described.dtype_name.c_str()));
+    }
+    described.array.buffer.dtype = *described.dtype;
+    return std::move(described.array);
+}
+
+Array as_movable(py::handle object, const std::string& name, Access access) {
+    Described described = describe(object, name, access);
+    described.array.buffer.dtype = described.dtype.value_or(DType::kU8);
+    if (!described.dtype) described.array.buffer.count *= described.itemsize;
+    return std::move(described.array);
+}
+
+std::vector<Array> as_arrays(py::handle sequence, const std::string& name, Access access) {
+    auto fast = py::reinterpret_steal<py::object>(PySequence_Fast(sequence.ptr(), ""));
+    if (!fast || py::isinstance<py::str>(sequence)) {
+        PyErr_Clear();
+        throw ArgumentTypeError(format("%s is a %s, wanted a sequence of arrays", name.c_str(), type_name(sequence).c_str()));
+    }
+    Py_ssize_t size = PySequence_Fast_GET_SIZE(fast.ptr());
+    if (size == 0) throw ArgumentError(format("%s is empty, wanted at least one array", name.c_str()));
+    std::vector<Array> out;
+    out.reserve(static_cast<size_t>(size));
+    for (Py_ssize_t i = 0; i < size; ++i) {
+        out.push_back(as_array(PySequence_Fast_GET_ITEM(fast.ptr(), i), name + "[" + std::to_string(i) + "]", access));
+    }
+    return out;
+}
+
+std::vector<Buffer> buffers_of(const std::vector<Array>& arrays) {
+    std::vector<Buffer> out;
+    out.reserve(arrays.size());
+    for (const Array& array : arrays) out.push_back(array.buffer);
+    return out;
+}
+
+DType dtype_named(const std::string& name) {
+    for (int i = 0; i < kNumDTypes; ++i) {
+        if (name == name_of(static_cast<DType>(i))) return static_cast<DType>(i);
+    }
+    throw ArgumentTypeError("unknown dtype " + name);
+}
+
+void require_floating(const Buffer& buffer, const std::string& name) {
+    if (is_floating(buffer.dtype)) return;
+    throw ArgumentTypeError(format("%s has dtype %s, wanted float32, float16, bfloat16 or float64", name.c_str(),
+                                   name_of(buffer.dtype)));
+}
+
+}  // namespace pycomm

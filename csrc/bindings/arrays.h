@@ -1,0 +1,39 @@
+// Where an array of Python becomes a Buffer. Torch tensors are asked directly (a handful of attribute reads, no
+// DLPack capsule), numpy and its like through the buffer protocol, everything else through torch.from_dlpack.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <string>
+#include <vector>
+
+#include "base/buffer.h"
+
+namespace pycomm {
+
+namespace py = pybind11;
+
+// A Buffer and what keeps its memory alive.
+struct Array {
+    Buffer buffer;
+    py::object owner;
+};
+
+enum class Access {
+    kRead,   // a non-contiguous array is copied first
+    kWrite,  // must be contiguous and writable
+};
+
+// Throws ArgumentTypeError / ArgumentError naming `name`, what came and what was wanted.
+Array as_array(py::handle object, const std::string& name, Access access);
+// The same for arrays that are only moved: any dtype, as bytes where the kernels do not know it.
+Array as_movable(py::handle object, const std::string& name, Access access);
+
+std::vector<Array> as_arrays(py::handle sequence, const std::string& name, Access access);
+std::vector<Buffer> buffers_of(const std::vector<Array>& arrays);
+
+DType dtype_named(const std::string& name);
+
+void require_floating(const Buffer& buffer, const std::string& name);
+
+}  // namespace pycomm

@@ -1,0 +1,13 @@
+// What module.cpp puts together.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace pycomm {
+
+void bind_errors();
+void bind_kernels(pybind11::module_& module);
+void bind_transport(pybind11::module_& module);
+void bind_build_info(pybind11::module_& module);
+
+}  // namespace pycomm

@@ -1,0 +1,9 @@
+#include "bindings/bindings.h"
+
+PYBIND11_MODULE(_native, module) {
+    module.doc() = "The compiled part of pycomm. Not public: use pycomm.kernels and pycomm.Communicator.";
+    pycomm::bind_errors();
+    pycomm::bind_kernels(module);
+    pycomm::bind_transport(module);
+    pycomm::bind_build_info(module);
+}

@@ -1,0 +1,83 @@
+// AVX-512 F/BW/DQ/VL: sixteen floats.
+#pragma once
+
+#include <immintrin.h>
+
+namespace pycomm::PYCOMM_ISA {
+
+inline constexpr int kLanes = 16;
+using Vec = __m512;
+
+inline __mmask16 first_lanes(int64_t n) { return static_cast<__mmask16>((1u << n) - 1u); }
+
+inline Vec widen(const BF16*, __m256i bits) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+inline Vec widen(const F16*, __m256i bits) { return _mm512_cvtph_ps(bits); }
+
+inline __m256i narrow(const F16*, Vec v) { return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline __m256i narrow(const BF16*, Vec v) {
+    __m512i bits = _mm512_castps_si512(v);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+    __mmask16 is_nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    rounded = _mm512_mask_or_epi32(rounded, is_nan, bits, _mm512_set1_epi32(0x400000));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+}
+
+inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
+inline Vec load_partial(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
+inline void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
+inline void store_partial(float* p, Vec v, int64_t n) { _mm512_mask_storeu_ps(p, first_lanes(n), v); }
+inline void stream(float* p, Vec v) { _mm512_stream_ps(p, v); }
+
+template <class Half>
+inline Vec load(const Half* p) {
+    return widen(p, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+template <class Half>
+inline Vec load_partial(const Half* p, int64_t n) {
+    return widen(p, _mm256_maskz_loadu_epi16(first_lanes(n), p));
+}
+template <class Half>
+inline void store(Half* p, Vec v) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(p, v));
+}
+template <class Half>
+inline void store_partial(Half* p, Vec v, int64_t n) {
+    _mm256_mask_storeu_epi16(p, first_lanes(n), narrow(p, v));
+}
+template <class Half>
+inline void stream(Half* p, Vec v) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(p), narrow(p, v));
+}
+
+inline Vec splat(float x) { return _mm512_set1_ps(x); }
+inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+inline Vec magnitude(Vec a) { return _mm512_abs_ps(a); }
+inline Vec keep_nan(Vec a, Vec chosen) {
+    return _mm512_mask_mov_ps(chosen, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), a);
+}
+// min_ps and max_ps return their second operand when either is NaN: b's NaN survives by itself, a's is put back.
+inline Vec minimum(Vec a, Vec b) { return keep_nan(a, _mm512_min_ps(a, b)); }
+inline Vec maximum(Vec a, Vec b) { return keep_nan(a, _mm512_max_ps(a, b)); }
+inline float lane(Vec v, int i) {
+    alignas(64) float lanes[kLanes];
+    _mm512_store_ps(lanes, v);
+    return lanes[i];
+}
+inline void fence_streams() { _mm_sfence(); }
+
+class Finite {
+   public:
+    explicit Finite(float limit) : limit_(splat(limit)) {}
+    void check(Vec v) { all_ &= _mm512_cmp_ps_mask(magnitude(v), limit_, _CMP_LT_OQ); }
+    bool all() const { return all_ == 0xffff; }
+
+   private:
+    Vec limit_;
+    __mmask16 all_ = 0xffff;
+};
+
+}  // namespace pycomm::PYCOMM_ISA

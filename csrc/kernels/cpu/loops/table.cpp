@@ -1,0 +1,11 @@
+#include "kernels/cpu/loops/members.h"
+
+#define PYCOMM_TEXT_OF(x) #x
+#define PYCOMM_TEXT(x) PYCOMM_TEXT_OF(x)
+
+namespace pycomm::PYCOMM_ISA {
+
+extern const Loops kLoops;
+const Loops kLoops = {PYCOMM_TEXT(PYCOMM_ISA), convert, accumulate, absmax, reduce, collect};
+
+}  // namespace pycomm::PYCOMM_ISA

@@ -1,0 +1,24 @@
+// reduce: many arrays of one type into one, element by element.
+//
+//   outs[j][i] = op(inputs[0][i], ..., inputs[n-1][i]) for every j
+//
+// The operands are combined in the order of `inputs`, so the same inputs give the same bits, whoever computes them. Half types accumulate in float
+// and are rounded once. kMean multiplies the sum by the rounded 1/n before that rounding; integers have no mean. NaN
+// wins in kMin and kMax. Integer sums wrap around. At least one input; all of one dtype and count; an output may be
+// exactly one of the inputs, and overlaps none otherwise.
+#pragma once
+
+#include <vector>
+
+#include "base/buffer.h"
+#include "kernels/cpu/loops/loops.h"
+
+namespace pycomm {
+
+// The serial form, for callers that bring their own threads and know where the output goes next.
+void reduce_range(void* const* outs, int num_outs, const void* const* inputs, int num_inputs, DType dtype, ReduceOp op,
+                  int64_t count, Store store);
+
+void reduce(const Buffer& out, const std::vector<Buffer>& inputs, ReduceOp op, int num_threads);
+
+}  // namespace pycomm

@@ -1,0 +1,89 @@
+// Collectives between the processes of one host, through memory that all of them have mapped.
+//
+// Time is counted in steps. Every rank has a clock in its control page and advances it once per step; all ranks take
+// the same steps, because what they do is decided by the operations they announced to one another, which all of them
+// read. An operation's first step announces it: its kind, types, counts, and where in the arena its array lies (-1: not
+// there). A rank compares all announcements before it touches any data, so ranks that disagree get the same error and
+// can go on.
+//
+// How an all-reduce of n bytes over P ranks is done ("part r" is the r-th of P equal parts, reduced by rank r in rank
+// order, so that all ranks hold the same bits and every run gives the same ones):
+//   mailbox    n small: the array travels with the announcement; every rank reduces all of it. 1 step.
+//   direct     all arrays in arenas: rank r reads part r of every array and writes the result into every array.
+//              2 steps; each input is read once, each output written once.
+//   staged     otherwise: arrays pass through cache-sized segments of staging memory, in a pipeline: while segment i
+//              is reduced, i + 1 is being staged and i - 1 fetched. (segments + 3) steps.
+// The others (reduce_scatter, all_gather, broadcast) publish their input, in place or by segments, and pull.
+//
+// Every wait ends with an error when a peer died (end-of-file on its socket), gave up, or the timeout passed. After that
+// the group is broken for good: the ranks no longer agree on the step.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "base/buffer.h"
+#include "kernels/reduce.h"
+#include "transport/memory.h"
+#include "transport/wait.h"
+
+namespace pycomm {
+
+class SharedMemoryGroup {
+   public:
+    // memory[p]: the file of rank p, already of file_bytes(); sockets[p]: connected to rank p, -1 at [rank]. Takes
+    // ownership of all of them, also when it throws. check_signals() is called now and then while waiting, in the
+    // thread that waits; what it throws ends the operation.
+    SharedMemoryGroup(int rank, int size, std::vector<int> memory, std::vector<int> sockets, int64_t file_bytes,
+                      std::function<void()> check_signals);
+    ~SharedMemoryGroup();
+
+    int rank() const { return rank_; }
+    int size() const { return size_; }
+
+    // In place. timeout in seconds, for every wait inside.
+    void all_reduce(const Buffer& x, ReduceOp op, double timeout);
+    // out: part `rank` of the reduction of x; x.count == size * out.count.
+    void reduce_scatter(const Buffer& out, const Buffer& x, ReduceOp op, double timeout);
+    // out: the x of all ranks, in order; out.count == size * x.count.
+    void all_gather(const Buffer& out, const Buffer& x, double timeout);
+    void broadcast(const Buffer& x, int root, double timeout);
+    void barrier(double timeout);
+    // Stands in for an operation that this rank cannot join because its arguments are wrong: the others get an
+    // ArgumentError that quotes `reason`. Does not wait for them; the next operation does.
+    void refuse(const std::string& reason, double timeout);
+
+    std::shared_ptr<Arena> arena() const { return arena_; }
+
+    // Idempotent. Peers that are waiting for this rank, now or later, get a CommFailure. `why` is quoted to them.
+    void close(const std::string& why);
+
+   private:
+    friend class Call;
+
+    char* base(int p) const { return p == rank_ ? arena_->data() : peers_[static_cast<size_t>(p)]->data(); }
+    void break_for_good(const std::string& why);
+    void close_descriptors();
+
+    int rank_, size_;
+    std::vector<int> sockets_;
+    std::shared_ptr<Arena> arena_;                 // this rank's
+    std::vector<std::unique_ptr<Mapping>> peers_;  // null at [rank]
+    std::function<void()> check_signals_;
+    std::mutex mutex_;                  // one operation at a time
+    std::atomic<bool> closing_{false};  // ends the operation in progress
+    uint32_t clock_ = 0;                // steps this rank has taken
+    uint32_t num_calls_ = 0;            // announcements made
+    int pid_;
+    bool closed_ = false;
+    std::string broken_;  // why, once an operation failed
+};
+
+// The size a rank's file must have, for a machine with that much memory.
+int64_t shared_file_bytes(int size);
+
+}  // namespace pycomm

@@ -1,0 +1,2 @@
+"""pycomm: fast data-parallel training for PyTorch."""
+from pycomm import kernels

@@ -1,0 +1,26 @@
+"""The first half of error feedback. Contract: csrc/kernels/accumulate.h."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pycomm import _native
+from pycomm.kernels.arrays import scalar_like
+from pycomm.kernels.threads import num_threads
+
+
+def accumulate(acc: Any, residual: Any | None, grad: Any, scale: float = 1.0) -> Any:
+    """``acc = residual + grad * scale`` in one pass; ``residual=None`` stands for zeros.
+
+    Args:
+        acc: contiguous float32 array (float64 if ``grad`` is) of ``grad``'s size.
+        residual: like ``acc``; may be ``acc``.
+        grad: floating array.
+
+    Returns:
+        A 0-d bool array on ``acc``'s device: whether everything written is finite.
+
+    Raises:
+        TypeError, ValueError: dtypes or sizes that do not match.
+    """
+    return scalar_like(acc, _native.accumulate(acc, residual, grad, scale, num_threads()))

@@ -1,0 +1,26 @@
+"""Making results in the library that the arguments came from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def like(array: Any, length: int, dtype: str | None = None) -> Any:
+    """An uninitialised 1-d array of ``array``'s library; ``dtype`` (a name) defaults to its own."""
+    if isinstance(array, np.ndarray):
+        return np.empty(length, dtype or array.dtype)
+    if not isinstance(array, torch.Tensor):
+        array = torch.from_dlpack(array)
+    return torch.empty(
+        length, dtype=getattr(torch, dtype) if dtype else array.dtype, device=array.device
+    )
+
+
+def scalar_like(array: Any, value: bool | float) -> Any:
+    """``value`` as a 0-d array of ``array``'s library, on its device."""
+    if isinstance(array, np.ndarray):
+        return np.asarray(value)
+    return torch.tensor(value, device=getattr(array, "device", None))

@@ -1,0 +1,26 @@
+"""Element-wise reduction of several arrays. Contract: csrc/kernels/reduce.h."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pycomm import _native
+from pycomm.kernels.threads import num_threads
+
+
+def reduce(out: Any, inputs: Sequence[Any], op: str = "sum") -> None:
+    """Write the element-wise ``op`` of ``inputs`` into ``out``.
+
+    Operands are combined in the order of ``inputs``; float16 and bfloat16 accumulate in float32
+    and are rounded once. ``out`` may be one of the inputs.
+
+    Args:
+        out: contiguous array. inputs: at least one array of ``out``'s dtype and size.
+        op: "sum", "mean" (floating dtypes only), "min" or "max" (NaN wins).
+
+    Raises:
+        TypeError: dtypes differ or do not suit ``op``. ValueError: sizes differ, no inputs,
+        unknown ``op``, ``out`` not contiguous or read-only.
+    """
+    _native.reduce(out, inputs, op, num_threads())
