@@ -3,6 +3,7 @@
 #include "base/error.h"
 #include "bindings/arrays.h"
 #include "bindings/bindings.h"
+#include "bindings/reduce_op.h"
 #include "kernels/absmax.h"
 #include "kernels/accumulate.h"
 #include "kernels/cpu/loops/loops.h"
@@ -55,14 +56,6 @@ void unpack_array(py::handle flat, py::handle tensors, double scale, int num_thr
     require_total(buffers, "tensors", source.buffer, "flat");
     py::gil_scoped_release release;
     unpack(source.buffer, buffers, scale, num_threads);
-}
-
-ReduceOp reduce_op_named(const std::string& name) {
-    if (name == "sum") return ReduceOp::kSum;
-    if (name == "mean") return ReduceOp::kMean;
-    if (name == "min") return ReduceOp::kMin;
-    if (name == "max") return ReduceOp::kMax;
-    throw ArgumentError(format("op is '%s', wanted 'sum', 'mean', 'min' or 'max'", name.c_str()));
 }
 
 void reduce_arrays(py::handle out, py::handle inputs, const std::string& op_name, int num_threads) {

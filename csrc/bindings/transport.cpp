@@ -3,6 +3,7 @@
 #include "base/error.h"
 #include "bindings/arrays.h"
 #include "bindings/bindings.h"
+#include "bindings/reduce_op.h"
 #include "transport/shared_memory.h"
 
 namespace pycomm {
@@ -30,8 +31,6 @@ void check_python_signals() {
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
-ReduceOp op_numbered(int op) { return static_cast<ReduceOp>(op); }
-
 void require_reducible(const Buffer& x, ReduceOp op) {
     if (op != ReduceOp::kMean || is_floating(x.dtype)) return;
     throw ArgumentTypeError(format("op 'mean' wants a floating dtype, x has %s", name_of(x.dtype)));
@@ -49,35 +48,61 @@ void require_ratio(const Buffer& whole, const char* whole_name, const Buffer& pa
     }
 }
 
-void all_reduce(SharedMemoryGroup& group, py::handle x, int op, double timeout) {
-    Array array = as_array(x, "x", Access::kWrite);
-    require_reducible(array.buffer, op_numbered(op));
-    py::gil_scoped_release release;
-    group.all_reduce(array.buffer, op_numbered(op), timeout);
+// Looks at the arguments; when they are wrong, the other ranks of the group are told before the error leaves.
+template <class Look>
+auto look_at(SharedMemoryGroup& group, double timeout, Look&& look) {
+    try {
+        return look();
+    } catch (const std::invalid_argument& error) {
+        py::gil_scoped_release release;
+        group.refuse(error.what(), timeout);
+        throw;
+    }
 }
 
-void reduce_scatter(SharedMemoryGroup& group, py::handle out, py::handle x, int op, double timeout) {
-    Array target = as_array(out, "out", Access::kWrite);
-    Array source = as_array(x, "x", Access::kRead);
-    require_reducible(source.buffer, op_numbered(op));
-    require_ratio(source.buffer, "x", target.buffer, "out", group.size());
+void all_reduce(SharedMemoryGroup& group, py::handle x, const std::string& op_name, double timeout) {
+    auto [array, op] = look_at(group, timeout, [&] {
+        Array seen = as_array(x, "x", Access::kWrite);
+        ReduceOp named = reduce_op_named(op_name);
+        require_reducible(seen.buffer, named);
+        return std::pair{std::move(seen), named};
+    });
     py::gil_scoped_release release;
-    group.reduce_scatter(target.buffer, source.buffer, op_numbered(op), timeout);
+    group.all_reduce(array.buffer, op, timeout);
+}
+
+void reduce_scatter(SharedMemoryGroup& group, py::handle out, py::handle x, const std::string& op_name, double timeout) {
+    auto [target, source, op] = look_at(group, timeout, [&] {
+        Array seen = as_array(out, "out", Access::kWrite);
+        Array read = as_array(x, "x", Access::kRead);
+        ReduceOp named = reduce_op_named(op_name);
+        require_reducible(read.buffer, named);
+        require_ratio(read.buffer, "x", seen.buffer, "out", group.size());
+        return std::tuple{std::move(seen), std::move(read), named};
+    });
+    py::gil_scoped_release release;
+    group.reduce_scatter(target.buffer, source.buffer, op, timeout);
 }
 
 void all_gather(SharedMemoryGroup& group, py::handle out, py::handle x, double timeout) {
-    Array target = as_movable(out, "out", Access::kWrite);
-    Array source = as_movable(x, "x", Access::kRead);
-    require_ratio(target.buffer, "out", source.buffer, "x", group.size());
+    auto [target, source] = look_at(group, timeout, [&] {
+        Array seen = as_movable(out, "out", Access::kWrite);
+        Array read = as_movable(x, "x", Access::kRead);
+        require_ratio(seen.buffer, "out", read.buffer, "x", group.size());
+        return std::pair{std::move(seen), std::move(read)};
+    });
     py::gil_scoped_release release;
     group.all_gather(target.buffer, source.buffer, timeout);
 }
 
 void broadcast(SharedMemoryGroup& group, py::handle x, int src, double timeout) {
-    Array array = as_movable(x, "x", Access::kWrite);
-    if (src < 0 || src >= group.size()) {
-        throw ArgumentError(format("src is %d, wanted 0 <= src < %d", src, group.size()));
-    }
+    Array array = look_at(group, timeout, [&] {
+        Array seen = as_movable(x, "x", Access::kWrite);
+        if (src < 0 || src >= group.size()) {
+            throw ArgumentError(format("src is %d, wanted 0 <= src < %d", src, group.size()));
+        }
+        return seen;
+    });
     py::gil_scoped_release release;
     group.broadcast(array.buffer, src, timeout);
 }

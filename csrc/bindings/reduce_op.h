@@ -1,0 +1,19 @@
+// The names of the reductions.
+#pragma once
+
+#include <string>
+
+#include "base/error.h"
+#include "kernels/reduce.h"
+
+namespace pycomm {
+
+inline ReduceOp reduce_op_named(const std::string& name) {
+    if (name == "sum") return ReduceOp::kSum;
+    if (name == "mean") return ReduceOp::kMean;
+    if (name == "min") return ReduceOp::kMin;
+    if (name == "max") return ReduceOp::kMax;
+    throw ArgumentError(format("op is '%s', wanted 'sum', 'mean', 'min' or 'max'", name.c_str()));
+}
+
+}  // namespace pycomm

@@ -1,0 +1,243 @@
+"""Collectives among the ranks of a process group."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from pycomm.transport.base import Transport
+from pycomm.transport.rendezvous import Meeting, meet
+from pycomm.transport.shared_memory import SharedMemoryTransport
+from pycomm.transport.torch_distributed import TorchTransport
+from pycomm.worker import Work, Worker
+
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+"""How long any one wait for a peer may last. A peer that *dies* is noticed within a second, whatever this is."""
+
+ALGORITHMS = ("auto", "native")
+TRANSPORTS = ("auto", "shared_memory", "torch")
+
+
+def seconds_of(timeout: timedelta | float) -> float:
+    """``timeout`` in seconds.
+
+    Raises:
+        ValueError: it is not positive.
+    """
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if not seconds > 0:
+        raise ValueError(f"timeout is {timeout}, wanted a positive number of seconds or timedelta")
+    return seconds
+
+
+class Communicator:
+    """Collectives among the ranks of ``process_group``.
+
+    Between processes of one host they go through shared memory; otherwise through
+    torch.distributed's own collectives on the same group. Arrays are CPU tensors, numpy arrays, or
+    objects with ``__dlpack__``; what is written must be contiguous. All ranks must call the same
+    operations in the same order, with the same dtypes and sizes.
+
+    Creating one is itself collective. It can be used as a context manager.
+
+    Args:
+        process_group: an initialised group; the default group if ``None``.
+        timeout: for every single wait; seconds or ``timedelta``.
+        transport: "auto", or "shared_memory" / "torch" to insist on one.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+        CommError: from any operation, when a peer died, gave up, or the timeout passed. The
+            communicator is of no further use then.
+        ValueError, TypeError: from any operation, on every rank, before data moves: the ranks
+            disagree about what they do, or an argument is wrong on this rank or on another.
+        MemoryError: too little memory for the shared segments.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        timeout: timedelta | float = DEFAULT_TIMEOUT,
+        *,
+        transport: str = "auto",
+    ) -> None:
+        self._timeout = seconds_of(timeout)
+        if transport not in TRANSPORTS:
+            raise ValueError(f"transport is {transport!r}, wanted one of {', '.join(TRANSPORTS)}")
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError(
+                "torch.distributed is not initialised: call torch.distributed.init_process_group() first "
+                "(under torchrun, or with rank and world_size)"
+            )
+        group = process_group if process_group is not None else dist.group.WORLD
+        if not isinstance(group, dist.ProcessGroup):
+            raise ValueError("process_group is a group that this rank is not a member of")
+        self._transport = _choose_transport(group, transport, self._timeout)
+        self.rank: int = self._transport.rank
+        self.size: int = self._transport.size
+        self._worker = Worker(f"pycomm-{self.rank}")
+        self._pid = os.getpid()
+        _open.add(self)
+
+    @property
+    def transport(self) -> str:
+        """"shared_memory" or "torch"."""
+        return self._transport.name
+
+    @property
+    def sums_half_exactly(self) -> bool:
+        """Whether float16/bfloat16 *sums* accumulate in float32; means always do."""
+        return self._transport.sums_half_exactly
+
+    def empty(self, shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """An uninitialised tensor in memory that the transport reaches directly.
+
+        Not collective: ranks may allocate what and when they like. Operations on such tensors
+        (on all ranks) move each byte only once. The memory lives as long as the tensor.
+
+        Raises:
+            TypeError: ``dtype`` is not a ``torch.dtype``. MemoryError: says what was needed and found.
+        """
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype is {dtype!r}, wanted a torch.dtype")
+        dims = (shape,) if isinstance(shape, int) else tuple(shape)
+        if any(length < 0 for length in dims):
+            raise ValueError(f"shape is {dims}, wanted no negative length")
+        return self._transport.empty(dims, dtype)
+
+    def all_reduce(
+        self, x: Any, op: str = "sum", algorithm: str = "auto", async_op: bool = False
+    ) -> Work | None:
+        """Reduce ``x`` over all ranks, in place; all ranks end with the same bits.
+
+        float16 and bfloat16 accumulate in float32 and are rounded once, except for "sum" over
+        torch.distributed, where the backend decides.
+
+        Args:
+            x: array of any of float32, float16, bfloat16, float64, int8, uint8, int32, int64.
+            op: "sum", "mean" (floating only), "min" or "max".
+            algorithm: "auto" or "native": what the transport does best.
+            async_op: return a :class:`Work` at once; operations still run in the order of the calls.
+        """
+        if algorithm not in ALGORITHMS:
+            self._refuse(ValueError(f"algorithm is {algorithm!r}, wanted one of {', '.join(ALGORITHMS)}"))
+        if not async_op and self._worker.idle():  # the short way, for latency
+            self._transport.all_reduce(x, op, self._timeout)
+            return None
+        return self._enqueue(lambda: self._transport.all_reduce(x, op, self._timeout), async_op)
+
+    def reduce_scatter(
+        self, out: Any, x: Any, op: str = "sum", async_op: bool = False
+    ) -> Work | None:
+        """Reduce ``x`` over all ranks and leave part ``rank`` of it in ``out``.
+
+        ``x`` has ``size`` times as many elements as ``out``; dtypes and ``op`` as in :meth:`all_reduce`.
+        """
+        return self._enqueue(lambda: self._transport.reduce_scatter(out, x, op, self._timeout), async_op)
+
+    def all_gather(self, out: Any, x: Any, async_op: bool = False) -> Work | None:
+        """Write the ``x`` of all ranks, in rank order, into ``out``, which has ``size`` times its elements. Any dtype."""
+        return self._enqueue(lambda: self._transport.all_gather(out, x, self._timeout), async_op)
+
+    def broadcast(self, x: Any, src: int, async_op: bool = False) -> Work | None:
+        """Overwrite ``x`` by rank ``src``'s (a rank of this group). Any dtype."""
+        return self._enqueue(lambda: self._transport.broadcast(x, src, self._timeout), async_op)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self._enqueue(lambda: self._transport.barrier(self._timeout), False)
+
+    def submit(self, job: Callable[[], Any]) -> Work:
+        """Run ``job`` on the communication thread, after what was submitted before.
+
+        The thread on which ``async_op`` operations run: a job may call this communicator's
+        operations, which then run at once.
+        """
+        return self._worker.submit(job)
+
+    def all_gather_bytes(self, mine: bytes) -> list[bytes]:
+        """Everybody's ``mine``, in rank order; lengths may differ. For small things."""
+        lengths = np.empty(self.size, np.int64)
+        self.all_gather(lengths, np.array([len(mine)], np.int64))
+        longest = int(lengths.max())
+        padded = np.zeros(longest, np.uint8)
+        padded[: len(mine)] = np.frombuffer(mine, np.uint8)
+        everyone = np.empty(self.size * longest, np.uint8)
+        self.all_gather(everyone, padded)
+        rows = everyone.reshape(self.size, longest)
+        return [rows[p, : lengths[p]].tobytes() for p in range(self.size)]
+
+    def close(self) -> None:
+        """Give everything back; tensors from :meth:`empty` stay valid. Not collective, idempotent.
+
+        Peers that still wait for this rank get a :class:`CommError`.
+        """
+        if self._pid != os.getpid() or self not in _open:
+            return  # a forked child does not own it
+        _open.discard(self)
+        if self._worker.idle():
+            self._worker.stop(patience=1.0)
+        self._transport.close()  # ends an operation in progress, so that the thread can end
+        self._worker.stop(patience=5.0)
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Communicator(rank={self.rank}, size={self.size}, transport={self.transport!r})"
+
+    def _enqueue(self, job: Callable[[], None], async_op: bool) -> Work | None:
+        if async_op:
+            return self._worker.submit(job)
+        if self._worker.idle() or self._worker.is_current():
+            job()
+        else:
+            self._worker.submit(job).wait()
+        return None
+
+    def _refuse(self, error: Exception) -> None:
+        self._transport.refuse(str(error), self._timeout)
+        raise error
+
+
+def _choose_transport(group: dist.ProcessGroup, wanted: str, timeout: float) -> Transport:
+    if wanted == "torch":
+        return TorchTransport(group)
+    meeting = Meeting.begin(_store_of(group), group.rank(), group.size(), timeout)
+    peers = meet(meeting)
+    if peers is None:
+        if wanted == "shared_memory":
+            raise ValueError("transport is 'shared_memory', but the ranks are not all on one host")
+        return TorchTransport(group)
+    transport = SharedMemoryTransport(group.rank(), group.size(), peers)
+    transport.barrier(timeout)  # everybody has read what is forgotten now
+    meeting.forget("hello", "token")
+    return transport
+
+
+def _store_of(group: dist.ProcessGroup) -> dist.Store:
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    return distributed_c10d._get_process_group_store(group)  # torch < 2.7 has no public way
+
+
+_open: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Before the interpreter ends: a communication thread must not be left inside an operation."""
+    for communicator in list(_open):
+        communicator.close()

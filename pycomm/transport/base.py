@@ -1,0 +1,34 @@
+"""What every transport can do. The arguments and errors are those of :class:`pycomm.Communicator`."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+
+class Transport(Protocol):
+    """The collectives among ``size`` ranks, in place, blocking, each wait at most ``timeout`` s.
+
+    All ranks call the same operations in the same order with the same sizes and dtypes. Before any
+    data moves, ranks compare what they are about to do; a difference, or a wrong argument on one
+    rank, is an error on all.
+    """
+
+    name: str
+    rank: int
+    size: int
+    sums_half_exactly: bool
+    """Whether float16/bfloat16 sums accumulate in float32 and are rounded once."""
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
+    def all_reduce(self, x: Any, op: str, timeout: float) -> None: ...
+    def reduce_scatter(self, out: Any, x: Any, op: str, timeout: float) -> None: ...
+    def all_gather(self, out: Any, x: Any, timeout: float) -> None: ...
+    def broadcast(self, x: Any, src: int, timeout: float) -> None: ...
+    def barrier(self, timeout: float) -> None: ...
+
+    def refuse(self, reason: str, timeout: float) -> None:
+        """Stand in for an operation whose arguments are wrong on this rank; the others get told."""
+
+    def close(self) -> None: ...

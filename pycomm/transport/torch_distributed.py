@@ -1,0 +1,215 @@
+"""Collectives of the process group that the user already has: for ranks that are not all on one host.
+
+Every operation is preceded by an all-gather of 48 bytes per rank in which the ranks say what they
+are about to do, so that ranks that disagree get an error instead of a hang.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from pycomm.errors import CommError
+
+_KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier", "refused")
+_DTYPES = (
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+)
+_OPS = ("sum", "mean", "min", "max")
+_REDUCTIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
+
+
+class TorchTransport:
+    """torch.distributed's own collectives on ``group`` (any backend that moves CPU tensors)."""
+
+    name = "torch"
+    sums_half_exactly = False
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank = group.rank()
+        self.size = group.size()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def all_reduce(self, x: Any, op: str, timeout: float) -> None:
+        tensor = self._look("x", x, op, timeout)
+        self._agree("all_reduce", tensor, op, 0, timeout)
+        if op == "mean" and tensor.dtype in (torch.float16, torch.bfloat16):
+            wide = tensor.float()  # the sum may not fit the half type although the mean does
+            self._reduce(wide, op, timeout)
+            tensor.copy_(wide)
+        else:
+            self._reduce(tensor, op, timeout)
+
+    def _reduce(self, tensor: torch.Tensor, op: str, timeout: float) -> None:
+        work = dist.all_reduce(tensor, _REDUCTIONS[op], group=self._group, async_op=True)
+        self._wait("all_reduce", work, timeout)
+        if op == "mean":
+            tensor.mul_(1.0 / self.size)
+
+    def reduce_scatter(self, out: Any, x: Any, op: str, timeout: float) -> None:
+        target = self._look("out", out, op, timeout)
+        source = self._look("x", x, op, timeout, writes=False)
+        self._require(
+            source.numel() == self.size * target.numel() and source.dtype == target.dtype,
+            f"x has {source.numel()} elements of {source.dtype}, wanted {self.size} ranks times "
+            f"the {target.numel()} of {target.dtype} of out",
+            timeout,
+        )
+        self._agree("reduce_scatter", source, op, 0, timeout)
+        wide = op == "mean" and target.dtype in (torch.float16, torch.bfloat16)
+        if wide:
+            source, result = source.float(), torch.empty(target.shape, dtype=torch.float32)
+        else:
+            result = target
+        work = dist.reduce_scatter_tensor(
+            result.view(-1), source.view(-1), _REDUCTIONS[op], group=self._group, async_op=True
+        )
+        self._wait("reduce_scatter", work, timeout)
+        if op == "mean":
+            result.mul_(1.0 / self.size)
+        if wide:
+            target.copy_(result)
+
+    def all_gather(self, out: Any, x: Any, timeout: float) -> None:
+        target = self._look("out", out, None, timeout)
+        source = self._look("x", x, None, timeout, writes=False)
+        self._require(
+            target.numel() == self.size * source.numel() and source.dtype == target.dtype,
+            f"out has {target.numel()} elements of {target.dtype}, wanted {self.size} ranks times "
+            f"the {source.numel()} of {source.dtype} of x",
+            timeout,
+        )
+        self._agree("all_gather", source, "sum", 0, timeout)
+        work = dist.all_gather_into_tensor(
+            target.view(-1), source.view(-1), group=self._group, async_op=True
+        )
+        self._wait("all_gather", work, timeout)
+
+    def broadcast(self, x: Any, src: int, timeout: float) -> None:
+        tensor = self._look("x", x, None, timeout)
+        self._require(
+            0 <= src < self.size, f"src is {src}, wanted 0 <= src < {self.size}", timeout
+        )
+        self._agree("broadcast", tensor, "sum", src, timeout)
+        root = dist.get_global_rank(self._group, src)
+        work = dist.broadcast(tensor, root, group=self._group, async_op=True)
+        self._wait("broadcast", work, timeout)
+
+    def barrier(self, timeout: float) -> None:
+        self._agree("barrier", torch.empty(0), "sum", 0, timeout)
+
+    def refuse(self, reason: str, timeout: float) -> None:
+        self._agree("refused", torch.empty(0), "sum", 0, timeout)
+
+    def close(self) -> None:
+        pass  # the group is the user's
+
+    def _require(
+        self, good: bool, problem: str, timeout: float, kind: type[Exception] = ValueError
+    ) -> None:
+        if not good:
+            self.refuse(problem, timeout)
+            raise kind(problem)
+
+    def _look(
+        self, name: str, x: Any, op: str | None, timeout: float, writes: bool = True
+    ) -> torch.Tensor:
+        """``x`` as a contiguous CPU tensor; ``op`` is the reduction wanted, ``None`` for none."""
+
+        def require(good: bool, problem: str, kind: type[Exception] = ValueError) -> None:
+            self._require(good, problem, timeout, kind)
+
+        is_array = isinstance(x, torch.Tensor | np.ndarray) or hasattr(x, "__dlpack__")
+        require(
+            is_array,
+            f"{name} is a {type(x).__name__}, wanted a torch tensor, a numpy array or an object with __dlpack__",
+            TypeError,
+        )
+        tensor = x if isinstance(x, torch.Tensor) else torch.from_dlpack(x)
+        require(
+            tensor.layout is torch.strided, f"{name} has layout {tensor.layout}, wanted torch.strided"
+        )
+        require(
+            tensor.is_cpu, f"{name} is on device {tensor.device}; this build of pycomm handles CPU memory"
+        )
+        if op is not None:
+            require(op in _OPS, f"op is '{op}', wanted one of {', '.join(_OPS)}")
+            require(
+                tensor.dtype in _DTYPES,
+                f"{name} has dtype {tensor.dtype}, wanted one of {_DTYPES}",
+                TypeError,
+            )
+            require(
+                op != "mean" or tensor.is_floating_point(),
+                f"op 'mean' wants a floating dtype, {name} has {tensor.dtype}",
+                TypeError,
+            )
+        if writes:
+            require(tensor.is_contiguous(), f"{name} is not contiguous, wanted a contiguous array to write to")
+        return tensor.detach().contiguous()
+
+    def _agree(self, kind: str, x: torch.Tensor, op: str, root: int, timeout: float) -> None:
+        dtype = _DTYPES.index(x.dtype) if x.dtype in _DTYPES else -x.element_size()
+        mine = [_KINDS.index(kind), dtype, _OPS.index(op), root, x.numel(), x.element_size()]
+        everyone = torch.empty(self.size * len(mine), dtype=torch.int64)
+        work = dist.all_gather_into_tensor(
+            everyone, torch.tensor(mine, dtype=torch.int64), group=self._group, async_op=True
+        )
+        self._wait(kind, work, timeout)
+        rows = everyone.view(self.size, len(mine)).tolist()
+        if kind == "refused":
+            return  # this rank has its own error to report
+        for p, row in enumerate(rows):
+            if _KINDS[row[0]] == "refused":
+                raise ValueError(
+                    f"{kind}: rank {p} could not take part: its arguments were wrong (its own error says how)"
+                )
+        for p, row in enumerate(rows):
+            if row != rows[0]:
+                raise ValueError(
+                    f"the ranks disagree: rank {p} called {_describe(row)} where rank 0 called {_describe(rows[0])}"
+                )
+
+    def _wait(self, operation: str, work: Any, timeout: float) -> None:
+        start = time.monotonic()
+        try:
+            work.wait(timedelta(seconds=timeout))
+        except RuntimeError as error:
+            elapsed = time.monotonic() - start
+            raise CommError(
+                f"rank {self.rank}: {operation}: torch.distributed failed after {elapsed:.2f} s: {error}",
+                rank=self.rank,
+                peer=None,
+                operation=operation,
+                elapsed=elapsed,
+            ) from error
+
+
+def _describe(row: list[int]) -> str:
+    kind, dtype, op, root, count, _ = row
+    what = f"{count} elements of {str(_DTYPES[dtype]).removeprefix('torch.') if dtype >= 0 else 'another dtype'}"
+    if _KINDS[kind] in ("all_reduce", "reduce_scatter"):
+        return f'{_KINDS[kind]}({what}, op="{_OPS[op]}")'
+    if _KINDS[kind] == "broadcast":
+        return f"broadcast({what}, src={root})"
+    return f"{_KINDS[kind]}({what if _KINDS[kind] == 'all_gather' else ''})"
