@@ -1,4 +1,47 @@
-"""pycomm: fast data-parallel training for PyTorch."""
+"""pycomm: fast data-parallel training for PyTorch.
+
+    dist.init_process_group("gloo")                                      # yours
+    reducer = pycomm.attach(optimizer, model)                            # gradients are averaged
+    loss.backward()                                                      # ... when this returns
+
+See :func:`attach` for training, :class:`Communicator` for collectives, :mod:`pycomm.kernels` for
+the kernels under both.
+"""
+
+from typing import Any
+
 from pycomm import kernels
+from pycomm._native import build_info as _native_build_info
 from pycomm.communicator import Communicator
+from pycomm.compression import BF16, FP16, NoCompression, TopK
 from pycomm.errors import CommError
+from pycomm.optim import Reducer, attach, broadcast_optimizer_state, broadcast_parameters
+from pycomm.worker import Work
+
+__version__: str = _native_build_info()["version"]
+
+__all__ = [
+    "BF16",
+    "FP16",
+    "CommError",
+    "Communicator",
+    "NoCompression",
+    "Reducer",
+    "TopK",
+    "Work",
+    "attach",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "build_info",
+    "kernels",
+]
+
+
+def build_info() -> dict[str, Any]:
+    """How this build came about.
+
+    Returns:
+        ``version``; ``cuda``: the toolkit's version, ``None`` if built without; ``simd``: the
+        instruction set in use ("avx512", "avx2", "baseline"); ``compiler``.
+    """
+    return _native_build_info()

@@ -9,12 +9,13 @@ from pycomm.kernels.arrays import like
 from pycomm.kernels.threads import num_threads
 
 
-def topk(x: Any, k: int) -> tuple[Any, Any]:
+def topk(x: Any, k: int, out: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
     """The ``k`` elements of ``x`` of largest magnitude, exactly.
 
     Args:
         x: array of float32, float16, bfloat16 or float64, read as flat; at most 2**31 - 1 elements.
         k: 1 <= k <= number of elements.
+        out: ``(values, indices)`` to write to, contiguous, of ``k`` elements each.
 
     Returns:
         ``(values, indices)``: ``indices`` int32, ascending, into flat ``x``; ``values`` those
@@ -23,10 +24,11 @@ def topk(x: Any, k: int) -> tuple[Any, Any]:
     Raises:
         TypeError: wrong dtype. ValueError: ``k`` out of range, ``x`` too large.
     """
-    # A k out of range is refused by the kernel; it must not fail here first, in an allocation.
-    length = max(0, min(k, 2**31 - 1)) if k <= _num_elements(x) else 0
-    values = like(x, length)
-    indices = like(x, length, "int32")
+    if out is None:
+        # A k out of range is refused by the kernel; it must not fail here first, in an allocation.
+        length = k if 0 <= k <= _num_elements(x) else 0
+        out = like(x, length), like(x, length, "int32")
+    values, indices = out
     _native.topk(x, k, values, indices, num_threads())
     return values, indices
 

@@ -1,0 +1,114 @@
+"""What a compression method is to the reducer.
+
+One reduction runs in two halves. ``exchange`` runs on the communication thread while backward still
+computes; it may change nothing that a non-finite gradient elsewhere would forbid. ``finish`` runs
+once every bucket has been exchanged and it is known whether the step is finite on all ranks; only
+there does state change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from pycomm import kernels
+from pycomm.communicator import Communicator
+from pycomm.compression.bucket import Bucket
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The units of one reduction.
+
+    Attributes:
+        weight: a gradient times this is this rank's contribution to the average.
+        loss_scale: what the loss was multiplied by; state is kept without it.
+        result: the average times this is what ``.grad`` gets, besides the loss scale (the world
+            size where the sum is wanted).
+    """
+
+    weight: float
+    loss_scale: float = 1.0
+    result: float = 1.0
+
+
+class Exchange(Protocol):
+    """One bucket's way over the wire, with its state."""
+
+    bytes_sent: int
+    """Payload bytes that this rank has handed to the transport."""
+
+    def exchange(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
+        """Send ``grads`` (``None``: unused here) and receive; on the communication thread."""
+
+    def finite(self) -> bool:
+        """Whether all that this bucket brought, from every rank, is finite. Equal on all ranks."""
+
+    def finish(self, finite: bool) -> None:
+        """Leave the gradients in the bucket's views and commit state, if ``finite``: every bucket is, everywhere."""
+
+    def used(self) -> list[bool]:
+        """For each parameter, whether any rank had a gradient."""
+
+    def blame(self) -> str | None:
+        """Where the non-finite values came from, if known."""
+
+    def state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Parameter name -> state name -> tensor (not copied)."""
+
+    def load_state(self, state: dict[str, dict[str, torch.Tensor]]) -> None: ...
+
+
+class Compression(Protocol):
+    """A method and its settings."""
+
+    @property
+    def transactional(self) -> bool:
+        """Whether its exchanges must know if the step is finite before they finish."""
+
+    def applies_to(self, param: torch.Tensor) -> bool:
+        """Whether ``param`` travels this way; others travel dense."""
+
+    def make(self, bucket: Bucket, communicator: Communicator) -> Exchange:
+        """The way of one bucket, whose parameters it applies to."""
+
+
+class DenseExchange:
+    """The gradients as they are: one in-place all-reduce of the bucket."""
+
+    def __init__(self, bucket: Bucket, communicator: Communicator) -> None:
+        self.bytes_sent = 0
+        self._bucket = bucket
+        self._communicator = communicator
+        self._all_used_here = True
+
+    def exchange(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
+        self._all_used_here = all(grad is not None for grad in grads)
+        self._bucket.gather(grads)
+        op = "mean" if scaling.result == 1.0 else "sum"
+        self._communicator.all_reduce(self._bucket.memory, op)
+        self.bytes_sent += self._bucket.memory.nbytes
+
+    def finite(self) -> bool:
+        return math.isfinite(kernels.absmax([self._bucket.flat]).item())
+
+    def finish(self, finite: bool) -> None:
+        pass
+
+    def used(self) -> list[bool]:
+        if self._all_used_here:
+            return [True] * len(self._bucket.names)
+        return [flag != 0.0 for flag in self._bucket.flags.tolist()]
+
+    def blame(self) -> str | None:
+        return None
+
+    def state(self) -> dict[str, dict[str, torch.Tensor]]:
+        return {}
+
+    def load_state(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
+        pass

@@ -1,0 +1,98 @@
+"""A bucket: gradients that travel together, in one flat piece of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pycomm import kernels
+from pycomm.communicator import Communicator
+
+
+class Bucket:
+    """The averaged gradients of ``params``, one after the other in ``flat``; ``views[i]`` is the i-th.
+
+    ``flat`` lies in memory that the transport reaches directly. Behind the gradients follows one
+    element per parameter for the usage flags, so that they travel in the same message.
+    """
+
+    def __init__(self, names: Sequence[str], params: Sequence[torch.Tensor], communicator: Communicator) -> None:
+        self.names = list(names)
+        self.numels = [p.numel() for p in params]
+        self.dtype = params[0].dtype
+        self.num_elements = sum(self.numels)
+        self._like = list(params)
+        self.use(communicator.empty(self.num_elements + len(params), self.dtype))
+
+    def use(self, memory: torch.Tensor) -> None:
+        """Let the gradients live in ``memory`` from now on: ``num_elements`` + one per parameter."""
+        self.memory = memory
+        self.flat = memory[: self.num_elements]
+        self.flags = memory[self.num_elements :]
+        self.views = [
+            _view_like(part, p) for part, p in zip(self.flat.split(self.numels), self._like, strict=True)
+        ]
+
+    def holds(self, index: int, grad: torch.Tensor) -> bool:
+        """Whether ``grad`` already lies where the bucket keeps the ``index``-th gradient."""
+        view = self.views[index]
+        return grad.data_ptr() == view.data_ptr() and grad.stride() == view.stride()
+
+    def gather(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Bring ``grads`` into ``flat``, zeros for ``None``, and say in the flags which there were."""
+        start = end = 0
+        run: list[torch.Tensor] = []
+
+        def pack_run() -> None:
+            if run:
+                kernels.pack(run, self.flat[start:end])
+                run.clear()
+
+        for i, grad in enumerate(grads):
+            raw = None if grad is None or self.holds(i, grad) else flat_alias(grad, self.views[i])
+            if raw is not None:
+                run.append(raw)
+            else:
+                pack_run()
+                if grad is None:
+                    self.views[i].zero_()
+                elif not self.holds(i, grad):
+                    self.views[i].copy_(grad)
+                start = end + self.numels[i]
+            end += self.numels[i]
+        pack_run()
+        self.set_flags(grads)
+
+    def set_flags(self, grads: Sequence[torch.Tensor | None]) -> None:
+        self.flags.fill_(1.0)
+        for i, grad in enumerate(grads):
+            if grad is None:
+                self.flags[i] = 0.0
+
+
+def _view_like(part: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """``part`` shaped as ``param``, in its memory order where that is dense (channels_last, say)."""
+    # .data: a version counter of its own, which tells whether this very gradient was written to.
+    if param.is_contiguous() or not _is_dense(param):
+        return part.view(param.shape).data
+    return part.as_strided(param.shape, param.stride()).data
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill one gap-free piece of memory, in any order of the dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def flat_alias(grad: torch.Tensor, view: torch.Tensor) -> torch.Tensor | None:
+    """``grad``'s memory in the order of ``view``'s, without copying; ``None`` if their layouts differ."""
+    if grad.is_contiguous() and view.is_contiguous():
+        return grad
+    if grad.stride() == view.stride() and _is_dense(grad):
+        return grad.as_strided((grad.numel(),), (1,))
+    return None

@@ -1,0 +1,101 @@
+"""Half precision on the wire: half the bytes of float32.
+
+Casting before dividing by the world size overflows float16, dividing first underflows it. So a
+power of two per bucket is agreed before the cast: the largest magnitude on any rank, times the
+world size, lands in the top octave of float16. The sum then cannot overflow, on any transport, and
+the division happens in float32 after the way back. Price: one read of the gradients and one
+all-reduce of 4 bytes per bucket. bfloat16 has float32's range and needs neither.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pycomm import kernels
+from pycomm.communicator import Communicator
+from pycomm.compression.base import DenseExchange, Scaling
+from pycomm.compression.bucket import Bucket, flat_alias
+
+_LARGEST_F16 = 2.0**15  # half of its largest power of two: room for roundings on the way
+
+
+def agreed_scale(largest: float, size: int) -> float:
+    """The power of two that brings ``largest * size`` just below the top of float16.
+
+    ``largest``: the largest magnitude on any rank; not finite or 0 gives 1.
+    """
+    if not math.isfinite(largest) or largest == 0.0:
+        return 1.0
+    exponent = math.floor(math.log2(_LARGEST_F16 / size) - math.log2(largest))
+    return 2.0 ** max(-126, min(126, exponent))
+
+
+class HalfExchange(DenseExchange):
+    """Cast to ``wire_dtype``, all-reduce the sum there, cast and divide back."""
+
+    def __init__(self, bucket: Bucket, communicator: Communicator, wire_dtype: torch.dtype, scaled: bool) -> None:
+        super().__init__(bucket, communicator)
+        self._scaled = scaled
+        self._wire = communicator.empty(bucket.num_elements + len(bucket.names), wire_dtype)
+        self._largest = torch.zeros(1)
+
+    def exchange(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
+        bucket, size = self._bucket, self._communicator.size
+        self._all_used_here = all(grad is not None for grad in grads)
+        parts = self._parts(grads)
+        scale = self._agree(parts) if self._scaled else 1.0
+        kernels.pack(parts, self._wire[: bucket.num_elements], scale)
+        bucket.set_flags(grads)
+        self._wire[bucket.num_elements :] = bucket.flags
+        self._communicator.all_reduce(self._wire, "sum")
+        self.bytes_sent += self._wire.nbytes
+        kernels.unpack(self._wire[: bucket.num_elements], [bucket.flat], scaling.result / (size * scale))
+        bucket.flags.copy_(self._wire[bucket.num_elements :])
+
+    def _agree(self, parts: Sequence[torch.Tensor]) -> float:
+        self._largest[0] = kernels.absmax(parts)
+        self._communicator.all_reduce(self._largest, "max")
+        self.bytes_sent += self._largest.nbytes
+        return agreed_scale(self._largest.item(), self._communicator.size)
+
+    def _parts(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """``grads`` in the bucket's memory order; zeros, written to the bucket, where there is none."""
+        parts = []
+        for grad, view in zip(grads, self._bucket.views, strict=True):
+            part = None if grad is None else flat_alias(grad, view)
+            if part is None:
+                _ = view.zero_() if grad is None else view.copy_(grad)
+                part = flat_alias(view, view)
+                assert part is not None, "views are dense"
+            parts.append(part)
+        return parts
+
+
+@dataclass(frozen=True)
+class FP16:
+    """Gradients travel as float16, scaled per bucket by a power of two that all ranks agree on."""
+
+    transactional = False
+
+    def applies_to(self, param: torch.Tensor) -> bool:
+        return True
+
+    def make(self, bucket: Bucket, communicator: Communicator) -> HalfExchange:
+        return HalfExchange(bucket, communicator, torch.float16, scaled=True)
+
+
+@dataclass(frozen=True)
+class BF16:
+    """Gradients travel as bfloat16: float32's range, 8 bits of precision."""
+
+    transactional = False
+
+    def applies_to(self, param: torch.Tensor) -> bool:
+        return True
+
+    def make(self, bucket: Bucket, communicator: Communicator) -> HalfExchange:
+        return HalfExchange(bucket, communicator, torch.bfloat16, scaled=False)

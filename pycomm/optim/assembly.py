@@ -1,0 +1,80 @@
+"""Sorting parameters into buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from pycomm.communicator import Communicator
+from pycomm.compression import Compression, NoCompression
+from pycomm.compression.base import Exchange
+from pycomm.compression.bucket import Bucket
+from pycomm.worker import Work
+
+
+@dataclass(eq=False)
+class Slot:
+    """A parameter and where its gradient is in the current pass."""
+
+    name: str
+    param: torch.Tensor
+    lane: Lane | None = None
+    index: int = 0
+    """Of the parameter in its lane's bucket."""
+    expected: int = 0
+    """How often its gradient is accumulated in one pass; 0 until one pass has been seen."""
+    fired: int = 0
+    version: int = -1
+    """Of the averaged gradient, when it was handed out."""
+
+
+@dataclass(eq=False)
+class Lane:
+    """A bucket on its way: who is in it, how it travels, how far it has come in this pass."""
+
+    slots: list[Slot]
+    bucket: Bucket
+    exchange: Exchange
+    compressed: bool
+    work: Work | None = field(default=None)
+
+    def ready(self) -> bool:
+        return all(slot.fired >= max(slot.expected, 1) for slot in self.slots)
+
+
+def make_lanes(
+    slots: Sequence[Slot], compression: Compression, communicator: Communicator, bucket_bytes: int
+) -> list[Lane]:
+    """Buckets in the reverse order of ``slots``, which is about the order in which gradients come.
+
+    A function of the parameters alone, so all ranks make the same buckets. Each holds parameters of
+    one dtype that travel one way, up to ``bucket_bytes`` (or one larger parameter).
+    """
+    lanes = []
+    for members, compressed in _groups(reversed(slots), compression, bucket_bytes):
+        bucket = Bucket([s.name for s in members], [s.param for s in members], communicator)
+        method: Compression = compression if compressed else NoCompression()
+        lane = Lane(members, bucket, method.make(bucket, communicator), compressed)
+        for index, slot in enumerate(members):
+            slot.lane, slot.index = lane, index
+        lanes.append(lane)
+    return lanes
+
+
+def _groups(
+    slots: Iterable[Slot], compression: Compression, bucket_bytes: int
+) -> list[tuple[list[Slot], bool]]:
+    closed: list[tuple[list[Slot], bool]] = []
+    open_: dict[tuple[torch.dtype, bool], list[Slot]] = {}
+    sizes: dict[tuple[torch.dtype, bool], int] = {}
+    for slot in slots:
+        key = (slot.param.dtype, compression.applies_to(slot.param))
+        if key in open_ and sizes[key] + slot.param.nbytes > bucket_bytes:
+            closed.append((open_.pop(key), key[1]))
+        if key not in open_:
+            open_[key], sizes[key] = [], 0
+        open_[key].append(slot)
+        sizes[key] += slot.param.nbytes
+    return closed + [(members, compressed) for (_, compressed), members in open_.items()]

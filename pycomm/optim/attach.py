@@ -1,0 +1,99 @@
+"""The one line that a training script adds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pycomm.communicator import DEFAULT_TIMEOUT, Communicator, seconds_of
+from pycomm.compression import Compression, NoCompression
+from pycomm.optim.broadcast import broadcast_state, broadcast_tensors, check_same_lines
+from pycomm.optim.parameters import check_parameters, names_of
+from pycomm.optim.reducer import Reducer, Settings
+
+
+def attach(
+    optimizer: torch.optim.Optimizer,
+    model_or_named_parameters: torch.nn.Module | Iterable[tuple[str, torch.Tensor]],
+    *,
+    compression: Compression | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    bucket_mb: float = 25,
+    accumulate: int = 1,
+    average: bool = True,
+    loss_scaler: Any = None,
+    timeout: timedelta | float = DEFAULT_TIMEOUT,
+) -> Reducer:
+    """Average the gradients of ``optimizer``'s parameters over the ranks, from now on.
+
+    When ``loss.backward()`` returns, every ``.grad`` holds the average over ``process_group``. The
+    optimizer and the model stay the objects they are; ``optimizer.step()``, schedulers, GradScaler,
+    clipping and checkpoints work as before. Collective: parameters, buffers and optimizer state of
+    rank 0 are copied to all ranks first.
+
+    Args:
+        optimizer: any torch optimizer, not wrapped.
+        model_or_named_parameters: the module (not wrapped in DistributedDataParallel), or its
+            ``named_parameters()``. Names every parameter of the optimizer; state is kept by name.
+        compression: ``NoCompression()`` (the default), ``FP16()``, ``BF16()``, ``TopK(ratio)``.
+        process_group: the default group if ``None``.
+        bucket_mb: gradients travel in buckets of about this many MiB.
+        accumulate: backward passes per optimizer step; gradients travel in the last one. As without
+            pycomm, divide the loss yourself. A ragged last window needs ``Reducer.flush()``.
+        average: ``False`` leaves the sum over the ranks in ``.grad``.
+        loss_scaler: the ``torch.amp.GradScaler`` in use, or any object with its ``scale``; needed
+            with ``TopK``, whose state is kept without the loss scale.
+        timeout: for every wait for a peer; seconds or ``timedelta``.
+
+    Returns:
+        The :class:`Reducer`. It lives as long as the parameters do, kept or not.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+        TypeError, ValueError: an argument is wrong, or ranks differ in names, shapes, dtypes, order
+            or settings (on every rank, naming the first difference).
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}, wanted a torch.optim.Optimizer")
+    settings = Settings(
+        compression=NoCompression() if compression is None else compression,
+        bucket_bytes=int(_positive("bucket_mb", bucket_mb) * 2**20),
+        accumulate=_count("accumulate", accumulate),
+        average=average,
+        loss_scaler=loss_scaler,
+    )
+    module = model_or_named_parameters if isinstance(model_or_named_parameters, torch.nn.Module) else None
+    names = names_of(optimizer, model_or_named_parameters)
+    check_parameters(names)
+    communicator = Communicator(process_group, seconds_of(timeout))
+    try:
+        check_same_lines(communicator, settings.lines(), "setting")
+        lines = [
+            f"{name}: {list(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}" for name, p in names.items()
+        ]
+        check_same_lines(communicator, lines, "parameter")
+        tensors = list(names.values()) if module is None else [*module.parameters(), *module.buffers()]
+        broadcast_tensors(communicator, tensors, src=0)
+        broadcast_state(communicator, optimizer, src=0)
+        return Reducer(optimizer, names, module, communicator, settings)
+    except BaseException:
+        communicator.close()
+        raise
+
+
+def _positive(name: str, value: float) -> float:
+    if not value > 0:
+        raise ValueError(f"{name} is {value}, wanted a positive number")
+    return value
+
+
+def _count(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}, wanted an int")
+    if value < 1:
+        raise ValueError(f"{name} is {value}, wanted at least 1")
+    return value

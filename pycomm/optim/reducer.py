@@ -1,0 +1,360 @@
+"""The object behind ``attach``: gradients in, averages out, between backward and step."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pycomm.communicator import Communicator
+from pycomm.compression import Compression
+from pycomm.compression.base import Scaling
+from pycomm.optim.assembly import Lane, Slot, make_lanes
+from pycomm.optim.backward import BackwardWatch
+from pycomm.optim.broadcast import broadcast_tensors, check_same_lines
+from pycomm.optim.parameters import check_parameters, optimizer_parameters
+from pycomm.optim.state import gather_state, select_state
+
+_reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What ``attach`` was told; equal on all ranks."""
+
+    compression: Compression
+    bucket_bytes: int
+    accumulate: int
+    average: bool
+    loss_scaler: Any
+
+    def lines(self) -> list[str]:
+        return [
+            f"compression={self.compression!r}",
+            f"bucket_mb={self.bucket_bytes / 2**20}",
+            f"accumulate={self.accumulate}",
+            f"average={self.average}",
+            f"loss_scaler={type(self.loss_scaler).__name__}",
+        ]
+
+
+class Reducer:
+    """Averages gradients over the ranks while backward runs. Made by :func:`pycomm.attach`.
+
+    How a step goes: a hook on each parameter notes that its gradient is there. When all of a
+    bucket's are, and all buckets before it have been launched, the bucket is handed to the
+    communication thread, which packs and exchanges it while backward goes on. When ``backward()`` is
+    about to return it launches what is left (parameters that this step did not use), waits, and
+    leaves views of the buckets in ``.grad``. The very first pass only learns how often each gradient
+    is accumulated (parameters shared between checkpointed pieces: several times) and launches
+    everything at its end.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: dict[str, torch.Tensor],
+        module: torch.nn.Module | None,
+        communicator: Communicator,
+        settings: Settings,
+    ) -> None:
+        self._optimizer = optimizer
+        self._module = module
+        self._communicator = communicator
+        self._settings = settings
+        self._slots: dict[int, Slot] = {}
+        self._frozen: dict[int, Slot] = {}
+        self._lanes: list[Lane] = []
+        self._handles: list[Any] = []
+        self._watch = BackwardWatch(self._begin_pass, self._end_pass)
+        self._num_passes = 0  # in this accumulation window
+        self._num_launched = 0
+        self._sending = False  # whether this pass is the last of its window
+        self._scaling = Scaling(weight=1.0 / communicator.size)
+        self._stats = {"steps": 0, "wait_seconds": 0.0, "nonfinite_steps": 0}
+        self._last_nonfinite: str | None = None
+        self._detached = False
+        # One rank that compresses nothing has nothing to do.
+        self._idle = communicator.size == 1 and not settings.compression.transactional
+        self._refuse_second_attach(names)
+        for name, param in names.items():
+            self._frozen[id(param)] = Slot(name, param)
+        self._admit_unfrozen()
+        if not self._idle:
+            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+            if module is not None:
+                self._handles.append(module.register_forward_pre_hook(self._before_forward))
+        _reducers.add(self)
+
+    # What a training script calls.
+
+    def flush(self) -> None:
+        """Reduce a ragged last accumulation window; before unscaling, clipping and ``step``. Collective.
+
+        Nothing happens where no rank has gradients waiting.
+        """
+        self._require_attached()
+        if self._idle:
+            self._num_passes = 0
+            return
+        waiting = torch.tensor([self._num_passes], dtype=torch.int64)
+        self._communicator.all_reduce(waiting, "max")
+        if waiting.item() == 0:
+            return
+        if self._num_passes == 0:  # others have gradients: take part without any
+            for slot in self._slots.values():
+                slot.param.grad = None
+        self._reset_pass()
+        self._sending = True
+        self._reduce()
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since ``attach``.
+
+        Returns:
+            ``bytes_sent`` (payload bytes that this rank has handed to the transport), ``steps``
+            (reductions), ``wait_seconds`` (how long ``backward()`` was held up by communication),
+            ``nonfinite_steps`` and ``last_nonfinite`` (steps in which compression state was left
+            alone, and whose gradient was to blame), ``num_buckets``, ``transport``.
+        """
+        return {
+            "bytes_sent": sum(lane.exchange.bytes_sent for lane in self._lanes),
+            **self._stats,
+            "last_nonfinite": self._last_nonfinite,
+            "num_buckets": len(self._lanes),
+            "transport": self._communicator.transport,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """What compression carries from step to step on *this* rank; save it per rank.
+
+        ``["state"][parameter_name]["residual"]`` is what this rank has not sent yet, as its
+        contribution to the average, without the loss scale: a tensor of the parameter's shape.
+        ``rank`` and ``world_size`` stand beside. Loads with ``torch.load(weights_only=True)``.
+        """
+        self._require_attached()
+        return gather_state(self._lanes, self._settings, self._communicator)
+
+    def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]], *, strict: bool = True) -> None:
+        """Take back what :meth:`state_dict` gave.
+
+        Args:
+            state: this rank's own, or the list of all ranks'. From a list of another length than the
+                world size, residuals are handed out so that their sum over the ranks is kept.
+            strict: whether missing and unknown parameters are errors.
+
+        Raises:
+            ValueError: another rank's or world size's single dict, another method's, names or shapes
+                that do not fit.
+        """
+        self._require_attached()
+        chosen = select_state(state, self._lanes, self._settings, self._communicator, strict)
+        for lane in self._lanes:
+            lane.exchange.load_state(chosen)
+
+    def detach(self) -> None:
+        """Undo ``attach``: no hooks, ``.grad`` in ordinary memory, shared memory given back. Idempotent."""
+        if self._detached:
+            return
+        self._detached = True
+        for handle in self._handles:
+            handle.remove()
+        for slot in self._slots.values():
+            if slot.lane is not None and slot.param.grad is slot.lane.bucket.views[slot.index]:
+                slot.param.grad = slot.param.grad.clone(memory_format=torch.preserve_format)
+        _reducers.discard(self)
+        self._communicator.close()
+
+    # Parameters coming and going.
+
+    def _refuse_second_attach(self, names: dict[str, torch.Tensor]) -> None:
+        ids = {id(p): name for name, p in names.items()}
+        for other in _reducers:
+            for key in ids.keys() & (other._slots.keys() | other._frozen.keys()):
+                raise ValueError(f"parameter {ids[key]!r} is attached already: detach() the other Reducer first")
+
+    def _find_new_parameters(self) -> None:
+        """Notice ``add_param_group`` and unfreezing. Runs at the same points of the program on all ranks."""
+        added = [
+            p for p in optimizer_parameters(self._optimizer) if id(p) not in self._slots and id(p) not in self._frozen
+        ]
+        if not added and not any(slot.param.requires_grad for slot in self._frozen.values()):
+            return
+        names = {} if self._module is None else {id(p): name for name, p in self._module.named_parameters()}
+        number = len(self._slots) + len(self._frozen)
+        new = {names.get(id(p), f"added.{number + i}"): p for i, p in enumerate(added)}
+        check_parameters(new)
+        self._frozen.update({id(p): Slot(name, p) for name, p in new.items()})
+        unfrozen = [s for s in self._frozen.values() if s.param.requires_grad]
+        lines = [f"{s.name}: {list(s.param.shape)} {s.param.dtype}" for s in unfrozen] + list(new)
+        check_same_lines(self._communicator, lines, "new parameter")
+        broadcast_tensors(self._communicator, new.values(), src=0)
+        self._admit_unfrozen()
+
+    def _admit_unfrozen(self) -> None:
+        slots = [slot for slot in self._frozen.values() if slot.param.requires_grad]
+        for slot in slots:
+            del self._frozen[id(slot.param)]
+            self._slots[id(slot.param)] = slot
+        if self._idle:
+            return
+        self._lanes += make_lanes(slots, self._settings.compression, self._communicator, self._settings.bucket_bytes)
+        for slot in slots:
+            self._handles.append(slot.param.register_post_accumulate_grad_hook(self._hook_of(slot)))
+
+    def _before_forward(self, *_: object) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return  # a checkpoint recomputes inside backward
+        self._forget_abandoned_pass()
+        if self._num_passes == 0:
+            self._find_new_parameters()
+
+    def _before_step(self, *_: object) -> None:
+        # Sends nothing: distributed checkpointing calls step() on its own to create optimizer state.
+        self._forget_abandoned_pass()
+        if self._num_passes > 0:
+            raise RuntimeError(
+                f"optimizer.step() after {self._num_passes} of {self._settings.accumulate} backward passes: these "
+                "gradients have not been averaged; call reducer.flush() first"
+            )
+        for slot in self._frozen.values():
+            if slot.param.grad is not None and slot.param.requires_grad:
+                raise RuntimeError(
+                    f"the gradient of {slot.name!r} has not been averaged: it was unfrozen after attach, and no "
+                    "parameter that pycomm already knew took part in this backward; attach the module itself, not its "
+                    "named_parameters()"
+                )
+
+    # A pass.
+
+    def _hook_of(self, slot: Slot) -> Any:
+        def on_grad(_param: torch.Tensor) -> None:
+            self._watch.touch()
+            self._on_grad(slot)
+
+        return on_grad
+
+    def _begin_pass(self) -> None:
+        self._sending = self._num_passes + 1 >= self._settings.accumulate
+        self._reset_pass()
+        self._read_loss_scale()
+
+    def _reset_pass(self) -> None:
+        self._num_launched = 0
+        for slot in self._slots.values():
+            slot.fired = 0
+
+    def _read_loss_scale(self) -> None:
+        scaler, size = self._settings.loss_scaler, self._communicator.size
+        loss_scale = 1.0 if scaler is None else float(scaler.scale(torch.ones(())))
+        self._scaling = Scaling(1.0 / size, loss_scale, 1.0 if self._settings.average else float(size))
+
+    def _on_grad(self, slot: Slot) -> None:
+        lane, grad = slot.lane, slot.param.grad
+        assert lane is not None and grad is not None
+        slot.fired += 1
+        if grad.is_sparse:
+            raise ValueError(f"the gradient of {slot.name!r} is sparse; pycomm reduces dense gradients")
+        if lane.work is not None:
+            raise RuntimeError(
+                f"the gradient of {slot.name!r} was accumulated {slot.fired} times in one backward pass, where earlier "
+                f"passes had {slot.expected}, and had been sent already; detach() and attach() again to learn anew"
+            )
+        self._refuse_averaging_twice(slot, grad)
+        if not self._sending:
+            self._adopt(slot, grad)
+        elif slot.expected:
+            self._launch_ready()
+
+    def _refuse_averaging_twice(self, slot: Slot, grad: torch.Tensor) -> None:
+        """Sums and error feedback of an average plus a fresh gradient mean nothing; means of it are right."""
+        linear = self._settings.average and not self._settings.compression.transactional
+        if linear or self._num_passes > 0 or slot.fired > 1:
+            return
+        assert slot.lane is not None
+        if grad is slot.lane.bucket.views[slot.index] and grad._version == slot.version + 1:
+            raise RuntimeError(
+                f"backward() ran again on the averaged gradient of {slot.name!r}: zero the gradients first, or pass "
+                "attach(..., accumulate=n) for n backward passes per step"
+            )
+
+    def _adopt(self, slot: Slot, grad: torch.Tensor) -> None:
+        """Let later passes of this window accumulate in the bucket itself."""
+        assert slot.lane is not None
+        view = slot.lane.bucket.views[slot.index]
+        if grad is not view and not slot.lane.bucket.holds(slot.index, grad):
+            view.copy_(grad)
+            slot.param.grad = view
+
+    def _launch_ready(self) -> None:
+        while self._num_launched < len(self._lanes) and self._lanes[self._num_launched].ready():
+            self._launch(self._lanes[self._num_launched])
+
+    def _launch(self, lane: Lane) -> None:
+        self._num_launched += 1
+        grads = [slot.param.grad for slot in lane.slots]
+        scaling = self._scaling
+        lane.work = self._communicator.submit(lambda: lane.exchange.exchange(grads, scaling))
+        for slot, view in zip(lane.slots, lane.bucket.views, strict=True):
+            if slot.param.grad is not None:
+                slot.param.grad = view  # frees what autograd allocated as soon as it is packed
+
+    def _end_pass(self) -> None:
+        for slot in self._slots.values():
+            slot.expected = max(slot.expected, slot.fired)
+        self._num_passes += 1
+        if self._sending:
+            self._find_new_parameters()
+            self._reduce()
+
+    def _reduce(self) -> None:
+        """Launch what is left, wait for all, hand out."""
+        if not self._num_launched:
+            self._read_loss_scale()
+        while self._num_launched < len(self._lanes):
+            self._launch(self._lanes[self._num_launched])
+        start = time.perf_counter()
+        try:
+            for lane in self._lanes:
+                assert lane.work is not None
+                lane.work.wait()
+        finally:
+            for lane in self._lanes:
+                lane.work = None
+            self._num_passes = 0
+        self._stats["wait_seconds"] += time.perf_counter() - start
+        self._finish()
+
+    def _finish(self) -> None:
+        finite = not self._settings.compression.transactional or self._step_is_finite()
+        for lane in self._lanes:
+            lane.exchange.finish(finite)
+            for slot, view, used in zip(lane.slots, lane.bucket.views, lane.exchange.used(), strict=True):
+                slot.param.grad = view if used else None
+                slot.version = view._version
+        self._stats["steps"] += 1
+
+    def _step_is_finite(self) -> bool:
+        """Decided by what all ranks received alike, so they agree without a message."""
+        guilty = [lane for lane in self._lanes if not lane.exchange.finite()]
+        if not guilty:
+            return True
+        self._stats["nonfinite_steps"] += 1
+        self._last_nonfinite = next((b for lane in guilty if (b := lane.exchange.blame())), "a sum over the ranks")
+        return False
+
+    def _forget_abandoned_pass(self) -> None:
+        if not self._watch.abandoned():
+            return
+        if self._num_launched:
+            raise RuntimeError(
+                "the last backward() ended with an exception after part of its gradients had been sent: the ranks are "
+                "out of step; restart from a checkpoint"
+            )
+
+    def _require_attached(self) -> None:
+        if self._detached:
+            raise RuntimeError("this Reducer is detached")

@@ -1,0 +1,107 @@
+"""Saving compression state, and handing it out again, also to another number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pycomm.communicator import Communicator
+from pycomm.optim.assembly import Lane
+
+if TYPE_CHECKING:
+    from pycomm.optim.reducer import Settings
+
+_FORMAT = 1
+State = dict[str, dict[str, torch.Tensor]]
+
+
+def _method(settings: Settings) -> str:
+    return type(settings.compression).__name__
+
+
+def _current(lanes: Sequence[Lane]) -> State:
+    return {name: entry for lane in lanes for name, entry in lane.exchange.state().items()}
+
+
+def gather_state(lanes: Sequence[Lane], settings: Settings, communicator: Communicator) -> dict[str, Any]:
+    return {
+        "format": _FORMAT,
+        "method": _method(settings),
+        "rank": communicator.rank,
+        "world_size": communicator.size,
+        "state": {
+            name: {key: torch.empty(t.shape, dtype=t.dtype).copy_(t) for key, t in entry.items()}
+            for name, entry in _current(lanes).items()
+        },
+    }
+
+
+def select_state(
+    state: dict[str, Any] | list[dict[str, Any]],
+    lanes: Sequence[Lane],
+    settings: Settings,
+    communicator: Communicator,
+    strict: bool,
+) -> State:
+    """This rank's share of ``state``, checked; see ``Reducer.load_state_dict``."""
+    saved = [state] if isinstance(state, dict) else list(state)
+    for one in saved:
+        _check_header(one, settings)
+    if isinstance(state, dict):
+        mine = _own(state, communicator)
+    else:
+        mine = _reshard(saved, communicator)
+    _check_entries(mine, _current(lanes), strict)
+    return mine
+
+
+def _check_header(saved: Any, settings: Settings) -> None:
+    if not isinstance(saved, dict) or not {"format", "method", "rank", "world_size", "state"} <= saved.keys():
+        raise ValueError("state is no Reducer.state_dict() and no list of them")
+    if saved["format"] != _FORMAT:
+        raise ValueError(f"state has format {saved['format']}, this pycomm reads {_FORMAT}")
+    if saved["method"] != _method(settings):
+        raise ValueError(f"state is of compression {saved['method']}, attach was given {_method(settings)}")
+
+
+def _own(saved: dict[str, Any], communicator: Communicator) -> State:
+    if (saved["rank"], saved["world_size"]) != (communicator.rank, communicator.size):
+        raise ValueError(
+            f"state was saved by rank {saved['rank']} of {saved['world_size']}, this is rank {communicator.rank} of "
+            f"{communicator.size}: pass the list of all ranks' state_dicts"
+        )
+    state: State = saved["state"]
+    return state
+
+
+def _reshard(saved: Sequence[dict[str, Any]], communicator: Communicator) -> State:
+    """Old rank ``r``'s state goes to new rank ``r % size``; sums over the ranks are kept."""
+    ranks = sorted(one["rank"] for one in saved)
+    sizes = {one["world_size"] for one in saved}
+    if len(sizes) != 1 or ranks != list(range(next(iter(sizes), 0))):
+        raise ValueError(f"state lists ranks {ranks} of world size(s) {sorted(sizes)}, wanted every rank of one, once")
+    total: State = {}
+    for one in saved:
+        takes = one["rank"] % communicator.size == communicator.rank
+        for name, entry in one["state"].items():
+            for key, tensor in entry.items():
+                share = tensor if takes else torch.zeros_like(tensor)
+                slot = total.setdefault(name, {})
+                slot[key] = share if key not in slot else slot[key] + share
+    return total
+
+
+def _check_entries(mine: State, wanted: State, strict: bool) -> None:
+    missing, unknown = wanted.keys() - mine.keys(), mine.keys() - wanted.keys()
+    if strict and (missing or unknown):
+        raise ValueError(
+            f"state does not fit the parameters: missing {sorted(missing)}, unknown {sorted(unknown)} "
+            "(strict=False loads what fits)"
+        )
+    for name in wanted.keys() & mine.keys():
+        for key, tensor in wanted[name].items():
+            if key not in mine[name] or mine[name][key].shape != tensor.shape:
+                found = list(mine[name][key].shape) if key in mine[name] else "nothing"
+                raise ValueError(f"state[{name!r}][{key!r}] is {found}, wanted shape {list(tensor.shape)}")
