@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
 
 from pycomm.transport.base import Transport
@@ -90,7 +91,7 @@ class Communicator:
 
     @property
     def transport(self) -> str:
-        """"shared_memory" or "torch"."""
+        """ "shared_memory" or "torch"."""
         return self._transport.name
 
     @property
@@ -114,9 +115,7 @@ class Communicator:
             raise ValueError(f"shape is {dims}, wanted no negative length")
         return self._transport.empty(dims, dtype)
 
-    def all_reduce(
-        self, x: Any, op: str = "sum", algorithm: str = "auto", async_op: bool = False
-    ) -> Work | None:
+    def all_reduce(self, x: Any, op: str = "sum", algorithm: str = "auto", async_op: bool = False) -> Work | None:
         """Reduce ``x`` over all ranks, in place; all ranks end with the same bits.
 
         float16 and bfloat16 accumulate in float32 and are rounded once, except for "sum" over
@@ -135,9 +134,7 @@ class Communicator:
             return None
         return self._enqueue(lambda: self._transport.all_reduce(x, op, self._timeout), async_op)
 
-    def reduce_scatter(
-        self, out: Any, x: Any, op: str = "sum", async_op: bool = False
-    ) -> Work | None:
+    def reduce_scatter(self, out: Any, x: Any, op: str = "sum", async_op: bool = False) -> Work | None:
         """Reduce ``x`` over all ranks and leave part ``rank`` of it in ``out``.
 
         ``x`` has ``size`` times as many elements as ``out``; dtypes and ``op`` as in :meth:`all_reduce`.
@@ -145,7 +142,7 @@ class Communicator:
         return self._enqueue(lambda: self._transport.reduce_scatter(out, x, op, self._timeout), async_op)
 
     def all_gather(self, out: Any, x: Any, async_op: bool = False) -> Work | None:
-        """Write the ``x`` of all ranks, in rank order, into ``out``, which has ``size`` times its elements. Any dtype."""
+        """Write the ``x`` of all ranks, in rank order, into ``out`` (``size`` times as many elements). Any dtype."""
         return self._enqueue(lambda: self._transport.all_gather(out, x, self._timeout), async_op)
 
     def broadcast(self, x: Any, src: int, async_op: bool = False) -> Work | None:
@@ -227,7 +224,7 @@ def _choose_transport(group: dist.ProcessGroup, wanted: str, timeout: float) -> 
     return transport
 
 
-def _store_of(group: dist.ProcessGroup) -> dist.Store:
+def _store_of(group: dist.ProcessGroup) -> Store:
     if hasattr(group, "get_group_store"):
         return group.get_group_store()
     return distributed_c10d._get_process_group_store(group)  # torch < 2.7 has no public way

@@ -13,9 +13,7 @@ class CommError(RuntimeError):
         elapsed: seconds that this rank had waited.
     """
 
-    def __init__(
-        self, message: str, *, rank: int, peer: int | None, operation: str, elapsed: float
-    ) -> None:
+    def __init__(self, message: str, *, rank: int, peer: int | None, operation: str, elapsed: float) -> None:
         super().__init__(message)
         self.rank = rank
         self.peer = peer
@@ -29,7 +27,5 @@ class CommError(RuntimeError):
         )
 
 
-def _rebuild(
-    message: str, rank: int, peer: int | None, operation: str, elapsed: float
-) -> CommError:
+def _rebuild(message: str, rank: int, peer: int | None, operation: str, elapsed: float) -> CommError:
     return CommError(message, rank=rank, peer=peer, operation=operation, elapsed=elapsed)

@@ -91,7 +91,9 @@ Described describe_tensor(const Torch& torch, py::handle tensor, const std::stri
     return out;
 }
 
-std::optional<DType> dtype_of_format(const std::string& format, int64_t itemsize) {
+std::optional<DType> dtype_of_format(std::string format, int64_t itemsize) {
+    // numpy writes '=' (native order, standard size) for arrays that are not aligned.
+    if (!format.empty() && (format[0] == '=' || format[0] == '@' || format[0] == '<')) format.erase(0, 1);
     if (format == "f") return DType::kF32;
     if (format == "e") return DType::kF16;
     if (format == "d") return DType::kF64;

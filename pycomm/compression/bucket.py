@@ -30,9 +30,11 @@ class Bucket:
         self.memory = memory
         self.flat = memory[: self.num_elements]
         self.flags = memory[self.num_elements :]
-        self.views = [
-            _view_like(part, p) for part, p in zip(self.flat.split(self.numels), self._like, strict=True)
-        ]
+        self.views = [_view_like(part, p) for part, p in zip(self.parts(memory), self._like, strict=True)]
+
+    def parts(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Memory laid out like the bucket's, cut up by parameter."""
+        return list(torch.split(memory[: self.num_elements], self.numels))
 
     def holds(self, index: int, grad: torch.Tensor) -> bool:
         """Whether ``grad`` already lies where the bucket keeps the ``index``-th gradient."""
@@ -96,3 +98,12 @@ def flat_alias(grad: torch.Tensor, view: torch.Tensor) -> torch.Tensor | None:
     if grad.stride() == view.stride() and _is_dense(grad):
         return grad.as_strided((grad.numel(),), (1,))
     return None
+
+
+def laid_out_like(grad: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """``grad``'s elements in the memory order of ``view``; a copy only if its own order differs."""
+    raw = flat_alias(grad, view)
+    if raw is None:
+        raw = flat_alias(torch.empty_strided(view.shape, view.stride(), dtype=grad.dtype).copy_(grad), view)
+    assert raw is not None, "views are dense"
+    return raw

@@ -18,7 +18,7 @@ import torch
 from pycomm import kernels
 from pycomm.communicator import Communicator
 from pycomm.compression.base import DenseExchange, Scaling
-from pycomm.compression.bucket import Bucket, flat_alias
+from pycomm.compression.bucket import Bucket, laid_out_like
 
 _LARGEST_F16 = 2.0**15  # half of its largest power of two: room for roundings on the way
 
@@ -64,15 +64,10 @@ class HalfExchange(DenseExchange):
 
     def _parts(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """``grads`` in the bucket's memory order; zeros, written to the bucket, where there is none."""
-        parts = []
-        for grad, view in zip(grads, self._bucket.views, strict=True):
-            part = None if grad is None else flat_alias(grad, view)
-            if part is None:
-                _ = view.zero_() if grad is None else view.copy_(grad)
-                part = flat_alias(view, view)
-                assert part is not None, "views are dense"
-            parts.append(part)
-        return parts
+        return [
+            laid_out_like(view.zero_() if grad is None else grad, view)
+            for grad, view in zip(grads, self._bucket.views, strict=True)
+        ]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import torch
 from pycomm import kernels
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Scaling
-from pycomm.compression.bucket import Bucket, flat_alias
+from pycomm.compression.bucket import Bucket, laid_out_like
 
 _UNUSED, _USED, _NOT_FINITE = 0, 1, 2
 
@@ -49,20 +49,19 @@ class TopKExchange:
         self.bytes_sent = 0
         self._bucket = bucket
         self._communicator = communicator
-        self._error_feedback = error_feedback
         self._counts = [max(1, round(ratio * n)) for n in bucket.numels]
         # Residuals of half-precision gradients are float32, and so is the sum: they need memory of their own.
         self._dtype = torch.float64 if bucket.dtype == torch.float64 else torch.float32
         self._shares_memory = self._dtype == bucket.dtype
         size, total = communicator.size, sum(self._counts)
         memory_like_bucket = (bucket.memory.numel(), self._dtype)
-        self._spare = communicator.empty(*memory_like_bucket).zero_()
+        self._residual = communicator.empty(*memory_like_bucket).zero_() if error_feedback else None
         self._wide = bucket.memory if self._shares_memory else communicator.empty(*memory_like_bucket)
         num_bytes = Payload.num_bytes(len(bucket.names), total, self._dtype)
         self._mine = communicator.empty(num_bytes, torch.uint8)
         self._everyone = torch.empty(size * num_bytes, dtype=torch.uint8)
         self._payloads = [
-            Payload(memory, len(bucket.names), total, self._dtype) for memory in self._everyone.split(num_bytes)
+            Payload(memory, len(bucket.names), total, self._dtype) for memory in torch.split(self._everyone, num_bytes)
         ]
         self._scaling = Scaling(weight=1.0 / size)
 
@@ -71,21 +70,15 @@ class TopKExchange:
         self._scaling = scaling
         mine = Payload(self._mine, len(bucket.names), sum(self._counts), self._dtype)
         pieces = self._pieces()
-        sums = self._parts(self._wide)
-        residuals = self._parts(self._spare) if self._error_feedback else [None] * len(sums)
+        sums = self._bucket.parts(self._wide)
+        residuals: list[torch.Tensor | None] = [None] * len(sums)
+        if self._residual is not None:
+            residuals[:] = bucket.parts(self._residual)
         for i, (k, grad) in enumerate(zip(self._counts, grads, strict=True)):
-            if grad is None:
-                sums[i].zero_() if residuals[i] is None else sums[i].copy_(residuals[i])
-                mine.codes[i] = _UNUSED
-            else:
-                raw = flat_alias(grad, bucket.views[i])
-                if raw is None:
-                    raw = torch.empty_like(bucket.views[i]).copy_(grad)
-                    raw = flat_alias(raw, bucket.views[i])
-                finite = kernels.accumulate(
-                    sums[i], residuals[i], raw.view(-1), scaling.weight / scaling.loss_scale
-                )
-                mine.codes[i] = _USED if finite else _NOT_FINITE
+            # A gradient that is not there counts as zeros: what is left from earlier steps still goes out.
+            raw = laid_out_like(bucket.views[i].zero_() if grad is None else grad, bucket.views[i])
+            finite = kernels.accumulate(sums[i], residuals[i], raw, scaling.weight / scaling.loss_scale)
+            mine.codes[i] = _UNUSED if grad is None else _USED if finite else _NOT_FINITE
             kernels.topk(sums[i], k, out=(mine.values[pieces[i]], mine.indices[pieces[i]]))
         self._communicator.all_gather(self._everyone, self._mine)
         self.bytes_sent += self._mine.nbytes
@@ -96,7 +89,7 @@ class TopKExchange:
         # Finite terms can still overflow in the sum, or once the loss scale is back: no rank may commit then.
         factor = self._scaling.result * self._scaling.loss_scale
         largest = sum(kernels.absmax([payload.values]).item() for payload in self._payloads)
-        return largest * factor <= torch.finfo(self._bucket.dtype).max
+        return bool(largest * factor <= torch.finfo(self._bucket.dtype).max)
 
     def used(self) -> list[bool]:
         used = torch.stack([payload.codes for payload in self._payloads]).any(dim=0)
@@ -114,14 +107,15 @@ class TopKExchange:
         if not finite:
             bucket.flat.fill_(math.nan)
             return
-        mine = self._payloads[self._communicator.rank]
-        for part, used, piece in zip(self._parts(self._wide), self.used(), self._pieces(), strict=True):
-            if used:  # else nothing of it is applied anywhere, and the sum is the residual as it was
-                part[mine.indices[piece].long()] = 0.0
-        self._wide, self._spare = self._spare, self._wide
+        if self._residual is not None:
+            mine = self._payloads[self._communicator.rank]
+            for part, used, piece in zip(bucket.parts(self._wide), self.used(), self._pieces(), strict=True):
+                if used:  # else nothing of it is applied anywhere, and the sum is the residual as it was
+                    part[mine.indices[piece].long()] = 0.0
+            self._wide, self._residual = self._residual, self._wide
         self._wide.zero_()
         factor = self._scaling.result * self._scaling.loss_scale
-        averages = self._parts(self._wide)
+        averages = self._bucket.parts(self._wide)
         for payload in self._payloads:
             for average, piece in zip(averages, self._pieces(), strict=True):
                 kernels.scatter_add(average, payload.indices[piece], payload.values[piece], factor)
@@ -131,20 +125,19 @@ class TopKExchange:
             kernels.unpack(self._wide[: bucket.num_elements], [bucket.flat])
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        if not self._error_feedback:
+        if self._residual is None:
             return {}
         return {
             name: {"residual": _shaped(part, view)}
-            for name, part, view in zip(self._bucket.names, self._parts(self._spare), self._bucket.views, strict=True)
+            for name, part, view in zip(
+                self._bucket.names, self._bucket.parts(self._residual), self._bucket.views, strict=True
+            )
         }
 
     def load_state(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
         for name, entry in self.state().items():
             if name in state:
                 entry["residual"].copy_(state[name]["residual"])
-
-    def _parts(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        return list(memory[: self._bucket.num_elements].split(self._bucket.numels))
 
     def _pieces(self) -> list[slice]:
         """Where each parameter's values and indices lie in a payload."""

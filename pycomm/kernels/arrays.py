@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.dlpack import from_dlpack
 
 
 def like(array: Any, length: int, dtype: str | None = None) -> Any:
@@ -13,10 +14,8 @@ def like(array: Any, length: int, dtype: str | None = None) -> Any:
     if isinstance(array, np.ndarray):
         return np.empty(length, dtype or array.dtype)
     if not isinstance(array, torch.Tensor):
-        array = torch.from_dlpack(array)
-    return torch.empty(
-        length, dtype=getattr(torch, dtype) if dtype else array.dtype, device=array.device
-    )
+        array = from_dlpack(array)
+    return torch.empty(length, dtype=getattr(torch, dtype) if dtype else array.dtype, device=array.device)
 
 
 def scalar_like(array: Any, value: bool | float) -> Any:

@@ -63,9 +63,7 @@ def make_lanes(
     return lanes
 
 
-def _groups(
-    slots: Iterable[Slot], compression: Compression, bucket_bytes: int
-) -> list[tuple[list[Slot], bool]]:
+def _groups(slots: Iterable[Slot], compression: Compression, bucket_bytes: int) -> list[tuple[list[Slot], bool]]:
     closed: list[tuple[list[Slot], bool]] = []
     open_: dict[tuple[torch.dtype, bool], list[Slot]] = {}
     sizes: dict[tuple[torch.dtype, bool], int] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.autograd import Variable
@@ -42,7 +43,7 @@ class BackwardWatch:
         return True
 
     def _task_ended(self) -> None:
-        enclosing = torch._C._current_autograd_node()
+        enclosing: Any = torch._C._current_autograd_node()
         if enclosing is not None:
             enclosing.register_hook(self.touch)
             return

@@ -76,9 +76,7 @@ def check_same_lines(communicator: Communicator, lines: list[str], what: str) ->
             here = theirs[i] if i < len(theirs) else "nothing"
             there = everyone[0][i] if i < len(everyone[0]) else "nothing"
             if here != there:
-                raise ValueError(
-                    f"the ranks disagree: {what} {i} is {here!r} on rank {rank}, {there!r} on rank 0"
-                )
+                raise ValueError(f"the ranks disagree: {what} {i} is {here!r} on rank {rank}, {there!r} on rank 0")
 
 
 def broadcast_tensors(communicator: Communicator, tensors: Iterable[torch.Tensor], src: int) -> None:
@@ -97,7 +95,10 @@ def _broadcast_chunk(communicator: Communicator, tensors: list[torch.Tensor], sr
     for t in tensors:
         if not t.is_cpu:
             raise ValueError(f"a tensor is on device {t.device}; this build of pycomm handles CPU memory")
-    flat = torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in tensors if t.numel() > 0] or [torch.empty(0, dtype=torch.uint8)])
+    flat = torch.cat(
+        [t.contiguous().view(-1).view(torch.uint8) for t in tensors if t.numel() > 0]
+        or [torch.empty(0, dtype=torch.uint8)]
+    )
     communicator.broadcast(flat, src)
     if communicator.rank == src:
         return

@@ -30,7 +30,7 @@ def names_of(
             "itself: pass the module that it wraps, and train that one"
         )
     if isinstance(model_or_named_parameters, torch.nn.Module):
-        pairs = list(model_or_named_parameters.named_parameters())
+        pairs: list[tuple[str, torch.Tensor]] = list(model_or_named_parameters.named_parameters())
     else:
         pairs = [_pair(item) for item in model_or_named_parameters]
     wanted = {id(p) for p in optimizer_parameters(optimizer)}
@@ -71,6 +71,4 @@ def check_parameters(names: dict[str, torch.Tensor]) -> None:
             wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in _GRADIENT_DTYPES)
             raise TypeError(f"parameter {name!r} has dtype {param.dtype}, wanted one of {wanted}")
         if not param.is_cpu:
-            raise ValueError(
-                f"parameter {name!r} is on device {param.device}; this build of pycomm handles CPU memory"
-            )
+            raise ValueError(f"parameter {name!r} is on device {param.device}; this build of pycomm handles CPU memory")

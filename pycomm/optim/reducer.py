@@ -203,7 +203,8 @@ class Reducer:
             return
         self._lanes += make_lanes(slots, self._settings.compression, self._communicator, self._settings.bucket_bytes)
         for slot in slots:
-            self._handles.append(slot.param.register_post_accumulate_grad_hook(self._hook_of(slot)))
+            register: Any = slot.param.register_post_accumulate_grad_hook
+            self._handles.append(register(self._hook_of(slot)))
 
     def _before_forward(self, *_: object) -> None:
         if torch._C._current_graph_task_id() != -1:
@@ -254,7 +255,8 @@ class Reducer:
 
     def _on_grad(self, slot: Slot) -> None:
         lane, grad = slot.lane, slot.param.grad
-        assert lane is not None and grad is not None
+        assert lane is not None
+        assert grad is not None
         slot.fired += 1
         if grad.is_sparse:
             raise ValueError(f"the gradient of {slot.name!r} is sparse; pycomm reduces dense gradients")

@@ -49,10 +49,7 @@ def select_state(
     saved = [state] if isinstance(state, dict) else list(state)
     for one in saved:
         _check_header(one, settings)
-    if isinstance(state, dict):
-        mine = _own(state, communicator)
-    else:
-        mine = _reshard(saved, communicator)
+    mine = _own(state, communicator) if isinstance(state, dict) else _reshard(saved, communicator)
     _check_entries(mine, _current(lanes), strict)
     return mine
 

@@ -20,8 +20,9 @@ import socket
 import struct
 import time
 from dataclasses import dataclass, field
+from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from pycomm import _native
 from pycomm.errors import CommError
@@ -63,7 +64,7 @@ class Meeting:
 
     @classmethod
     def begin(cls, store: Store, rank: int, size: int, timeout: float) -> Meeting:
-        # Each rank counts its own communicators; as all ranks make them in the same order, equal counts belong together.
+        # Each rank counts its communicators; as all ranks make them in one order, equal counts belong together.
         generation = store.add(f"pycomm/generation/{rank}", 1)
         deadline = time.monotonic() + timeout
         return cls(PrefixStore(f"pycomm/{generation}", store), rank, size, deadline)
@@ -85,14 +86,13 @@ class Meeting:
         self.store.set(f"{key}/{self.rank}", value)
 
     def read(self, key: str, rank: int) -> str:
-        from datetime import timedelta
-
         name = f"{key}/{rank}"
         try:
             self.store.wait([name], timedelta(seconds=self.left()))
         except RuntimeError as error:  # DistStoreError is one
             raise self.failed(rank, f"rank {rank} did not arrive") from error
-        return self.store.get(name).decode()
+        value: bytes = self.store.get(name)
+        return value.decode()
 
     def forget(self, *keys: str) -> None:
         """Take what this rank published out of the store; stores that cannot delete keep it."""
@@ -121,9 +121,7 @@ def meet(meeting: Meeting) -> Peers | None:
         hellos = [json.loads(meeting.read("hello", p)) for p in range(size)]
         for p, other in enumerate(hellos):
             if other["version"] != hellos[0]["version"]:
-                raise ValueError(
-                    f"rank {p} runs pycomm {other['version']}, rank 0 {hellos[0]['version']}"
-                )
+                raise ValueError(f"rank {p} runs pycomm {other['version']}, rank 0 {hellos[0]['version']}")
         if any(other["host"] != hellos[0]["host"] for other in hellos):
             return None
         token = bytes.fromhex(meeting.read("token", 0))
@@ -146,9 +144,7 @@ def _anonymous_memory(num_bytes: int) -> int:
     try:
         os.ftruncate(descriptor, num_bytes)
         # Nobody may take pages away under a peer's mapping: that would be a SIGBUS there.
-        fcntl.fcntl(
-            descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        )
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except BaseException:
         os.close(descriptor)
         raise
@@ -163,9 +159,7 @@ def _runs_as_same_user(connection: socket.socket) -> bool:
 
 def _receive_hello(connection: socket.socket, token: bytes) -> tuple[int, int] | None:
     """``(rank, descriptor)`` of the other side, ``None`` if it is not one of us."""
-    data, descriptors, _, _ = socket.recv_fds(
-        connection, _HELLO.size, 1, socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC
-    )
+    data, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size, 1, socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC)
     believed = len(data) == _HELLO.size and len(descriptors) == 1
     if believed:
         their_token, their_rank = _HELLO.unpack(data)
@@ -182,9 +176,7 @@ def _connect(meeting: Meeting, peers: Peers, p: int, address: bytes, token: byte
     try:
         connection.settimeout(meeting.left())
         connection.connect(address)
-        socket.send_fds(
-            connection, [_HELLO.pack(token, meeting.rank)], [peers.memory[meeting.rank]]
-        )
+        socket.send_fds(connection, [_HELLO.pack(token, meeting.rank)], [peers.memory[meeting.rank]])
         answer = _receive_hello(connection, token)
         if answer is None or answer[0] != p:
             raise meeting.failed(p, f"rank {p} did not answer as itself")
@@ -216,9 +208,7 @@ def _accept(meeting: Meeting, peers: Peers, listener: socket.socket, token: byte
                 os.close(descriptor)
                 return
             peers.memory[p] = descriptor
-            socket.send_fds(
-                connection, [_HELLO.pack(token, meeting.rank)], [peers.memory[meeting.rank]]
-            )
+            socket.send_fds(connection, [_HELLO.pack(token, meeting.rank)], [peers.memory[meeting.rank]])
         except OSError:
             return
         connection.settimeout(None)

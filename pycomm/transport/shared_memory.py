@@ -20,9 +20,7 @@ class SharedMemoryTransport:
     def __init__(self, rank: int, size: int, peers: Peers) -> None:
         self.rank = rank
         self.size = size
-        self._group = _native.SharedMemoryGroup(
-            rank, size, peers.memory, peers.sockets, peers.file_bytes
-        )
+        self._group = _native.SharedMemoryGroup(rank, size, peers.memory, peers.sockets, peers.file_bytes)
         # Bound once: these are on the path of every small collective.
         self.all_reduce = self._group.all_reduce
         self.reduce_scatter = self._group.reduce_scatter

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils.dlpack import from_dlpack
 
 from pycomm.errors import CommError
 
@@ -100,16 +101,12 @@ class TorchTransport:
             timeout,
         )
         self._agree("all_gather", source, "sum", 0, timeout)
-        work = dist.all_gather_into_tensor(
-            target.view(-1), source.view(-1), group=self._group, async_op=True
-        )
+        work = dist.all_gather_into_tensor(target.view(-1), source.view(-1), group=self._group, async_op=True)
         self._wait("all_gather", work, timeout)
 
     def broadcast(self, x: Any, src: int, timeout: float) -> None:
         tensor = self._look("x", x, None, timeout)
-        self._require(
-            0 <= src < self.size, f"src is {src}, wanted 0 <= src < {self.size}", timeout
-        )
+        self._require(0 <= src < self.size, f"src is {src}, wanted 0 <= src < {self.size}", timeout)
         self._agree("broadcast", tensor, "sum", src, timeout)
         root = dist.get_global_rank(self._group, src)
         work = dist.broadcast(tensor, root, group=self._group, async_op=True)
@@ -124,16 +121,12 @@ class TorchTransport:
     def close(self) -> None:
         pass  # the group is the user's
 
-    def _require(
-        self, good: bool, problem: str, timeout: float, kind: type[Exception] = ValueError
-    ) -> None:
+    def _require(self, good: bool, problem: str, timeout: float, kind: type[Exception] = ValueError) -> None:
         if not good:
             self.refuse(problem, timeout)
             raise kind(problem)
 
-    def _look(
-        self, name: str, x: Any, op: str | None, timeout: float, writes: bool = True
-    ) -> torch.Tensor:
+    def _look(self, name: str, x: Any, op: str | None, timeout: float, writes: bool = True) -> torch.Tensor:
         """``x`` as a contiguous CPU tensor; ``op`` is the reduction wanted, ``None`` for none."""
 
         def require(good: bool, problem: str, kind: type[Exception] = ValueError) -> None:
@@ -145,13 +138,9 @@ class TorchTransport:
             f"{name} is a {type(x).__name__}, wanted a torch tensor, a numpy array or an object with __dlpack__",
             TypeError,
         )
-        tensor = x if isinstance(x, torch.Tensor) else torch.from_dlpack(x)
-        require(
-            tensor.layout is torch.strided, f"{name} has layout {tensor.layout}, wanted torch.strided"
-        )
-        require(
-            tensor.is_cpu, f"{name} is on device {tensor.device}; this build of pycomm handles CPU memory"
-        )
+        tensor = x if isinstance(x, torch.Tensor) else from_dlpack(x)
+        require(tensor.layout is torch.strided, f"{name} has layout {tensor.layout}, wanted torch.strided")
+        require(tensor.is_cpu, f"{name} is on device {tensor.device}; this build of pycomm handles CPU memory")
         if op is not None:
             require(op in _OPS, f"op is '{op}', wanted one of {', '.join(_OPS)}")
             require(

@@ -1,0 +1,64 @@
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from tests.ranks import RankPool
+
+# Deterministic, and no deadline: these machines stall now and then.
+settings.register_profile(
+    "pycomm", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], max_examples=60
+)
+settings.load_profile("pycomm")
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+
+
+@pytest.fixture(scope="session")
+def rank_pools() -> Iterator[Callable[[int], RankPool]]:
+    """``pool_of(size)``: processes are started once per size, and again if a test lost one."""
+    pools: dict[int, RankPool] = {}
+
+    def pool_of(size: int) -> RankPool:
+        if size in pools and not pools[size].alive():
+            pools.pop(size).close()
+        if size not in pools:
+            pools[size] = RankPool(size)
+        return pools[size]
+
+    yield pool_of
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def two_ranks(rank_pools: Callable[[int], RankPool]) -> RankPool:
+    return rank_pools(2)
+
+
+@pytest.fixture
+def new_ranks() -> Iterator[Callable[[int], RankPool]]:
+    """Pools of their own for tests that kill ranks."""
+    pools: list[RankPool] = []
+
+    def start(size: int) -> RankPool:
+        pools.append(RankPool(size))
+        return pools[-1]
+
+    yield start
+    for pool in pools:
+        pool.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """No file in /dev/shm that was not there before."""
+    before = set(Path("/dev/shm").iterdir())
+    yield
+    left = set(Path("/dev/shm").iterdir()) - before
+    assert not left, f"left behind: {left}"

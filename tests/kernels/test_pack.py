@@ -1,0 +1,155 @@
+"""pack and unpack against torch, for all types, sizes, alignments and instruction sets."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pycomm import _native, kernels
+from tests.kernels.reference import FLOATS, assert_same_bits, cast, interesting, misaligned, pairs, simd
+
+__all__ = ["simd"]
+
+SIZES = [0, 1, 7, 8, 15, 16, 17, 63, 64, 65, 1000]
+
+
+@pytest.mark.usefixtures("simd")
+@pytest.mark.parametrize(("source", "target"), pairs(FLOATS))
+def test_pack_rounds_as_the_contract_says(source: torch.dtype, target: torch.dtype) -> None:
+    tensors = [interesting(n, source, seed=n) for n in SIZES]
+    out = torch.empty(sum(SIZES), dtype=target)
+    finite = kernels.pack(tensors, out, scale=0.75)
+    wanted = torch.cat([cast(t, target, 0.75) for t in tensors])
+    assert_same_bits(out, wanted)
+    assert finite.dtype == torch.bool
+    assert finite.shape == ()
+    assert bool(finite) == bool(torch.isfinite(wanted).all())
+
+
+@pytest.mark.usefixtures("simd")
+@pytest.mark.parametrize(("source", "target"), pairs(FLOATS))
+def test_unpack_inverts_pack(source: torch.dtype, target: torch.dtype) -> None:
+    flat = interesting(sum(SIZES), source, seed=3)
+    outs = [torch.empty(n, dtype=target) for n in SIZES]
+    kernels.unpack(flat, outs, scale=3.0)
+    assert_same_bits(torch.cat(outs), cast(flat, target, 3.0))
+
+
+@pytest.mark.usefixtures("simd")
+@given(
+    counts=st.lists(st.integers(0, 200), min_size=1, max_size=8),
+    offsets=st.tuples(st.integers(0, 63), st.integers(0, 63)),
+    types=st.tuples(st.sampled_from(["float32", "float16", "float64"]), st.sampled_from(["float32", "float16"])),
+    seed=st.integers(0, 1000),
+)
+def test_any_alignment(
+    counts: list[int], offsets: tuple[int, int], types: tuple[str, str], seed: int
+) -> None:
+    source, target = (getattr(torch, name) for name in types)
+    tensors = [interesting(n, source, seed + i) for i, n in enumerate(counts)]
+    arrays = [misaligned(t, offsets[0]) for t in tensors]
+    out = misaligned(torch.zeros(sum(counts), dtype=target), offsets[1])
+    finite = kernels.pack(arrays, out, scale=1.5)
+    wanted = torch.cat([cast(t, target, 1.5) for t in tensors])
+    assert_same_bits(torch.from_numpy(out.copy()), wanted)
+    assert isinstance(finite, np.ndarray)
+    assert bool(finite) == bool(torch.isfinite(wanted).all())
+
+
+@pytest.mark.usefixtures("simd")
+@pytest.mark.parametrize("target", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_large_outputs_are_streamed_and_still_right(target: torch.dtype, threads: int) -> None:
+    counts = [1_500_001, 3, 2_999_999, 1_000_000]
+    tensors = [torch.randn(n) for n in counts]
+    out = torch.empty(sum(counts) + 1, dtype=target)[1:]  # not on a cache line
+    kernels.set_num_threads(threads)
+    try:
+        assert kernels.pack(tensors, out)
+        tensors[2][-1] = float("inf")
+        assert not kernels.pack(tensors, out)
+    finally:
+        kernels.set_num_threads(None)
+    assert_same_bits(out, torch.cat(tensors).to(target))
+
+
+@pytest.mark.parametrize(
+    ("value", "target", "finite"),
+    [
+        (65519.0, torch.float16, True),
+        (65520.0, torch.float16, False),
+        (3.3895e38, torch.bfloat16, True),
+        (3.4e38, torch.bfloat16, False),
+        (3.4e38, torch.float32, True),
+        (float("nan"), torch.float32, False),
+        (-float("inf"), torch.float64, False),
+    ],
+)
+def test_an_overflow_in_the_cast_is_not_finite(value: float, target: torch.dtype, finite: bool) -> None:
+    for position in (0, 40, 99):
+        x = torch.ones(100)
+        x[position] = value
+        assert bool(kernels.pack([x], torch.empty(100, dtype=target))) is finite
+
+
+def test_non_contiguous_inputs_are_read_in_logical_order() -> None:
+    x = torch.arange(12.0).view(3, 4)
+    out = torch.empty(12)
+    kernels.pack([x.t()], out)
+    assert torch.equal(out.view(4, 3), x.t())
+
+
+def test_hundreds_of_tensors_and_mixed_types() -> None:
+    tensors = [torch.randn(i % 37, dtype=FLOATS[i % 4]) for i in range(400)]
+    out = torch.empty(sum(t.numel() for t in tensors))
+    kernels.pack(tensors, out)
+    assert_same_bits(out, torch.cat([cast(t, torch.float32) for t in tensors]))
+
+
+class TestBadInput:
+    def test_no_tensors(self) -> None:
+        with pytest.raises(ValueError, match="tensors is empty"):
+            kernels.pack([], torch.empty(0))
+
+    def test_integer_tensor(self) -> None:
+        with pytest.raises(TypeError, match=r"tensors\[1\] has dtype int32, wanted float32"):
+            kernels.pack([torch.ones(1), torch.ones(1, dtype=torch.int32)], torch.empty(2))
+
+    def test_unknown_dtype(self) -> None:
+        with pytest.raises(TypeError, match=r"tensors\[0\] has dtype torch.complex64"):
+            kernels.pack([torch.ones(1, dtype=torch.complex64)], torch.empty(2))
+
+    def test_no_array(self) -> None:
+        with pytest.raises(TypeError, match=r"tensors\[0\] is a str, wanted"):
+            kernels.pack(["x"], torch.empty(2))
+        with pytest.raises(TypeError, match="tensors is a int, wanted a sequence"):
+            kernels.pack(3, torch.empty(2))  # type: ignore[arg-type]
+
+    def test_size(self) -> None:
+        with pytest.raises(ValueError, match="out has 3 elements, wanted 4: the sum over tensors"):
+            kernels.pack([torch.ones(4)], torch.empty(3))
+
+    def test_output_not_contiguous(self) -> None:
+        with pytest.raises(ValueError, match="out is not contiguous"):
+            kernels.pack([torch.ones(4)], torch.empty(4, 2)[:, 0])
+
+    def test_output_read_only(self) -> None:
+        out = np.empty(4, np.float32)
+        out.flags.writeable = False
+        with pytest.raises(ValueError, match="out is read-only"):
+            kernels.pack([torch.ones(4)], out)
+
+    def test_sparse(self) -> None:
+        with pytest.raises(ValueError, match="layout torch.sparse_coo"):
+            kernels.pack([torch.ones(4).to_sparse()], torch.empty(4))
+
+    def test_other_device(self) -> None:
+        with pytest.raises(ValueError, match="out is on device meta"):
+            kernels.pack([torch.ones(4)], torch.empty(4, device="meta"))
+
+    def test_unknown_instruction_set(self) -> None:
+        with pytest.raises(ValueError, match="mmx"):
+            _native.select_simd("mmx")

@@ -1,0 +1,138 @@
+"""Ranks for tests: real processes that live as long as the test session and run functions on demand."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+@dataclass
+class Outcome:
+    """What a function came to on one rank."""
+
+    result: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    pipe.send(Outcome())
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            os._exit(0)  # the parent is gone or done; a rank stuck in a thread must not keep this process
+        try:
+            outcome = Outcome(result=function(*args))
+        except BaseException as error:
+            outcome = Outcome(error=error, trace=traceback.format_exc())
+        try:
+            pipe.send(outcome)
+        except Exception as error:  # does not pickle
+            pipe.send(Outcome(error=RuntimeError(f"outcome cannot travel: {error}"), trace=outcome.trace))
+
+
+class RankPool:
+    """``size`` processes in one Gloo process group."""
+
+    def __init__(self, size: int) -> None:
+        context = mp.get_context("spawn")
+        port = free_port()
+        self.size = size
+        self.pipes: list[Connection] = []
+        self.processes: list[Any] = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        self._collect(60.0)
+
+    def outcomes(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Outcome]:
+        """Run ``function(*args)`` on every rank; an argument that is a list as long as there are ranks, wrapped in
+        ``PerRank``, is dealt out."""
+        for rank, pipe in enumerate(self.pipes):
+            dealt = [arg.values[rank] if isinstance(arg, PerRank) else arg for arg in args]
+            pipe.send((function, dealt))
+        return self._collect(timeout)
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+        """The results by rank; fails with the first rank's traceback if one raised."""
+        outcomes = self.outcomes(function, *args, timeout=timeout)
+        for rank, outcome in enumerate(outcomes):
+            if outcome.error is not None:
+                raise AssertionError(f"rank {rank} raised:\n{outcome.trace}")
+        return [outcome.result for outcome in outcomes]
+
+    def errors(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[BaseException]:
+        """The exceptions by rank; fails if a rank did not raise."""
+        outcomes = self.outcomes(function, *args, timeout=timeout)
+        for rank, outcome in enumerate(outcomes):
+            assert outcome.error is not None, f"rank {rank} raised nothing, returned {outcome.result!r}"
+        return [outcome.error for outcome in outcomes if outcome.error is not None]
+
+    def alive(self) -> bool:
+        return all(process.is_alive() for process in self.processes)
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(2.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def _collect(self, timeout: float) -> list[Outcome]:
+        deadline = time.monotonic() + timeout
+        outcomes = []
+        for rank, pipe in enumerate(self.pipes):
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                self._kill()
+                raise AssertionError(f"rank {rank} did not finish within {timeout} s")
+            try:
+                outcomes.append(pipe.recv())
+            except EOFError:
+                outcomes.append(Outcome(error=ChildProcessError(f"rank {rank} died"), trace="died"))
+        return outcomes
+
+    def _kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+@dataclass
+class PerRank:
+    """An argument that differs between the ranks."""
+
+    values: list[Any]
