@@ -1,0 +1,271 @@
+"""One suite that every transport passes: all operations, types and sizes, against exact results."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from pycomm import Communicator
+from tests.ranks import RankPool
+
+DTYPES = (
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+)
+TRANSPORTS = ["shared_memory", "torch"]
+
+
+def sizes_for(num_ranks: int) -> list[int]:
+    """Around every border: none, fewer than ranks, cache lines, mailbox, segment."""
+    return sorted({0, 1, num_ranks - 1, num_ranks, num_ranks + 1, 127, 4096, 4099, 16384, 16385, 70_001, 300_007})
+
+
+def contribution(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
+    """Small integers, different for every rank and place, exactly summable in every type."""
+    return ((torch.arange(n) * (rank + 3) + rank) % 7 - (0 if dtype == torch.uint8 else 3)).to(dtype)
+
+
+def place(communicator: Communicator, x: torch.Tensor, memory: str) -> torch.Tensor:
+    return communicator.empty(x.shape, x.dtype).copy_(x) if memory == "empty" else x.clone()
+
+
+def digest(x: torch.Tensor) -> str:
+    return hashlib.sha256(x.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def check_all_reduce(transport: str, dtype: torch.dtype, memory: str) -> list[str]:
+    digests = []
+    with Communicator(timeout=30, transport=transport) as communicator:
+        for n in sizes_for(communicator.size):
+            parts = torch.stack([contribution(p, n, dtype) for p in range(communicator.size)])
+            for op in ("sum", "mean", "min", "max"):
+                if op == "mean" and not dtype.is_floating_point:
+                    continue
+                x = place(communicator, parts[communicator.rank], memory)
+                communicator.all_reduce(x, op)
+                if op == "mean":
+                    wanted = parts.double().sum(0) / communicator.size
+                    torch.testing.assert_close(x.double(), wanted, rtol=1e-2 if dtype.itemsize == 2 else 1e-6, atol=0)
+                else:
+                    reduced = {"sum": parts.sum(0), "min": parts.amin(0) if n else parts[0], "max": parts.amax(0) if n else parts[0]}
+                    assert torch.equal(x, reduced[op].to(dtype)), (n, op)
+                digests.append(digest(x))
+    return digests
+
+
+def check_the_others(transport: str, dtype: torch.dtype, memory: str) -> None:
+    with Communicator(timeout=30, transport=transport) as communicator:
+        rank, size = communicator.rank, communicator.size
+        for n in sizes_for(size):
+            parts = torch.stack([contribution(p, n * size, dtype) for p in range(size)])
+            x, out = place(communicator, parts[rank], memory), place(communicator, torch.zeros(n, dtype=dtype), memory)
+            communicator.reduce_scatter(out, x)
+            assert torch.equal(out, parts.sum(0).to(dtype)[rank * n : (rank + 1) * n])
+            assert torch.equal(x, parts[rank])
+
+            mine, all_ = place(communicator, parts[rank][:n], memory), place(communicator, torch.zeros_like(parts[0]), memory)
+            communicator.all_gather(all_, mine)
+            assert torch.equal(all_.view(size, n), parts[:, :n])
+
+            for src in range(size):
+                x = place(communicator, parts[rank], memory)
+                communicator.broadcast(x, src)
+                assert torch.equal(x, parts[src])
+            communicator.barrier()
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("memory", ["tensor", "empty"])
+def test_every_operation_type_and_size(
+    rank_pools: Callable[[int], RankPool], size: int, transport: str, memory: str
+) -> None:
+    # One type of each width and kind where all combinations would only repeat themselves.
+    dtypes = DTYPES if (size, transport) == (2, "shared_memory") else (torch.float32, torch.bfloat16, torch.int8)
+    for dtype in dtypes:
+        digests = rank_pools(size).run(check_all_reduce, transport, dtype, memory)
+        assert all(d == digests[0] for d in digests), "ranks hold different bits"
+        rank_pools(size).run(check_the_others, transport, dtype, memory)
+
+
+def random_sums(seed: int, sizes: list[int], memory: str) -> list[str]:
+    digests = []
+    with Communicator(timeout=30) as communicator:
+        for n in sizes:
+            generator = torch.Generator().manual_seed(seed * 100 + communicator.rank)
+            x = place(communicator, torch.randn(n, generator=generator) * 1e3, memory)
+            communicator.all_reduce(x, "mean")
+            digests.append(digest(x))
+    return digests
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_same_inputs_same_bits_wherever_they_lie(rank_pools: Callable[[int], RankPool], size: int) -> None:
+    """Between ranks, between runs, and between the ways that arrays travel."""
+    pool, sizes = rank_pools(size), [5, 4096, 16383, 100_003, 1_000_003, 5_000_000]
+    results = [pool.run(random_sums, 7, sizes, memory) for memory in ("tensor", "empty", "empty", "tensor")]
+    assert len({tuple(digests) for run in results for digests in run}) == 1
+
+
+def hundred_megabytes() -> None:
+    with Communicator(timeout=60) as communicator:
+        n, rank, size = 25_000_003, communicator.rank, communicator.size
+        ramp = (torch.arange(n) % 1000).float()
+        for x in (communicator.empty(n), torch.empty(n)):
+            x.copy_(ramp * (rank + 1))
+            communicator.all_reduce(x, "sum")
+            assert torch.equal(x, ramp * (size * (size + 1) // 2))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_large_arrays(rank_pools: Callable[[int], RankPool], size: int) -> None:
+    rank_pools(size).run(hundred_megabytes)
+
+
+def random_program(seed: int) -> None:
+    """A long random sequence, so that slots, mailboxes and staging are reused in every order."""
+    shared = torch.Generator().manual_seed(seed)
+    with Communicator(timeout=30) as communicator:
+        rank, size = communicator.rank, communicator.size
+        for _ in range(150):
+            kind, length, in_arena = torch.randint(0, 10_000, (3,), generator=shared).tolist()
+            n = [3, 1000, 16_000, 17_000, 150_000, 600_000][length % 6]
+            # Every rank decides for itself where its array lies.
+            memory = "empty" if (in_arena + rank * 7) % 3 else "tensor"
+            parts = [contribution(p + kind, n, torch.float32) for p in range(size)]
+            x = place(communicator, parts[rank], memory)
+            if kind % 3 == 0:
+                communicator.all_reduce(x)
+                assert torch.equal(x, torch.stack(parts).sum(0))
+            elif kind % 3 == 1:
+                communicator.broadcast(x, kind % size)
+                assert torch.equal(x, parts[kind % size])
+            else:
+                out = place(communicator, torch.zeros(size * n), memory)
+                communicator.all_gather(out, x)
+                assert torch.equal(out, torch.cat(parts))
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_random_programs(rank_pools: Callable[[int], RankPool], size: int) -> None:
+    for seed in range(2):
+        rank_pools(size).run(random_program, seed)
+
+
+def asynchronous() -> None:
+    with Communicator(timeout=30) as communicator:
+        rank, size = communicator.rank, communicator.size
+        arrays = [torch.full((50_000,), float(rank + i)) for i in range(20)]
+        works = [communicator.all_reduce(x, async_op=True) for x in arrays]
+        last = torch.tensor([float(rank)])
+        communicator.all_reduce(last)  # waits its turn behind them
+        assert all(work is not None and work.is_completed() for work in works)
+        for i, x in enumerate(arrays):
+            assert torch.equal(x, torch.full((50_000,), float(sum(range(size)) + i * size)))
+        assert last.item() == sum(range(size))
+        bad = communicator.all_reduce(torch.ones(3, dtype=torch.complex64), async_op=True)
+        assert bad is not None
+        with pytest.raises(TypeError, match="complex64"):
+            bad.wait()
+
+
+def test_async_operations_keep_their_order(two_ranks: RankPool) -> None:
+    two_ranks.run(asynchronous)
+
+
+def other_libraries() -> None:
+    with Communicator(timeout=30) as communicator:
+        x = np.full((3, 4), communicator.rank + 1, np.float64)
+        communicator.all_reduce(x)
+        assert (x == 3).all()
+
+        class Foreign:
+            """Speaks DLPack and nothing else."""
+
+            def __init__(self) -> None:
+                self.array = np.arange(4, dtype=np.float32) + communicator.rank
+
+            def __dlpack__(self, **kwargs: object) -> object:
+                return self.array.__dlpack__()
+
+            def __dlpack_device__(self) -> tuple[int, int]:
+                return self.array.__dlpack_device__()
+
+        foreign = Foreign()
+        communicator.all_reduce(foreign)
+        assert foreign.array.tolist() == [1, 3, 5, 7]
+        for dtype in (torch.bool, torch.complex64, torch.int16):
+            flags = torch.tensor([communicator.rank == 1]).to(dtype)
+            communicator.broadcast(flags, 1)
+            assert flags.item()
+
+
+def test_numpy_dlpack_and_types_that_only_move(two_ranks: RankPool) -> None:
+    two_ranks.run(other_libraries)
+
+
+def subgroups() -> list[float]:
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    x = torch.tensor([float(rank)])
+    with Communicator(groups[rank % 2], timeout=30) as communicator:
+        assert (communicator.rank, communicator.size) == (rank // 2, 2)
+        communicator.all_reduce(x)
+    with pytest.raises(ValueError, match="not a member"):
+        Communicator(groups[1 - rank % 2])
+    return x.tolist()
+
+
+def test_subgroups(rank_pools: Callable[[int], RankPool]) -> None:
+    assert rank_pools(4).run(subgroups) == [[2.0], [4.0], [2.0], [4.0]]
+
+
+def mixed_memory() -> None:
+    with Communicator(timeout=30) as communicator:
+        x = communicator.empty((1000, 300))
+        assert x.shape == (1000, 300)
+        x.fill_(communicator.rank)
+        row = x[100:900]  # a part of an arena tensor is reached directly too
+        communicator.all_reduce(row)
+        assert (x[100:900] == 1).all()
+        assert (x[:100] == communicator.rank).all()
+        kept = communicator.empty(10, torch.int64)
+        assert communicator.empty(0).shape == (0,)
+        assert communicator.empty((), torch.float16).shape == ()
+    kept.fill_(7)  # outlives the communicator
+    assert kept.sum() == 70
+
+
+def test_empty(two_ranks: RankPool) -> None:
+    two_ranks.run(mixed_memory)
+
+
+def arena_reuse() -> None:
+    with Communicator(timeout=30) as communicator:
+        pointers = set()
+        for i in range(50):
+            x = communicator.empty(1_000_000 + i)
+            pointers.add(x.data_ptr())
+            del x
+        assert len(pointers) == 1, "freed memory is handed out again"
+        blocks = [communicator.empty(1000 * (i + 1)) for i in range(20)]
+        for i, block in enumerate(blocks):
+            block.fill_(i)
+        assert all((block == i).all() for i, block in enumerate(blocks))
+
+
+def test_arena_reuses_memory(two_ranks: RankPool) -> None:
+    two_ranks.run(arena_reuse)

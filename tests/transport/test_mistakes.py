@@ -1,0 +1,178 @@
+"""The user's mistakes: an error that names them, on every rank, and the communicator goes on working."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pycomm import Communicator
+from tests.ranks import PerRank, RankPool
+
+TRANSPORTS = ["shared_memory", "torch"]
+
+
+def call(communicator: Communicator, name: str) -> None:
+    """Calls with which ranks may disagree, by name so that they can be dealt out."""
+    n = 100_000
+    calls: dict[str, Callable[[], Any]] = {
+        "sum": lambda: communicator.all_reduce(torch.ones(n)),
+        "longer": lambda: communicator.all_reduce(torch.ones(n + 1)),
+        "short": lambda: communicator.all_reduce(torch.ones(3)),
+        "double": lambda: communicator.all_reduce(torch.ones(n, dtype=torch.float64)),
+        "max": lambda: communicator.all_reduce(torch.ones(n), "max"),
+        "gather": lambda: communicator.all_gather(torch.ones(communicator.size * n), torch.ones(n)),
+        "from 0": lambda: communicator.broadcast(torch.ones(n), 0),
+        "from 1": lambda: communicator.broadcast(torch.ones(n), 1),
+        "barrier": lambda: communicator.barrier(),
+    }
+    calls[name]()
+
+
+def disagree(transport: str, name: str) -> str:
+    with Communicator(timeout=20, transport=transport) as communicator:
+        with pytest.raises(ValueError, match="the ranks disagree: rank 1 called") as caught:
+            call(communicator, name)
+        x = torch.ones(5)
+        communicator.all_reduce(x)  # nothing was lost
+        assert torch.equal(x, torch.full((5,), 2.0))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("first", "second", "says"),
+    [
+        ("sum", "longer", ["100000 elements of float32", "100001 elements"]),
+        ("sum", "short", ["rank 1 called all_reduce(3 elements"]),
+        ("sum", "double", ["float64", "float32"]),
+        ("sum", "max", ['op="max"', 'op="sum"']),
+        ("sum", "gather", ["all_gather(100000", "all_reduce(100000"]),
+        ("from 0", "from 1", ["src=1", "src=0"]),
+        ("barrier", "sum", ["all_reduce", "barrier()"]),
+    ],
+)
+def test_ranks_that_disagree(two_ranks: RankPool, transport: str, first: str, second: str, says: list[str]) -> None:
+    messages = two_ranks.run(disagree, transport, PerRank([first, second]))
+    assert messages[0] == messages[1]
+    for words in says:
+        assert words in messages[0]
+
+
+def one_is_wrong(transport: str, wrong: str) -> str:
+    with Communicator(timeout=20, transport=transport) as communicator:
+        bad: dict[str, Callable[[], Any]] = {
+            "dtype": lambda: communicator.all_reduce(torch.ones(4, dtype=torch.complex64)),
+            "device": lambda: communicator.all_reduce(torch.ones(4, device="meta")),
+            "strides": lambda: communicator.all_reduce(torch.ones(4, 2)[:, 0]),
+            "list": lambda: communicator.all_reduce([1.0, 2.0]),
+            "op": lambda: communicator.all_reduce(torch.ones(4), "product"),
+            "algorithm": lambda: communicator.all_reduce(torch.ones(4), algorithm="magic"),
+            "mean": lambda: communicator.all_reduce(torch.ones(4, dtype=torch.int32), "mean"),
+            "scatter size": lambda: communicator.reduce_scatter(torch.ones(4), torch.ones(9)),
+            "gather size": lambda: communicator.all_gather(torch.ones(9), torch.ones(4)),
+            "gather dtype": lambda: communicator.all_gather(torch.ones(8, dtype=torch.int32), torch.ones(4)),
+            "src": lambda: communicator.broadcast(torch.ones(4), 2),
+        }
+        with pytest.raises((TypeError, ValueError)) as caught:
+            bad[wrong]() if communicator.rank == 1 else communicator.all_reduce(torch.ones(4))
+        for n in (3, 50_000, 3, 3):
+            x = torch.full((n,), communicator.rank + 1.0)
+            communicator.all_reduce(x)
+            assert (x == 3).all()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ("dtype", "TypeError: x has dtype torch.complex64, wanted one of"),
+        ("device", "ValueError: x is on device meta"),
+        ("strides", "ValueError: x is not contiguous"),
+        ("list", "TypeError: x is a list, wanted a torch tensor"),
+        ("op", "ValueError: op is 'product', wanted"),
+        ("algorithm", "ValueError: algorithm is 'magic', wanted one of auto"),
+        ("mean", "TypeError: op 'mean' wants a floating dtype, x has"),
+        ("scatter size", "ValueError: x has 9 elements"),
+        ("gather size", "ValueError: out has 9 elements"),
+        ("gather dtype", "out has"),
+        ("src", "ValueError: src is 2, wanted 0 <= src < 2"),
+    ],
+)
+def test_a_mistake_on_one_rank_is_an_error_on_all(two_ranks: RankPool, transport: str, wrong: str, says: str) -> None:
+    innocent, guilty = two_ranks.run(one_is_wrong, transport, wrong)
+    assert says in guilty
+    assert innocent.startswith("ValueError: all_reduce: rank 1 could not take part")
+    if transport == "shared_memory":
+        assert guilty.split(": ", 1)[1] in innocent  # the reason travels
+
+
+def many_refusals() -> None:
+    """One rank alone makes mistakes, without waiting; the others find them one by one."""
+    with Communicator(timeout=20) as communicator:
+        if communicator.rank == 1:
+            with pytest.raises(ValueError, match="op is 'x'"):
+                communicator.all_reduce(torch.ones(4), "x")
+            time.sleep(0.5)
+        else:
+            time.sleep(0.2)
+            with pytest.raises(ValueError, match="rank 1 could not take part: op is 'x'"):
+                communicator.all_reduce(torch.ones(4))
+        for i in range(5):
+            x = torch.full((30_000,), float(i))
+            communicator.all_reduce(x)
+            assert (x == 2 * i).all()
+
+
+def test_a_refusal_waits_to_be_read(two_ranks: RankPool) -> None:
+    two_ranks.run(many_refusals)
+
+
+def test_arguments_of_the_constructor() -> None:
+    with pytest.raises(RuntimeError, match=r"init_process_group\(\) first"):
+        Communicator()
+    with pytest.raises(ValueError, match="transport is 'pigeon'"):
+        Communicator(transport="pigeon")
+    for timeout in (0, -1.0, timedelta(0), float("nan")):
+        with pytest.raises(ValueError, match="timeout is"):
+            Communicator(timeout=timeout)
+
+
+def empty_mistakes() -> None:
+    with Communicator(timeout=20) as communicator:
+        with pytest.raises(TypeError, match="dtype is <class 'numpy.float32'>, wanted a torch.dtype"):
+            communicator.empty(3, np.float32)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="wanted no negative length"):
+            communicator.empty((3, -1))
+        with pytest.raises(MemoryError, match=r"shared memory: .* MiB needed .*, .* MiB found|no such hole") as caught:
+            communicator.empty(2**40, torch.uint8)
+        assert "1048576.0 MiB" in str(caught.value)
+        with pytest.raises(MemoryError, match=r"MiB needed for a block of .* MiB, .* MiB found"):
+            physical = int(next(line for line in open("/proc/meminfo") if "MemTotal" in line).split()[1]) * 1024
+            communicator.empty(physical - (64 << 20), torch.uint8)  # fits the arena, not what is free
+        communicator.barrier()
+
+
+def test_too_little_memory_says_how_much(two_ranks: RankPool) -> None:
+    two_ranks.run(empty_mistakes)
+
+
+def use_after_close() -> None:
+    from pycomm import CommError
+
+    communicator = Communicator(timeout=20)
+    communicator.barrier()
+    communicator.close()
+    communicator.close()
+    with pytest.raises(CommError, match="this communicator is closed"):
+        communicator.barrier()
+
+
+def test_use_after_close(two_ranks: RankPool) -> None:
+    two_ranks.run(use_after_close)
