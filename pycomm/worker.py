@@ -33,9 +33,9 @@ class Work:
             self._result = self._job()
         except BaseException as error:  # handed to whoever waits
             self._error = error
-        finally:
-            del self._job  # and what it kept alive
-            self._done.set()
+        del self._job  # and what it kept alive
+        self._done.set()
+        del self  # the error's traceback holds this frame: no cycle
 
 
 class Worker:

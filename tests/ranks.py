@@ -70,7 +70,7 @@ class RankPool:
         self.processes: list[Any] = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, port, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, port, theirs))
             process.start()
             theirs.close()
             self.pipes.append(ours)

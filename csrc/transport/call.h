@@ -32,7 +32,8 @@ struct Control {
     Operation announced[2];
     alignas(64) std::atomic<uint32_t> sleepers;
     std::atomic<uint32_t> gave_up;
-    char why[512];         // valid once gave_up is set
+    uint32_t failed_step;  // which step this rank did not end; valid, as is `why`, once gave_up is set
+    char why[512];
     char refusal[2][512];  // goes with announced[i] of Kind::kRefused
 };
 
@@ -74,6 +75,7 @@ class Call {
     Clock clock_of(int p) const { return {control(p).clock, control(p).sleepers}; }
     void await_all();
     void check(int waiting_for, double waited);
+    bool gave_up_by_now(int p) const;
     [[noreturn]] void fail(int peer, double waited, const std::string& what);
     void compare() const;
 

@@ -112,9 +112,11 @@ SharedMemoryGroup::SharedMemoryGroup(int rank, int size, std::vector<int> memory
 
 SharedMemoryGroup::~SharedMemoryGroup() { close("it dropped its communicator"); }
 
-void SharedMemoryGroup::break_for_good(const std::string& why) {
-    if (broken_.empty()) broken_ = why;
+void SharedMemoryGroup::break_for_good(uint32_t failed_step, const std::string& why) {
+    if (!broken_.empty()) return;  // the first reason is the one to tell
+    broken_ = why;
     Control& mine = *reinterpret_cast<Control*>(base(rank_));
+    mine.failed_step = failed_step;
     copy_text(mine.why, sizeof mine.why, why);
     mine.gave_up.store(1, std::memory_order_release);
     Clock{mine.clock, mine.sleepers}.wake();
@@ -134,9 +136,15 @@ void SharedMemoryGroup::close(const std::string& why) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (closed_) return;
     closed_ = true;
-    break_for_good("rank " + std::to_string(rank_) + ": " + why);
+    break_for_good(clock_ + 1, "rank " + std::to_string(rank_) + ": " + why);
     close_descriptors();
     peers_.clear();
+    arena_.reset();  // its blocks keep it, if there are any
+}
+
+std::shared_ptr<Arena> SharedMemoryGroup::arena() const {
+    if (arena_ != nullptr) return arena_;
+    throw CommFailure(rank_, -1, "empty", 0.0, "empty: this communicator is closed");
 }
 
 Call::Call(SharedMemoryGroup& group, const char* name, double timeout)
@@ -179,6 +187,17 @@ void Call::await_all() {
         if (clock.reached(group_.clock_)) continue;
         wait_until_reached(clock, group_.clock_, [&](double waited) { check(p, waited); });
     }
+    // A peer may have taken part in this step without living to see its end. Its own call failed, so this one does too.
+    for (int p = 0; p < size(); ++p) {
+        if (p != rank() && gave_up_by_now(p)) fail(p, 0.0, format("rank %d gave up (%s)", p, control(p).why));
+    }
+}
+
+bool Call::gave_up_by_now(int p) const {
+    // A peer that ended this step and then closed its communicator is no failure of this step.
+    const Control& theirs = control(p);
+    return theirs.gave_up.load(std::memory_order_acquire) != 0 &&
+           static_cast<int32_t>(theirs.failed_step - group_.clock_) <= 0;
 }
 
 void Call::check(int waiting_for, double waited) {
@@ -196,14 +215,14 @@ void Call::check(int waiting_for, double waited) {
     try {
         group_.check_signals_();
     } catch (...) {
-        group_.break_for_good(format("rank %d: interrupted in %s", rank(), name_));
+        group_.break_for_good(group_.clock_, format("rank %d: interrupted in %s", rank(), name_));
         throw;
     }
 }
 
 void Call::fail(int peer, double waited, const std::string& what) {
     std::string text = format("rank %d: %s: %s after %.2f s", rank(), name_, what.c_str(), waited);
-    group_.break_for_good(text);
+    group_.break_for_good(group_.clock_, text);
     throw CommFailure(rank(), peer, name_, waited, text);
 }
 

@@ -57,7 +57,7 @@ class SharedMemoryGroup {
     // ArgumentError that quotes `reason`. Does not wait for them; the next operation does.
     void refuse(const std::string& reason, double timeout);
 
-    std::shared_ptr<Arena> arena() const { return arena_; }
+    std::shared_ptr<Arena> arena() const;
 
     // Idempotent. Peers that are waiting for this rank, now or later, get a CommFailure. `why` is quoted to them.
     void close(const std::string& why);
@@ -66,7 +66,7 @@ class SharedMemoryGroup {
     friend class Call;
 
     char* base(int p) const { return p == rank_ ? arena_->data() : peers_[static_cast<size_t>(p)]->data(); }
-    void break_for_good(const std::string& why);
+    void break_for_good(uint32_t failed_step, const std::string& why);
     void close_descriptors();
 
     int rank_, size_;

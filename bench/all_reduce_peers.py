@@ -1,0 +1,228 @@
+"""The ranks of ``bench.collectives``: one class per library, all with the same turns.
+
+Only what a rank's own library needs is imported in it: an MPI rank never sees torch.
+
+The numbers: element i of rank r starts as (7919 i + 1000003 r) mod (2^24 / P), so that it differs
+from its neighbours' and from the other ranks', and every sum over the P ranks is exact in float32.
+Summing in place again and again multiplies by P each time, which stays exact where P is a power of
+two; each block of calls starts afresh, before it could overflow.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
+
+_CHUNK = 1 << 20
+_SAMPLE_STRIDE = 1009
+_LARGEST_EXPONENT = 126  # of two, in float32
+
+
+def starting_values(rank: int, size: int, index: npt.NDArray[np.int64]) -> Floats:
+    """Elements ``index`` of ``rank``'s input; see above."""
+    return ((7919 * index + 1000003 * rank) % (2**24 // size)).astype(np.float32)
+
+
+def sums(size: int, index: npt.NDArray[np.int64]) -> Floats:
+    """Elements ``index`` of the sum over all ranks, exactly."""
+    total = np.zeros(len(index), np.float32)
+    for rank in range(size):
+        total += starting_values(rank, size, index)
+    return total
+
+
+class AllReducePeer(ABC):
+    """Input, expectation, turns. Subclasses say where memory comes from and how it is summed.
+
+    Args:
+        rank, size: of this process.
+        num_elements: of the largest array; smaller ones are its beginning.
+        variants: kinds of memory to measure.
+    """
+
+    def __init__(self, rank: int, size: int, num_elements: int, variants: list[str]) -> None:
+        self.rank, self.size = rank, size
+        self._source = np.empty(num_elements, np.float32)
+        for index in _chunks(num_elements):
+            self._source[index] = starting_values(rank, size, index)
+        self._sampled_sums = sums(size, np.arange(0, num_elements, _SAMPLE_STRIDE))
+        self._copy: Floats | None = None
+        self._memory = {variant: self._allocate(variant, num_elements) for variant in variants}
+
+    @abstractmethod
+    def _allocate(self, variant: str, num_elements: int) -> Any:
+        """An array of the library's kind."""
+
+    @abstractmethod
+    def _all_reduce(self, array: Any) -> None:
+        """Sum in place over the ranks."""
+
+    @abstractmethod
+    def _barrier(self) -> None: ...
+
+    def close(self) -> None:
+        """After the last turn."""
+
+    def verify(self, variant: str, num_elements: int) -> None:
+        """One sum, every element compared.
+
+        Raises:
+            AssertionError: an element is wrong.
+        """
+        array, view = self._fresh(variant, num_elements)
+        self._all_reduce(array)
+        for index in _chunks(num_elements):
+            if not np.array_equal(view[index], sums(self.size, index)):
+                raise AssertionError(f"{variant}: wrong sums from element {index[0]} on, of {num_elements}")
+
+    def turn(self, variant: str, num_elements: int, calls: int, blocks: int) -> list[float]:
+        """``blocks`` times ``calls`` sums back to back; seconds per call in each block, on this rank."""
+        array, _ = self._fresh(variant, num_elements)
+        self._all_reduce(array)  # woken up, caches as they are in the middle of work
+        return [self._block(variant, num_elements, self._fitting(calls)) for _ in range(blocks)]
+
+    def turn_memcpy(self) -> float:
+        """Seconds for copying the largest array while all ranks do: the floor of an all-reduce of that size.
+
+        It has to read each rank's input once and write each rank's output once; that is what these copies do.
+        """
+        if self._copy is None:
+            self._copy = self._source.copy()
+        self._barrier()
+        start = time.perf_counter()
+        np.copyto(self._copy, self._source)
+        return time.perf_counter() - start
+
+    def _block(self, variant: str, num_elements: int, calls: int) -> float:
+        array, view = self._fresh(variant, num_elements)
+        all_reduce = self._all_reduce
+        self._barrier()
+        start = time.perf_counter()
+        for _ in range(calls):
+            all_reduce(array)
+        seconds = time.perf_counter() - start
+        self._check_sample(view, calls)
+        return seconds / calls
+
+    def _fresh(self, variant: str, num_elements: int) -> tuple[Any, Floats]:
+        array = self._memory[variant][:num_elements]
+        view = self._view(array)
+        np.copyto(view, self._source[:num_elements])
+        return array, view
+
+    def _view(self, array: Any) -> Floats:
+        return array if isinstance(array, np.ndarray) else array.numpy()
+
+    def _fitting(self, calls: int) -> int:
+        """At most as many calls as keep 2^24 P^(calls - 1) a float32."""
+        growth = math.log2(max(2, self.size))
+        return min(calls, 1 + int((_LARGEST_EXPONENT - 24) / growth))
+
+    def _check_sample(self, view: Floats, calls: int) -> None:
+        got = view[::_SAMPLE_STRIDE]
+        wanted = self._sampled_sums[: len(got)] * np.float32(self.size) ** (calls - 1)
+        exact = self.size & (self.size - 1) == 0
+        if not np.allclose(got, wanted, rtol=0 if exact else 1e-5, atol=0):
+            raise AssertionError(f"wrong sums after {calls} calls with {len(view)} elements")
+
+
+def _chunks(num_elements: int) -> Iterator[npt.NDArray[np.int64]]:
+    """All indices, a piece at a time: as integers they take several times the room of the values."""
+    for begin in range(0, num_elements, _CHUNK):
+        yield np.arange(begin, min(begin + _CHUNK, num_elements))
+
+
+class PycommPeer(AllReducePeer):
+    """Variants: "empty", memory from ``Communicator.empty``; "tensor", an ordinary tensor."""
+
+    def __init__(self, port: int, **rest: Any) -> None:
+        import pycomm
+
+        rank, size = _join(port)
+        self._communicator = pycomm.Communicator()
+        super().__init__(rank, size, **rest)
+
+    def _allocate(self, variant: str, num_elements: int) -> Any:
+        import torch
+
+        return self._communicator.empty(num_elements) if variant == "empty" else torch.empty(num_elements)
+
+    def _all_reduce(self, array: Any) -> None:
+        self._communicator.all_reduce(array)
+
+    def _barrier(self) -> None:
+        self._communicator.barrier()
+
+    def close(self) -> None:
+        self._communicator.close()
+        _leave()
+
+
+class GlooPeer(AllReducePeer):
+    """``torch.distributed.all_reduce`` over Gloo, of an ordinary tensor."""
+
+    def __init__(self, port: int, **rest: Any) -> None:
+        import torch.distributed as dist
+
+        rank, size = _join(port)
+        self._dist = dist
+        super().__init__(rank, size, **rest)
+
+    def _allocate(self, variant: str, num_elements: int) -> Any:
+        import torch
+
+        return torch.empty(num_elements)
+
+    def _all_reduce(self, array: Any) -> None:
+        self._dist.all_reduce(array)
+
+    def _barrier(self) -> None:
+        self._dist.barrier()
+
+    def close(self) -> None:
+        _leave()
+
+
+class MpiPeer(AllReducePeer):
+    """``MPI_Allreduce`` through mpi4py, of an ordinary numpy array. The launcher's environment says which MPI."""
+
+    def __init__(self, **rest: Any) -> None:
+        from mpi4py import MPI
+
+        self._in_place, self._sum = MPI.IN_PLACE, MPI.SUM
+        self._world = MPI.COMM_WORLD
+        super().__init__(self._world.rank, self._world.size, **rest)
+
+    def _allocate(self, variant: str, num_elements: int) -> Floats:
+        return np.empty(num_elements, np.float32)
+
+    def _all_reduce(self, array: Any) -> None:
+        self._world.Allreduce(self._in_place, array, self._sum)
+
+    def _barrier(self) -> None:
+        self._world.Barrier()
+
+
+def _join(port: int) -> tuple[int, int]:
+    import torch
+
+    from bench.ranks import init_process_group
+
+    torch.set_num_threads(1)
+    init_process_group(port)
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    dist.destroy_process_group()

@@ -1,0 +1,206 @@
+"""all_reduce between the processes of this host: pycomm, Gloo and MPI in turns.
+
+    python -m bench.collectives [--peers gloo,mpi] [--ranks 2,4] [--sizes 1K,64K,1M,100M] [--json FILE]
+
+Sum of float32, in place, one thread per rank. Every library has a group of processes that stays; in
+each round every group has one turn per size, while the others block in a read and use no core. A
+turn is one call to wake up, then blocks of calls back to back from Python, each block after a
+barrier; the figure of a block is its slowest rank's time over its calls. Results are verified before
+(all elements) and after every block (a sample). K and M are 2^10 and 2^20 bytes.
+
+pycomm has two lines: "empty" for memory from Communicator.empty, "tensor" for an ordinary tensor.
+MPI sums numpy arrays. The floor, for arrays far beyond the caches: every rank's input read once and
+every rank's output written once, which takes as long as one memcpy per rank, all at once, measured in
+the same rounds. Speed-ups are ratios of medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from bench.mpi import Mpi, NotInstalledError, find_mpich, find_open_mpi
+from bench.ranks import Ranks, rendezvous
+from bench.results import headline, make_parser, positive, write_json
+from bench.timing import Samples, duration, print_table, times
+
+_MPI: dict[str, tuple[str, Callable[[], Mpi]]] = {
+    "mpich": ("MPICH", find_mpich),
+    "openmpi": ("Open MPI", find_open_mpi),
+}
+_PEERS = ("gloo", *_MPI)
+_FLOOR = "memcpy"
+_FLOOR_BYTES = 16 << 20  # arrays from this size on do not live in caches
+_BLOCK_BYTES = 8 << 20  # calls of a block are as many as move this
+_MOST_CALLS = 40
+_UNITS = {"K": 1 << 10, "M": 1 << 20}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a table: whose all_reduce, of which memory."""
+
+    label: str
+    group: Ranks
+    variant: str
+
+
+Figures = dict[int, dict[str, Samples]]  # bytes -> label -> seconds per call
+
+
+def main() -> None:
+    arguments = _parse()
+    print(headline())
+    results = []
+    for size in arguments.ranks:
+        figures, floor, missing = _measure(size, arguments)
+        _print(size, arguments, figures, floor, missing)
+        results.append(_as_json(size, figures, floor, missing))
+    settings = {"peers": arguments.peers, "rounds": arguments.rounds}
+    write_json(arguments.json, "collectives", settings, {"results": results})
+
+
+def _parse() -> argparse.Namespace:
+    parser = make_parser(__doc__)
+    parser.add_argument("--peers", type=_peers, default="gloo,mpi", help="of gloo, mpich, openmpi, mpi (both MPIs)")
+    parser.add_argument("--ranks", type=_counts, default="2,4", help="numbers of ranks (default 2,4)")
+    parser.add_argument("--sizes", type=_sizes, default="1K,64K,1M,100M", help="bytes, with K or M")
+    parser.add_argument("--blocks", type=positive, default=3, help="blocks per turn, below 16M (default 3)")
+    return parser.parse_args()
+
+
+def _peers(text: str) -> list[str]:
+    names = [name for word in text.split(",") for name in (_MPI if word == "mpi" else [word])]
+    unknown = [name for name in names if name not in _PEERS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r}, wanted some of {', '.join(_PEERS)}, mpi")
+    return names
+
+
+def _counts(text: str) -> list[int]:
+    return [positive(word) for word in text.split(",")]
+
+
+def _sizes(text: str) -> list[int]:
+    return sorted(positive(word.rstrip("KM")) * _UNITS.get(word[-1:], 1) // 4 * 4 for word in text.split(","))
+
+
+def _name_of(num_bytes: int) -> str:
+    for unit, factor in reversed(_UNITS.items()):
+        if num_bytes % factor == 0:
+            return f"{num_bytes // factor} {unit}B"
+    return f"{num_bytes} B"
+
+
+def _calls(num_bytes: int) -> int:
+    return max(1, min(_MOST_CALLS, _BLOCK_BYTES // num_bytes))
+
+
+def _measure(size: int, arguments: argparse.Namespace) -> tuple[Figures, Samples, dict[str, str]]:
+    """All rounds with ``size`` ranks; the figures, the floor, and which peers are missing and why."""
+    taken: dict[int, dict[str, list[float]]] = {}
+    floor: list[float] = []
+    missing: dict[str, str] = {}
+    with contextlib.ExitStack() as stack:
+        lines = list(_start(stack, size, arguments, missing))
+        for line in lines:
+            for num_bytes in arguments.sizes:
+                line.group.call("verify", line.variant, num_bytes // 4)
+                taken.setdefault(num_bytes, {})[line.label] = []
+        for number in range(arguments.rounds):
+            for num_bytes in arguments.sizes:
+                # Forwards and backwards in turns, so that nobody always follows the same other one.
+                for line in lines if number % 2 == 0 else reversed(lines):
+                    taken[num_bytes][line.label] += _turn(line, num_bytes, arguments.blocks)
+            floor.append(max(lines[0].group.call("turn_memcpy")))
+    figures = {n: {label: Samples.of(s) for label, s in row.items()} for n, row in taken.items()}
+    return figures, Samples.of(floor), missing
+
+
+def _turn(line: Line, num_bytes: int, blocks: int) -> list[float]:
+    """Seconds per call of each block, by its slowest rank."""
+    blocks = 1 if num_bytes >= _FLOOR_BYTES else blocks
+    by_rank = line.group.call("turn", line.variant, num_bytes // 4, _calls(num_bytes), blocks)
+    return [max(block) for block in zip(*by_rank, strict=True)]
+
+
+def _start(
+    stack: contextlib.ExitStack, size: int, arguments: argparse.Namespace, missing: dict[str, str]
+) -> Iterator[Line]:
+    """The groups, as lines of the table; pycomm's first. Fills ``missing``."""
+    largest = max(arguments.sizes) // 4
+
+    def group(name: str, worker: str, variants: list[str], setup: dict[str, Any], mpi: Mpi | None = None) -> Ranks:
+        setup = {**setup, "num_elements": largest, "variants": variants}
+        launcher, environment = ([], {}) if mpi is None else (mpi.launcher, mpi.environment)
+        return stack.enter_context(Ranks(name, f"bench.all_reduce_peers:{worker}", size, setup, launcher, environment))
+
+    def store() -> dict[str, Any]:
+        return {"port": stack.enter_context(rendezvous())}
+
+    pycomm = group("pycomm", "PycommPeer", ["empty", "tensor"], store())
+    yield Line("pycomm, empty", pycomm, "empty")
+    yield Line("pycomm, tensor", pycomm, "tensor")
+    for name in arguments.peers:
+        if name == "gloo":
+            yield Line("Gloo", group("Gloo", "GlooPeer", ["tensor"], store()), "tensor")
+            continue
+        label, find = _MPI[name]
+        try:
+            mpi = find()
+        except NotInstalledError as error:
+            missing[label] = str(error)
+        else:
+            yield Line(label, group(label, "MpiPeer", ["array"], {}, mpi), "array")
+
+
+def _print(size: int, arguments: argparse.Namespace, figures: Figures, floor: Samples, missing: dict[str, str]) -> None:
+    print(f"\nall_reduce, sum of float32, {size} ranks, {arguments.rounds} rounds")
+    print(f"memcpy of {_name_of(max(arguments.sizes))} by all ranks at once: {' ('.join(floor.cells())})")
+    for num_bytes, row in figures.items():
+        print(f"\n{_name_of(num_bytes)}, blocks of {_calls(num_bytes)}")
+        over_floor = num_bytes >= _FLOOR_BYTES
+        header = ["", "median", "p10 - p90", "vs Gloo", f"vs {_better_mpi(row) or 'MPI'}"]
+        table = [_cells(label, row) for label in row] + [[name, reason, "", "", ""] for name, reason in missing.items()]
+        if over_floor:
+            header.append("time / floor")
+            bound = floor.median * num_bytes / max(arguments.sizes)
+            table = [[*cells, times(row[cells[0]].median / bound) if cells[0] in row else ""] for cells in table]
+        print_table(header, table)
+
+
+def _cells(label: str, row: dict[str, Samples]) -> list[str]:
+    """Name, median, spread, and how many times faster than Gloo and than the better MPI."""
+    return [label, *row[label].cells(), _speedup(row, "Gloo", label), _speedup(row, _better_mpi(row), label)]
+
+
+def _speedup(row: dict[str, Samples], peer: str | None, label: str) -> str:
+    return times(row[peer].median / row[label].median) if peer in row else "-"
+
+
+def _better_mpi(row: dict[str, Samples]) -> str | None:
+    present = [label for label, _ in _MPI.values() if label in row]
+    return min(present, key=lambda label: row[label].median, default=None)
+
+
+def _as_json(size: int, figures: Figures, floor: Samples, missing: dict[str, str]) -> dict[str, Any]:
+    return {
+        "ranks": size,
+        "floor": {_FLOOR: floor.as_json()},
+        "all_reduce": [
+            {
+                "bytes": num_bytes,
+                "calls_per_block": _calls(num_bytes),
+                "seconds_per_call": {label: samples.as_json() for label, samples in row.items()},
+            }
+            for num_bytes, row in figures.items()
+        ],
+        "not_measured": missing,
+    }
+
+
+if __name__ == "__main__":
+    main()
