@@ -69,6 +69,7 @@ class AllReducePeer(ABC):
     @abstractmethod
     def _barrier(self) -> None: ...
 
+    @abstractmethod
     def close(self) -> None:
         """After the last turn."""
 
@@ -210,6 +211,9 @@ class MpiPeer(AllReducePeer):
 
     def _barrier(self) -> None:
         self._world.Barrier()
+
+    def close(self) -> None:
+        pass  # mpi4py finalizes when the process ends
 
 
 def _join(port: int) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from typing import Any
 from bench.mpi import Mpi, NotInstalledError, find_mpich, find_open_mpi
 from bench.ranks import Ranks, rendezvous
 from bench.results import headline, make_parser, positive, write_json
-from bench.timing import Samples, duration, print_table, times
+from bench.timing import Samples, print_table, times
 
 _MPI: dict[str, tuple[str, Callable[[], Mpi]]] = {
     "mpich": ("MPICH", find_mpich),

@@ -101,10 +101,7 @@ class Ranks:
 
     def _start(self, worker: str, launcher: Sequence[str], environment: dict[str, str]) -> None:
         command = [sys.executable, "-m", "bench.ranks", worker]
-        if launcher:
-            commands = [[*launcher, "-n", str(self.size), *command]]
-        else:
-            commands = [command] * self.size
+        commands = [[*launcher, "-n", str(self.size), *command]] if launcher else [command] * self.size
         for rank, line in enumerate(commands):
             own = environment if launcher else {**environment, "RANK": str(rank), "WORLD_SIZE": str(self.size)}
             # A session of its own: Ctrl-C must reach the driver alone, which then ends its ranks in order.
@@ -128,7 +125,7 @@ class Ranks:
                     connection.close()
 
     def _answers(self, seconds: float) -> list[Any]:
-        """One from each rank. Whichever comes first is looked at first: a failure on one may leave the others waiting."""
+        """One from each rank, looked at as they come: a failure on one may leave the others waiting."""
         answers: dict[int, Any] = {}
         deadline = time.monotonic() + seconds
         while len(answers) < self.size:

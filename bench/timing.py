@@ -72,7 +72,9 @@ def duration(seconds: float) -> str:
 
 
 def times(ratio: float) -> str:
-    """A ratio, "4.2x"."""
+    """A ratio, "4.20x"."""
+    if ratio < 0.1:
+        return f"{ratio:.2g}x"
     return f"{ratio:.{2 if ratio < 10 else 1 if ratio < 100 else 0}f}x"
 
 

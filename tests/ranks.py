@@ -115,11 +115,15 @@ class RankPool:
     def _collect(self, timeout: float) -> list[Outcome]:
         deadline = time.monotonic() + timeout
         outcomes = []
-        for rank, pipe in enumerate(self.pipes):
-            if not pipe.poll(max(0.0, deadline - time.monotonic())):
-                self._kill()
-                raise AssertionError(f"rank {rank} did not finish within {timeout} s")
+        for rank, (pipe, process) in enumerate(zip(self.pipes, self.processes, strict=True)):
+            # Not by end of file alone: a process that a dead rank forked may hold the other end.
+            while not pipe.poll(0.05) and process.is_alive():
+                if time.monotonic() > deadline:
+                    self._kill()
+                    raise AssertionError(f"rank {rank} did not finish within {timeout} s")
             try:
+                if not pipe.poll(0.05):
+                    raise EOFError
                 outcomes.append(pipe.recv())
             except EOFError:
                 outcomes.append(Outcome(error=ChildProcessError(f"rank {rank} died"), trace="died"))

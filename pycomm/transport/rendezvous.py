@@ -28,6 +28,7 @@ from pycomm import _native
 from pycomm.errors import CommError
 
 _HELLO = struct.Struct("=32si")
+_ROOM_FOR_STRANGERS = 64
 _SLOWEST_HELLO = 2.0  # seconds; a stranger that connects and stays silent must not hold up the rest
 
 
@@ -111,7 +112,7 @@ def meet(meeting: Meeting) -> Peers | None:
     rank, size = meeting.rank, meeting.size
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(f"\0pycomm-{secrets.token_hex(16)}")
-        listener.listen(size)
+        listener.listen(size + _ROOM_FOR_STRANGERS)
         address = bytes(listener.getsockname()).hex()
         version = _native.build_info()["version"]
         hello = {"host": host_identity(), "address": address, "version": version}
@@ -175,7 +176,7 @@ def _connect(meeting: Meeting, peers: Peers, p: int, address: bytes, token: byte
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(meeting.left())
-        connection.connect(address)
+        _knock(connection, address, meeting)
         socket.send_fds(connection, [_HELLO.pack(token, meeting.rank)], [peers.memory[meeting.rank]])
         answer = _receive_hello(connection, token)
         if answer is None or answer[0] != p:
@@ -187,6 +188,17 @@ def _connect(meeting: Meeting, peers: Peers, p: int, address: bytes, token: byte
         raise meeting.failed(p, f"connecting to rank {p} failed ({error})") from error
     finally:
         connection.close()
+
+
+def _knock(connection: socket.socket, address: bytes, meeting: Meeting) -> None:
+    """Connect; while the listener's queue is full, which the kernel says at once, again and again."""
+    while True:
+        try:
+            return connection.connect(address)
+        except BlockingIOError:
+            if time.monotonic() > meeting.deadline:
+                raise
+            time.sleep(0.01)
 
 
 def _accept(meeting: Meeting, peers: Peers, listener: socket.socket, token: bytes) -> None:
