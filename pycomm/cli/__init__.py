@@ -1,0 +1,1 @@
+"""The command line: ``pycomm info`` and ``pycomm demo``."""

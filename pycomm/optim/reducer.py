@@ -41,6 +41,23 @@ class Settings:
         ]
 
 
+class _ForwardHook:
+    """Lies among the module's hooks; a copy of the module, made by ``deepcopy`` or ``pickle``, gets one without effect."""
+
+    def __init__(self, reducer: Reducer | None) -> None:
+        self._reducer = reducer
+
+    def __call__(self, *_: object) -> None:
+        if self._reducer is not None:
+            self._reducer.before_forward()
+
+    def __deepcopy__(self, memo: object) -> _ForwardHook:
+        return _ForwardHook(None)
+
+    def __reduce__(self) -> tuple[type[_ForwardHook], tuple[None]]:
+        return _ForwardHook, (None,)
+
+
 class Reducer:
     """Averages gradients over the ranks while backward runs. Made by :func:`pycomm.attach`.
 
@@ -86,7 +103,7 @@ class Reducer:
         if not self._idle:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             if module is not None:
-                self._handles.append(module.register_forward_pre_hook(self._before_forward))
+                self._handles.append(module.register_forward_pre_hook(_ForwardHook(self)))
         _reducers.add(self)
 
     # What a training script calls.
@@ -206,7 +223,7 @@ class Reducer:
             register: Any = slot.param.register_post_accumulate_grad_hook
             self._handles.append(register(self._hook_of(slot)))
 
-    def _before_forward(self, *_: object) -> None:
+    def before_forward(self) -> None:
         if torch._C._current_graph_task_id() != -1:
             return  # a checkpoint recomputes inside backward
         self._forget_abandoned_pass()

@@ -1,0 +1,486 @@
+"""attach: gradients are the average when backward returns, whatever the model and the loop look like."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import pycomm
+from tests.optim.models import assert_replicas_equal, attached, average_gradients, batch_of, close, loss_of, make_model
+from tests.ranks import RankPool
+
+Pools = Callable[[int], RankPool]
+
+
+def rank_and_size() -> tuple[int, int]:
+    return dist.get_rank(), dist.get_world_size()
+
+
+def losses_at(step: int) -> list[Callable[[nn.Module], torch.Tensor]]:
+    return [partial(loss_of, rank=r, step=step) for r in range(dist.get_world_size())]
+
+
+def train(options: dict[str, Any], steps: int = 4, set_to_none: bool = True) -> None:
+    rank, _ = rank_and_size()
+    model = make_model(seed=rank)  # made equal by attach
+    reference = make_model(seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    other = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    with attached(optimizer, model, **options):
+        for step in range(steps):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            loss_of(model, rank, step).backward()
+            wanted = average_gradients(reference, losses_at(step))
+            for name, p in model.named_parameters():
+                close(p.grad, wanted[name])
+            for name, p in reference.named_parameters():
+                p.grad = wanted[name]
+            optimizer.step()
+            other.step()
+        assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_are_averages(rank_pools: Pools, size: int, set_to_none: bool) -> None:
+    rank_pools(size).run(train, {}, 4, set_to_none)
+
+
+def test_many_buckets(two_ranks: RankPool) -> None:
+    two_ranks.run(train, {"bucket_mb": 0.001})
+
+
+def force_torch_transport(options: dict[str, Any]) -> None:
+    from pycomm import communicator
+
+    original = communicator._choose_transport
+    communicator._choose_transport = lambda group, wanted, timeout: original(group, "torch", timeout)  # type: ignore[assignment]
+    try:
+        train(options)
+    finally:
+        communicator._choose_transport = original
+
+
+def test_over_torch_distributed(two_ranks: RankPool) -> None:
+    two_ranks.run(force_torch_transport, {})
+
+
+def named_parameters_only() -> None:
+    rank, _ = rank_and_size()
+    model = make_model(seed=rank)
+    optimizer = torch.optim.SGD([{"params": model[0].parameters(), "lr": 1.0}, {"params": model[4].parameters()}], lr=0.1)
+    with attached(optimizer, model.named_parameters(), average=False):
+        loss_of(model, rank, 0).backward()
+        own = average_gradients(model, [partial(loss_of, rank=rank, step=0)])
+        close(model[2].weight.grad, own["2.weight"])  # not the optimizer's: untouched
+        # Middle layers differ between ranks here (only the optimizer's parameters are made equal), so compare the sums.
+        local = own["0.weight"].clone()
+        dist.all_reduce(local)
+        close(model[0].weight.grad, local)
+
+
+def test_named_parameters_and_sums(two_ranks: RankPool) -> None:
+    two_ranks.run(named_parameters_only)
+
+
+class Branches(nn.Module):
+    """Uses parameters or not, as told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Linear(4, 4)
+        self.sometimes = nn.Linear(4, 4)
+        self.never = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, take: bool) -> torch.Tensor:
+        x = self.always(x)
+        return self.sometimes(x) if take else x
+
+
+def unused() -> None:
+    rank, size = rank_and_size()
+    torch.manual_seed(0)
+    model = Branches()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attached(optimizer, model) as reducer:
+        for step in range(4):
+            optimizer.zero_grad()
+            take = step % 2 == 0 and rank == 0
+            x = torch.full((2, 4), rank + 1.0)
+            own = torch.autograd.grad(model(x, take).sum(), list(model.parameters()), allow_unused=True)
+            model(x, take).sum().backward()
+            assert model.never.weight.grad is None
+            if step % 2 == 0:
+                grad = torch.zeros(4, 4) if own[2] is None else own[2].clone()
+                dist.all_reduce(grad)
+                close(model.sometimes.weight.grad, grad / size, 1e-6)
+            else:
+                assert model.sometimes.weight.grad is None
+            optimizer.step()
+        assert reducer.stats()["steps"] == 4
+        assert_replicas_equal(model)
+
+
+def test_unused_parameters(rank_pools: Pools) -> None:
+    rank_pools(2).run(unused)
+    rank_pools(3).run(unused)
+
+
+def unfreeze(module_known: bool) -> None:
+    rank, _ = rank_and_size()
+    model = make_model(seed=rank)
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters()], lr=0.1)
+    with attached(optimizer, model if module_known else model.named_parameters()) as reducer:
+        for step in range(5):
+            if step == 2:
+                model[0].requires_grad_(True)
+                if module_known:  # nothing that was known takes part any more
+                    for layer in (model[2], model[4]):
+                        layer.requires_grad_(False)
+            optimizer.zero_grad()
+            reference = copy.deepcopy(model).requires_grad_(True)
+            loss_of(model, rank, step).backward()
+            wanted = average_gradients(reference, losses_at(step))
+            for name, p in model.named_parameters():
+                if p.requires_grad:
+                    close(p.grad, wanted[name])
+            optimizer.step()
+        assert_replicas_equal(model)
+        assert reducer.stats()["num_buckets"] == 2
+
+
+@pytest.mark.parametrize("module_known", [True, False])
+def test_frozen_and_later_unfrozen(two_ranks: RankPool, module_known: bool) -> None:
+    two_ranks.run(unfreeze, module_known)
+
+
+def add_group() -> None:
+    rank, _ = rank_and_size()
+    model = make_model(seed=rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attached(optimizer, model):
+        loss_of(model, rank, 0).backward()
+        optimizer.step()
+        torch.manual_seed(rank + 50)
+        model.append(nn.Linear(5, 5, dtype=torch.float64))
+        optimizer.add_param_group({"params": model[5].parameters(), "lr": 0.5})
+        for step in range(1, 4):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            if step > 1:
+                wanted = average_gradients(copy.deepcopy(model), losses_at(step))
+                for name, p in model.named_parameters():
+                    close(p.grad, wanted[name])
+            optimizer.step()
+        assert_replicas_equal(model)
+
+
+def test_add_param_group(two_ranks: RankPool) -> None:
+    two_ranks.run(add_group)
+
+
+class Tied(nn.Module):
+    """One matrix in two roles, and twice inside checkpointed pieces if asked."""
+
+    def __init__(self, checkpointed: bool, reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.matrix = nn.Linear(12, 12, bias=False, dtype=torch.float64)
+        self.head = nn.Linear(12, 5, dtype=torch.float64)
+        self.spare = nn.Linear(3, 3, dtype=torch.float64)  # never used
+        self.run = partial(checkpoint, use_reentrant=reentrant) if checkpointed else (lambda f, x: f(x))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_(True)
+        for _ in range(3):
+            x = self.run(lambda y: torch.tanh(self.matrix(y)), x)
+        return self.run(self.head, x)
+
+
+def tied(checkpointed: bool, reentrant: bool) -> None:
+    rank, size = rank_and_size()
+    model, plain = Tied(checkpointed, reentrant), Tied(False, False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attached(optimizer, model, bucket_mb=0.0001) as reducer:
+        for step in range(3):
+            optimizer.zero_grad()
+            plain.load_state_dict(model.state_dict())
+            loss_of(model, rank, step).backward()
+            wanted = average_gradients(plain, losses_at(step))
+            close(model.matrix.weight.grad, wanted["matrix.weight"])
+            close(model.head.weight.grad, wanted["head.weight"])
+            assert model.spare.weight.grad is None
+            optimizer.step()
+            assert reducer.stats()["steps"] == step + 1
+        assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize(("checkpointed", "reentrant"), [(False, False), (True, False), (True, True)])
+def test_shared_parameters_and_checkpointing(two_ranks: RankPool, checkpointed: bool, reentrant: bool) -> None:
+    two_ranks.run(tied, checkpointed, reentrant)
+
+
+def nested_checkpoints() -> None:
+    rank, _ = rank_and_size()
+    model, plain = make_model(), make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(model[2:], x, use_reentrant=True)
+
+    with attached(optimizer, model, bucket_mb=0.001):
+        for step in range(3):
+            x, y = batch_of(rank, step)
+            out = checkpoint(lambda z: inner(model[:2](z)), x.requires_grad_(True), use_reentrant=True)
+            ((out - y) ** 2).mean().backward()
+            wanted = average_gradients(plain, losses_at(step))
+            for name, p in model.named_parameters():
+                close(p.grad, wanted[name])
+            optimizer.zero_grad()
+
+
+def test_checkpoints_in_checkpoints(two_ranks: RankPool) -> None:
+    two_ranks.run(nested_checkpoints)
+
+
+def accumulation(set_to_none: bool) -> None:
+    rank, size = rank_and_size()
+    model, plain = make_model(), make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attached(optimizer, model, accumulate=3) as reducer:
+        step = 0
+        for window in (3, 3, 2, 3, 1):  # the ragged ones are flushed
+            optimizer.zero_grad(set_to_none=set_to_none)
+            plain.load_state_dict(model.state_dict())
+            total = {name: torch.zeros_like(p) for name, p in plain.named_parameters()}
+            for _ in range(window):
+                (loss_of(model, rank, step) / window).backward()
+                for name, grad in average_gradients(plain, losses_at(step)).items():
+                    total[name] += grad / window
+                step += 1
+            if window < 3:
+                with pytest.raises(RuntimeError, match=rf"step\(\) after {window} of 3 backward passes"):
+                    optimizer.step()
+                reducer.flush()
+            reducer.flush()  # nothing waits: nothing happens
+            for name, p in model.named_parameters():
+                close(p.grad, total[name])
+            optimizer.step()
+        assert reducer.stats()["steps"] == 5
+        assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_accumulation_windows(two_ranks: RankPool, set_to_none: bool) -> None:
+    two_ranks.run(accumulation, set_to_none)
+
+
+def uneven_flush() -> None:
+    """At the end of an epoch one rank had a batch more than the other."""
+    rank, size = rank_and_size()
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attached(optimizer, model, accumulate=2) as reducer:
+        wanted = average_gradients(make_model(), [partial(loss_of, rank=0, step=0)])
+        if rank == 0:
+            loss_of(model, 0, 0).backward()
+        reducer.flush()
+        for name, p in model.named_parameters():
+            close(p.grad, wanted[name] / size)
+
+
+def test_flush_with_ranks_that_had_nothing(two_ranks: RankPool) -> None:
+    two_ranks.run(uneven_flush)
+
+
+def closure_optimizer() -> None:
+    rank, _ = rank_and_size()
+    model, plain = make_model(), make_model()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    alone = torch.optim.LBFGS(plain.parameters(), lr=0.1, max_iter=3)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, rank, 0)
+        loss.backward()
+        value = loss.detach().clone()
+        dist.all_reduce(value)
+        return value / dist.get_world_size()
+
+    def closure_alone() -> torch.Tensor:
+        alone.zero_grad()
+        loss = sum(loss(plain) for loss in losses_at(0)) / dist.get_world_size()
+        loss.backward()
+        return loss
+
+    with attached(optimizer, model):
+        optimizer.step(closure)
+        alone.step(closure_alone)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            close(p.data, q.data, 1e-9)
+        assert_replicas_equal(model)
+
+
+def test_closures(two_ranks: RankPool) -> None:
+    two_ranks.run(closure_optimizer)
+
+
+def views_and_copies() -> None:
+    rank, _ = rank_and_size()
+    model = make_model(dtype=torch.float32)
+    optimizer = torch.optim.Adam(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with attached(optimizer, model) as reducer:
+        pointers = []
+        for step in range(3):
+            optimizer.zero_grad(set_to_none=True)
+            assert all(p.grad is None for p in model.parameters())
+            loss_of(model, rank, step).backward()
+            pointers.append([p.grad.data_ptr() for p in model.parameters() if p.grad is not None])
+            optimizer.step()
+            scheduler.step()
+        assert pointers[0] == pointers[1] == pointers[2], "gradients come back to their bucket"
+        spans = sorted((p.grad.data_ptr(), p.grad.nbytes) for p in model.parameters() if p.grad is not None)
+        assert all(a + n == b for (a, n), (b, _) in zip(spans, spans[1:], strict=False)), "side by side"
+
+        twin = copy.deepcopy(optimizer)
+        assert type(twin) is torch.optim.Adam
+        restored = pickle.loads(pickle.dumps(optimizer))
+        assert restored.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+        clone = copy.deepcopy(model)
+        buffer = io.BytesIO()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+        loss_of(clone, rank, 0).backward()  # a copy is an ordinary model
+        steps = reducer.stats()["steps"]
+        assert steps == 3
+        optimizer.zero_grad()
+        loss_of(model, rank, 9).backward()
+        averaged = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    for p, grad in zip(model.parameters(), averaged, strict=True):
+        close(p.grad, grad)  # detached: kept, in ordinary memory
+    assert isinstance(optimizer, torch.optim.Adam)
+    optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, rank, 1).backward()
+    own = average_gradients(model, [partial(loss_of, rank=rank, step=1)])
+    for name, p in model.named_parameters():
+        close(p.grad, own[name], 1e-6)
+    with pytest.raises(RuntimeError, match="detached"):
+        reducer.flush()
+    reducer.detach()
+
+
+def test_views_copies_and_detach(two_ranks: RankPool) -> None:
+    two_ranks.run(views_and_copies)
+
+
+def layouts() -> None:
+    """channels_last, expanded-from-half and several dtypes in one model."""
+    rank, size = rank_and_size()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)).to(memory_format=torch.channels_last)
+    head = nn.Linear(4, 2).to(torch.bfloat16)
+    both = nn.ModuleList([model, head])
+    optimizer = torch.optim.SGD(both.parameters(), lr=0.1)
+    with attached(optimizer, both):
+        for step in range(2):
+            optimizer.zero_grad()
+            x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+
+            def loss(x: torch.Tensor = x) -> torch.Tensor:
+                out = model(x.contiguous(memory_format=torch.channels_last)).mean((2, 3))
+                return head(out.to(torch.bfloat16)).float().pow(2).sum()
+
+            own = torch.autograd.grad(loss(), list(both.parameters()))
+            loss().backward()
+            for p, grad in zip(both.parameters(), own, strict=True):
+                wanted = grad.float().clone()
+                dist.all_reduce(wanted)
+                assert p.grad is not None
+                assert p.grad.dtype == p.dtype
+                assert p.grad.stride() == p.stride()
+                torch.testing.assert_close(p.grad.float(), (wanted / size).to(p.dtype).float(), rtol=1e-5, atol=1e-6)
+
+
+def test_memory_formats_and_mixed_dtypes(two_ranks: RankPool) -> None:
+    two_ranks.run(layouts)
+
+
+def starts_equal() -> None:
+    rank, _ = rank_and_size()
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    both = nn.ModuleList([model, frozen])
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (rank + 1), betas=(0.5 + rank / 10, 0.9))
+    if rank == 0:  # resumed from a checkpoint there, fresh elsewhere
+        for _ in range(3):
+            model(torch.randn(8, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with attached(optimizer, both):
+        assert_replicas_equal(both)
+        values: list[Any] = [model[1].running_mean.tolist(), model[1].num_batches_tracked.item()]
+        values += [optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"]]
+        for p in model.parameters():
+            state = optimizer.state[p]
+            values += [state["step"].item(), state["exp_avg"].tolist(), state["exp_avg_sq"].dtype]
+        everyone: list[Any] = [None, None]
+        dist.all_gather_object(everyone, values)
+        assert everyone[0] == everyone[1]
+        assert values[1] == 3
+        assert values[2] == 0.1
+
+
+def test_starts_from_rank_0(two_ranks: RankPool) -> None:
+    two_ranks.run(starts_equal)
+
+
+def no_sync_context_needed_for_eval() -> None:
+    """Forward passes without backward, and backward passes of other models, are no business of ours."""
+    rank, _ = rank_and_size()
+    model, other = make_model(), make_model(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attached(optimizer, model) as reducer:
+        with torch.no_grad():
+            if rank == 0:
+                model(batch_of(0, 0)[0])
+        if rank == 0:
+            loss_of(other, 0, 0).backward()
+            torch.autograd.grad(loss_of(model, 0, 0), list(model.parameters()))
+        optimizer.step()  # as distributed checkpointing does to create state
+        assert reducer.stats()["steps"] == 0
+        loss_of(model, rank, 0).backward()
+        assert reducer.stats()["steps"] == 1
+
+
+def test_only_backward_of_the_model_counts(two_ranks: RankPool) -> None:
+    two_ranks.run(no_sync_context_needed_for_eval)
+
+
+def one_rank_does_nothing() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attached(optimizer, model, accumulate=4, compression=pycomm.FP16()) as reducer:
+        for step in range(3):
+            loss_of(model, 0, step).backward()
+        reducer.flush()
+        assert reducer.stats()["bytes_sent"] == 0
+        optimizer.step()
+
+
+def test_one_rank(rank_pools: Pools) -> None:
+    rank_pools(1).run(one_rank_does_nothing)
