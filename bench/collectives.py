@@ -32,7 +32,6 @@ _MPI: dict[str, tuple[str, Callable[[], Mpi]]] = {
     "openmpi": ("Open MPI", find_open_mpi),
 }
 _PEERS = ("gloo", *_MPI)
-_FLOOR = "memcpy"
 _FLOOR_BYTES = 16 << 20  # arrays from this size on do not live in caches
 _BLOCK_BYTES = 8 << 20  # calls of a block are as many as move this
 _MOST_CALLS = 40
@@ -48,7 +47,20 @@ class Line:
     variant: str
 
 
-Figures = dict[int, dict[str, Samples]]  # bytes -> label -> seconds per call
+@dataclass(frozen=True)
+class Measured:
+    """All that was found with ``size`` ranks.
+
+    Attributes:
+        calls: bytes of the array -> label of the line -> seconds per call.
+        memcpy: of the largest array, by all ranks at once.
+        missing: label -> why there are no figures.
+    """
+
+    size: int
+    calls: dict[int, dict[str, Samples]]
+    memcpy: Samples
+    missing: dict[str, str]
 
 
 def main() -> None:
@@ -56,10 +68,10 @@ def main() -> None:
     print(headline())
     results = []
     for size in arguments.ranks:
-        figures, floor, missing = _measure(size, arguments)
-        _print(size, arguments, figures, floor, missing)
-        results.append(_as_json(size, figures, floor, missing))
-    settings = {"peers": arguments.peers, "rounds": arguments.rounds}
+        measured = _measure(size, arguments)
+        _print(measured, arguments.rounds)
+        results.append(_as_json(measured))
+    settings = {"peers": arguments.peers, "rounds": arguments.rounds, "blocks": arguments.blocks}
     write_json(arguments.json, "collectives", settings, {"results": results})
 
 
@@ -99,10 +111,10 @@ def _calls(num_bytes: int) -> int:
     return max(1, min(_MOST_CALLS, _BLOCK_BYTES // num_bytes))
 
 
-def _measure(size: int, arguments: argparse.Namespace) -> tuple[Figures, Samples, dict[str, str]]:
-    """All rounds with ``size`` ranks; the figures, the floor, and which peers are missing and why."""
+def _measure(size: int, arguments: argparse.Namespace) -> Measured:
+    """Start the groups, verify, and go through the rounds."""
     taken: dict[int, dict[str, list[float]]] = {}
-    floor: list[float] = []
+    memcpy: list[float] = []
     missing: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
         lines = list(_start(stack, size, arguments, missing))
@@ -115,9 +127,9 @@ def _measure(size: int, arguments: argparse.Namespace) -> tuple[Figures, Samples
                 # Forwards and backwards in turns, so that nobody always follows the same other one.
                 for line in lines if number % 2 == 0 else reversed(lines):
                     taken[num_bytes][line.label] += _turn(line, num_bytes, arguments.blocks)
-            floor.append(max(lines[0].group.call("turn_memcpy")))
-    figures = {n: {label: Samples.of(s) for label, s in row.items()} for n, row in taken.items()}
-    return figures, Samples.of(floor), missing
+            memcpy.append(max(lines[0].group.call("turn_memcpy")))
+    calls = {n: {label: Samples.of(seconds) for label, seconds in row.items()} for n, row in taken.items()}
+    return Measured(size, calls, Samples.of(memcpy), missing)
 
 
 def _turn(line: Line, num_bytes: int, blocks: int) -> list[float]:
@@ -157,18 +169,21 @@ def _start(
             yield Line(label, group(label, "MpiPeer", ["array"], {}, mpi), "array")
 
 
-def _print(size: int, arguments: argparse.Namespace, figures: Figures, floor: Samples, missing: dict[str, str]) -> None:
-    print(f"\nall_reduce, sum of float32, {size} ranks, {arguments.rounds} rounds")
-    print(f"memcpy of {_name_of(max(arguments.sizes))} by all ranks at once: {' ('.join(floor.cells())})")
-    for num_bytes, row in figures.items():
+def _print(measured: Measured, rounds: int) -> None:
+    largest = max(measured.calls)
+    print(f"\nall_reduce, sum of float32, {measured.size} ranks, {rounds} rounds")
+    print(f"memcpy of {_name_of(largest)} by all ranks at once: {' ('.join(measured.memcpy.cells())})")
+    for label, reason in measured.missing.items():
+        print(f"{label}: {reason}")
+    for num_bytes, row in measured.calls.items():
         print(f"\n{_name_of(num_bytes)}, blocks of {_calls(num_bytes)}")
-        over_floor = num_bytes >= _FLOOR_BYTES
         header = ["", "median", "p10 - p90", "vs Gloo", f"vs {_better_mpi(row) or 'MPI'}"]
-        table = [_cells(label, row) for label in row] + [[name, reason, "", "", ""] for name, reason in missing.items()]
-        if over_floor:
+        table = [_cells(label, row) for label in row]
+        table += [[label, "not installed", "", "", ""] for label in measured.missing]
+        if num_bytes >= _FLOOR_BYTES:
             header.append("time / floor")
-            bound = floor.median * num_bytes / max(arguments.sizes)
-            table = [[*cells, times(row[cells[0]].median / bound) if cells[0] in row else ""] for cells in table]
+            floor = measured.memcpy.median * num_bytes / largest
+            table = [[*cells, times(row[cells[0]].median / floor) if cells[0] in row else ""] for cells in table]
         print_table(header, table)
 
 
@@ -186,19 +201,19 @@ def _better_mpi(row: dict[str, Samples]) -> str | None:
     return min(present, key=lambda label: row[label].median, default=None)
 
 
-def _as_json(size: int, figures: Figures, floor: Samples, missing: dict[str, str]) -> dict[str, Any]:
+def _as_json(measured: Measured) -> dict[str, Any]:
     return {
-        "ranks": size,
-        "floor": {_FLOOR: floor.as_json()},
+        "ranks": measured.size,
+        "memcpy": {"bytes": max(measured.calls), "seconds": measured.memcpy.as_json()},
         "all_reduce": [
             {
                 "bytes": num_bytes,
                 "calls_per_block": _calls(num_bytes),
                 "seconds_per_call": {label: samples.as_json() for label, samples in row.items()},
             }
-            for num_bytes, row in figures.items()
+            for num_bytes, row in measured.calls.items()
         ],
-        "not_measured": missing,
+        "not_installed": list(measured.missing),
     }
 
 

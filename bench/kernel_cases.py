@@ -99,8 +99,8 @@ def _pack(arrays: Arrays) -> Case:
     def ours() -> object:
         return kernels.pack(arrays.grads, arrays.out)
 
-    def peer() -> object:
-        return torch._foreach_copy_(arrays.outs, arrays.grads)
+    def peer() -> None:
+        torch._foreach_copy_(arrays.outs, arrays.grads)
 
     def verify() -> None:
         for call in (ours, peer):
@@ -122,9 +122,9 @@ def _pack_half(arrays: Arrays) -> Case:
     def ours() -> object:
         return kernels.pack(arrays.grads, out, _SCALE)
 
-    def peer() -> object:
+    def peer() -> None:
         torch._amp_foreach_non_finite_check_and_unscale_(own, arrays.found_inf, inverse_scale)
-        return torch._foreach_copy_(outs, own)
+        torch._foreach_copy_(outs, own)
 
     def verify() -> None:
         wanted = (arrays.flat * _SCALE).half()
@@ -141,13 +141,13 @@ def _pack_half(arrays: Arrays) -> Case:
 
 
 def _unpack(arrays: Arrays) -> Case:
-    def ours() -> object:
-        return kernels.unpack(arrays.flat, arrays.outs)
+    def ours() -> None:
+        kernels.unpack(arrays.flat, arrays.outs)
 
     parts = arrays.views(arrays.flat)
 
-    def peer() -> object:
-        return torch._foreach_copy_(arrays.outs, parts)
+    def peer() -> None:
+        torch._foreach_copy_(arrays.outs, parts)
 
     def verify() -> None:
         for call in (ours, peer):
@@ -161,12 +161,12 @@ def _unpack(arrays: Arrays) -> Case:
 def _unpack_half(arrays: Arrays) -> Case:
     parts = arrays.views(arrays.half)
 
-    def ours() -> object:
-        return kernels.unpack(arrays.half, arrays.outs, _SCALE)
+    def ours() -> None:
+        kernels.unpack(arrays.half, arrays.outs, _SCALE)
 
-    def peer() -> object:
+    def peer() -> None:
         torch._foreach_copy_(arrays.outs, parts)
-        return torch._foreach_mul_(arrays.outs, _SCALE)
+        torch._foreach_mul_(arrays.outs, _SCALE)
 
     def verify() -> None:
         for call in (ours, peer):
@@ -181,11 +181,11 @@ def _unpack_half(arrays: Arrays) -> Case:
 def _reduce(arrays: Arrays) -> Case:
     inputs = [arrays.flat, *arrays.others]
 
-    def ours() -> object:
-        return kernels.reduce(arrays.out, inputs)
+    def ours() -> None:
+        kernels.reduce(arrays.out, inputs)
 
-    def peer() -> object:
-        return torch.add(inputs[0], inputs[1], out=arrays.out).add_(inputs[2]).add_(inputs[3])
+    def peer() -> None:
+        torch.add(inputs[0], inputs[1], out=arrays.out).add_(inputs[2]).add_(inputs[3])
 
     def verify() -> None:
         wanted = inputs[0] + inputs[1] + inputs[2] + inputs[3]
@@ -204,9 +204,9 @@ def _accumulate(arrays: Arrays) -> Case:
     def ours() -> object:
         return kernels.accumulate(arrays.out, residual, grad, _SCALE)
 
-    def peer() -> object:
+    def peer() -> None:
         torch.add(residual, grad, alpha=_SCALE, out=arrays.out)
-        return torch._amp_foreach_non_finite_check_and_unscale_([arrays.out], arrays.found_inf, one)
+        torch._amp_foreach_non_finite_check_and_unscale_([arrays.out], arrays.found_inf, one)
 
     def verify() -> None:
         for call in (ours, peer):
@@ -225,7 +225,8 @@ def _absmax(arrays: Arrays) -> Case:
         return kernels.absmax(arrays.grads)
 
     def peer() -> torch.Tensor:
-        return torch.stack(torch._foreach_norm(arrays.grads, math.inf)).max()
+        largest = torch.stack(torch._foreach_norm(arrays.grads, math.inf))
+        return largest.max()
 
     def verify() -> None:
         wanted = arrays.flat.abs().max()
@@ -267,11 +268,11 @@ def _scatter_add(arrays: Arrays, ratio: float) -> Case:
     wide = indices.long()
     lines = torch.unique(wide * 4 // _CACHE_LINE).numel()
 
-    def ours() -> object:
-        return kernels.scatter_add(arrays.out, indices, values)
+    def ours() -> None:
+        kernels.scatter_add(arrays.out, indices, values)
 
-    def peer() -> object:
-        return arrays.out.scatter_add_(0, wide, values)
+    def peer() -> None:
+        arrays.out.scatter_add_(0, wide, values)
 
     def verify() -> None:
         wanted = arrays.others[0].clone()

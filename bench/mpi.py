@@ -64,7 +64,7 @@ def find_open_mpi() -> Mpi:
 def _require(*packages: str) -> None:
     absent = [package for package in packages if installed_version(package) is None]
     if absent:
-        raise NotInstalledError(f"not installed (pip install {' '.join(absent)})")
+        raise NotInstalledError(f"not installed: pip install {' '.join(absent)}")
 
 
 def _file_of(package: str, name: str) -> Path:

@@ -80,7 +80,7 @@ class Ranks:
             by_rank = sorted(zip(ranks, self._connections, strict=True), key=lambda pair: pair[0])
             self._connections = [connection for _, connection in by_rank]
         except BaseException:
-            self._end(kindly=False)
+            self._end()
             raise
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
@@ -96,8 +96,8 @@ class Ranks:
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        self._end(kindly=kind is None)
+    def __exit__(self, *_: object) -> None:
+        self._end()
 
     def _start(self, worker: str, launcher: Sequence[str], environment: dict[str, str]) -> None:
         command = [sys.executable, "-m", "bench.ranks", worker]
@@ -143,25 +143,17 @@ class Ranks:
                 answers[index] = answer["value"]
         return [answers[index] for index in range(self.size)]
 
-    def _end(self, kindly: bool) -> None:
-        """Ask, if ``kindly``; then hang up, which ends the ranks; then kill what is left."""
-        if kindly:
-            for connection in self._connections:
-                connection.send(None)
-            self._wait()
+    def _end(self) -> None:
+        """Hang up: the ranks finish their turn and end, or are ended; kill what is left even so."""
         for connection in self._connections:
             connection.close()
-        self._wait()
-        for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):  # the whole session: a launcher's children too
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-    def _wait(self) -> None:
-        deadline = time.monotonic() + _PATIENCE_SECONDS
+        deadline = time.monotonic() + 2 * _PATIENCE_SECONDS
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
+            with contextlib.suppress(ProcessLookupError):  # the whole session: a launcher's children too
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 class _Connection:
@@ -180,7 +172,7 @@ class _Connection:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, seconds: float | None) -> Any:
-        """The next message; ``None`` when the other side hung up (or said ``None``)."""
+        """The next message; ``None`` when the other side hung up."""
         self._socket.settimeout(seconds)
         try:
             line = self._lines.readline()
@@ -224,7 +216,7 @@ def _environment(added: Mapping[str, str]) -> dict[str, str]:
 
 
 def _serve(worker_name: str) -> None:
-    """A rank's life: connect, make the worker, do as told until told to end."""
+    """A rank's life: connect, make the worker, do as told until the driver hangs up."""
     stream = socket.create_connection(("127.0.0.1", int(os.environ[_DRIVER])))
     threading.Thread(target=_end_with_driver, args=(stream.fileno(),), daemon=True).start()
     connection = _Connection(stream)
@@ -240,14 +232,19 @@ def _serve(worker_name: str) -> None:
         worker.close()
     except Exception:
         connection.send({"error": traceback.format_exc()})
-        connection.receive(None)  # stay until the driver hung up: it decides what this means
+        connection.receive(None)  # a launcher would end the others at once, and this message might be lost
 
 
 def _end_with_driver(descriptor: int) -> None:
-    """End this process as soon as the driver hangs up, also from inside a collective that waits for ever."""
+    """Once the driver hung up, end this process even if it never comes back from its turn.
+
+    Not at once: a turn takes a second or so, and who ends in order leaves nothing behind (MPICH's
+    shared memory has a name).
+    """
     poll = select.poll()
     poll.register(descriptor, select.POLLRDHUP)
     poll.poll()
+    time.sleep(_PATIENCE_SECONDS)
     os._exit(1)
 
 

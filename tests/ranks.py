@@ -90,6 +90,7 @@ class RankPool:
         outcomes = self.outcomes(function, *args, timeout=timeout)
         for rank, outcome in enumerate(outcomes):
             if outcome.error is not None:
+                self._kill()  # the ranks may be out of step: the next test gets new ones
                 raise AssertionError(f"rank {rank} raised:\n{outcome.trace}")
         return [outcome.result for outcome in outcomes]
 

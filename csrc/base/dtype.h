@@ -19,18 +19,18 @@ struct BF16 {
 
 inline int64_t size_of(DType dtype) {
     switch (dtype) {
-    case DType::kF32:
-    case DType::kI32:
-        return 4;
-    case DType::kF16:
-    case DType::kBF16:
-        return 2;
-    case DType::kF64:
-    case DType::kI64:
-        return 8;
-    case DType::kI8:
-    case DType::kU8:
-        return 1;
+        case DType::kF32:
+        case DType::kI32:
+            return 4;
+        case DType::kF16:
+        case DType::kBF16:
+            return 2;
+        case DType::kF64:
+        case DType::kI64:
+            return 8;
+        case DType::kI8:
+        case DType::kU8:
+            return 1;
     }
     return 0;
 }

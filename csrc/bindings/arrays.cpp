@@ -154,9 +154,10 @@ Described describe(py::handle object, const std::string& name, Access access) {
 Array as_array(py::handle object, const std::string& name, Access access) {
     Described described = describe(object, name, access);
     if (!described.dtype) {
-        throw ArgumentTypeError(format("%s has dtype %s, wanted one of float32, float16, bfloat16, float64, int8, uint8, "
-                                       "int32, int64",
-                                       name.c_str(), described.dtype_name.c_str()));
+        throw ArgumentTypeError(
+            format("%s has dtype %s, wanted one of float32, float16, bfloat16, float64, int8, uint8, "
+                   "int32, int64",
+                   name.c_str(), described.dtype_name.c_str()));
     }
     described.array.buffer.dtype = *described.dtype;
     return std::move(described.array);
@@ -173,7 +174,8 @@ std::vector<Array> as_arrays(py::handle sequence, const std::string& name, Acces
     auto fast = py::reinterpret_steal<py::object>(PySequence_Fast(sequence.ptr(), ""));
     if (!fast || py::isinstance<py::str>(sequence)) {
         PyErr_Clear();
-        throw ArgumentTypeError(format("%s is a %s, wanted a sequence of arrays", name.c_str(), type_name(sequence).c_str()));
+        throw ArgumentTypeError(
+            format("%s is a %s, wanted a sequence of arrays", name.c_str(), type_name(sequence).c_str()));
     }
     Py_ssize_t size = PySequence_Fast_GET_SIZE(fast.ptr());
     if (size == 0) throw ArgumentError(format("%s is empty, wanted at least one array", name.c_str()));
@@ -201,8 +203,8 @@ DType dtype_named(const std::string& name) {
 
 void require_floating(const Buffer& buffer, const std::string& name) {
     if (is_floating(buffer.dtype)) return;
-    throw ArgumentTypeError(format("%s has dtype %s, wanted float32, float16, bfloat16 or float64", name.c_str(),
-                                   name_of(buffer.dtype)));
+    throw ArgumentTypeError(
+        format("%s has dtype %s, wanted float32, float16, bfloat16 or float64", name.c_str(), name_of(buffer.dtype)));
 }
 
 }  // namespace pycomm

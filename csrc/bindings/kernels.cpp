@@ -16,7 +16,8 @@
 namespace pycomm {
 namespace {
 
-void require_total(const std::vector<Buffer>& parts, const char* parts_name, const Buffer& flat, const char* flat_name) {
+void require_total(const std::vector<Buffer>& parts, const char* parts_name, const Buffer& flat,
+                   const char* flat_name) {
     int64_t total = 0;
     for (size_t i = 0; i < parts.size(); ++i) {
         require_floating(parts[i], std::string(parts_name) + "[" + std::to_string(i) + "]");
@@ -80,8 +81,8 @@ void topk_array(py::handle x, int64_t k, py::handle values, py::handle indices, 
     require_floating(source.buffer, "x");
     int64_t n = source.buffer.count;
     if (n > INT32_MAX) {
-        throw ArgumentError(format("x has %lld elements, wanted at most 2147483647: indices are int32",
-                                   static_cast<long long>(n)));
+        throw ArgumentError(
+            format("x has %lld elements, wanted at most 2147483647: indices are int32", static_cast<long long>(n)));
     }
     if (k < 1 || k > n) {
         throw ArgumentError(format("k is %lld, wanted 1 <= k <= %lld, the number of elements of x",
@@ -141,9 +142,12 @@ void bind_kernels(py::module_& module) {
                py::arg("num_threads"));
     module.def("absmax", &absmax_arrays, py::arg("tensors"), py::arg("num_threads"));
     module.def("simd", [] { return std::string(loops().name); });
-    module.def("select_simd", [](const std::string& name) {
-        if (!select_loops(name.c_str())) throw ArgumentError("this build or processor has no " + name);
-    }, py::arg("name"));
+    module.def(
+        "select_simd",
+        [](const std::string& name) {
+            if (!select_loops(name.c_str())) throw ArgumentError("this build or processor has no " + name);
+        },
+        py::arg("name"));
 }
 
 }  // namespace pycomm

@@ -71,7 +71,8 @@ void all_reduce(SharedMemoryGroup& group, py::handle x, const std::string& op_na
     group.all_reduce(array.buffer, op, timeout);
 }
 
-void reduce_scatter(SharedMemoryGroup& group, py::handle out, py::handle x, const std::string& op_name, double timeout) {
+void reduce_scatter(SharedMemoryGroup& group, py::handle out, py::handle x, const std::string& op_name,
+                    double timeout) {
     auto [target, source, op] = look_at(group, timeout, [&] {
         Array seen = as_array(out, "out", Access::kWrite);
         Array read = as_array(x, "x", Access::kRead);
@@ -114,8 +115,8 @@ void bind_transport(py::module_& module) {
     py::class_<Block>(module, "Block", py::buffer_protocol()).def_buffer(&Block::info);
     py::class_<SharedMemoryGroup>(module, "SharedMemoryGroup")
         .def(py::init([](int rank, int size, std::vector<int> memory, std::vector<int> sockets, int64_t file_bytes) {
-                 return std::make_unique<SharedMemoryGroup>(rank, size, std::move(memory), std::move(sockets), file_bytes,
-                                                            &check_python_signals);
+                 return std::make_unique<SharedMemoryGroup>(rank, size, std::move(memory), std::move(sockets),
+                                                            file_bytes, &check_python_signals);
              }),
              py::arg("rank"), py::arg("size"), py::arg("memory"), py::arg("sockets"), py::arg("file_bytes"))
         .def("all_reduce", &all_reduce, py::arg("x"), py::arg("op"), py::arg("timeout"))
@@ -125,12 +126,13 @@ void bind_transport(py::module_& module) {
         .def("barrier", &SharedMemoryGroup::barrier, py::arg("timeout"), py::call_guard<py::gil_scoped_release>())
         .def("refuse", &SharedMemoryGroup::refuse, py::arg("reason"), py::arg("timeout"),
              py::call_guard<py::gil_scoped_release>())
-        .def("allocate",
-             [](SharedMemoryGroup& group, int64_t num_bytes) {
-                 py::gil_scoped_release release;
-                 return std::make_unique<Block>(group.arena(), num_bytes);
-             },
-             py::arg("num_bytes"))
+        .def(
+            "allocate",
+            [](SharedMemoryGroup& group, int64_t num_bytes) {
+                py::gil_scoped_release release;
+                return std::make_unique<Block>(group.arena(), num_bytes);
+            },
+            py::arg("num_bytes"))
         .def("close", &SharedMemoryGroup::close, py::arg("why"), py::call_guard<py::gil_scoped_release>());
 }
 

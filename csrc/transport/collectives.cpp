@@ -48,7 +48,8 @@ struct Segments {
 
 void all_reduce_mailbox(Call& call, const Buffer& x, ReduceOp op) {
     if (x.num_bytes() <= kRedundantBytes) {
-        return reduce_from(call, {x.data}, x.dtype, op, x.count, Store::kCached, [&](int p) { return call.mailbox(p); });
+        return reduce_from(call, {x.data}, x.dtype, op, x.count, Store::kCached,
+                           [&](int p) { return call.mailbox(p); });
     }
     int64_t width = size_of(x.dtype);
     Range mine = part_of(x.count, call.rank(), call.size());

@@ -55,11 +55,13 @@ int64_t left_in_control_group() {
 }  // namespace
 
 Mapping::Mapping(int fd, int64_t num_bytes) : num_bytes_(num_bytes) {
-    void* data = mmap(nullptr, static_cast<size_t>(num_bytes), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+    void* data =
+        mmap(nullptr, static_cast<size_t>(num_bytes), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
     if (data == MAP_FAILED) {
-        throw OutOfMemory(format("shared memory: mapping %.0f MiB of address space failed (%s); is a limit on address "
-                                 "space (ulimit -v) in force?",
-                                 static_cast<double>(num_bytes) / kMiB, std::strerror(errno)));
+        throw OutOfMemory(
+            format("shared memory: mapping %.0f MiB of address space failed (%s); is a limit on address "
+                   "space (ulimit -v) in force?",
+                   static_cast<double>(num_bytes) / kMiB, std::strerror(errno)));
     }
     data_ = static_cast<char*>(data);
     // Both are hints: huge pages where the system allows them for shared memory, and no gradients in core dumps.

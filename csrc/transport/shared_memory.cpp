@@ -64,15 +64,15 @@ std::string describe(const Operation& operation) {
     std::string kind = kKinds[static_cast<int>(operation.kind)];
     std::string what = format("%lld elements of %s", static_cast<long long>(operation.count), name_of(operation.dtype));
     switch (operation.kind) {
-    case Kind::kAllReduce:
-    case Kind::kReduceScatter:
-        return kind + "(" + what + ", op=\"" + kOps[static_cast<int>(operation.op)] + "\")";
-    case Kind::kBroadcast:
-        return kind + "(" + what + format(", src=%d)", operation.root);
-    case Kind::kAllGather:
-        return kind + "(" + what + ")";
-    default:
-        return kind + "()";
+        case Kind::kAllReduce:
+        case Kind::kReduceScatter:
+            return kind + "(" + what + ", op=\"" + kOps[static_cast<int>(operation.op)] + "\")";
+        case Kind::kBroadcast:
+            return kind + "(" + what + format(", src=%d)", operation.root);
+        case Kind::kAllGather:
+            return kind + "(" + what + ")";
+        default:
+            return kind + "()";
     }
 }
 
@@ -88,8 +88,12 @@ int64_t shared_file_bytes(int size) {
 
 SharedMemoryGroup::SharedMemoryGroup(int rank, int size, std::vector<int> memory, std::vector<int> sockets,
                                      int64_t file_bytes, std::function<void()> check_signals)
-    : rank_(rank), size_(size), sockets_(std::move(sockets)), peers_(static_cast<size_t>(size)),
-      check_signals_(std::move(check_signals)), pid_(getpid()) {
+    : rank_(rank),
+      size_(size),
+      sockets_(std::move(sockets)),
+      peers_(static_cast<size_t>(size)),
+      check_signals_(std::move(check_signals)),
+      pid_(getpid()) {
     ForkGuard::instance().add(&sockets_);
     try {
         for (int p = 0; p < size; ++p) {

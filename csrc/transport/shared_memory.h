@@ -15,8 +15,8 @@
 //              is reduced, i + 1 is being staged and i - 1 fetched. (segments + 3) steps.
 // The others (reduce_scatter, all_gather, broadcast) publish their input, in place or by segments, and pull.
 //
-// Every wait ends with an error when a peer died (end-of-file on its socket), gave up, or the timeout passed. After that
-// the group is broken for good: the ranks no longer agree on the step.
+// Every wait ends with an error when a peer died (end-of-file on its socket), gave up, or the timeout passed. After
+// that the group is broken for good: the ranks no longer agree on the step.
 #pragma once
 
 #include <atomic>

@@ -1,7 +1,7 @@
 // Waiting for another rank's clock to reach a step.
 //
-// A waiter pauses a few times, then yields, then sleeps on a futex in slices. Ranks may outnumber cores, so pausing must
-// stay short: the rank that is waited for may need this very core. Between slices the caller's check() runs, which
+// A waiter pauses a few times, then yields, then sleeps on a futex in slices. Ranks may outnumber cores, so pausing
+// must stay short: the rank that is waited for may need this very core. Between slices the caller's check() runs, which
 // looks for dead peers and signals and throws to end the wait.
 #pragma once
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -63,6 +63,7 @@ class Exchange(Protocol):
     def load_state(self, state: dict[str, dict[str, torch.Tensor]]) -> None: ...
 
 
+@runtime_checkable
 class Compression(Protocol):
     """A method and its settings."""
 

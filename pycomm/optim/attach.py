@@ -60,11 +60,11 @@ def attach(
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}, wanted a torch.optim.Optimizer")
     settings = Settings(
-        compression=NoCompression() if compression is None else compression,
+        compression=NoCompression() if compression is None else _method(compression),
         bucket_bytes=int(_positive("bucket_mb", bucket_mb) * 2**20),
         accumulate=_count("accumulate", accumulate),
         average=average,
-        loss_scaler=loss_scaler,
+        loss_scaler=_scaler(loss_scaler),
     )
     module = model_or_named_parameters if isinstance(model_or_named_parameters, torch.nn.Module) else None
     names = names_of(optimizer, model_or_named_parameters)
@@ -83,6 +83,18 @@ def attach(
     except BaseException:
         communicator.close()
         raise
+
+
+def _method(compression: Any) -> Compression:
+    if isinstance(compression, type) or not isinstance(compression, Compression):
+        raise TypeError(f"compression is {compression!r}, wanted an object such as pycomm.TopK(0.01) or None")
+    return compression
+
+
+def _scaler(loss_scaler: Any) -> Any:
+    if loss_scaler is not None and not callable(getattr(loss_scaler, "scale", None)):
+        raise TypeError(f"loss_scaler is {loss_scaler!r}, wanted an object with GradScaler's scale(tensor), or None")
+    return loss_scaler
 
 
 def _positive(name: str, value: float) -> float:

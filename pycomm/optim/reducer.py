@@ -42,7 +42,7 @@ class Settings:
 
 
 class _ForwardHook:
-    """Lies among the module's hooks; a copy of the module, made by ``deepcopy`` or ``pickle``, gets one without effect."""
+    """Lies among the module's hooks; a copy of the module (``deepcopy``, ``pickle``) gets one without effect."""
 
     def __init__(self, reducer: Reducer | None) -> None:
         self._reducer = reducer
@@ -188,10 +188,9 @@ class Reducer:
     # Parameters coming and going.
 
     def _refuse_second_attach(self, names: dict[str, torch.Tensor]) -> None:
-        ids = {id(p): name for name, p in names.items()}
-        for other in _reducers:
-            for key in ids.keys() & (other._slots.keys() | other._frozen.keys()):
-                raise ValueError(f"parameter {ids[key]!r} is attached already: detach() the other Reducer first")
+        for name, param in names.items():
+            if any(id(param) in other._slots or id(param) in other._frozen for other in _reducers):
+                raise ValueError(f"parameter {name!r} is attached already: detach() the other Reducer first")
 
     def _find_new_parameters(self) -> None:
         """Notice ``add_param_group`` and unfreezing. Runs at the same points of the program on all ranks."""

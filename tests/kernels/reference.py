@@ -54,8 +54,10 @@ def interesting(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     exponents = torch.randint(-30, 20, (n,), generator=generator)
     values = torch.randn(n, generator=generator, dtype=torch.float64) * torch.exp2(exponents.double())
     special = torch.tensor(
-        [0.0, -0.0, 65504.0, 65519.0, 65520.0, -65520.0, 6e-8, 3e-8, 2.9e-8, 1e-40, -1e-45, 3.39e38, 3.4028e38]
-        + [float("inf"), -float("inf"), float("nan"), 1.0009765625, 1.00048828125, 1.00146484375],
+        [
+            *(0.0, -0.0, 65504.0, 65519.0, 65520.0, -65520.0, 6e-8, 3e-8, 2.9e-8, 1e-40, -1e-45, 3.39e38, 3.4028e38),
+            *(float("inf"), -float("inf"), float("nan"), 1.0009765625, 1.00048828125, 1.00146484375),
+        ],
         dtype=torch.float64,
     )
     where = torch.rand(n, generator=generator) < 0.2

@@ -45,9 +45,7 @@ def test_unpack_inverts_pack(source: torch.dtype, target: torch.dtype) -> None:
     types=st.tuples(st.sampled_from(["float32", "float16", "float64"]), st.sampled_from(["float32", "float16"])),
     seed=st.integers(0, 1000),
 )
-def test_any_alignment(
-    counts: list[int], offsets: tuple[int, int], types: tuple[str, str], seed: int
-) -> None:
+def test_any_alignment(counts: list[int], offsets: tuple[int, int], types: tuple[str, str], seed: int) -> None:
     source, target = (getattr(torch, name) for name in types)
     tensors = [interesting(n, source, seed + i) for i, n in enumerate(counts)]
     arrays = [misaligned(t, offsets[0]) for t in tensors]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -78,7 +79,9 @@ def test_over_torch_distributed(two_ranks: RankPool) -> None:
 def named_parameters_only() -> None:
     rank, _ = rank_and_size()
     model = make_model(seed=rank)
-    optimizer = torch.optim.SGD([{"params": model[0].parameters(), "lr": 1.0}, {"params": model[4].parameters()}], lr=0.1)
+    optimizer = torch.optim.SGD(
+        [{"params": model[0].parameters(), "lr": 1.0}, {"params": model[4].parameters()}], lr=0.1
+    )
     with attached(optimizer, model.named_parameters(), average=False):
         loss_of(model, rank, 0).backward()
         own = average_gradients(model, [partial(loss_of, rank=rank, step=0)])
@@ -140,7 +143,7 @@ def unfreeze(module_known: bool) -> None:
     rank, _ = rank_and_size()
     model = make_model(seed=rank)
     model[0].requires_grad_(False)
-    optimizer = torch.optim.SGD([p for p in model.parameters()], lr=0.1)
+    optimizer = torch.optim.SGD(list(model.parameters()), lr=0.1)
     with attached(optimizer, model if module_known else model.named_parameters()) as reducer:
         for step in range(5):
             if step == 2:
@@ -209,7 +212,7 @@ class Tied(nn.Module):
 
 
 def tied(checkpointed: bool, reentrant: bool) -> None:
-    rank, size = rank_and_size()
+    rank, _size = rank_and_size()
     model, plain = Tied(checkpointed, reentrant), Tied(False, False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with attached(optimizer, model, bucket_mb=0.0001) as reducer:
@@ -255,7 +258,7 @@ def test_checkpoints_in_checkpoints(two_ranks: RankPool) -> None:
 
 
 def accumulation(set_to_none: bool) -> None:
-    rank, size = rank_and_size()
+    rank, _size = rank_and_size()
     model, plain = make_model(), make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with attached(optimizer, model, accumulate=3) as reducer:
@@ -352,7 +355,7 @@ def views_and_copies() -> None:
             scheduler.step()
         assert pointers[0] == pointers[1] == pointers[2], "gradients come back to their bucket"
         spans = sorted((p.grad.data_ptr(), p.grad.nbytes) for p in model.parameters() if p.grad is not None)
-        assert all(a + n == b for (a, n), (b, _) in zip(spans, spans[1:], strict=False)), "side by side"
+        assert all(a + n == b for (a, n), (b, _) in itertools.pairwise(spans)), "side by side"
 
         twin = copy.deepcopy(optimizer)
         assert type(twin) is torch.optim.Adam

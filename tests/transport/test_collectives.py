@@ -43,6 +43,12 @@ def digest(x: torch.Tensor) -> str:
     return hashlib.sha256(x.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
+def reduced(parts: torch.Tensor, op: str) -> torch.Tensor:
+    if op == "sum":
+        return parts.sum(0)
+    return parts.min(0).values if op == "min" else parts.max(0).values
+
+
 def check_all_reduce(transport: str, dtype: torch.dtype, memory: str) -> list[str]:
     digests = []
     with Communicator(timeout=30, transport=transport) as communicator:
@@ -57,7 +63,11 @@ def check_all_reduce(transport: str, dtype: torch.dtype, memory: str) -> list[st
                     wanted = parts.double().sum(0) / communicator.size
                     torch.testing.assert_close(x.double(), wanted, rtol=1e-2 if dtype.itemsize == 2 else 1e-6, atol=0)
                 else:
-                    reduced = {"sum": parts.sum(0), "min": parts.amin(0) if n else parts[0], "max": parts.amax(0) if n else parts[0]}
+                    reduced = {
+                        "sum": parts.sum(0),
+                        "min": parts.amin(0) if n else parts[0],
+                        "max": parts.amax(0) if n else parts[0],
+                    }
                     assert torch.equal(x, reduced[op].to(dtype)), (n, op)
                 digests.append(digest(x))
     return digests
@@ -73,7 +83,10 @@ def check_the_others(transport: str, dtype: torch.dtype, memory: str) -> None:
             assert torch.equal(out, parts.sum(0).to(dtype)[rank * n : (rank + 1) * n])
             assert torch.equal(x, parts[rank])
 
-            mine, all_ = place(communicator, parts[rank][:n], memory), place(communicator, torch.zeros_like(parts[0]), memory)
+            mine, all_ = (
+                place(communicator, parts[rank][:n], memory),
+                place(communicator, torch.zeros_like(parts[0]), memory),
+            )
             communicator.all_gather(all_, mine)
             assert torch.equal(all_.view(size, n), parts[:, :n])
 

@@ -17,7 +17,7 @@ from pycomm.transport.rendezvous import Meeting, Peers, meet
 
 
 def meet_in_threads(size: int, disturb: object = None, timeout: float = 10.0) -> list[object]:
-    """``meet`` with ranks as threads; outcomes by rank. ``disturb(store)`` runs once rank 0 is there, before the rest."""
+    """``meet`` with ranks as threads; outcomes by rank. ``disturb(store)`` runs before the ranks above 0."""
     store = HashStore()
     outcomes: list[object] = [None] * size
 

@@ -23,7 +23,8 @@ bool for_pieces(const std::vector<Buffer>& arrays, int64_t total, int64_t num_by
     std::atomic<bool> good{true};
     parallel_for(threads, threads, [&](int thread) {
         Range mine = piece_of(total, thread, threads, 64);
-        size_t j = static_cast<size_t>(std::upper_bound(offsets.begin(), offsets.end(), mine.begin) - offsets.begin()) - 1;
+        size_t j =
+            static_cast<size_t>(std::upper_bound(offsets.begin(), offsets.end(), mine.begin) - offsets.begin()) - 1;
         for (; j < arrays.size() && offsets[j] < mine.end; ++j) {
             int64_t begin = std::max(mine.begin, offsets[j]);
             int64_t end = std::min(mine.end, offsets[j + 1]);

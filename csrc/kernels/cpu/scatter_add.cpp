@@ -43,14 +43,14 @@ void scatter(char* out, const char* indices, const char* values, int64_t count, 
 template <class F>
 void with_type(DType dtype, F&& f) {
     switch (dtype) {
-    case DType::kF16:
-        return f(F16{});
-    case DType::kBF16:
-        return f(BF16{});
-    case DType::kF64:
-        return f(double{});
-    default:
-        return f(float{});
+        case DType::kF16:
+            return f(F16{});
+        case DType::kBF16:
+            return f(BF16{});
+        case DType::kF64:
+            return f(double{});
+        default:
+            return f(float{});
     }
 }
 

@@ -124,15 +124,17 @@ struct Collected {
 };
 
 // Everything above `threshold`, one list per thread, in order of index; false when a list ran full.
-bool collect_candidates(const Buffer& x, uint32_t threshold, int64_t capacity, int threads, std::vector<Collected>& lists) {
+bool collect_candidates(const Buffer& x, uint32_t threshold, int64_t capacity, int threads,
+                        std::vector<Collected>& lists) {
     lists.resize(static_cast<size_t>(threads));
     parallel_for(threads, threads, [&](int thread) {
         Range mine = piece_of(x.count, thread, threads, 64);
         Collected& list = lists[static_cast<size_t>(thread)];
         list.capacity = std::min(capacity, mine.size()) + kCollectSlack;
         list.data.reset(new Candidate[static_cast<size_t>(list.capacity)]);
-        int64_t seen = loops().collect(reinterpret_cast<const float*>(x.bytes() + mine.begin * 4), mine.size(), threshold,
-                                       static_cast<uint32_t>(mine.begin), list.data.get(), list.capacity, &list.count);
+        int64_t seen =
+            loops().collect(reinterpret_cast<const float*>(x.bytes() + mine.begin * 4), mine.size(), threshold,
+                            static_cast<uint32_t>(mine.begin), list.data.get(), list.capacity, &list.count);
         if (seen < mine.size()) list.count = -1;
     });
     return std::none_of(lists.begin(), lists.end(), [](const Collected& list) { return list.count < 0; });
@@ -173,16 +175,16 @@ bool select_from_candidates(const Buffer& x, int64_t k, const Buffer& values, in
 
 void topk(const Buffer& x, int64_t k, const Buffer& values, int32_t* indices, int num_threads) {
     switch (x.dtype) {
-    case DType::kF16:
-        return select_all<F16Keys, uint16_t>(x, k, values, indices);
-    case DType::kBF16:
-        return select_all<BF16Keys, uint16_t>(x, k, values, indices);
-    case DType::kF64:
-        return select_all<DoubleKeys, double>(x, k, values, indices);
-    default:
-        if (!select_from_candidates(x, k, values, indices, num_threads)) {
-            select_all<FloatKeys, float>(x, k, values, indices);
-        }
+        case DType::kF16:
+            return select_all<F16Keys, uint16_t>(x, k, values, indices);
+        case DType::kBF16:
+            return select_all<BF16Keys, uint16_t>(x, k, values, indices);
+        case DType::kF64:
+            return select_all<DoubleKeys, double>(x, k, values, indices);
+        default:
+            if (!select_from_candidates(x, k, values, indices, num_threads)) {
+                select_all<FloatKeys, float>(x, k, values, indices);
+            }
     }
 }
 

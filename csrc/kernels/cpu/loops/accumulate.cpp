@@ -23,8 +23,8 @@ bool accumulate_floats(float* acc, const float* residual, const Grad* grad, int6
     }
     for (int64_t n; i < count; i += n) {
         n = count - i < kLanes ? count - i : kLanes;
-        store_partial(acc + i, one(load_partial(grad + i, n), kHasResidual ? load_partial(residual + i, n) : splat(0.0f)),
-                      n);
+        store_partial(acc + i,
+                      one(load_partial(grad + i, n), kHasResidual ? load_partial(residual + i, n) : splat(0.0f)), n);
     }
     return finite.all();
 }

@@ -62,7 +62,8 @@ bool convert_doubles(const char* src, char* dst, int64_t count, double scale) {
 bool convert(const void* src, DType src_dtype, void* dst, DType dst_dtype, int64_t count, double scale, Store mode) {
     const char* from = static_cast<const char*>(src);
     char* to = static_cast<char*>(dst);
-    if (src_dtype == DType::kF64 && dst_dtype == DType::kF64) return convert_doubles<double, double>(from, to, count, scale);
+    if (src_dtype == DType::kF64 && dst_dtype == DType::kF64)
+        return convert_doubles<double, double>(from, to, count, scale);
     if (src_dtype == DType::kF64) {
         return with_float_type(dst_dtype, [&](auto* d) {
             return convert_doubles<double, std::remove_pointer_t<decltype(d)>>(from, to, count, scale);

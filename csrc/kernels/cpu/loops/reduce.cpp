@@ -15,7 +15,10 @@ template <ReduceOp kOp, class T>
 class FloatReduction {
    public:
     FloatReduction(void* const* outs, int num_outs, const void* const* inputs, int num_inputs)
-        : outs_(outs), num_outs_(num_outs), inputs_(inputs), num_inputs_(num_inputs),
+        : outs_(outs),
+          num_outs_(num_outs),
+          inputs_(inputs),
+          num_inputs_(num_inputs),
           inverse_(splat(1.0f / static_cast<float>(num_inputs))) {}
 
     void run(int64_t count, bool streaming) const {
@@ -105,21 +108,21 @@ template <ReduceOp kOp>
 void reduce_typed(void* const* outs, int num_outs, const void* const* inputs, int num_inputs, DType dtype,
                   int64_t count, bool streaming) {
     switch (dtype) {
-    case DType::kF64:
-        return reduce_scalars<kOp, double>(outs, num_outs, inputs, num_inputs, count);
-    case DType::kI8:
-        return reduce_scalars<kOp, int8_t>(outs, num_outs, inputs, num_inputs, count);
-    case DType::kU8:
-        return reduce_scalars<kOp, uint8_t>(outs, num_outs, inputs, num_inputs, count);
-    case DType::kI32:
-        return reduce_scalars<kOp, int32_t>(outs, num_outs, inputs, num_inputs, count);
-    case DType::kI64:
-        return reduce_scalars<kOp, int64_t>(outs, num_outs, inputs, num_inputs, count);
-    default:
-        with_float_type(dtype, [&](auto* t) {
-            using T = std::remove_pointer_t<decltype(t)>;
-            FloatReduction<kOp, T>(outs, num_outs, inputs, num_inputs).run(count, streaming);
-        });
+        case DType::kF64:
+            return reduce_scalars<kOp, double>(outs, num_outs, inputs, num_inputs, count);
+        case DType::kI8:
+            return reduce_scalars<kOp, int8_t>(outs, num_outs, inputs, num_inputs, count);
+        case DType::kU8:
+            return reduce_scalars<kOp, uint8_t>(outs, num_outs, inputs, num_inputs, count);
+        case DType::kI32:
+            return reduce_scalars<kOp, int32_t>(outs, num_outs, inputs, num_inputs, count);
+        case DType::kI64:
+            return reduce_scalars<kOp, int64_t>(outs, num_outs, inputs, num_inputs, count);
+        default:
+            with_float_type(dtype, [&](auto* t) {
+                using T = std::remove_pointer_t<decltype(t)>;
+                FloatReduction<kOp, T>(outs, num_outs, inputs, num_inputs).run(count, streaming);
+            });
     }
 }
 
@@ -130,14 +133,14 @@ void reduce(void* const* outs, int num_outs, const void* const* inputs, int num_
     bool streaming = mode == Store::kStreaming;
     for (int o = 0; o < num_outs; ++o) streaming = streaming && is_aligned(outs[o], 64);
     switch (op) {
-    case ReduceOp::kSum:
-        return reduce_typed<ReduceOp::kSum>(outs, num_outs, inputs, num_inputs, dtype, count, streaming);
-    case ReduceOp::kMean:
-        return reduce_typed<ReduceOp::kMean>(outs, num_outs, inputs, num_inputs, dtype, count, streaming);
-    case ReduceOp::kMin:
-        return reduce_typed<ReduceOp::kMin>(outs, num_outs, inputs, num_inputs, dtype, count, streaming);
-    case ReduceOp::kMax:
-        return reduce_typed<ReduceOp::kMax>(outs, num_outs, inputs, num_inputs, dtype, count, streaming);
+        case ReduceOp::kSum:
+            return reduce_typed<ReduceOp::kSum>(outs, num_outs, inputs, num_inputs, dtype, count, streaming);
+        case ReduceOp::kMean:
+            return reduce_typed<ReduceOp::kMean>(outs, num_outs, inputs, num_inputs, dtype, count, streaming);
+        case ReduceOp::kMin:
+            return reduce_typed<ReduceOp::kMin>(outs, num_outs, inputs, num_inputs, dtype, count, streaming);
+        case ReduceOp::kMax:
+            return reduce_typed<ReduceOp::kMax>(outs, num_outs, inputs, num_inputs, dtype, count, streaming);
     }
 }
 

@@ -61,12 +61,12 @@ inline void prefetch_ahead(const T* next, int64_t count) {
 template <class F>
 inline auto with_float_type(DType dtype, F&& f) {
     switch (dtype) {
-    case DType::kF16:
-        return f(static_cast<F16*>(nullptr));
-    case DType::kBF16:
-        return f(static_cast<BF16*>(nullptr));
-    default:
-        return f(static_cast<float*>(nullptr));
+        case DType::kF16:
+            return f(static_cast<F16*>(nullptr));
+        case DType::kBF16:
+            return f(static_cast<BF16*>(nullptr));
+        default:
+            return f(static_cast<float*>(nullptr));
     }
 }
 

@@ -1,0 +1,150 @@
+"""``pycomm demo``: the arguments, and the order of things."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pycomm.cli.demo.corpus import source_files
+from pycomm.cli.demo.launch import RankError, run_ranks
+from pycomm.cli.demo.messages import Message, Progress, Results
+from pycomm.cli.demo.settings import COMPRESSIONS, HEAD_WIDTH, MIN_STEPS, Settings, methods_for
+
+_RATIO = 0.01
+_DESCRIPTION = """\
+Trains a byte-level language model on the Python standard library's own source text, on local ranks: the same model,
+data, seed and steps with torch's DistributedDataParallel over Gloo, with pycomm, and with pycomm and compression. Shows
+what that changed in a table and a plot. Takes about a minute on two cores.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "demo",
+        help="train a small language model on local ranks and compare with torch's DDP",
+        description=_DESCRIPTION,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--ranks", type=_integer(1), default=2, help="processes, each with one thread")
+    add("--compression", nargs="+", choices=COMPRESSIONS, default=["topk"], help="one run each, besides the dense ones")
+    add("--ratio", type=_ratio, default=argparse.SUPPRESS, help=f"of topk: the part that it sends (default: {_RATIO})")
+    add("--steps", type=_integer(MIN_STEPS), default=600, help=f"of each run, at least {MIN_STEPS}")
+    add("--seed", type=_integer(0), default=0, help="of the initial weights and of the order of the text")
+    add("--output", type=_writable, default=Path("pycomm_demo.png"), help="where the plot goes, as PNG")
+    size = parser.add_argument_group("size", "a larger batch has more to compute for the same gradients")
+    size.add_argument("--width", type=_integer(HEAD_WIDTH, HEAD_WIDTH), default=256, help="of the model")
+    size.add_argument("--layers", type=_integer(1), default=2, help="of the model")
+    size.add_argument("--context", type=_integer(8), default=64, help="bytes of text that the model sees")
+    size.add_argument("--batch", type=_integer(1), default=2, help="windows of text per rank and step")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    ratio = getattr(arguments, "ratio", None)  # told or not, to be able to object
+    if ratio is not None and "topk" not in arguments.compression:
+        arguments.parser.error("argument --ratio: only --compression topk has one")
+    missing = _missing_extra()
+    if missing is not None:
+        return _fail(f"{missing} is not installed; the demo needs it: pip install 'pycomm-torch[demo]'")
+    try:
+        source_files()
+    except FileNotFoundError as error:
+        return _fail(str(error))
+    names = ("ranks", "steps", "seed", "batch", "context", "width", "layers", "output")
+    methods = methods_for(arguments.compression, _RATIO if ratio is None else ratio)
+    settings = Settings(methods=methods, **{name: getattr(arguments, name) for name in names})
+    return _run_and_report(settings)
+
+
+def _run_and_report(settings: Settings) -> int:
+    # Here, not above: the rest of pycomm works without the extra.
+    from rich.console import Console
+
+    from pycomm.cli.demo.figures import problems
+    from pycomm.cli.demo.plot import save_plot
+    from pycomm.cli.demo.report import show, title
+
+    console = Console()
+    _greet(settings, console)
+    try:
+        results = _train(settings, console)
+    except RankError as error:
+        return _fail(str(error))
+    show(results, settings, console)
+    save_plot(results, title(results, settings), settings.output)
+    console.print(f"Plot: {settings.output}", soft_wrap=True, highlight=False, markup=False)
+    found = problems(results)
+    return _fail("\n".join(found)) if found else 0
+
+
+def _greet(settings: Settings, console: Any) -> None:
+    cores = len(os.sched_getaffinity(0))
+    console.print(
+        f"{settings.ranks} ranks, {len(settings.methods)} runs of {settings.steps} steps that take turns.",
+        highlight=False,
+    )
+    if settings.ranks > cores:
+        console.print(f"{settings.ranks} ranks on {cores} cores: step times will measure the scheduler, too.")
+
+
+def _train(settings: Settings, console: Any) -> Results:
+    from pycomm.cli.demo.live import display
+
+    received: list[Results] = []
+    with display(settings, console) as on_progress:
+
+        def on_message(message: Message) -> None:
+            if isinstance(message, Progress):
+                on_progress(message)
+            elif isinstance(message, Results):
+                received.append(message)
+
+        run_ranks(settings, on_message)
+    if not received:
+        raise RankError("rank 0 ended without a result")
+    return received[0]
+
+
+def _missing_extra() -> str | None:
+    # Imported, not looked up: a broken installation is found here, and not after the training.
+    for name in ("rich.progress", "matplotlib.figure"):
+        try:
+            __import__(name)
+        except ImportError as error:
+            return error.name or name.partition(".")[0]
+    return None
+
+
+def _fail(reason: str) -> int:
+    print(f"pycomm demo: {reason}", file=sys.stderr)
+    return 1
+
+
+def _integer(smallest: int, multiple_of: int = 1) -> Callable[[str], int]:
+    def integer(text: str) -> int:
+        value = int(text)
+        if value < smallest or value % multiple_of:
+            wanted = f"at least {smallest}" if multiple_of == 1 else f"a positive multiple of {multiple_of}"
+            raise argparse.ArgumentTypeError(f"{value}, wanted {wanted}")
+        return value
+
+    return integer
+
+
+def _ratio(text: str) -> float:
+    value = float(text)
+    if not 0.0 < value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{value}, wanted 0 < ratio <= 1")
+    return value
+
+
+def _writable(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r}, wanted a file that can be written")
+    return path
