@@ -10,8 +10,15 @@ the kernels under both.
 
 from typing import Any
 
+try:
+    from pycomm._native import build_info as _native_build_info
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"pycomm's compiled extension is not beside {__file__}. In the source tree that is as it should be: run "
+        "`pip install .`, and start python where the directory `pycomm` does not hide the installed package."
+    ) from error
+
 from pycomm import kernels
-from pycomm._native import build_info as _native_build_info
 from pycomm.communicator import Communicator
 from pycomm.compression import BF16, FP16, NoCompression, TopK
 from pycomm.errors import CommError

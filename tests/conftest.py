@@ -13,7 +13,11 @@ from tests.ranks import RankPool
 
 # Deterministic, and no deadline: these machines stall now and then.
 settings.register_profile(
-    "pycomm", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], max_examples=60
+    "pycomm",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+    max_examples=int(os.environ.get("PYCOMM_TEST_EXAMPLES", "60")),
 )
 settings.load_profile("pycomm")
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"

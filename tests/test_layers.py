@@ -1,0 +1,53 @@
+"""Who may import whom, where import-linter cannot see it: the compiled module, and the C++ directories."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def imports_of(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def test_only_kernels_and_transports_use_the_extension() -> None:
+    users = {
+        str(path.relative_to(ROOT / "pycomm").parts[0])
+        for path in (ROOT / "pycomm").rglob("*.py")
+        if "pycomm._native" in imports_of(path)
+    }
+    assert users == {"__init__.py", "kernels", "transport"}
+
+
+def test_only_the_demo_needs_its_extra() -> None:
+    for path in (ROOT / "pycomm").rglob("*.py"):
+        if "cli" not in path.parts:
+            roots = {name.split(".")[0] for name in imports_of(path)}
+            assert not roots & {"rich", "matplotlib", "cupy", "pytest"}, path
+
+
+def test_cpp_layers() -> None:
+    """bindings -> transport -> kernels -> base."""
+    order = ["base", "kernels", "transport", "bindings"]
+    found = 0
+    for path in (ROOT / "csrc").rglob("*.[hc]*"):
+        layer = path.relative_to(ROOT / "csrc").parts[0]
+        for target in re.findall(r'#include "(\w+)/', path.read_text()):
+            found += 1
+            assert order.index(target) <= order.index(layer), f"{path} includes {target}/"
+    assert found > 30
+
+
+def test_bindings_hold_no_arithmetic() -> None:
+    """A loop over elements in bindings/ would be a kernel in the wrong place."""
+    for path in (ROOT / "csrc" / "bindings").glob("*.cpp"):
+        assert not re.search(r"\.data\)?\[|\bstd::(fabs|sqrt|accumulate)", path.read_text()), path

@@ -1,0 +1,49 @@
+"""What the package promises: names, signatures, errors, and what it is built from."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from importlib import metadata, resources
+
+import pytest
+
+import pycomm
+
+
+def test_names_that_scripts_rely_on() -> None:
+    signature = inspect.signature(pycomm.attach)
+    assert list(signature.parameters)[:2] == ["optimizer", "model_or_named_parameters"]
+    keywords = {name: p.default for name, p in signature.parameters.items() if p.kind is p.KEYWORD_ONLY}
+    keywords.pop("timeout")
+    assert keywords == {
+        "compression": None,
+        "process_group": None,
+        "bucket_mb": 25,
+        "accumulate": 1,
+        "average": True,
+        "loss_scaler": None,
+    }
+    for name in ("state_dict", "load_state_dict", "stats", "flush", "detach"):
+        assert callable(getattr(pycomm.Reducer, name))
+    for name in ("empty", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier", "close"):
+        assert callable(getattr(pycomm.Communicator, name))
+    for name in ("pack", "unpack", "reduce", "topk", "scatter_add"):
+        assert callable(getattr(pycomm.kernels, name))
+    assert pycomm.TopK(0.01) == pycomm.TopK(ratio=0.01, error_feedback=True)
+    assert set(pycomm.__all__) <= set(dir(pycomm))
+
+
+def test_build_info() -> None:
+    info = pycomm.build_info()
+    assert info.keys() == {"version", "cuda", "simd", "compiler"}
+    assert info["version"] == pycomm.__version__ == metadata.version("pycomm-torch")
+    assert resources.files("pycomm").joinpath("py.typed").is_file()
+
+
+def test_comm_error_carries_what_happened_and_travels() -> None:
+    error = pycomm.CommError("text", rank=1, peer=None, operation="barrier", elapsed=0.5)
+    twin = pickle.loads(pickle.dumps(error))
+    assert (str(twin), twin.rank, twin.peer, twin.operation, twin.elapsed) == ("text", 1, None, "barrier", 0.5)
+    with pytest.raises(RuntimeError):
+        raise twin
