@@ -2,8 +2,9 @@
 
 Only what a rank's own library needs is imported in it: an MPI rank never sees torch.
 
-The numbers: element i of rank r starts as (7919 i + 1000003 r) mod (2^24 / P), so that it differs
-from its neighbours' and from the other ranks', and every sum over the P ranks is exact in float32.
+The numbers: element i of rank r starts as (7919 i + 1000003 r) mod M, where M is the largest power of
+two with P M <= 2^24: no two of M neighbours are equal, ranks differ in every element, and all sums
+over the P ranks are exact in float32.
 Summing in place again and again multiplies by P each time, which stays exact where P is a power of
 two; each block of calls starts afresh, before it could overflow.
 """
@@ -21,18 +22,21 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float32]
+Indices = npt.NDArray[np.uint32]
 
-_CHUNK = 1 << 20
+_CHUNK = 1 << 14
 _SAMPLE_STRIDE = 1009
 _LARGEST_EXPONENT = 126  # of two, in float32
 
 
-def starting_values(rank: int, size: int, index: npt.NDArray[np.int64]) -> Floats:
+def starting_values(rank: int, size: int, index: Indices) -> Floats:
     """Elements ``index`` of ``rank``'s input; see above."""
-    return ((7919 * index + 1000003 * rank) % (2**24 // size)).astype(np.float32)
+    mask = np.uint32(2 ** (24 - (size - 1).bit_length()) - 1)
+    # Products wrap around at 2^32, which is a multiple of M.
+    return ((index * np.uint32(7919) + np.uint32(1000003 * rank % 2**32)) & mask).astype(np.float32)
 
 
-def sums(size: int, index: npt.NDArray[np.int64]) -> Floats:
+def sums(size: int, index: Indices) -> Floats:
     """Elements ``index`` of the sum over all ranks, exactly."""
     total = np.zeros(len(index), np.float32)
     for rank in range(size):
@@ -52,9 +56,9 @@ class AllReducePeer(ABC):
     def __init__(self, rank: int, size: int, num_elements: int, variants: list[str]) -> None:
         self.rank, self.size = rank, size
         self._source = np.empty(num_elements, np.float32)
-        for index in _chunks(num_elements):
-            self._source[index] = starting_values(rank, size, index)
-        self._sampled_sums = sums(size, np.arange(0, num_elements, _SAMPLE_STRIDE))
+        for piece, index in _chunks(num_elements):
+            self._source[piece] = starting_values(rank, size, index)
+        self._sampled_sums = sums(size, np.arange(0, num_elements, _SAMPLE_STRIDE, dtype=np.uint32))
         self._copy: Floats | None = None
         self._memory = {variant: self._allocate(variant, num_elements) for variant in variants}
 
@@ -81,9 +85,9 @@ class AllReducePeer(ABC):
         """
         array, view = self._fresh(variant, num_elements)
         self._all_reduce(array)
-        for index in _chunks(num_elements):
-            if not np.array_equal(view[index], sums(self.size, index)):
-                raise AssertionError(f"{variant}: wrong sums from element {index[0]} on, of {num_elements}")
+        for piece, index in _chunks(num_elements):
+            if not np.array_equal(view[piece], sums(self.size, index)):
+                raise AssertionError(f"{variant}: wrong sums among elements {piece.start} to {piece.stop}")
 
     def turn(self, variant: str, num_elements: int, calls: int, blocks: int) -> list[float]:
         """``blocks`` times ``calls`` sums back to back; seconds per call in each block, on this rank."""
@@ -136,10 +140,11 @@ class AllReducePeer(ABC):
             raise AssertionError(f"wrong sums after {calls} calls with {len(view)} elements")
 
 
-def _chunks(num_elements: int) -> Iterator[npt.NDArray[np.int64]]:
-    """All indices, a piece at a time: as integers they take several times the room of the values."""
+def _chunks(num_elements: int) -> Iterator[tuple[slice, Indices]]:
+    """Everything, a piece at a time: what is computed from the indices takes room on the way."""
     for begin in range(0, num_elements, _CHUNK):
-        yield np.arange(begin, min(begin + _CHUNK, num_elements))
+        piece = slice(begin, min(begin + _CHUNK, num_elements))
+        yield piece, np.arange(piece.start, piece.stop, dtype=np.uint32)
 
 
 class PycommPeer(AllReducePeer):

@@ -13,7 +13,7 @@ from pycomm.communicator import DEFAULT_TIMEOUT, Communicator, seconds_of
 from pycomm.compression import Compression, NoCompression
 from pycomm.optim.broadcast import broadcast_state, broadcast_tensors, check_same_lines
 from pycomm.optim.parameters import check_parameters, names_of
-from pycomm.optim.reducer import Reducer, Settings
+from pycomm.optim.reducer import Reducer, Settings, refuse_second_attach
 
 
 def attach(
@@ -57,20 +57,26 @@ def attach(
         TypeError, ValueError: an argument is wrong, or ranks differ in names, shapes, dtypes, order
             or settings (on every rank, naming the first difference).
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}, wanted a torch.optim.Optimizer")
-    settings = Settings(
-        compression=NoCompression() if compression is None else _method(compression),
-        bucket_bytes=int(_positive("bucket_mb", bucket_mb) * 2**20),
-        accumulate=_count("accumulate", accumulate),
-        average=average,
-        loss_scaler=_scaler(loss_scaler),
-    )
     module = model_or_named_parameters if isinstance(model_or_named_parameters, torch.nn.Module) else None
-    names = names_of(optimizer, model_or_named_parameters)
-    check_parameters(names)
+    problem: Exception | None = None
+    try:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer is a {type(optimizer).__name__}, wanted a torch.optim.Optimizer")
+        settings = Settings(
+            compression=NoCompression() if compression is None else _method(compression),
+            bucket_bytes=int(_positive("bucket_mb", bucket_mb) * 2**20),
+            accumulate=_count("accumulate", accumulate),
+            average=average,
+            loss_scaler=_scaler(loss_scaler),
+        )
+        names = names_of(optimizer, model_or_named_parameters)
+        check_parameters(names)
+        refuse_second_attach(names)
+    except (TypeError, ValueError) as error:
+        problem = error  # told to the others first: they are on their way to the same rendezvous
     communicator = Communicator(process_group, seconds_of(timeout))
     try:
+        _share_problem(communicator, problem)
         check_same_lines(communicator, settings.lines(), "setting")
         lines = [
             f"{name}: {list(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}" for name, p in names.items()
@@ -83,6 +89,16 @@ def attach(
     except BaseException:
         communicator.close()
         raise
+
+
+def _share_problem(communicator: Communicator, problem: Exception | None) -> None:
+    """Raise ``problem`` here, and on the ranks that have none an error that quotes it."""
+    problems = [text.decode() for text in communicator.all_gather_bytes(str(problem or "").encode())]
+    if problem is not None:
+        raise problem
+    for rank, text in enumerate(problems):
+        if text:
+            raise ValueError(f"rank {rank} could not attach: {text}")
 
 
 def _method(compression: Any) -> Compression:

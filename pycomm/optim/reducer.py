@@ -21,6 +21,13 @@ from pycomm.optim.state import gather_state, select_state
 _reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
 
 
+def refuse_second_attach(names: dict[str, torch.Tensor]) -> None:
+    """ValueError if a parameter belongs to a Reducer already."""
+    for name, param in names.items():
+        if any(reducer.knows(param) for reducer in _reducers):
+            raise ValueError(f"parameter {name!r} is attached already: detach() the other Reducer first")
+
+
 @dataclass(frozen=True)
 class Settings:
     """What ``attach`` was told; equal on all ranks."""
@@ -94,9 +101,9 @@ class Reducer:
         self._stats = {"steps": 0, "wait_seconds": 0.0, "nonfinite_steps": 0}
         self._last_nonfinite: str | None = None
         self._detached = False
+        self._last_stats: dict[str, Any] = {}
         # One rank that compresses nothing has nothing to do.
         self._idle = communicator.size == 1 and not settings.compression.transactional
-        self._refuse_second_attach(names)
         for name, param in names.items():
             self._frozen[id(param)] = Slot(name, param)
         self._admit_unfrozen()
@@ -125,7 +132,7 @@ class Reducer:
             for slot in self._slots.values():
                 slot.param.grad = None
         self._reset_pass()
-        self._sending = True
+        self._read_loss_scale()
         self._reduce()
 
     def stats(self) -> dict[str, Any]:
@@ -137,6 +144,8 @@ class Reducer:
             ``nonfinite_steps`` and ``last_nonfinite`` (steps in which compression state was left
             alone, and whose gradient was to blame), ``num_buckets``, ``transport``.
         """
+        if self._detached:
+            return dict(self._last_stats)
         return {
             "bytes_sent": sum(lane.exchange.bytes_sent for lane in self._lanes),
             **self._stats,
@@ -176,6 +185,7 @@ class Reducer:
         """Undo ``attach``: no hooks, ``.grad`` in ordinary memory, shared memory given back. Idempotent."""
         if self._detached:
             return
+        self._last_stats = self.stats()
         self._detached = True
         for handle in self._handles:
             handle.remove()
@@ -184,19 +194,20 @@ class Reducer:
                 slot.param.grad = slot.param.grad.clone(memory_format=torch.preserve_format)
         _reducers.discard(self)
         self._communicator.close()
+        # The shared memory goes with its last view, not when a garbage collector gets to this object.
+        self._lanes.clear()
+        self._slots.clear()
+        self._frozen.clear()
 
     # Parameters coming and going.
 
-    def _refuse_second_attach(self, names: dict[str, torch.Tensor]) -> None:
-        for name, param in names.items():
-            if any(id(param) in other._slots or id(param) in other._frozen for other in _reducers):
-                raise ValueError(f"parameter {name!r} is attached already: detach() the other Reducer first")
+    def knows(self, param: torch.Tensor) -> bool:
+        """Whether ``param``'s gradient is averaged here, or will be once it is unfrozen."""
+        return id(param) in self._slots or id(param) in self._frozen
 
     def _find_new_parameters(self) -> None:
         """Notice ``add_param_group`` and unfreezing. Runs at the same points of the program on all ranks."""
-        added = [
-            p for p in optimizer_parameters(self._optimizer) if id(p) not in self._slots and id(p) not in self._frozen
-        ]
+        added = [p for p in optimizer_parameters(self._optimizer) if not self.knows(p)]
         if not added and not any(slot.param.requires_grad for slot in self._frozen.values()):
             return
         names = {} if self._module is None else {id(p): name for name, p in self._module.named_parameters()}
@@ -311,6 +322,10 @@ class Reducer:
         while self._num_launched < len(self._lanes) and self._lanes[self._num_launched].ready():
             self._launch(self._lanes[self._num_launched])
 
+    def _launch_rest(self) -> None:
+        while self._num_launched < len(self._lanes):
+            self._launch(self._lanes[self._num_launched])
+
     def _launch(self, lane: Lane) -> None:
         self._num_launched += 1
         grads = [slot.param.grad for slot in lane.slots]
@@ -325,15 +340,14 @@ class Reducer:
             slot.expected = max(slot.expected, slot.fired)
         self._num_passes += 1
         if self._sending:
+            # What is known goes first: ranks differ in what they have launched by now, but not in this order.
+            self._launch_rest()
             self._find_new_parameters()
             self._reduce()
 
     def _reduce(self) -> None:
         """Launch what is left, wait for all, hand out."""
-        if not self._num_launched:
-            self._read_loss_scale()
-        while self._num_launched < len(self._lanes):
-            self._launch(self._lanes[self._num_launched])
+        self._launch_rest()
         start = time.perf_counter()
         try:
             for lane in self._lanes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import math
 from collections.abc import Callable
@@ -402,6 +403,7 @@ def memory_of(method: str) -> tuple[int, int]:
         rollup = Path("/proc/self/smaps_rollup").read_text()
         return 1024 * int(next(line for line in rollup.splitlines() if line.startswith("Pss_Shmem")).split()[1])
 
+    gc.collect()
     before = resident()
     with attached(optimizer, model, compression=METHODS[method]):
         for _ in range(2):

@@ -126,6 +126,21 @@ def test_wrong_arguments(two_ranks: RankPool) -> None:
     two_ranks.run(wrong_arguments)
 
 
+def wrong_on_one_rank() -> str:
+    rank = dist.get_rank()
+    model = make_model()
+    with pytest.raises(ValueError, match="are not among") as caught:
+        pycomm.attach(sgd(model if rank == 0 else make_model()), model, timeout=20)
+    with attached(sgd(model), model):
+        return str(caught.value)
+
+
+def test_a_mistake_on_one_rank_is_an_error_on_all(two_ranks: RankPool) -> None:
+    innocent, guilty = two_ranks.run(wrong_on_one_rank)
+    assert guilty.startswith("6 parameter(s) of the optimizer are not among")
+    assert innocent == f"rank 1 could not attach: {guilty}"
+
+
 def test_without_a_process_group() -> None:
     model = make_model()
     with pytest.raises(RuntimeError, match=r"call torch.distributed.init_process_group\(\) first"):

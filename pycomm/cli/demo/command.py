@@ -12,9 +12,11 @@ from typing import Any
 from pycomm.cli.demo.corpus import source_files
 from pycomm.cli.demo.launch import RankError, run_ranks
 from pycomm.cli.demo.messages import Message, Progress, Results
-from pycomm.cli.demo.settings import COMPRESSIONS, HEAD_WIDTH, MIN_STEPS, Settings, methods_for
+from pycomm.cli.demo.settings import COMPRESSIONS, HEAD_WIDTH, MIN_STEPS, Settings, methods_for, ranks_of
+from pycomm.cli.demo.train import train
 
 _RATIO = 0.01
+_MAX_CONTEXT = 4096  # far less than the validation text has, anywhere
 _DESCRIPTION = """\
 Trains a byte-level language model on the Python standard library's own source text, on local ranks: the same model,
 data, seed and steps with torch's DistributedDataParallel over Gloo, with pycomm, and with pycomm and compression. Shows
@@ -33,13 +35,15 @@ def add_parser(commands: Any) -> None:
     add("--ranks", type=_integer(1), default=2, help="processes, each with one thread")
     add("--compression", nargs="+", choices=COMPRESSIONS, default=["topk"], help="one run each, besides the dense ones")
     add("--ratio", type=_ratio, default=argparse.SUPPRESS, help=f"of topk: the part that it sends (default: {_RATIO})")
-    add("--steps", type=_integer(MIN_STEPS), default=600, help=f"of each run, at least {MIN_STEPS}")
+    add("--steps", type=_integer(MIN_STEPS), default=400, help=f"of each run, at least {MIN_STEPS}")
     add("--seed", type=_integer(0), default=0, help="of the initial weights and of the order of the text")
     add("--output", type=_writable, default=Path("pycomm_demo.png"), help="where the plot goes, as PNG")
     size = parser.add_argument_group("size", "a larger batch has more to compute for the same gradients")
-    size.add_argument("--width", type=_integer(HEAD_WIDTH, HEAD_WIDTH), default=256, help="of the model")
+    size.add_argument("--width", type=_integer(HEAD_WIDTH, multiple_of=HEAD_WIDTH), default=256, help="of the model")
     size.add_argument("--layers", type=_integer(1), default=2, help="of the model")
-    size.add_argument("--context", type=_integer(8), default=64, help="bytes of text that the model sees")
+    size.add_argument(
+        "--context", type=_integer(8, largest=_MAX_CONTEXT), default=64, help="bytes of text that the model sees"
+    )
     size.add_argument("--batch", type=_integer(1), default=2, help="windows of text per rank and step")
     parser.set_defaults(run=run, parser=parser)
 
@@ -77,19 +81,17 @@ def _run_and_report(settings: Settings) -> int:
         return _fail(str(error))
     show(results, settings, console)
     save_plot(results, title(results, settings), settings.output)
-    console.print(f"Plot: {settings.output}", soft_wrap=True, highlight=False, markup=False)
+    console.print(f"\nPlot: {settings.output}", soft_wrap=True, highlight=False, markup=False)
     found = problems(results)
     return _fail("\n".join(found)) if found else 0
 
 
 def _greet(settings: Settings, console: Any) -> None:
     cores = len(os.sched_getaffinity(0))
-    console.print(
-        f"{settings.ranks} ranks, {len(settings.methods)} runs of {settings.steps} steps that take turns.",
-        highlight=False,
-    )
+    runs = f"{len(settings.methods)} runs of {settings.steps} steps, taking turns"
+    console.print(f"{runs}, on {ranks_of(settings)} of one thread each.", highlight=False)
     if settings.ranks > cores:
-        console.print(f"{settings.ranks} ranks on {cores} cores: step times will measure the scheduler, too.")
+        console.print(f"That is more than the {cores} cores: step times will measure the scheduler, too.")
 
 
 def _train(settings: Settings, console: Any) -> Results:
@@ -104,7 +106,7 @@ def _train(settings: Settings, console: Any) -> Results:
             elif isinstance(message, Results):
                 received.append(message)
 
-        run_ranks(settings, on_message)
+        run_ranks(train, settings, on_message)
     if not received:
         raise RankError("rank 0 ended without a result")
     return received[0]
@@ -125,9 +127,11 @@ def _fail(reason: str) -> int:
     return 1
 
 
-def _integer(smallest: int, multiple_of: int = 1) -> Callable[[str], int]:
+def _integer(smallest: int, *, largest: int | None = None, multiple_of: int = 1) -> Callable[[str], int]:
     def integer(text: str) -> int:
         value = int(text)
+        if largest is not None and value > largest:
+            raise argparse.ArgumentTypeError(f"{value}, wanted at most {largest}")
         if value < smallest or value % multiple_of:
             wanted = f"at least {smallest}" if multiple_of == 1 else f"a positive multiple of {multiple_of}"
             raise argparse.ArgumentTypeError(f"{value}, wanted {wanted}")

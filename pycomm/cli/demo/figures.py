@@ -72,13 +72,12 @@ def _median(values: list[float]) -> float:
     return float(np.median(values[WARM_UP_STEPS:]))
 
 
-def smoothed(outcome: Outcome) -> tuple[Array, Array, Array]:
-    """The training loss as a running mean, and the seconds and the bytes at which each of its points ends."""
-    window = max(1, min(_MOST_SMOOTHING, len(outcome.losses) // 5))
-    losses = np.convolve(outcome.losses, np.full(window, 1.0 / window), mode="valid")
-    seconds = np.cumsum(outcome.seconds)[window - 1 :]
-    num_bytes = np.array(outcome.bytes_sent[window - 1 :], np.float64)
-    return losses, seconds, num_bytes
+def smoothed(outcome: Outcome) -> Array:
+    """The training loss of every step as the mean over it and those before it, up to twenty."""
+    sums = np.concatenate([[0.0], np.cumsum(outcome.losses)])
+    ends = np.arange(1, len(sums))
+    starts = np.maximum(0, ends - _MOST_SMOOTHING)
+    return np.asarray((sums[ends] - sums[starts]) / (ends - starts))
 
 
 def problems(results: Results) -> list[str]:

@@ -20,9 +20,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from pycomm.cli.demo.messages import Failure, Message
+from pycomm.cli.demo.messages import Failure, Message, Tell
 from pycomm.cli.demo.settings import PATIENCE, Settings
-from pycomm.cli.demo.train import train
 
 _HOST = "127.0.0.1"
 _AFTERMATH = 1.0  # seconds in which a failure's cause, if it is another rank's, shows itself
@@ -33,8 +32,12 @@ class RankError(RuntimeError):
     """A rank failed; the message says which, and how."""
 
 
-def run_ranks(settings: Settings, on_message: Callable[[Message], None]) -> None:
-    """Run ``train`` on ``settings.ranks`` processes until all have ended well; they are gone when this returns.
+Program = Callable[[Settings, Tell], None]
+"""What a rank does, on the default process group; importable by name, as the ranks are new processes."""
+
+
+def run_ranks(program: Program, settings: Settings, on_message: Tell) -> None:
+    """Run ``program`` on ``settings.ranks`` processes until all have ended well; they are gone when this returns.
 
     Raises:
         RankError: a rank raised an exception or was killed.
@@ -43,7 +46,7 @@ def run_ranks(settings: Settings, on_message: Callable[[Message], None]) -> None
     pipes = [Pipe(duplex=False) for _ in range(settings.ranks)]
     readers, writers = [reader for reader, _ in pipes], [writer for _, writer in pipes]
     with _no_interrupt():  # until there is something that ends what was started
-        arguments = (os.getpid(), store.port, settings, writers)
+        arguments = (program, os.getpid(), store.port, settings, writers)
         context: Any = mp.spawn(  # type: ignore[attr-defined, no-untyped-call]
             _rank_main, arguments, nprocs=settings.ranks, join=False, daemon=True
         )
@@ -79,7 +82,9 @@ def _no_interrupt() -> Iterator[None]:
 # In a rank.
 
 
-def _rank_main(rank: int, parent: int, port: int, settings: Settings, writers: Sequence[Connection[Any, Any]]) -> None:
+def _rank_main(
+    rank: int, program: Program, parent: int, port: int, settings: Settings, writers: Sequence[Connection[Any, Any]]
+) -> None:
     # torch makes the death of the parent a SIGINT here; then, and on Ctrl-C, there is nothing to say and nothing to
     # tidy up. Until now it was blocked: interrupted imports print tracebacks.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -91,7 +96,7 @@ def _rank_main(rank: int, parent: int, port: int, settings: Settings, writers: S
             other.close()
     try:
         _join(rank, port, settings.ranks)
-        train(settings, writers[rank].send)
+        program(settings, writers[rank].send)
         dist.destroy_process_group()
     except Exception:
         failure = Failure(rank, time.monotonic(), traceback.format_exc())
@@ -111,9 +116,7 @@ def _join(rank: int, port: int, ranks: int) -> None:
 # In the process that started them.
 
 
-def _listen(
-    processes: list[BaseProcess], readers: list[Connection[Any, Any]], on_message: Callable[[Message], None]
-) -> None:
+def _listen(processes: list[BaseProcess], readers: list[Connection[Any, Any]], on_message: Tell) -> None:
     """Pass messages on until all ranks have ended well."""
     ends = {process.sentinel: process for process in processes}
     sources: set[Any] = {*readers, *ends}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class Progress:
-    """From rank 0, now and then."""
+    """From rank 0, now and then; loss and time over its last few steps, as one step's are too restless to read."""
 
     run: int
     """Index into ``Settings.methods``."""
@@ -55,3 +56,4 @@ class Failure:
 
 
 Message = Progress | Results | Failure
+Tell = Callable[[Message], None]

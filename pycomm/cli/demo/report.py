@@ -7,28 +7,30 @@ from rich.table import Table
 
 from pycomm.cli.demo.figures import Figures, Ratio, figures_of, step_ratio
 from pycomm.cli.demo.messages import Outcome, Results
-from pycomm.cli.demo.settings import WARM_UP_STEPS, Settings
+from pycomm.cli.demo.settings import WARM_UP_STEPS, Settings, ranks_of
 
 
 def show(results: Results, settings: Settings, console: Console) -> None:
     """Print everything; ``results.outcomes`` are DDP, pycomm dense, and the compressed runs."""
-    console.print(table(results))
-    for line in (notes(results), *conclusions(results, settings)):
-        console.print(line, highlight=False, markup=False)
+    console.print()
+    console.print(table(results, title(results, settings)))
+    for line in conclusions(results, settings):
+        console.print("\n" + line, highlight=False, markup=False)
+    console.print("\n" + notes(results), style="dim", highlight=False, markup=False)
 
 
 def title(results: Results, settings: Settings) -> str:
     return (
-        f"{results.num_parameters / 1e6:.2f} M parameters, {settings.ranks} rank{'s' * (settings.ranks > 1)}, "
+        f"{results.num_parameters / 1e6:.2f} M parameters, {ranks_of(settings)}, "
         f"{settings.steps} steps of {settings.batch} x {settings.context} bytes per rank"
     )
 
 
-def table(results: Results) -> Table:
-    shown = Table(header_style="bold")
+def table(results: Results, heading: str) -> Table:
+    shown = Table(title=heading, header_style="bold")
     shown.add_column("run", no_wrap=True)
-    for heading in ("validation\nloss", "step\nms", "waiting\nms", "sent per\nstep, MB", "step time\nvs DDP"):
-        shown.add_column(heading, justify="right", no_wrap=True)
+    for name in ("validation\nloss", "step\nms", "waiting\nms", "sent per\nstep, MB", "step time\nvs DDP"):
+        shown.add_column(name, justify="right", no_wrap=True)
     ddp = results.outcomes[0]
     for outcome in results.outcomes:
         run = figures_of(outcome)

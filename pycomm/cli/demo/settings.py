@@ -65,3 +65,7 @@ def methods_for(compressions: Sequence[str], ratio: float) -> tuple[Method, ...]
     }
     chosen = [compressed[name] for name in dict.fromkeys(compressions) if name != "none"]
     return (Method("DDP over Gloo", uses_ddp=True), Method("pycomm dense"), *chosen)
+
+
+def ranks_of(settings: Settings) -> str:
+    return "1 rank" if settings.ranks == 1 else f"{settings.ranks} ranks"

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
+import statistics
 import time
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from pycomm.cli.demo.corpus import Corpus, random_starts, read_corpus, windows
-from pycomm.cli.demo.messages import Message, Progress, Results
+from pycomm.cli.demo.messages import Message, Outcome, Progress, Results, Tell
 from pycomm.cli.demo.model import ByteGPT, loss_of
 from pycomm.cli.demo.settings import HEAD_WIDTH, TURN_STEPS, Settings
 from pycomm.cli.demo.trainee import Trainee, average_over_ranks, first_difference
@@ -20,8 +20,6 @@ _VALIDATION_WINDOWS = 256
 _VALIDATION_BATCH = 32
 _VALIDATION_SEED = 2**31  # not a rank's
 _REPORT_SECONDS = 0.2
-
-Tell = Callable[[Message], None]
 
 
 def train(settings: Settings, tell: Tell) -> None:
@@ -60,12 +58,16 @@ def take_turns(trainees: list[Trainee], corpus: Corpus, settings: Settings, tell
 
 def _take_turn(trainee: Trainee, run: int, turn: torch.Tensor, corpus: Corpus, settings: Settings, tell: Tell) -> None:
     next_report = 0.0
-    for row in turn:
+    for number, row in enumerate(turn, 1):
         trainee.step(*windows(corpus.train, row, settings.context))
-        if time.monotonic() >= next_report or trainee.num_steps() == settings.steps:
+        if time.monotonic() >= next_report or number == len(turn):
             next_report = time.monotonic() + _REPORT_SECONDS
-            outcome = trainee.outcome
-            tell(Progress(run, trainee.num_steps(), outcome.losses[-1], outcome.seconds[-1]))
+            tell(_progress(run, trainee.outcome))
+
+
+def _progress(run: int, outcome: Outcome) -> Progress:
+    losses, seconds = outcome.losses[-TURN_STEPS:], outcome.seconds[-TURN_STEPS:]
+    return Progress(run, len(outcome.losses), statistics.fmean(losses), statistics.median(seconds))
 
 
 def validate(model: nn.Module, corpus: Corpus, settings: Settings) -> float:

@@ -72,9 +72,6 @@ class Trainee:
         outcome.losses.append(loss.item())
         self._ask_reducer()
 
-    def num_steps(self) -> int:
-        return len(self.outcome.losses)
-
     def close(self) -> None:
         if self._reducer is not None:
             self._reducer.detach()
@@ -86,7 +83,7 @@ class Trainee:
         outcome = self.outcome
         if self._reducer is None:
             outcome.reported_waits.append(0.0)
-            outcome.bytes_sent.append(self._ddp_bytes * self.num_steps())
+            outcome.bytes_sent.append(self._ddp_bytes * len(outcome.losses))
         else:
             stats = self._reducer.stats()
             outcome.reported_waits.append(stats["wait_seconds"] - sum(outcome.reported_waits))

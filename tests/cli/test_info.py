@@ -1,0 +1,35 @@
+"""``pycomm info`` and the parser around it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import pycomm
+from pycomm.cli.main import main
+
+
+def test_info_says_what_runs_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info"]) == 0
+    facts = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert facts["pycomm"] == pycomm.build_info()["version"]
+    assert facts["simd"] == pycomm.build_info()["simd"]
+    assert facts["torch"] == torch.__version__
+    assert facts["numpy"] == np.__version__
+    assert "shared_memory" in facts["transports"]
+    assert "gloo" in facts["transports"]
+
+
+def test_no_command_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([])
+    assert caught.value.code == 2
+    assert "required: COMMAND" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"pycomm {pycomm.__version__}\n"

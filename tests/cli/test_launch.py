@@ -1,0 +1,80 @@
+"""Starting ranks: messages come through, and a failure is blamed on the rank that began it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from pycomm.cli.demo.launch import RankError, run_ranks
+from pycomm.cli.demo.messages import Message, Progress, Tell
+from pycomm.cli.demo.settings import Settings, methods_for
+
+SETTINGS = Settings(
+    ranks=2,
+    methods=methods_for(["none"], 0.01),
+    steps=20,
+    seed=0,
+    batch=1,
+    context=8,
+    width=64,
+    layers=1,
+    output=Path("unused.png"),
+)
+
+
+def tells_much(_settings: Settings, tell: Tell) -> None:
+    for step in range(2000):  # more than a pipe holds
+        tell(Progress(dist.get_rank(), step, 1.0, 0.1))
+    dist.barrier()
+
+
+def rank_1_raises(_settings: Settings, _tell: Tell) -> None:
+    if dist.get_rank() == 1:
+        raise ArithmeticError("rank 1 is to blame")
+    dist.barrier()
+
+
+def rank_0_exits(_settings: Settings, _tell: Tell) -> None:
+    if dist.get_rank() == 0:
+        os._exit(7)
+    dist.barrier()
+
+
+def rank_1_hangs_when_rank_0_is_killed(_settings: Settings, _tell: Tell) -> None:
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while True:
+        signal.pause()
+
+
+@pytest.mark.timeout(60)
+def test_messages_of_all_ranks_arrive_in_order() -> None:
+    received: list[Message] = []
+    run_ranks(tells_much, SETTINGS, received.append)
+    for rank in range(2):
+        steps = [m.step for m in received if isinstance(m, Progress) and m.run == rank]
+        assert steps == list(range(2000))
+    assert mp.active_children() == []
+
+
+@pytest.mark.parametrize(
+    ("program", "begins", "contains"),
+    [
+        (rank_1_raises, "rank 1 failed:", "ArithmeticError: rank 1 is to blame"),
+        (rank_0_exits, "rank 0 ended with exit code 7", ""),
+        (rank_1_hangs_when_rank_0_is_killed, "rank 0 was killed by SIGKILL", ""),
+    ],
+)
+@pytest.mark.timeout(60)
+def test_the_rank_that_began_it_is_named(program: object, begins: str, contains: str) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(program, SETTINGS, lambda _message: None)  # type: ignore[arg-type]
+    assert str(caught.value).startswith(begins)
+    assert contains in str(caught.value)
+    assert mp.active_children() == []
