@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -86,7 +85,7 @@ def test_a_missing_extra_is_named(
 
 @contextmanager
 def long_run(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """A demo that has begun to train; in a session of its own, in which nothing may be left afterwards."""
+    """A demo in a session of its own, in which nothing may be left afterwards."""
     with subprocess.Popen(
         [*COMMAND, *TINY, "--steps", "2000"],
         cwd=folder,
@@ -96,9 +95,6 @@ def long_run(folder: Path) -> Iterator[subprocess.Popen[str]]:
         start_new_session=True,
     ) as process:
         try:
-            assert process.stdout is not None
-            while "loss" not in (line := process.stdout.readline()):
-                assert line, f"ended before it trained: {process.stderr and process.stderr.read()}"
             yield process
         finally:
             process.kill()
@@ -106,9 +102,16 @@ def long_run(folder: Path) -> Iterator[subprocess.Popen[str]]:
     assert left == []
 
 
+def wait_for_training(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    while "loss" not in (line := process.stdout.readline()):
+        assert line, f"ended before it trained: {process.stderr and process.stderr.read()}"
+
+
 @pytest.mark.timeout(60)
 def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
     with long_run(tmp_path) as process:
+        wait_for_training(process)
         killed_at = time.monotonic()
         os.kill(ranks_of_session(process.pid)[1], signal.SIGKILL)
         _, errors = process.communicate(timeout=30)
@@ -120,14 +123,16 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
 @pytest.mark.timeout(60)
 def test_ctrl_c_ends_everything_quietly(tmp_path: Path) -> None:
     with long_run(tmp_path) as process:
-        os.killpg(process.pid, signal.SIGINT)
+        wait_for_training(process)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the ranks get it, too
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
     assert errors == "pycomm: interrupted\n"
 
 
 @pytest.mark.timeout(60)
-def test_the_ranks_do_not_outlive_the_command(tmp_path: Path) -> None:
+def test_ranks_that_still_start_do_not_outlive_the_command(tmp_path: Path) -> None:
     with long_run(tmp_path) as process:
-        assert len(ranks_of_session(process.pid)) == 2
+        while len(ranks_of_session(process.pid)) < 2:
+            time.sleep(0.02)
         process.kill()  # what is left is counted at the end

@@ -85,7 +85,8 @@ def test_good_runs_have_no_problems() -> None:
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), 5.55, 6.0, 5.54])
 def test_a_loss_that_did_not_come_down_is_a_problem(loss: float) -> None:
-    (found,) = problems(results(outcome("good", 0.2), outcome("bad", 0.1, loss=loss)))
+    bad = replace(outcome("bad", 0.1), validation_loss=loss)
+    (found,) = problems(results(outcome("good", 0.2), bad))
     assert found.startswith(f"bad: the loss did not come down: validation 5.550 before training, {loss:.3f} after")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,13 @@ def rank_1_hangs_when_rank_0_is_killed(_settings: Settings, _tell: Tell) -> None
         signal.pause()
 
 
+@pytest.fixture(autouse=True)
+def _no_process_more() -> Iterator[None]:
+    before = set(mp.active_children())  # of other tests
+    yield
+    assert set(mp.active_children()) <= before
+
+
 @pytest.mark.timeout(60)
 def test_messages_of_all_ranks_arrive_in_order() -> None:
     received: list[Message] = []
@@ -60,7 +68,6 @@ def test_messages_of_all_ranks_arrive_in_order() -> None:
     for rank in range(2):
         steps = [m.step for m in received if isinstance(m, Progress) and m.run == rank]
         assert steps == list(range(2000))
-    assert mp.active_children() == []
 
 
 @pytest.mark.parametrize(
@@ -77,4 +84,3 @@ def test_the_rank_that_began_it_is_named(program: object, begins: str, contains:
         run_ranks(program, SETTINGS, lambda _message: None)  # type: ignore[arg-type]
     assert str(caught.value).startswith(begins)
     assert contains in str(caught.value)
-    assert mp.active_children() == []

@@ -118,7 +118,7 @@ def _missing_extra() -> str | None:
         try:
             __import__(name)
         except ImportError as error:
-            return error.name or name.partition(".")[0]
+            return (error.name or name).partition(".")[0]
     return None
 
 
