@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from pycomm.cli.demo.launch import RankError, run_ranks
-from pycomm.cli.demo.messages import Message, Progress, Tell
+from pycomm.cli.demo.launch import RankError, explain, run_ranks
+from pycomm.cli.demo.messages import Failure, Message, Progress, Tell
 from pycomm.cli.demo.settings import Settings, methods_for
 
 SETTINGS = Settings(
@@ -37,12 +37,6 @@ def tells_much(_settings: Settings, tell: Tell) -> None:
 def rank_1_raises(_settings: Settings, _tell: Tell) -> None:
     if dist.get_rank() == 1:
         raise ArithmeticError("rank 1 is to blame")
-    dist.barrier()
-
-
-def rank_0_exits(_settings: Settings, _tell: Tell) -> None:
-    if dist.get_rank() == 0:
-        os._exit(7)
     dist.barrier()
 
 
@@ -74,7 +68,6 @@ def test_messages_of_all_ranks_arrive_in_order() -> None:
     ("program", "begins", "contains"),
     [
         (rank_1_raises, "rank 1 failed:", "ArithmeticError: rank 1 is to blame"),
-        (rank_0_exits, "rank 0 ended with exit code 7", ""),
         (rank_1_hangs_when_rank_0_is_killed, "rank 0 was killed by SIGKILL", ""),
     ],
 )
@@ -84,3 +77,15 @@ def test_the_rank_that_began_it_is_named(program: object, begins: str, contains:
         run_ranks(program, SETTINGS, lambda _message: None)  # type: ignore[arg-type]
     assert str(caught.value).startswith(begins)
     assert contains in str(caught.value)
+
+
+def test_a_rank_that_ended_without_a_word_comes_first() -> None:
+    follower = Failure(2, 1.0, "Traceback: peer is gone\n")
+    assert explain([None, 7, 1], [follower]) == (
+        "rank 1 ended with exit code 7\nrank 2 failed after that:\n\nTraceback: peer is gone"
+    )
+
+
+def test_the_earliest_failure_is_the_cause() -> None:
+    failures = [Failure(0, 5.0, "late"), Failure(1, 4.5, "early"), Failure(2, 4.6, "late")]
+    assert explain([1, 1, 1], failures) == "rank 1 failed:\n\nearly"

@@ -136,7 +136,7 @@ def _listen(processes: list[BaseProcess], readers: list[Connection[Any, Any]], o
         if deadline == math.inf and (failures or any(process.exitcode for process in processes)):
             deadline = time.monotonic() + _AFTERMATH
     if deadline < math.inf:
-        raise RankError(_explain(processes, failures))
+        raise RankError(explain([process.exitcode for process in processes], failures))
 
 
 def _receive(reader: Connection[Any, Any]) -> Message | None:
@@ -147,14 +147,10 @@ def _receive(reader: Connection[Any, Any]) -> Message | None:
     return message
 
 
-def _explain(processes: list[BaseProcess], failures: list[Failure]) -> str:
+def explain(exitcodes: Sequence[int | None], failures: Sequence[Failure]) -> str:
     """Who began it: a rank that ended without a word, else the first to complain; the others only noticed."""
     told = {failure.rank for failure in failures}
-    lines = [
-        f"rank {rank} {_ending(process.exitcode)}"
-        for rank, process in enumerate(processes)
-        if process.exitcode and rank not in told
-    ]
+    lines = [f"rank {rank} {_ending(code)}" for rank, code in enumerate(exitcodes) if code and rank not in told]
     if failures:
         first = min(failures, key=lambda failure: failure.when)
         lines.append(f"rank {first.rank} failed{' after that' if lines else ''}:\n\n{first.traceback.rstrip()}")
