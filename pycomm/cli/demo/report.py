@@ -98,7 +98,7 @@ def _about_compressed(dense: Outcome, outcome: Outcome) -> str:
 
 
 def _spread(ratio: Ratio) -> str:
-    return f"half of the time between {ratio.low:.2f} and {ratio.high:.2f} of it"
+    return f"{ratio.low:.2f} to {ratio.high:.2f} times as long in the middle half of the turns"
 
 
 def _losses(run: Figures, base: Figures) -> str:
