@@ -123,7 +123,7 @@ if child == 0:
     os._exit(0 if out[-1] == 2.0 else 1)
 assert os.waitpid(child, 0)[1] == 0
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60, cwd="/")
 
 
 def test_build_info() -> None:

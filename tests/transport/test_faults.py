@@ -249,6 +249,7 @@ def test_a_script_may_simply_end(tmp_path: Path) -> None:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            cwd="/",
         )
         for rank in range(2)
     ]
