@@ -4,9 +4,9 @@
 
 Sum of float32, in place, one thread per rank. Every library has a group of processes that stays; in
 each round every group has one turn per size, while the others block in a read and use no core. A
-turn is one call to wake up, then blocks of calls back to back from Python, each block after a
-barrier; the figure of a block is its slowest rank's time over its calls. Results are verified before
-(all elements) and after every block (a sample). K and M are 2^10 and 2^20 bytes.
+turn is some blocks of calls back to back from Python, each block after a barrier, the first one only
+to warm up; the figure of a block is its slowest rank's time over its calls. Results are verified
+before (all elements) and after every block (a sample). K and M are 2^10 and 2^20 bytes.
 
 pycomm has two lines: "empty" for memory from Communicator.empty, "tensor" for an ordinary tensor.
 MPI sums numpy arrays. The floor, for arrays far beyond the caches: every rank's input read once and

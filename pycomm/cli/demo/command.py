@@ -35,7 +35,7 @@ def add_parser(commands: Any) -> None:
     add("--ranks", type=_integer(1), default=2, help="processes, each with one thread")
     add("--compression", nargs="+", choices=COMPRESSIONS, default=["topk"], help="one run each, besides the dense ones")
     add("--ratio", type=_ratio, default=argparse.SUPPRESS, help=f"of topk: the part that it sends (default: {_RATIO})")
-    add("--steps", type=_integer(MIN_STEPS), default=400, help=f"of each run, at least {MIN_STEPS}")
+    add("--steps", type=_integer(MIN_STEPS), default=350, help=f"of each run, at least {MIN_STEPS}")
     add("--seed", type=_integer(0), default=0, help="of the initial weights and of the order of the text")
     add("--output", type=_writable, default=Path("pycomm_demo.png"), help="where the plot goes, as PNG")
     size = parser.add_argument_group("size", "a larger batch has more to compute for the same gradients")
