@@ -3,3 +3,11 @@
 Each verifies before it times, measures its peers and its floor in the same run, turn by turn, and
 prints medians with their spread. ``--json FILE`` also writes the figures with the versions in use.
 """
+
+import sys
+from pathlib import Path
+
+# `python -m bench.NAME` puts the source tree first on the path, where pycomm has no compiled extension: the installed
+# package has to win.
+_ROOT = Path(__file__).resolve().parent.parent
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _ROOT] + [str(_ROOT)]

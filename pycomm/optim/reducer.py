@@ -357,8 +357,8 @@ class Reducer:
             for lane in self._lanes:
                 lane.work = None
             self._num_passes = 0
-        self._stats["wait_seconds"] += time.perf_counter() - start
         self._finish()
+        self._stats["wait_seconds"] += time.perf_counter() - start
 
     def _finish(self) -> None:
         finite = not self._settings.compression.transactional or self._step_is_finite()
