@@ -12,18 +12,19 @@ namespace {
 constexpr int64_t kPartAlign = 64;
 // Up to here every rank reduces everything by itself: reading P times as much beats one more step.
 constexpr int64_t kRedundantBytes = 16 << 10;
-// From here on the results are streamed past the caches.
-constexpr int64_t kStreamingBytes = 16 << 20;
 
 Range part_of(int64_t count, int p, int size) { return piece_of(count, p, size, kPartAlign); }
 
 // Reduces `count` elements found at address(p) on every rank p into all of `outs`.
 template <class Address>
-void reduce_from(const Call& call, std::vector<void*> outs, DType dtype, ReduceOp op, int64_t count, Store store,
+void reduce_from(const Call& call, std::vector<void*> outs, DType dtype, ReduceOp op, int64_t count,
                  Address&& address) {
     std::vector<const void*> inputs;
     for (int p = 0; p < call.size(); ++p) inputs.push_back(address(p));
-    reduce_range(outs.data(), static_cast<int>(outs.size()), inputs.data(), call.size(), dtype, op, count, store);
+    // Never streamed: all but the staged outputs were read just now, so their lines are in the cache and are written
+    // back once either way (measured: 16 % faster than streaming at 100 MB).
+    reduce_range(outs.data(), static_cast<int>(outs.size()), inputs.data(), call.size(), dtype, op, count,
+                 Store::kCached);
 }
 
 void copy(char* to, const char* from, int64_t num_bytes) {
@@ -48,14 +49,13 @@ struct Segments {
 
 void all_reduce_mailbox(Call& call, const Buffer& x, ReduceOp op) {
     if (x.num_bytes() <= kRedundantBytes) {
-        return reduce_from(call, {x.data}, x.dtype, op, x.count, Store::kCached,
-                           [&](int p) { return call.mailbox(p); });
+        return reduce_from(call, {x.data}, x.dtype, op, x.count, [&](int p) { return call.mailbox(p); });
     }
     int64_t width = size_of(x.dtype);
     Range mine = part_of(x.count, call.rank(), call.size());
     int64_t offset = mine.begin * width;
     reduce_from(call, {x.bytes() + offset, call.staged_result(call.rank(), 0) + offset}, x.dtype, op, mine.size(),
-                Store::kCached, [&](int p) { return call.mailbox(p) + offset; });
+                [&](int p) { return call.mailbox(p) + offset; });
     call.step();
     for (int p = 0; p < call.size(); ++p) {
         Range part = part_of(x.count, p, call.size());
@@ -70,8 +70,7 @@ void all_reduce_direct(Call& call, const Buffer& x, ReduceOp op) {
     int64_t offset = mine.begin * size_of(x.dtype);
     std::vector<void*> outs;
     for (int p = 0; p < call.size(); ++p) outs.push_back(call.in_arena(p) + offset);
-    Store store = x.num_bytes() >= kStreamingBytes ? Store::kStreaming : Store::kCached;
-    reduce_from(call, outs, x.dtype, op, mine.size(), store, [&](int p) { return call.in_arena(p) + offset; });
+    reduce_from(call, outs, x.dtype, op, mine.size(), [&](int p) { return call.in_arena(p) + offset; });
     call.step();
 }
 
@@ -91,7 +90,6 @@ void all_reduce_staged(Call& call, const Buffer& x, ReduceOp op) {
         Range mine = part(i, call.rank());
         int64_t offset = mine.begin * width;
         reduce_from(call, {own(i) + offset, call.staged_result(call.rank(), i) + offset}, x.dtype, op, mine.size(),
-                    Store::kCached,
                     [&](int p) { return (p == call.rank() ? own(i) : call.staged_input(p, i)) + offset; });
     };
     auto fetch = [&](int64_t i) {
@@ -140,8 +138,7 @@ void SharedMemoryGroup::reduce_scatter(const Buffer& out, const Buffer& x, Reduc
     const int64_t width = size_of(x.dtype);
     const int64_t my_part = rank_ * out.num_bytes();
     if (call.all_in_arenas()) {
-        reduce_from(call, {out.data}, x.dtype, op, out.count, Store::kCached,
-                    [&](int p) { return call.in_arena(p) + my_part; });
+        reduce_from(call, {out.data}, x.dtype, op, out.count, [&](int p) { return call.in_arena(p) + my_part; });
         return call.step();
     }
     // Segment i: for each rank its i-th piece, one after the other.
@@ -158,7 +155,7 @@ void SharedMemoryGroup::reduce_scatter(const Buffer& out, const Buffer& x, Reduc
         [&](int64_t i) {
             int64_t piece = segments[i].size() * width;
             reduce_from(call, {out.bytes() + segments[i].begin * width}, x.dtype, op, segments[i].size(),
-                        Store::kCached, [&](int p) { return call.staged_input(p, i) + rank_ * piece; });
+                        [&](int p) { return call.staged_input(p, i) + rank_ * piece; });
         });
 }
 
