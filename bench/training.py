@@ -65,7 +65,7 @@ def main() -> None:
 def _parse() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("--ranks", type=positive, default=2, help="for step time and memory (default 2)")
-    parser.add_argument("--steps", type=positive, default=8, help="steps per turn (default 4)")
+    parser.add_argument("--steps", type=positive, default=8, help="steps per turn (default 8)")
     parser.add_argument("--batch", type=positive, default=40, help="samples per rank (default 40)")
     return parser.parse_args()
 
