@@ -135,9 +135,14 @@ Described describe(py::handle object, const std::string& name, Access access) {
     } else if (py::hasattr(object, "__dlpack__")) {
         py::object tensor = py::module_::import("torch").attr("from_dlpack")(object);
         out = describe_tensor(*Torch::get(), tensor, name);
+    } else if (py::hasattr(object, "__array_interface__")) {
+        out = describe_buffer(py::module_::import("numpy").attr("asarray")(object));  // shares the memory
+    } else if (py::hasattr(object, "__cuda_array_interface__")) {
+        throw ArgumentError(format("%s is in CUDA memory; this build of pycomm handles CPU memory", name.c_str()));
     } else {
-        throw ArgumentTypeError(format("%s is a %s, wanted a torch tensor, a numpy array or an object with __dlpack__",
-                                       name.c_str(), type_name(object).c_str()));
+        throw ArgumentTypeError(format(
+            "%s is a %s, wanted a torch tensor, a numpy array or an object with __dlpack__ or __array_interface__",
+            name.c_str(), type_name(object).c_str()));
     }
     if (access == Access::kWrite && !out.writable) {
         throw ArgumentError(format("%s is read-only, wanted an array to write to", name.c_str()));

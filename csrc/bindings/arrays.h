@@ -1,5 +1,6 @@
 // Where an array of Python becomes a Buffer. Torch tensors are asked directly (a handful of attribute reads, no
-// DLPack capsule), numpy and its like through the buffer protocol, everything else through torch.from_dlpack.
+// DLPack capsule), numpy and its like through the buffer protocol, everything else through torch.from_dlpack or numpy's
+// array interface.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -11,6 +11,8 @@ from torch.utils.dlpack import from_dlpack
 
 def like(array: Any, length: int, dtype: str | None = None) -> Any:
     """An uninitialised 1-d array of ``array``'s library; ``dtype`` (a name) defaults to its own."""
+    if not isinstance(array, torch.Tensor) and not hasattr(array, "__dlpack__"):
+        array = np.asarray(array)
     if isinstance(array, np.ndarray):
         return np.empty(length, dtype or array.dtype)
     if not isinstance(array, torch.Tensor):
@@ -20,6 +22,6 @@ def like(array: Any, length: int, dtype: str | None = None) -> Any:
 
 def scalar_like(array: Any, value: bool | float) -> Any:
     """``value`` as a 0-d array of ``array``'s library, on its device."""
-    if isinstance(array, np.ndarray):
+    if isinstance(array, np.ndarray) or not hasattr(array, "device"):
         return np.asarray(value)
-    return torch.tensor(value, device=getattr(array, "device", None))
+    return torch.tensor(value, device=array.device)

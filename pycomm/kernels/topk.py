@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from pycomm import _native
 from pycomm.kernels.arrays import like
 from pycomm.kernels.threads import num_threads
@@ -35,6 +37,6 @@ def topk(x: Any, k: int, out: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
 
 def _num_elements(x: Any) -> int:
     size = 1
-    for length in getattr(x, "shape", ()):
+    for length in x.shape if hasattr(x, "shape") else np.shape(x):
         size *= length
     return size
