@@ -36,8 +36,8 @@ def test_only_the_demo_needs_its_extra() -> None:
 
 
 def test_cpp_layers() -> None:
-    """bindings -> transport -> kernels -> base."""
-    order = ["base", "kernels", "transport", "bindings"]
+    """bindings -> transport -> kernels -> device -> base."""
+    order = ["base", "device", "kernels", "transport", "bindings"]
     found = 0
     for path in (ROOT / "csrc").rglob("*.[hc]*"):
         layer = path.relative_to(ROOT / "csrc").parts[0]

@@ -11,6 +11,9 @@ struct Buffer {
     void* data;
     int64_t count;  // elements
     DType dtype;
+    int device = kHost;  // ordinal of the GPU whose memory it is
+
+    static constexpr int kHost = -1;
 
     int64_t num_bytes() const { return count * size_of(dtype); }
     char* bytes() const { return static_cast<char*>(data); }

@@ -23,6 +23,11 @@ struct OutOfMemory : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
+// The GPU, its driver or one of its libraries is missing, or failed: RuntimeError.
+struct DeviceError : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
 // A peer or the link to it failed: pycomm.CommError.
 struct CommFailure : std::runtime_error {
     CommFailure(int at, int from, std::string during, double waited, const std::string& what)

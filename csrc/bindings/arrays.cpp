@@ -1,8 +1,11 @@
 #include "bindings/arrays.h"
 
+#include <pybind11/stl.h>
+
 #include <optional>
 
 #include "base/error.h"
+#include "device/runtime.h"
 
 namespace pycomm {
 namespace {
@@ -59,6 +62,18 @@ py::object attribute(py::handle object, PyObject* name) {
     return checked(py::reinterpret_steal<py::object>(PyObject_GetAttr(object.ptr(), name)));
 }
 
+// Throws unless this build, and the machine, can work on arrays of a GPU.
+void require_device(const std::string& name, const std::string& where) {
+#if defined(PYCOMM_CUDA_VERSION)
+    static const bool usable = device::count() > 0;
+    if (!usable) throw DeviceError(name + " is on " + where + ", which cannot be used: " + device::why_none());
+#else
+    throw ArgumentError(name + " is on " + where +
+                        ", but this build of pycomm has no CUDA kernels: install it from source again where nvcc is on "
+                        "PATH (PYCOMM_CUDA=ON pip install --no-cache-dir --force-reinstall --no-deps ...)");
+#endif
+}
+
 PyObject* interned(const char* text) { return PyUnicode_InternFromString(text); }
 
 Described describe_tensor(const Torch& torch, py::handle tensor, const std::string& name) {
@@ -72,11 +87,16 @@ Described describe_tensor(const Torch& torch, py::handle tensor, const std::stri
         throw ArgumentError(format("%s has layout %s, wanted torch.strided (dense)", name.c_str(),
                                    py::str(tensor.attr("layout")).cast<std::string>().c_str()));
     }
-    if (attribute(tensor, kIsCpu).ptr() != Py_True) {
-        throw ArgumentError(format("%s is on device %s; this build of pycomm handles CPU memory", name.c_str(),
-                                   py::str(tensor.attr("device")).cast<std::string>().c_str()));
-    }
     Described out;
+    if (attribute(tensor, kIsCpu).ptr() != Py_True) {
+        std::string device = "device " + py::str(tensor.attr("device")).cast<std::string>();
+        if (!tensor.attr("is_cuda").cast<bool>()) {
+            throw ArgumentError(name + " is on " + device + ", wanted an array in CPU or CUDA memory");
+        }
+        require_device(name, device);
+        out.array.buffer.device = tensor.attr("get_device")().cast<int>();
+    }
+    out.array.is_torch = true;
     py::object dtype = attribute(tensor, kDType);
     for (const auto& [object, known] : torch.dtypes) {
         if (dtype.is(object)) out.dtype = known;
@@ -119,10 +139,69 @@ Described describe_buffer(py::handle object) {
     return out;
 }
 
-py::object contiguous_copy(py::handle object) {
+// C order without gaps; `strides` in bytes.
+bool is_contiguous(const std::vector<int64_t>& shape, const std::vector<int64_t>& strides, int64_t itemsize) {
+    int64_t expected = itemsize;
+    for (size_t i = shape.size(); i-- > 0;) {
+        if (shape[i] != 1 && strides[i] != expected) return false;
+        expected *= shape[i];
+    }
+    return true;
+}
+
+// https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html, versions 0 to 3.
+Described describe_cuda_interface(py::handle object, const std::string& name) {
+    require_device(name, "a CUDA device");
+    py::dict interface = object.attr("__cuda_array_interface__");
+    auto shape = interface["shape"].cast<std::vector<int64_t>>();
+    auto typestr = interface["typestr"].cast<std::string>();  // such as "<f4"
+    auto data = interface["data"].cast<std::pair<uintptr_t, bool>>();
+    Described out;
+    out.itemsize = std::stoll(typestr.substr(2));
+    std::string kind = typestr.substr(1, 1);
+    std::string code = kind == "f"   ? (out.itemsize == 2   ? "e"
+                                        : out.itemsize == 4 ? "f"
+                                                            : "d")
+                       : kind == "u" ? (out.itemsize == 1 ? "B" : "?")
+                       : kind == "i" ? (out.itemsize == 1 ? "b" : "i")
+                                     : "?";
+    if (typestr[0] != '>') out.dtype = dtype_of_format(code, out.itemsize);
+    // ml_dtypes' bfloat16 has no letter of its own.
+    if (typestr == "<V2" && py::str(py::getattr(object, "dtype", py::none())).cast<std::string>().find("bfloat16") !=
+                                std::string::npos) {
+        out.dtype = DType::kBF16;
+    }
+    out.dtype_name = "'" + typestr + "'";
+    out.writable = !data.second;
+    out.array.buffer.count = 1;
+    for (int64_t length : shape) out.array.buffer.count *= length;
+    out.array.buffer.data = reinterpret_cast<void*>(data.first);
+    bool strided = interface.contains("strides") && !interface["strides"].is_none();
+    out.contiguous = !strided || out.array.buffer.count == 0 ||
+                     is_contiguous(shape, interface["strides"].cast<std::vector<int64_t>>(), out.itemsize);
+    if (interface.contains("stream") && !interface["stream"].is_none()) {
+        auto stream = interface["stream"].cast<uintptr_t>();
+        if (stream == 0) throw ArgumentError(name + " names stream 0, which the CUDA array interface forbids");
+        out.array.stream = reinterpret_cast<Stream>(stream == 1 ? 0 : stream);  // 1: the legacy default stream
+    }
+#if defined(PYCOMM_CUDA_VERSION)
+    out.array.buffer.device = out.array.buffer.count == 0 ? 0 : device::device_of(out.array.buffer.data);
+    if (out.array.buffer.device < 0) throw ArgumentError(name + " claims to be in CUDA memory, but is not");
+#endif
+    out.array.owner = py::reinterpret_borrow<py::object>(object);
+    return out;
+}
+
+py::object contiguous_copy(py::handle object, const std::string& name) {
     const Torch* torch = Torch::get();
     if (torch != nullptr && torch->is_tensor(object)) return object.attr("contiguous")();
-    return py::module_::import("numpy").attr("ascontiguousarray")(object);
+    if (!py::hasattr(object, "__cuda_array_interface__")) {
+        return py::module_::import("numpy").attr("ascontiguousarray")(object);
+    }
+    if (!py::hasattr(object, "copy")) {
+        throw ArgumentError(name + " is not contiguous, and a " + type_name(object) + " cannot copy itself");
+    }
+    return object.attr("copy")();
 }
 
 Described describe(py::handle object, const std::string& name, Access access) {
@@ -132,23 +211,24 @@ Described describe(py::handle object, const std::string& name, Access access) {
         out = describe_tensor(*torch, object, name);
     } else if (PyObject_CheckBuffer(object.ptr()) != 0) {
         out = describe_buffer(object);
+    } else if (py::hasattr(object, "__cuda_array_interface__")) {
+        out = describe_cuda_interface(object, name);
     } else if (py::hasattr(object, "__dlpack__")) {
         py::object tensor = py::module_::import("torch").attr("from_dlpack")(object);
         out = describe_tensor(*Torch::get(), tensor, name);
     } else if (py::hasattr(object, "__array_interface__")) {
         out = describe_buffer(py::module_::import("numpy").attr("asarray")(object));  // shares the memory
-    } else if (py::hasattr(object, "__cuda_array_interface__")) {
-        throw ArgumentError(format("%s is in CUDA memory; this build of pycomm handles CPU memory", name.c_str()));
     } else {
-        throw ArgumentTypeError(format(
-            "%s is a %s, wanted a torch tensor, a numpy array or an object with __dlpack__ or __array_interface__",
-            name.c_str(), type_name(object).c_str()));
+        throw ArgumentTypeError(
+            format("%s is a %s, wanted a torch tensor, a numpy or cupy array or an object with __dlpack__, "
+                   "__array_interface__ or __cuda_array_interface__",
+                   name.c_str(), type_name(object).c_str()));
     }
     if (access == Access::kWrite && !out.writable) {
         throw ArgumentError(format("%s is read-only, wanted an array to write to", name.c_str()));
     }
     if (!out.contiguous) {
-        if (access == Access::kRead) return describe(contiguous_copy(object), name, access);
+        if (access == Access::kRead) return describe(contiguous_copy(object, name), name, access);
         throw ArgumentError(format("%s is not contiguous, wanted a contiguous array to write to", name.c_str()));
     }
     return out;
@@ -211,5 +291,12 @@ void require_floating(const Buffer& buffer, const std::string& name) {
     throw ArgumentTypeError(
         format("%s has dtype %s, wanted float32, float16, bfloat16 or float64", name.c_str(), name_of(buffer.dtype)));
 }
+
+void require_host(const Array& array, const std::string& name) {
+    if (!array.on_device()) return;
+    throw ArgumentError(name + " is on " + device_name(array.buffer.device) + ", wanted an array in CPU memory");
+}
+
+std::string device_name(int device) { return device == Buffer::kHost ? "cpu" : "cuda:" + std::to_string(device); }
 
 }  // namespace pycomm

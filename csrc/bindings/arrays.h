@@ -1,14 +1,16 @@
 // Where an array of Python becomes a Buffer. Torch tensors are asked directly (a handful of attribute reads, no
-// DLPack capsule), numpy and its like through the buffer protocol, everything else through torch.from_dlpack or numpy's
-// array interface.
+// DLPack capsule), numpy and its like through the buffer protocol, cupy and its like through the CUDA array interface,
+// everything else through torch.from_dlpack or numpy's array interface.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "base/buffer.h"
+#include "device/stream.h"
 
 namespace pycomm {
 
@@ -18,6 +20,10 @@ namespace py = pybind11;
 struct Array {
     Buffer buffer;
     py::object owner;
+    bool is_torch = false;         // its producer's stream is torch's current one
+    std::optional<Stream> stream;  // that its CUDA array interface names
+
+    bool on_device() const { return buffer.device != Buffer::kHost; }
 };
 
 enum class Access {
@@ -25,7 +31,8 @@ enum class Access {
     kWrite,  // must be contiguous and writable
 };
 
-// Throws ArgumentTypeError / ArgumentError naming `name`, what came and what was wanted.
+// Throws ArgumentTypeError / ArgumentError naming `name`, what came and what was wanted; DeviceError if the array is on
+// a GPU that cannot be used.
 Array as_array(py::handle object, const std::string& name, Access access);
 // The same for arrays that are only moved: any dtype, as bytes where the kernels do not know it.
 Array as_movable(py::handle object, const std::string& name, Access access);
@@ -36,5 +43,9 @@ std::vector<Buffer> buffers_of(const std::vector<Array>& arrays);
 DType dtype_named(const std::string& name);
 
 void require_floating(const Buffer& buffer, const std::string& name);
+// ArgumentError for an array that is not in the host's memory.
+void require_host(const Array& array, const std::string& name);
+
+std::string device_name(int device);  // "cpu", "cuda:0"
 
 }  // namespace pycomm

@@ -1,9 +1,9 @@
+#include <pybind11/stl.h>
+
 #include "base/error.h"
 #include "bindings/bindings.h"
+#include "device/runtime.h"
 #include "kernels/cpu/loops/loops.h"
-#if defined(PYCOMM_CUDA_VERSION)
-#include "kernels/cuda/probe.h"
-#endif
 
 namespace pycomm {
 
@@ -22,13 +22,13 @@ void bind_build_info(py::module_& module) {
         info["compiler"] = PYCOMM_COMPILER;
         return info;
     });
-    // Runs a kernel on the current device and says what came of it: "ok", or why it could not.
-    module.def("probe_cuda", [] {
+    // How many GPUs the kernels can use, and why none where there are none.
+    module.def("cuda_devices", [] {
 #if defined(PYCOMM_CUDA_VERSION)
-        py::gil_scoped_release release;
-        return probe_cuda();
+        int devices = device::count();
+        return std::pair{devices, devices > 0 ? std::string() : device::why_none()};
 #else
-        return std::string("built without CUDA");
+        return std::pair{0, std::string("this build has no CUDA kernels")};
 #endif
     });
 }

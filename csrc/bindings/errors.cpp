@@ -29,6 +29,8 @@ void bind_errors() {
             PyErr_SetString(PyExc_ValueError, error.what());
         } catch (const OutOfMemory& error) {
             PyErr_SetString(PyExc_MemoryError, error.what());
+        } catch (const DeviceError& error) {
+            PyErr_SetString(PyExc_RuntimeError, error.what());
         }
     });
 }

@@ -3,6 +3,7 @@
 #include "base/error.h"
 #include "bindings/arrays.h"
 #include "bindings/bindings.h"
+#include "bindings/device_call.h"
 #include "bindings/reduce_op.h"
 #include "kernels/absmax.h"
 #include "kernels/accumulate.h"
@@ -15,6 +16,12 @@
 
 namespace pycomm {
 namespace {
+
+template <class F>
+void without_gil(F&& f) {
+    py::gil_scoped_release release;
+    f();
+}
 
 void require_total(const std::vector<Buffer>& parts, const char* parts_name, const Buffer& flat,
                    const char* flat_name) {
@@ -41,25 +48,100 @@ void require_same(const Buffer& buffer, const std::string& name, const Buffer& w
     }
 }
 
-bool pack_arrays(py::handle tensors, py::handle out, double scale, int num_threads) {
+// A 0-d array that a kernel writes its answer to.
+Array as_answer(py::handle object, const std::string& name, int64_t itemsize) {
+    Array array = as_movable(object, name, Access::kWrite);
+    if (array.buffer.num_bytes() == itemsize) return array;
+    throw ArgumentError(format("%s has %lld bytes, wanted one element of %lld", name.c_str(),
+                               static_cast<long long>(array.buffer.num_bytes()), static_cast<long long>(itemsize)));
+}
+
+// A factor: a number, or an array with one float32 that may lie on a GPU.
+struct Factor {
+    cuda::Scale scale;
+    Array array;
+
+    explicit Factor(py::handle object) {
+        if (PyFloat_Check(object.ptr()) || PyLong_Check(object.ptr())) {
+            scale.value = object.cast<double>();
+            return;
+        }
+        array = as_array(object, "scale", Access::kRead);
+        require_same(array.buffer, "scale", Buffer{nullptr, 1, DType::kF32}, "a number, or one float32");
+        if (array.on_device()) {
+            scale.on_device = static_cast<const float*>(array.buffer.data);
+        } else {
+            scale.value = *static_cast<const float*>(array.buffer.data);
+        }
+    }
+
+    void add_to(Arguments& arguments) const {
+        if (scale.on_device != nullptr) arguments.add(array, "scale");
+    }
+};
+
+bool on_gpu(const Arguments& arguments) { return arguments.device() != Buffer::kHost; }
+
+void require_number(const Factor& factor) {
+    if (factor.scale.on_device == nullptr) return;
+    throw ArgumentError("scale is on " + device_name(factor.array.buffer.device) + ", the other arrays on cpu");
+}
+
+void pack_arrays(py::handle tensors, py::handle out, py::handle scale, py::handle finite, py::object unless,
+                 Scratch* scratch, int num_threads) {
     std::vector<Array> sources = as_arrays(tensors, "tensors", Access::kRead);
     Array target = as_array(out, "out", Access::kWrite);
+    Array flag = as_answer(finite, "finite", 1);
+    Array condition = unless.is_none() ? Array{} : as_answer(unless, "unless", 1);
+    Factor factor(scale);
     std::vector<Buffer> buffers = buffers_of(sources);
     require_total(buffers, "tensors", target.buffer, "out");
+    Arguments arguments;
+    arguments.add(target, "out");
+    arguments.add(sources, "tensors");
+    arguments.add(flag, "finite");
+    if (!unless.is_none()) arguments.add(condition, "unless");
+    factor.add_to(arguments);
+    auto answer = static_cast<bool*>(flag.buffer.data);
+    auto skip = static_cast<const bool*>(condition.buffer.data);
+    if constexpr (kHasCuda) {
+        if (on_gpu(arguments)) {
+            DeviceCall call(arguments);
+            cuda::Workspace& workspace = call.workspace(scratch, cuda::pack_workspace_bytes(buffers.size()));
+            without_gil(
+                [&] { cuda::pack(buffers, target.buffer, factor.scale, answer, skip, workspace, call.stream()); });
+            return call.finish();
+        }
+    }
+    require_number(factor);
     py::gil_scoped_release release;
-    return pack(buffers, target.buffer, scale, num_threads);
+    *answer = (skip != nullptr && *skip) || pack(buffers, target.buffer, factor.scale.value, num_threads);
 }
 
-void unpack_array(py::handle flat, py::handle tensors, double scale, int num_threads) {
+void unpack_array(py::handle flat, py::handle tensors, py::handle scale, Scratch* scratch, int num_threads) {
     Array source = as_array(flat, "flat", Access::kRead);
     std::vector<Array> targets = as_arrays(tensors, "tensors", Access::kWrite);
+    Factor factor(scale);
     std::vector<Buffer> buffers = buffers_of(targets);
     require_total(buffers, "tensors", source.buffer, "flat");
+    Arguments arguments;
+    arguments.add(source, "flat");
+    arguments.add(targets, "tensors");
+    factor.add_to(arguments);
+    if constexpr (kHasCuda) {
+        if (on_gpu(arguments)) {
+            DeviceCall call(arguments);
+            cuda::Workspace& workspace = call.workspace(scratch, cuda::unpack_workspace_bytes(buffers.size()));
+            without_gil([&] { cuda::unpack(source.buffer, buffers, factor.scale, workspace, call.stream()); });
+            return call.finish();
+        }
+    }
+    require_number(factor);
     py::gil_scoped_release release;
-    unpack(source.buffer, buffers, scale, num_threads);
+    unpack(source.buffer, buffers, factor.scale.value, num_threads);
 }
 
-void reduce_arrays(py::handle out, py::handle inputs, const std::string& op_name, int num_threads) {
+void reduce_arrays(py::handle out, py::handle inputs, const std::string& op_name, Scratch* scratch, int num_threads) {
     Array target = as_array(out, "out", Access::kWrite);
     std::vector<Array> sources = as_arrays(inputs, "inputs", Access::kRead);
     std::vector<Buffer> buffers = buffers_of(sources);
@@ -70,11 +152,23 @@ void reduce_arrays(py::handle out, py::handle inputs, const std::string& op_name
     if (op == ReduceOp::kMean && !is_floating(target.buffer.dtype)) {
         throw ArgumentTypeError(format("op 'mean' wants a floating dtype, out has %s", name_of(target.buffer.dtype)));
     }
+    Arguments arguments;
+    arguments.add(target, "out");
+    arguments.add(sources, "inputs");
+    if constexpr (kHasCuda) {
+        if (on_gpu(arguments)) {
+            DeviceCall call(arguments);
+            cuda::Workspace& workspace = call.workspace(scratch, cuda::reduce_workspace_bytes(buffers.size()));
+            without_gil([&] { cuda::reduce(target.buffer, buffers, op, workspace, call.stream()); });
+            return call.finish();
+        }
+    }
     py::gil_scoped_release release;
     reduce(target.buffer, buffers, op, num_threads);
 }
 
-void topk_array(py::handle x, int64_t k, py::handle values, py::handle indices, int num_threads) {
+void topk_array(py::handle x, int64_t k, py::handle values, py::handle indices, py::object threshold, Scratch* scratch,
+                int num_threads) {
     Array source = as_array(x, "x", Access::kRead);
     Array top = as_array(values, "values", Access::kWrite);
     Array places = as_array(indices, "indices", Access::kWrite);
@@ -90,57 +184,131 @@ void topk_array(py::handle x, int64_t k, py::handle values, py::handle indices, 
     }
     require_same(top.buffer, "values", Buffer{nullptr, k, source.buffer.dtype}, "x[:k]");
     require_same(places.buffer, "indices", Buffer{nullptr, k, DType::kI32}, "int32[k]");
+    Array earlier;
+    Arguments arguments;
+    arguments.add(source, "x");
+    arguments.add(top, "values");
+    arguments.add(places, "indices");
+    if (!threshold.is_none()) {
+        earlier = as_array(threshold, "threshold", Access::kWrite);
+        require_same(earlier.buffer, "threshold", Buffer{nullptr, 1, DType::kF32}, "one float32");
+        arguments.add(earlier, "threshold");
+    }
+    auto to = static_cast<int32_t*>(places.buffer.data);
+    auto magnitude = static_cast<float*>(earlier.buffer.data);
+    if constexpr (kHasCuda) {
+        if (on_gpu(arguments)) {
+            DeviceCall call(arguments);
+            cuda::Workspace& workspace = call.workspace(scratch, cuda::topk_workspace_bytes(source.buffer, k));
+            without_gil([&] { cuda::topk(source.buffer, k, top.buffer, to, magnitude, workspace, call.stream()); });
+            return call.finish();
+        }
+    }
     py::gil_scoped_release release;
-    topk(source.buffer, k, top.buffer, static_cast<int32_t*>(places.buffer.data), num_threads);
+    topk(source.buffer, k, top.buffer, to, magnitude, num_threads);
 }
 
-void scatter_add_arrays(py::handle out, py::handle indices, py::handle values, double scale) {
+void scatter_add_arrays(py::handle out, py::handle indices, py::handle values, py::handle scale, Scratch* scratch) {
     Array target = as_array(out, "out", Access::kWrite);
     Array places = as_array(indices, "indices", Access::kRead);
     Array terms = as_array(values, "values", Access::kRead);
+    Factor factor(scale);
     require_floating(target.buffer, "out");
     require_floating(terms.buffer, "values");
     require_same(places.buffer, "indices", Buffer{nullptr, terms.buffer.count, DType::kI32}, "int32[len(values)]");
+    Arguments arguments;
+    arguments.add(target, "out");
+    arguments.add(places, "indices");
+    arguments.add(terms, "values");
+    factor.add_to(arguments);
+    auto where = static_cast<const int32_t*>(places.buffer.data);
+    if constexpr (kHasCuda) {
+        if (on_gpu(arguments)) {
+            DeviceCall call(arguments);
+            cuda::Workspace& workspace = call.workspace(scratch, cuda::scatter_add_workspace_bytes());
+            without_gil(
+                [&] { cuda::scatter_add(target.buffer, where, terms.buffer, factor.scale, workspace, call.stream()); });
+            return call.finish();
+        }
+    }
+    require_number(factor);
     py::gil_scoped_release release;
-    scatter_add(target.buffer, static_cast<const int32_t*>(places.buffer.data), terms.buffer, scale);
+    scatter_add(target.buffer, where, terms.buffer, factor.scale.value);
 }
 
-bool accumulate_arrays(py::handle acc, py::object residual, py::handle grad, double scale, int num_threads) {
+void accumulate_arrays(py::handle acc, py::object residual, py::handle grad, py::handle scale, py::handle finite,
+                       int num_threads) {
     Array target = as_array(acc, "acc", Access::kWrite);
     Array source = as_array(grad, "grad", Access::kRead);
+    Array flag = as_answer(finite, "finite", 1);
+    Factor factor(scale);
     require_floating(source.buffer, "grad");
     DType wide = source.buffer.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
     require_same(target.buffer, "acc", Buffer{nullptr, source.buffer.count, wide}, "grad (in float32, or float64)");
     Array old;
+    Arguments arguments;
+    arguments.add(target, "acc");
     if (!residual.is_none()) {
         old = as_array(residual, "residual", Access::kRead);
         require_same(old.buffer, "residual", target.buffer, "acc");
+        arguments.add(old, "residual");
     }
+    arguments.add(source, "grad");
+    arguments.add(flag, "finite");
+    factor.add_to(arguments);
+    const Buffer* before = residual.is_none() ? nullptr : &old.buffer;
+    auto answer = static_cast<bool*>(flag.buffer.data);
+    if constexpr (kHasCuda) {
+        if (on_gpu(arguments)) {
+            DeviceCall call(arguments);
+            without_gil(
+                [&] { cuda::accumulate(target.buffer, before, source.buffer, factor.scale, answer, call.stream()); });
+            return call.finish();
+        }
+    }
+    require_number(factor);
     py::gil_scoped_release release;
-    return accumulate(target.buffer, residual.is_none() ? nullptr : &old.buffer, source.buffer, scale, num_threads);
+    *answer = accumulate(target.buffer, before, source.buffer, factor.scale.value, num_threads);
 }
 
-float absmax_arrays(py::handle tensors, int num_threads) {
+void absmax_arrays(py::handle tensors, py::handle out, Scratch* scratch, int num_threads) {
     std::vector<Array> sources = as_arrays(tensors, "tensors", Access::kRead);
+    Array target = as_answer(out, "out", sizeof(float));
     std::vector<Buffer> buffers = buffers_of(sources);
     for (size_t i = 0; i < buffers.size(); ++i) require_floating(buffers[i], "tensors[" + std::to_string(i) + "]");
+    Arguments arguments;
+    arguments.add(target, "out");
+    arguments.add(sources, "tensors");
+    auto answer = static_cast<float*>(target.buffer.data);
+    if constexpr (kHasCuda) {
+        if (on_gpu(arguments)) {
+            DeviceCall call(arguments);
+            cuda::Workspace& workspace = call.workspace(scratch, cuda::absmax_workspace_bytes(buffers.size()));
+            without_gil([&] { cuda::absmax(buffers, answer, workspace, call.stream()); });
+            return call.finish();
+        }
+    }
     py::gil_scoped_release release;
-    return absmax(buffers, num_threads);
+    *answer = absmax(buffers, num_threads);
 }
 
 }  // namespace
 
 void bind_kernels(py::module_& module) {
-    module.def("pack", &pack_arrays, py::arg("tensors"), py::arg("out"), py::arg("scale"), py::arg("num_threads"));
-    module.def("unpack", &unpack_array, py::arg("flat"), py::arg("tensors"), py::arg("scale"), py::arg("num_threads"));
-    module.def("reduce", &reduce_arrays, py::arg("out"), py::arg("inputs"), py::arg("op"), py::arg("num_threads"));
+    py::class_<Scratch>(module, "Scratch").def(py::init<>());
+    auto scratch = py::arg("scratch");
+    auto num_threads = py::arg("num_threads");
+    module.def("pack", &pack_arrays, py::arg("tensors"), py::arg("out"), py::arg("scale"), py::arg("finite"),
+               py::arg("unless"), scratch, num_threads);
+    module.def("unpack", &unpack_array, py::arg("flat"), py::arg("tensors"), py::arg("scale"), scratch, num_threads);
+    module.def("reduce", &reduce_arrays, py::arg("out"), py::arg("inputs"), py::arg("op"), scratch, num_threads);
     module.def("topk", &topk_array, py::arg("x"), py::arg("k"), py::arg("values"), py::arg("indices"),
-               py::arg("num_threads"));
+               py::arg("threshold"), scratch, num_threads);
     module.def("scatter_add", &scatter_add_arrays, py::arg("out"), py::arg("indices"), py::arg("values"),
-               py::arg("scale"));
+               py::arg("scale"), scratch);
     module.def("accumulate", &accumulate_arrays, py::arg("acc"), py::arg("residual"), py::arg("grad"), py::arg("scale"),
-               py::arg("num_threads"));
-    module.def("absmax", &absmax_arrays, py::arg("tensors"), py::arg("num_threads"));
+               py::arg("finite"), num_threads);
+    module.def("absmax", &absmax_arrays, py::arg("tensors"), py::arg("out"), scratch, num_threads);
     module.def("simd", [] { return std::string(loops().name); });
     module.def(
         "select_simd",

@@ -53,9 +53,10 @@ template <class Look>
 auto look_at(SharedMemoryGroup& group, double timeout, Look&& look) {
     try {
         return look();
-    } catch (const std::invalid_argument& error) {
+    } catch (const std::exception& error) {
+        std::string reason = error.what();  // may need the interpreter
         py::gil_scoped_release release;
-        group.refuse(error.what(), timeout);
+        group.refuse(reason, timeout);
         throw;
     }
 }
@@ -63,6 +64,7 @@ auto look_at(SharedMemoryGroup& group, double timeout, Look&& look) {
 void all_reduce(SharedMemoryGroup& group, py::handle x, const std::string& op_name, double timeout) {
     auto [array, op] = look_at(group, timeout, [&] {
         Array seen = as_array(x, "x", Access::kWrite);
+        require_host(seen, "x");
         ReduceOp named = reduce_op_named(op_name);
         require_reducible(seen.buffer, named);
         return std::pair{std::move(seen), named};
@@ -76,6 +78,8 @@ void reduce_scatter(SharedMemoryGroup& group, py::handle out, py::handle x, cons
     auto [target, source, op] = look_at(group, timeout, [&] {
         Array seen = as_array(out, "out", Access::kWrite);
         Array read = as_array(x, "x", Access::kRead);
+        require_host(seen, "out");
+        require_host(read, "x");
         ReduceOp named = reduce_op_named(op_name);
         require_reducible(read.buffer, named);
         require_ratio(read.buffer, "x", seen.buffer, "out", group.size());
@@ -89,6 +93,8 @@ void all_gather(SharedMemoryGroup& group, py::handle out, py::handle x, double t
     auto [target, source] = look_at(group, timeout, [&] {
         Array seen = as_movable(out, "out", Access::kWrite);
         Array read = as_movable(x, "x", Access::kRead);
+        require_host(seen, "out");
+        require_host(read, "x");
         require_ratio(seen.buffer, "out", read.buffer, "x", group.size());
         return std::pair{std::move(seen), std::move(read)};
     });
@@ -99,6 +105,7 @@ void all_gather(SharedMemoryGroup& group, py::handle out, py::handle x, double t
 void broadcast(SharedMemoryGroup& group, py::handle x, int src, double timeout) {
     Array array = look_at(group, timeout, [&] {
         Array seen = as_movable(x, "x", Access::kWrite);
+        require_host(seen, "x");
         if (src < 0 || src >= group.size()) {
             throw ArgumentError(format("src is %d, wanted 0 <= src < %d", src, group.size()));
         }

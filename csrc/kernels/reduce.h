@@ -13,6 +13,7 @@
 
 #include "base/buffer.h"
 #include "kernels/cpu/loops/loops.h"
+#include "kernels/on_device.h"
 
 namespace pycomm {
 
@@ -22,4 +23,10 @@ void reduce_range(void* const* outs, int num_outs, const void* const* inputs, in
 
 void reduce(const Buffer& out, const std::vector<Buffer>& inputs, ReduceOp op, int num_threads);
 
+namespace cuda {
+
+int64_t reduce_workspace_bytes(std::size_t num_inputs);
+void reduce(const Buffer& out, const std::vector<Buffer>& inputs, ReduceOp op, Workspace& workspace, Stream stream);
+
+}  // namespace cuda
 }  // namespace pycomm

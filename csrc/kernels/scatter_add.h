@@ -1,14 +1,24 @@
 // scatter_add: out[indices[j]] += values[j] * scale, j in ascending order.
 //
 // values and out of any floating types. The product is computed in float (double if either side is double) and rounded
-// before the sum, which is rounded to out's dtype each time. Repeated indices add up in order. Throws ArgumentError,
-// having written nothing, if an index lies outside out.
+// before the sum, which is rounded to out's dtype each time. Repeated indices add up in order. An index outside out is
+// an ArgumentError, and then nothing is written.
 #pragma once
 
 #include "base/buffer.h"
+#include "kernels/on_device.h"
 
 namespace pycomm {
 
 void scatter_add(const Buffer& out, const int32_t* indices, const Buffer& values, double scale);
 
+namespace cuda {
+
+int64_t scatter_add_workspace_bytes();
+// Ascending indices, as topk gives them, are added in parallel; others take one pass over all indices per block. An
+// index outside out becomes a fault.
+void scatter_add(const Buffer& out, const int32_t* indices, const Buffer& values, Scale scale, Workspace& workspace,
+                 Stream stream);
+
+}  // namespace cuda
 }  // namespace pycomm

@@ -8,9 +8,16 @@
 #include <vector>
 
 #include "base/buffer.h"
+#include "kernels/on_device.h"
 
 namespace pycomm {
 
 void unpack(const Buffer& flat, const std::vector<Buffer>& outs, double scale, int num_threads);
 
+namespace cuda {
+
+int64_t unpack_workspace_bytes(std::size_t num_arrays);
+void unpack(const Buffer& flat, const std::vector<Buffer>& outs, Scale scale, Workspace& workspace, Stream stream);
+
+}  // namespace cuda
 }  // namespace pycomm

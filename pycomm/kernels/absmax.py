@@ -5,15 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from pycomm import _native
-from pycomm.kernels.arrays import scalar_like
+from pycomm.kernels.arrays import empty
+from pycomm.kernels.scratch import Scratch
 from pycomm.kernels.threads import num_threads
 
 
-def absmax(tensors: Sequence[Any]) -> Any:
-    """The largest magnitude in ``tensors`` as a 0-d float32 array; NaN if any element is.
+def absmax(tensors: Sequence[Any], scratch: Scratch | None = None) -> Any:
+    """The largest magnitude in ``tensors`` as a 0-d float32 array on their device; NaN if any element is.
+
+    Args:
+        tensors: at least one floating array, all on one device.
+        scratch: see :class:`Scratch`.
 
     Raises:
         TypeError: wrong dtype. ValueError: ``tensors`` is empty.
     """
-    return scalar_like(tensors[0] if tensors else None, _native.absmax(tensors, num_threads()))
+    out = empty(tensors[0] if len(tensors) > 0 else np.empty(0), (), "float32")
+    _native.absmax(tensors, out, scratch, num_threads())
+    return out

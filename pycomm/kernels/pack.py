@@ -6,17 +6,24 @@ from collections.abc import Sequence
 from typing import Any
 
 from pycomm import _native
-from pycomm.kernels.arrays import scalar_like
+from pycomm.kernels.arrays import empty
+from pycomm.kernels.scratch import Scratch
 from pycomm.kernels.threads import num_threads
 
 
-def pack(tensors: Sequence[Any], out: Any, scale: float = 1.0) -> Any:
+def pack(
+    tensors: Sequence[Any], out: Any, scale: Any = 1.0, *, unless: Any = None, scratch: Scratch | None = None
+) -> Any:
     """Write ``tensors`` one after the other into ``out``, each element times ``scale``, cast.
 
     Args:
         tensors: at least one array of float32, float16, bfloat16 or float64, any shapes.
         out: contiguous array of one of these dtypes with as many elements as all of ``tensors``.
-        scale: computed in float32, in float64 where either side is float64.
+        scale: a number, or an array of one float32, also on the GPU, that is read when the kernel
+            runs. Computed in float32, in float64 where either side is float64.
+        unless: a 0-d bool array on ``out``'s device; where it is true, nothing is written.
+        scratch: see :class:`Scratch`. With it, calls on a GPU with the same ``tensors`` do not send
+            their addresses again.
 
     Returns:
         A 0-d bool array on ``out``'s device: whether everything *written* is finite (an overflow
@@ -26,13 +33,15 @@ def pack(tensors: Sequence[Any], out: Any, scale: float = 1.0) -> Any:
         TypeError: a wrong dtype or no array. ValueError: ``tensors`` is empty, sizes do not match,
         ``out`` is not contiguous or read-only.
     """
-    return scalar_like(out, _native.pack(tensors, out, scale, num_threads()))
+    finite = empty(out, (), "bool")
+    _native.pack(tensors, out, scale, finite, unless, scratch, num_threads())
+    return finite
 
 
-def unpack(flat: Any, tensors: Sequence[Any], scale: float = 1.0) -> None:
+def unpack(flat: Any, tensors: Sequence[Any], scale: Any = 1.0, *, scratch: Scratch | None = None) -> None:
     """The inverse of :func:`pack`: fill ``tensors`` from ``flat``, times ``scale``, cast.
 
     Raises:
         TypeError, ValueError: as :func:`pack`.
     """
-    _native.unpack(flat, tensors, scale, num_threads())
+    _native.unpack(flat, tensors, scale, scratch, num_threads())

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from pycomm import _native
+from pycomm.kernels.scratch import Scratch
 from pycomm.kernels.threads import num_threads
 
 
-def reduce(out: Any, inputs: Sequence[Any], op: str = "sum") -> None:
+def reduce(out: Any, inputs: Sequence[Any], op: str = "sum", *, scratch: Scratch | None = None) -> None:
     """Write the element-wise ``op`` of ``inputs`` into ``out``.
 
     Operands are combined in the order of ``inputs``; float16 and bfloat16 accumulate in float32
@@ -17,10 +18,11 @@ def reduce(out: Any, inputs: Sequence[Any], op: str = "sum") -> None:
 
     Args:
         out: contiguous array. inputs: at least one array of ``out``'s dtype and size.
+        scratch: see :class:`Scratch`.
         op: "sum", "mean" (floating dtypes only), "min" or "max" (NaN wins).
 
     Raises:
         TypeError: dtypes differ or do not suit ``op``. ValueError: sizes differ, no inputs,
         unknown ``op``, ``out`` not contiguous or read-only.
     """
-    _native.reduce(out, inputs, op, num_threads())
+    _native.reduce(out, inputs, op, scratch, num_threads())

@@ -5,17 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from pycomm import _native
+from pycomm.kernels.scratch import Scratch
 
 
-def scatter_add(out: Any, indices: Any, values: Any, scale: float = 1.0) -> None:
+def scatter_add(out: Any, indices: Any, values: Any, scale: Any = 1.0, *, scratch: Scratch | None = None) -> None:
     """``out[indices[j]] += values[j] * scale`` for ascending ``j``; repeated indices add up.
 
     Args:
         out: contiguous floating array, read as flat. indices: int32, as many as ``values``.
         values: floating array.
+        scale: a number, or an array of one float32, also on the GPU, that is read when the kernel runs.
+        scratch: see :class:`Scratch`.
 
     Raises:
         TypeError: wrong dtype. ValueError: lengths differ, or an index lies outside ``out`` (then
-        nothing is written).
+        nothing is written). On a GPU the call has returned before that is known: the error is
+        raised by a later call of any kernel, or by this one if ``PYCOMM_SYNC=1`` was set.
     """
-    _native.scatter_add(out, indices, values, scale)
+    _native.scatter_add(out, indices, values, scale, scratch)

@@ -7,17 +7,24 @@ from typing import Any
 import numpy as np
 
 from pycomm import _native
-from pycomm.kernels.arrays import like
+from pycomm.kernels.arrays import dtype_of, empty
+from pycomm.kernels.scratch import Scratch
 from pycomm.kernels.threads import num_threads
 
 
-def topk(x: Any, k: int, out: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
+def topk(
+    x: Any, k: int, out: tuple[Any, Any] | None = None, *, threshold: Any = None, scratch: Scratch | None = None
+) -> tuple[Any, Any]:
     """The ``k`` elements of ``x`` of largest magnitude, exactly.
 
     Args:
         x: array of float32, float16, bfloat16 or float64, read as flat; at most 2**31 - 1 elements.
         k: 1 <= k <= number of elements.
         out: ``(values, indices)`` to write to, contiguous, of ``k`` elements each.
+        threshold: an array of one float32 on ``x``'s device, kept by the caller from call to call:
+            holds the k-th magnitude of an earlier, similar ``x`` (0 for none), which saves work, and
+            is given that of this one. It never changes the result.
+        scratch: see :class:`Scratch`.
 
     Returns:
         ``(values, indices)``: ``indices`` int32, ascending, into flat ``x``; ``values`` those
@@ -29,9 +36,9 @@ def topk(x: Any, k: int, out: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
     if out is None:
         # A k out of range is refused by the kernel; it must not fail here first, in an allocation.
         length = k if 0 <= k <= _num_elements(x) else 0
-        out = like(x, length), like(x, length, "int32")
+        out = empty(x, (length,), dtype_of(x)), empty(x, (length,), "int32")
     values, indices = out
-    _native.topk(x, k, values, indices, num_threads())
+    _native.topk(x, k, values, indices, threshold, scratch, num_threads())
     return values, indices
 
 

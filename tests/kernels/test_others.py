@@ -142,22 +142,8 @@ def test_the_array_interface() -> None:
     values, indices = kernels.topk(out, 2)
     assert (values.tolist(), indices.tolist()) == ([4, 6], [2, 3])
 
-    class OnCuda:
-        __cuda_array_interface__ = None
-
-    with pytest.raises(ValueError, match=r"tensors\[0\] is in CUDA memory"):
-        kernels.pack([OnCuda()], out)
-
 
 def test_build_info() -> None:
     info = _native.build_info()
     assert {"version", "cuda", "simd", "compiler"} <= info.keys()
     assert info["simd"] == _native.simd()
-
-
-def test_cuda_probe_needs_no_driver() -> None:
-    """Either the kernel ran, or a sentence says why it could not; importing and asking never fail."""
-    said = _native.probe_cuda()
-    assert said == "ok" or len(said) > 10
-    if _native.build_info()["cuda"] is None:
-        assert said == "built without CUDA"

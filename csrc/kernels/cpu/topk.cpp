@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "base/half.h"
@@ -89,16 +90,19 @@ void for_selected(const void* x, int64_t count, Threshold<typename Keys::Key> th
     }
 }
 
+// Selects from x itself; returns the key of the k-th.
 template <class Keys, class T>
-void select_all(const Buffer& x, int64_t k, const Buffer& values, int32_t* indices) {
+typename Keys::Key select_all(const Buffer& x, int64_t k, const Buffer& values, int32_t* indices) {
     int64_t out = 0;
-    for_selected<Keys>(x.data, x.count, select_kth<Keys>(x.data, x.count, k), [&](int64_t i) {
+    Threshold<typename Keys::Key> threshold = select_kth<Keys>(x.data, x.count, k);
+    for_selected<Keys>(x.data, x.count, threshold, [&](int64_t i) {
         auto index = static_cast<int32_t>(i);
         T value = load<T>(x.data, i);
         std::memcpy(values.bytes() + out * static_cast<int64_t>(sizeof(T)), &value, sizeof(T));
         std::memcpy(indices + out, &index, sizeof(index));
         ++out;
     });
+    return threshold.key;
 }
 
 // A key that about `wanted` elements exceed, from 2,048 cache lines spread evenly over x.
@@ -140,52 +144,79 @@ bool collect_candidates(const Buffer& x, uint32_t threshold, int64_t capacity, i
     return std::none_of(lists.begin(), lists.end(), [](const Collected& list) { return list.count < 0; });
 }
 
-// The fast way for float32. False, with nothing written, when the sample misled.
-bool select_from_candidates(const Buffer& x, int64_t k, const Buffer& values, int32_t* indices, int num_threads) {
-    constexpr int64_t kSmall = 1 << 16;  // sampling costs more than it saves
-    if (x.count < kSmall || k > x.count / 4) return false;
-    uint32_t threshold = sample_threshold(x, k);
+struct Candidates {
+    std::unique_ptr<Candidate[]> data;
+    int64_t count;
+};
+
+// What exceeds `threshold`, in order of index; none when that is fewer than k, or more than there is room for.
+std::optional<Candidates> candidates_above(const Buffer& x, uint32_t threshold, int64_t k, int num_threads) {
     int threads = useful_threads(x.num_bytes(), num_threads);
     std::vector<Collected> lists;
-    if (!collect_candidates(x, threshold, 2 * k + x.count / 128, threads, lists)) return false;
+    if (!collect_candidates(x, threshold, 2 * k + x.count / 128, threads, lists)) return std::nullopt;
     int64_t total = 0;
     for (const Collected& list : lists) total += list.count;
-    if (total < k) return false;
-    if (threads > 1) {
-        std::unique_ptr<Candidate[]> joined(new Candidate[static_cast<size_t>(total)]);
-        int64_t at = 0;
-        for (const Collected& list : lists) {
-            std::memcpy(joined.get() + at, list.data.get(), static_cast<size_t>(list.count) * sizeof(Candidate));
-            at += list.count;
-        }
-        lists[0].data = std::move(joined);
+    if (total < k) return std::nullopt;
+    if (threads == 1) return Candidates{std::move(lists[0].data), total};
+    std::unique_ptr<Candidate[]> joined(new Candidate[static_cast<size_t>(total)]);
+    int64_t at = 0;
+    for (const Collected& list : lists) {
+        std::memcpy(joined.get() + at, list.data.get(), static_cast<size_t>(list.count) * sizeof(Candidate));
+        at += list.count;
     }
-    const Candidate* candidates = lists[0].data.get();
+    return Candidates{std::move(joined), total};
+}
+
+std::optional<Candidates> find_candidates(const Buffer& x, int64_t k, const float* earlier, int num_threads) {
+    constexpr int64_t kSmall = 1 << 16;  // sampling costs more than it saves
+    if (x.count < kSmall || k > x.count / 4) return std::nullopt;
+    if (earlier != nullptr && *earlier > 0.0f && std::isfinite(*earlier)) {
+        auto found = candidates_above(x, float_bits(0.98f * *earlier), k, num_threads);
+        if (found) return found;
+    }
+    return candidates_above(x, sample_threshold(x, k), k, num_threads);
+}
+
+// Returns the key of the k-th.
+uint32_t select_from(const Candidates& found, const Buffer& x, int64_t k, const Buffer& values, int32_t* indices) {
+    const Candidate* candidates = found.data.get();
     int64_t out = 0;
-    for_selected<CandidateKeys>(candidates, total, select_kth<CandidateKeys>(candidates, total, k), [&](int64_t i) {
+    Threshold<uint32_t> threshold = select_kth<CandidateKeys>(candidates, found.count, k);
+    for_selected<CandidateKeys>(candidates, found.count, threshold, [&](int64_t i) {
         auto index = static_cast<int32_t>(candidates[i].index);
         std::memcpy(values.bytes() + 4 * out, x.bytes() + 4 * static_cast<int64_t>(index), 4);
         std::memcpy(indices + out, &index, 4);
         ++out;
     });
-    return true;
+    return threshold.key;
+}
+
+float select(const Buffer& x, int64_t k, const Buffer& values, int32_t* indices, const float* earlier,
+             int num_threads) {
+    switch (x.dtype) {
+        case DType::kF16:
+            return to_float(F16{static_cast<uint16_t>(select_all<F16Keys, uint16_t>(x, k, values, indices))});
+        case DType::kBF16:
+            return to_float(BF16{static_cast<uint16_t>(select_all<BF16Keys, uint16_t>(x, k, values, indices))});
+        case DType::kF64: {
+            uint64_t key = select_all<DoubleKeys, double>(x, k, values, indices);
+            double magnitude;
+            std::memcpy(&magnitude, &key, sizeof(magnitude));
+            return static_cast<float>(magnitude);
+        }
+        default: {
+            auto found = find_candidates(x, k, earlier, num_threads);
+            return bits_float(found ? select_from(*found, x, k, values, indices)
+                                    : select_all<FloatKeys, float>(x, k, values, indices));
+        }
+    }
 }
 
 }  // namespace
 
-void topk(const Buffer& x, int64_t k, const Buffer& values, int32_t* indices, int num_threads) {
-    switch (x.dtype) {
-        case DType::kF16:
-            return select_all<F16Keys, uint16_t>(x, k, values, indices);
-        case DType::kBF16:
-            return select_all<BF16Keys, uint16_t>(x, k, values, indices);
-        case DType::kF64:
-            return select_all<DoubleKeys, double>(x, k, values, indices);
-        default:
-            if (!select_from_candidates(x, k, values, indices, num_threads)) {
-                select_all<FloatKeys, float>(x, k, values, indices);
-            }
-    }
+void topk(const Buffer& x, int64_t k, const Buffer& values, int32_t* indices, float* threshold, int num_threads) {
+    float magnitude = select(x, k, values, indices, threshold, num_threads);
+    if (threshold != nullptr) *threshold = magnitude;
 }
 
 }  // namespace pycomm

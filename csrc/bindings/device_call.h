@@ -1,0 +1,70 @@
+// One call of a kernel on a GPU: which device, which stream, which scratch memory.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <initializer_list>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/arrays.h"
+#include "kernels/on_device.h"
+
+namespace pycomm {
+
+#if defined(PYCOMM_CUDA_VERSION)
+inline constexpr bool kHasCuda = true;
+#else
+inline constexpr bool kHasCuda = false;
+#endif
+
+// Scratch memory that a caller keeps from call to call. It grows as needed, in the library of the arrays at hand.
+struct Scratch {
+    cuda::Workspace workspace;
+    py::object owner;
+    int device = Buffer::kHost;
+};
+
+// The arguments of one call, by name; those without elements may lie anywhere.
+class Arguments {
+   public:
+    void add(const Array& array, const std::string& name);
+    void add(const std::vector<Array>& arrays, const std::string& name);
+
+    // The device that all of them are on. ArgumentError naming the first that is elsewhere.
+    int device() const { return device_; }
+    const Array* example() const { return example_; }  // one that is on that device; null if all are empty
+    const std::vector<const Array*>& all() const { return all_; }
+
+   private:
+    std::vector<const Array*> all_;
+    const Array* example_ = nullptr;
+    std::string example_name_;
+    int device_ = Buffer::kHost;
+};
+
+// Makes the arguments' device current and orders the call's stream after the streams that produced them: torch's
+// current one, or what the CUDA array interface names. finish() lets those wait for the call in turn.
+class DeviceCall {
+   public:
+    explicit DeviceCall(const Arguments& arguments);
+    ~DeviceCall();
+    DeviceCall(const DeviceCall&) = delete;
+    DeviceCall& operator=(const DeviceCall&) = delete;
+
+    Stream stream() const { return stream_; }
+    // At least this many bytes: `scratch`'s, or, where that is null, some that live as long as this object.
+    cuda::Workspace& workspace(Scratch* scratch, int64_t num_bytes);
+    // With PYCOMM_SYNC=1, waits for the kernels and reports what went wrong in them.
+    void finish();
+
+   private:
+    const Arguments& arguments_;
+    Scratch own_;
+    int previous_device_;
+    Stream stream_ = nullptr;
+    std::vector<Stream> others_;
+};
+
+}  // namespace pycomm

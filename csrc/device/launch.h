@@ -1,0 +1,55 @@
+// Starting kernels.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "device/runtime.h"
+
+namespace pycomm::device {
+
+// Throws a DeviceError that says what failed.
+void check(cudaError_t status, const char* what);
+
+// How many threads a kernel written for any number of them (a multiple of 32, at most kMaxThreads) gets per block.
+inline int threads_per_block() { return 256; }
+
+template <class... Parameters, class... Arguments>
+void launch(const char* name, void (*kernel)(Parameters...), int64_t blocks, Stream stream, Arguments... arguments) {
+    auto pass = [&](Parameters... parameters) {
+        void* pointers[] = {&parameters...};
+        check(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(static_cast<unsigned>(blocks)),
+                               dim3(static_cast<unsigned>(threads_per_block())), pointers, 0,
+                               static_cast<cudaStream_t>(stream)),
+              name);
+    };
+    pass(static_cast<Parameters>(arguments)...);
+}
+
+// How many blocks of `kernel` run at once on the current device: what a kernel with grid barriers may be given.
+template <class... Parameters>
+int max_resident_blocks(const char* name, void (*kernel)(Parameters...)) {
+    int device = 0, per_multiprocessor = 0;
+    check(cudaGetDevice(&device), name);
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, reinterpret_cast<const void*>(kernel),
+                                                        threads_per_block(), 0),
+          name);
+    return per_multiprocessor * num_multiprocessors(device);
+}
+
+// All blocks run at the same time, so they may wait for each other.
+template <class... Parameters, class... Arguments>
+void launch_together(const char* name, void (*kernel)(Parameters...), int64_t blocks, Stream stream,
+                     Arguments... arguments) {
+    auto pass = [&](Parameters... parameters) {
+        void* pointers[] = {&parameters...};
+        check(cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(kernel), dim3(static_cast<unsigned>(blocks)),
+                                          dim3(static_cast<unsigned>(threads_per_block())), pointers, 0,
+                                          static_cast<cudaStream_t>(stream)),
+              name);
+    };
+    pass(static_cast<Parameters>(arguments)...);
+}
+
+}  // namespace pycomm::device

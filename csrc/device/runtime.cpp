@@ -1,0 +1,114 @@
+#include "device/runtime.h"
+
+#include <cuda_runtime.h>
+
+#include <cstdlib>
+#include <cstring>
+
+#include "device/launch.h"
+
+namespace pycomm::device {
+namespace {
+
+cudaStream_t raw(Stream stream) { return static_cast<cudaStream_t>(stream); }
+cudaEvent_t raw_event(Event event) { return static_cast<cudaEvent_t>(event); }
+
+std::string dotted(int version) {  // 13020 -> 13.2
+    return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
+}  // namespace
+
+void check(cudaError_t status, const char* what) {
+    if (status == cudaSuccess) return;
+    cudaGetLastError();  // or the next call reports it again
+    throw DeviceError(format("%s: %s (%s)", what, cudaGetErrorString(status), cudaGetErrorName(status)));
+}
+
+int count() {
+    int devices = 0;
+    if (cudaGetDeviceCount(&devices) == cudaSuccess) return devices;
+    cudaGetLastError();
+    return 0;
+}
+
+std::string why_none() {
+    int driver = 0, devices = 0;
+    std::string wanted = "CUDA " + dotted(CUDART_VERSION / 1000 * 1000) + " or newer";
+    cudaDriverGetVersion(&driver);
+    cudaError_t status = cudaGetDeviceCount(&devices);
+    cudaGetLastError();
+    if (driver == 0) return "there is no NVIDIA driver (libcuda.so.1): install one that supports " + wanted;
+    if (status == cudaErrorInsufficientDriver || driver < CUDART_VERSION / 1000 * 1000) {
+        return "the NVIDIA driver is too old: it supports CUDA " + dotted(driver) + ", this build of pycomm wants " +
+               wanted + ": install a newer driver, or build pycomm with an older toolkit";
+    }
+    return std::string("the driver offers no GPU: ") + cudaGetErrorString(status);
+}
+
+int device_of(const void* pointer) {
+    cudaPointerAttributes attributes = {};
+    check(cudaPointerGetAttributes(&attributes, pointer), "asking where an array lies");
+    bool there = attributes.type == cudaMemoryTypeDevice || attributes.type == cudaMemoryTypeManaged;
+    return there ? attributes.device : -1;
+}
+
+int num_multiprocessors(int device) {
+    int count = 0;
+    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "asking for multiprocessors");
+    return count;
+}
+
+int exchange_current(int device) {
+    int previous = 0;
+    check(cudaGetDevice(&previous), "asking for the current device");
+    if (device != previous) check(cudaSetDevice(device), "choosing a device");
+    return previous;
+}
+
+void set_current(int device) noexcept { cudaSetDevice(device); }
+
+void fill_bytes(void* where, int value, int64_t num_bytes, Stream stream) {
+    check(cudaMemsetAsync(where, value, static_cast<size_t>(num_bytes), raw(stream)), "filling device memory");
+}
+
+void synchronize(Stream stream) { check(cudaStreamSynchronize(raw(stream)), "waiting for the device"); }
+
+Event make_event() {
+    cudaEvent_t event = nullptr;
+    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "making an event");
+    return event;
+}
+
+void destroy_event(Event event) { cudaEventDestroy(raw_event(event)); }
+
+void record(Event event, Stream stream) { check(cudaEventRecord(raw_event(event), raw(stream)), "recording an event"); }
+
+void wait_for(Stream stream, Event event) {
+    check(cudaStreamWaitEvent(raw(stream), raw_event(event), 0), "letting a stream wait");
+}
+
+bool has_happened(Event event) {
+    cudaError_t status = cudaEventQuery(raw_event(event));
+    if (status != cudaErrorNotReady) check(status, "asking after an event");
+    if (status == cudaErrorNotReady) cudaGetLastError();
+    return status == cudaSuccess;
+}
+
+void* allocate_mapped(int64_t num_bytes) {
+    void* memory = nullptr;
+    check(cudaHostAlloc(&memory, static_cast<size_t>(num_bytes), cudaHostAllocMapped | cudaHostAllocPortable),
+          "allocating host memory that kernels can reach");
+    std::memset(memory, 0, static_cast<size_t>(num_bytes));
+    return memory;
+}
+
+bool sync_wanted() {
+    static const bool wanted = [] {
+        const char* value = std::getenv("PYCOMM_SYNC");
+        return value != nullptr && std::strcmp(value, "1") == 0;
+    }();
+    return wanted;
+}
+
+}  // namespace pycomm::device

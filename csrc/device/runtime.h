@@ -1,0 +1,54 @@
+// What the host side uses of the CUDA runtime. Every call is checked: a failure is a DeviceError that names it.
+//
+// tests/emulator/device/runtime.cpp implements the same functions for the host; launch.h has what is a template.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "base/error.h"
+#include "device/stream.h"
+
+namespace pycomm::device {
+
+// 0 without a usable driver; never throws.
+int count();
+// Why count() is 0: names the driver's version and the one that this build wants.
+std::string why_none();
+
+// The device that `pointer` lies on; -1 for memory that is not a device's.
+int device_of(const void* pointer);
+int num_multiprocessors(int device);
+
+// The calling thread's current device.
+int exchange_current(int device);  // returns the one before
+void set_current(int device) noexcept;
+
+// Makes `device` the current one until it goes out of scope.
+class Guard {
+   public:
+    explicit Guard(int device) : previous_(exchange_current(device)) {}
+    ~Guard() { set_current(previous_); }
+    Guard(const Guard&) = delete;
+    Guard& operator=(const Guard&) = delete;
+
+   private:
+    int previous_;
+};
+
+void fill_bytes(void* where, int value, int64_t num_bytes, Stream stream);
+void synchronize(Stream stream);
+
+Event make_event();
+void destroy_event(Event event);
+void record(Event event, Stream stream);
+void wait_for(Stream stream, Event event);  // what `stream` is given from now on starts after `event`
+bool has_happened(Event event);
+
+// Memory of the host that kernels can write to; zeros. Never given back.
+void* allocate_mapped(int64_t num_bytes);
+
+// Whether PYCOMM_SYNC=1 was set when first asked: every call then waits for its kernels and reports their failures.
+bool sync_wanted();
+
+}  // namespace pycomm::device

@@ -1,0 +1,143 @@
+#include "kernels/scatter_add.h"
+
+#include "base/error.h"
+#include "device/launch.h"
+#include "kernels/cuda/elements.h"
+#include "kernels/cuda/faults.h"
+#include "kernels/cuda/host.h"
+
+namespace pycomm::cuda {
+namespace {
+
+constexpr uint32_t kNone = 0xffffffffu;
+
+struct Findings {
+    uint32_t first_bad;  // the lowest j whose index lies outside out
+    uint32_t ascending;  // not 0: indices[j] < indices[j + 1] everywhere
+};
+
+struct Job {
+    char* out;
+    int64_t out_count;
+    const char* indices;
+    const char* values;
+    int64_t count;
+    Scale scale;
+    Findings* findings;
+    Fault* fault;
+};
+
+PYCOMM_DEVICE int64_t index_at(const Job& job, int64_t j) { return load_element<int32_t>(job.indices, j); }
+
+PYCOMM_DEVICE int64_t first_of_thread() {
+    return static_cast<int64_t>(device::block_index()) * device::num_threads() + device::thread_index();
+}
+PYCOMM_DEVICE int64_t grid_stride() { return static_cast<int64_t>(device::num_blocks()) * device::num_threads(); }
+
+PYCOMM_KERNEL inspect(Job job) {
+    for (int64_t j = first_of_thread(); j < job.count; j += grid_stride()) {
+        int64_t index = index_at(job, j);
+        if (index < 0 || index >= job.out_count) {
+            device::atomic_min(&job.findings->first_bad, static_cast<uint32_t>(j));
+        }
+        if (j + 1 < job.count && index_at(job, j + 1) <= index) job.findings->ascending = 0;
+    }
+}
+
+template <class Out, class Value>
+PYCOMM_DEVICE void add_one(const Job& job, int64_t j, int64_t index) {
+    using Sum = WiderOf<Out, Value>;
+    Sum term = static_cast<Sum>(widen(load_element<Value>(job.values, j))) * factor_of<Sum>(job.scale);
+    Sum old = static_cast<Sum>(widen(load_element<Out>(job.out, index)));
+    store_element(job.out, index, narrow<Out>(old + term));
+}
+
+// Any indices: each block owns a part of out and goes through all indices in order, so that repeated ones add up in
+// the order of j. Within a round of one index per thread, equal ones take turns.
+template <class Out, class Value>
+PYCOMM_DEVICE void add_in_order(const Job& job) {
+    PYCOMM_SHARED(int64_t, round, device::kMaxThreads);
+    PYCOMM_SHARED(uint32_t, num_turns, 1);
+    int64_t begin = job.out_count * device::block_index() / device::num_blocks();
+    int64_t end = job.out_count * (device::block_index() + 1) / device::num_blocks();
+    int thread = device::thread_index();
+    for (int64_t base = 0; base < job.count; base += device::num_threads()) {
+        int64_t j = base + thread;
+        int64_t index = j < job.count ? index_at(job, j) : -1;
+        bool mine = index >= begin && index < end;
+        round[thread] = mine ? index : -1;
+        if (thread == 0) *num_turns = 0;
+        device::block_barrier();
+        uint32_t turn = 0;
+        if (mine) {
+            for (int earlier = 0; earlier < thread; ++earlier) turn += round[earlier] == index ? 1 : 0;
+            device::atomic_max(num_turns, turn + 1);
+        }
+        device::block_barrier();
+        uint32_t turns = *num_turns;
+        for (uint32_t now = 0; now < turns; ++now) {
+            if (mine && now == turn) add_one<Out, Value>(job, j, index);
+            device::block_barrier();
+        }
+        device::block_barrier();  // before the next round is written, with no turns in this one
+    }
+}
+
+template <class Out, class Value>
+PYCOMM_KERNEL add(Job job) {
+    uint32_t bad = job.findings->first_bad;
+    if (bad != kNone) {
+        if (first_of_thread() == 0) report(job.fault, bad, index_at(job, bad), job.out_count);
+        return;
+    }
+    if (job.findings->ascending != 0) {
+        for (int64_t j = first_of_thread(); j < job.count; j += grid_stride()) {
+            add_one<Out, Value>(job, j, index_at(job, j));
+        }
+    } else {
+        add_in_order<Out, Value>(job);
+    }
+}
+
+}  // namespace
+
+Fault* fault() {
+    static Fault* const one = static_cast<Fault*>(device::allocate_mapped(sizeof(Fault)));
+    return one;
+}
+
+void raise_faults() {
+    volatile Fault* found = fault();
+    if (found->raised == 0) return;
+    std::string text = format(
+        "scatter_add: indices[%u] is %lld, wanted 0 <= index < %lld (in this or an earlier call on a GPU; with "
+        "PYCOMM_SYNC=1 in the environment the call that did it raises this)",
+        found->position, static_cast<long long>(found->index), static_cast<long long>(found->limit));
+    found->raised = 0;
+    throw ArgumentError(text);
+}
+
+int64_t scatter_add_workspace_bytes() { return sizeof(Findings); }
+
+void scatter_add(const Buffer& out, const int32_t* indices, const Buffer& values, Scale scale, Workspace& workspace,
+                 Stream stream) {
+    if (values.count == 0) return;
+    workspace.table.clear();  // overwritten
+    auto findings = reinterpret_cast<Findings*>(workspace.memory);
+    device::fill_bytes(findings, 0xff, sizeof(Findings), stream);
+    Job job{out.bytes(), out.count, reinterpret_cast<const char*>(indices), values.bytes(), values.count, scale,
+            findings,    fault()};
+    constexpr int64_t kMostBlocks = 512;  // each of them reads all indices where they do not ascend
+    int64_t blocks = blocks_for(values.count, device::threads_per_block() * int64_t{2});
+    if (blocks > kMostBlocks) blocks = kMostBlocks;
+    device::launch("scatter_add", inspect, blocks, stream, job);
+    with_kernel_type(out.dtype, [&](auto* out_type) {
+        with_kernel_type(values.dtype, [&](auto* value_type) {
+            using Out = std::remove_pointer_t<decltype(out_type)>;
+            using Value = std::remove_pointer_t<decltype(value_type)>;
+            device::launch("scatter_add", add<Out, Value>, blocks, stream, job);
+        });
+    });
+}
+
+}  // namespace pycomm::cuda

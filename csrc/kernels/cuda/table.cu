@@ -1,0 +1,51 @@
+#include "kernels/cuda/table.h"
+
+#include <algorithm>
+
+#include "device/launch.h"
+
+namespace pycomm::cuda {
+namespace {
+
+constexpr int kEntriesPerLaunch = 160;  // 3,840 of the 4,096 bytes that a kernel's arguments may take
+
+struct Chunk {
+    Entry entries[kEntriesPerLaunch];
+    int count;
+};
+
+PYCOMM_KERNEL write_entries(Chunk chunk, Entry* to) {
+    for (int i = device::thread_index(); i < chunk.count; i += device::num_threads()) to[i] = chunk.entries[i];
+}
+
+bool same(const Entry& a, const Entry& b) { return a.data == b.data && a.begin == b.begin && a.dtype == b.dtype; }
+
+}  // namespace
+
+int64_t table_bytes(size_t num_arrays) { return static_cast<int64_t>((num_arrays + 1) * sizeof(Entry)); }
+
+Table upload(const std::vector<Buffer>& arrays, Workspace& workspace, Stream stream) {
+    std::vector<Entry> wanted;
+    wanted.reserve(arrays.size() + 1);
+    int64_t total = 0;
+    for (const Buffer& array : arrays) {
+        if (array.count == 0) continue;
+        wanted.push_back({array.bytes(), total, array.dtype});
+        total += array.count;
+    }
+    wanted.push_back({nullptr, total, DType::kF32});
+    auto memory = reinterpret_cast<Entry*>(workspace.memory);
+    if (!std::equal(wanted.begin(), wanted.end(), workspace.table.begin(), workspace.table.end(), same)) {
+        workspace.table.clear();  // until all of it has been sent
+        for (size_t begin = 0; begin < wanted.size(); begin += kEntriesPerLaunch) {
+            Chunk chunk = {};
+            chunk.count = static_cast<int>(std::min<size_t>(kEntriesPerLaunch, wanted.size() - begin));
+            std::copy_n(wanted.begin() + static_cast<int64_t>(begin), chunk.count, chunk.entries);
+            device::launch("sending a table of arrays", write_entries, 1, stream, chunk, memory + begin);
+        }
+        workspace.table = wanted;
+    }
+    return {memory, static_cast<int>(wanted.size()) - 1, total};
+}
+
+}  // namespace pycomm::cuda

@@ -1,0 +1,14 @@
+"""Memory that kernels on a GPU need for a moment."""
+
+from __future__ import annotations
+
+from pycomm import _native
+
+
+class Scratch(_native.Scratch):
+    """Scratch memory on a GPU, kept from call to call; without one, every call allocates its own.
+
+    Allocated at first use in the library of the arrays at hand, grows as needed. It also remembers
+    which arrays the last call was given, so that their addresses are sent to the GPU only when they
+    change. Calls that share one must be on one stream. Calls on CPU arrays need none and ignore it.
+    """

@@ -1,0 +1,1 @@
+"""CUDA kernels on the host: emulator.h says how."""

@@ -1,0 +1,81 @@
+// The host's version of csrc/device/runtime.cpp. Device memory is the host's; what lies where is told by the tests.
+#include "device/runtime.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "emulator.h"
+
+namespace pycomm::device {
+namespace {
+
+struct Range {
+    const char* end;
+    int device;
+};
+std::mutex guard;
+std::map<const char*, Range> memory;  // by where it begins
+int current = 0;
+bool stalled = false;  // whether events recorded from now on ever happen
+
+struct FakeEvent {
+    bool happens;
+};
+
+}  // namespace
+
+int count() { return 2; }
+std::string why_none() { return ""; }
+
+int device_of(const void* pointer) {
+    std::lock_guard lock(guard);
+    auto at = static_cast<const char*>(pointer);
+    auto after = memory.upper_bound(at);
+    if (after == memory.begin()) return -1;
+    const Range& range = std::prev(after)->second;
+    return at <= range.end ? range.device : -1;
+}
+
+int num_multiprocessors(int) { return 2; }
+
+int exchange_current(int device) { return std::exchange(current, device); }
+void set_current(int device) noexcept { current = device; }
+
+void fill_bytes(void* where, int value, int64_t num_bytes, Stream) {
+    std::memset(where, value, static_cast<size_t>(num_bytes));
+}
+void synchronize(Stream) {}
+
+Event make_event() { return new FakeEvent{true}; }
+void destroy_event(Event event) { delete static_cast<FakeEvent*>(event); }
+void record(Event event, Stream) { static_cast<FakeEvent*>(event)->happens = !stalled; }
+void wait_for(Stream, Event) {}
+bool has_happened(Event event) { return static_cast<FakeEvent*>(event)->happens || !stalled; }
+
+void* allocate_mapped(int64_t num_bytes) { return std::calloc(1, static_cast<size_t>(num_bytes)); }
+
+bool sync_wanted() {
+    const char* value = std::getenv("PYCOMM_SYNC");
+    return value != nullptr && std::strcmp(value, "1") == 0;
+}
+
+}  // namespace pycomm::device
+
+// What the tests call, through ctypes.
+extern "C" {
+[[gnu::visibility("default")]] void emulator_configure(uint64_t seed, int threads_per_block, int resident_blocks) {
+    emulator::settings() = {seed, threads_per_block, resident_blocks};
+}
+[[gnu::visibility("default")]] void emulator_own(const char* begin, int64_t num_bytes, int device) {
+    std::lock_guard lock(pycomm::device::guard);
+    pycomm::device::memory[begin] = {begin + num_bytes, device};
+}
+[[gnu::visibility("default")]] void emulator_disown(const char* begin) {
+    std::lock_guard lock(pycomm::device::guard);
+    pycomm::device::memory.erase(begin);
+}
+[[gnu::visibility("default")]] void emulator_stall(bool on) { pycomm::device::stalled = on; }
+}

@@ -1,0 +1,110 @@
+"""The GPUs that the tests of device kernels run on: a real one, or the emulator with several ways to interleave.
+
+Which one is decided by how the tests are started: PYCOMM_TEST_EMULATOR=1 with the emulated build on the path
+(``.ci/emulate``), else a real one where there is one.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+EMULATED = os.environ.get("PYCOMM_TEST_EMULATOR") == "1"
+
+requires_gpu = pytest.mark.skipif(
+    not EMULATED and not torch.cuda.is_available(), reason="no GPU here; .ci/emulate runs this on the host"
+)
+requires_cuda = pytest.mark.skipif(EMULATED or not torch.cuda.is_available(), reason="needs a real GPU")
+
+
+class Gpu(ABC):
+    """Puts CPU tensors on a device and gets them back."""
+
+    @abstractmethod
+    def put(self, tensor: torch.Tensor, device: int = 0) -> Any: ...
+
+    @abstractmethod
+    def get(self, array: Any) -> torch.Tensor: ...
+
+    def puts(self, tensors: list[torch.Tensor]) -> list[Any]:
+        return [self.put(tensor) for tensor in tensors]
+
+    def garbage(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> Any:
+        """Uninitialised, with luck recognisable."""
+        host = torch.empty(shape, dtype=dtype)
+        host.view(-1).view(torch.uint8).fill_(0xA5)
+        return self.put(host)
+
+
+class TorchGpu(Gpu):
+    def put(self, tensor: torch.Tensor, device: int = 0) -> torch.Tensor:
+        # A view into larger memory keeps its offset, and with it its alignment.
+        base = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+        moved = base.to(f"cuda:{device}")
+        return moved.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def get(self, array: torch.Tensor) -> torch.Tensor:
+        return array.cpu()
+
+
+class CupyGpu(TorchGpu):
+    def put(self, tensor: torch.Tensor, device: int = 0) -> Any:
+        import cupy
+
+        moved = super().put(tensor, device)
+        return moved if tensor.dtype == torch.bfloat16 else cupy.from_dlpack(moved)
+
+    def get(self, array: Any) -> torch.Tensor:
+        import cupy
+
+        if isinstance(array, torch.Tensor):
+            return array.cpu()
+        return torch.from_numpy(cupy.asnumpy(array))
+
+
+class EmulatedGpu(Gpu):
+    def __init__(self, seed: int, threads_per_block: int, resident_blocks: int) -> None:
+        from tests.emulator.arrays import library
+
+        library().emulator_configure(seed, threads_per_block, resident_blocks)
+
+    def put(self, tensor: torch.Tensor, device: int = 0) -> Any:
+        from tests.emulator.arrays import DeviceArray
+
+        # A copy of the whole storage: what the kernels write must not reach the tensor itself.
+        storage = tensor.untyped_storage().clone()
+        host = torch.empty(0, dtype=tensor.dtype).set_(
+            storage, tensor.storage_offset(), tensor.shape, tensor.stride()
+        )
+        return DeviceArray(host, device)
+
+    def get(self, array: Any) -> torch.Tensor:
+        return array.host.clone()  # type: ignore[no-any-return]
+
+
+EMULATIONS = {"32x1": (11, 32, 1), "64x3": (12, 64, 3), "96x2": (13, 96, 2), "256x2": (14, 256, 2)}
+"""Threads per block and blocks under way; the seeds differ too, and move on with every kernel."""
+
+
+def kinds() -> list[str]:
+    if EMULATED:
+        return list(EMULATIONS)
+    return ["torch", "cupy"]
+
+
+@pytest.fixture(params=kinds())
+def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
+    """Runs a test once per kind."""
+    if request.param in EMULATIONS:
+        yield EmulatedGpu(*EMULATIONS[request.param])
+        return
+    if request.param == "cupy":
+        pytest.importorskip("cupy")
+        yield CupyGpu()
+    else:
+        yield TorchGpu()
