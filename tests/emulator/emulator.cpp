@@ -2,6 +2,7 @@
 
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
@@ -86,6 +87,7 @@ struct Block {
 enum class State { kReady, kAtBarrier, kInExchange, kFinished };
 
 struct Fiber {
+    uint64_t urgency = 0;
     Context context;
     std::unique_ptr<char[]> stack;
     Block* block = nullptr;
@@ -94,10 +96,16 @@ struct Fiber {
     State state = State::kReady;
 };
 
+// Which of the ready fibers goes on. The last two starve some for as long as they can: a race that needs one thread to
+// be far behind all others hardly ever happens by tossing a coin at each step.
+enum class Order { kAnyone, kSomeThreadsFirst, kSomeWarpsFirst };
+
 struct Machine {
     Context context;  // the scheduler's
     std::vector<std::unique_ptr<Fiber>> fibers;
-    std::vector<Fiber*> ready;
+    std::vector<std::pair<uint64_t, Fiber*>> ready;  // a heap by urgency, where that counts
+    Order order = Order::kAnyone;
+    uint64_t patience = 0;                        // less urgent than all others, and less each time
     std::vector<std::unique_ptr<char[]>> stacks;  // free ones, for the next fibers
     Fiber* running = nullptr;
     const std::function<void()>* kernel = nullptr;
@@ -116,9 +124,26 @@ void to_fiber(Fiber* fiber) {
     change(machine.context, fiber->context);
 }
 
+constexpr uint64_t kLeastUrgent = uint64_t{1} << 62;
+uint64_t any_urgency() { return kLeastUrgent + machine.random() % kLeastUrgent; }
+
 void make_ready(Fiber* fiber) {
     fiber->state = State::kReady;
-    machine.ready.push_back(fiber);
+    machine.ready.emplace_back(fiber->urgency, fiber);
+    if (machine.order != Order::kAnyone) std::push_heap(machine.ready.begin(), machine.ready.end());
+}
+
+Fiber* next_ready() {
+    if (machine.order == Order::kAnyone) {
+        std::swap(machine.ready[machine.random() % machine.ready.size()], machine.ready.back());
+    } else {
+        std::pop_heap(machine.ready.begin(), machine.ready.end());
+    }
+    Fiber* fiber = machine.ready.back().second;
+    machine.ready.pop_back();
+    // Now and then another one becomes the most, or the least, urgent.
+    if (machine.random() % 256 == 0) fiber->urgency = any_urgency();
+    return fiber;
 }
 
 void yield() {
@@ -135,13 +160,16 @@ void fiber_main() {
 
 void start_block(Block* block, std::vector<std::unique_ptr<Fiber>>& fibers) {
     block->warps = std::vector<Warp>(static_cast<size_t>(machine.threads / kLanes));
+    uint64_t of_warp = 0;
     for (int thread = 0; thread < machine.threads; ++thread) {
+        if (thread % kLanes == 0) of_warp = any_urgency();
         auto fiber = std::make_unique<Fiber>();
         if (machine.stacks.empty()) machine.stacks.emplace_back(new char[kStackBytes]);
         fiber->stack = std::move(machine.stacks.back());
         machine.stacks.pop_back();
         fiber->block = block;
         fiber->thread = thread;
+        fiber->urgency = machine.order == Order::kSomeWarpsFirst ? of_warp + machine.random() % kLanes : any_urgency();
         prepare(fiber->context, fiber->stack.get());
         make_ready(fiber.get());
         fibers.push_back(std::move(fiber));
@@ -169,6 +197,8 @@ void run(const char* name, int64_t blocks, int threads, bool together, const std
     machine.threads = threads;
     machine.blocks = blocks;
     machine.random.seed(settings().seed++);
+    machine.patience = kLeastUrgent;
+    machine.order = static_cast<Order>(machine.random() % 3);
     machine.ready.clear();
     machine.fibers.clear();
     machine.pauses = 0;
@@ -181,10 +211,7 @@ void run(const char* name, int64_t blocks, int threads, bool together, const std
             start_block(alive.back().get(), machine.fibers);
         }
         if (machine.ready.empty()) break;
-        size_t pick = machine.random() % machine.ready.size();
-        Fiber* fiber = machine.ready[pick];
-        machine.ready[pick] = machine.ready.back();
-        machine.ready.pop_back();
+        Fiber* fiber = next_ready();
         to_fiber(fiber);
         if (machine.pauses > 100'000'000) fail(name, "blocks wait for each other for ever");
         if (fiber->state == State::kFinished && fiber->block->finished == threads) {
@@ -241,6 +268,7 @@ void maybe_yield() {
 
 void pause() {
     ++machine.pauses;
+    machine.running->urgency = --machine.patience;  // or it would wait for those who wait for it
     yield();
 }
 

@@ -79,7 +79,6 @@ PYCOMM_DEVICE void add_in_order(const Job& job) {
             if (mine && now == turn) add_one<Out, Value>(job, j, index);
             device::block_barrier();
         }
-        device::block_barrier();  // before the next round is written, with no turns in this one
     }
 }
 

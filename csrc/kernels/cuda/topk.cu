@@ -128,7 +128,8 @@ PYCOMM_DEVICE void sum_blocks(const T* values, uint64_t* before, uint64_t* total
 }
 
 // Adds to `bins` how often each digit (12 bits from `low` on) occurs among the keys of `part` whose bits under
-// `decided` equal `prefix`. `counts`: kBins of the block's shared memory.
+// `decided` equal `prefix`. `counts`: kBins of the block's shared memory;
+// between two calls lies a barrier.
 template <class Key, class KeyAt>
 PYCOMM_DEVICE void count_digits(uint32_t* bins, uint32_t* counts, Part part, int low, Key decided, Key prefix,
                                 KeyAt&& key_at) {
@@ -162,7 +163,6 @@ PYCOMM_DEVICE void count_digits(uint32_t* bins, uint32_t* counts, Part part, int
     for (uint32_t bin = static_cast<uint32_t>(thread); bin < kBins; bin += static_cast<uint32_t>(threads)) {
         if (counts[bin] != 0) device::atomic_add(&bins[bin], counts[bin]);
     }
-    device::block_barrier();  // before the next call clears the counts
 }
 
 struct Digit {
@@ -187,9 +187,7 @@ PYCOMM_DEVICE Digit find_digit(const uint32_t* bins, uint32_t wanted) {
         found[0] = {kBins - 1 - i, left};
     }
     device::block_barrier();
-    Digit out = found[0];
-    device::block_barrier();  // before the next call overwrites it
-    return out;
+    return found[0];  // not overwritten before the barriers in the next call's scan
 }
 
 // The lowest key of the bin that holds the sample_rank-th largest of the sample.
@@ -303,7 +301,7 @@ PYCOMM_DEVICE void compact(const Job<K>& job, uint32_t at, Grid& grid) {
         for (int i = warp; i < threads; i += warps) {
             if (counts[i] != 0) list_tile(job, view, static_cast<uint32_t>(base + i), places[i]);
         }
-        device::block_barrier();  // before the next round is written
+        // The next round is not written before the barriers in its scan.
         at += static_cast<uint32_t>(in_round);
     }
     grid_barrier(grid);
