@@ -167,8 +167,8 @@ Described describe_cuda_interface(py::handle object, const std::string& name) {
                                      : "?";
     if (typestr[0] != '>') out.dtype = dtype_of_format(code, out.itemsize);
     // ml_dtypes' bfloat16 has no letter of its own.
-    if (typestr == "<V2" && py::str(py::getattr(object, "dtype", py::none())).cast<std::string>().find("bfloat16") !=
-                                std::string::npos) {
+    if (typestr == "<V2" &&
+        py::str(py::getattr(object, "dtype", py::none())).cast<std::string>().find("bfloat16") != std::string::npos) {
         out.dtype = DType::kBF16;
     }
     out.dtype_name = "'" + typestr + "'";

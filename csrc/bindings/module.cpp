@@ -5,5 +5,9 @@ PYBIND11_MODULE(_native, module) {
     pycomm::bind_errors();
     pycomm::bind_kernels(module);
     pycomm::bind_transport(module);
+#if defined(PYCOMM_CUDA_VERSION)
+    pycomm::bind_nccl(module);
+    pycomm::bind_streams(module);
+#endif
     pycomm::bind_build_info(module);
 }

@@ -3,6 +3,7 @@
 #include "base/error.h"
 #include "bindings/arrays.h"
 #include "bindings/bindings.h"
+#include "bindings/collectives.h"
 #include "bindings/reduce_op.h"
 #include "transport/shared_memory.h"
 
@@ -29,23 +30,6 @@ class Block {
 void check_python_signals() {
     py::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-}
-
-void require_reducible(const Buffer& x, ReduceOp op) {
-    if (op != ReduceOp::kMean || is_floating(x.dtype)) return;
-    throw ArgumentTypeError(format("op 'mean' wants a floating dtype, x has %s", name_of(x.dtype)));
-}
-
-void require_ratio(const Buffer& whole, const char* whole_name, const Buffer& part, const char* part_name, int size) {
-    if (whole.dtype != part.dtype) {
-        throw ArgumentTypeError(format("%s has dtype %s, wanted %s as %s", whole_name, name_of(whole.dtype),
-                                       name_of(part.dtype), part_name));
-    }
-    if (whole.count != part.count * size) {
-        throw ArgumentError(format("%s has %lld elements, wanted %lld: %d ranks times the %lld of %s", whole_name,
-                                   static_cast<long long>(whole.count), static_cast<long long>(part.count * size), size,
-                                   static_cast<long long>(part.count), part_name));
-    }
 }
 
 // Looks at the arguments; when they are wrong, the other ranks of the group are told before the error leaves.
@@ -106,9 +90,7 @@ void broadcast(SharedMemoryGroup& group, py::handle x, int src, double timeout) 
     Array array = look_at(group, timeout, [&] {
         Array seen = as_movable(x, "x", Access::kWrite);
         require_host(seen, "x");
-        if (src < 0 || src >= group.size()) {
-            throw ArgumentError(format("src is %d, wanted 0 <= src < %d", src, group.size()));
-        }
+        require_rank(src, "src", group.size());
         return seen;
     });
     py::gil_scoped_release release;

@@ -74,6 +74,17 @@ void fill_bytes(void* where, int value, int64_t num_bytes, Stream stream) {
 
 void synchronize(Stream stream) { check(cudaStreamSynchronize(raw(stream)), "waiting for the device"); }
 
+Stream make_stream(int device) {
+    Guard guard(device);
+    int lowest = 0, highest = 0;
+    cudaStream_t stream = nullptr;
+    check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "asking for stream priorities");
+    check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest), "making a stream");
+    return stream;
+}
+
+void destroy_stream(Stream stream) noexcept { cudaStreamDestroy(raw(stream)); }
+
 Event make_event() {
     cudaEvent_t event = nullptr;
     check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "making an event");

@@ -39,6 +39,10 @@ class Guard {
 void fill_bytes(void* where, int value, int64_t num_bytes, Stream stream);
 void synchronize(Stream stream);
 
+// A stream of its own, which does not wait for the legacy default stream and goes before others where the GPU is busy.
+Stream make_stream(int device);
+void destroy_stream(Stream stream) noexcept;
+
 Event make_event();
 void destroy_event(Event event);
 void record(Event event, Stream stream);

@@ -18,7 +18,7 @@ struct Range {
 };
 std::mutex guard;
 std::map<const char*, Range> memory;  // by where it begins
-int current = 0;
+thread_local int current = 0;
 bool stalled = false;  // whether events recorded from now on ever happen
 
 struct FakeEvent {
@@ -48,6 +48,9 @@ void fill_bytes(void* where, int value, int64_t num_bytes, Stream) {
     std::memset(where, value, static_cast<size_t>(num_bytes));
 }
 void synchronize(Stream) {}
+
+Stream make_stream(int) { return new char; }
+void destroy_stream(Stream stream) noexcept { delete static_cast<char*>(stream); }
 
 Event make_event() { return new FakeEvent{true}; }
 void destroy_event(Event event) { delete static_cast<FakeEvent*>(event); }

@@ -1,0 +1,69 @@
+// Streams and events for the Python side of communication. Streams of others come as integers: cudaStream_t.
+#include <cstdint>
+#include <memory>
+
+#include "bindings/bindings.h"
+#include "device/runtime.h"
+
+namespace pycomm {
+namespace {
+
+namespace py = pybind11;
+
+Stream stream_of(uintptr_t handle) { return reinterpret_cast<Stream>(handle); }
+
+// A moment on a stream.
+class Moment {
+   public:
+    Moment(int device, Stream stream) : device_(device) {
+        device::Guard guard(device_);
+        event_ = device::make_event();
+        device::record(event_, stream);
+    }
+    ~Moment() { device::destroy_event(event_); }
+    Moment(const Moment&) = delete;
+    Moment& operator=(const Moment&) = delete;
+
+    void hold_back(uintptr_t stream) const {
+        device::Guard guard(device_);
+        device::wait_for(stream_of(stream), event_);
+    }
+    bool has_passed() const { return device::has_happened(event_); }
+
+   private:
+    int device_;
+    Event event_;
+};
+
+class CommStream {
+   public:
+    explicit CommStream(int device) : device_(device), stream_(device::make_stream(device)) {}
+    ~CommStream() { device::destroy_stream(stream_); }
+    CommStream(const CommStream&) = delete;
+    CommStream& operator=(const CommStream&) = delete;
+
+    uintptr_t handle() const { return reinterpret_cast<uintptr_t>(stream_); }
+    void follow(uintptr_t stream) const {
+        if (stream != handle()) Moment(device_, stream_of(stream)).hold_back(handle());
+    }
+    std::unique_ptr<Moment> now() const { return std::make_unique<Moment>(device_, stream_); }
+
+   private:
+    int device_;
+    Stream stream_;
+};
+
+}  // namespace
+
+void bind_streams(py::module_& module) {
+    py::class_<Moment>(module, "Moment")
+        .def("hold_back", &Moment::hold_back, py::arg("stream"))
+        .def("has_passed", &Moment::has_passed);
+    py::class_<CommStream>(module, "CommStream")
+        .def(py::init<int>(), py::arg("device"))
+        .def_property_readonly("handle", &CommStream::handle)
+        .def("follow", &CommStream::follow, py::arg("stream"))
+        .def("now", &CommStream::now);
+}
+
+}  // namespace pycomm

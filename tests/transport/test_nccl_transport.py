@@ -1,0 +1,196 @@
+"""The ranks agree on NCCL before they use it: whatever is wrong on one is an error on all, and no hang."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pycomm import CommError, _native
+from pycomm.transport import nccl
+from pycomm.transport.nccl import NcclTransport
+from tests.transport.nccl_ranks import NOW, Fake, contribution, on_device, on_ranks, requires_emulator, run_ranks
+
+pytestmark = requires_emulator
+
+
+class Table:
+    """An all-gather of bytes between threads."""
+
+    def __init__(self, size: int) -> None:
+        self._rows: list[bytes] = [b""] * size
+        self._barrier = threading.Barrier(size, timeout=30)
+
+    def share(self, rank: int, mine: bytes) -> list[bytes]:
+        self._rows[rank] = mine
+        self._barrier.wait()
+        everyone = list(self._rows)
+        self._barrier.wait()
+        return everyone
+
+
+def transports(size: int, devices: int = 2, algorithms: tuple[str, ...] = ("native",), **settings: Any) -> list[Any]:
+    """By rank: the transport, or the error."""
+    table = Table(size)
+
+    def create(rank: int) -> NcclTransport:
+        algorithm = algorithms[rank % len(algorithms)]
+        return NcclTransport(
+            rank, size, rank % devices, lambda mine: table.share(rank, mine), algorithm, **{"timeout": 20.0, **settings}
+        )
+
+    return on_ranks(size, create)
+
+
+def is_rank(rank: int) -> bool:
+    return threading.current_thread().name == f"rank {rank}"
+
+
+@pytest.mark.parametrize("algorithm", ["native", "ring"])
+def test_everything_works(fake: Fake, algorithm: str) -> None:
+    members = transports(2, algorithms=(algorithm,))
+
+    def run(rank: int) -> None:
+        c, other = members[rank], 1 - rank
+        x = on_device(contribution(rank, 6, np.float32), rank)
+        c.all_reduce(x, "mean", **NOW)
+        parts = [contribution(p, 6, np.float32) for p in range(2)]
+        np.testing.assert_array_equal(x.host, (parts[0] + parts[1]) / 2)
+        c.broadcast(x, 1, **NOW)
+        everything, part = on_device(np.zeros(12, np.float32), rank), on_device(np.zeros(3, np.float32), rank)
+        c.all_gather(everything, on_device(parts[rank], rank), **NOW)
+        np.testing.assert_array_equal(everything.host, np.concatenate(parts))
+        c.reduce_scatter(part, on_device(parts[rank], rank), "max", **NOW)
+        np.testing.assert_array_equal(part.host, np.maximum(*parts)[rank * 3 : rank * 3 + 3])
+        with c.grouped(20.0):
+            c.send(on_device(parts[rank], rank), other, **NOW)
+            c.recv(x, other, **NOW)
+        np.testing.assert_array_equal(x.host, parts[other])
+        c.check()
+        c.close()
+        c.close()
+
+    run_ranks(2, run)
+    assert fake.words("algorithms") == (["Ring"] * 2 if algorithm == "ring" else ["-"] * 2)
+    assert (fake.aborts(), fake.destroys()) == (0, 2)
+
+
+def test_a_group_whose_body_raises_does_not_happen(fake: Fake) -> None:
+    (alone,) = transports(1)
+    x = on_device(np.ones(3, np.float32))
+
+    def raise_inside() -> None:
+        with alone.grouped(20.0):
+            alone.send(x, 0, **NOW)
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError):
+        raise_inside()
+    alone.all_reduce(x, "sum", **NOW)
+    assert "ncclSend" not in fake.words("calls")
+    assert "ncclAllReduce" in fake.words("calls")
+    alone.close()
+
+
+def problem_on(rank: int, instead: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: instead(*args) if is_rank(rank) else otherwise(*args)
+
+
+def test_a_rank_without_nccl(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_: list[str]) -> Any:
+        raise RuntimeError("NCCL was not found: install it")
+
+    monkeypatch.setattr(_native, "nccl_library", problem_on(1, missing, _native.nccl_library))
+    for outcome in transports(2):
+        assert type(outcome) is RuntimeError
+        assert str(outcome) == "rank 1 cannot use NCCL: NCCL was not found: install it"
+    assert "ncclGetUniqueId" not in fake.words("calls")
+
+
+def test_different_versions(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        _native, "nccl_library", problem_on(2, lambda _: ("2.27.3", "/there/libnccl.so.2"), _native.nccl_library)
+    )
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    for outcome in transports(3):
+        assert isinstance(outcome, ValueError)
+        assert "different versions of NCCL: rank 2 2.27.3 (/there/libnccl.so.2), rank 0 2.30.3 (" in str(outcome)
+
+
+def test_algorithms(fake: Fake) -> None:
+    for outcome in transports(2, algorithms=("native", "magic")):
+        assert isinstance(outcome, ValueError)
+        assert str(outcome) == "rank 1 cannot use NCCL: algorithm is 'magic', wanted one of native, ring"
+    for outcome in transports(2, algorithms=("native", "ring")):
+        assert isinstance(outcome, ValueError)
+        assert str(outcome) == "the ranks disagree: rank 1 wants algorithm 'ring', rank 0 'native'"
+
+
+def test_ranks_on_one_gpu(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    for outcome in transports(3, devices=2):
+        assert isinstance(outcome, ValueError)
+        assert "ranks 0 and 2 are on the same GPU (device 0 of " in str(outcome)
+        assert "NCCL is 2.30.3, and rank 0 has no such variable" in str(outcome)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    for member in transports(2, devices=1):
+        member.close()
+    _, path = _native.nccl_library([])
+    monkeypatch.setattr(_native, "nccl_library", lambda _: ("2.29.7", path))
+    for outcome in transports(2, devices=1):
+        assert isinstance(outcome, ValueError)
+        assert str(outcome).endswith("in the environment of every rank: NCCL is 2.29.7")
+
+
+def test_no_unique_id(fake: Fake) -> None:
+    fake.fail("ncclGetUniqueId", 2)
+    for outcome in transports(2):
+        assert type(outcome) is RuntimeError
+        assert "rank 0 cannot use NCCL: NCCL 2.30.3: ncclGetUniqueId failed: ncclSystemError" in str(outcome)
+
+
+def test_creation_that_fails_on_one_rank(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Any:
+        create(*args).close("it has no memory")
+        raise RuntimeError("rank 1 has no memory")
+
+    create = _native.NcclGroup
+    monkeypatch.setattr(_native, "NcclGroup", problem_on(1, fail, create))
+    innocent, guilty = transports(2)
+    assert str(guilty) == "rank 1 has no memory"
+    assert isinstance(innocent, CommError)
+    assert "rank 0: creating the NCCL communicator: rank 1 failed (rank 1 has no memory)" in str(innocent)
+    assert (innocent.rank, innocent.peer) == (0, 1)
+    assert fake.aborts() + fake.destroys() == 2
+
+
+def test_creation_that_times_out(fake: Fake) -> None:
+    fake.never_ready(True)
+    for rank, outcome in enumerate(transports(2, timeout=0.3)):
+        assert isinstance(outcome, CommError)
+        assert f"rank {rank}: creating the NCCL communicator: timed out waiting for all 2 ranks" in str(outcome)
+    assert fake.aborts() == 2
+
+
+def test_where_packages_put_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "nvidia"]:
+        monkeypatch.delitem(sys.modules, name)
+    library = tmp_path / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
+    library.parent.mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert nccl.library_paths() == []
+    library.write_bytes(b"")
+    assert nccl.library_paths() == [str(library)]
+
+
+def test_version_for_bug_reports(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    version = nccl.nccl_version()
+    assert version is not None
+    assert version[0] == "2.30.3"
+    monkeypatch.setenv("PYCOMM_NCCL_LIBRARY", "/nowhere/libnccl.so.2")
+    assert nccl.nccl_version() is None
