@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
 
 from pycomm.transport.base import Transport
+from pycomm.transport.gpu import GpuQueue, GpuWork, current_stream, gpu_of
+from pycomm.transport.nccl import NcclTransport
 from pycomm.transport.rendezvous import Meeting, meet
 from pycomm.transport.shared_memory import SharedMemoryTransport
 from pycomm.transport.torch_distributed import TorchTransport
@@ -24,7 +27,7 @@ from pycomm.worker import Work, Worker
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 """How long any one wait for a peer may last. A peer that *dies* is noticed within a second, whatever this is."""
 
-ALGORITHMS = ("auto", "native")
+ALGORITHMS = ("auto", "native", "ring")
 TRANSPORTS = ("auto", "shared_memory", "torch")
 
 
@@ -43,12 +46,19 @@ def seconds_of(timeout: timedelta | float) -> float:
 class Communicator:
     """Collectives among the ranks of ``process_group``.
 
-    Between processes of one host they go through shared memory; otherwise through
-    torch.distributed's own collectives on the same group. Arrays are CPU tensors, numpy arrays, or
-    objects with ``__dlpack__``; what is written must be contiguous. All ranks must call the same
-    operations in the same order, with the same dtypes and sizes.
+    Arrays in CPU memory (tensors, numpy arrays, objects with ``__dlpack__``) go through shared
+    memory between processes of one host, otherwise through torch.distributed's own collectives on
+    the same group. Arrays in CUDA memory (tensors, cupy arrays, objects with
+    ``__cuda_array_interface__``) go through NCCL. All ranks must call the same operations in the
+    same order, with the same dtypes and sizes, on arrays in the same kind of memory; what is
+    written must be contiguous, on a GPU also what is read.
 
-    Creating one is itself collective. It can be used as a context manager.
+    On a GPU an operation is enqueued on a stream of the communicator's own and the call returns: it
+    starts after what the array's stream has been given so far (torch's current one, or the one that
+    the array's interface names), and what that stream is given afterwards starts after it.
+
+    Creating one is itself collective. It can be used as a context manager. Collective too is the
+    first operation on a GPU, which creates NCCL's communicator.
 
     Args:
         process_group: an initialised group; the default group if ``None``.
@@ -58,9 +68,12 @@ class Communicator:
     Raises:
         RuntimeError: torch.distributed is not initialised.
         CommError: from any operation, when a peer died, gave up, or the timeout passed. The
-            communicator is of no further use then.
+            communicator is of no further use then. On a GPU it comes from a later operation, or from
+            :meth:`check`, since nobody waited; what was computed with the results is not valid.
         ValueError, TypeError: from any operation, on every rank, before data moves: the ranks
-            disagree about what they do, or an argument is wrong on this rank or on another.
+            disagree about what they do, or an argument is wrong on this rank or on another. On a
+            GPU only the rank with the wrong argument knows, and the others run into the timeout.
+        RuntimeError: from an operation on a GPU, on every rank: no driver or no NCCL that can be used.
         MemoryError: too little memory for the shared segments.
     """
 
@@ -86,21 +99,27 @@ class Communicator:
         self.rank: int = self._transport.rank
         self.size: int = self._transport.size
         self._worker = Worker(f"pycomm-{self.rank}")
+        self._gpus: dict[int, GpuQueue] = {}
         self._pid = os.getpid()
         _open.add(self)
 
     @property
     def transport(self) -> str:
-        """ "shared_memory" or "torch"."""
+        """How arrays in CPU memory travel: "shared_memory" or "torch"."""
         return self._transport.name
 
     @property
     def sums_half_exactly(self) -> bool:
-        """Whether float16/bfloat16 *sums* accumulate in float32; means always do."""
+        """Whether float16/bfloat16 *sums* in CPU memory accumulate in float32; means always do."""
         return self._transport.sums_half_exactly
 
-    def empty(self, shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """An uninitialised tensor in memory that the transport reaches directly.
+    def empty(
+        self,
+        shape: int | tuple[int, ...],
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | int | None = None,
+    ) -> torch.Tensor:
+        """An uninitialised tensor in memory that the transport reaches directly; on ``device``, the CPU if ``None``.
 
         Not collective: ranks may allocate what and when they like. Operations on such tensors
         (on all ranks) move each byte only once. The memory lives as long as the tensor.
@@ -113,44 +132,106 @@ class Communicator:
         dims = (shape,) if isinstance(shape, int) else tuple(shape)
         if any(length < 0 for length in dims):
             raise ValueError(f"shape is {dims}, wanted no negative length")
+        if device is not None and torch.device(device).type == "cuda":
+            return torch.empty(dims, dtype=dtype, device=device)
         return self._transport.empty(dims, dtype)
 
-    def all_reduce(self, x: Any, op: str = "sum", algorithm: str = "auto", async_op: bool = False) -> Work | None:
+    def all_reduce(
+        self, x: Any, op: str = "sum", algorithm: str = "auto", async_op: bool = False
+    ) -> Work | GpuWork | None:
         """Reduce ``x`` over all ranks, in place; all ranks end with the same bits.
 
         float16 and bfloat16 accumulate in float32 and are rounded once, except for "sum" over
-        torch.distributed, where the backend decides.
+        torch.distributed, where the backend decides, and on a GPU, where NCCL does: it adds in the
+        half type, and for "mean" divides each term before it adds.
 
         Args:
             x: array of any of float32, float16, bfloat16, float64, int8, uint8, int32, int64.
             op: "sum", "mean" (floating only), "min" or "max".
-            algorithm: "auto" or "native": what the transport does best.
-            async_op: return a :class:`Work` at once; operations still run in the order of the calls.
+            algorithm: "auto" or "native": what the transport does best; NCCL chooses by size and
+                topology. "ring", on a GPU only: a second NCCL communicator, for whose creation
+                ``NCCL_ALGO=Ring`` is set in the environment; NCCL then uses its ring for every size.
+            async_op: return at once an object with ``wait()`` and ``is_completed()``; operations
+                still run in the order of the calls. On a GPU ``wait()`` holds back torch's current
+                stream, and the array's, not the host.
         """
         if algorithm not in ALGORITHMS:
             self._refuse(ValueError(f"algorithm is {algorithm!r}, wanted one of {', '.join(ALGORITHMS)}"))
+        gpu = gpu_of(x)
+        if gpu is not None:
+            transport = self._gpu(gpu).transport("ring" if algorithm == "ring" else "native")
+            return self._on_gpu(gpu, [x], lambda s: transport.all_reduce(x, op, s, self._timeout), async_op)
+        if algorithm == "ring":
+            self._refuse(ValueError("algorithm 'ring' is for arrays on a GPU, wanted 'auto' or 'native' for others"))
         if not async_op and self._worker.idle():  # the short way, for latency
             self._transport.all_reduce(x, op, self._timeout)
             return None
         return self._enqueue(lambda: self._transport.all_reduce(x, op, self._timeout), async_op)
 
-    def reduce_scatter(self, out: Any, x: Any, op: str = "sum", async_op: bool = False) -> Work | None:
+    def reduce_scatter(self, out: Any, x: Any, op: str = "sum", async_op: bool = False) -> Work | GpuWork | None:
         """Reduce ``x`` over all ranks and leave part ``rank`` of it in ``out``.
 
         ``x`` has ``size`` times as many elements as ``out``; dtypes and ``op`` as in :meth:`all_reduce`.
         """
+        gpu = gpu_of(out)
+        if gpu is not None:
+            transport = self._gpu(gpu).transport()
+            return self._on_gpu(
+                gpu, [out, x], lambda s: transport.reduce_scatter(out, x, op, s, self._timeout), async_op
+            )
         return self._enqueue(lambda: self._transport.reduce_scatter(out, x, op, self._timeout), async_op)
 
-    def all_gather(self, out: Any, x: Any, async_op: bool = False) -> Work | None:
+    def all_gather(self, out: Any, x: Any, async_op: bool = False) -> Work | GpuWork | None:
         """Write the ``x`` of all ranks, in rank order, into ``out`` (``size`` times as many elements). Any dtype."""
+        gpu = gpu_of(out)
+        if gpu is not None:
+            transport = self._gpu(gpu).transport()
+            return self._on_gpu(gpu, [out, x], lambda s: transport.all_gather(out, x, s, self._timeout), async_op)
         return self._enqueue(lambda: self._transport.all_gather(out, x, self._timeout), async_op)
 
-    def broadcast(self, x: Any, src: int, async_op: bool = False) -> Work | None:
+    def broadcast(self, x: Any, src: int, async_op: bool = False) -> Work | GpuWork | None:
         """Overwrite ``x`` by rank ``src``'s (a rank of this group). Any dtype."""
+        gpu = gpu_of(x)
+        if gpu is not None:
+            transport = self._gpu(gpu).transport()
+            return self._on_gpu(gpu, [x], lambda s: transport.broadcast(x, src, s, self._timeout), async_op)
         return self._enqueue(lambda: self._transport.broadcast(x, src, self._timeout), async_op)
 
+    def send(self, x: Any, dst: int) -> None:
+        """Send ``x``, on a GPU, to rank ``dst``, which calls :meth:`recv`. Any dtype."""
+        gpu = self._gpu_of_message(x)
+        transport = self._gpu(gpu).transport()
+        self._on_gpu(gpu, [x], lambda s: transport.send(x, dst, s, self._timeout), False)
+
+    def recv(self, x: Any, src: int) -> None:
+        """Overwrite ``x``, on a GPU, by what rank ``src`` sends; as many elements. Any dtype."""
+        gpu = self._gpu_of_message(x)
+        transport = self._gpu(gpu).transport()
+        self._on_gpu(gpu, [x], lambda s: transport.recv(x, src, s, self._timeout), False)
+
+    @contextlib.contextmanager
+    def group(self, device: torch.device | int) -> Iterator[None]:
+        """Operations called inside, on arrays of one GPU, start together when the block ends.
+
+        Sends and receives that need each other must be in one group. None of them happens on this
+        rank when the block raises.
+        """
+        index = torch.device("cuda", device).index if isinstance(device, int) else device.index
+        queue = self._gpu(0 if index is None else index)
+        with queue.grouped(self._timeout):
+            yield
+
+    def check(self) -> None:
+        """Raise what went wrong on GPUs meanwhile.
+
+        Raises:
+            CommError: NCCL reported an error, or an operation outlasted the timeout.
+        """
+        for queue in self._gpus.values():
+            queue.check()
+
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Wait for all ranks, on the host."""
         self._enqueue(lambda: self._transport.barrier(self._timeout), False)
 
     def submit(self, job: Callable[[], Any]) -> Work:
@@ -160,6 +241,22 @@ class Communicator:
         operations, which then run at once.
         """
         return self._worker.submit(job)
+
+    def submit_on_gpu(
+        self, device: torch.device, job: Callable[[], Any], reads: Sequence[torch.Tensor | None], producers: set[int]
+    ) -> GpuWork:
+        """Call ``job`` now, with the communication stream of ``device`` as torch's current stream.
+
+        What the job launches starts after what the streams ``producers`` (``cudaStream_t`` as
+        integers), and torch's current one, have been given so far. They, and the stream that is
+        current then, are held back by ``wait()``. The tensors ``reads`` may be freed at once.
+        """
+        return self._gpu(device.index).run(job, reads, producers)
+
+    @staticmethod
+    def current_stream(device: torch.device) -> int:
+        """torch's current stream as an integer, for :meth:`submit_on_gpu`."""
+        return current_stream(device.index)
 
     def all_gather_bytes(self, mine: bytes) -> list[bytes]:
         """Everybody's ``mine``, in rank order; lengths may differ. For small things."""
@@ -183,6 +280,8 @@ class Communicator:
         _open.discard(self)
         if self._worker.idle():
             self._worker.stop(patience=1.0)
+        for queue in self._gpus.values():
+            queue.close()
         self._transport.close()  # ends an operation in progress, so that the thread can end
         self._worker.stop(patience=5.0)
 
@@ -203,6 +302,27 @@ class Communicator:
         else:
             self._worker.submit(job).wait()
         return None
+
+    def _gpu(self, device: int) -> GpuQueue:
+        if device not in self._gpus:
+            self._gpus[device] = GpuQueue(device, self._make_nccl)
+        return self._gpus[device]
+
+    def _make_nccl(self, device: int, algorithm: str) -> NcclTransport:
+        return NcclTransport(self.rank, self.size, device, self.all_gather_bytes, algorithm, self._timeout)
+
+    def _on_gpu(
+        self, device: int, arrays: Sequence[Any], operation: Callable[[int], None], async_op: bool
+    ) -> GpuWork | None:
+        return self._gpu(device).enqueue(arrays, operation, async_op)
+
+    def _gpu_of_message(self, x: Any) -> int:
+        gpu = gpu_of(x)
+        if gpu is None:
+            raise ValueError(
+                f"x is a {type(x).__name__} in CPU memory, wanted an array on a GPU: only NCCL has messages"
+            )
+        return gpu
 
     def _refuse(self, error: Exception) -> None:
         self._transport.refuse(str(error), self._timeout)

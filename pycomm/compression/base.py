@@ -8,7 +8,6 @@ there does state change.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -26,36 +25,41 @@ class Scaling:
 
     Attributes:
         weight: a gradient times this is this rank's contribution to the average.
-        loss_scale: what the loss was multiplied by; state is kept without it.
+        loss_scale: what the loss was multiplied by; state is kept without it. On a GPU a 0-d float32
+            tensor there, so that nobody waits for it.
         result: the average times this is what ``.grad`` gets, besides the loss scale (the world
             size where the sum is wanted).
     """
 
     weight: float
-    loss_scale: float = 1.0
+    loss_scale: float | torch.Tensor = 1.0
     result: float = 1.0
 
 
+Flag = bool | torch.Tensor
+"""A 0-d bool tensor on the GPU for buckets there: the host must not wait to know it. A bool for others."""
+
+
 class Exchange(Protocol):
-    """One bucket's way over the wire, with its state."""
+    """One bucket's way over the wire, with its state. On a GPU nothing here waits, but where it says so."""
 
     bytes_sent: int
     """Payload bytes that this rank has handed to the transport."""
 
     def exchange(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
-        """Send ``grads`` (``None``: unused here) and receive; on the communication thread."""
+        """Send ``grads`` (``None``: unused here) and receive; on the communication thread, or stream."""
 
-    def finite(self) -> bool:
+    def finite(self) -> Flag:
         """Whether all that this bucket brought, from every rank, is finite. Equal on all ranks."""
 
-    def finish(self, finite: bool) -> None:
+    def finish(self, finite: Flag) -> None:
         """Leave the gradients in the bucket's views and commit state, if ``finite``: every bucket is, everywhere."""
 
     def used(self) -> list[bool]:
-        """For each parameter, whether any rank had a gradient."""
+        """For each parameter, whether any rank had a gradient. Waits where this rank lacks one."""
 
     def blame(self) -> str | None:
-        """Where the non-finite values came from, if known."""
+        """Where the non-finite values of the last step that had any came from, if known. Waits."""
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         """Parameter name -> state name -> tensor (not copied)."""
@@ -78,6 +82,10 @@ class Compression(Protocol):
         """The way of one bucket, whose parameters it applies to."""
 
 
+def as_flag(finite: torch.Tensor, bucket: Bucket) -> Flag:
+    return finite if bucket.on_gpu else bool(finite)
+
+
 class DenseExchange:
     """The gradients as they are: one in-place all-reduce of the bucket."""
 
@@ -86,6 +94,7 @@ class DenseExchange:
         self._bucket = bucket
         self._communicator = communicator
         self._all_used_here = True
+        self._scratch = kernels.Scratch()
 
     def exchange(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
         self._all_used_here = all(grad is not None for grad in grads)
@@ -94,10 +103,10 @@ class DenseExchange:
         self._communicator.all_reduce(self._bucket.memory, op)
         self.bytes_sent += self._bucket.memory.nbytes
 
-    def finite(self) -> bool:
-        return math.isfinite(kernels.absmax([self._bucket.flat]).item())
+    def finite(self) -> Flag:
+        return as_flag(torch.isfinite(kernels.absmax([self._bucket.flat], self._scratch)), self._bucket)
 
-    def finish(self, finite: bool) -> None:
+    def finish(self, finite: Flag) -> None:
         pass
 
     def used(self) -> list[bool]:

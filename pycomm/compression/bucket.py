@@ -10,6 +10,11 @@ from pycomm import kernels
 from pycomm.communicator import Communicator
 
 
+def on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether what is computed from ``tensor`` is not known to the host without waiting for a GPU."""
+    return tensor.is_cuda
+
+
 class Bucket:
     """The averaged gradients of ``params``, one after the other in ``flat``; ``views[i]`` is the i-th.
 
@@ -21,9 +26,12 @@ class Bucket:
         self.names = list(names)
         self.numels = [p.numel() for p in params]
         self.dtype = params[0].dtype
+        self.device = params[0].device
+        self.on_gpu = on_gpu(params[0])
         self.num_elements = sum(self.numels)
         self._like = list(params)
-        self.use(communicator.empty(self.num_elements + len(params), self.dtype))
+        self._scratch = kernels.Scratch()
+        self.use(communicator.empty(self.num_elements + len(params), self.dtype, self.device))
 
     def use(self, memory: torch.Tensor) -> None:
         """Let the gradients live in ``memory`` from now on: ``num_elements`` + one per parameter."""
@@ -48,7 +56,7 @@ class Bucket:
 
         def pack_run() -> None:
             if run:
-                kernels.pack(run, self.flat[start:end])
+                kernels.pack(run, self.flat[start:end], scratch=self._scratch)
                 run.clear()
 
         for i, grad in enumerate(grads):
@@ -104,6 +112,8 @@ def laid_out_like(grad: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
     """``grad``'s elements in the memory order of ``view``; a copy only if its own order differs."""
     raw = flat_alias(grad, view)
     if raw is None:
-        raw = flat_alias(torch.empty_strided(view.shape, view.stride(), dtype=grad.dtype).copy_(grad), view)
+        raw = flat_alias(
+            torch.empty_strided(view.shape, view.stride(), dtype=grad.dtype, device=grad.device).copy_(grad), view
+        )
     assert raw is not None, "views are dense"
     return raw

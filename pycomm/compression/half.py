@@ -20,18 +20,19 @@ from pycomm.communicator import Communicator
 from pycomm.compression.base import DenseExchange, Scaling
 from pycomm.compression.bucket import Bucket, laid_out_like
 
-_LARGEST_F16 = 2.0**15  # half of its largest power of two: room for roundings on the way
+_TOP = 15  # 2**15 is half of what float16 reaches: room for roundings on the way
 
 
-def agreed_scale(largest: float, size: int) -> float:
-    """The power of two that brings ``largest * size`` just below the top of float16.
+def agreed_scale(largest: torch.Tensor, size: int) -> torch.Tensor:
+    """The power of two that brings ``largest * size`` below, and near, the top of float16.
 
-    ``largest``: the largest magnitude on any rank; not finite or 0 gives 1.
+    ``largest``: the largest magnitude on any rank, a 0-d float32 tensor; not finite or 0 gives 1.
+    Computed where it lies, without waiting for a GPU.
     """
-    if not math.isfinite(largest) or largest == 0.0:
-        return 1.0
-    exponent = math.floor(math.log2(_LARGEST_F16 / size) - math.log2(largest))
-    return 2.0 ** max(-126, min(126, exponent))
+    _, exponent = torch.frexp(largest)  # largest <= 2 ** exponent
+    fitting = (_TOP - math.ceil(math.log2(size)) - exponent).clamp(-126, 126)
+    scale = torch.ldexp(torch.ones_like(largest), fitting)
+    return torch.where(torch.isfinite(largest) & (largest > 0.0), scale, 1.0)
 
 
 class HalfExchange(DenseExchange):
@@ -40,27 +41,28 @@ class HalfExchange(DenseExchange):
     def __init__(self, bucket: Bucket, communicator: Communicator, wire_dtype: torch.dtype, scaled: bool) -> None:
         super().__init__(bucket, communicator)
         self._scaled = scaled
-        self._wire = communicator.empty(bucket.num_elements + len(bucket.names), wire_dtype)
-        self._largest = torch.zeros(1)
+        self._wire = communicator.empty(bucket.num_elements + len(bucket.names), wire_dtype, bucket.device)
+        self._unpack_scratch = kernels.Scratch()
 
     def exchange(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
         bucket, size = self._bucket, self._communicator.size
         self._all_used_here = all(grad is not None for grad in grads)
         parts = self._parts(grads)
         scale = self._agree(parts) if self._scaled else 1.0
-        kernels.pack(parts, self._wire[: bucket.num_elements], scale)
+        kernels.pack(parts, self._wire[: bucket.num_elements], scale, scratch=self._scratch)
         bucket.set_flags(grads)
         self._wire[bucket.num_elements :] = bucket.flags
         self._communicator.all_reduce(self._wire, "sum")
         self.bytes_sent += self._wire.nbytes
-        kernels.unpack(self._wire[: bucket.num_elements], [bucket.flat], scaling.result / (size * scale))
+        whole = self._wire[: bucket.num_elements]
+        kernels.unpack(whole, [bucket.flat], scaling.result / (size * scale), scratch=self._unpack_scratch)
         bucket.flags.copy_(self._wire[bucket.num_elements :])
 
-    def _agree(self, parts: Sequence[torch.Tensor]) -> float:
-        self._largest[0] = kernels.absmax(parts)
-        self._communicator.all_reduce(self._largest, "max")
-        self.bytes_sent += self._largest.nbytes
-        return agreed_scale(self._largest.item(), self._communicator.size)
+    def _agree(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        largest = kernels.absmax(parts, self._scratch)
+        self._communicator.all_reduce(largest, "max")
+        self.bytes_sent += largest.nbytes
+        return agreed_scale(largest, self._communicator.size)
 
     def _parts(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """``grads`` in the bucket's memory order; zeros, written to the bucket, where there is none."""

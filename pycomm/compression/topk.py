@@ -8,7 +8,9 @@ correction). Selection is exact: ties go to the lowest index.
 Transactional: the sum goes into the gradient's own memory, so the old residual is untouched until
 every rank's step is known to be finite. Then the two memories change places: the sum, without what
 was sent, becomes the residual, and the old residual's memory holds the averaged gradient. Beyond the
-gradients that takes one residual, and no copy.
+gradients that takes one residual, and no copy. On a GPU, where the host does not know whether the
+step is finite, the memories change places in any case, and a kernel that does nothing after finite
+steps copies the old residual back.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import torch
 
 from pycomm import kernels
 from pycomm.communicator import Communicator
-from pycomm.compression.base import Scaling
+from pycomm.compression.base import Flag, Scaling, as_flag
 from pycomm.compression.bucket import Bucket, laid_out_like
 
 _UNUSED, _USED, _NOT_FINITE = 0, 1, 2
@@ -55,19 +57,25 @@ class TopKExchange:
         self._shares_memory = self._dtype == bucket.dtype
         size, total = communicator.size, sum(self._counts)
         memory_like_bucket = (bucket.memory.numel(), self._dtype)
-        self._residual = communicator.empty(*memory_like_bucket).zero_() if error_feedback else None
-        self._wide = bucket.memory if self._shares_memory else communicator.empty(*memory_like_bucket)
+        device = bucket.device
+        self._residual = communicator.empty(*memory_like_bucket, device).zero_() if error_feedback else None
+        self._wide = bucket.memory if self._shares_memory else communicator.empty(*memory_like_bucket, device)
         num_bytes = Payload.num_bytes(len(bucket.names), total, self._dtype)
-        self._mine = communicator.empty(num_bytes, torch.uint8)
-        self._everyone = torch.empty(size * num_bytes, dtype=torch.uint8)
+        self._mine = communicator.empty(num_bytes, torch.uint8, device)
+        self._everyone = torch.empty(size * num_bytes, dtype=torch.uint8, device=device)
         self._payloads = [
             Payload(memory, len(bucket.names), total, self._dtype) for memory in torch.split(self._everyone, num_bytes)
         ]
         self._scaling = Scaling(weight=1.0 / size)
+        self._thresholds = torch.zeros(len(bucket.names), device=device)  # of the last step: where to look next time
+        self._guilty = torch.zeros(size, len(bucket.names), dtype=torch.uint8, device=device)
+        self._all_used_here = True
+        self._send_scratch, self._finish_scratch = kernels.Scratch(), kernels.Scratch()
 
     def exchange(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
         bucket = self._bucket
         self._scaling = scaling
+        self._all_used_here = all(grad is not None for grad in grads)
         mine = Payload(self._mine, len(bucket.names), sum(self._counts), self._dtype)
         pieces = self._pieces()
         sums = self._bucket.parts(self._wide)
@@ -78,51 +86,78 @@ class TopKExchange:
             # A gradient that is not there counts as zeros: what is left from earlier steps still goes out.
             raw = laid_out_like(bucket.views[i].zero_() if grad is None else grad, bucket.views[i])
             finite = kernels.accumulate(sums[i], residuals[i], raw, scaling.weight / scaling.loss_scale)
-            mine.codes[i] = _UNUSED if grad is None else _USED if finite else _NOT_FINITE
-            kernels.topk(sums[i], k, out=(mine.values[pieces[i]], mine.indices[pieces[i]]))
+            mine.codes[i] = _UNUSED if grad is None else torch.where(finite, _USED, _NOT_FINITE)
+            out = mine.values[pieces[i]], mine.indices[pieces[i]]
+            kernels.topk(sums[i], k, out, threshold=self._thresholds[i], scratch=self._send_scratch)
         self._communicator.all_gather(self._everyone, self._mine)
         self.bytes_sent += self._mine.nbytes
 
-    def finite(self) -> bool:
-        if any((payload.codes == _NOT_FINITE).any() for payload in self._payloads):
-            return False
+    def _codes(self) -> torch.Tensor:
+        """Of all ranks, one row each."""
+        return torch.stack([payload.codes for payload in self._payloads])
+
+    def finite(self) -> Flag:
+        all_finite = (self._codes() != _NOT_FINITE).all()
         # Finite terms can still overflow in the sum, or once the loss scale is back: no rank may commit then.
         factor = self._scaling.result * self._scaling.loss_scale
-        largest = sum(kernels.absmax([payload.values]).item() for payload in self._payloads)
-        return bool(largest * factor <= torch.finfo(self._bucket.dtype).max)
+        largest = torch.stack([kernels.absmax([payload.values]) for payload in self._payloads]).double().sum()
+        fits = largest * factor <= torch.finfo(self._bucket.dtype).max
+        return as_flag(all_finite & fits, self._bucket)
 
     def used(self) -> list[bool]:
-        used = torch.stack([payload.codes for payload in self._payloads]).any(dim=0)
-        return [bool(flag) for flag in used.tolist()]
+        if self._all_used_here:
+            return [True] * len(self._bucket.names)
+        return [bool(flag) for flag in self._codes().any(dim=0).tolist()]
 
     def blame(self) -> str | None:
-        for rank, payload in enumerate(self._payloads):
-            for name, code in zip(self._bucket.names, payload.codes.tolist(), strict=True):
+        for rank, codes in enumerate(self._guilty.tolist()):
+            for name, code in zip(self._bucket.names, codes, strict=True):
                 if code == _NOT_FINITE:
                     return f"parameter {name!r} on rank {rank}"
         return None
 
-    def finish(self, finite: bool) -> None:
-        bucket = self._bucket
-        if not finite:
-            bucket.flat.fill_(math.nan)
-            return
-        if self._residual is not None:
-            mine = self._payloads[self._communicator.rank]
-            for part, used, piece in zip(bucket.parts(self._wide), self.used(), self._pieces(), strict=True):
-                if used:  # else nothing of it is applied anywhere, and the sum is the residual as it was
-                    part[mine.indices[piece].long()] = 0.0
-            self._wide, self._residual = self._residual, self._wide
-        self._wide.zero_()
+    def finish(self, finite: Flag) -> None:
         factor = self._scaling.result * self._scaling.loss_scale
-        averages = self._bucket.parts(self._wide)
+        if isinstance(finite, torch.Tensor):
+            self._guilty = torch.where(finite, self._guilty, self._codes())
+            self._commit(finite, torch.where(finite, factor, math.nan).float())
+        elif finite:
+            self._commit(finite, factor)
+        else:
+            self._guilty = self._codes()
+            self._bucket.flat.fill_(math.nan)
+
+    def _commit(self, finite: Flag, factor: float | torch.Tensor) -> None:
+        """The sum becomes the residual, unless ``finite`` is a tensor that says no; averages times ``factor``.
+
+        ``factor`` is NaN where the step is not finite: every entry that was sent becomes NaN.
+        """
+        bucket = self._bucket
+        if self._residual is not None:
+            self._take_out_what_was_sent()
+            self._wide, self._residual = self._residual, self._wide
+            if isinstance(finite, torch.Tensor):
+                kernels.pack([self._wide], self._residual, unless=finite, scratch=self._finish_scratch)
+        self._wide.zero_()
+        averages = bucket.parts(self._wide)
         for payload in self._payloads:
             for average, piece in zip(averages, self._pieces(), strict=True):
-                kernels.scatter_add(average, payload.indices[piece], payload.values[piece], factor)
+                indices, values = payload.indices[piece], payload.values[piece]
+                kernels.scatter_add(average, indices, values, factor, scratch=self._finish_scratch)
         if self._shares_memory:
             bucket.use(self._wide)
         else:
             kernels.unpack(self._wide[: bucket.num_elements], [bucket.flat])
+
+    def _take_out_what_was_sent(self) -> None:
+        """From the sum; but not where no rank had a gradient: then nothing of it is applied anywhere."""
+        mine = self._payloads[self._communicator.rank]
+        nobody = torch.zeros(len(self._counts), dtype=torch.bool, device=self._bucket.device)
+        if not self._all_used_here:
+            nobody = ~self._codes().any(dim=0)
+        parts = zip(self._bucket.parts(self._wide), nobody, self._pieces(), strict=True)
+        for part, kept, piece in parts:
+            part[mine.indices[piece].long()] = torch.where(kept, mine.values[piece], 0.0)
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         if self._residual is None:

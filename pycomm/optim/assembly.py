@@ -11,6 +11,7 @@ from pycomm.communicator import Communicator
 from pycomm.compression import Compression, NoCompression
 from pycomm.compression.base import Exchange
 from pycomm.compression.bucket import Bucket
+from pycomm.transport.gpu import GpuWork
 from pycomm.worker import Work
 
 
@@ -38,7 +39,9 @@ class Lane:
     bucket: Bucket
     exchange: Exchange
     compressed: bool
-    work: Work | None = field(default=None)
+    work: Work | GpuWork | None = field(default=None)
+    producers: set[int] = field(default_factory=set)
+    """The streams, as integers, that this pass's gradients came from; on a GPU."""
 
     def ready(self) -> bool:
         return all(slot.fired >= slot.expected > 0 for slot in self.slots)

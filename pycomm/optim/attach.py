@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from pycomm.communicator import DEFAULT_TIMEOUT, Communicator, seconds_of
 from pycomm.compression import Compression, NoCompression
-from pycomm.optim.broadcast import broadcast_state, broadcast_tensors, check_same_lines
+from pycomm.optim.broadcast import broadcast_state, broadcast_tensors, check_same_lines, looks
 from pycomm.optim.parameters import check_parameters, names_of
 from pycomm.optim.reducer import Reducer, Settings, refuse_second_attach
 
@@ -78,9 +78,7 @@ def attach(
     try:
         _share_problem(communicator, problem)
         check_same_lines(communicator, settings.lines(), "setting")
-        lines = [
-            f"{name}: {list(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}" for name, p in names.items()
-        ]
+        lines = [f"{name}: {looks(p)}{'' if p.requires_grad else ' frozen'}" for name, p in names.items()]
         check_same_lines(communicator, lines, "parameter")
         tensors = list(names.values()) if module is None else [*module.parameters(), *module.buffers()]
         broadcast_tensors(communicator, tensors, src=0)

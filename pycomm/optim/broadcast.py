@@ -64,8 +64,14 @@ def named_tensors(model_or_state_dict: torch.nn.Module | Mapping[str, Any]) -> d
 
 def check_same_tensors(communicator: Communicator, tensors: Mapping[str, torch.Tensor]) -> None:
     """ValueError, on every rank, naming the first place where a rank's list differs from rank 0's."""
-    lines = [f"{name}: {list(t.shape)} {t.dtype}" for name, t in tensors.items()]
+    lines = [f"{name}: {looks(t)}" for name, t in tensors.items()]
     check_same_lines(communicator, lines, "parameter or buffer")
+
+
+def looks(tensor: torch.Tensor) -> str:
+    """What must be equal on all ranks, for :func:`check_same_lines`."""
+    where = "" if tensor.is_cpu else f" on {tensor.device.type}"
+    return f"{list(tensor.shape)} {tensor.dtype}{where}"
 
 
 def check_same_lines(communicator: Communicator, lines: list[str], what: str) -> None:
@@ -80,9 +86,12 @@ def check_same_lines(communicator: Communicator, lines: list[str], what: str) ->
 
 
 def broadcast_tensors(communicator: Communicator, tensors: Iterable[torch.Tensor], src: int) -> None:
-    """In place, packed into few messages."""
+    """In place, packed into few messages. On every rank the same ones lie in CPU memory, the others on its GPU."""
     chunk: list[torch.Tensor] = []
     for tensor in tensors:
+        if chunk and chunk[0].device != tensor.device:
+            _broadcast_chunk(communicator, chunk, src)
+            chunk = []
         chunk.append(tensor.detach())
         if sum(t.nbytes for t in chunk) >= _CHUNK_BYTES:
             _broadcast_chunk(communicator, chunk, src)
@@ -92,12 +101,9 @@ def broadcast_tensors(communicator: Communicator, tensors: Iterable[torch.Tensor
 
 
 def _broadcast_chunk(communicator: Communicator, tensors: list[torch.Tensor], src: int) -> None:
-    for t in tensors:
-        if not t.is_cpu:
-            raise ValueError(f"a tensor is on device {t.device}; this build of pycomm handles CPU memory")
     flat = torch.cat(
         [t.contiguous().view(-1).view(torch.uint8) for t in tensors if t.numel() > 0]
-        or [torch.empty(0, dtype=torch.uint8)]
+        or [torch.empty(0, dtype=torch.uint8, device=tensors[0].device)]
     )
     communicator.broadcast(flat, src)
     if communicator.rank == src:
@@ -129,7 +135,7 @@ def broadcast_state(communicator: Communicator, optimizer: torch.optim.Optimizer
         if communicator.rank == src:
             entry = optimizer.state.get(p, {})
         else:
-            entry = _flesh_out(skeleton, optimizer.state.get(p, {}))
+            entry = _flesh_out(skeleton, optimizer.state.get(p, {}), p.device)
             if entry:
                 optimizer.state[p] = entry
             else:
@@ -145,17 +151,19 @@ class _Shape:
     """Stands for a tensor in a skeleton."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self.shape, self.dtype, self.on_cpu = tensor.shape, tensor.dtype, tensor.is_cpu
 
-    def empty(self, old: Any) -> torch.Tensor:
-        if isinstance(old, torch.Tensor) and (old.shape, old.dtype) == (self.shape, self.dtype):
+    def empty(self, old: Any, device: torch.device) -> torch.Tensor:
+        """``old`` if it fits; else a new one, on the CPU if the other rank's is (Adam's "step"), or on ``device``."""
+        wanted = torch.device("cpu") if self.on_cpu else device
+        if isinstance(old, torch.Tensor) and (old.shape, old.dtype, old.device) == (self.shape, self.dtype, wanted):
             return old
-        return torch.empty(self.shape, dtype=self.dtype)
+        return torch.empty(self.shape, dtype=self.dtype, device=wanted)
 
 
 def _skeleton(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _Shape(v) if isinstance(v, torch.Tensor) else v for key, v in entry.items()}
 
 
-def _flesh_out(skeleton: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: v.empty(old.get(key)) if isinstance(v, _Shape) else v for key, v in skeleton.items()}
+def _flesh_out(skeleton: Mapping[str, Any], old: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    return {key: v.empty(old.get(key), device) if isinstance(v, _Shape) else v for key, v in skeleton.items()}

@@ -70,5 +70,11 @@ def check_parameters(names: dict[str, torch.Tensor]) -> None:
         if param.dtype not in _GRADIENT_DTYPES:
             wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in _GRADIENT_DTYPES)
             raise TypeError(f"parameter {name!r} has dtype {param.dtype}, wanted one of {wanted}")
-        if not param.is_cpu:
-            raise ValueError(f"parameter {name!r} is on device {param.device}; this build of pycomm handles CPU memory")
+        if param.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"parameter {name!r} is on device {param.device}, wanted CPU or CUDA memory")
+        first = next(iter(names))
+        if param.device != names[first].device:
+            raise ValueError(
+                f"parameter {name!r} is on device {param.device}, {first!r} on {names[first].device}; wanted all "
+                "parameters of a process on one device"
+            )

@@ -11,7 +11,8 @@ import torch
 
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression
-from pycomm.compression.base import Scaling
+from pycomm.compression.base import Flag, Scaling
+from pycomm.compression.bucket import on_gpu
 from pycomm.optim.assembly import Lane, Slot, make_lanes
 from pycomm.optim.backward import BackwardWatch
 from pycomm.optim.broadcast import broadcast_tensors, check_same_lines
@@ -75,6 +76,10 @@ class Reducer:
     leaves views of the buckets in ``.grad``. The very first pass only learns how often each gradient
     is accumulated (parameters shared between checkpointed pieces: several times) and launches
     everything at its end.
+
+    On a GPU the communication thread is a stream, and waiting means that the stream on which
+    ``backward()`` was called waits: the host goes on. It waits only in steps in which this rank has
+    no gradient for some parameter, to learn whether another has.
     """
 
     def __init__(
@@ -98,8 +103,10 @@ class Reducer:
         self._num_launched = 0
         self._sending = False  # whether this pass is the last of its window
         self._scaling = Scaling(weight=1.0 / communicator.size)
-        self._stats = {"steps": 0, "wait_seconds": 0.0, "nonfinite_steps": 0}
-        self._last_nonfinite: str | None = None
+        self._stats = {"steps": 0, "wait_seconds": 0.0}
+        self._device = next((p.device for p in names.values()), torch.device("cpu"))
+        self._on_gpu = any(on_gpu(p) for p in names.values())
+        self._nonfinite_steps = torch.zeros((), dtype=torch.int64, device=self._device)
         self._detached = False
         self._last_stats: dict[str, Any] = {}
         # One rank that compresses nothing has nothing to do.
@@ -140,18 +147,21 @@ class Reducer:
 
         Returns:
             ``bytes_sent`` (payload bytes that this rank has handed to the transport), ``steps``
-            (reductions), ``wait_seconds`` (how long ``backward()`` was held up by communication),
+            (reductions), ``wait_seconds`` (how long ``backward()`` was held up by communication; on a
+            GPU only the host's part of it, almost nothing),
             ``nonfinite_steps`` and ``last_nonfinite`` (steps in which compression state was left
             alone, and whose gradient was to blame), ``num_buckets``, ``transport``.
         """
         if self._detached:
             return dict(self._last_stats)
+        nonfinite_steps = int(self._nonfinite_steps.item())
         return {
             "bytes_sent": sum(lane.exchange.bytes_sent for lane in self._lanes),
             **self._stats,
-            "last_nonfinite": self._last_nonfinite,
+            "nonfinite_steps": nonfinite_steps,
+            "last_nonfinite": self._blame() if nonfinite_steps > 0 else None,
             "num_buckets": len(self._lanes),
-            "transport": self._communicator.transport,
+            "transport": "nccl" if self._on_gpu else self._communicator.transport,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -277,7 +287,11 @@ class Reducer:
 
     def _read_loss_scale(self) -> None:
         scaler, size = self._settings.loss_scaler, self._communicator.size
-        loss_scale = 1.0 if scaler is None else float(scaler.scale(torch.ones(())))
+        loss_scale: float | torch.Tensor = 1.0
+        if scaler is not None:
+            # GradScaler.get_scale() would wait for the GPU; this is the same number, there.
+            scaled = scaler.scale(torch.ones((), device=self._device))
+            loss_scale = scaled.float() if self._on_gpu else float(scaled)
         self._scaling = Scaling(1.0 / size, loss_scale, 1.0 if self._settings.average else float(size))
 
     def _on_grad(self, slot: Slot) -> None:
@@ -285,6 +299,8 @@ class Reducer:
         assert lane is not None
         assert grad is not None
         slot.fired += 1
+        if self._on_gpu:
+            lane.producers.add(self._communicator.current_stream(self._device))
         if grad.is_sparse:
             raise ValueError(f"the gradient of {slot.name!r} is sparse; pycomm reduces dense gradients")
         if lane.work is not None:
@@ -330,7 +346,15 @@ class Reducer:
         self._num_launched += 1
         grads = [slot.param.grad for slot in lane.slots]
         scaling = self._scaling
-        lane.work = self._communicator.submit(lambda: lane.exchange.exchange(grads, scaling))
+
+        def job() -> None:
+            lane.exchange.exchange(grads, scaling)
+
+        if self._on_gpu:
+            lane.work = self._communicator.submit_on_gpu(self._device, job, grads, lane.producers)
+            lane.producers = set()
+        else:
+            lane.work = self._communicator.submit(job)
         for slot, view in zip(lane.slots, lane.bucket.views, strict=True):
             if slot.param.grad is not None:
                 slot.param.grad = view  # frees what autograd allocated as soon as it is packed
@@ -361,7 +385,7 @@ class Reducer:
         self._stats["wait_seconds"] += time.perf_counter() - start
 
     def _finish(self) -> None:
-        finite = not self._settings.compression.transactional or self._step_is_finite()
+        finite: Flag = not self._settings.compression.transactional or self._step_is_finite()
         for lane in self._lanes:
             lane.exchange.finish(finite)
             for slot, view, used in zip(lane.slots, lane.bucket.views, lane.exchange.used(), strict=True):
@@ -369,14 +393,15 @@ class Reducer:
                 slot.version = view._version
         self._stats["steps"] += 1
 
-    def _step_is_finite(self) -> bool:
+    def _step_is_finite(self) -> Flag:
         """Decided by what all ranks received alike, so they agree without a message."""
-        guilty = [lane for lane in self._lanes if not lane.exchange.finite()]
-        if not guilty:
-            return True
-        self._stats["nonfinite_steps"] += 1
-        self._last_nonfinite = next((b for lane in guilty if (b := lane.exchange.blame())), "a sum over the ranks")
-        return False
+        flags = [lane.exchange.finite() for lane in self._lanes]
+        finite = torch.stack([torch.as_tensor(flag) for flag in flags]).all()
+        self._nonfinite_steps += ~finite
+        return finite if self._on_gpu else bool(finite)
+
+    def _blame(self) -> str:
+        return next((b for lane in self._lanes if (b := lane.exchange.blame())), "a sum over the ranks")
 
     def _forget_abandoned_pass(self) -> None:
         if not self._watch.abandoned():

@@ -140,7 +140,7 @@ class TorchTransport:
         )
         tensor = x if isinstance(x, torch.Tensor) else from_dlpack(x)
         require(tensor.layout is torch.strided, f"{name} has layout {tensor.layout}, wanted torch.strided")
-        require(tensor.is_cpu, f"{name} is on device {tensor.device}; this build of pycomm handles CPU memory")
+        require(tensor.is_cpu, f"{name} is on device {tensor.device}, wanted an array in CPU memory")
         if op is not None:
             require(op in _OPS, f"op is '{op}', wanted one of {', '.join(_OPS)}")
             require(
