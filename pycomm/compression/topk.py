@@ -107,7 +107,8 @@ class TopKExchange:
     def used(self) -> list[bool]:
         if self._all_used_here:
             return [True] * len(self._bucket.names)
-        return [bool(flag) for flag in self._codes().any(dim=0).tolist()]
+        used: list[bool] = (self._codes() != _UNUSED).any(dim=0).tolist()
+        return used
 
     def blame(self) -> str | None:
         for rank, codes in enumerate(self._guilty.tolist()):
@@ -154,7 +155,7 @@ class TopKExchange:
         mine = self._payloads[self._communicator.rank]
         nobody = torch.zeros(len(self._counts), dtype=torch.bool, device=self._bucket.device)
         if not self._all_used_here:
-            nobody = ~self._codes().any(dim=0)
+            nobody = (self._codes() == _UNUSED).all(dim=0)
         parts = zip(self._bucket.parts(self._wide), nobody, self._pieces(), strict=True)
         for part, kept, piece in parts:
             part[mine.indices[piece].long()] = torch.where(kept, mine.values[piece], 0.0)

@@ -40,7 +40,19 @@ def library() -> ctypes.CDLL:
     lib.emulator_own.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
     lib.emulator_disown.argtypes = [ctypes.c_void_p]
     lib.emulator_stall.argtypes = [ctypes.c_bool]
+    lib.emulator_wait.argtypes = [ctypes.c_int64, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_void_p)]
+    lib.emulator_wait.restype = ctypes.c_bool
     return lib
+
+
+def waits() -> list[tuple[int, int]]:
+    """``(first, waiting)``: the second stream was told to wait for the first. Since the last call of this function."""
+    found = []
+    first, waiting = ctypes.c_void_p(), ctypes.c_void_p()
+    while library().emulator_wait(len(found), ctypes.byref(first), ctypes.byref(waiting)):
+        found.append((first.value or 0, waiting.value or 0))
+    library().emulator_forget_waits()
+    return found
 
 
 class DeviceArray:

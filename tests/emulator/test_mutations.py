@@ -50,9 +50,7 @@ class Barrier:
 def barriers() -> list[Barrier]:
     files = ["grid.h", "topk.cu", "scatter_add.cu"]
     return [
-        Barrier(file, number)
-        for file in files
-        for number in range(len(BARRIER.findall((KERNELS / file).read_text())))
+        Barrier(file, number) for file in files for number in range(len(BARRIER.findall((KERNELS / file).read_text())))
     ]
 
 

@@ -78,9 +78,7 @@ class EmulatedGpu(Gpu):
 
         # A copy of the whole storage: what the kernels write must not reach the tensor itself.
         storage = tensor.untyped_storage().clone()
-        host = torch.empty(0, dtype=tensor.dtype).set_(
-            storage, tensor.storage_offset(), tensor.shape, tensor.stride()
-        )
+        host = torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
         return DeviceArray(host, device)
 
     def get(self, array: Any) -> torch.Tensor:

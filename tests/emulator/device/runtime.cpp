@@ -5,7 +5,9 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <tuple>
 #include <utility>
+#include <vector>
 
 #include "emulator.h"
 
@@ -23,7 +25,9 @@ bool stalled = false;  // whether events recorded from now on ever happen
 
 struct FakeEvent {
     bool happens;
+    Stream stream;
 };
+std::vector<std::pair<Stream, Stream>> waits;  // the second was told to wait for the first
 
 }  // namespace
 
@@ -52,10 +56,13 @@ void synchronize(Stream) {}
 Stream make_stream(int) { return new char; }
 void destroy_stream(Stream stream) noexcept { delete static_cast<char*>(stream); }
 
-Event make_event() { return new FakeEvent{true}; }
+Event make_event() { return new FakeEvent{true, nullptr}; }
 void destroy_event(Event event) { delete static_cast<FakeEvent*>(event); }
-void record(Event event, Stream) { static_cast<FakeEvent*>(event)->happens = !stalled; }
-void wait_for(Stream, Event) {}
+void record(Event event, Stream stream) { *static_cast<FakeEvent*>(event) = {!stalled, stream}; }
+void wait_for(Stream stream, Event event) {
+    std::lock_guard lock(guard);
+    waits.emplace_back(static_cast<FakeEvent*>(event)->stream, stream);
+}
 bool has_happened(Event event) { return static_cast<FakeEvent*>(event)->happens || !stalled; }
 
 void* allocate_mapped(int64_t num_bytes) { return std::calloc(1, static_cast<size_t>(num_bytes)); }
@@ -79,6 +86,17 @@ extern "C" {
 [[gnu::visibility("default")]] void emulator_disown(const char* begin) {
     std::lock_guard lock(pycomm::device::guard);
     pycomm::device::memory.erase(begin);
+}
+// The wait number `i` since the last emulator_forget_waits(): false if there were not so many.
+[[gnu::visibility("default")]] bool emulator_wait(int64_t i, void** first, void** waiting) {
+    std::lock_guard lock(pycomm::device::guard);
+    if (i >= static_cast<int64_t>(pycomm::device::waits.size())) return false;
+    std::tie(*first, *waiting) = pycomm::device::waits[static_cast<size_t>(i)];
+    return true;
+}
+[[gnu::visibility("default")]] void emulator_forget_waits() {
+    std::lock_guard lock(pycomm::device::guard);
+    pycomm::device::waits.clear();
 }
 [[gnu::visibility("default")]] void emulator_stall(bool on) { pycomm::device::stalled = on; }
 }

@@ -1,0 +1,138 @@
+"""Which stream is told to wait for which, and what arrays of a GPU are refused; seen through the emulator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pycomm
+from pycomm import kernels
+from tests.kernels.gpus import EMULATED
+
+pytestmark = pytest.mark.skipif(not EMULATED, reason="wants the emulator: .ci/emulate")
+
+if EMULATED:
+    from tests.emulator.arrays import DeviceArray, waits
+
+
+def on_stream(stream: int | None, length: int = 4, device: int = 0) -> Any:
+    return DeviceArray(torch.ones(length), device, stream)
+
+
+def test_one_stream_needs_no_order() -> None:
+    waits()
+    kernels.pack([on_stream(7), on_stream(7)], on_stream(7, 8))
+    assert waits() == []
+
+
+def test_the_kernel_runs_between_its_producers_and_what_they_do_next() -> None:
+    waits()
+    kernels.pack(
+        [on_stream(9), on_stream(None)], on_stream(7, 8)
+    )  # runs on the stream of the output, which comes first
+    assert waits() == [(9, 7), (7, 9)]
+
+
+def test_the_legacy_default_stream() -> None:
+    waits()
+    kernels.reduce(on_stream(1), [on_stream(1), on_stream(5)])
+    assert waits() == [(5, 0), (0, 5)]
+    with pytest.raises(ValueError, match="out names stream 0, which the CUDA array interface forbids"):
+        kernels.reduce(on_stream(0), [on_stream(0)])
+
+
+def test_arrays_on_different_devices() -> None:
+    with pytest.raises(ValueError, match=r"tensors\[1\] is on cuda:1, out on cuda:0; wanted all arrays on one device"):
+        kernels.pack([on_stream(7), on_stream(7, 4, device=1)], on_stream(7, 8))
+    with pytest.raises(ValueError, match=r"tensors\[0\] is on cpu, out on cuda:0"):
+        kernels.pack([torch.ones(4)], on_stream(7))
+    with pytest.raises(ValueError, match="scale is on cuda:1, out on cuda:0"):
+        kernels.pack([on_stream(7)], on_stream(7), on_stream(7, 1, device=1))
+    with pytest.raises(ValueError, match="scale is on cuda:0, the other arrays on cpu|scale is on cuda:0, out on cpu"):
+        kernels.pack([torch.ones(4)], torch.ones(4), on_stream(7, 1))
+    kernels.pack([torch.ones(0), on_stream(7)], on_stream(7))  # nothing lies nowhere
+
+
+def test_arrays_that_are_not_what_they_say() -> None:
+    class Liar:
+        host = torch.zeros(4)
+        __cuda_array_interface__ = {  # noqa: RUF012
+            "shape": (4,),
+            "typestr": "<f4",
+            "data": (host.data_ptr(), False),
+            "version": 3,
+        }
+
+    with pytest.raises(ValueError, match="out claims to be in CUDA memory, but is not"):
+        kernels.pack([on_stream(7)], Liar())
+
+
+def test_strided_arrays_are_copied_and_not_written_to() -> None:
+    column = DeviceArray(torch.arange(12.0).view(4, 3)[:, 1])
+    out = on_stream(None)
+    kernels.pack([column], out)
+    assert out.host.tolist() == [1.0, 4.0, 7.0, 10.0]
+    with pytest.raises(ValueError, match="out is not contiguous, wanted a contiguous array to write to"):
+        kernels.pack([on_stream(None)], column)
+
+
+def test_faults_surface_at_the_call_that_caused_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, bad = on_stream(None), DeviceArray(torch.tensor([4], dtype=torch.int32))
+    kernels.scatter_add(out, bad, on_stream(None, 1))
+    with pytest.raises(ValueError, match="in this or an earlier call"):
+        kernels.absmax([out])
+    monkeypatch.setenv("PYCOMM_SYNC", "1")
+    with pytest.raises(ValueError, match=r"scatter_add: indices\[0\] is 4, wanted 0 <= index < 4"):
+        kernels.scatter_add(out, bad, on_stream(None, 1))
+    kernels.absmax([out])
+
+
+@pytest.fixture
+def alone(fake_nccl: None) -> Iterator[pycomm.Communicator]:
+    """A communicator of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pycomm.Communicator(timeout=20) as communicator:
+            yield communicator
+    finally:
+        dist.destroy_process_group()
+
+
+def test_collectives_run_between_what_the_array_was_given_and_will_be(alone: pycomm.Communicator) -> None:
+    x = on_stream(9)
+    waits()
+    alone.all_reduce(x, "mean")
+    (before, after) = waits()
+    ours = before[1]
+    assert (before, after) == ((9, ours), (ours, 9))
+    assert ours not in (0, 9)
+    work = alone.all_reduce(x, async_op=True)
+    assert waits() == [(9, ours)]
+    assert work is not None
+    assert work.is_completed()
+    work.wait()
+    assert waits() == [(ours, 9)]
+
+
+def test_every_operation(alone: pycomm.Communicator) -> None:
+    x, out = DeviceArray(torch.arange(6.0)), on_stream(None, 6)
+    alone.all_gather(out, x)
+    assert out.host.tolist() == x.host.tolist()
+    alone.reduce_scatter(x, out, "max")
+    alone.broadcast(x, 0)
+    alone.all_reduce(x, "sum", algorithm="ring")
+    with alone.group(0):
+        alone.send(x, 0)
+        alone.recv(out, 0)
+    assert out.host.tolist() == list(range(6))
+    alone.check()
+    with pytest.raises(TypeError, match="op 'mean' wants a floating dtype"):
+        alone.all_reduce(DeviceArray(torch.ones(3, dtype=torch.int32)), "mean")
+    with pytest.raises(ValueError, match="algorithm 'ring' is for arrays on a GPU"):
+        alone.all_reduce(torch.ones(3), algorithm="ring")
+    with pytest.raises(ValueError, match="x is a Tensor in CPU memory, wanted an array on a GPU"):
+        alone.send(torch.ones(3), 0)

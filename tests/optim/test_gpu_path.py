@@ -1,0 +1,169 @@
+"""What attach does for parameters on a GPU, told apart from where they lie.
+
+The ranks pretend that CPU memory is a GPU's: work that is handed to the communication stream is done
+as late as it may be, when somebody waits for it, and whoever looks at a tensor's value on the host
+during backward is found out. Results must be those of the ordinary path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pycomm
+from pycomm.communicator import Communicator
+from tests.optim.models import attached, loss_of, make_model
+from tests.ranks import RankPool
+
+STREAM = 7
+
+
+class LateWork:
+    """As a stream that is as slow as it may be."""
+
+    def __init__(self, job: Callable[[], Any]) -> None:
+        self.job = job
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> Any:
+        return self.job()
+
+
+HOST_READS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "numpy", "cpu", "nonzero")
+
+
+@contextmanager
+def no_host_reads() -> Iterator[None]:
+    """Refuses what would make the host wait for a GPU."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("the host read a tensor's value")
+
+    with pytest.MonkeyPatch.context() as context:
+        for name in HOST_READS:
+            context.setattr(torch.Tensor, name, refuse)
+        yield
+
+
+@contextmanager
+def pretended_gpu() -> Iterator[list[set[int]]]:
+    """Yields the streams that each job followed."""
+    followed: list[set[int]] = []
+
+    def submit(
+        self: Communicator, device: torch.device, job: Callable[[], Any], reads: Sequence[Any], producers: set[int]
+    ) -> LateWork:
+        followed.append(set(producers))
+        return LateWork(job)
+
+    patch = pytest.MonkeyPatch()
+    with patch.context() as context:
+        context.setattr("pycomm.compression.bucket.on_gpu", lambda _: True)
+        context.setattr("pycomm.optim.reducer.on_gpu", lambda _: True)
+        context.setattr(Communicator, "submit_on_gpu", submit)
+        context.setattr(Communicator, "current_stream", staticmethod(lambda _: STREAM))
+        yield followed
+
+
+class Scaler:
+    """As GradScaler, with a scale of its own per step."""
+
+    def __init__(self) -> None:
+        self.value = 1.0
+
+    def scale(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.value
+
+
+def train(rank: int, compression: Any, pretend: bool, dtype: torch.dtype) -> dict[str, Any]:
+    """Some steps, one of which overflows on rank 1 and one in which rank 0 lacks a gradient."""
+    model, scaler = make_model(dtype=dtype), Scaler()
+    model.append(nn.Linear(5, 5).to(dtype))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: dict[str, Any] = {"grads": [], "broken": []}
+    with attached(optimizer, model, compression=compression, loss_scaler=scaler, bucket_mb=0.002) as reducer:
+        for step in range(7):
+            optimizer.zero_grad()
+            scaler.value = 2.0**step
+            complete = step != 5 or rank != 0
+            loss = scaler.scale(loss_of(model if complete else model[:-1], rank, step))
+            if step == 3 and rank == 1:
+                loss = loss * torch.inf
+            if pretend and complete:
+                with no_host_reads():
+                    loss.backward()
+            else:
+                loss.backward()
+            grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            if step == 3:
+                seen["broken"] = [bool(torch.isfinite(g).all()) for g in grads]
+                continue
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad.div_(scaler.value)
+            seen["grads"].append(grads)
+            optimizer.step()
+        seen["state"] = reducer.state_dict()["state"]
+        seen["stats"] = {k: v for k, v in reducer.stats().items() if k not in ("wait_seconds", "transport")}
+        seen["parameters"] = [p.detach().clone() for p in model.parameters()]
+    return seen
+
+
+def compare(compression: Any, dtype: torch.dtype) -> None:
+    rank = torch.distributed.get_rank()
+    wanted = train(rank, compression, False, dtype)
+    with pretended_gpu() as followed:
+        got = train(rank, compression, True, dtype)
+    assert followed[0] == {STREAM}
+    for a, b in zip(wanted["grads"], got["grads"], strict=True):
+        for x, y in zip(a, b, strict=True):
+            assert torch.equal(x, y)
+    for x, y in zip(wanted["parameters"], got["parameters"], strict=True):
+        assert torch.equal(x, y)
+    assert not any(wanted["broken"])
+    assert not any(got["broken"])
+    assert wanted["state"].keys() == got["state"].keys()
+    for name, entry in wanted["state"].items():
+        assert torch.equal(entry["residual"], got["state"][name]["residual"])
+    assert wanted["stats"] == got["stats"]
+    if compression.transactional:
+        assert got["stats"]["nonfinite_steps"] == 1
+        assert got["stats"]["last_nonfinite"].endswith("on rank 1")
+
+
+METHODS = {
+    "none": pycomm.NoCompression(),
+    "fp16": pycomm.FP16(),
+    "bf16": pycomm.BF16(),
+    "topk": pycomm.TopK(0.2),
+    "topk_without_feedback": pycomm.TopK(0.2, error_feedback=False),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_same_results_without_a_look_at_the_host(two_ranks: RankPool, method: str, dtype: torch.dtype) -> None:
+    two_ranks.run(compare, METHODS[method], dtype)
+
+
+def test_half_parameters(two_ranks: RankPool) -> None:
+    """Residuals of their own, in float32."""
+    two_ranks.run(compare, METHODS["topk"], torch.bfloat16)
+
+
+def look_in_backward() -> None:
+    x = torch.ones((), requires_grad=True)
+    x.register_post_accumulate_grad_hook(lambda p: print(bool(p.grad)))
+    with no_host_reads(), pytest.raises(AssertionError, match="the host read a tensor's value"):
+        (x * 2).backward()
+
+
+def test_the_watch_notices(two_ranks: RankPool) -> None:
+    two_ranks.run(look_in_backward)

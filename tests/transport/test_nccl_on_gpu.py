@@ -1,0 +1,144 @@
+"""NCCL on a real GPU: with one rank, and with two ranks on one GPU where NCCL can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pycomm
+from pycomm.transport.nccl import nccl_version
+from tests.kernels.gpus import requires_cuda
+from tests.ranks import RankPool
+
+pytestmark = requires_cuda
+
+
+def version() -> tuple[int, ...]:
+    found = nccl_version()
+    return () if found is None else tuple(int(part) for part in found[0].split(".")[:2])
+
+
+requires_nccl = pytest.mark.skipif(version() == (), reason="needs NCCL")
+requires_shared_gpu = pytest.mark.skipif(version() < (2, 30), reason="needs NCCL 2.30 or newer: two ranks on one GPU")
+
+
+@pytest.fixture
+def alone() -> Iterator[pycomm.Communicator]:
+    """A communicator of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pycomm.Communicator(timeout=60) as communicator:
+            yield communicator
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def sharing(new_ranks: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPatch) -> RankPool:
+    """Two ranks on one GPU."""
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    monkeypatch.setenv("NCCL_MAX_CTAS", "8")
+    return new_ranks(2)
+
+
+@requires_nccl
+def test_one_rank(alone: pycomm.Communicator) -> None:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32):
+        x = torch.arange(1000, device="cuda").to(dtype)
+        wanted = x.clone()
+        for op in ("sum", "max", "min"):
+            alone.all_reduce(x, op)
+        alone.all_reduce(x, "sum", algorithm="ring")
+        out = torch.empty_like(x)
+        alone.all_gather(out, x)
+        alone.reduce_scatter(x, out)
+        alone.broadcast(x, 0)
+        with alone.group(0):
+            alone.send(x, 0)
+            alone.recv(out, 0)
+        assert torch.equal(out, wanted)
+    alone.check()
+
+
+@requires_nccl
+def test_order_on_streams(alone: pycomm.Communicator) -> None:
+    """A long producer, then the collective, then a consumer, with no wait by anybody in between."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        x = torch.zeros(10_000_000, device="cuda")
+        for _ in range(50):
+            x += 1
+        work = alone.all_reduce(x, "mean", async_op=True)
+        assert work is not None
+        work.wait()
+        y = x * 2
+    side.synchronize()
+    assert bool((y == 100).all())
+
+
+@requires_nccl
+def test_cupy(alone: pycomm.Communicator) -> None:
+    cupy = pytest.importorskip("cupy")
+    with cupy.cuda.Stream(non_blocking=True):
+        x = cupy.arange(1000, dtype=cupy.float32)
+        alone.all_reduce(x, "mean")
+        assert (x + 1)[999] == 1000
+
+
+def collectives() -> None:
+    rank = dist.get_rank()
+    with pycomm.Communicator(timeout=60) as c:
+        for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int64):
+            mine = torch.arange(10, device="cuda").to(dtype) + rank
+            other = torch.arange(10, device="cuda").to(dtype) + (1 - rank)
+            for algorithm in ("native", "ring"):
+                x = mine.clone()
+                c.all_reduce(x, algorithm=algorithm)
+                assert torch.equal(x, mine + other)
+            out = torch.empty(20, dtype=dtype, device="cuda")
+            c.all_gather(out, mine)
+            assert torch.equal(out, torch.cat([mine, other] if rank == 0 else [other, mine]))
+            part = torch.empty(5, dtype=dtype, device="cuda")
+            c.reduce_scatter(part, mine)
+            assert torch.equal(part, (mine + other)[5 * rank : 5 * rank + 5])
+            x = mine.clone()
+            c.broadcast(x, 1)
+            assert torch.equal(x, other if rank == 0 else mine)
+            with c.group(0):
+                c.send(mine, 1 - rank)
+                c.recv(x, 1 - rank)
+            assert torch.equal(x, other)
+        x = torch.full((1000,), float(rank), device="cuda")
+        c.all_reduce(x, "mean")
+        assert bool((x == 0.5).all())
+
+
+@requires_shared_gpu
+def test_two_ranks(sharing: RankPool) -> None:
+    sharing.run(collectives)
+
+
+def one_does_not_come() -> str:
+    with pycomm.Communicator(timeout=5) as c:
+        x = torch.ones(1000, device="cuda")
+        c.all_reduce(x)
+        torch.cuda.synchronize()
+        if dist.get_rank() == 1:
+            c.barrier()
+            return ""
+        c.all_reduce(x)
+        torch.cuda.synchronize()  # ends when the watchdog aborts
+        with pytest.raises(pycomm.CommError) as caught:
+            c.check()
+        c.barrier()
+        return str(caught.value)
+
+
+@requires_shared_gpu
+def test_a_rank_that_does_not_come(sharing: RankPool) -> None:
+    texts: list[Any] = sharing.run(one_does_not_come)
+    assert "all_reduce" in texts[0]
