@@ -23,6 +23,7 @@ from pycomm.communicator import Communicator
 from pycomm.compression import BF16, FP16, NoCompression, TopK
 from pycomm.errors import CommError
 from pycomm.optim import Reducer, attach, broadcast_optimizer_state, broadcast_parameters
+from pycomm.transport.nccl import nccl_version
 from pycomm.worker import Work
 
 __version__: str = _native_build_info()["version"]
@@ -48,7 +49,9 @@ def build_info() -> dict[str, Any]:
     """How this build came about.
 
     Returns:
-        ``version``; ``cuda``: the toolkit's version, ``None`` if built without; ``simd``: the
-        instruction set in use ("avx512", "avx2", "baseline"); ``compiler``.
+        ``version``; ``cuda``: the toolkit's version, ``None`` if built without; ``nccl``: the version
+        of the NCCL that would be used, ``None`` if there is none; ``simd``: the instruction set in use
+        ("avx512", "avx2", "baseline"); ``compiler``.
     """
-    return _native_build_info()
+    nccl = nccl_version()
+    return {**_native_build_info(), "nccl": None if nccl is None else nccl[0]}

@@ -36,7 +36,7 @@ def test_names_that_scripts_rely_on() -> None:
 
 def test_build_info() -> None:
     info = pycomm.build_info()
-    assert info.keys() == {"version", "cuda", "simd", "compiler"}
+    assert info.keys() == {"version", "cuda", "nccl", "simd", "compiler"}
     assert info["version"] == pycomm.__version__ == metadata.version("pycomm-torch")
     assert resources.files("pycomm").joinpath("py.typed").is_file()
 

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 import pycomm
+from pycomm.kernels import cuda_devices
+from pycomm.transport.nccl import nccl_version
 
 
 def add_parser(commands: Any) -> None:
@@ -34,12 +36,19 @@ def collect() -> dict[str, str]:
         "compiler": build["compiler"],
         "simd": build["simd"],
         "cuda": build["cuda"] or "none (built without)",
+        "gpus": _gpus(),
+        "nccl": " at ".join(nccl_version() or ["none found"]),
         "python": f"{platform.python_version()} ({platform.platform()})",
         "torch": torch.__version__,
         "numpy": np.__version__,
         "cores": f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}",
         "transports": "; ".join(transports()) or "none",
     }
+
+
+def _gpus() -> str:
+    count, why_none = cuda_devices()
+    return str(count) if count > 0 else f"none: {why_none}"
 
 
 def transports() -> list[str]:

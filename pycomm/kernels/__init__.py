@@ -12,6 +12,7 @@ wrong in it.
 
 from pycomm.kernels.absmax import absmax
 from pycomm.kernels.accumulate import accumulate
+from pycomm.kernels.devices import cuda_devices
 from pycomm.kernels.pack import pack, unpack
 from pycomm.kernels.reduce import reduce
 from pycomm.kernels.scatter_add import scatter_add
@@ -23,6 +24,7 @@ __all__ = [
     "Scratch",
     "absmax",
     "accumulate",
+    "cuda_devices",
     "num_threads",
     "pack",
     "reduce",

@@ -13,7 +13,8 @@ from pycomm.communicator import DEFAULT_TIMEOUT, Communicator, seconds_of
 from pycomm.compression import Compression, NoCompression
 from pycomm.optim.broadcast import broadcast_state, broadcast_tensors, check_same_lines, looks
 from pycomm.optim.parameters import check_parameters, names_of
-from pycomm.optim.reducer import Reducer, Settings, refuse_second_attach
+from pycomm.optim.reducer import Reducer, refuse_second_attach
+from pycomm.optim.settings import Settings
 
 
 def attach(

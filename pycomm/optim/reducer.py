@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import time
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from pycomm.communicator import Communicator
-from pycomm.compression import Compression
 from pycomm.compression.base import Flag, Scaling
 from pycomm.compression.bucket import on_gpu
 from pycomm.optim.assembly import Lane, Slot, make_lanes
 from pycomm.optim.backward import BackwardWatch
 from pycomm.optim.broadcast import broadcast_tensors, check_same_lines
 from pycomm.optim.parameters import check_parameters, optimizer_parameters
+from pycomm.optim.settings import Settings
 from pycomm.optim.state import gather_state, select_state
 
 _reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
@@ -27,26 +26,6 @@ def refuse_second_attach(names: dict[str, torch.Tensor]) -> None:
     for name, param in names.items():
         if any(reducer.knows(param) for reducer in _reducers):
             raise ValueError(f"parameter {name!r} is attached already: detach() the other Reducer first")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What ``attach`` was told; equal on all ranks."""
-
-    compression: Compression
-    bucket_bytes: int
-    accumulate: int
-    average: bool
-    loss_scaler: Any
-
-    def lines(self) -> list[str]:
-        return [
-            f"compression={self.compression!r}",
-            f"bucket_mb={self.bucket_bytes / 2**20}",
-            f"accumulate={self.accumulate}",
-            f"average={self.average}",
-            f"loss_scaler={type(self.loss_scaler).__name__}",
-        ]
 
 
 class _ForwardHook:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from pycomm.communicator import Communicator
 from pycomm.optim.assembly import Lane
-
-if TYPE_CHECKING:
-    from pycomm.optim.reducer import Settings
+from pycomm.optim.settings import Settings
 
 _FORMAT = 1
 State = dict[str, dict[str, torch.Tensor]]

@@ -74,7 +74,7 @@ class GpuQueue:
         self.device = device
         self._make_transport = make_transport
         self._transports: dict[str, NcclTransport] = {}
-        self._stream: Any = _native.CommStream(device)
+        self._own_stream: Any = None
         self._kept: deque[tuple[Any, Any]] = deque()
 
     def transport(self, algorithm: str = "native") -> NcclTransport:
@@ -82,6 +82,14 @@ class GpuQueue:
         if algorithm not in self._transports:
             self._transports[algorithm] = self._make_transport(self.device, algorithm)
         return self._transports[algorithm]
+
+    @property
+    def _stream(self) -> Any:
+        """Made once NCCL is there: where it, or CUDA, is missing, the error is the one that all ranks share."""
+        if self._own_stream is None:
+            self.transport()
+            self._own_stream = _native.CommStream(self.device)
+        return self._own_stream
 
     def _torch_stream(self) -> torch.cuda.Stream:
         return torch.cuda.ExternalStream(self._stream.handle, self.device)  # type: ignore[no-untyped-call]

@@ -135,7 +135,14 @@ def _plan_of(paths: Sequence[str], device: int, algorithm: str) -> dict[str, Any
         plan |= {"problem": f"algorithm is {algorithm!r}, wanted one of {', '.join(ALGORITHMS)}", "kind": "ValueError"}
         return plan
     if not hasattr(_native, "NcclGroup"):
-        plan["problem"] = "this build of pycomm has no CUDA"
+        plan["problem"] = (
+            "this build of pycomm has no CUDA: install it from source again where nvcc is on PATH "
+            "(PYCOMM_CUDA=ON pip install --no-cache-dir --force-reinstall --no-deps ...)"
+        )
+        return plan
+    num_gpus, why_none = _native.cuda_devices()
+    if num_gpus == 0:
+        plan["problem"] = why_none
         return plan
     try:
         plan["version"], plan["path"] = _native.nccl_library(list(paths))

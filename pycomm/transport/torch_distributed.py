@@ -44,6 +44,12 @@ class TorchTransport:
     sums_half_exactly = False
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        backends = str(dist.get_backend_config(group))  # such as "cuda:nccl"
+        if "cpu:" not in backends:
+            raise ValueError(
+                f"process_group has no backend for CPU tensors, only {backends}: call "
+                'init_process_group("cpu:gloo,cuda:nccl"), since the ranks first agree over the CPU on what they do'
+            )
         self._group = group
         self.rank = group.rank()
         self.size = group.size()

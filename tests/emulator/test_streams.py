@@ -13,7 +13,7 @@ import pycomm
 from pycomm import kernels
 from tests.kernels.gpus import EMULATED
 
-pytestmark = pytest.mark.skipif(not EMULATED, reason="wants the emulator: .ci/emulate")
+pytestmark = pytest.mark.skipif(not EMULATED, reason="wants the emulator: .ci/sanitize")
 
 if EMULATED:
     from tests.emulator.arrays import DeviceArray, waits
@@ -31,9 +31,7 @@ def test_one_stream_needs_no_order() -> None:
 
 def test_the_kernel_runs_between_its_producers_and_what_they_do_next() -> None:
     waits()
-    kernels.pack(
-        [on_stream(9), on_stream(None)], on_stream(7, 8)
-    )  # runs on the stream of the output, which comes first
+    kernels.pack([on_stream(9), on_stream(None)], on_stream(7, 8))  # runs on the output's stream
     assert waits() == [(9, 7), (7, 9)]
 
 
@@ -67,8 +65,8 @@ def test_arrays_that_are_not_what_they_say() -> None:
             "version": 3,
         }
 
-    with pytest.raises(ValueError, match="out claims to be in CUDA memory, but is not"):
-        kernels.pack([on_stream(7)], Liar())
+    with pytest.raises(ValueError, match=r"tensors\[0\] claims to be in CUDA memory, but is not"):
+        kernels.pack([Liar()], on_stream(7))
 
 
 def test_strided_arrays_are_copied_and_not_written_to() -> None:

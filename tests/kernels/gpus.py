@@ -1,7 +1,7 @@
 """The GPUs that the tests of device kernels run on: a real one, or the emulator with several ways to interleave.
 
 Which one is decided by how the tests are started: PYCOMM_TEST_EMULATOR=1 with the emulated build on the path
-(``.ci/emulate``), else a real one where there is one.
+(``.ci/sanitize``), else a real one where there is one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 EMULATED = os.environ.get("PYCOMM_TEST_EMULATOR") == "1"
 
 requires_gpu = pytest.mark.skipif(
-    not EMULATED and not torch.cuda.is_available(), reason="no GPU here; .ci/emulate runs this on the host"
+    not EMULATED and not torch.cuda.is_available(), reason="no GPU here; .ci/sanitize runs this on the host"
 )
 requires_cuda = pytest.mark.skipif(EMULATED or not torch.cuda.is_available(), reason="needs a real GPU")
 

@@ -20,7 +20,7 @@ from pycomm import _native
 
 requires_emulator = pytest.mark.skipif(
     os.environ.get("PYCOMM_TEST_EMULATOR") != "1",
-    reason="wants a build of pycomm with -DPYCOMM_EMULATOR=tests/emulator, and PYCOMM_TEST_EMULATOR=1",
+    reason="wants the emulator and a stand-in for NCCL: .ci/sanitize",
 )
 
 HERE = Path(__file__).parent

@@ -1,0 +1,74 @@
+// The exact k largest of a list of keys, in their order.
+#pragma once
+
+#include "kernels/cuda/topk_digits.h"
+
+namespace pycomm::cuda::selection {
+
+template <class K>
+struct Threshold {
+    typename K::Key key;  // the k-th largest
+    uint32_t ties;        // how many of the elements that have it are selected
+};
+
+template <class K, class KeyAt>
+PYCOMM_DEVICE Threshold<K> find_threshold(const Job<K>& job, uint32_t* counts, Part part, Grid& grid, KeyAt&& key_at) {
+    using Key = typename K::Key;
+    Key prefix = 0, decided = 0;
+    uint32_t wanted = job.k;
+    int pass = 0;
+    for (int high = K::kBits; high > 0; high -= kDigitBits, ++pass) {
+        int low = high > kDigitBits ? high - kDigitBits : 0;
+        uint32_t* bins = job.shared->cleared.histograms[pass];
+        count_digits<Key>(bins, counts, part, low, decided, prefix, key_at);
+        grid_barrier(grid);
+        Digit found = find_digit(bins, wanted);
+        // The last digit may reach into bits that are decided already; they agree.
+        prefix |= static_cast<Key>(found.digit) << low;
+        decided |= static_cast<Key>(kBins - 1) << low;
+        wanted = found.wanted;
+    }
+    return {prefix, wanted};
+}
+
+// The k largest of `count` items, in their order, to the outputs.
+template <class K, class KeyAt, class IndexAt>
+PYCOMM_DEVICE void select(const Job<K>& job, uint32_t* counts, int64_t count, Grid& grid, KeyAt&& key_at,
+                          IndexAt&& index_at) {
+    constexpr int kItems = 4;  // consecutive ones per thread
+    Part part = part_of(count);
+    Threshold<K> threshold = find_threshold(job, counts, part, grid, key_at);
+    int thread = device::thread_index(), threads = device::num_threads();
+    auto tally = [&](int64_t i) -> uint64_t {
+        if (i >= part.end) return 0;
+        typename K::Key key = key_at(i);
+        return key > threshold.key ? uint64_t{1} << 32 : key == threshold.key ? 1 : 0;
+    };
+    uint64_t mine = 0, in_block = 0, before = 0, total = 0;
+    for (int64_t i = part.begin + thread; i < part.end; i += threads) mine += tally(i);
+    scan_block(mine, &in_block);
+    if (thread == 0) job.shared->selected[device::block_index()] = in_block;
+    grid_barrier(grid);
+    sum_blocks(job.shared->selected, &before, &total);
+    for (int64_t base = part.begin; base < part.end; base += kItems * threads) {
+        int64_t first = base + thread * kItems;
+        uint64_t tallies[kItems], in_thread = 0, in_round = 0;
+        for (int e = 0; e < kItems; ++e) in_thread += tallies[e] = tally(first + e);
+        uint64_t running = before + scan_block(in_thread, &in_round);
+        for (int e = 0; e < kItems; ++e) {
+            auto above = static_cast<uint32_t>(running >> 32), equal = static_cast<uint32_t>(running);
+            running += tallies[e];
+            if (tallies[e] == 0 || (tallies[e] == 1 && equal >= threshold.ties)) continue;
+            uint32_t place = above + (equal < threshold.ties ? equal : threshold.ties);
+            uint32_t index = index_at(first + e);
+            store_element(job.indices, place, static_cast<int32_t>(index));
+            store_element(job.values, place, load_element<typename K::Bits>(job.x, index));
+        }
+        before += in_round;
+    }
+    if (job.threshold != nullptr && device::block_index() == 0 && thread == 0) {
+        *job.threshold = K::float_of(threshold.key);
+    }
+}
+
+}  // namespace pycomm::cuda::selection
