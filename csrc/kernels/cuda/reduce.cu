@@ -50,6 +50,7 @@ template <ReduceOp kOp, class T>
 PYCOMM_KERNEL reduce_kernel(Table table, char* out, int64_t count) {
     using Sum = SumOf<T>;
     constexpr int kCount = 16 / sizeof(T);
+    [[maybe_unused]] constexpr int kInputsAtOnce = std::is_integral_v<T> ? 1 : 4;  // gradients are no integers
     int64_t head = -1;
     bool misfit = false;
     align<T, kCount>(out, head, misfit);
@@ -74,7 +75,7 @@ PYCOMM_KERNEL reduce_kernel(Table table, char* out, int64_t count) {
         Packet<T, kCount> first = input(0)[i];
 #pragma unroll
         for (int e = 0; e < kCount; ++e) sum[e] = Sum::from(first.values[e]);
-#pragma unroll 4
+#pragma unroll kInputsAtOnce
         for (int p = 1; p < table.count; ++p) {
             Packet<T, kCount> next = input(p)[i];
 #pragma unroll

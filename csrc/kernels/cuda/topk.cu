@@ -31,26 +31,16 @@ PYCOMM_KERNEL topk_kernel(Job<Keys<T>> job) {
     PYCOMM_SHARED(uint32_t, counts, kBins);
     Grid grid{&job.shared->cleared.arrived};
     uint64_t before = 0, total = 0;
-    bool good = false;
-    auto attempt = [&](Key floor) {
+    uint32_t listed = 0;
+    float earlier = job.threshold == nullptr ? 0.0f : *job.threshold;
+    bool warm = earlier > 0.0f && is_finite(earlier);
+    for (int guess = warm ? 0 : 1; guess < 2 && listed == 0 && job.sample_rank != 0; ++guess) {
+        Key floor = guess == 0 ? K::near(0.98f * earlier) : sample(job, counts, grid);
         mark(job, floor > 0 ? floor : Key{1}, grid, &before, &total);
-        good = total >= job.k && total <= job.capacity;
-    };
-    if (job.sample_rank != 0) {
-        float earlier = job.threshold == nullptr ? 0.0f : *job.threshold;
-        if (earlier > 0.0f && is_finite(earlier)) attempt(K::near(0.98f * earlier));
-        if (!good) attempt(sample(job, counts, grid));
+        if (total >= job.k && total <= job.capacity) listed = static_cast<uint32_t>(total);
     }
-    if (good) {
-        compact(job, static_cast<uint32_t>(before), grid);
-        select(
-            job, counts, static_cast<int64_t>(total), grid, [&](int64_t i) { return job.list_keys[i]; },
-            [&](int64_t i) { return job.list_indices[i]; });
-    } else {
-        select(
-            job, counts, job.count, grid, [&](int64_t i) { return key_of_x(job, i); },
-            [&](int64_t i) { return static_cast<uint32_t>(i); });
-    }
+    if (listed != 0) compact(job, static_cast<uint32_t>(before), grid);
+    select(job, counts, listed, grid);
 }
 
 // Where things lie in the workspace.

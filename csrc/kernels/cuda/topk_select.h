@@ -1,4 +1,5 @@
-// The exact k largest of a list of keys, in their order.
+// The exact k largest, in their order, of the list of candidates or of x itself. One piece of code for both, although
+// what it reads differs: each copy more of it takes the compiler as long as all other kernels.
 #pragma once
 
 #include "kernels/cuda/topk_digits.h"
@@ -31,12 +32,12 @@ PYCOMM_DEVICE Threshold<K> find_threshold(const Job<K>& job, uint32_t* counts, P
     return {prefix, wanted};
 }
 
-// The k largest of `count` items, in their order, to the outputs.
-template <class K, class KeyAt, class IndexAt>
-PYCOMM_DEVICE void select(const Job<K>& job, uint32_t* counts, int64_t count, Grid& grid, KeyAt&& key_at,
-                          IndexAt&& index_at) {
+// The k largest, in their order, to the outputs: of the first `listed` of the list, or, where that is 0, of x.
+template <class K>
+PYCOMM_DEVICE void select(const Job<K>& job, uint32_t* counts, uint32_t listed, Grid& grid) {
     constexpr int kItems = 4;  // consecutive ones per thread
-    Part part = part_of(count);
+    Part part = part_of(listed != 0 ? listed : job.count);
+    auto key_at = [&](int64_t i) { return listed != 0 ? job.list_keys[i] : key_of_x(job, i); };
     Threshold<K> threshold = find_threshold(job, counts, part, grid, key_at);
     int thread = device::thread_index(), threads = device::num_threads();
     auto tally = [&](int64_t i) -> uint64_t {
@@ -60,7 +61,7 @@ PYCOMM_DEVICE void select(const Job<K>& job, uint32_t* counts, int64_t count, Gr
             running += tallies[e];
             if (tallies[e] == 0 || (tallies[e] == 1 && equal >= threshold.ties)) continue;
             uint32_t place = above + (equal < threshold.ties ? equal : threshold.ties);
-            uint32_t index = index_at(first + e);
+            uint32_t index = listed != 0 ? job.list_indices[first + e] : static_cast<uint32_t>(first + e);
             store_element(job.indices, place, static_cast<int32_t>(index));
             store_element(job.values, place, load_element<typename K::Bits>(job.x, index));
         }
