@@ -64,17 +64,17 @@ def _shape_of(optimizer: torch.optim.Optimizer, wanted: set[int]) -> list[int]:
     return next(list(p.shape) for p in optimizer_parameters(optimizer) if id(p) in wanted)
 
 
-def check_parameters(names: dict[str, torch.Tensor]) -> None:
-    """TypeError or ValueError for a parameter whose gradient cannot travel."""
+def check_parameters(names: dict[str, torch.Tensor], device: torch.device | None = None) -> None:
+    """TypeError or ValueError for a parameter whose gradient cannot travel; all are on one ``device``."""
     for name, param in names.items():
         if param.dtype not in _GRADIENT_DTYPES:
             wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in _GRADIENT_DTYPES)
             raise TypeError(f"parameter {name!r} has dtype {param.dtype}, wanted one of {wanted}")
         if param.device.type not in ("cpu", "cuda"):
             raise ValueError(f"parameter {name!r} is on device {param.device}, wanted CPU or CUDA memory")
-        first = next(iter(names))
-        if param.device != names[first].device:
+        device = device or param.device
+        if param.device != device:
             raise ValueError(
-                f"parameter {name!r} is on device {param.device}, {first!r} on {names[first].device}; wanted all "
-                "parameters of a process on one device"
+                f"parameter {name!r} is on device {param.device}, others on {device}; wanted all parameters of a "
+                "process on one device"
             )

@@ -202,7 +202,7 @@ class Reducer:
         names = {} if self._module is None else {id(p): name for name, p in self._module.named_parameters()}
         number = len(self._slots) + len(self._frozen)
         new = {names.get(id(p), f"added.{number + i}"): p for i, p in enumerate(added)}
-        check_parameters(new)
+        check_parameters(new, self._device)
         self._frozen.update({id(p): Slot(name, p) for name, p in new.items()})
         unfrozen = [s for s in self._frozen.values() if s.param.requires_grad]
         lines = [f"{s.name}: {list(s.param.shape)} {s.param.dtype}" for s in unfrozen] + list(new)

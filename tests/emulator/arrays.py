@@ -42,6 +42,7 @@ def library() -> ctypes.CDLL:
     lib.emulator_stall.argtypes = [ctypes.c_bool]
     lib.emulator_wait.argtypes = [ctypes.c_int64, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_void_p)]
     lib.emulator_wait.restype = ctypes.c_bool
+    lib.emulator_num_launches.restype = ctypes.c_int64
     return lib
 
 

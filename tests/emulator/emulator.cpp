@@ -116,6 +116,7 @@ struct Machine {
 };
 
 Machine machine;
+int64_t launches = 0;
 
 void to_scheduler() { change(machine.running->context, machine.context); }
 
@@ -193,6 +194,7 @@ Settings& settings() {
 void run(const char* name, int64_t blocks, int threads, bool together, const std::function<void()>& kernel) {
     if (threads % kLanes != 0 || threads < kLanes) fail(name, "a block is a multiple of 32 threads");
     if (together && blocks > settings().resident_blocks) fail(name, "more blocks than can run at once");
+    ++launches;
     machine.kernel = &kernel;
     machine.threads = threads;
     machine.blocks = blocks;
@@ -226,6 +228,8 @@ void run(const char* name, int64_t blocks, int threads, bool together, const std
     }
     if (!alive.empty()) fail(name, "threads wait at a barrier, or in an exchange, that others never reach");
 }
+
+int64_t num_launches() { return launches; }
 
 int thread_index() { return machine.running->thread; }
 int num_threads() { return machine.threads; }

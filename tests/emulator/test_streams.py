@@ -1,4 +1,4 @@
-"""Which stream is told to wait for which, and what arrays of a GPU are refused; seen through the emulator."""
+"""Which stream is told to wait for which, how many kernels run, what is refused; seen through the emulator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.kernels.gpus import EMULATED
 pytestmark = pytest.mark.skipif(not EMULATED, reason="wants the emulator: .ci/sanitize")
 
 if EMULATED:
-    from tests.emulator.arrays import DeviceArray, waits
+    from tests.emulator.arrays import DeviceArray, library, waits
 
 
 def on_stream(stream: int | None, length: int = 4, device: int = 0) -> Any:
@@ -41,6 +41,20 @@ def test_the_legacy_default_stream() -> None:
     assert waits() == [(5, 0), (0, 5)]
     with pytest.raises(ValueError, match="out names stream 0, which the CUDA array interface forbids"):
         kernels.reduce(on_stream(0), [on_stream(0)])
+
+
+def test_addresses_are_sent_once() -> None:
+    """ResNet-50's number of arrays: one kernel, and one before it that brings the addresses, when they are new."""
+    arrays, out, scratch = [on_stream(7, 5) for _ in range(159)], on_stream(7, 795), kernels.Scratch()
+
+    def launches() -> int:
+        before = library().emulator_num_launches()
+        kernels.pack(arrays, out, scratch=scratch)
+        return library().emulator_num_launches() - before  # type: ignore[no-any-return]
+
+    assert [launches(), launches(), launches()] == [2, 1, 1]
+    arrays[80] = on_stream(7, 5)
+    assert [launches(), launches()] == [2, 1]
 
 
 def test_arrays_on_different_devices() -> None:

@@ -98,5 +98,6 @@ extern "C" {
     std::lock_guard lock(pycomm::device::guard);
     pycomm::device::waits.clear();
 }
+[[gnu::visibility("default")]] int64_t emulator_num_launches() { return emulator::num_launches(); }
 [[gnu::visibility("default")]] void emulator_stall(bool on) { pycomm::device::stalled = on; }
 }
