@@ -28,7 +28,7 @@ def sanitize(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """One bench by name: kernels, collectives or training."""
+    """One bench by name: kernels, collectives, training or gpu."""
     session.install("-c", "constraints.txt", ".[bench]")
     name, *rest = session.posargs or ["kernels"]
     session.run("python", "-m", f"bench.{name}", *rest)

@@ -1,7 +1,8 @@
-"""Benches: ``python -m bench.kernels``, ``python -m bench.collectives``, ``python -m bench.training``.
+"""Benches: ``python -m bench.kernels``, ``bench.collectives``, ``bench.training``; on a GPU ``bench.gpu``.
 
 Each verifies before it times, measures its peers and its floor in the same run, turn by turn, and
-prints medians with their spread. ``--json FILE`` also writes the figures with the versions in use.
+prints medians with their spread. ``--json FILE`` also writes the figures with the versions in use;
+``python -m bench.report`` prints those of ``bench.gpu`` again.
 """
 
 import sys

@@ -8,9 +8,9 @@
 namespace pycomm {
 
 struct Buffer {
-    void* data;
-    int64_t count;  // elements
-    DType dtype;
+    void* data = nullptr;
+    int64_t count = 0;  // elements
+    DType dtype = DType::kF32;
     int device = kHost;  // ordinal of the GPU whose memory it is
 
     static constexpr int kHost = -1;

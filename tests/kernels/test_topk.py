@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -114,3 +116,28 @@ def test_bad_input() -> None:
         kernels.topk(torch.empty(0), 1)
     with pytest.raises(ValueError, match="2147483649 elements, wanted at most 2147483647"):
         kernels.topk(torch.empty(2**31 + 1, dtype=torch.float16), 1)
+
+
+def test_a_threshold_of_an_earlier_call_saves_work_and_changes_nothing() -> None:
+    x = torch.randn(100_000)
+    values, indices = kernels.topk(x, 100)
+    threshold = torch.zeros(1)
+    for guess in (0.0, None, 1e30, 1e-30, math.nan, -1.0, math.inf):
+        if guess is not None:
+            threshold[0] = guess
+        got_values, got_indices = kernels.topk(x, 100, threshold=threshold, scratch=kernels.Scratch())
+        assert torch.equal(got_values, values)
+        assert torch.equal(got_indices, indices)
+        assert threshold.item() == values.abs().min()
+    with pytest.raises(TypeError, match="threshold has dtype float64, wanted float32 as one float32"):
+        kernels.topk(x, 1, threshold=torch.zeros(1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_without_a_threshold_whatever_lies_on_the_stack(dtype: torch.dtype) -> None:
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(4)).to(dtype)
+    out = torch.empty(3, dtype=dtype), torch.empty(3, dtype=torch.int32)
+    for _ in range(3):
+        kernels.topk(x, 3, threshold=torch.zeros(1))
+        kernels.topk(x, 3, out, scratch=kernels.Scratch())
+        assert out[1].tolist() == x.float().abs().topk(3).indices.sort().values.tolist()
