@@ -304,7 +304,7 @@ def _absmax(source: Source, n: int) -> Copy:
     pieces = _cut(flat)
 
     def ours() -> torch.Tensor:
-        largest: torch.Tensor = kernels.absmax(pieces, scratch)
+        largest: torch.Tensor = kernels.absmax(pieces, scratch=scratch)
         return largest
 
     def peer() -> torch.Tensor:

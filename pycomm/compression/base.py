@@ -104,7 +104,7 @@ class DenseExchange:
         self.bytes_sent += self._bucket.memory.nbytes
 
     def finite(self) -> Flag:
-        return as_flag(torch.isfinite(kernels.absmax([self._bucket.flat], self._scratch)), self._bucket)
+        return as_flag(torch.isfinite(kernels.absmax([self._bucket.flat], scratch=self._scratch)), self._bucket)
 
     def finish(self, finite: Flag) -> None:
         pass

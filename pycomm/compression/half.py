@@ -59,7 +59,7 @@ class HalfExchange(DenseExchange):
         bucket.flags.copy_(self._wire[bucket.num_elements :])
 
     def _agree(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        largest = kernels.absmax(parts, self._scratch)
+        largest = kernels.absmax(parts, scratch=self._scratch)
         self._communicator.all_reduce(largest, "max")
         self.bytes_sent += largest.nbytes
         return agreed_scale(largest, self._communicator.size)

@@ -13,7 +13,7 @@ from pycomm.kernels.scratch import Scratch
 from pycomm.kernels.threads import num_threads
 
 
-def absmax(tensors: Sequence[Any], scratch: Scratch | None = None) -> Any:
+def absmax(tensors: Sequence[Any], *, scratch: Scratch | None = None) -> Any:
     """The largest magnitude in ``tensors`` as a 0-d float32 array on their device; NaN if any element is.
 
     Args:
