@@ -63,7 +63,7 @@ def test_every_code_is_named(alone: Any, fake: Fake, code: int) -> None:
     with pytest.raises(CommError) as caught:
         alone.all_reduce(x, "sum", **NOW)
     assert f"rank 0: all_reduce: NCCL 2.30.3 failed: ncclAllReduce: {RESULTS[code]} (" in str(caught.value)
-    assert "(what this code means): what NCCL wrote down last after 0.0" in str(caught.value)
+    assert "(what this code means): what NCCL wrote down last after " in str(caught.value)
     assert (caught.value.rank, caught.value.peer, caught.value.operation) == (0, None, "all_reduce")
     fake.fail("ncclAllReduce", 0)
     with pytest.raises(CommError, match="NCCL 2.30.3 failed: ncclAllReduce") as again:
@@ -127,9 +127,9 @@ def test_creation_times_out(fake: Fake) -> None:
     outcomes = on_ranks(2, lambda rank: _native.NcclGroup(rank, 2, 0, b"x" * 128, False, 0.4, []))
     for rank, error in enumerate(outcomes):
         assert isinstance(error, CommError)
-        assert f"rank {rank}: creating the NCCL communicator: timed out waiting for all 2 ranks after 0.4" in str(error)
+        assert f"rank {rank}: creating the NCCL communicator: timed out waiting for all 2 ranks after " in str(error)
         assert (error.rank, error.peer) == (rank, None)
-        assert 0.4 <= error.elapsed < 5.0
+        assert 0.4 <= error.elapsed < 60
     assert fake.aborts() == 2
 
 
@@ -163,7 +163,7 @@ def test_async_error(fake: Fake) -> None:
             assert "results of this operation and of those after it are not valid" in str(error)
             assert "this communicator is of no further use" in str(error)
             assert (error.rank, error.peer, error.operation) == (rank, None, "all_reduce")
-            assert 0.1 <= error.elapsed < 10
+            assert 0.1 <= error.elapsed < 60
     close_all(members)
     close_all(members)
     assert (fake.aborts(), fake.destroys()) == (2, 0)
@@ -188,10 +188,10 @@ def test_an_operation_that_does_not_end_on_the_device(alone: Any, fake: Fake) ->
     while fake.aborts() < 1 and time.monotonic() < deadline:
         time.sleep(0.01)
     for _ in range(2):
-        with pytest.raises(CommError, match="rank 0: all_reduce: timed out on the device after 0.[345]") as caught:
+        with pytest.raises(CommError, match=r"rank 0: all_reduce: timed out on the device after \d") as caught:
             alone.all_reduce(x, "sum", **NOW)
         assert caught.value.operation == "all_reduce"
-        assert 0.3 <= caught.value.elapsed < 5
+        assert 0.3 <= caught.value.elapsed < 60
     alone.close("")
     assert (fake.aborts(), fake.destroys()) == (1, 0)
 
@@ -200,7 +200,7 @@ def test_a_peer_that_does_not_come(fake: Fake) -> None:
     members = groups(2)
     with pytest.raises(CommError, match="rank 1: all_gather: timed out: NCCL could not get it under way") as caught:
         members[1].all_gather(on_device(np.ones(4)), on_device(np.ones(2)), stream=0, timeout=0.3)
-    assert 0.3 <= caught.value.elapsed < 5
+    assert 0.3 <= caught.value.elapsed < 60
     assert fake.aborts() == 1
     close_all(members)
     assert (fake.aborts(), fake.destroys()) == (1, 1)
@@ -292,7 +292,7 @@ def test_ctrl_c_ends_a_wait(fake: Fake) -> None:
     members = groups(2)
     out, x = on_device(np.ones(4)), on_device(np.ones(2))
     assert interrupted(lambda: members[0].all_gather(out, x, **NOW)) < 5
-    with pytest.raises(CommError, match="rank 0: all_gather: interrupted after 0.3"):
+    with pytest.raises(CommError, match=r"rank 0: all_gather: interrupted after \d"):
         members[0].check()
     assert fake.aborts() == 1
     assert interrupted(lambda: _native.NcclGroup(0, 2, 0, b"z" * 128, True, 20.0, [])) < 5
