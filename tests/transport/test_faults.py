@@ -88,7 +88,7 @@ def wait_for_nobody() -> tuple[str, int | None, float]:
 
 def test_timeout(new_ranks: NewRanks) -> None:
     (first, peer, elapsed), (second, _, _) = new_ranks(2).run(wait_for_nobody)
-    assert "rank 0: barrier: timed out waiting for rank 1 after 1.0" in first
+    assert "rank 0: barrier: timed out waiting for rank 1 after " in first
     assert peer == 1
     assert 1.0 <= elapsed < 30.0
     assert "rank 0 gave up (rank 0: barrier: timed out" in second

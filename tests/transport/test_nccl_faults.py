@@ -349,7 +349,7 @@ def test_ring_and_others_take_turns(fake: Fake) -> None:
     time.sleep(0.2)
     impatient = create(False, ids[1], 1, 0.3)
     assert isinstance(impatient, CommError)
-    assert "timed out waiting for a communicator with another algorithm in this process after 0.3" in str(impatient)
+    assert "timed out waiting for a communicator with another algorithm in this process after " in str(impatient)
     patient = create(False, ids[2], 1, 20.0)
     waiting.join()
     assert not isinstance(patient, Exception), patient
