@@ -31,7 +31,7 @@ def agreed_scale(largest: torch.Tensor, size: int) -> torch.Tensor:
     """
     _, exponent = torch.frexp(largest)  # largest <= 2 ** exponent
     fitting = (_TOP - math.ceil(math.log2(size)) - exponent).clamp(-126, 126)
-    scale = torch.ldexp(torch.ones_like(largest), fitting)
+    scale = ((fitting + 127) << 23).view(torch.float32)  # its bits: exact, where a power function need not be
     return torch.where(torch.isfinite(largest) & (largest > 0.0), scale, 1.0)
 
 
