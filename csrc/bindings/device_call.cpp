@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "base/error.h"
-#include "device/runtime.h"
 
 namespace pycomm {
 
@@ -43,8 +42,7 @@ void order(Stream first, Stream waiting) {
 
 }  // namespace
 
-DeviceCall::DeviceCall(const Arguments& arguments)
-    : arguments_(arguments), previous_device_(device::exchange_current(arguments.device())) {
+DeviceCall::DeviceCall(const Arguments& arguments) : arguments_(arguments), guard_(arguments.device()) {
     std::vector<Stream> producers;
     for (const Array* array : arguments.all()) {
         if (array->is_torch && array->on_device()) {
@@ -63,8 +61,6 @@ DeviceCall::DeviceCall(const Arguments& arguments)
     }
     cuda::raise_faults();
 }
-
-DeviceCall::~DeviceCall() { device::set_current(previous_device_); }
 
 cuda::Workspace& DeviceCall::workspace(Scratch* scratch, int64_t num_bytes) {
     Scratch& chosen = scratch == nullptr ? own_ : *scratch;

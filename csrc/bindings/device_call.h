@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bindings/arrays.h"
+#include "device/runtime.h"
 #include "kernels/on_device.h"
 
 namespace pycomm {
@@ -49,7 +50,6 @@ class Arguments {
 class DeviceCall {
    public:
     explicit DeviceCall(const Arguments& arguments);
-    ~DeviceCall();
     DeviceCall(const DeviceCall&) = delete;
     DeviceCall& operator=(const DeviceCall&) = delete;
 
@@ -61,8 +61,8 @@ class DeviceCall {
 
    private:
     const Arguments& arguments_;
+    device::Guard guard_;  // goes back also when the constructor throws
     Scratch own_;
-    int previous_device_;
     Stream stream_ = nullptr;
     std::vector<Stream> others_;
 };

@@ -1,6 +1,9 @@
 // Streams and events for the Python side of communication. Streams of others come as integers: cudaStream_t.
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <mutex>
+#include <vector>
 
 #include "bindings/bindings.h"
 #include "device/runtime.h"
@@ -35,10 +38,36 @@ class Moment {
     Event event_;
 };
 
+// Streams live as long as the process and are used again: torch's allocator keeps the handles of streams that tensors
+// were recorded on, and uses them when the memory is freed, whenever that is.
+class Streams {
+   public:
+    static Streams& instance() {
+        static auto* streams = new Streams;  // never destroyed: communicators may outlive static objects
+        return *streams;
+    }
+    Stream take(int device) {
+        std::lock_guard lock(mutex_);
+        std::vector<Stream>& free = free_[device];
+        if (free.empty()) return device::make_stream(device);
+        Stream stream = free.back();
+        free.pop_back();
+        return stream;
+    }
+    void give_back(int device, Stream stream) {
+        std::lock_guard lock(mutex_);
+        free_[device].push_back(stream);
+    }
+
+   private:
+    std::mutex mutex_;
+    std::map<int, std::vector<Stream>> free_;
+};
+
 class CommStream {
    public:
-    explicit CommStream(int device) : device_(device), stream_(device::make_stream(device)) {}
-    ~CommStream() { device::destroy_stream(stream_); }
+    explicit CommStream(int device) : device_(device), stream_(Streams::instance().take(device)) {}
+    ~CommStream() { Streams::instance().give_back(device_, stream_); }
     CommStream(const CommStream&) = delete;
     CommStream& operator=(const CommStream&) = delete;
 

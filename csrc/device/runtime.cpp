@@ -1,6 +1,7 @@
 #include "device/runtime.h"
 
 #include <cuda_runtime.h>
+#include <dlfcn.h>
 
 #include <cstdlib>
 #include <cstring>
@@ -12,6 +13,18 @@ namespace {
 
 cudaStream_t raw(Stream stream) { return static_cast<cudaStream_t>(stream); }
 cudaEvent_t raw_event(Event event) { return static_cast<cudaEvent_t>(event); }
+
+// Whether this process has a context on `device`. Asked of the driver that the runtime has loaded.
+bool has_context(int device) {
+    using Ask = int (*)(int device, unsigned* flags, int* active);  // cuDevicePrimaryCtxGetState
+    static const Ask ask = [] {
+        void* driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+        return driver == nullptr ? nullptr : reinterpret_cast<Ask>(dlsym(driver, "cuDevicePrimaryCtxGetState"));
+    }();
+    unsigned flags = 0;
+    int active = 0;
+    return ask == nullptr || ask(device, &flags, &active) != 0 || active != 0;
+}
 
 std::string dotted(int version) {  // 13020 -> 13.2
     return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
@@ -66,13 +79,22 @@ int exchange_current(int device) {
     return previous;
 }
 
-void set_current(int device) noexcept { cudaSetDevice(device); }
+void set_current(int device) noexcept {
+    // cudaSetDevice makes the device's context, of hundreds of megabytes. A thread that never chose a device is on 0.
+    if (has_context(device)) cudaSetDevice(device);
+}
 
 void fill_bytes(void* where, int value, int64_t num_bytes, Stream stream) {
     check(cudaMemsetAsync(where, value, static_cast<size_t>(num_bytes), raw(stream)), "filling device memory");
 }
 
 void synchronize(Stream stream) { check(cudaStreamSynchronize(raw(stream)), "waiting for the device"); }
+
+bool is_capturing(Stream stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    check(cudaStreamIsCapturing(raw(stream), &status), "asking whether a stream is captured");
+    return status != cudaStreamCaptureStatusNone;
+}
 
 Stream make_stream(int device) {
     Guard guard(device);
@@ -82,8 +104,6 @@ Stream make_stream(int device) {
     check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest), "making a stream");
     return stream;
 }
-
-void destroy_stream(Stream stream) noexcept { cudaStreamDestroy(raw(stream)); }
 
 Event make_event() {
     cudaEvent_t event = nullptr;

@@ -22,6 +22,7 @@ int num_multiprocessors(int device);
 
 // The calling thread's current device.
 int exchange_current(int device);  // returns the one before
+// Back to an earlier one; does nothing where that would make a context on a GPU that this process does not use.
 void set_current(int device) noexcept;
 
 // Makes `device` the current one until it goes out of scope.
@@ -38,10 +39,10 @@ class Guard {
 
 void fill_bytes(void* where, int value, int64_t num_bytes, Stream stream);
 void synchronize(Stream stream);
+bool is_capturing(Stream stream);  // a CUDA graph: what it is given is recorded, not done
 
 // A stream of its own, which does not wait for the legacy default stream and goes before others where the GPU is busy.
 Stream make_stream(int device);
-void destroy_stream(Stream stream) noexcept;
 
 Event make_event();
 void destroy_event(Event event);

@@ -78,7 +78,7 @@ class Bucket:
         self.flags.fill_(1.0)
         for i, grad in enumerate(grads):
             if grad is None:
-                self.flags[i] = 0.0
+                self.flags[i].zero_()  # assigning a number would copy it from the host, and wait
 
 
 def _view_like(part: torch.Tensor, param: torch.Tensor) -> torch.Tensor:

@@ -86,7 +86,10 @@ class TopKExchange:
             # A gradient that is not there counts as zeros: what is left from earlier steps still goes out.
             raw = laid_out_like(bucket.views[i].zero_() if grad is None else grad, bucket.views[i])
             finite = kernels.accumulate(sums[i], residuals[i], raw, scaling.weight / scaling.loss_scale)
-            mine.codes[i] = _UNUSED if grad is None else torch.where(finite, _USED, _NOT_FINITE)
+            if grad is None:
+                mine.codes[i].fill_(_UNUSED)  # assigning a number would copy it from the host, and wait
+            else:
+                mine.codes[i] = torch.where(finite, _USED, _NOT_FINITE)
             out = mine.values[pieces[i]], mine.indices[pieces[i]]
             kernels.topk(sums[i], k, out, threshold=self._thresholds[i], scratch=self._send_scratch)
         self._communicator.all_gather(self._everyone, self._mine)

@@ -129,7 +129,7 @@ def broadcast_state(communicator: Communicator, optimizer: torch.optim.Optimizer
         buffer = io.BytesIO()
         torch.save({"state": state, "groups": groups}, buffer)
         mine = buffer.getvalue()
-    theirs = torch.load(io.BytesIO(communicator.all_gather_bytes(mine)[src]), weights_only=False)
+    theirs = torch.load(io.BytesIO(communicator.all_gather_bytes(mine)[src]), map_location="cpu", weights_only=False)
     tensors: list[torch.Tensor] = []
     for p, skeleton in zip(params, theirs["state"], strict=True):
         if communicator.rank == src:
@@ -144,7 +144,13 @@ def broadcast_state(communicator: Communicator, optimizer: torch.optim.Optimizer
     broadcast_tensors(communicator, tensors, src)
     if communicator.rank != src:
         for group, hyperparameters in zip(optimizer.param_groups, theirs["groups"], strict=True):
-            group.update(hyperparameters)
+            group.update({key: _like(value, group.get(key)) for key, value in hyperparameters.items()})
+
+
+def _like(value: Any, old: Any) -> Any:
+    """A tensor among the hyperparameters (the learning rate of a capturable optimizer) stays where it was."""
+    both = isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor)
+    return value.to(old.device) if both else value
 
 
 class _Shape:

@@ -85,6 +85,7 @@ class Reducer:
         self._stats = {"steps": 0, "wait_seconds": 0.0}
         self._device = next((p.device for p in names.values()), torch.device("cpu"))
         self._on_gpu = any(on_gpu(p) for p in names.values())
+        self._scale_streams: set[int] = set()  # where the loss scale was computed
         self._nonfinite_steps = torch.zeros((), dtype=torch.int64, device=self._device)
         self._detached = False
         self._last_stats: dict[str, Any] = {}
@@ -271,6 +272,8 @@ class Reducer:
             # GradScaler.get_scale() would wait for the GPU; this is the same number, there.
             scaled = scaler.scale(torch.ones((), device=self._device))
             loss_scale = scaled.float() if self._on_gpu else float(scaled)
+            if self._on_gpu:
+                self._scale_streams = {self._communicator.current_stream(self._device)}
         self._scaling = Scaling(1.0 / size, loss_scale, 1.0 if self._settings.average else float(size))
 
     def _on_grad(self, slot: Slot) -> None:
@@ -330,7 +333,8 @@ class Reducer:
             lane.exchange.exchange(grads, scaling)
 
         if self._on_gpu:
-            lane.work = self._communicator.submit_on_gpu(self._device, job, grads, lane.producers)
+            producers = lane.producers | self._scale_streams
+            lane.work = self._communicator.submit_on_gpu(self._device, job, grads, producers)
             lane.producers = set()
         else:
             lane.work = self._communicator.submit(job)

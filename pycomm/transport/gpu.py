@@ -76,6 +76,7 @@ class GpuQueue:
         self._transports: dict[str, NcclTransport] = {}
         self._own_stream: Any = None
         self._kept: deque[tuple[Any, Any]] = deque()
+        self._grouped: list[Sequence[Any]] | None = None  # the arrays of an open group's operations
 
     def transport(self, algorithm: str = "native") -> NcclTransport:
         """NCCL's communicator, collectively made at first use."""
@@ -102,9 +103,14 @@ class GpuQueue:
         """Let ``operation(stream)`` enqueue something that reads and writes ``arrays``."""
         producers = list({stream_of(array) for array in arrays})
         self._drop_finished()
+        if self._grouped is not None and async_op:
+            raise ValueError("async_op=True inside a group, wanted False: the group's operations start when it ends")
         for stream in producers:
             self._stream.follow(stream)
         operation(self._stream.handle)
+        if self._grouped is not None:
+            self._grouped.append(arrays)  # also so that they live until NCCL is given the operation
+            return None
         moment = self._stream.now()
         if not async_op:
             for stream in producers:
@@ -127,8 +133,18 @@ class GpuQueue:
 
     @contextlib.contextmanager
     def grouped(self, timeout: float) -> Iterator[None]:
-        with self.transport().grouped(timeout):
-            yield
+        """As :meth:`NcclTransport.grouped`; the producers of all arrays are held back by the group as a whole."""
+        if self._grouped is not None:
+            raise RuntimeError("a group is open already on this GPU; groups do not nest")
+        transport, self._grouped = self.transport(), []
+        try:
+            with transport.grouped(timeout):
+                yield
+            moment = self._stream.now()
+            for stream in {stream_of(array) for arrays in self._grouped for array in arrays}:
+                moment.hold_back(stream)
+        finally:
+            self._grouped = None
 
     def check(self) -> None:
         """Raise what NCCL's watchdogs have found."""
@@ -139,6 +155,12 @@ class GpuQueue:
         for transport in self._transports.values():
             transport.close()
         self._transports.clear()
+        if self._own_stream is not None:
+            with contextlib.suppress(RuntimeError):  # a GPU that is lost holds nobody back
+                # What is queued on our stream may still write to memory that the caller is about to free.
+                moment = self._own_stream.now()
+                for stream in self.torch_streams():
+                    moment.hold_back(stream)
         self._kept.clear()
 
     def _drop_finished(self) -> None:

@@ -141,6 +141,17 @@ def test_every_operation(alone: pycomm.Communicator) -> None:
         alone.send(x, 0)
         alone.recv(out, 0)
     assert out.host.tolist() == list(range(6))
+    a, b = on_stream(9), on_stream(11)
+    waits()
+    with alone.group(0):
+        alone.send(a, 0)
+        alone.recv(b, 0)
+        (first, second) = waits()
+        ours = first[1]
+        assert (first, second) == ((9, ours), (11, ours))  # nobody is told to go on before the group has begun
+        with pytest.raises(ValueError, match="async_op=True inside a group"):
+            alone.all_reduce(a, async_op=True)
+    assert sorted(waits()) == [(ours, 9), (ours, 11)]
     alone.check()
     with pytest.raises(TypeError, match="op 'mean' wants a floating dtype"):
         alone.all_reduce(DeviceArray(torch.ones(3, dtype=torch.int32)), "mean")

@@ -35,7 +35,8 @@ Table upload(const std::vector<Buffer>& arrays, Workspace& workspace, Stream str
     }
     wanted.push_back({nullptr, total, DType::kF32});
     auto memory = reinterpret_cast<Entry*>(workspace.memory);
-    if (!std::equal(wanted.begin(), wanted.end(), workspace.table.begin(), workspace.table.end(), same)) {
+    bool capturing = device::is_capturing(stream);  // then it is not sent now, and has to be part of the graph
+    if (capturing || !std::equal(wanted.begin(), wanted.end(), workspace.table.begin(), workspace.table.end(), same)) {
         workspace.table.clear();  // until all of it has been sent
         for (size_t begin = 0; begin < wanted.size(); begin += kEntriesPerLaunch) {
             Chunk chunk = {};
@@ -43,7 +44,7 @@ Table upload(const std::vector<Buffer>& arrays, Workspace& workspace, Stream str
             std::copy_n(wanted.begin() + static_cast<int64_t>(begin), chunk.count, chunk.entries);
             device::launch("sending a table of arrays", write_entries, 1, stream, chunk, memory + begin);
         }
-        workspace.table = wanted;
+        if (!capturing) workspace.table = wanted;
     }
     return {memory, static_cast<int>(wanted.size()) - 1, total};
 }

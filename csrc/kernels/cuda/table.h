@@ -23,7 +23,8 @@ struct Table {
 int64_t table_bytes(size_t num_arrays);
 
 // Brings `arrays` into workspace.memory unless they are there already. Sent as arguments of a small kernel: unlike a
-// copy from the host that needs no pinned memory, and a CUDA graph keeps the values.
+// copy from the host that needs no pinned memory, and a CUDA graph keeps the values. (A workspace that a graph uses
+// belongs to that graph.)
 Table upload(const std::vector<Buffer>& arrays, Workspace& workspace, Stream stream);
 
 inline constexpr int64_t kTile = 4096;  // elements per block
