@@ -52,6 +52,7 @@ def test_a_driver_too_old(tmp_path: Path) -> None:
     asked = subprocess.run(
         [sys.executable, "-c", "import pycomm; from pycomm import _native; print(_native.cuda_devices()[1])"],
         env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
+        cwd="/",  # where the source tree does not hide the installed package
         capture_output=True,
         text=True,
         timeout=100,
