@@ -27,7 +27,7 @@ _SHARED_GPU_VERSION = (2, 30)
 _SHARED_GPU_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
-def library_paths() -> list[str]:
+def candidate_paths() -> list[str]:
     """Where Python packages have put NCCL."""
     try:
         spec = importlib.util.find_spec("nvidia.nccl")
@@ -40,7 +40,7 @@ def library_paths() -> list[str]:
 
 def nccl_version() -> tuple[str, str] | None:
     """``(version, path)`` of the NCCL that would be used; ``None`` if there is none or this build has no CUDA."""
-    return _native.nccl_version(library_paths()) if hasattr(_native, "nccl_version") else None
+    return _native.nccl_version(candidate_paths()) if hasattr(_native, "nccl_version") else None
 
 
 class NcclTransport:
@@ -77,7 +77,7 @@ class NcclTransport:
         self.rank = rank
         self.size = size
         self.device = device
-        paths = library_paths()
+        paths = candidate_paths()
         plans = _exchange(share, _plan_of(paths, device, algorithm))
         _require_agreement(plans)
         unique_id = _make_unique_id(paths, rank, share)

@@ -183,9 +183,9 @@ def test_where_packages_put_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     library = tmp_path / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
     library.parent.mkdir(parents=True)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert nccl.library_paths() == []
+    assert nccl.candidate_paths() == []
     library.write_bytes(b"")
-    assert nccl.library_paths() == [str(library)]
+    assert nccl.candidate_paths() == [str(library)]
 
 
 def test_version_for_bug_reports(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
