@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,3 +62,11 @@ def assert_replicas_equal(model: nn.Module) -> None:
 def close(actual: torch.Tensor | None, wanted: torch.Tensor, tolerance: float = 1e-12) -> None:
     assert actual is not None
     torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance)
+
+
+def rank_and_size() -> tuple[int, int]:
+    return dist.get_rank(), dist.get_world_size()
+
+
+def losses_at(step: int) -> list[Callable[[nn.Module], torch.Tensor]]:
+    return [partial(loss_of, rank=r, step=step) for r in range(dist.get_world_size())]
