@@ -14,6 +14,7 @@
 #define PYCOMM_KERNEL __global__ void __launch_bounds__(256)
 #define PYCOMM_DEVICE static __device__ __forceinline__
 #define PYCOMM_MEMBER __device__ __forceinline__
+#define PYCOMM_HOST_DEVICE static __host__ __device__ __forceinline__
 // An array in the block's shared memory, uninitialised. Once per place in the source.
 #define PYCOMM_SHARED(type, name, count) __shared__ type name[count]
 

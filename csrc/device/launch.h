@@ -15,16 +15,25 @@ void check(cudaError_t status, const char* what);
 // How many threads a kernel written for any number of them (a multiple of 32, at most kMaxThreads) gets per block.
 inline int threads_per_block() { return 256; }
 
+namespace detail {
+
+using Launcher = cudaError_t (*)(const void* kernel, dim3 blocks, dim3 threads, void** arguments, size_t shared_bytes,
+                                 cudaStream_t stream);
+
+template <class... Parameters>
+void launch_by(Launcher how, const char* name, void (*kernel)(Parameters...), int64_t blocks, Stream stream,
+               Parameters... parameters) {
+    void* pointers[] = {&parameters...};
+    check(how(reinterpret_cast<const void*>(kernel), dim3(static_cast<unsigned>(blocks)),
+              dim3(static_cast<unsigned>(threads_per_block())), pointers, 0, static_cast<cudaStream_t>(stream)),
+          name);
+}
+
+}  // namespace detail
+
 template <class... Parameters, class... Arguments>
 void launch(const char* name, void (*kernel)(Parameters...), int64_t blocks, Stream stream, Arguments... arguments) {
-    auto pass = [&](Parameters... parameters) {
-        void* pointers[] = {&parameters...};
-        check(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(static_cast<unsigned>(blocks)),
-                               dim3(static_cast<unsigned>(threads_per_block())), pointers, 0,
-                               static_cast<cudaStream_t>(stream)),
-              name);
-    };
-    pass(static_cast<Parameters>(arguments)...);
+    detail::launch_by<Parameters...>(cudaLaunchKernel, name, kernel, blocks, stream, arguments...);
 }
 
 // How many blocks of `kernel` run at once on the current device: what a kernel with grid barriers may be given.
@@ -42,14 +51,7 @@ int max_resident_blocks(const char* name, void (*kernel)(Parameters...)) {
 template <class... Parameters, class... Arguments>
 void launch_together(const char* name, void (*kernel)(Parameters...), int64_t blocks, Stream stream,
                      Arguments... arguments) {
-    auto pass = [&](Parameters... parameters) {
-        void* pointers[] = {&parameters...};
-        check(cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(kernel), dim3(static_cast<unsigned>(blocks)),
-                                          dim3(static_cast<unsigned>(threads_per_block())), pointers, 0,
-                                          static_cast<cudaStream_t>(stream)),
-              name);
-    };
-    pass(static_cast<Parameters>(arguments)...);
+    detail::launch_by<Parameters...>(cudaLaunchCooperativeKernel, name, kernel, blocks, stream, arguments...);
 }
 
 }  // namespace pycomm::device

@@ -67,7 +67,7 @@ void accumulate(const Buffer& acc, const Buffer* residual, const Buffer& grad, S
                 Stream stream) {
     if (finite != nullptr) device::fill_bytes(finite, 1, 1, stream);
     if (acc.count == 0) return;
-    with_kernel_type(grad.dtype, [&](auto* type) {
+    with_float_type(grad.dtype, [&](auto* type) {
         using Grad = std::remove_pointer_t<decltype(type)>;
         using Acc = Wide<Grad>;
         int64_t per_block = device::threads_per_block() * kPerThread * static_cast<int64_t>(16 / sizeof(Acc));

@@ -131,9 +131,11 @@ PYCOMM_DEVICE bool convert_segment(const char* src, char* dst, int64_t count, Wi
     return finite;
 }
 
-// Calls f with a null pointer of the floating element type.
+// Calls f with a null pointer of the floating element type: in kernels, and in launchers, whose f is for the host alone
+// (which the compiler would otherwise complain of).
+#pragma nv_exec_check_disable
 template <class F>
-PYCOMM_DEVICE void with_float_type(DType dtype, F&& f) {
+PYCOMM_HOST_DEVICE void with_float_type(DType dtype, F&& f) {
     switch (dtype) {
         case DType::kF16:
             return f(static_cast<F16*>(nullptr));

@@ -44,7 +44,7 @@ void pack(const std::vector<Buffer>& srcs, const Buffer& out, Scale scale, bool*
     if (finite != nullptr) device::fill_bytes(finite, 1, 1, stream);
     if (out.count == 0) return;
     Table table = upload(srcs, workspace, stream);
-    with_kernel_type(out.dtype, [&](auto* type) {
+    with_float_type(out.dtype, [&](auto* type) {
         using Flat = std::remove_pointer_t<decltype(type)>;
         device::launch("pack", pack_kernel<Flat>, blocks_for(table.total, kTile), stream, table, out.bytes(), scale,
                        finite, unless);
@@ -54,7 +54,7 @@ void pack(const std::vector<Buffer>& srcs, const Buffer& out, Scale scale, bool*
 void unpack(const Buffer& flat, const std::vector<Buffer>& outs, Scale scale, Workspace& workspace, Stream stream) {
     if (flat.count == 0) return;
     Table table = upload(outs, workspace, stream);
-    with_kernel_type(flat.dtype, [&](auto* type) {
+    with_float_type(flat.dtype, [&](auto* type) {
         using Flat = std::remove_pointer_t<decltype(type)>;
         device::launch("unpack", unpack_kernel<Flat>, blocks_for(table.total, kTile), stream, flat.bytes(), table,
                        scale);

@@ -107,7 +107,7 @@ int64_t topk_workspace_bytes(const Buffer& x, int64_t k) { return Layout(x, k).n
 void topk(const Buffer& x, int64_t k, const Buffer& values, int32_t* indices, float* threshold, Workspace& workspace,
           Stream stream) {
     workspace.table.clear();  // overwritten
-    with_kernel_type(x.dtype, [&](auto* type) {
+    with_float_type(x.dtype, [&](auto* type) {
         launch_topk<std::remove_pointer_t<decltype(type)>>(x, k, values, indices, threshold, workspace, stream);
     });
 }

@@ -11,6 +11,7 @@
 #define PYCOMM_KERNEL static void
 #define PYCOMM_DEVICE static inline
 #define PYCOMM_MEMBER inline
+#define PYCOMM_HOST_DEVICE static inline
 #define PYCOMM_SHARED(type, name, count) \
     type* const name = static_cast<type*>(emulator::shared(__FILE__, __LINE__, sizeof(type) * (count)))
 
