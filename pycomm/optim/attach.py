@@ -58,36 +58,56 @@ def attach(
         TypeError, ValueError: an argument is wrong, or ranks differ in names, shapes, dtypes, order
             or settings (on every rank, naming the first difference).
     """
-    module = model_or_named_parameters if isinstance(model_or_named_parameters, torch.nn.Module) else None
     problem: Exception | None = None
     try:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer is a {type(optimizer).__name__}, wanted a torch.optim.Optimizer")
-        settings = Settings(
-            compression=NoCompression() if compression is None else _method(compression),
-            bucket_bytes=int(_positive("bucket_mb", bucket_mb) * 2**20),
-            accumulate=_count("accumulate", accumulate),
-            average=average,
-            loss_scaler=_scaler(loss_scaler),
-        )
-        names = names_of(optimizer, model_or_named_parameters)
-        check_parameters(names)
-        refuse_second_attach(names)
+        settings = _settings(compression, bucket_mb, accumulate, average, loss_scaler)
+        names = _names(optimizer, model_or_named_parameters)
     except (TypeError, ValueError) as error:
         problem = error  # told to the others first: they are on their way to the same rendezvous
     communicator = Communicator(process_group, seconds_of(timeout))
     try:
         _share_problem(communicator, problem)
-        check_same_lines(communicator, settings.lines(), "setting")
-        lines = [f"{name}: {looks(p)}{'' if p.requires_grad else ' frozen'}" for name, p in names.items()]
-        check_same_lines(communicator, lines, "parameter")
-        tensors = list(names.values()) if module is None else [*module.parameters(), *module.buffers()]
-        broadcast_tensors(communicator, tensors, src=0)
-        broadcast_state(communicator, optimizer, src=0)
+        module = model_or_named_parameters if isinstance(model_or_named_parameters, torch.nn.Module) else None
+        _make_equal(communicator, optimizer, names, module, settings)
         return Reducer(optimizer, names, module, communicator, settings)
     except BaseException:
         communicator.close()
         raise
+
+
+def _settings(compression: Any, bucket_mb: float, accumulate: int, average: bool, loss_scaler: Any) -> Settings:
+    return Settings(
+        compression=NoCompression() if compression is None else _method(compression),
+        bucket_bytes=int(_positive("bucket_mb", bucket_mb) * 2**20),
+        accumulate=_count("accumulate", accumulate),
+        average=average,
+        loss_scaler=_scaler(loss_scaler),
+    )
+
+
+def _names(optimizer: Any, model_or_named_parameters: Any) -> dict[str, torch.Tensor]:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}, wanted a torch.optim.Optimizer")
+    names = names_of(optimizer, model_or_named_parameters)
+    check_parameters(names)
+    refuse_second_attach(names)
+    return names
+
+
+def _make_equal(
+    communicator: Communicator,
+    optimizer: torch.optim.Optimizer,
+    names: dict[str, torch.Tensor],
+    module: torch.nn.Module | None,
+    settings: Settings,
+) -> None:
+    """Refuse ranks that differ in what must be given alike; then give all of them what rank 0 has."""
+    check_same_lines(communicator, settings.lines(), "setting")
+    lines = [f"{name}: {looks(p)}{'' if p.requires_grad else ' frozen'}" for name, p in names.items()]
+    check_same_lines(communicator, lines, "parameter")
+    tensors = list(names.values()) if module is None else [*module.parameters(), *module.buffers()]
+    broadcast_tensors(communicator, tensors, src=0)
+    broadcast_state(communicator, optimizer, src=0)
 
 
 def _share_problem(communicator: Communicator, problem: Exception | None) -> None:
