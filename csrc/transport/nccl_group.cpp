@@ -39,39 +39,28 @@ NcclGroup::~NcclGroup() {
     if (!watch_->thread.joinable()) delete watch_;
 }
 
-const char* NcclGroup::name_of(Kind kind) {
-    constexpr const char* kNames[] = {"all_reduce", "reduce_scatter", "all_gather", "broadcast", "send", "recv"};
-    return kNames[static_cast<int>(kind)];
-}
-
-const char* NcclGroup::function_of(Kind kind) {
-    constexpr const char* kFunctions[] = {"ncclAllReduce", "ncclReduceScatter", "ncclAllGather",
-                                          "ncclBroadcast", "ncclSend",          "ncclRecv"};
-    return kFunctions[static_cast<int>(kind)];
-}
-
 void NcclGroup::all_reduce(const Buffer& x, ReduceOp op, Stream stream, double timeout) {
-    submit({Kind::kAllReduce, x.data, x.data, x.count, x.dtype, nccl::code_of(op), stream}, timeout);
+    submit({nccl::Kind::kAllReduce, x.data, x.data, x.count, x.dtype, nccl::code_of(op), stream}, timeout);
 }
 
 void NcclGroup::reduce_scatter(const Buffer& out, const Buffer& x, ReduceOp op, Stream stream, double timeout) {
-    submit({Kind::kReduceScatter, x.data, out.data, out.count, x.dtype, nccl::code_of(op), stream}, timeout);
+    submit({nccl::Kind::kReduceScatter, x.data, out.data, out.count, x.dtype, nccl::code_of(op), stream}, timeout);
 }
 
 void NcclGroup::all_gather(const Buffer& out, const Buffer& x, Stream stream, double timeout) {
-    submit({Kind::kAllGather, x.data, out.data, x.count, x.dtype, 0, stream}, timeout);
+    submit({nccl::Kind::kAllGather, x.data, out.data, x.count, x.dtype, 0, stream}, timeout);
 }
 
 void NcclGroup::broadcast(const Buffer& x, int src, Stream stream, double timeout) {
-    submit({Kind::kBroadcast, x.data, x.data, x.count, x.dtype, src, stream}, timeout);
+    submit({nccl::Kind::kBroadcast, x.data, x.data, x.count, x.dtype, src, stream}, timeout);
 }
 
 void NcclGroup::send(const Buffer& x, int dst, Stream stream, double timeout) {
-    submit({Kind::kSend, x.data, nullptr, x.count, x.dtype, dst, stream}, timeout);
+    submit({nccl::Kind::kSend, x.data, nullptr, x.count, x.dtype, dst, stream}, timeout);
 }
 
 void NcclGroup::recv(const Buffer& x, int src, Stream stream, double timeout) {
-    submit({Kind::kRecv, nullptr, x.data, x.count, x.dtype, src, stream}, timeout);
+    submit({nccl::Kind::kRecv, nullptr, x.data, x.count, x.dtype, src, stream}, timeout);
 }
 
 void NcclGroup::group_start() {
@@ -99,12 +88,12 @@ void NcclGroup::group_abandon() {
     group_is_open_ = false;
 }
 
-void NcclGroup::submit(const Operation& operation, double timeout) {
-    std::string name = name_of(operation.kind);
+void NcclGroup::submit(const nccl::Operation& operation, double timeout) {
+    std::string name = nccl::name_of(operation.kind);
     require_own_process(name);
     std::lock_guard order(order_);
     if (!group_is_open_) {
-        bool to_peer = operation.kind == Kind::kSend || operation.kind == Kind::kRecv;
+        bool to_peer = operation.kind == nccl::Kind::kSend || operation.kind == nccl::Kind::kRecv;
         if (to_peer && operation.argument == rank()) {
             throw ArgumentError(
                 format("%s: rank %d is this rank itself, wanted another, or a group with both the send "
@@ -125,7 +114,8 @@ void NcclGroup::submit(const Operation& operation, double timeout) {
 void NcclGroup::launch(const std::string& name, double timeout) {
     double started = monotonic_seconds();
     device::Guard guard(device());
-    std::erase_if(queued_, [](const Operation& operation) { return operation.count == 0; });  // on every rank alike
+    std::erase_if(queued_,
+                  [](const nccl::Operation& operation) { return operation.count == 0; });  // on every rank alike
     const char* function = nullptr;
     nccl::Result result = nccl::kSuccess;
     try {
@@ -135,53 +125,12 @@ void NcclGroup::launch(const std::string& name, double timeout) {
         start_watchdog();
         provide_event();
         busy_ = true;
-        result = issue_queued(&function);
+        result = nccl::issue(library_, comm_, queued_, &function);
     } catch (const DeviceError& error) {
         fail(name, started, error.what());
     }
     await(result, function, name, started, timeout);
     track(name, queued_.front().stream, started, timeout);
-}
-
-nccl::Result NcclGroup::issue_queued(const char** function) const {
-    if (queued_.size() == 1) {
-        *function = function_of(queued_.front().kind);
-        return issue(queued_.front());
-    }
-    *function = "ncclGroupStart";
-    nccl::Result result = library_.group_start();
-    if (result != nccl::kSuccess) return result;
-    for (const Operation& operation : queued_) {
-        *function = function_of(operation.kind);
-        result = issue(operation);
-        if (result == nccl::kSuccess || result == nccl::kInProgress) continue;
-        library_.group_end();  // or this thread's later calls, those that abort among them, would only be collected
-        return result;
-    }
-    *function = "ncclGroupEnd";
-    return library_.group_end();
-}
-
-nccl::Result NcclGroup::issue(const Operation& operation) const {
-    auto count = static_cast<size_t>(operation.count);
-    int dtype = nccl::code_of(operation.dtype);
-    const void* in = operation.in;
-    void* out = operation.out;
-    switch (operation.kind) {
-        case Kind::kAllReduce:
-            return library_.all_reduce(in, out, count, dtype, operation.argument, comm_, operation.stream);
-        case Kind::kReduceScatter:
-            return library_.reduce_scatter(in, out, count, dtype, operation.argument, comm_, operation.stream);
-        case Kind::kAllGather:
-            return library_.all_gather(in, out, count, dtype, comm_, operation.stream);
-        case Kind::kBroadcast:
-            return library_.broadcast(in, out, count, dtype, operation.argument, comm_, operation.stream);
-        case Kind::kSend:
-            return library_.send(in, count, dtype, operation.argument, comm_, operation.stream);
-        case Kind::kRecv:
-            return library_.recv(out, count, dtype, operation.argument, comm_, operation.stream);
-    }
-    return nccl::kInvalidArgument;
 }
 
 // Until NCCL has got under way what it was given. Only then may an event be recorded behind it.

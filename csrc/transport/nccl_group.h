@@ -29,6 +29,7 @@
 #include "base/error.h"
 #include "device/stream.h"
 #include "transport/nccl_init.h"
+#include "transport/nccl_operation.h"
 
 namespace pycomm {
 
@@ -69,29 +70,14 @@ class NcclGroup {
     void close(const std::string& why);
 
    private:
-    enum class Kind { kAllReduce, kReduceScatter, kAllGather, kBroadcast, kSend, kRecv };
-    struct Operation {
-        Kind kind;
-        const void* in;
-        void* out;
-        int64_t count;
-        DType dtype;
-        int argument;  // the reduction, the root or the peer
-        Stream stream;
-    };
     struct Pending {
         Event event;
         std::string name;
         double started, timeout;
     };
 
-    static const char* name_of(Kind kind);
-    static const char* function_of(Kind kind);
-
-    void submit(const Operation& operation, double timeout);
+    void submit(const nccl::Operation& operation, double timeout);
     void launch(const std::string& name, double timeout);
-    nccl::Result issue(const Operation& operation) const;
-    nccl::Result issue_queued(const char** function) const;
     void await(nccl::Result result, const char* function, const std::string& name, double started, double timeout);
     void track(const std::string& name, Stream stream, double started, double timeout);
     void start_watchdog();
@@ -122,7 +108,7 @@ class NcclGroup {
     pid_t pid_;
 
     std::mutex order_;
-    std::vector<Operation> queued_;
+    std::vector<nccl::Operation> queued_;
     bool group_is_open_ = false;
 
     Watch* const watch_;
