@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
 from tests.ranks import RankPool
@@ -43,6 +44,14 @@ def rank_pools() -> Iterator[Callable[[int], RankPool]]:
 @pytest.fixture
 def two_ranks(rank_pools: Callable[[int], RankPool]) -> RankPool:
     return rank_pools(2)
+
+
+@pytest.fixture
+def one_rank_group() -> Iterator[None]:
+    """torch.distributed with this process as its only rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import pycomm
 from pycomm import kernels
@@ -104,14 +103,10 @@ def test_faults_surface_at_the_call_that_caused_them(monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture
-def alone(fake_nccl: None) -> Iterator[pycomm.Communicator]:
+def alone(fake_nccl: None, one_rank_group: None) -> Iterator[pycomm.Communicator]:
     """A communicator of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with pycomm.Communicator(timeout=20) as communicator:
-            yield communicator
-    finally:
-        dist.destroy_process_group()
+    with pycomm.Communicator(timeout=20) as communicator:
+        yield communicator
 
 
 def test_collectives_run_between_what_the_array_was_given_and_will_be(alone: pycomm.Communicator) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,20 +20,13 @@ __all__ = ["sharing"]
 pytestmark = [requires_cuda, requires_nccl]
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def gpu_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     """As ``loss_of``, there."""
     x = torch.randn(64, 12, generator=torch.Generator().manual_seed(100 * step + rank)).cuda()
     return (model(x) ** 2).mean()
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank_group")
 @pytest.mark.parametrize("compression", [pycomm.TopK(1.0), pycomm.TopK(0.1)])
 def test_backward_does_not_wait(compression: Any) -> None:
     """Also with a loss scale, autocast and overflow; TopK is at work with one rank too."""
@@ -59,7 +52,7 @@ def test_backward_does_not_wait(compression: Any) -> None:
             assert bool(torch.isfinite(entry["residual"]).all())
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank_group")
 def test_everything_sent_is_the_plain_gradient() -> None:
     model = make_model(dtype=torch.float32).cuda()
     plain = make_model(dtype=torch.float32).cuda()
@@ -99,7 +92,7 @@ def test_two_ranks(sharing: RankPool, compression: Any, tolerance: float) -> Non
     sharing.run(train, compression, tolerance)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank_group")
 def test_cpu_and_gpu_parameters_together_are_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).cuda())
     with pytest.raises(ValueError, match=r"parameter '1.weight' is on device cuda:0, others on cpu"):

@@ -27,14 +27,10 @@ requires_shared_gpu = pytest.mark.skipif(version() < (2, 30), reason="needs NCCL
 
 
 @pytest.fixture
-def alone() -> Iterator[pycomm.Communicator]:
+def alone(one_rank_group: None) -> Iterator[pycomm.Communicator]:
     """A communicator of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with pycomm.Communicator(timeout=60) as communicator:
-            yield communicator
-    finally:
-        dist.destroy_process_group()
+    with pycomm.Communicator(timeout=60) as communicator:
+        yield communicator
 
 
 @pytest.fixture
