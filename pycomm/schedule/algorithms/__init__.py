@@ -1,0 +1,120 @@
+"""All-reduce algorithms by name. One file per algorithm: idea, source, steps, bytes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from pycomm.schedule.algorithms.binary_blocks import binary_blocks
+from pycomm.schedule.algorithms.circulant import circulant
+from pycomm.schedule.algorithms.direct import direct
+from pycomm.schedule.algorithms.double_tree import double_tree
+from pycomm.schedule.algorithms.halving_doubling import halving_doubling
+from pycomm.schedule.algorithms.hierarchical import hierarchical
+from pycomm.schedule.algorithms.recursive_doubling import recursive_doubling
+from pycomm.schedule.algorithms.ring import ring
+from pycomm.schedule.algorithms.torus import torus
+from pycomm.schedule.table import Schedule, require_ranks
+
+_FLAT: dict[str, Callable[..., Schedule]] = {
+    "ring": ring,
+    "recursive_doubling": recursive_doubling,
+    "halving_doubling": halving_doubling,
+    "binary_blocks": binary_blocks,
+    "circulant": circulant,
+    "double_tree": double_tree,
+    "direct": direct,
+}
+"""Made from the number of ranks; in parentheses may follow what comes second."""
+
+_GRID: dict[str, Callable[..., Schedule]] = {"torus": torus, "hierarchical": hierarchical}
+"""Made from two factors of it."""
+
+_SECOND = ("circulant", "double_tree")
+_PATTERN = re.compile(r"(\w+)(?:\((.*)\))?")
+
+
+def names() -> list[str]:
+    """The all-reduce algorithms that :func:`by_name` knows."""
+    return [*_FLAT, *_GRID]
+
+
+def by_name(name: str, num_ranks: int, per_host: int | None = None) -> Schedule:
+    """The all-reduce ``name`` among ``num_ranks`` ranks.
+
+    Parameters may follow in parentheses, as in the name that a schedule has: "double_tree(64)",
+    "circulant(8)", "torus(8,4)", "hierarchical(4,8)", "torus(8,4,ring,circulant)". Without them a grid
+    has rows, or groups, of ``per_host`` ranks; without that, as square as the factors allow.
+
+    Raises:
+        ValueError: no such name, ``num_ranks`` < 1, or the ranks do not factor like that.
+    """
+    num_ranks = require_ranks(num_ranks)
+    match = _PATTERN.fullmatch(name.strip()) if isinstance(name, str) else None
+    base = match[1] if match else None
+    if match is None or base not in names():
+        raise ValueError(f"algorithm is {name!r}, wanted one of {', '.join(names())}")
+    words = [word.strip() for word in _split(match[2])] if match[2] else []
+    if base in _GRID:
+        return _grid(base, num_ranks, per_host, words)
+    if len(words) > (base in _SECOND):
+        raise ValueError(f"algorithm is {name!r}: {base} takes {'one parameter' if base in _SECOND else 'none'}")
+    return _FLAT[base](num_ranks, *(_number(word, name) for word in words))
+
+
+def _grid(base: str, num_ranks: int, per_host: int | None, words: list[str]) -> Schedule:
+    if not words:
+        size = most_square(num_ranks) if per_host is None else per_host
+        size = require_ranks(size, "per_host")
+        if num_ranks % size:
+            raise ValueError(f"{num_ranks} ranks do not factor into groups of {size}")
+        return torus(size, num_ranks // size) if base == "torus" else hierarchical(num_ranks // size, size)
+    text = f"{base}({','.join(words)})"
+    if len(words) not in (2, 4):
+        raise ValueError(f"algorithm is {text!r}, wanted two factors, and after them nothing or two names")
+    first, second = (_number(word, text) for word in words[:2])
+    if first * second != num_ranks:
+        raise ValueError(f"algorithm is {text!r}, but {first} x {second} is not {num_ranks}, the number of ranks")
+    if len(words) == 2:
+        return _GRID[base](first, second)
+    inner = words[3]
+    return _GRID[base](first, second, words[2], lambda size: by_name(inner, size))
+
+
+def most_square(num_ranks: int) -> int:
+    """The largest divisor up to the square root."""
+    return max(d for d in range(1, int(num_ranks**0.5) + 1) if num_ranks % d == 0)
+
+
+def _split(text: str) -> list[str]:
+    """At commas outside parentheses."""
+    words, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and depth == 0:
+            words.append("")
+        else:
+            words[-1] += letter
+    return words
+
+
+def _number(word: str, name: str) -> int:
+    if not re.fullmatch("[0-9]{1,9}", word) or int(word) < 1:
+        raise ValueError(f"algorithm is {name!r}: {word!r} is no whole number of at least 1")
+    return int(word)
+
+
+__all__ = [
+    "binary_blocks",
+    "by_name",
+    "circulant",
+    "direct",
+    "double_tree",
+    "halving_doubling",
+    "hierarchical",
+    "most_square",
+    "names",
+    "recursive_doubling",
+    "ring",
+    "torus",
+]

@@ -1,0 +1,79 @@
+"""Binary blocks: the ranks in groups of 2^m, one for every binary digit of P.
+
+P = 600 is blocks of 512, 64, 16 and 8. Each block reduce-scatters within itself by halving. Then, from
+the smallest block up, every rank hands the parts of its piece to those ranks of the next larger block
+that own them. The largest block ends with the sums, which come back down the same way while every
+block all-gathers by doubling.
+
+Steps 2 floor(lg P) + 1 (a rank's messages of one round count as one step), over all ranks exactly
+2(P - 1)n bytes, no rank sends more than 2n. On the critical path, if ports were taken in the best order:
+2n where the blocks are few, up to 4n at P = 2^m - 1, where every block waits for the next smaller one; in
+the order of the table more, up to 3n, where a single rank serves a whole block, message after message, as
+at 2^m + 1. circulant.py has neither weakness.
+
+Rabenseifner, "Optimization of collective reduction operations", ICCS 2004; Thakur et al. 2005, section 4.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from pycomm.schedule.algorithms.folding import core_size
+from pycomm.schedule.algorithms.halving_doubling import doubling, halving, piece_begin
+from pycomm.schedule.table import COPY, REDUCE, Round, Schedule, delayed, embed, require_ranks, together
+
+
+def blocks_of(num_ranks: int) -> list[tuple[int, int]]:
+    """(first rank, size), the largest first."""
+    blocks, first = [], 0
+    while first < num_ranks:
+        size = core_size(num_ranks - first)
+        blocks.append((first, size))
+        first += size
+    return blocks
+
+
+def binary_blocks(num_ranks: int) -> Schedule:
+    """All-reduce by binary blocks.
+
+    Raises:
+        ValueError: ``num_ranks`` < 1.
+    """
+    num_ranks = require_ranks(num_ranks)
+    return Schedule("binary_blocks", num_ranks, core_size(num_ranks), lambda: _generate(num_ranks))
+
+
+def _generate(num_ranks: int) -> Iterator[Round]:
+    blocks = blocks_of(num_ranks)
+    chunks = blocks[0][1]
+    up, down, gathers = [], [], []
+    for number, (first, size) in enumerate(blocks):
+        members = first + np.arange(size)[None, :]
+        rounds = embed(halving(size), members, 0, chunks // size)
+        if number > 0:
+            # Rounds 0 ... lg size - 1 reduce within the larger block; then it can take what the smaller has.
+            larger = blocks[number - 1]
+            up.append(delayed(_between(larger, (first, size), chunks, REDUCE), larger[1].bit_length() - 1))
+            down.append(delayed(_between(larger, (first, size), chunks, COPY), number - 1))
+        up.append(rounds)
+        # A block has its sums one round after the next larger one.
+        gathers.append(delayed(embed(doubling(size), members, 0, chunks // size), number))
+    yield from together(*up)
+    # What smaller blocks wait for goes ahead of what a block's own ranks tell each other.
+    yield from together(*down, *gathers)
+
+
+def _between(larger: tuple[int, int], smaller: tuple[int, int], chunks: int, op: int) -> Iterator[Round]:
+    """One round: every owner in one block to those in the other; REDUCE goes up, COPY comes down."""
+    first, size = larger
+    width = chunks // size
+    begin = piece_begin(size, size) * width
+    owner = np.argsort(piece_begin(smaller[1], smaller[1]))[begin // (chunks // smaller[1])] + smaller[0]
+    order = np.lexsort((begin, owner))  # rank by rank of the smaller block, its piece from the front
+    inside, outside, begin = (first + np.arange(size))[order], owner[order], begin[order]
+    if op == REDUCE:
+        yield Round.of(outside, inside, begin, width, op)
+    else:
+        yield Round.of(inside, outside, begin, width, op)

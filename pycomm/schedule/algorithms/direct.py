@@ -1,0 +1,53 @@
+"""Direct: every rank reduces one chunk of everybody's arrays and gives the result to everybody.
+
+Steps 2, bytes 2n(P - 1)/P, but 2(P - 1) messages per rank: for ranks that reach each other's memory, or
+few of them. The shared-memory transport's own all-reduce ("native") does this without messages: each
+input is read once and each output written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from pycomm.schedule.table import COPY, REDUCE, Round, Schedule, every_rank_owns_one, require_ranks
+
+
+def direct(num_ranks: int) -> Schedule:
+    """All-reduce in two rounds.
+
+    Raises:
+        ValueError: ``num_ranks`` < 1.
+    """
+    num_ranks = require_ranks(num_ranks)
+
+    def generate() -> Iterator[Round]:
+        yield from _round(num_ranks, REDUCE)
+        yield from _round(num_ranks, COPY)
+
+    return Schedule("direct", num_ranks, num_ranks, generate, turns=True)
+
+
+def direct_reduce_scatter(num_ranks: int) -> Schedule:
+    """The first round: rank r ends with the sum of chunk r."""
+    num_ranks = require_ranks(num_ranks)
+    owners = every_rank_owns_one(num_ranks)
+    return Schedule(
+        "direct_reduce_scatter", num_ranks, num_ranks, lambda: _round(num_ranks, REDUCE), "reduce_scatter", owners
+    )
+
+
+def direct_all_gather(num_ranks: int) -> Schedule:
+    """The second round: chunk r of rank r goes to all."""
+    num_ranks = require_ranks(num_ranks)
+    owners = every_rank_owns_one(num_ranks)
+    return Schedule("direct_all_gather", num_ranks, num_ranks, lambda: _round(num_ranks, COPY), "all_gather", owners)
+
+
+def _round(num_ranks: int, op: int) -> Iterator[Round]:
+    if num_ranks > 1:
+        # Shift by shift: whatever the order of the table, no two of one shift want the same port.
+        src = np.tile(np.arange(num_ranks), num_ranks - 1)
+        dst = (src + np.repeat(np.arange(1, num_ranks), num_ranks)) % num_ranks
+        yield Round.of(src, dst, dst if op == REDUCE else src, 1, op)

@@ -1,0 +1,111 @@
+"""Double binary tree: two trees reduce and broadcast half of the array each, in a pipeline of pieces.
+
+A binary tree alone leaves half of the ranks, its leaves, without anything to send down. Of two trees in
+which no rank is an inner node twice, each takes half of the array, and every rank has about the same to
+do. While a piece comes down, the next ones go up.
+
+Steps 2h + pieces - 1 with h = floor(lg P). In a step a rank sends and receives up to four pieces of
+n / (2 pieces) bytes: up and down, in either tree. As in the source, the edges of both trees are coloured
+with two colours so that a rank sends at most one and receives at most one of each colour; taken colour by
+colour, nobody waits for a port. Bytes on the critical path at most 2n (1 + (2h - 1) / pieces), messages
+4 (2h + pieces - 1): a ring's bytes where the pieces are many, a tree's steps where they are few.
+
+Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel
+Computing 35(12), 2009.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from pycomm.schedule.table import COPY, REDUCE, Ints, Round, Schedule, concatenate, require_ranks
+
+DEFAULT_PIECES = 16
+
+
+def double_tree(num_ranks: int, pieces: int = DEFAULT_PIECES) -> Schedule:
+    """All-reduce by two trees; ``pieces`` of each tree's half go through the pipeline.
+
+    Raises:
+        ValueError: ``num_ranks`` or ``pieces`` < 1.
+    """
+    num_ranks = require_ranks(num_ranks)
+    pieces = require_ranks(pieces, "pieces")
+    name = "double_tree" if pieces == DEFAULT_PIECES else f"double_tree({pieces})"
+    return Schedule(name, num_ranks, 2 * pieces, lambda: _generate(num_ranks, pieces))
+
+
+def trees_of(num_ranks: int) -> list[Ints]:
+    """Two arrays: each rank's parent, -1 for the root. No rank has children in both."""
+    parent = np.array([_parent(place, num_ranks) - 1 for place in range(1, num_ranks + 1)])
+    # The second tree is the mirror image. Of an odd number the last rank is a leaf and stays where it is.
+    paired = num_ranks - num_ranks % 2
+    mirror = np.concatenate([np.arange(paired)[::-1], np.arange(paired, num_ranks)])
+    mirrored = np.full(num_ranks, -1)
+    mirrored[mirror] = np.where(parent < 0, -1, mirror[parent])
+    return [parent, mirrored]
+
+
+def _parent(place: int, num_places: int) -> int:
+    """Of ``place`` in the tree whose nodes, from left to right, are 1 ... ``num_places``; 0 for the root.
+
+    A node's height is the number of zeros at the end of ``place``: odd places are leaves.
+    """
+    bit = place & -place
+    above = (place ^ bit) | (bit << 1)
+    return above if above <= num_places else place ^ bit
+
+
+def _depths(parent: Ints) -> Ints:
+    depth = np.zeros(len(parent), np.int64)
+    node = parent.copy()
+    while (node >= 0).any():
+        depth += node >= 0
+        node = np.where(node >= 0, parent[node], -1)
+    return depth
+
+
+def _colours(trees: list[Ints]) -> list[Ints]:
+    """By tree and child: 0 or 1, different for a rank's two parents, and for its two children in a tree."""
+    edges = [(tree, child) for tree, parent in enumerate(trees) for child in np.flatnonzero(parent >= 0).tolist()]
+    neighbours: dict[tuple[int, int], list[tuple[int, int]]] = {edge: [] for edge in edges}
+    ends: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    for tree, child in edges:
+        for end in (("sends", child), ("receives", int(trees[tree][child]))):
+            for other in ends.setdefault(end, []):
+                neighbours[other].append((tree, child))
+                neighbours[tree, child].append(other)
+            ends[end].append((tree, child))
+    # Two edges at each end at most: paths, and cycles of even length, as ends that send and receive alternate.
+    colour: dict[tuple[int, int], int] = {}
+    for edge in edges:
+        stack = [(edge, 0)] if edge not in colour else []
+        while stack:
+            at, wanted = stack.pop()
+            if at not in colour:
+                colour[at] = wanted
+                stack += [(other, 1 - wanted) for other in neighbours[at]]
+    return [
+        np.array([colour.get((tree, child), 0) for child in range(len(parent))]) for tree, parent in enumerate(trees)
+    ]
+
+
+def _generate(num_ranks: int, pieces: int) -> Iterator[Round]:
+    trees = trees_of(num_ranks)
+    depths = [_depths(parent) for parent in trees]
+    colours = _colours(trees)
+    height = max(int(depth.max()) for depth in depths)
+    for step in range(2 * height + pieces - 1 if height else 0):
+        edges = []
+        for colour, op, number in itertools.product((0, 1), (REDUCE, COPY), (0, 1)):
+            parent, depth = trees[number], depths[number]
+            child = np.flatnonzero((parent >= 0) & (colours[number] == colour))
+            piece = step - height + (depth[child] if op == REDUCE else 1 - depth[child])
+            active = (piece >= 0) & (piece < pieces)
+            below, above = child[active], parent[child[active]]
+            src, dst = (below, above) if op == REDUCE else (above, below)
+            edges.append(Round.of(src, dst, number * pieces + piece[active], 1, op))
+        yield concatenate(edges)

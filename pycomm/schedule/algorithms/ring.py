@@ -1,0 +1,63 @@
+"""Ring: every rank passes chunks on to its right neighbour.
+
+Reduce-scatter: P - 1 rounds in which a chunk's sum travels around the ring and grows; all-gather:
+P - 1 rounds in which the finished sums do. All ports are busy all the time, with neighbours only.
+
+Steps 2(P - 1), bytes 2n(P - 1)/P: the least possible, for any P. Best for large arrays on few ranks.
+
+Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", Journal of
+Parallel and Distributed Computing 69(2), 2009.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from pycomm.schedule.table import COPY, REDUCE, Round, Schedule, every_rank_owns_one, require_ranks
+
+
+def ring(num_ranks: int) -> Schedule:
+    """All-reduce around a ring.
+
+    Raises:
+        ValueError: ``num_ranks`` < 1.
+    """
+    num_ranks = require_ranks(num_ranks)
+
+    def generate() -> Iterator[Round]:
+        yield from _reduce_scatter(num_ranks)
+        yield from _all_gather(num_ranks)
+
+    return Schedule("ring", num_ranks, num_ranks, generate, turns=True)
+
+
+def ring_reduce_scatter(num_ranks: int) -> Schedule:
+    """The first half: rank r ends with the sum of chunk r."""
+    num_ranks = require_ranks(num_ranks)
+    owners = every_rank_owns_one(num_ranks)
+    return Schedule(
+        "ring_reduce_scatter", num_ranks, num_ranks, lambda: _reduce_scatter(num_ranks), "reduce_scatter", owners
+    )
+
+
+def ring_all_gather(num_ranks: int) -> Schedule:
+    """The second half: chunk r of rank r goes to all."""
+    num_ranks = require_ranks(num_ranks)
+    owners = every_rank_owns_one(num_ranks)
+    return Schedule("ring_all_gather", num_ranks, num_ranks, lambda: _all_gather(num_ranks), "all_gather", owners)
+
+
+def _reduce_scatter(num_ranks: int) -> Iterator[Round]:
+    src = np.arange(num_ranks)
+    dst = (src + 1) % num_ranks
+    for step in range(num_ranks - 1):
+        yield Round.of(src, dst, (src - step - 1) % num_ranks, 1, REDUCE)
+
+
+def _all_gather(num_ranks: int) -> Iterator[Round]:
+    src = np.arange(num_ranks)
+    dst = (src + 1) % num_ranks
+    for step in range(num_ranks - 1):
+        yield Round.of(src, dst, (src - step) % num_ranks, 1, COPY)

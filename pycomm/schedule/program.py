@@ -1,0 +1,136 @@
+"""One rank's part of a schedule: what it sends and receives, in the order of the table, and what has to wait for what.
+
+The receiver of an edge is the same edge that the sender has, so a send without its receive cannot be
+written down. Columns of what is returned are named below; csrc/execute/program.h says what each means
+for the ranks of one host, transport/messages.py uses the first of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from pycomm.schedule.table import REDUCE, Ints, Round, Table
+
+SEND_COLUMNS = ("peer", "chunk", "count", "conflict", "fresh", "after_received", "after_taken")
+RECEIVE_COLUMNS = ("peer", "chunk", "count", "reduces", "from_twin", "after_taken", "after_sent")
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """What one rank does.
+
+    Attributes:
+        sends, receives: rows of ``SEND_COLUMNS`` / ``RECEIVE_COLUMNS``.
+        send_rounds, receive_rounds: the round of each, increasing.
+        digest: of the whole table, the same on all ranks.
+    """
+
+    name: str
+    rank: int
+    num_ranks: int
+    num_chunks: int
+    sends: Ints
+    receives: Ints
+    send_rounds: Ints
+    receive_rounds: Ints
+    digest: int
+
+    def words(self) -> Ints:
+        """Everything as the one array that the extension takes."""
+        header = [self.num_chunks, len(self.sends), len(self.receives)]
+        return np.concatenate([header, self.sends.ravel(), self.receives.ravel()]).astype(np.int64)
+
+    def border(self, chunk: int, num_elements: int) -> int:
+        """Where ``chunk`` of an array of ``num_elements`` begins."""
+        return num_elements * chunk // self.num_chunks
+
+
+def program_of(schedule: Table, rank: int) -> Program:
+    """The part of ``rank`` in ``schedule``, which must be right (:func:`pycomm.schedule.verify`)."""
+    num_ranks, num_chunks = int(schedule.num_ranks), int(schedule.num_chunks)
+    build = _Builder(rank, num_chunks)
+    digest = hashlib.blake2b(digest_size=8)
+    digest.update(np.array([num_ranks, num_chunks], np.int64).tobytes())
+    for number, r in enumerate(schedule.rounds()):
+        r = Round(*(np.ascontiguousarray(column, np.int64) for column in r))
+        digest.update(np.array([r.num_edges]).tobytes())
+        for column in r:
+            digest.update(column.tobytes())
+        build.add(number, r)
+    return Program(
+        name=str(getattr(schedule, "name", type(schedule).__name__)),
+        rank=rank,
+        num_ranks=num_ranks,
+        num_chunks=num_chunks,
+        sends=_rows(build.sends, len(SEND_COLUMNS)),
+        receives=_rows(build.receives, len(RECEIVE_COLUMNS)),
+        send_rounds=np.array(build.send_rounds, np.int64),
+        receive_rounds=np.array(build.receive_rounds, np.int64),
+        digest=int.from_bytes(digest.digest(), "little"),
+    )
+
+
+def _rows(rows: list[list[int]], width: int) -> Ints:
+    return np.array(rows, np.int64).reshape(-1, width)
+
+
+class _Builder:
+    """Goes through the rounds and keeps, for each chunk of this rank, who touched it last."""
+
+    def __init__(self, rank: int, num_chunks: int) -> None:
+        self._rank = rank
+        # One more than the number of the last one; 0: none.
+        self._received = np.zeros(num_chunks, np.int64)
+        self._sent = np.zeros(num_chunks, np.int64)
+        self._sent_in_place = np.zeros(num_chunks, np.int64)
+        self._sent_in_conflict = np.zeros(num_chunks, np.int64)
+        self.sends: list[list[int]] = []
+        self.receives: list[list[int]] = []
+        self.send_rounds: list[int] = []
+        self.receive_rounds: list[int] = []
+
+    def add(self, number: int, r: Round) -> None:
+        outgoing, incoming = np.flatnonzero(r.src == self._rank), np.flatnonzero(r.dst == self._rank)
+        in_place_before = self._sent_in_place.copy()
+        self._add_sends(number, r, outgoing, _written_by(r, self._rank, len(self._sent)))
+        self._add_receives(number, r, incoming, in_place_before)
+        for at, edge in enumerate(incoming.tolist(), start=len(self.receives) - len(incoming) + 1):
+            self._received[r.chunk[edge] : r.chunk[edge] + r.count[edge]] = at
+
+    def _add_sends(self, number: int, r: Round, outgoing: Ints, changing: Ints) -> None:
+        earlier = self._sent.copy()
+        first = len(self.sends)
+        for edge in outgoing.tolist():
+            chunk, count = int(r.chunk[edge]), int(r.count[edge])
+            chunks = slice(chunk, chunk + count)
+            conflict = bool(changing[chunks].any())
+            # What others were sent in this round already, all of it from the twin, lies there.
+            fresh = not ((self._sent_in_conflict if conflict else self._sent)[chunks] > first).all()
+            row = [int(r.dst[edge]), chunk, count, int(conflict), int(fresh)]
+            self.sends.append([*row, int(self._received[chunks].max()), int(earlier[chunks].max())])
+            self.send_rounds.append(number)
+            self._sent[chunks] = len(self.sends)
+            (self._sent_in_conflict if conflict else self._sent_in_place)[chunks] = len(self.sends)
+
+    def _add_receives(self, number: int, r: Round, incoming: Ints, in_place_before: Ints) -> None:
+        changing: dict[int, Ints] = {}
+        for edge in incoming.tolist():
+            src = int(r.src[edge])
+            if src not in changing:
+                changing[src] = _written_by(r, src, len(self._sent))
+            chunk, count = int(r.chunk[edge]), int(r.count[edge])
+            chunks = slice(chunk, chunk + count)
+            row = [src, chunk, count, int(r.op[edge] == REDUCE), int(changing[src][chunks].any())]
+            self.receives.append([*row, int(in_place_before[chunks].max()), int(self._sent[chunks].max())])
+            self.receive_rounds.append(number)
+
+
+def _written_by(r: Round, rank: int, num_chunks: int) -> Ints:
+    """By chunk: whether this round writes it at ``rank``."""
+    written = np.zeros(num_chunks, np.int64)
+    for edge in np.flatnonzero(r.dst == rank).tolist():
+        written[r.chunk[edge] : r.chunk[edge] + r.count[edge]] = 1
+    return written
