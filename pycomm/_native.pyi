@@ -32,18 +32,90 @@ def topk(
     num_threads: int,
 ) -> None: ...
 def scatter_add(out: Any, indices: Any, values: Any, scale: Any, scratch: Scratch | None) -> None: ...
-def accumulate(acc: Any, residual: Any | None, grad: Any, scale: Any, finite: Any, num_threads: int) -> None: ...
+def accumulate(
+    grads: Sequence[Any],
+    weights: Sequence[Any] | None,
+    factors: Any | None,
+    acc: Any,
+    residual: Any | None,
+    velocity: Any | None,
+    old_velocity: Any | None,
+    finite: Any,
+    scale: Any,
+    decay: float,
+    momentum: float,
+    nesterov: bool,
+    scratch: Scratch | None,
+    num_threads: int,
+) -> None: ...
+def sparsify(
+    grads: Sequence[Any],
+    weights: Sequence[Any] | None,
+    factors: Any | None,
+    acc: Any,
+    residual: Any | None,
+    velocity: Any | None,
+    old_velocity: Any | None,
+    finite: Any,
+    scale: Any,
+    decay: float,
+    momentum: float,
+    nesterov: bool,
+    counts: Sequence[int],
+    values: Any,
+    indices: Any,
+    thresholds: Any,
+    missed: Any,
+    scratch: Scratch | None,
+    num_threads: int,
+) -> None: ...
+def packed_words(range: int, count: int) -> int: ...
+def pack_indices(indices: Any, range: int, words: Any) -> None: ...
+def unpack_indices(words: Any, range: int, indices: Any, scratch: Scratch | None) -> None: ...
+def quantize(
+    x: Any,
+    block: int,
+    levels: int,
+    bits: int,
+    norm: str,
+    seed: Any | None,
+    units: Any,
+    codes: Any,
+    remainder: Any | None,
+    num_threads: int,
+) -> None: ...
+def dequantize(
+    units: Sequence[Any],
+    codes: Sequence[Any],
+    block: int,
+    levels: int,
+    bits: int,
+    norm: str,
+    out: Any,
+    scale: Any,
+    scratch: Scratch | None,
+    num_threads: int,
+) -> None: ...
+def pack_signs(x: Any, magnitude: Any, words: Any, remainder: Any | None, num_threads: int) -> None: ...
+def unpack_signs(
+    words: Sequence[Any], magnitudes: Sequence[Any], out: Any, scale: Any, scratch: Scratch | None, num_threads: int
+) -> None: ...
 def absmax(tensors: Sequence[Any], out: Any, scratch: Scratch | None, num_threads: int) -> None: ...
 def shared_file_bytes(size: int) -> int: ...
 
 class Block:  # has the buffer protocol
     ...
 
+class Program:
+    def __init__(self, words: Any, rank: int, size: int, name: str, digest: int) -> None: ...
+
 class SharedMemoryGroup:
     def __init__(self, rank: int, size: int, memory: list[int], sockets: list[int], file_bytes: int) -> None: ...
     def all_reduce(self, x: Any, op: str, timeout: float) -> None: ...
+    def run(self, program: Program, x: Any, op: str, timeout: float) -> None: ...
     def reduce_scatter(self, out: Any, x: Any, op: str, timeout: float) -> None: ...
     def all_gather(self, out: Any, x: Any, timeout: float) -> None: ...
+    def all_to_all(self, out: Any, x: Any, timeout: float) -> None: ...
     def broadcast(self, x: Any, src: int, timeout: float) -> None: ...
     def barrier(self, timeout: float) -> None: ...
     def refuse(self, reason: str, timeout: float) -> None: ...

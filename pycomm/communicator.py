@@ -8,27 +8,25 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
-from torch.distributed import distributed_c10d
 
-from pycomm.transport.base import Transport
+from pycomm.programs import Programs
+from pycomm.schedule.network import Network
+from pycomm.schedule.program import Program
+from pycomm.schedule.table import Table
+from pycomm.transport.choice import TRANSPORTS, choose_transport
 from pycomm.transport.gpu import GpuQueue, GpuWork, current_stream, gpu_of
 from pycomm.transport.nccl import NcclTransport
-from pycomm.transport.rendezvous import Meeting, meet
-from pycomm.transport.shared_memory import SharedMemoryTransport
-from pycomm.transport.torch_distributed import TorchTransport
 from pycomm.worker import Work, Worker
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 """How long any one wait for a peer may last. A peer that *dies* is noticed within a second, whatever this is."""
 
-ALGORITHMS = ("auto", "native", "ring")
-TRANSPORTS = ("auto", "shared_memory", "torch")
+_NCCL_ALGORITHMS = ("auto", "native", "ring")
 
 
 def seconds_of(timeout: timedelta | float) -> float:
@@ -64,6 +62,10 @@ class Communicator:
         process_group: an initialised group; the default group if ``None``.
         timeout: for every single wait; seconds or ``timedelta``.
         transport: "auto", or "shared_memory" / "torch" to insist on one.
+        network: what ``algorithm="auto"`` chooses by: a :class:`pycomm.schedule.Network`, the name of a
+            described one, or a file that ``pycomm plan --calibrate`` has written; ``None``: the file or
+            name in the environment variable ``PYCOMM_NETWORK``. Rank 0's is taken by all. Without any,
+            and if it was calibrated over another transport, "auto" is "native".
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
@@ -83,6 +85,7 @@ class Communicator:
         timeout: timedelta | float = DEFAULT_TIMEOUT,
         *,
         transport: str = "auto",
+        network: Network | str | os.PathLike[str] | None = None,
     ) -> None:
         self._timeout = seconds_of(timeout)
         if transport not in TRANSPORTS:
@@ -95,13 +98,19 @@ class Communicator:
         group = process_group if process_group is not None else dist.group.WORLD
         if not isinstance(group, dist.ProcessGroup):
             raise ValueError("process_group is a group that this rank is not a member of")
-        self._transport = _choose_transport(group, transport, self._timeout)
+        self._transport = choose_transport(group, transport, self._timeout)
         self.rank: int = self._transport.rank
         self.size: int = self._transport.size
         self._worker = Worker(f"pycomm-{self.rank}")
         self._gpus: dict[int, GpuQueue] = {}
+        self._programs = Programs(self.rank, self.size)
         self._pid = os.getpid()
         _open.add(self)
+        try:
+            self._programs.agree(network, self.transport, self.all_gather_bytes)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def transport(self) -> str:
@@ -137,36 +146,48 @@ class Communicator:
         return self._transport.empty(dims, dtype)
 
     def all_reduce(
-        self, x: Any, op: str = "sum", algorithm: str = "auto", async_op: bool = False
+        self, x: Any, op: str = "sum", algorithm: str | Table = "auto", async_op: bool = False
     ) -> Work | GpuWork | None:
         """Reduce ``x`` over all ranks, in place; all ranks end with the same bits.
 
         float16 and bfloat16 accumulate in float32 and are rounded once, except for "sum" over
         torch.distributed, where the backend decides, and on a GPU, where NCCL does: it adds in the
-        half type, and for "mean" divides each term before it adds.
+        half type, and for "mean" divides each term before it adds. By a schedule, sums of half types
+        are rounded after every addition, and their means are taken of sums in float32.
 
         Args:
             x: array of any of float32, float16, bfloat16, float64, int8, uint8, int32, int64.
             op: "sum", "mean" (floating only), "min" or "max".
-            algorithm: "auto" or "native": what the transport does best; NCCL chooses by size and
-                topology. "ring", on a GPU only: a second NCCL communicator, for whose creation
-                ``NCCL_ALGO=Ring`` is set in the environment; NCCL then uses its ring for every size.
+            algorithm: "native": what the transport does by itself; NCCL chooses by size and topology.
+                A name as :func:`pycomm.schedule.by_name` knows them ("halving_doubling",
+                "double_tree(64)"), or a schedule for as many ranks as the group has, of one's own
+                even: it is proven first, once, and then run by messages. "auto": the fastest by what
+                is known of the network (see ``network`` above), else "native". On a GPU "auto" is "native",
+                and "ring" NCCL's own: a second communicator, for whose creation ``NCCL_ALGO=Ring`` is
+                set in the environment.
             async_op: return at once an object with ``wait()`` and ``is_completed()``; operations
                 still run in the order of the calls. On a GPU ``wait()`` holds back torch's current
                 stream, and the array's, not the host.
         """
-        if algorithm not in ALGORITHMS:
-            self._refuse(ValueError(f"algorithm is {algorithm!r}, wanted one of {', '.join(ALGORITHMS)}"))
         gpu = gpu_of(x)
+        native = self._programs.native if gpu is None else _NCCL_ALGORITHMS
+        asks_nothing = isinstance(algorithm, str) and algorithm in native
+        program = None if asks_nothing else self._program(algorithm, x)
+        if gpu is not None and program is not None:
+            return self._gpu(gpu).run_program(program, x, op, self._timeout, async_op)
         if gpu is not None:
             transport = self._gpu(gpu).transport("ring" if algorithm == "ring" else "native")
             return self._on_gpu(gpu, [x], lambda s: transport.all_reduce(x, op, s, self._timeout), async_op)
-        if algorithm == "ring":
-            self._refuse(ValueError("algorithm 'ring' is for arrays on a GPU, wanted 'auto' or 'native' for others"))
+        if program is not None:
+            return self._enqueue(lambda: self._transport.run(program, x, op, self._timeout), async_op)
         if not async_op and self._worker.idle():  # the short way, for latency
             self._transport.all_reduce(x, op, self._timeout)
             return None
         return self._enqueue(lambda: self._transport.all_reduce(x, op, self._timeout), async_op)
+
+    def run_program(self, program: Program, x: Any, op: str = "sum") -> None:
+        """Run this rank's part of any table on ``x``, in CPU memory; what comes out is for the caller to know."""
+        self._enqueue(lambda: self._transport.run(program, x, op, self._timeout), False)
 
     def reduce_scatter(self, out: Any, x: Any, op: str = "sum", async_op: bool = False) -> Work | GpuWork | None:
         """Reduce ``x`` over all ranks and leave part ``rank`` of it in ``out``.
@@ -188,6 +209,15 @@ class Communicator:
             transport = self._gpu(gpu).transport()
             return self._on_gpu(gpu, [out, x], lambda s: transport.all_gather(out, x, s, self._timeout), async_op)
         return self._enqueue(lambda: self._transport.all_gather(out, x, self._timeout), async_op)
+
+    def all_to_all(self, out: Any, x: Any, async_op: bool = False) -> Work | GpuWork | None:
+        """Part p of ``x``, of as many equal ones as there are ranks, becomes part ``rank`` of rank p's ``out``.
+
+        Any dtype; in CPU memory. Between GPUs put :meth:`send` and :meth:`recv` into a :meth:`group`.
+        """
+        if gpu_of(x) is not None or gpu_of(out) is not None:
+            raise ValueError("all_to_all wants arrays in CPU memory; between GPUs use group(), send() and recv()")
+        return self._enqueue(lambda: self._transport.all_to_all(out, x, self._timeout), async_op)
 
     def broadcast(self, x: Any, src: int, async_op: bool = False) -> Work | GpuWork | None:
         """Overwrite ``x`` by rank ``src``'s (a rank of this group). Any dtype."""
@@ -233,6 +263,20 @@ class Communicator:
     def barrier(self) -> None:
         """Wait for all ranks, on the host."""
         self._enqueue(lambda: self._transport.barrier(self._timeout), False)
+
+    @contextlib.contextmanager
+    def trusted(self) -> Iterator[None]:
+        """For a job of :meth:`submit`: operations inside follow from ones that the ranks have compared.
+
+        They are not compared themselves, which over torch.distributed costs a message each. A
+        disagreement would end at the timeout.
+        """
+        assert self._worker.is_current()
+        self._transport.trusts = True
+        try:
+            yield
+        finally:
+            self._transport.trusts = False
 
     def submit(self, job: Callable[[], Any]) -> Work:
         """Run ``job`` on the communication thread, after what was submitted before.
@@ -324,30 +368,16 @@ class Communicator:
             )
         return gpu
 
-    def _refuse(self, error: Exception) -> None:
-        self._transport.refuse(str(error), self._timeout)
+    def _program(self, algorithm: str | Table, x: Any) -> Program | None:
+        try:
+            return self._programs.find(algorithm, x)
+        except Exception as error:  # whatever a strange object comes to
+            self._refuse(error)
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        # After what was called before, which may still be under way.
+        self._enqueue(lambda: self._transport.refuse(str(error), self._timeout), False)
         raise error
-
-
-def _choose_transport(group: dist.ProcessGroup, wanted: str, timeout: float) -> Transport:
-    if wanted == "torch":
-        return TorchTransport(group)
-    meeting = Meeting.begin(_store_of(group), group.rank(), group.size(), timeout)
-    peers = meet(meeting)
-    if peers is None:
-        if wanted == "shared_memory":
-            raise ValueError("transport is 'shared_memory', but the ranks are not all on one host")
-        return TorchTransport(group)
-    transport = SharedMemoryTransport(group.rank(), group.size(), peers)
-    transport.barrier(timeout)  # everybody has read what is forgotten now
-    meeting.forget("hello", "token")
-    return transport
-
-
-def _store_of(group: dist.ProcessGroup) -> Store:
-    if hasattr(group, "get_group_store"):
-        return group.get_group_store()
-    return distributed_c10d._get_process_group_store(group)  # torch < 2.7 has no public way
 
 
 _open: weakref.WeakSet[Communicator] = weakref.WeakSet()

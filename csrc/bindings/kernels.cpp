@@ -4,9 +4,9 @@
 #include "bindings/arrays.h"
 #include "bindings/bindings.h"
 #include "bindings/device_call.h"
+#include "bindings/kernel_arguments.h"
 #include "bindings/reduce_op.h"
 #include "kernels/absmax.h"
-#include "kernels/accumulate.h"
 #include "kernels/cpu/loops/loops.h"
 #include "kernels/pack.h"
 #include "kernels/reduce.h"
@@ -16,12 +16,6 @@
 
 namespace pycomm {
 namespace {
-
-template <class F>
-void without_gil(F&& f) {
-    py::gil_scoped_release release;
-    f();
-}
 
 void require_total(const std::vector<Buffer>& parts, const char* parts_name, const Buffer& flat,
                    const char* flat_name) {
@@ -34,57 +28,6 @@ void require_total(const std::vector<Buffer>& parts, const char* parts_name, con
     if (total == flat.count) return;
     throw ArgumentError(format("%s has %lld elements, wanted %lld: the sum over %s", flat_name,
                                static_cast<long long>(flat.count), static_cast<long long>(total), parts_name));
-}
-
-void require_same(const Buffer& buffer, const std::string& name, const Buffer& wanted, const char* wanted_name) {
-    if (buffer.dtype != wanted.dtype) {
-        throw ArgumentTypeError(format("%s has dtype %s, wanted %s as %s", name.c_str(), name_of(buffer.dtype),
-                                       name_of(wanted.dtype), wanted_name));
-    }
-    if (buffer.count != wanted.count) {
-        throw ArgumentError(format("%s has %lld elements, wanted %lld as %s", name.c_str(),
-                                   static_cast<long long>(buffer.count), static_cast<long long>(wanted.count),
-                                   wanted_name));
-    }
-}
-
-// A 0-d array that a kernel writes its answer to.
-Array as_answer(py::handle object, const std::string& name, int64_t itemsize) {
-    Array array = as_movable(object, name, Access::kWrite);
-    if (array.buffer.num_bytes() == itemsize) return array;
-    throw ArgumentError(format("%s has %lld bytes, wanted one element of %lld", name.c_str(),
-                               static_cast<long long>(array.buffer.num_bytes()), static_cast<long long>(itemsize)));
-}
-
-// A factor: a number, or an array with one float32 that may lie on a GPU.
-struct Factor {
-    cuda::Scale scale;
-    Array array;
-
-    explicit Factor(py::handle object) {
-        if (PyFloat_Check(object.ptr()) || PyLong_Check(object.ptr())) {
-            scale.value = object.cast<double>();
-            return;
-        }
-        array = as_array(object, "scale", Access::kRead);
-        require_same(array.buffer, "scale", Buffer{nullptr, 1, DType::kF32}, "a number, or one float32");
-        if (array.on_device()) {
-            scale.on_device = static_cast<const float*>(array.buffer.data);
-        } else {
-            scale.value = *static_cast<const float*>(array.buffer.data);
-        }
-    }
-
-    void add_to(Arguments& arguments) const {
-        if (scale.on_device != nullptr) arguments.add(array, "scale");
-    }
-};
-
-bool on_gpu(const Arguments& arguments) { return arguments.device() != Buffer::kHost; }
-
-void require_number(const Factor& factor) {
-    if (factor.scale.on_device == nullptr) return;
-    throw ArgumentError("scale is on " + device_name(factor.array.buffer.device) + ", the other arrays on cpu");
 }
 
 void pack_arrays(py::handle tensors, py::handle out, py::handle scale, py::handle finite, py::object unless,
@@ -236,41 +179,6 @@ void scatter_add_arrays(py::handle out, py::handle indices, py::handle values, p
     scatter_add(target.buffer, where, terms.buffer, factor.scale.value);
 }
 
-void accumulate_arrays(py::handle acc, py::object residual, py::handle grad, py::handle scale, py::handle finite,
-                       int num_threads) {
-    Array target = as_array(acc, "acc", Access::kWrite);
-    Array source = as_array(grad, "grad", Access::kRead);
-    Array flag = as_answer(finite, "finite", 1);
-    Factor factor(scale);
-    require_floating(source.buffer, "grad");
-    DType wide = source.buffer.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
-    require_same(target.buffer, "acc", Buffer{nullptr, source.buffer.count, wide}, "grad (in float32, or float64)");
-    Array old;
-    Arguments arguments;
-    arguments.add(target, "acc");
-    if (!residual.is_none()) {
-        old = as_array(residual, "residual", Access::kRead);
-        require_same(old.buffer, "residual", target.buffer, "acc");
-        arguments.add(old, "residual");
-    }
-    arguments.add(source, "grad");
-    arguments.add(flag, "finite");
-    factor.add_to(arguments);
-    const Buffer* before = residual.is_none() ? nullptr : &old.buffer;
-    auto answer = static_cast<bool*>(flag.buffer.data);
-    if constexpr (kHasCuda) {
-        if (on_gpu(arguments)) {
-            DeviceCall call(arguments);
-            without_gil(
-                [&] { cuda::accumulate(target.buffer, before, source.buffer, factor.scale, answer, call.stream()); });
-            return call.finish();
-        }
-    }
-    require_number(factor);
-    py::gil_scoped_release release;
-    *answer = accumulate(target.buffer, before, source.buffer, factor.scale.value, num_threads);
-}
-
 void absmax_arrays(py::handle tensors, py::handle out, Scratch* scratch, int num_threads) {
     std::vector<Array> sources = as_arrays(tensors, "tensors", Access::kRead);
     Array target = as_answer(out, "out", sizeof(float));
@@ -306,8 +214,6 @@ void bind_kernels(py::module_& module) {
                py::arg("threshold"), scratch, num_threads);
     module.def("scatter_add", &scatter_add_arrays, py::arg("out"), py::arg("indices"), py::arg("values"),
                py::arg("scale"), scratch);
-    module.def("accumulate", &accumulate_arrays, py::arg("acc"), py::arg("residual"), py::arg("grad"), py::arg("scale"),
-               py::arg("finite"), num_threads);
     module.def("absmax", &absmax_arrays, py::arg("tensors"), py::arg("out"), scratch, num_threads);
     module.def("simd", [] { return std::string(loops().name); });
     module.def(

@@ -1,4 +1,4 @@
-// What ranks write for one another, and one operation in progress. Internal to transport/.
+// What ranks write for one another, and one operation in progress. For transport/ and execute/.
 #pragma once
 
 #include <cstring>
@@ -8,7 +8,16 @@
 
 namespace pycomm {
 
-enum class Kind : uint8_t { kAllReduce, kReduceScatter, kAllGather, kBroadcast, kBarrier, kRefused };
+enum class Kind : uint8_t {
+    kAllReduce,
+    kReduceScatter,
+    kAllGather,
+    kBroadcast,
+    kBarrier,
+    kRefused,
+    kProgram,
+    kAllToAll
+};
 
 // An announcement. Everything before `offset` must agree on all ranks.
 struct Operation {
@@ -17,12 +26,14 @@ struct Operation {
     ReduceOp op = ReduceOp::kSum;
     uint8_t unused = 0;
     int32_t root = 0;
-    int64_t count = 0;    // of the elements of x
-    int64_t offset = -1;  // of x in the announcing rank's file, -1: not there
+    int64_t count = 0;      // of the elements of x
+    uint64_t schedule = 0;  // for kProgram: a digest of the table that all ranks must have
+    int64_t offset = -1;    // of x in the announcing rank's file, -1: not there
+    int64_t twin = -1;      // for kProgram: of the array's twin, see execute/run.h
 
-    bool agrees_with(const Operation& other) const { return std::memcmp(this, &other, 16) == 0; }
+    bool agrees_with(const Operation& other) const { return std::memcmp(this, &other, 24) == 0; }
 };
-static_assert(sizeof(Operation) == 24);
+static_assert(sizeof(Operation) == 40);
 
 // The first bytes of every rank's file.
 struct Control {
@@ -34,15 +45,32 @@ struct Control {
     std::atomic<uint32_t> gave_up;
     uint32_t failed_step;  // which step this rank did not end; valid, as is `why`, once gave_up is set
     char why[512];
-    char refusal[2][512];  // goes with announced[i] of Kind::kRefused
+    char refusal[2][512];   // goes with announced[i] of Kind::kRefused
+    char algorithm[2][64];  // goes with announced[i] of Kind::kProgram
+    // Wakes this rank when a message has come for it or was taken.
+    alignas(64) std::atomic<uint32_t> rings;
+    std::atomic<uint32_t> listening;
+};
+
+// Messages between the owner of the file it is in and one peer, counted since the group began; they wrap around. Both
+// are written by the owner and read by the peer.
+struct alignas(64) Channel {
+    std::atomic<uint32_t> posted;  // by the owner, for the peer to take
+    std::atomic<uint32_t> taken;   // by the owner, of what the peer posted
 };
 
 inline constexpr int64_t kControlBytes = 4096;
 inline constexpr int64_t kMailboxBytes = 64 << 10;
 // Two segments of each staging area are in use at a time, by every rank: small enough to stay in the last-level cache.
 inline constexpr int64_t kSegmentBytes = 1 << 20;
-inline constexpr int64_t kHeaderBytes = kControlBytes + 2 * kMailboxBytes + 4 * kSegmentBytes;
+inline constexpr int64_t kChannelsAt = kControlBytes + 2 * kMailboxBytes + 4 * kSegmentBytes;
 static_assert(sizeof(Control) <= kControlBytes);
+
+// Where the arena begins.
+inline int64_t header_bytes(int size) {
+    constexpr int64_t kPage = 4096;
+    return kChannelsAt + (size * static_cast<int64_t>(sizeof(Channel)) + kPage - 1) / kPage * kPage;
+}
 
 // One operation: the lock, the steps and the errors. Its methods are the words in which collectives.cpp is written.
 class Call {
@@ -53,16 +81,33 @@ class Call {
     int size() const { return group_.size_; }
 
     void post_announcement(Operation mine);
+    // Announces that this rank cannot take part.
+    void refuse(const std::string& reason);
     // First step: tells the others, waits for them and compares. Throws ArgumentError, on every rank, naming the first
     // difference.
     void announce(Operation mine);
     // Ends a step of this rank and waits until all ranks have ended theirs.
     void step();
 
+    // A step in which ranks exchange messages. It begins for this rank, and ends: nobody is waited for. But if a rank
+    // gave up in it, this one's call fails too: what it took may have been written after that.
+    void begin_messages();
+    void end_messages();
+    // What `owner` counts of its messages with `peer`; one of them is this rank.
+    Channel& channel(int owner, int peer) const {
+        return reinterpret_cast<Channel*>(group_.base(owner) + kChannelsAt)[peer];
+    }
+    // Tells p to look at its channels, after a sequentially consistent store to one of them.
+    void ring(int p) const { bell_of(p).ring(); }
+    // Returns when done(), which only messages make true. peer(): one that is waited for, as things stand.
+    void await_messages(const std::function<int()>& peer, const std::function<bool()>& done);
+
     Control& control(int p) const { return *reinterpret_cast<Control*>(group_.base(p)); }
     const Operation& announced(int p) const { return control(p).announced[slot_]; }
     bool all_in_arenas() const;
     char* in_arena(int p) const { return group_.base(p) + announced(p).offset; }
+    char* twin(int p) const { return group_.base(p) + announced(p).twin; }
+    void name_algorithm(const std::string& name);  // for the next announcement
     // This call's mailbox; the next call has the other one.
     char* mailbox(int p) const { return group_.base(p) + kControlBytes + slot_ * kMailboxBytes; }
     char* staged_input(int p, int64_t segment) const { return staging(p, segment % 2); }
@@ -73,7 +118,9 @@ class Call {
         return group_.base(p) + kControlBytes + 2 * kMailboxBytes + index * kSegmentBytes;
     }
     Clock clock_of(int p) const { return {control(p).clock, control(p).sleepers}; }
+    Bell bell_of(int p) const { return {control(p).rings, control(p).listening}; }
     void await_all();
+    void require_nobody_gave_up();
     void check(int waiting_for, double waited);
     bool gave_up_by_now(int p) const;
     [[noreturn]] void fail(int peer, double waited, const std::string& what);

@@ -184,6 +184,40 @@ void SharedMemoryGroup::all_gather(const Buffer& out, const Buffer& x, double ti
         });
 }
 
+void SharedMemoryGroup::all_to_all(const Buffer& out, const Buffer& x, double timeout) {
+    Call call(*this, "all_to_all", timeout);
+    bool in_mailbox = x.num_bytes() <= kMailboxBytes;
+    if (in_mailbox) copy(call.mailbox(rank_), x.bytes(), x.num_bytes());
+    call.announce(announcement(*this, Kind::kAllToAll, x, ReduceOp::kSum, 0));
+    const int64_t part = x.num_bytes() / size_;
+    // For me, out of what rank p has at address(p), where every rank's piece is `pitch` bytes behind the last one's.
+    auto pull = [&](auto&& address, int64_t pitch, int64_t begin, int64_t num_bytes) {
+        for (int p = 0; p < size_; ++p) {
+            const char* from = p == rank_ ? x.bytes() + rank_ * part + begin : address(p) + rank_ * pitch;
+            copy(out.bytes() + p * part + begin, from, num_bytes);
+        }
+    };
+    if (in_mailbox) return pull([&](int p) { return call.mailbox(p); }, part, 0, part);
+    if (call.all_in_arenas()) {
+        pull([&](int p) { return call.in_arena(p); }, part, 0, part);
+        return call.step();
+    }
+    // Segment i: for each rank its i-th piece, one after the other.
+    const Segments segments{part, std::max<int64_t>(1, kSegmentBytes / size_)};
+    pipeline(
+        call, segments.num(),
+        [&](int64_t i) {
+            for (int p = 0; p < size_; ++p) {
+                const char* from = x.bytes() + p * part + segments[i].begin;
+                copy(call.staged_input(rank_, i) + p * segments[i].size(), from, segments[i].size());
+            }
+        },
+        [&](int64_t i) {
+            pull([&](int p) { return call.staged_input(p, i); }, segments[i].size(), segments[i].begin,
+                 segments[i].size());
+        });
+}
+
 void SharedMemoryGroup::broadcast(const Buffer& x, int root, double timeout) {
     Call call(*this, "broadcast", timeout);
     bool sends = rank_ == root;

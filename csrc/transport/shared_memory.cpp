@@ -54,12 +54,14 @@ bool connection_closed(int socket) {
 
 void copy_text(char* to, size_t room, const std::string& text) {
     size_t length = std::min(room - 1, text.size());
+    while (length < text.size() && length > 0 && (text[length] & 0xC0) == 0x80) --length;  // no half of a character
     std::memcpy(to, text.data(), length);
     to[length] = '\0';
 }
 
-std::string describe(const Operation& operation) {
-    constexpr const char* kKinds[] = {"all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier"};
+std::string describe(const Operation& operation, const char* algorithm) {
+    constexpr const char* kKinds[] = {"all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier",
+                                      "",           "all_reduce",     "all_to_all"};
     constexpr const char* kOps[] = {"sum", "mean", "min", "max"};
     std::string kind = kKinds[static_cast<int>(operation.kind)];
     std::string what = format("%lld elements of %s", static_cast<long long>(operation.count), name_of(operation.dtype));
@@ -67,9 +69,13 @@ std::string describe(const Operation& operation) {
         case Kind::kAllReduce:
         case Kind::kReduceScatter:
             return kind + "(" + what + ", op=\"" + kOps[static_cast<int>(operation.op)] + "\")";
+        case Kind::kProgram:
+            return kind + "(" + what + ", op=\"" + kOps[static_cast<int>(operation.op)] + "\", algorithm=\"" +
+                   algorithm + format("\" with digest %016llx)", static_cast<unsigned long long>(operation.schedule));
         case Kind::kBroadcast:
             return kind + "(" + what + format(", src=%d)", operation.root);
         case Kind::kAllGather:
+        case Kind::kAllToAll:
             return kind + "(" + what + ")";
         default:
             return kind + "()";
@@ -83,7 +89,7 @@ int64_t shared_file_bytes(int size) {
     int64_t physical = static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
     constexpr int64_t kHuge = 2 << 20;
     int64_t limit = (int64_t{1} << 45) / size;
-    return std::min(physical + kHeaderBytes, limit) / kHuge * kHuge;
+    return std::min(physical + header_bytes(size), limit) / kHuge * kHuge;
 }
 
 SharedMemoryGroup::SharedMemoryGroup(int rank, int size, std::vector<int> memory, std::vector<int> sockets,
@@ -99,7 +105,7 @@ SharedMemoryGroup::SharedMemoryGroup(int rank, int size, std::vector<int> memory
         for (int p = 0; p < size; ++p) {
             int fd = std::exchange(memory[static_cast<size_t>(p)], -1);
             if (p == rank) {
-                arena_ = std::make_shared<Arena>(fd, file_bytes, kHeaderBytes);
+                arena_ = std::make_shared<Arena>(fd, file_bytes, header_bytes(size));
             } else {
                 std::unique_ptr<int, void (*)(int*)> closer(&fd, [](int* f) { ::close(*f); });
                 peers_[static_cast<size_t>(p)] = std::make_unique<Mapping>(fd, file_bytes);
@@ -123,6 +129,7 @@ void SharedMemoryGroup::break_for_good(uint32_t failed_step, const std::string& 
     mine.failed_step = failed_step;
     copy_text(mine.why, sizeof mine.why, why);
     mine.gave_up.store(1, std::memory_order_release);
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // before the caller writes over what others read
     Clock{mine.clock, mine.sleepers}.wake();
 }
 
@@ -191,10 +198,37 @@ void Call::await_all() {
         if (clock.reached(group_.clock_)) continue;
         wait_until_reached(clock, group_.clock_, [&](double waited) { check(p, waited); });
     }
+    require_nobody_gave_up();
+}
+
+void Call::require_nobody_gave_up() {
     // A peer may have taken part in this step without living to see its end. Its own call failed, so this one does too.
     for (int p = 0; p < size(); ++p) {
         if (p != rank() && gave_up_by_now(p)) fail(p, 0.0, format("rank %d gave up (%s)", p, control(p).why));
     }
+}
+
+void Call::begin_messages() { ++group_.clock_; }
+
+void Call::end_messages() {
+    // What was read before is not younger than what is seen now; the other side is in break_for_good.
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    require_nobody_gave_up();
+    clock_of(rank()).post(group_.clock_);
+}
+
+void Call::await_messages(const std::function<int()>& peer, const std::function<bool()>& done) {
+    const Bell bell = bell_of(rank());
+    wait_until({bell.rings, bell.sleepers}, done, [&](double waited) { check(peer(), waited); });
+}
+
+void Call::refuse(const std::string& reason) {
+    copy_text(control(rank()).refusal[slot_], sizeof control(rank()).refusal[0], reason);
+    post_announcement({.kind = Kind::kRefused});
+}
+
+void Call::name_algorithm(const std::string& name) {
+    copy_text(control(rank()).algorithm[slot_], sizeof control(rank()).algorithm[0], name);
 }
 
 bool Call::gave_up_by_now(int p) const {
@@ -237,8 +271,9 @@ void Call::compare() const {
     }
     for (int p = 1; p < size(); ++p) {
         if (announced(p).agrees_with(announced(0))) continue;
+        auto call_of = [&](int q) { return describe(announced(q), control(q).algorithm[slot_]); };
         throw ArgumentError(format("the ranks disagree: rank %d called %s where rank 0 called %s", p,
-                                   describe(announced(p)).c_str(), describe(announced(0)).c_str()));
+                                   call_of(p).c_str(), call_of(0).c_str()));
     }
 }
 
@@ -250,10 +285,7 @@ bool Call::all_in_arenas() const {
 }
 
 void SharedMemoryGroup::refuse(const std::string& reason, double timeout) {
-    Call call(*this, "refuse", timeout);
-    Control& mine = call.control(rank_);
-    copy_text(mine.refusal[num_calls_ & 1], sizeof mine.refusal[0], reason);
-    call.post_announcement({.kind = Kind::kRefused});
+    Call(*this, "refuse", timeout).refuse(reason);
 }
 
 }  // namespace pycomm

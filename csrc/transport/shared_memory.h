@@ -13,7 +13,8 @@
 //              2 steps; each input is read once, each output written once.
 //   staged     otherwise: arrays pass through cache-sized segments of staging memory, in a pipeline: while segment i
 //              is reduced, i + 1 is being staged and i - 1 fetched. (segments + 3) steps.
-// The others (reduce_scatter, all_gather, broadcast) publish their input, in place or by segments, and pull.
+// The others (reduce_scatter, all_gather, all_to_all, broadcast) publish their input, in place or by segments, and
+// pull.
 //
 // Every wait ends with an error when a peer died (end-of-file on its socket), gave up, or the timeout passed. After
 // that the group is broken for good: the ranks no longer agree on the step.
@@ -51,6 +52,8 @@ class SharedMemoryGroup {
     void reduce_scatter(const Buffer& out, const Buffer& x, ReduceOp op, double timeout);
     // out: the x of all ranks, in order; out.count == size * x.count.
     void all_gather(const Buffer& out, const Buffer& x, double timeout);
+    // Part p of x, of as many as there are ranks, becomes part `rank` of rank p's out.
+    void all_to_all(const Buffer& out, const Buffer& x, double timeout);
     void broadcast(const Buffer& x, int root, double timeout);
     void barrier(double timeout);
     // Stands in for an operation that this rank cannot join because its arguments are wrong: the others get an

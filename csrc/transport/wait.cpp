@@ -43,26 +43,36 @@ void Clock::post(uint32_t target) const {
     if (sleepers.load(std::memory_order_seq_cst) != 0) wake();
 }
 
-void wait_until_reached(const Clock& clock, uint32_t target, const std::function<void(double)>& check) {
+void Bell::ring() const {
+    if (sleepers.load(std::memory_order_seq_cst) == 0) return;
+    rings.fetch_add(1, std::memory_order_seq_cst);
+    futex(&rings, FUTEX_WAKE, INT_MAX, nullptr);
+}
+
+void wait_until(const Bed& bed, const std::function<bool()>& done, const std::function<void(double)>& check) {
     for (int i = 0; i < kPauses; ++i) {
-        if (clock.reached(target)) return;
+        if (done()) return;
         pause_briefly();
     }
     double start = monotonic_seconds();
     do {
-        if (clock.reached(target)) return;
+        if (done()) return;
         sched_yield();
     } while (monotonic_seconds() - start < kYieldSeconds);
-    while (!clock.reached(target)) {
+    while (!done()) {
         check(monotonic_seconds() - start);
-        clock.sleepers.fetch_add(1, std::memory_order_seq_cst);
-        uint32_t seen = clock.value.load(std::memory_order_seq_cst);
-        if (static_cast<int32_t>(seen - target) < 0) {
+        bed.sleepers.fetch_add(1, std::memory_order_seq_cst);
+        uint32_t seen = bed.word.load(std::memory_order_seq_cst);
+        if (!done()) {
             timespec slice{0, kSliceNanoseconds};
-            futex(&clock.value, FUTEX_WAIT, seen, &slice);
+            futex(&bed.word, FUTEX_WAIT, seen, &slice);
         }
-        clock.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+        bed.sleepers.fetch_sub(1, std::memory_order_seq_cst);
     }
+}
+
+void wait_until_reached(const Clock& clock, uint32_t target, const std::function<void(double)>& check) {
+    wait_until({clock.value, clock.sleepers}, [&] { return clock.reached(target); }, check);
 }
 
 }  // namespace pycomm

@@ -1,4 +1,4 @@
-// Waiting for another rank's clock to reach a step.
+// Waiting for what another rank does: for its clock to reach a step, or for anything it then rings a bell about.
 //
 // A waiter pauses a few times, then yields, then sleeps on a futex in slices. Ranks may outnumber cores, so pausing
 // must stay short: the rank that is waited for may need this very core. Between slices the caller's check() runs, which
@@ -11,8 +11,19 @@
 
 namespace pycomm {
 
-// A clock that one rank advances and the others wait for. Lives in shared memory; `sleepers` keeps the poster from a
-// system call when nobody sleeps, and stands apart so that counting sleepers does not disturb who reads the value.
+// Something to sleep on. `sleepers` keeps the waker from a system call when nobody sleeps.
+struct Bed {
+    std::atomic<uint32_t>& word;  // changes before anybody is woken
+    std::atomic<uint32_t>& sleepers;
+};
+
+// Returns when done(). check(seconds waited so far) is called before each sleep; what it throws ends the wait. Whoever
+// makes done() true does so, then looks for sleepers, then changes the word and wakes them; the first two sequentially
+// consistent, so that either the waker sees the sleeper or the sleeper sees what it waits for.
+void wait_until(const Bed& bed, const std::function<bool()>& done, const std::function<void(double)>& check);
+
+// A clock that one rank advances and the others wait for. Lives in shared memory; `sleepers` stands apart so that
+// counting sleepers does not disturb who reads the value.
 struct Clock {
     std::atomic<uint32_t>& value;
     std::atomic<uint32_t>& sleepers;
@@ -23,12 +34,18 @@ struct Clock {
     void post(uint32_t target) const;  // by the owner only
     void wake() const;                 // everyone asleep looks again
 };
+
+// A bell that any rank rings and one rank listens to.
+struct Bell {
+    std::atomic<uint32_t>& rings;
+    std::atomic<uint32_t>& sleepers;
+
+    void ring() const;  // after a sequentially consistent store of the news
+};
 static_assert(std::atomic<uint32_t>::is_always_lock_free);
 
 double monotonic_seconds();
 
-// Returns when the clock reached target. check(seconds waited so far) is called before each sleep; what it throws ends
-// the wait.
 void wait_until_reached(const Clock& clock, uint32_t target, const std::function<void(double)>& check);
 
 }  // namespace pycomm

@@ -11,25 +11,41 @@ wrong in it.
 """
 
 from pycomm.kernels.absmax import absmax
-from pycomm.kernels.accumulate import accumulate
+from pycomm.kernels.accumulate import Decay, Momentum, accumulate
 from pycomm.kernels.devices import cuda_devices
+from pycomm.kernels.indices import pack_indices, packed_words, unpack_indices
 from pycomm.kernels.pack import pack, unpack
+from pycomm.kernels.quantize import Quantization, dequantize, quantize
 from pycomm.kernels.reduce import reduce
 from pycomm.kernels.scatter_add import scatter_add
 from pycomm.kernels.scratch import Scratch
+from pycomm.kernels.signs import pack_signs, sign_words, unpack_signs
+from pycomm.kernels.sparsify import sparsify
 from pycomm.kernels.threads import num_threads, set_num_threads
 from pycomm.kernels.topk import topk
 
 __all__ = [
+    "Decay",
+    "Momentum",
+    "Quantization",
     "Scratch",
     "absmax",
     "accumulate",
     "cuda_devices",
+    "dequantize",
     "num_threads",
     "pack",
+    "pack_indices",
+    "pack_signs",
+    "packed_words",
+    "quantize",
     "reduce",
     "scatter_add",
     "set_num_threads",
+    "sign_words",
+    "sparsify",
     "topk",
     "unpack",
+    "unpack_indices",
+    "unpack_signs",
 ]

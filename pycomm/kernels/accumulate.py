@@ -1,29 +1,91 @@
-"""The first half of error feedback. Contract: csrc/kernels/accumulate.h."""
+"""Gradients into what is kept of earlier ones. Contract: csrc/kernels/accumulate.h."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pycomm import _native
 from pycomm.kernels.arrays import empty
+from pycomm.kernels.scratch import Scratch
 from pycomm.kernels.threads import num_threads
 
 
-def accumulate(acc: Any, residual: Any | None, grad: Any, scale: Any = 1.0) -> Any:
-    """``acc = residual + grad * scale`` in one pass; ``residual=None`` stands for zeros.
+@dataclass(frozen=True)
+class Momentum:
+    """Momentum correction (Lin et al., "Deep Gradient Compression", 2018, section 3.2).
+
+    Attributes:
+        velocity, old_velocity: flat arrays like ``acc``; may be the same one.
+        factor: m, 0 <= m < 1. nesterov: Nesterov's momentum.
+    """
+
+    velocity: Any
+    old_velocity: Any
+    factor: float
+    nesterov: bool = False
+
+
+@dataclass(frozen=True)
+class Decay:
+    """Weight decay: ``factor`` times ``weights``, one array for each gradient, is added to the gradients."""
+
+    weights: Sequence[Any]
+    factor: float
+
+
+def accumulate(
+    acc: Any,
+    residual: Any | None,
+    grads: Any,
+    scale: Any = 1.0,
+    *,
+    factors: Any | None = None,
+    momentum: Momentum | None = None,
+    decay: Decay | None = None,
+    scratch: Scratch | None = None,
+) -> Any:
+    """``acc = residual + grads * scale`` in one pass; ``residual=None`` stands for zeros.
 
     Args:
-        acc: contiguous float32 array (float64 if ``grad`` is) of ``grad``'s size.
+        acc: contiguous float32 array (float64 if the gradients are) with as many elements as they.
         residual: like ``acc``; may be ``acc``.
-        grad: floating array.
+        grads: a floating array, or several of one dtype, which lie one after the other in ``acc``.
         scale: a number, or an array of one float32, also on the GPU, that is read when the kernel runs.
+        factors: float32 array, for each gradient what it is multiplied with besides.
+        momentum: what is accumulated is then the velocity.
+        decay: see :class:`Decay`; not multiplied with ``scale``.
 
     Returns:
-        A 0-d bool array on ``acc``'s device: whether everything written is finite.
+        A bool array on ``acc``'s device: whether everything written is finite; one for each gradient,
+        0-d for a single one.
 
     Raises:
         TypeError, ValueError: dtypes or sizes that do not match.
     """
-    finite = empty(acc, (), "bool")
-    _native.accumulate(acc, residual, grad, scale, finite, num_threads())
+    several = isinstance(grads, list | tuple)
+    finite = empty(acc, (len(grads),) if several else (), "bool")
+    arrays = grads if several else [grads]
+    common = arguments_of(factors, acc, residual, momentum, decay, finite, scale)
+    _native.accumulate(arrays, **common, scratch=scratch, num_threads=num_threads())
     return finite
+
+
+def arguments_of(
+    factors: Any, acc: Any, residual: Any, momentum: Momentum | None, decay: Decay | None, finite: Any, scale: Any
+) -> dict[str, Any]:
+    """What the extension's accumulate and sparsify have in common, behind the gradients."""
+    return {
+        "weights": None if decay is None else decay.weights,
+        "factors": factors,
+        "acc": acc,
+        "residual": residual,
+        "velocity": None if momentum is None else momentum.velocity,
+        "old_velocity": None if momentum is None else momentum.old_velocity,
+        "finite": finite,
+        "scale": scale,
+        "decay": 0.0 if decay is None else decay.factor,
+        "momentum": 0.0 if momentum is None else momentum.factor,
+        "nesterov": momentum is not None and momentum.nesterov,
+    }

@@ -9,9 +9,56 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
+DTYPES = ("float32", "float16", "bfloat16", "float64", "int8", "uint8", "int32", "int64")
+"""What kernels and reductions know, in the order of csrc/base/dtype.h."""
+
+FLOATING = DTYPES[:4]
+_CUDA_TYPES = dict(zip(DTYPES, ("<f4", "<f2", "<V2", "<f8", "|i1", "|u1", "<i4", "<i8"), strict=True))
+
+
+class Part:
+    """``count`` elements of a contiguous device array, from ``first`` on, for use on ``stream`` (as an integer).
+
+    Attributes:
+        whole: the array. dtype: its dtype's name.
+    """
+
+    def __init__(self, whole: Any, first: int, count: int, stream: int) -> None:
+        self.whole = whole
+        self.dtype = dtype_of(whole)
+        self._stream = stream
+        self._count = count
+        self._typestr = _CUDA_TYPES[self.dtype]
+        self._address = address_of(whole) + first * int(self._typestr[2:])
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        # 0 would mean "no stream"; 1 is the same stream's other name.
+        return {
+            "shape": (self._count,),
+            "typestr": self._typestr,
+            "data": (self._address, False),
+            "strides": None,
+            "version": 3,
+            "stream": self._stream or 1,
+        }
+
+
+def address_of(array: Any) -> int:
+    """Where a device array begins."""
+    if isinstance(array, torch.Tensor):
+        return array.data_ptr()
+    address: int = array.__cuda_array_interface__["data"][0]
+    return address
+
 
 def empty(array: Any, shape: tuple[int, ...], dtype: str) -> Any:
     """An uninitialised array of ``array``'s library, on its device; ``dtype`` is a name."""
+    if isinstance(array, Part):
+        array = array.whole
     if isinstance(array, torch.Tensor):
         return torch.empty(shape, dtype=getattr(torch, dtype), device=array.device)
     if hasattr(array, "__cuda_array_interface__"):

@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 import torch
 
+from pycomm.schedule.program import Program
+
 
 class Transport(Protocol):
     """The collectives among ``size`` ranks, in place, blocking, each wait at most ``timeout`` s.
@@ -18,13 +20,19 @@ class Transport(Protocol):
     name: str
     rank: int
     size: int
+    trusts: bool
+    """While true, ranks need not compare: what they do follows from what they compared before."""
     sums_half_exactly: bool
     """Whether float16/bfloat16 sums accumulate in float32 and are rounded once."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
     def all_reduce(self, x: Any, op: str, timeout: float) -> None: ...
+    def run(self, program: Program, x: Any, op: str, timeout: float) -> None:
+        """All-reduce ``x`` by this rank's part of a schedule that all ranks have."""
+
     def reduce_scatter(self, out: Any, x: Any, op: str, timeout: float) -> None: ...
     def all_gather(self, out: Any, x: Any, timeout: float) -> None: ...
+    def all_to_all(self, out: Any, x: Any, timeout: float) -> None: ...
     def broadcast(self, x: Any, src: int, timeout: float) -> None: ...
     def barrier(self, timeout: float) -> None: ...
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from pycomm import _native
+from pycomm.schedule.program import Program
+from pycomm.transport.gpu_program import GpuProgram
 from pycomm.transport.nccl import NcclTransport
 
 
@@ -99,8 +101,10 @@ class GpuQueue:
         """torch's current stream, where torch knows GPUs."""
         return [current_stream(self.device)] if torch.cuda.is_available() else []
 
-    def enqueue(self, arrays: Sequence[Any], operation: Callable[[int], None], async_op: bool) -> GpuWork | None:
-        """Let ``operation(stream)`` enqueue something that reads and writes ``arrays``."""
+    def enqueue(
+        self, arrays: Sequence[Any], operation: Callable[[int], None], async_op: bool, kept: Sequence[Any] = ()
+    ) -> GpuWork | None:
+        """Let ``operation(stream)`` enqueue something that reads and writes ``arrays`` and needs ``kept`` meanwhile."""
         producers = list({stream_of(array) for array in arrays})
         self._drop_finished()
         if self._grouped is not None and async_op:
@@ -116,8 +120,17 @@ class GpuQueue:
             for stream in producers:
                 moment.hold_back(stream)
             return None
-        self._kept.append((moment, arrays))  # nobody may reuse their memory before
+        self._kept.append((moment, [*arrays, *kept]))  # nobody may reuse their memory before
         return GpuWork(self, moment, producers, None)
+
+    def run_program(self, program: Program, x: Any, op: str, timeout: float, async_op: bool) -> GpuWork | None:
+        """All-reduce ``x`` by this rank's part of a schedule that all ranks have."""
+        if self._grouped is not None:
+            raise ValueError(
+                "a schedule inside a group, wanted its rounds to be groups of their own: end the group first"
+            )
+        transport, run = self.transport(), GpuProgram(program, x, op)
+        return self.enqueue(run.arrays[:1], lambda stream: run.run(transport, stream, timeout), async_op, run.arrays)
 
     def run(self, job: Callable[[], Any], reads: Sequence[torch.Tensor | None], producers: Collection[int]) -> GpuWork:
         """Call ``job`` with the communication stream as torch's current one, ordered after ``producers``."""

@@ -7,6 +7,7 @@ are about to do, so that ranks that disagree get an error instead of a hang.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,19 +16,22 @@ import torch
 import torch.distributed as dist
 from torch.utils.dlpack import from_dlpack
 
+from pycomm import kernels
 from pycomm.errors import CommError
+from pycomm.kernels.arrays import DTYPES
+from pycomm.schedule.program import Program
+from pycomm.transport.messages import Message, run_program
 
-_KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier", "refused")
-_DTYPES = (
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float64,
-    torch.int8,
-    torch.uint8,
-    torch.int32,
-    torch.int64,
-)
+_KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier", "refused", "schedule", "all_to_all")
+# Newer releases have other names for them, and warn of the old ones.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# So few ranks, and so few bytes of each, go straight to everybody: over Gloo that takes half as long as its ring, or
+# less, since each step of a ring waits for a process to be woken. Even less is gathered, then reduced by every rank.
+_DIRECT_RANKS = 16
+_DIRECT_BYTES = 256 << 10
+_GATHERED_BYTES = 256 << 10  # that every rank receives
+_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
 _OPS = ("sum", "mean", "min", "max")
 _REDUCTIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -50,6 +54,7 @@ class TorchTransport:
                 f"process_group has no backend for CPU tensors, only {backends}: call "
                 'init_process_group("cpu:gloo,cuda:nccl"), since the ranks first agree over the CPU on what they do'
             )
+        self.trusts = False
         self._group = group
         self.rank = group.rank()
         self.size = group.size()
@@ -67,7 +72,48 @@ class TorchTransport:
         else:
             self._reduce(tensor, op, timeout)
 
+    def run(self, program: Program, x: Any, op: str, timeout: float) -> None:
+        tensor = self._look("x", x, op, timeout)
+        self._require(
+            (program.rank, program.num_ranks) == (self.rank, self.size),
+            f"the program is of rank {program.rank} of {program.num_ranks}, wanted one of rank {self.rank} of "
+            f"{self.size}",
+            timeout,
+        )
+        self._agree("schedule", tensor, op, program.digest >> 1, timeout)  # 63 bits
+        run_program(program, tensor, op, self, timeout)
+
+    def exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], timeout: float, operation: str = "all_reduce"
+    ) -> None:
+        """See :class:`pycomm.transport.messages.Messenger`."""
+        # As bytes: not every backend knows every type.
+        receiving = [dist.irecv(t.view(torch.uint8), self._global(peer), self._group) for peer, t in receives]
+        sending = [dist.isend(t.view(torch.uint8), self._global(peer), self._group) for peer, t in sends]
+        for (peer, _), work in zip([*receives, *sends], [*receiving, *sending], strict=True):
+            self._wait(operation, work, timeout, peer)
+
+    def _global(self, peer: int) -> int:
+        return dist.get_global_rank(self._group, peer)
+
+    def _gather(self, operation: str, out: torch.Tensor, x: torch.Tensor, timeout: float) -> None:
+        """Everybody's ``x`` into ``out``, both flat."""
+        if self.size > _DIRECT_RANKS or x.nbytes > _DIRECT_BYTES:
+            work = _all_gather(out, x, group=self._group, async_op=True)
+            self._wait(operation, work, timeout)
+            return
+        everyones = out.view(self.size, -1)
+        everyones[self.rank].copy_(x)
+        if x.numel() > 0:
+            peers = [p for p in range(self.size) if p != self.rank]
+            self.exchange([(p, x) for p in peers], [(p, everyones[p]) for p in peers], timeout, operation)
+
     def _reduce(self, tensor: torch.Tensor, op: str, timeout: float) -> None:
+        if self.size <= _DIRECT_RANKS and (self.size - 1) * tensor.nbytes <= _GATHERED_BYTES:
+            everyone = torch.empty(self.size * tensor.numel(), dtype=tensor.dtype)
+            self._gather("all_reduce", everyone, tensor.view(-1), timeout)
+            kernels.reduce(tensor, list(everyone.view(self.size, *tensor.shape)), op)
+            return
         work = dist.all_reduce(tensor, _REDUCTIONS[op], group=self._group, async_op=True)
         self._wait("all_reduce", work, timeout)
         if op == "mean":
@@ -88,9 +134,7 @@ class TorchTransport:
             source, result = source.float(), torch.empty(target.shape, dtype=torch.float32)
         else:
             result = target
-        work = dist.reduce_scatter_tensor(
-            result.view(-1), source.view(-1), _REDUCTIONS[op], group=self._group, async_op=True
-        )
+        work = _reduce_scatter(result.view(-1), source.view(-1), _REDUCTIONS[op], group=self._group, async_op=True)
         self._wait("reduce_scatter", work, timeout)
         if op == "mean":
             result.mul_(1.0 / self.size)
@@ -107,8 +151,25 @@ class TorchTransport:
             timeout,
         )
         self._agree("all_gather", source, "sum", 0, timeout)
-        work = dist.all_gather_into_tensor(target.view(-1), source.view(-1), group=self._group, async_op=True)
-        self._wait("all_gather", work, timeout)
+        self._gather("all_gather", target.view(-1), source.view(-1), timeout)
+
+    def all_to_all(self, out: Any, x: Any, timeout: float) -> None:
+        target = self._look("out", out, None, timeout)
+        source = self._look("x", x, None, timeout, writes=False)
+        self._require(
+            target.numel() == source.numel() and source.dtype == target.dtype,
+            f"out has {target.numel()} elements of {target.dtype}, wanted the {source.numel()} of {source.dtype} of x",
+            timeout,
+        )
+        problem = f"x has {source.numel()} elements, wanted a multiple of the {self.size} ranks"
+        self._require(source.numel() % self.size == 0, problem, timeout)
+        self._agree("all_to_all", source, "sum", 0, timeout)
+        if source.numel() == 0:
+            return
+        theirs, ours = target.view(self.size, -1), source.view(self.size, -1)
+        peers = [p for p in range(self.size) if p != self.rank]
+        theirs[self.rank].copy_(ours[self.rank])
+        self.exchange([(p, ours[p]) for p in peers], [(p, theirs[p]) for p in peers], timeout, "all_to_all")
 
     def broadcast(self, x: Any, src: int, timeout: float) -> None:
         tensor = self._look("x", x, None, timeout)
@@ -164,13 +225,12 @@ class TorchTransport:
         return tensor.detach().contiguous()
 
     def _agree(self, kind: str, x: torch.Tensor, op: str, root: int, timeout: float) -> None:
+        if self.trusts and kind != "barrier":  # whose comparison is the waiting
+            return
         dtype = _DTYPES.index(x.dtype) if x.dtype in _DTYPES else -x.element_size()
         mine = [_KINDS.index(kind), dtype, _OPS.index(op), root, x.numel(), x.element_size()]
         everyone = torch.empty(self.size * len(mine), dtype=torch.int64)
-        work = dist.all_gather_into_tensor(
-            everyone, torch.tensor(mine, dtype=torch.int64), group=self._group, async_op=True
-        )
-        self._wait(kind, work, timeout)
+        self._gather(kind, everyone, torch.tensor(mine, dtype=torch.int64), timeout)
         rows = everyone.view(self.size, len(mine)).tolist()
         if kind == "refused":
             return  # this rank has its own error to report
@@ -185,16 +245,17 @@ class TorchTransport:
                     f"the ranks disagree: rank {p} called {_describe(row)} where rank 0 called {_describe(rows[0])}"
                 )
 
-    def _wait(self, operation: str, work: Any, timeout: float) -> None:
+    def _wait(self, operation: str, work: Any, timeout: float, peer: int | None = None) -> None:
         start = time.monotonic()
         try:
             work.wait(timedelta(seconds=timeout))
         except RuntimeError as error:
             elapsed = time.monotonic() - start
+            whom = "" if peer is None else f", with rank {peer},"
             raise CommError(
-                f"rank {self.rank}: {operation}: torch.distributed failed after {elapsed:.2f} s: {error}",
+                f"rank {self.rank}: {operation}: torch.distributed{whom} failed after {elapsed:.2f} s: {error}",
                 rank=self.rank,
-                peer=None,
+                peer=peer,
                 operation=operation,
                 elapsed=elapsed,
             ) from error
@@ -205,6 +266,8 @@ def _describe(row: list[int]) -> str:
     what = f"{count} elements of {str(_DTYPES[dtype]).removeprefix('torch.') if dtype >= 0 else 'another dtype'}"
     if _KINDS[kind] in ("all_reduce", "reduce_scatter"):
         return f'{_KINDS[kind]}({what}, op="{_OPS[op]}")'
+    if _KINDS[kind] == "schedule":
+        return f'all_reduce({what}, op="{_OPS[op]}", algorithm=a schedule with digest {root:x})'
     if _KINDS[kind] == "broadcast":
         return f"broadcast({what}, src={root})"
     return f"{_KINDS[kind]}({what if _KINDS[kind] == 'all_gather' else ''})"

@@ -57,12 +57,20 @@ def waits() -> list[tuple[int, int]]:
 
 
 class DeviceArray:
-    """``host`` (not copied) as an array on GPU number ``device``, whose producer's stream is ``stream``."""
+    """``host`` (not copied) as an array on GPU number ``device``, whose producer's stream is ``stream``.
 
-    def __init__(self, host: torch.Tensor, device: int = 0, stream: int | None = None) -> None:
+    The memory is that of ``whole``, where that is given.
+    """
+
+    def __init__(
+        self, host: torch.Tensor, device: int = 0, stream: int | None = None, whole: DeviceArray | None = None
+    ) -> None:
         self.host = host
         self.device = device
         self.stream = stream
+        self.whole = whole
+        if whole is not None:
+            return
         storage = host.untyped_storage()
         library().emulator_own(storage.data_ptr(), max(1, storage.nbytes()), device)
         weakref.finalize(self, library().emulator_disown, storage.data_ptr())
@@ -86,6 +94,12 @@ class DeviceArray:
             "version": 3,
             "stream": self.stream,
         }
+
+    def __len__(self) -> int:
+        return len(self.host)
+
+    def __getitem__(self, places: slice) -> DeviceArray:
+        return DeviceArray(self.host[places], self.device, self.stream, self)
 
     def __array_namespace__(self) -> ModuleType:
         return sys.modules[__name__]

@@ -12,7 +12,9 @@
 #include <vector>
 
 #include "emulator.h"
+#include "kernels/quantize.h"
 #include "kernels/scatter_add.h"
+#include "kernels/sparsify.h"
 #include "kernels/topk.h"
 
 namespace {
@@ -32,17 +34,24 @@ pycomm::cuda::Workspace workspace_in(std::vector<char>& memory) {
     std::exit(1);
 }
 
-void check_topk(std::vector<float>& x, int64_t k, float earlier, const std::string& what) {
-    std::vector<int32_t> wanted(x.size());
-    std::iota(wanted.begin(), wanted.end(), 0);
+// The k elements of x[begin, end) of largest magnitude, in order; *kth becomes the magnitude of the last one.
+std::vector<int32_t> largest(const std::vector<float>& x, int32_t begin, int32_t end, int64_t k, float* kth) {
+    std::vector<int32_t> found(static_cast<size_t>(end - begin));
+    std::iota(found.begin(), found.end(), begin);
     auto larger = [&](int32_t a, int32_t b) {
         float left = std::fabs(x[static_cast<size_t>(a)]), right = std::fabs(x[static_cast<size_t>(b)]);
         return left > right || (left == right && a < b);
     };
-    std::sort(wanted.begin(), wanted.end(), larger);
-    float kth = std::fabs(x[static_cast<size_t>(wanted[static_cast<size_t>(k) - 1])]);
-    wanted.resize(static_cast<size_t>(k));
-    std::sort(wanted.begin(), wanted.end());
+    std::sort(found.begin(), found.end(), larger);
+    *kth = std::fabs(x[static_cast<size_t>(found[static_cast<size_t>(k) - 1])]);
+    found.resize(static_cast<size_t>(k));
+    std::sort(found.begin(), found.end());
+    return found;
+}
+
+void check_topk(std::vector<float>& x, int64_t k, float earlier, const std::string& what) {
+    float kth = 0.0f;
+    std::vector<int32_t> wanted = largest(x, 0, static_cast<int32_t>(x.size()), k, &kth);
     std::vector<float> values(static_cast<size_t>(k));
     std::vector<int32_t> indices(static_cast<size_t>(k));
     Buffer source{x.data(), static_cast<int64_t>(x.size()), DType::kF32, 0};
@@ -89,6 +98,53 @@ void check_scatter_add(std::mt19937& random, bool ascending) {
     if (out != wanted) differ("scatter_add");
 }
 
+void check_sparsify(std::mt19937& random, float earlier, const std::string& what) {
+    const std::vector<int64_t> sizes = {3000, 3, 9000}, counts = {40, 1, 100};
+    std::normal_distribution<float> normal;
+    std::vector<float> grads(12'003), acc(grads.size()), values(141), wanted_thresholds;
+    for (float& value : grads) value = normal(random);
+    pycomm::Accumulation job;
+    std::vector<int32_t> wanted, indices(values.size());
+    for (int32_t begin = 0; size_t j : {0, 1, 2}) {
+        auto end = begin + static_cast<int32_t>(sizes[j]);
+        job.grads.push_back({grads.data() + begin, sizes[j], DType::kF32, 0});
+        float kth = 0.0f;
+        for (int32_t index : largest(grads, begin, end, counts[j], &kth)) wanted.push_back(index);
+        wanted_thresholds.push_back(kth);
+        begin = end;
+    }
+    job.acc = {acc.data(), 12'003, DType::kF32, 0};
+    std::vector<float> thresholds(3, earlier);
+    bool missed[3], finite[3];
+    pycomm::Selection selection{
+        counts, {values.data(), 141, DType::kF32, 0}, indices.data(), thresholds.data(), missed};
+    std::vector<char> memory = scratch(pycomm::cuda::sparsify_workspace_bytes(job, selection));
+    pycomm::cuda::Workspace workspace = workspace_in(memory);
+    pycomm::cuda::sparsify(job, {}, selection, finite, workspace, nullptr);
+    if (acc != grads || indices != wanted || thresholds != wanted_thresholds) differ(what);
+    for (size_t m = 0; m < wanted.size(); ++m) {
+        if (values[m] != acc[static_cast<size_t>(wanted[m])]) differ(what + " (values)");
+    }
+}
+
+void check_quantize(std::mt19937& random) {
+    std::vector<float> x(9000), units(3);
+    std::vector<uint8_t> codes(x.size());
+    for (float& value : x) value = static_cast<float>(random()) * 1e-9f - 2.0f;
+    pycomm::Quantization how{4096, 127, 8, pycomm::Norm::kMax};
+    pycomm::cuda::quantize({x.data(), 9000, DType::kF32, 0}, how, nullptr, units.data(), codes.data(), nullptr,
+                           nullptr);
+    for (size_t i = 0; i < x.size(); ++i) {
+        float most = 0.0f;
+        for (size_t j = i / 4096 * 4096; i % 4096 == 0 && j < x.size() && j < i + 4096; ++j) {
+            most = std::max(most, std::fabs(x[j]));
+        }
+        if (i % 4096 == 0 && units[i / 4096] != most * (1.0f / 127.0f)) differ("quantize (units)");
+        float error = x[i] - static_cast<float>(static_cast<int8_t>(codes[i])) * units[i / 4096];
+        if (std::fabs(error) > 0.501f * units[i / 4096]) differ("quantize (codes)");
+    }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -101,6 +157,9 @@ int main(int argc, char** argv) {
             emulator::settings() = {static_cast<uint64_t>(100 * round + 1), threads, blocks};
             check_scatter_add(random, round % 2 == 0);
             check_topks(random);
+            check_sparsify(random, 0.0f, "sparsify without thresholds");
+            check_sparsify(random, 2.0f, "sparsify with thresholds");
+            check_quantize(random);
         }
     } catch (const std::exception& error) {
         std::printf("%s\n", error.what());

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -194,6 +195,9 @@ Settings& settings() {
 void run(const char* name, int64_t blocks, int threads, bool together, const std::function<void()>& kernel) {
     if (threads % kLanes != 0 || threads < kLanes) fail(name, "a block is a multiple of 32 threads");
     if (together && blocks > settings().resident_blocks) fail(name, "more blocks than can run at once");
+    // One GPU for all threads of the process: ranks that are threads launch at the same time.
+    static std::mutex busy;
+    std::lock_guard<std::mutex> lock(busy);
     ++launches;
     machine.kernel = &kernel;
     machine.threads = threads;

@@ -18,6 +18,7 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 KERNELS = ROOT / "csrc" / "kernels" / "cuda"
 BARRIER = re.compile(r"(?:device::block_barrier|grid_barrier)\((?:grid)?\);")
+KERNELS_CHECKED = ["topk", "scatter_add", "table", "faults", "accumulate", "sparsify", "quantize"]
 FLAGS = ["-std=c++20", "-O1", "-Wno-unknown-pragmas", "-ffp-contract=off"]
 
 pytestmark = [
@@ -48,7 +49,7 @@ class Barrier:
 
 
 def barriers() -> list[Barrier]:
-    files = ["grid.h", "topk_digits.h", "topk_candidates.h", "topk_select.h", "scatter_add.cu"]
+    files = ["grid.h", "topk_digits.h", "topk_candidates.h", "topk_select.h", "scatter_add.cu", "quantize.cu"]
     return [
         Barrier(file, number) for file in files for number in range(len(BARRIER.findall((KERNELS / file).read_text())))
     ]
@@ -72,7 +73,7 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     where = tmp_path_factory.mktemp("objects")
     emulator = ROOT / "tests" / "emulator"
     sources = [
-        *(KERNELS / name for name in ("topk.cu", "scatter_add.cu", "table.cu")),
+        *(KERNELS / f"{name}.cu" for name in KERNELS_CHECKED),
         *(emulator / name for name in ("emulator.cpp", "device/runtime.cpp", "check_kernels.cpp")),
     ]
     with ThreadPoolExecutor(2) as pool:

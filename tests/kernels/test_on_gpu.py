@@ -110,26 +110,6 @@ def test_reduce(gpu: Gpu, dtype: torch.dtype, op: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_accumulate(gpu: Gpu, dtype: torch.dtype) -> None:
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    for n in (0, 1, 63, 1025, 5003):
-        for has_residual in (True, False):
-            grad, residual = torch.randn(n + 1).to(dtype)[1:], torch.randn(n, dtype=wide)
-            wanted, acc = torch.empty(n, dtype=wide), gpu.garbage(n, wide)
-            kernels.accumulate(wanted, residual if has_residual else None, grad, 0.3)
-            old = gpu.put(residual) if has_residual else None
-            finite = kernels.accumulate(acc, old, gpu.put(grad), gpu.put(torch.tensor(0.3)))
-            one = torch.tensor(0.3).item()
-            kernels.accumulate(wanted, residual if has_residual else None, grad, one)
-            assert_same_bits(gpu.get(acc), wanted)
-            assert gpu.get(finite).item()
-            if n > 0:
-                grad = grad.clone()
-                grad[n // 2] = torch.nan
-                assert not gpu.get(kernels.accumulate(acc, old, gpu.put(grad))).item()
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
 def test_absmax(gpu: Gpu, dtype: torch.dtype) -> None:
     values = torch.randn(10_000).to(dtype)
     parts = [values[:1], values[1:4000], values[4000:]]

@@ -1,4 +1,4 @@
-"""scatter_add, accumulate, absmax, and the number of threads."""
+"""scatter_add, absmax, and the number of threads."""
 
 from __future__ import annotations
 
@@ -40,35 +40,6 @@ def test_scatter_add_refuses_bad_indices_and_writes_nothing() -> None:
         kernels.scatter_add(torch.zeros(3), torch.tensor([0]), torch.ones(1))
     with pytest.raises(ValueError, match="indices has 1 elements, wanted 2"):
         kernels.scatter_add(torch.zeros(3), torch.tensor([0], dtype=torch.int32), torch.ones(2))
-
-
-@pytest.mark.usefixtures("simd")
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("has_residual", [True, False])
-def test_accumulate(dtype: torch.dtype, has_residual: bool) -> None:
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    for n in (0, 1, 63, 64, 65, 1001):
-        grad, residual = interesting(n, dtype, n), torch.randn(n, dtype=wide)
-        acc = torch.empty(n, dtype=wide)
-        finite = kernels.accumulate(acc, residual if has_residual else None, grad, 0.125)
-        wanted = grad.to(wide) * 0.125 + (residual if has_residual else 0.0)
-        assert torch.equal(torch.nan_to_num(acc, nan=7.0), torch.nan_to_num(wanted, nan=7.0))
-        assert bool(finite) == bool(torch.isfinite(wanted).all())
-
-
-def test_accumulate_in_place_and_threaded() -> None:
-    grad, residual = torch.randn(1_000_001), torch.randn(1_000_001)
-    wanted = residual + grad * 0.5
-    kernels.set_num_threads(2)
-    try:
-        kernels.accumulate(grad, residual, grad, 0.5)
-    finally:
-        kernels.set_num_threads(None)
-    assert torch.equal(grad, wanted)
-    with pytest.raises(TypeError, match="acc has dtype float16, wanted float32"):
-        kernels.accumulate(torch.empty(3, dtype=torch.float16), None, torch.ones(3, dtype=torch.float16))
-    with pytest.raises(ValueError, match="residual has 2 elements, wanted 3 as acc"):
-        kernels.accumulate(torch.empty(3), torch.empty(2), torch.ones(3))
 
 
 @pytest.mark.usefixtures("simd")

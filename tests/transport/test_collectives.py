@@ -10,18 +10,10 @@ import pytest
 import torch
 
 from pycomm import Communicator
+from pycomm.kernels import arrays
 from tests.ranks import RankPool
 
-DTYPES = (
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float64,
-    torch.int8,
-    torch.uint8,
-    torch.int32,
-    torch.int64,
-)
+DTYPES = tuple(getattr(torch, name) for name in arrays.DTYPES)
 TRANSPORTS = ["shared_memory", "torch"]
 
 

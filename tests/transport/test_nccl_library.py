@@ -170,6 +170,8 @@ print("leaving")
 
 @pytest.mark.parametrize("how", ["plain", "stalled", "forked", "kept"])
 def test_a_script_may_simply_end(fake_library: Path, how: str) -> None:
+    if how == "forked" and "libasan" in os.environ.get("LD_PRELOAD", ""):
+        pytest.skip("AddressSanitizer's allocator may be locked for ever in the child of a process with threads")
     started = time.monotonic()
     load = IMPORT if how == "forked" else LOAD  # which needs pycomm.errors
     assert in_new_process(load + LEAVE, how, PYCOMM_NCCL_LIBRARY=str(fake_library)) == "leaving"

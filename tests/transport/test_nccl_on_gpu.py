@@ -91,7 +91,7 @@ def collectives() -> None:
         for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int64):
             mine = torch.arange(10, device="cuda").to(dtype) + rank
             other = torch.arange(10, device="cuda").to(dtype) + (1 - rank)
-            for algorithm in ("native", "ring"):
+            for algorithm in ("native", "ring", "halving_doubling", "direct", "double_tree(2)"):
                 x = mine.clone()
                 c.all_reduce(x, algorithm=algorithm)
                 assert torch.equal(x, mine + other)
@@ -111,6 +111,9 @@ def collectives() -> None:
         x = torch.full((1000,), float(rank), device="cuda")
         c.all_reduce(x, "mean")
         assert bool((x == 0.5).all())
+        half = torch.full((1000,), 60000.0 * rank, dtype=torch.float16, device="cuda")
+        c.all_reduce(half, "mean", algorithm="circulant")
+        assert bool((half == 30000).all())
 
 
 @requires_shared_gpu

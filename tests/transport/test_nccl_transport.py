@@ -67,8 +67,9 @@ def test_everything_works(fake: Fake, algorithm: str) -> None:
         np.testing.assert_array_equal(everything.host, np.concatenate(parts))
         c.reduce_scatter(part, on_device(parts[rank], rank), "max", **NOW)
         np.testing.assert_array_equal(part.host, np.maximum(*parts)[rank * 3 : rank * 3 + 3])
+        mine = on_device(parts[rank], rank)  # has to live until the group's end
         with c.grouped(20.0):
-            c.send(on_device(parts[rank], rank), other, **NOW)
+            c.send(mine, other, **NOW)
             c.recv(x, other, **NOW)
         np.testing.assert_array_equal(x.host, parts[other])
         c.check()

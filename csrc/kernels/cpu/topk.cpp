@@ -11,6 +11,7 @@
 #include "base/half.h"
 #include "base/parallel.h"
 #include "kernels/cpu/loops/loops.h"
+#include "kernels/cpu/selection.h"
 
 namespace pycomm {
 namespace {
@@ -177,20 +178,6 @@ std::optional<Candidates> find_candidates(const Buffer& x, int64_t k, const floa
     return candidates_above(x, sample_threshold(x, k), k, num_threads);
 }
 
-// Returns the key of the k-th.
-uint32_t select_from(const Candidates& found, const Buffer& x, int64_t k, const Buffer& values, int32_t* indices) {
-    const Candidate* candidates = found.data.get();
-    int64_t out = 0;
-    Threshold<uint32_t> threshold = select_kth<CandidateKeys>(candidates, found.count, k);
-    for_selected<CandidateKeys>(candidates, found.count, threshold, [&](int64_t i) {
-        auto index = static_cast<int32_t>(candidates[i].index);
-        std::memcpy(values.bytes() + 4 * out, x.bytes() + 4 * static_cast<int64_t>(index), 4);
-        std::memcpy(indices + out, &index, 4);
-        ++out;
-    });
-    return threshold.key;
-}
-
 float select(const Buffer& x, int64_t k, const Buffer& values, int32_t* indices, const float* earlier,
              int num_threads) {
     switch (x.dtype) {
@@ -206,13 +193,26 @@ float select(const Buffer& x, int64_t k, const Buffer& values, int32_t* indices,
         }
         default: {
             auto found = find_candidates(x, k, earlier, num_threads);
-            return bits_float(found ? select_from(*found, x, k, values, indices)
-                                    : select_all<FloatKeys, float>(x, k, values, indices));
+            if (found) return select_from(found->data.get(), found->count, x, k, values, indices);
+            return bits_float(select_all<FloatKeys, float>(x, k, values, indices));
         }
     }
 }
 
 }  // namespace
+
+float select_from(const Candidate* candidates, int64_t num_candidates, const Buffer& x, int64_t k, const Buffer& values,
+                  int32_t* indices) {
+    int64_t out = 0;
+    Threshold<uint32_t> threshold = select_kth<CandidateKeys>(candidates, num_candidates, k);
+    for_selected<CandidateKeys>(candidates, num_candidates, threshold, [&](int64_t i) {
+        auto index = static_cast<int32_t>(candidates[i].index);
+        std::memcpy(values.bytes() + 4 * out, x.bytes() + 4 * static_cast<int64_t>(index), 4);
+        std::memcpy(indices + out, &index, 4);
+        ++out;
+    });
+    return bits_float(threshold.key);
+}
 
 void topk(const Buffer& x, int64_t k, const Buffer& values, int32_t* indices, float* threshold, int num_threads) {
     float magnitude = select(x, k, values, indices, threshold, num_threads);

@@ -1,80 +1,193 @@
+// A warp takes a chunk of consecutive elements, four packets of 16 bytes of every flat array per lane. Most chunks lie
+// within one gradient; in the others every lane looks for the gradient of its packets.
 #include "kernels/accumulate.h"
 
 #include "device/launch.h"
-#include "kernels/cuda/elements.h"
-#include "kernels/cuda/host.h"
+#include "kernels/cuda/accumulate_pass.h"
 
 namespace pycomm::cuda {
 namespace {
 
-constexpr int64_t kPerThread = 4;  // packets
+struct Pass {
+    Table grads;
+    const Entry* weights;  // null: none
+    const float* factors;
+    Scale scale;
+    double decay;
+    char* acc;
+    const char* residual;
+    char* velocity;
+    const char* old_velocity;
+    float momentum;
+    bool nesterov;
+    bool* finite;
+    Marks marks;
+    int64_t shift;
+};
+
+template <class Acc>
+struct Gradient {
+    int number;
+    int64_t begin, end;  // in the flat arrays
+    const char* grads;
+    const char* weights;
+    Acc scale;
+    uint32_t limit;  // magnitudes whose bits are above it are marked
+
+    PYCOMM_MEMBER Gradient(const Pass& pass, int j) : number(j) {
+        begin = pass.grads.entries[j].begin;
+        end = pass.grads.entries[j + 1].begin;
+        grads = pass.grads.entries[j].data;
+        weights = pass.weights == nullptr ? nullptr : pass.weights[j].data;
+        auto of_all = factor_of<double>(pass.scale);
+        scale = static_cast<Acc>(pass.factors == nullptr ? of_all : of_all * static_cast<double>(pass.factors[j]));
+        limit = 0xffffffffu;
+        if (pass.marks.words == nullptr) return;
+        float threshold = pass.marks.thresholds[j];
+        if (threshold > 0.0f && is_finite(threshold)) limit = device::bits_of(0.98f * threshold);
+    }
+};
+
+// What kCount sums are made of.
+template <class Acc, class Grad, int kCount>
+struct Terms {
+    Packet<Grad, kCount> grads, weights;
+    Packet<Acc, kCount> residual, velocity;
+
+    PYCOMM_MEMBER void load(const Pass& pass, const Gradient<Acc>& gradient, int64_t at) {
+        grads = load_packet<Grad, kCount>(gradient.grads, at - gradient.begin);
+        if (gradient.weights != nullptr) weights = load_packet<Grad, kCount>(gradient.weights, at - gradient.begin);
+        if (pass.residual != nullptr) residual = load_packet<Acc, kCount>(pass.residual, at);
+        if (pass.old_velocity != nullptr) velocity = load_packet<Acc, kCount>(pass.old_velocity, at);
+    }
+
+    // The sum of element e; velocity becomes the new one.
+    PYCOMM_MEMBER Acc sum(const Pass& pass, const Gradient<Acc>& gradient, int e) {
+        Acc g = static_cast<Acc>(widen(grads.values[e])) * gradient.scale;
+        if (gradient.weights != nullptr) {
+            g = g + static_cast<Acc>(widen(weights.values[e])) * static_cast<Acc>(pass.decay);
+        }
+        if (pass.velocity == nullptr) return pass.residual == nullptr ? g : residual.values[e] + g;
+        auto momentum = static_cast<Acc>(pass.momentum);
+        Acc u = pass.nesterov ? momentum * (velocity.values[e] + g) : momentum * velocity.values[e] + g;
+        velocity.values[e] = u;
+        Acc out = pass.residual == nullptr ? u : residual.values[e] + u;
+        return pass.nesterov ? out + g : out;
+    }
+
+    // Writes them; returns which of them are marked.
+    PYCOMM_MEMBER uint32_t finish(const Pass& pass, const Gradient<Acc>& gradient, int64_t at) {
+        Packet<Acc, kCount> sums;
+        uint32_t marked = 0;
+        bool all = true;
+#pragma unroll
+        for (int e = 0; e < kCount; ++e) {
+            sums.values[e] = sum(pass, gradient, e);
+            all = all && is_finite(sums.values[e]);
+            if constexpr (std::is_same_v<Acc, float>) {
+                uint32_t magnitude = device::bits_of(sums.values[e]) & 0x7fffffffu;
+                marked |= static_cast<uint32_t>(magnitude > gradient.limit) << e;
+            }
+        }
+        store_packet<Acc, kCount>(pass.acc, at, sums);
+        if (pass.velocity != nullptr) store_packet<Acc, kCount>(pass.velocity, at, velocity);
+        if (!all) pass.finite[gradient.number] = false;
+        return marked;
+    }
+};
+
+// Elements [at, at + kCount), of whichever gradients; `gradient` is one at or before the first.
+template <class Acc, class Grad, int kCount>
+PYCOMM_DEVICE uint32_t mixed_packet(const Pass& pass, Gradient<Acc>& gradient, int64_t at) {
+    auto reach = [&](int64_t position) {
+        int j = gradient.number;
+        while (pass.grads.entries[j + 1].begin <= position) ++j;
+        if (j != gradient.number) gradient = Gradient<Acc>(pass, j);
+    };
+    if (at >= 0 && at < pass.grads.total) reach(at);
+    if (at >= 0 && at + kCount <= gradient.end) {
+        Terms<Acc, Grad, kCount> terms = {};
+        terms.load(pass, gradient, at);
+        return terms.finish(pass, gradient, at);
+    }
+    uint32_t marked = 0;
+    for (int e = 0; e < kCount; ++e) {
+        if (at + e < 0 || at + e >= pass.grads.total) continue;
+        reach(at + e);
+        Terms<Acc, Grad, 1> terms = {};
+        terms.load(pass, gradient, at + e);
+        marked |= terms.finish(pass, gradient, at + e) << e;
+    }
+    return marked;
+}
 
 template <class Acc, class Grad>
-PYCOMM_KERNEL accumulate_kernel(char* acc, const char* residual, const char* grad, int64_t count, Scale scale,
-                                bool* finite) {
+PYCOMM_KERNEL accumulate_kernel(Pass pass) {
     constexpr int kCount = 16 / sizeof(Acc);
-    Acc factor = factor_of<Acc>(scale);
-    bool all = true;
-    auto one = [&](Grad g, Acc r) {
-        Acc term = static_cast<Acc>(widen(g)) * factor;
-        Acc sum = residual == nullptr ? term : r + term;
-        all = all && is_finite(sum);
-        return sum;
-    };
-    auto scalar = [&](int64_t i) {
-        Acc r = residual == nullptr ? Acc(0) : load_element<Acc>(residual, i);
-        store_element(acc, i, one(load_element<Grad>(grad, i), r));
-    };
-    int64_t head = -1;
-    bool misfit = false;
-    align<Acc, kCount>(acc, head, misfit);
-    if (residual != nullptr) align<Acc, kCount>(residual, head, misfit);
-    align<Grad, kCount>(grad, head, misfit);
-    if (misfit || head > count) head = count;
-    int64_t thread = static_cast<int64_t>(device::block_index()) * device::num_threads() + device::thread_index();
-    int64_t stride = static_cast<int64_t>(device::num_blocks()) * device::num_threads();
-    for (int64_t i = thread; i < head; i += stride) scalar(i);
-    int64_t packets = (count - head) / kCount;
-    auto out = reinterpret_cast<Packet<Acc, kCount>*>(acc + head * static_cast<int64_t>(sizeof(Acc)));
-    const char* old_bytes = residual == nullptr ? nullptr : residual + head * static_cast<int64_t>(sizeof(Acc));
-    auto old = reinterpret_cast<const Packet<Acc, kCount>*>(old_bytes);
-    auto from = reinterpret_cast<const Packet<Grad, kCount>*>(grad + head * static_cast<int64_t>(sizeof(Grad)));
-    for (int64_t i = thread; i < packets; i += kPerThread * stride) {
-        Packet<Acc, kCount> r[kPerThread] = {};
-        Packet<Grad, kCount> g[kPerThread] = {};
+    constexpr int kElems = kRows * device::kWarpSize * kCount;
+    int warp = device::thread_index() / device::kWarpSize, warps = device::num_threads() / device::kWarpSize;
+    int64_t chunk = static_cast<int64_t>(device::block_index()) * warps + warp;
+    int64_t begin = chunk * kElems - pass.shift;
+    if (begin >= pass.grads.total) return;  // the whole warp
+    Gradient<Acc> gradient(pass, array_at(pass.grads, begin > 0 ? begin : 0));
+    int64_t first = begin + device::thread_index() % device::kWarpSize * kCount;
+    uint32_t marked[kRows];
+    if (begin >= 0 && begin + kElems <= gradient.end) {
+        Terms<Acc, Grad, kCount> terms[kRows] = {};  // all loads first, so that they are under way together
 #pragma unroll
-        for (int u = 0; u < kPerThread; ++u) {
-            if (i + u * stride >= packets) break;
-            g[u] = from[i + u * stride];
-            if (residual != nullptr) r[u] = old[i + u * stride];
+        for (int r = 0; r < kRows; ++r) terms[r].load(pass, gradient, first + r * device::kWarpSize * kCount);
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            marked[r] = terms[r].finish(pass, gradient, first + r * device::kWarpSize * kCount);
         }
+    } else {
 #pragma unroll
-        for (int u = 0; u < kPerThread; ++u) {
-            if (i + u * stride >= packets) break;
-            Packet<Acc, kCount> sum;
-#pragma unroll
-            for (int e = 0; e < kCount; ++e) sum.values[e] = one(g[u].values[e], r[u].values[e]);
-            out[i + u * stride] = sum;
+        for (int r = 0; r < kRows; ++r) {
+            marked[r] = mixed_packet<Acc, Grad, kCount>(pass, gradient, first + r * device::kWarpSize * kCount);
         }
     }
-    for (int64_t i = head + packets * kCount + thread; i < count; i += stride) scalar(i);
-    if (finite != nullptr && !all) *finite = false;
+    if constexpr (std::is_same_v<Acc, float>) {
+        if (pass.marks.words != nullptr) write_words(marked, pass.marks.words + chunk * kChunkWords, kChunkWords);
+    }
 }
 
 }  // namespace
 
-void accumulate(const Buffer& acc, const Buffer* residual, const Buffer& grad, Scale scale, bool* finite,
-                Stream stream) {
-    if (finite != nullptr) device::fill_bytes(finite, 1, 1, stream);
-    if (acc.count == 0) return;
-    with_float_type(grad.dtype, [&](auto* type) {
+void accumulate_pass(const Accumulation& job, const Entry* entries, Scale scale, bool* finite, Marks marks,
+                     Stream stream) {
+    device::fill_bytes(finite, 1, static_cast<int64_t>(job.grads.size()), stream);
+    if (job.acc.count == 0) return;
+    const auto num_grads = static_cast<int>(job.grads.size());
+    Pass pass{Table{entries, num_grads, job.acc.count},
+              job.weights.empty() ? nullptr : entries + num_grads,
+              job.factors,
+              scale,
+              job.decay,
+              job.acc.bytes(),
+              static_cast<const char*>(job.residual),
+              static_cast<char*>(job.velocity),
+              static_cast<const char*>(job.old_velocity),
+              job.momentum,
+              job.nesterov,
+              finite,
+              marks,
+              shift_of(job.acc)};
+    with_float_type(job.grads[0].dtype, [&](auto* type) {
         using Grad = std::remove_pointer_t<decltype(type)>;
         using Acc = Wide<Grad>;
-        int64_t per_block = device::threads_per_block() * kPerThread * static_cast<int64_t>(16 / sizeof(Acc));
-        device::launch("accumulate", accumulate_kernel<Acc, Grad>, blocks_for(acc.count, per_block), stream,
-                       acc.bytes(), residual == nullptr ? nullptr : residual->bytes(), grad.bytes(), acc.count, scale,
-                       finite);
+        int64_t per_block = device::threads_per_block() * int64_t{kRows * 16 / sizeof(Acc)};
+        device::launch("accumulate", accumulate_kernel<Acc, Grad>, blocks_for(job.acc.count + pass.shift, per_block),
+                       stream, pass);
     });
+}
+
+int64_t accumulate_workspace_bytes(const Accumulation& job) {
+    return table_bytes(job.grads.size() + job.weights.size());
+}
+
+void accumulate(const Accumulation& job, Scale scale, bool* finite, Workspace& workspace, Stream stream) {
+    Table table = upload(arrays_of(job), workspace, stream);
+    accumulate_pass(job, table.entries, scale, finite, {}, stream);
 }
 
 }  // namespace pycomm::cuda

@@ -70,6 +70,30 @@ struct alignas(sizeof(T) * kCount) Packet {
     T values[kCount];
 };
 
+// Elements [i, i + kCount), in one access where they lie so that they can move in one.
+template <class T, int kCount>
+PYCOMM_DEVICE Packet<T, kCount> load_packet(const char* base, int64_t i) {
+    const char* from = base + i * static_cast<int64_t>(sizeof(T));
+    if (reinterpret_cast<uintptr_t>(from) % sizeof(Packet<T, kCount>) == 0) {
+        return *reinterpret_cast<const Packet<T, kCount>*>(from);
+    }
+    Packet<T, kCount> out;
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) out.values[e] = load_element<T>(base, i + e);
+    return out;
+}
+
+template <class T, int kCount>
+PYCOMM_DEVICE void store_packet(char* base, int64_t i, const Packet<T, kCount>& packet) {
+    char* to = base + i * static_cast<int64_t>(sizeof(T));
+    if (reinterpret_cast<uintptr_t>(to) % sizeof(Packet<T, kCount>) == 0) {
+        *reinterpret_cast<Packet<T, kCount>*>(to) = packet;
+        return;
+    }
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) store_element(base, i + e, packet.values[e]);
+}
+
 // How many elements precede the first place where arrays that hold Ts stand at a packet's border; never negative.
 // `misfit` becomes true when T elements at `pointer` never do together with the others.
 template <class T, int kCount>

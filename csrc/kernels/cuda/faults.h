@@ -7,22 +7,25 @@
 
 namespace pycomm::cuda {
 
+enum class Mistake : uint32_t { kScatterIndex, kPackedIndex, kPackedWords };
+
 // In memory of the host that kernels can write to. The first fault stays until it has been raised.
 struct Fault {
     uint32_t raised;
-    uint32_t position;
-    int64_t index;
+    Mistake mistake;
+    uint64_t found;  // where in the low half, an index in the high one: one store, or two threads' finds could mix
     int64_t limit;
 };
 
 // The one of this process; made when first asked for.
 Fault* fault();
 
-PYCOMM_DEVICE void report(Fault* fault, uint32_t position, int64_t index, int64_t limit) {
+PYCOMM_DEVICE void report(Fault* fault, Mistake mistake, int64_t position, int64_t index, int64_t limit) {
     if (device::atomic_read(&fault->raised) != 0) return;
-    fault->position = position;
-    fault->index = index;
+    fault->mistake = mistake;
     fault->limit = limit;
+    uint64_t found = static_cast<uint64_t>(index) << 32 | static_cast<uint32_t>(position);
+    *static_cast<volatile uint64_t*>(&fault->found) = found;
     device::system_fence();  // the host must not see `raised` before the rest
     *static_cast<volatile uint32_t*>(&fault->raised) = 1;
 }

@@ -1,4 +1,4 @@
-// Working together beyond a warp: sums over a block's threads, and a barrier among all blocks.
+// Working together: sums over the threads of a warp and of a block, parts for blocks, and a barrier among all of them.
 #pragma once
 
 #include <cstdint>
@@ -7,15 +7,22 @@
 
 namespace pycomm::cuda {
 
+// Inclusive prefix sum over the lanes of a warp.
+template <class T>
+PYCOMM_DEVICE T scan_warp(T value) {
+    int lane = device::thread_index() % device::kWarpSize;
+    for (int distance = 1; distance < device::kWarpSize; distance *= 2) {
+        T below = device::shuffle_up(value, distance);
+        if (lane >= distance) value += below;
+    }
+    return value;
+}
+
 // Exclusive prefix sum over the threads of the block; *total is the sum of all. Every thread must call it.
 PYCOMM_DEVICE uint64_t scan_block(uint64_t value, uint64_t* total) {
     PYCOMM_SHARED(uint64_t, warp_sums, device::kMaxThreads / device::kWarpSize);
     int lane = device::thread_index() % device::kWarpSize, warp = device::thread_index() / device::kWarpSize;
-    uint64_t inclusive = value;
-    for (int distance = 1; distance < device::kWarpSize; distance *= 2) {
-        uint64_t below = device::shuffle_up(inclusive, distance);
-        if (lane >= distance) inclusive += below;
-    }
+    uint64_t inclusive = scan_warp(value);
     if (lane == device::kWarpSize - 1) warp_sums[warp] = inclusive;
     device::block_barrier();
     uint64_t before = 0, sum = 0;
@@ -26,6 +33,29 @@ PYCOMM_DEVICE uint64_t scan_block(uint64_t value, uint64_t* total) {
     device::block_barrier();  // before the next call overwrites warp_sums
     *total = sum;
     return before + inclusive - value;
+}
+
+// This block's part of `count` items: [begin, end).
+struct Part {
+    int64_t begin;
+    int64_t end;
+};
+PYCOMM_DEVICE Part part_of(int64_t count) {
+    return {count * device::block_index() / device::num_blocks(),
+            count * (device::block_index() + 1) / device::num_blocks()};
+}
+
+// The sums of values[b] over the blocks before this one, and over all.
+template <class T>
+PYCOMM_DEVICE void sum_blocks(const T* values, uint64_t* before, uint64_t* total) {
+    uint64_t mine_before = 0, mine = 0;
+    for (int b = device::thread_index(); b < device::num_blocks(); b += device::num_threads()) {
+        uint64_t value = values[b];
+        mine += value;
+        if (b < device::block_index()) mine_before += value;
+    }
+    scan_block(mine_before, before);
+    scan_block(mine, total);
 }
 
 // What a thread needs to meet all others of a kernel started by launch_together.

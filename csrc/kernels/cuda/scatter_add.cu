@@ -1,6 +1,5 @@
 #include "kernels/scatter_add.h"
 
-#include "base/error.h"
 #include "device/launch.h"
 #include "kernels/cuda/elements.h"
 #include "kernels/cuda/faults.h"
@@ -86,7 +85,7 @@ template <class Out, class Value>
 PYCOMM_KERNEL add(Job job) {
     uint32_t bad = job.findings->first_bad;
     if (bad != kNone) {
-        if (first_of_thread() == 0) report(job.fault, bad, index_at(job, bad), job.out_count);
+        if (first_of_thread() == 0) report(job.fault, Mistake::kScatterIndex, bad, index_at(job, bad), job.out_count);
         return;
     }
     if (job.findings->ascending != 0) {
@@ -99,22 +98,6 @@ PYCOMM_KERNEL add(Job job) {
 }
 
 }  // namespace
-
-Fault* fault() {
-    static Fault* const one = static_cast<Fault*>(device::allocate_mapped(sizeof(Fault)));
-    return one;
-}
-
-void raise_faults() {
-    volatile Fault* found = fault();
-    if (found->raised == 0) return;
-    std::string text = format(
-        "scatter_add: indices[%u] is %lld, wanted 0 <= index < %lld (in this or an earlier call on a GPU; with "
-        "PYCOMM_SYNC=1 in the environment the call that did it raises this)",
-        found->position, static_cast<long long>(found->index), static_cast<long long>(found->limit));
-    found->raised = 0;
-    throw ArgumentError(text);
-}
 
 int64_t scatter_add_workspace_bytes() { return sizeof(Findings); }
 

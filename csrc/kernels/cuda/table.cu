@@ -29,7 +29,6 @@ Table upload(const std::vector<Buffer>& arrays, Workspace& workspace, Stream str
     wanted.reserve(arrays.size() + 1);
     int64_t total = 0;
     for (const Buffer& array : arrays) {
-        if (array.count == 0) continue;
         wanted.push_back({array.bytes(), total, array.dtype});
         total += array.count;
     }

@@ -13,7 +13,7 @@
 
 namespace pycomm::cuda {
 
-// Non-empty arrays, and behind them one entry without data where the last one ends.
+// The arrays, some of which may be empty, and behind them one entry without data where the last one ends.
 struct Table {
     const Entry* entries;  // on the device
     int count;             // of arrays
@@ -29,7 +29,8 @@ Table upload(const std::vector<Buffer>& arrays, Workspace& workspace, Stream str
 
 inline constexpr int64_t kTile = 4096;  // elements per block
 
-// The array that element `position` of the concatenation belongs to. All lanes get the same answer.
+// The array that element `position` of the concatenation belongs to: the last of those that begin there or before. All
+// lanes get the same answer.
 PYCOMM_DEVICE int array_at(const Table& table, int64_t position) {
     int lane = device::thread_index() % device::kWarpSize;
     int low = 0, candidates = table.count;

@@ -72,11 +72,7 @@ PYCOMM_DEVICE void list_tile(const Job<K>& job, const View<K>& view, uint32_t ti
     constexpr uint32_t kCount = View<K>::kCount;
     auto lane = static_cast<uint32_t>(device::thread_index() % kWarpSize);
     uint32_t word = job.words[tile * kWarpSize + lane];
-    uint32_t up_to_here = static_cast<uint32_t>(device::count_ones(word));
-    for (int distance = 1; distance < kWarpSize; distance *= 2) {
-        uint32_t below = device::shuffle_up(up_to_here, distance);
-        if (lane >= static_cast<uint32_t>(distance)) up_to_here += below;
-    }
+    uint32_t up_to_here = scan_warp(static_cast<uint32_t>(device::count_ones(word)));
     // Bit b of word e of a row is element b * kCount + e of it: order goes through all words of the row.
     uint32_t row = lane / kCount, element = lane % kCount;
     uint32_t up_to_row = device::shuffle(up_to_here, row == 0 ? 0 : static_cast<int>(row * kCount) - 1);

@@ -5,12 +5,11 @@
 
 namespace pycomm::cuda::selection {
 
-// Adds to `bins` how often each digit (12 bits from `low` on) occurs among the keys of `part` whose bits under
-// `decided` equal `prefix`. `counts`: kBins of the block's shared memory;
-// between two calls lies a barrier.
+// How often each digit (12 bits from `low` on) occurs among the keys of `part` whose bits under `decided` equal
+// `prefix`. `counts`: kBins of the block's shared memory; between two calls lies a barrier.
 template <class Key, class KeyAt>
-PYCOMM_DEVICE void count_digits(uint32_t* bins, uint32_t* counts, Part part, int low, Key decided, Key prefix,
-                                KeyAt&& key_at) {
+PYCOMM_DEVICE void count_digits_in_block(uint32_t* counts, Part part, int low, Key decided, Key prefix,
+                                         KeyAt&& key_at) {
     constexpr int kUnroll = 4;
     int thread = device::thread_index(), threads = device::num_threads(), lane = thread % kWarpSize;
     for (uint32_t bin = static_cast<uint32_t>(thread); bin < kBins; bin += static_cast<uint32_t>(threads)) {
@@ -38,7 +37,15 @@ PYCOMM_DEVICE void count_digits(uint32_t* bins, uint32_t* counts, Part part, int
         }
     }
     device::block_barrier();
-    for (uint32_t bin = static_cast<uint32_t>(thread); bin < kBins; bin += static_cast<uint32_t>(threads)) {
+}
+
+// The same, added to `bins`, which other blocks add to as well.
+template <class Key, class KeyAt>
+PYCOMM_DEVICE void count_digits(uint32_t* bins, uint32_t* counts, Part part, int low, Key decided, Key prefix,
+                                KeyAt&& key_at) {
+    count_digits_in_block<Key>(counts, part, low, decided, prefix, key_at);
+    auto thread = static_cast<uint32_t>(device::thread_index()), threads = static_cast<uint32_t>(device::num_threads());
+    for (uint32_t bin = thread; bin < kBins; bin += threads) {
         if (counts[bin] != 0) device::atomic_add(&bins[bin], counts[bin]);
     }
 }

@@ -91,27 +91,4 @@ PYCOMM_DEVICE typename K::Key key_of_x(const Job<K>& job, int64_t i) {
     return K::of(load_element<typename K::Bits>(job.x, i));
 }
 
-// This block's part of `count` items: [begin, end).
-struct Part {
-    int64_t begin;
-    int64_t end;
-};
-PYCOMM_DEVICE Part part_of(int64_t count) {
-    return {count * device::block_index() / device::num_blocks(),
-            count * (device::block_index() + 1) / device::num_blocks()};
-}
-
-// The sums of values[b] over the blocks before this one, and over all.
-template <class T>
-PYCOMM_DEVICE void sum_blocks(const T* values, uint64_t* before, uint64_t* total) {
-    uint64_t mine_before = 0, mine = 0;
-    for (int b = device::thread_index(); b < device::num_blocks(); b += device::num_threads()) {
-        uint64_t value = values[b];
-        mine += value;
-        if (b < device::block_index()) mine_before += value;
-    }
-    scan_block(mine_before, before);
-    scan_block(mine, total);
-}
-
 }  // namespace pycomm::cuda::selection

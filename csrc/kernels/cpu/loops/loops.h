@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "base/dtype.h"
+#include "kernels/quantization.h"
 
 namespace pycomm {
 
@@ -25,6 +26,30 @@ struct Candidate {
     uint32_t index;
 };
 
+// A range of a gradient and what it goes into; pointers may be null as in kernels/accumulate.h.
+struct Terms {
+    const void* grad;
+    const void* weight;
+    const void* residual;
+    const void* old_velocity;
+    void* acc;
+    void* velocity;
+    DType dtype, grad_dtype;  // dtype: of all but gradient and weight
+    int64_t count;
+    double scale, decay;
+    float momentum;
+    bool nesterov;
+};
+
+// A list of candidates that grows, of what is above `limit` in magnitude; NaN is.
+struct Collector {
+    float limit;
+    uint32_t first_index;  // of the range's first element
+    Candidate* list;
+    int64_t capacity, count;
+    bool full;  // something had no room
+};
+
 struct Loops {
     const char* name;
 
@@ -33,10 +58,9 @@ struct Loops {
     bool (*convert)(const void* src, DType src_dtype, void* dst, DType dst_dtype, int64_t count, double scale,
                     Store store);
 
-    // acc[i] = residual[i] + grad[i] * scale; residual may be null (zeros). acc and residual are of acc_dtype, float or
-    // double. Returns whether everything written is finite.
-    bool (*accumulate)(void* acc, const void* residual, DType acc_dtype, const void* grad, DType grad_dtype,
-                       int64_t count, double scale);
+    // kernels/accumulate.h for one range of one gradient. What exceeds the collector's limit is appended to its list;
+    // it may be null. Returns whether all of acc is finite. acc and velocity are streamed where they are aligned alike.
+    bool (*accumulate)(const Terms& terms, Store store, Collector* collector);
 
     // The largest |x[i]|, NaN if there is one.
     float (*absmax)(const void* x, DType dtype, int64_t count);
@@ -50,6 +74,17 @@ struct Loops {
     // Returns how many elements were looked at: less than count when `capacity` was too small.
     int64_t (*collect)(const float* x, int64_t count, uint32_t threshold, uint32_t first_index, Candidate* out,
                        int64_t capacity, int64_t* num_collected);
+
+    // kernels/quantize.h for the elements from `first` on, where a block begins.
+    void (*quantize)(const float* x, int64_t count, int64_t first, const Quantization& how, const int64_t* seed,
+                     float* units, uint8_t* codes, float* remainder);
+    void (*dequantize)(const float* const* units, const uint8_t* const* codes, int num_contributions,
+                       const Quantization& how, float* out, int64_t count, float factor);
+
+    // kernels/signs.h.
+    void (*pack_signs)(const float* x, int64_t count, float magnitude, uint32_t* words, float* remainder);
+    void (*unpack_signs)(const uint32_t* const* words, const float* magnitudes, int num_contributions, float* out,
+                         int64_t count, float factor);
 };
 
 // Free places that collect() needs beyond what it keeps.

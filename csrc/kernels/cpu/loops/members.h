@@ -8,12 +8,18 @@
 namespace pycomm::PYCOMM_ISA {
 
 bool convert(const void* src, DType src_dtype, void* dst, DType dst_dtype, int64_t count, double scale, Store mode);
-bool accumulate(void* acc, const void* residual, DType acc_dtype, const void* grad, DType grad_dtype, int64_t count,
-                double scale);
+bool accumulate(const Terms& terms, Store store, Collector* collector);
 float absmax(const void* x, DType dtype, int64_t count);
 void reduce(void* const* outs, int num_outs, const void* const* inputs, int num_inputs, DType dtype, ReduceOp op,
             int64_t count, Store mode);
 int64_t collect(const float* x, int64_t count, uint32_t threshold, uint32_t first_index, Candidate* out,
                 int64_t capacity, int64_t* num_collected);
+void quantize(const float* x, int64_t count, int64_t first, const Quantization& how, const int64_t* seed, float* units,
+              uint8_t* codes, float* remainder);
+void dequantize(const float* const* units, const uint8_t* const* codes, int num_contributions, const Quantization& how,
+                float* out, int64_t count, float factor);
+void pack_signs(const float* x, int64_t count, float magnitude, uint32_t* words, float* remainder);
+void unpack_signs(const uint32_t* const* words, const float* magnitudes, int num_contributions, float* out,
+                  int64_t count, float factor);
 
 }  // namespace pycomm::PYCOMM_ISA

@@ -1,6 +1,8 @@
 // One vector of floats per instruction set, behind the same few names:
 //   kLanes, load(p), load_partial(p, n), store(p, v), store_partial(p, v, n), stream(p, v) for float, F16 and BF16;
-//   splat, add, mul, minimum/maximum (NaN wins), magnitude, Finite (a running "all below this limit").
+//   splat, add, sub, mul, minimum/maximum (NaN wins), magnitude, truncate, with_sign, Finite (a running "all below this
+//   limit"); load_bytes and store_bytes for whole numbers as int8; sign_bits, negated_where and not_at_most
+//   (of magnitudes; true for NaN), lane i in bit i.
 // stream() wants p aligned to the bytes it writes. The loop and its tail use the same element function: the tail is a
 // partial vector.
 #pragma once

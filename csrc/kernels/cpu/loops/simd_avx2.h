@@ -68,6 +68,28 @@ inline float lane(Vec v, int i) {
     store(lanes, v);
     return lanes[i];
 }
+inline Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
+inline Vec truncate(Vec a) { return _mm256_round_ps(a, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC); }
+inline Vec with_sign(Vec magnitude_only, Vec sign) {
+    return _mm256_or_ps(magnitude_only, _mm256_and_ps(sign, splat(-0.0f)));
+}
+inline Vec load_bytes(const int8_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+inline void store_bytes(int8_t* p, Vec v) {
+    __m256i words = _mm256_cvtps_epi32(v);
+    __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(halves, halves));
+}
+inline uint32_t sign_bits(Vec v) { return static_cast<uint32_t>(_mm256_movemask_ps(v)); }
+inline uint32_t not_at_most(Vec magnitudes, Vec limit) {
+    return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(magnitudes, limit, _CMP_NLE_UQ)));
+}
+inline Vec negated_where(Vec v, uint32_t bits) {
+    const __m256i each = _mm256_set_epi32(128, 64, 32, 16, 8, 4, 2, 1);
+    __m256i chosen = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits)), each), each);
+    return _mm256_xor_ps(v, _mm256_and_ps(_mm256_castsi256_ps(chosen), splat(-0.0f)));
+}
 inline void fence_streams() { _mm_sfence(); }
 
 class Finite {

@@ -65,6 +65,22 @@ inline float lane(Vec v, int i) {
     _mm512_store_ps(lanes, v);
     return lanes[i];
 }
+inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+inline Vec truncate(Vec a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC); }
+inline Vec with_sign(Vec magnitude_only, Vec sign) {
+    return _mm512_or_ps(magnitude_only, _mm512_and_ps(sign, splat(-0.0f)));
+}
+inline Vec load_bytes(const int8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+inline void store_bytes(int8_t* p, Vec v) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
+}
+inline uint32_t sign_bits(Vec v) { return _mm512_movepi32_mask(_mm512_castps_si512(v)); }
+inline uint32_t not_at_most(Vec magnitudes, Vec limit) { return _mm512_cmp_ps_mask(magnitudes, limit, _CMP_NLE_UQ); }
+inline Vec negated_where(Vec v, uint32_t bits) {
+    return _mm512_mask_xor_ps(v, static_cast<__mmask16>(bits), v, splat(-0.0f));
+}
 inline void fence_streams() { _mm_sfence(); }
 
 class Finite {

@@ -66,6 +66,34 @@ inline Vec maximum(Vec a, Vec b) {
     return map([&](int i) { return a.lanes[i] != a.lanes[i] || a.lanes[i] > b.lanes[i] ? a.lanes[i] : b.lanes[i]; });
 }
 inline float lane(Vec v, int i) { return v.lanes[i]; }
+inline Vec sub(Vec a, Vec b) {
+    return map([&](int i) { return a.lanes[i] - b.lanes[i]; });
+}
+inline Vec truncate(Vec a) {
+    return map([&](int i) { return __builtin_truncf(a.lanes[i]); });
+}
+inline Vec with_sign(Vec magnitude_only, Vec sign) {
+    return map([&](int i) { return __builtin_copysignf(magnitude_only.lanes[i], sign.lanes[i]); });
+}
+inline Vec load_bytes(const int8_t* p) {
+    return map([&](int i) { return static_cast<float>(p[i]); });
+}
+inline void store_bytes(int8_t* p, Vec v) {  // whole numbers, as whoever rounded them left them
+    for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int8_t>(v.lanes[i]);
+}
+inline uint32_t sign_bits(Vec v) {
+    uint32_t bits = 0;
+    for (int i = 0; i < kLanes; ++i) bits |= (float_bits(v.lanes[i]) >> 31) << i;
+    return bits;
+}
+inline uint32_t not_at_most(Vec magnitudes, Vec limit) {
+    uint32_t bits = 0;
+    for (int i = 0; i < kLanes; ++i) bits |= static_cast<uint32_t>(!(magnitudes.lanes[i] <= limit.lanes[i])) << i;
+    return bits;
+}
+inline Vec negated_where(Vec v, uint32_t bits) {
+    return map([&](int i) { return bits_float(float_bits(v.lanes[i]) ^ ((bits >> i & 1u) << 31)); });
+}
 inline void fence_streams() {}
 
 class Finite {

@@ -6,6 +6,15 @@
 namespace pycomm::PYCOMM_ISA {
 
 extern const Loops kLoops;
-const Loops kLoops = {PYCOMM_TEXT(PYCOMM_ISA), convert, accumulate, absmax, reduce, collect};
+const Loops kLoops = {PYCOMM_TEXT(PYCOMM_ISA),
+                      convert,
+                      accumulate,
+                      absmax,
+                      reduce,
+                      collect,
+                      quantize,
+                      dequantize,
+                      pack_signs,
+                      unpack_signs};
 
 }  // namespace pycomm::PYCOMM_ISA

@@ -1,0 +1,49 @@
+// One rank's part of a schedule, as pycomm/schedule/program.py projects it from the table.
+//
+// Sends and receives are each in the order of the table. What one of them has to wait for on this rank is worked out
+// beforehand: a number of receives, or of sends, that must have come first. "After n" means after the first n.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace pycomm {
+
+struct Send {
+    int peer;
+    int64_t chunk, count;
+    // A message of the same round changes these chunks: the peer reads them from the twin (see run.h).
+    bool conflict;
+    // The twin has to be written; otherwise an earlier message of the same round has written it.
+    bool fresh;
+    int64_t after_received;  // the last of which writes these chunks
+    int64_t after_taken;     // sends whose place in the twin this one reuses
+};
+
+struct Receive {
+    int peer;
+    int64_t chunk, count;
+    bool reduces;
+    bool from_twin;       // the peer's send is in conflict
+    int64_t after_taken;  // sends of these chunks, in place, of earlier rounds
+    int64_t after_sent;   // sends of these chunks, of this or earlier rounds, that must be in the twin if they go there
+};
+
+struct Program {
+    int rank, size;  // whose it is
+    int64_t num_chunks;
+    std::vector<Send> sends;
+    std::vector<Receive> receives;
+
+    bool has_conflicts() const;
+    // Chunk c of `count` elements begins at border(c, count).
+    int64_t border(int64_t c, int64_t count) const {
+        return static_cast<int64_t>(static_cast<__int128>(count) * c / num_chunks);
+    }
+};
+
+// {num_chunks, sends, receives, then 7 numbers for each send and 7 for each receive, in the order of the fields}.
+// Throws ArgumentError unless every index is in range.
+Program parse_program(const int64_t* words, int64_t num_words, int rank, int size);
+
+}  // namespace pycomm

@@ -1,0 +1,16 @@
+// What topk and sparsify share: the choice among candidates that were collected already.
+#pragma once
+
+#include <cstdint>
+
+#include "base/buffer.h"
+#include "kernels/cpu/loops/loops.h"
+
+namespace pycomm {
+
+// Writes the k candidates of largest key, in the order in which they lie, which is by index; their values are read from
+// x, float32. Returns the k-th magnitude.
+float select_from(const Candidate* candidates, int64_t num_candidates, const Buffer& x, int64_t k, const Buffer& values,
+                  int32_t* indices);
+
+}  // namespace pycomm

@@ -1,0 +1,41 @@
+// The pass over a bucket that accumulate and sparsify share.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels/accumulate.h"
+#include "kernels/cuda/bits.h"
+#include "kernels/cuda/host.h"
+#include "kernels/cuda/table.h"
+
+namespace pycomm::cuda {
+
+// Which sums exceed 0.98 of their gradient's threshold, where that is positive and finite, as bits. For float32.
+struct Marks {
+    uint32_t* words = nullptr;  // bit i % 32 of word i / 32 is element i - shift_of(acc); null: no marks are wanted
+    const float* thresholds = nullptr;
+};
+
+// How many elements acc lies behind a border of 16 bytes. The pass counts from there.
+inline int64_t shift_of(const Buffer& acc) {
+    auto address = reinterpret_cast<uintptr_t>(acc.data);
+    auto size = static_cast<uintptr_t>(size_of(acc.dtype));
+    return address % size == 0 ? static_cast<int64_t>(address % 16 / size) : 0;
+}
+
+// Words for any shift.
+inline int64_t words_of_marks(int64_t count) { return (count / kChunkElems + 2) * kChunkWords; }
+
+// What the table of a bucket begins with.
+inline std::vector<Buffer> arrays_of(const Accumulation& job) {
+    std::vector<Buffer> arrays = job.grads;
+    arrays.insert(arrays.end(), job.weights.begin(), job.weights.end());
+    return arrays;
+}
+
+// `entries`: of arrays_of(job), in memory of the device.
+void accumulate_pass(const Accumulation& job, const Entry* entries, Scale scale, bool* finite, Marks marks,
+                     Stream stream);
+
+}  // namespace pycomm::cuda

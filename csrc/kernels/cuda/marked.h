@@ -1,0 +1,91 @@
+// From marks, a bit per element, to a list of the marked ones in order. Made by one block, without barriers in its
+// loops: every warp has a part of the words to itself.
+#pragma once
+
+#include <cstdint>
+
+#include "device/intrinsics.h"
+#include "kernels/cuda/elements.h"
+#include "kernels/cuda/grid.h"
+
+namespace pycomm::cuda {
+
+// Bits [begin, end) of words that lie on a border of 16 bytes and fill whole packets.
+struct MarkedRange {
+    static constexpr int kWords = 4;  // per packet
+    static constexpr int kUnroll = 4;
+    static constexpr int64_t kBits = 32 * kWords;
+
+    const uint32_t* words;
+    int64_t begin, end;
+
+    // The packets that this warp looks through.
+    PYCOMM_MEMBER Part part_of_warp() const {
+        int warp = device::thread_index() / device::kWarpSize, warps = device::num_threads() / device::kWarpSize;
+        int64_t first = begin / kBits, count = (end + kBits - 1) / kBits - first;
+        return {first + count * warp / warps, first + count * (warp + 1) / warps};
+    }
+
+    PYCOMM_MEMBER Packet<uint32_t, kWords> packet(int64_t i) const {
+        Packet<uint32_t, kWords> out = reinterpret_cast<const Packet<uint32_t, kWords>*>(words)[i];
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) {
+            int64_t at = i * kBits + 32 * w;
+            if (at + 32 <= begin || at >= end) out.values[w] = 0;
+            if (at < begin && at + 32 > begin) out.values[w] &= 0xffffffffu << (begin - at);
+            if (at < end && at + 32 > end) out.values[w] &= 0xffffffffu >> (at + 32 - end);
+        }
+        return out;
+    }
+
+    // Calls row(first bit of this lane's packet, the packet) for all packets of the warp's part, in order, 32 at a
+    // time.
+    template <class Row>
+    PYCOMM_MEMBER void for_rows(Row&& row) const {
+        Part part = part_of_warp();
+        int64_t lane = device::thread_index() % device::kWarpSize;
+        for (int64_t base = part.begin; base < part.end; base += kUnroll * device::kWarpSize) {
+            Packet<uint32_t, kWords> packets[kUnroll] = {};  // all loads first, so that they are under way together
+#pragma unroll
+            for (int u = 0; u < kUnroll; ++u) {
+                int64_t i = base + u * device::kWarpSize + lane;
+                if (i < part.end) packets[u] = packet(i);
+            }
+#pragma unroll
+            for (int u = 0; u < kUnroll; ++u) row((base + u * device::kWarpSize + lane) * kBits, packets[u]);
+        }
+    }
+
+    PYCOMM_MEMBER static uint32_t ones_of(const Packet<uint32_t, kWords>& packet) {
+        uint32_t ones = 0;
+        for (int w = 0; w < kWords; ++w) ones += static_cast<uint32_t>(device::count_ones(packet.values[w]));
+        return ones;
+    }
+
+    // How many bits are set, and how many of them before this warp's part.
+    PYCOMM_MEMBER uint64_t count(uint64_t* before_warp) const {
+        uint64_t mine = 0, total = 0;
+        for_rows([&](int64_t, const Packet<uint32_t, kWords>& packet) { mine += ones_of(packet); });
+        *before_warp = device::shuffle(scan_block(mine, &total), 0);
+        return total;
+    }
+
+    // Calls emit(place, bit) for every bit that is set; places are given out from `at` on.
+    template <class Emit>
+    PYCOMM_MEMBER void list(uint64_t at, Emit&& emit) const {
+        for_rows([&](int64_t first, const Packet<uint32_t, kWords>& packet) {
+            uint32_t ones = ones_of(packet);
+            if (device::ballot(ones != 0) == 0) return;
+            uint32_t up_to_here = scan_warp(ones);
+            uint64_t place = at + up_to_here - ones;
+            for (int w = 0; w < kWords; ++w) {
+                for (uint32_t left = packet.values[w]; left != 0; left &= left - 1) {
+                    emit(place++, first + 32 * w + device::lowest_one(left));
+                }
+            }
+            at += device::shuffle(up_to_here, device::kWarpSize - 1);
+        });
+    }
+};
+
+}  // namespace pycomm::cuda

@@ -1,0 +1,50 @@
+// quantize, dequantize: floats as small integers with a scale per block.
+//
+//   unit[b] = norm of block b / levels; the norm is the largest magnitude, or the Euclidean length
+//   level = |x[i]| / unit rounded: to the nearest, ties to even; or, stochastically, down or up so that the expectation
+//           is exact. Never above `levels`.
+//   code = level with x's sign, in two's complement of `bits` bits; element i at bit (i * bits) % 8 of byte i * bits /
+//   8
+//
+// A block is `block` consecutive elements, a multiple of 64; the last may be shorter. Below 2^-100 a unit is written as
+// 0 and the codes of its block are 0. x is finite float32; what is not gives a unit that is not, and codes of no
+// meaning. bits is 2, 4 or 8, levels < 2^(bits - 1).
+//
+// Random numbers come from nothing but seed[0], seed[1] and i: the same everywhere, and nothing to be kept.
+//
+// With `remainder`, which may be x itself, remainder[i] = x[i] - code * unit, as dequantize computes that product: the
+// second half of error feedback.
+//
+//   dequantize: out[i] = (sum over p of codes[p][i] * units[p][b], in the order of p) * factor
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "base/buffer.h"
+#include "kernels/on_device.h"
+#include "kernels/quantization.h"
+
+namespace pycomm {
+
+inline int64_t num_blocks(const Quantization& how, int64_t count) { return (count + how.block - 1) / how.block; }
+inline int64_t code_bytes(const Quantization& how, int64_t count) { return (count * how.bits + 7) / 8; }
+
+// seed: two numbers, or null for rounding to the nearest.
+void quantize(const Buffer& x, const Quantization& how, const int64_t* seed, float* units, uint8_t* codes,
+              float* remainder, int num_threads);
+// units[p] and codes[p], one each for every contribution.
+void dequantize(const std::vector<const float*>& units, const std::vector<const uint8_t*>& codes,
+                const Quantization& how, const Buffer& out, double factor, int num_threads);
+
+namespace cuda {
+
+// Units by the Euclidean norm may differ from the CPU's in their last bits: another order of the sum.
+void quantize(const Buffer& x, const Quantization& how, const int64_t* seed, float* units, uint8_t* codes,
+              float* remainder, Stream stream);
+int64_t dequantize_workspace_bytes(size_t num_contributions);
+void dequantize(const std::vector<const float*>& units, const std::vector<const uint8_t*>& codes,
+                const Quantization& how, const Buffer& out, Scale factor, Workspace& workspace, Stream stream);
+
+}  // namespace cuda
+}  // namespace pycomm

@@ -1,0 +1,43 @@
+// Random numbers that follow from a seed and a position alone, so that nothing has to be kept and everybody, on any
+// device, gets the same ones.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define PYCOMM_EVERYWHERE static __host__ __device__ inline
+#else
+#define PYCOMM_EVERYWHERE static inline
+#endif
+
+namespace pycomm {
+
+PYCOMM_EVERYWHERE uint32_t scrambled(uint32_t x) {  // Wellons' "lowbias32"
+    x ^= x >> 16;
+    x *= 0x7feb352du;
+    x ^= x >> 15;
+    x *= 0x846ca68bu;
+    return x ^ (x >> 16);
+}
+
+struct Seed {
+    uint32_t parts[2];
+};
+
+PYCOMM_EVERYWHERE Seed mixed(const int64_t* seed) {
+    Seed out;
+    for (uint32_t j = 0; j < 2; ++j) {
+        auto s = static_cast<uint64_t>(seed[j]);
+        out.parts[j] = scrambled(static_cast<uint32_t>(s) + 0x9e3779b9u * (j + 1)) ^
+                       scrambled(static_cast<uint32_t>(s >> 32) + 0x85ebca6bu);
+    }
+    return out;
+}
+
+// Uniform in [0, 1), 24 bits, for element i.
+PYCOMM_EVERYWHERE float uniform(const Seed& seed, int64_t i) {
+    uint32_t x = scrambled(static_cast<uint32_t>(i) ^ seed.parts[0]);
+    return static_cast<float>(scrambled(x + seed.parts[1]) >> 8) * 0x1p-24f;
+}
+
+}  // namespace pycomm

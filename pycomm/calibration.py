@@ -1,0 +1,202 @@
+"""Measuring what :mod:`pycomm.schedule` needs to know about the network that a group runs on.
+
+What a message costs is measured where it will be paid: by programs of two ranks that exchange arrays,
+run by the same executor as any schedule, all pairs of a class at once and in both directions, since in
+a collective all ranks talk at once. Then the algorithms themselves are measured at a few sizes, because
+no model of three numbers knows caches, or ranks that outnumber cores; a choice for as many ranks goes by
+these.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from pycomm import schedule
+from pycomm.communicator import Communicator
+from pycomm.programs import ranks_per_host
+from pycomm.schedule.network import Link, Network
+from pycomm.schedule.program import Program, program_of
+from pycomm.schedule.table import COPY, REDUCE, Round, Schedule
+from pycomm.transport.rendezvous import host_identity
+
+SIZES = tuple(4**i for i in range(5, 13))
+"""Bytes at which algorithms are measured unless told otherwise: 1 KiB to 16 MiB."""
+
+_MESSAGES = tuple(4**i for i in range(4, 12))  # bytes of a message: 256 B to 4 MiB
+_EXCHANGES = 16  # of one program, so that what a collective costs besides is a small part
+_ROUNDS = 7  # of measurements at least; medians are taken
+_MOST_ROUNDS = 31
+_ENOUGH_SECONDS = 1.5  # after which there are no more than at least
+_BLOCK_SECONDS = 2e-3  # calls that take less are timed several together
+_LARGEST_BLOCK = 20
+_WORTH_MEASURING = 4.0  # times the best simulated one
+
+Tell = Callable[[str], None]
+Call = Callable[[torch.Tensor], object]
+Case = tuple[Call, int]
+"""What is called, and how many bytes its array has."""
+
+
+def calibrate(communicator: Communicator, sizes: Sequence[int] = SIZES, tell: Tell = lambda line: None) -> Network:
+    """Describe the network of ``communicator``'s group. Collective; takes seconds; the same result on all ranks.
+
+    Args:
+        sizes: bytes at which algorithms are measured.
+        tell: is given a line now and then, on rank 0.
+
+    Raises:
+        ValueError: the group has one rank, or hosts do not have equally many consecutive ranks.
+        CommError: as from any collective.
+    """
+    if communicator.size == 1:
+        raise ValueError("the group has one rank, wanted at least two: there is nothing to measure")
+    per_host = _ranks_per_host(communicator)
+    nothing = _exchange(communicator, 1, per_host, 0)
+    (overhead,) = _measure(communicator, [(_runs(communicator, nothing), 4)])
+    links = []
+    if per_host > 1:
+        tell("messages within a host")
+        links.append(_link(communicator, 1, per_host, overhead))
+    if per_host < communicator.size:
+        tell("messages between hosts")
+        links.append(_link(communicator, per_host, per_host, overhead))
+    network = Network(
+        name=f"calibrated: {communicator.size} ranks, {per_host} per host, {communicator.transport}",
+        per_host=per_host,
+        within_host=links[0],
+        between_hosts=links[-1],
+        overhead=overhead,
+        transport=communicator.transport,
+    )
+    measured = _curves(communicator, network, sizes, tell)
+    # What rank 0 found is what all go by.
+    found = replace(network, measured=measured, measured_ranks=communicator.size).to_json().encode()
+    return Network.from_json(communicator.all_gather_bytes(found)[0].decode())
+
+
+def _ranks_per_host(communicator: Communicator) -> int:
+    hosts = [data.decode() for data in communicator.all_gather_bytes(host_identity().encode())]
+    per_host = ranks_per_host(hosts)
+    if per_host is None:
+        counts = [hosts.count(host) for host in dict.fromkeys(hosts)]
+        raise ValueError(f"the hosts have {counts} ranks, wanted equally many on each, with consecutive numbers")
+    return per_host
+
+
+def _exchange(communicator: Communicator, distance: int, per_host: int, rounds: int, op: int = COPY) -> Program:
+    """Pairs of ranks ``distance`` apart pass two chunks to and fro, one each way at any time."""
+    rank = np.arange(communicator.size)
+    unit = rank // distance
+    # Neighbours of one host, or the same place on neighbouring hosts; who is left over stays out.
+    near = rank[(unit % 2 == 0) & (rank + distance < communicator.size)]
+    if distance < per_host:
+        near = near[(near % per_host) % 2 == 0]
+        near = near[near // per_host == (near + distance) // per_host]
+    far = near + distance
+
+    def generate() -> Iterator[Round]:
+        for number in range(rounds):
+            there, back = (near, far) if number % 2 == 0 else (far, near)
+            chunk = np.repeat([0, 1], len(near))
+            yield Round.of(np.concatenate([there, back]), np.concatenate([back, there]), chunk, 1, op)
+
+    # No collective, so nobody could prove it; it only takes time.
+    return program_of(Schedule("exchange", communicator.size, 2, generate), communicator.rank)
+
+
+def _measure(communicator: Communicator, cases: Sequence[Case]) -> list[float]:
+    """Seconds of one call of each: the slowest rank's, the median of rounds in which all have a turn."""
+    blocks = [1] * len(cases)
+    taken: list[list[float]] = [[] for _ in cases]
+    spent, number = 0.0, 0
+    # All ranks have the same figures, so all go on for as long.
+    while number <= _ROUNDS or (number <= _MOST_ROUNDS and spent < _ENOUGH_SECONDS):
+        for i, (call, num_bytes) in enumerate(cases):
+            seconds = _slowest(communicator, call, num_bytes, blocks[i])
+            spent += seconds * blocks[i]
+            if number == 0:  # warms up, and tells how many calls it takes to be worth a look at the clock
+                blocks[i] = int(min(_LARGEST_BLOCK, max(1, _BLOCK_SECONDS / max(seconds, 1e-9))))
+            else:
+                taken[i].append(seconds)
+        number += 1
+    return [float(np.median(seconds)) for seconds in taken]
+
+
+def _slowest(communicator: Communicator, call: Call, num_bytes: int, calls: int) -> float:
+    x = communicator.empty(max(1, num_bytes // 4)).fill_(1.0)
+    communicator.barrier()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call(x)
+    slowest = torch.tensor([(time.perf_counter() - start) / calls], dtype=torch.float64)
+    communicator.all_reduce(slowest, "max", algorithm="native")
+    return slowest.item()
+
+
+def _link(communicator: Communicator, distance: int, per_host: int, overhead: float) -> Link:
+    """alpha and beta from exchanges of several sizes, gamma from what reducing adds to the largest."""
+    copy, reduce = (_exchange(communicator, distance, per_host, _EXCHANGES, op) for op in (COPY, REDUCE))
+    # Two messages are under way at a time, a chunk each.
+    cases = [(_runs(communicator, copy), 2 * num_bytes) for num_bytes in _MESSAGES]
+    cases.append((_runs(communicator, reduce), 2 * _MESSAGES[-1]))
+    *times, reducing = ((np.array(_measure(communicator, cases)) - overhead).clip(0) / _EXCHANGES).tolist()
+    alpha, beta = _line(_MESSAGES, times)
+    gamma = (reducing - times[-1]) / _MESSAGES[-1]
+    return Link(alpha=max(0.0, alpha), beta=max(0.0, beta), gamma=max(0.0, gamma))
+
+
+def _line(sizes: Sequence[int], times: Sequence[float]) -> tuple[float, float]:
+    """The line of time by size through the last point that is off the others by the smallest factors in sum.
+
+    Through the last, since the largest message is what noise disturbs least, and what large arrays go by. Factors,
+    since small messages count as much as others; their sum, not that of squares, since times make no line where a
+    link still works while its sender prepares the next message, or where a rank had to wait for a core, and the
+    few points that are far off must not bend it for all. Neither part is negative.
+    """
+    x, y = np.array(sizes, np.float64), np.maximum(times, 1e-9)
+    # The best one goes through another point, too, or through the origin.
+    alphas = np.append(((y * x[-1] - y[-1] * x)[:-1] / (x[-1] - x[:-1])).clip(0, y[-1]), 0.0)
+    betas = (y[-1] - alphas) / x[-1]
+    off = np.abs(np.log((alphas[:, None] + betas[:, None] * x) / y)).sum(1)
+    best = int(off.argmin())
+    return float(alphas[best]), float(betas[best])
+
+
+def _curves(
+    communicator: Communicator, network: Network, sizes: Sequence[int], tell: Tell
+) -> dict[str, tuple[tuple[float, float], ...]]:
+    """The transport's own algorithm, and those that simulation does not rule out, at ``sizes``."""
+    wanted = sorted(set(sizes))
+    names = ["native", *_worth_measuring(communicator, network, wanted)]
+    curves: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for size in wanted:
+        tell(f"{len(names)} algorithms at {size} bytes")
+        for name, seconds in zip(
+            names, _measure(communicator, [(_call(communicator, n), size) for n in names]), strict=True
+        ):
+            curves[name].append((float(size), seconds))
+    return {name: tuple(curve) for name, curve in curves.items()}
+
+
+def _runs(communicator: Communicator, program: Program) -> Call:
+    return lambda x: communicator.run_program(program, x)
+
+
+def _call(communicator: Communicator, name: str) -> Call:
+    return lambda x: communicator.all_reduce(x, algorithm=name)
+
+
+def _worth_measuring(communicator: Communicator, network: Network, sizes: Sequence[float]) -> list[str]:
+    """Rank 0's opinion, which all ranks need to share."""
+    ranking = schedule.rank_algorithms(communicator.size, network, sizes)
+    names = []
+    for name in ranking.curves:
+        times = [(ranking.seconds(name, size), ranking.at(size)[0][1]) for size in sizes]
+        if any(seconds <= _WORTH_MEASURING * best for seconds, best in times):
+            names.append(name)
+    return communicator.all_gather_bytes("\n".join(names).encode())[0].decode().split("\n")

@@ -1,0 +1,46 @@
+"""Ascending positions as bits. Contract: csrc/kernels/indices.h."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pycomm import _native
+from pycomm.kernels.arrays import empty
+from pycomm.kernels.scratch import Scratch
+
+
+def packed_words(limit: int, count: int) -> int:
+    """How many int32 words ``count`` positions below ``limit`` take: about 2 + lg(limit / count) bits each."""
+    return _native.packed_words(limit, count)
+
+
+def pack_indices(indices: Any, limit: int, out: Any | None = None) -> Any:
+    """Ascending ``indices``, int32, all below ``limit``, as ``packed_words(limit, len(indices))`` int32 words.
+
+    The code is Elias and Fano's: at most 3 bits more than lg(limit / count) for every index, wherever
+    they lie, so the size is known beforehand to everybody.
+
+    Raises:
+        ValueError: no indices, or some that do not ascend or are too large. On a GPU the call has
+            returned before that is known: a later call of any kernel raises it, or this one if
+            ``PYCOMM_SYNC=1`` was set. TypeError: not int32.
+    """
+    if out is None:
+        out = empty(indices, (_native.packed_words(limit, len(indices)),), "int32")
+    _native.pack_indices(indices, limit, out)
+    return out
+
+
+def unpack_indices(
+    words: Any, limit: int, count: int, out: Any | None = None, *, scratch: Scratch | None = None
+) -> Any:
+    """The inverse of :func:`pack_indices`.
+
+    Raises:
+        ValueError: ``words`` are too few or too many, or hold no ``count`` ascending indices; on a
+            GPU as for :func:`pack_indices`.
+    """
+    if out is None:
+        out = empty(words, (count,), "int32")
+    _native.unpack_indices(words, limit, out, scratch)
+    return out
