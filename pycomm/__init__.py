@@ -18,9 +18,22 @@ except ModuleNotFoundError as error:
         "`pip install .`, and start python where the directory `pycomm` does not hide the installed package."
     ) from error
 
-from pycomm import kernels
+from pycomm import kernels, schedule
 from pycomm.communicator import Communicator
-from pycomm.compression import BF16, FP16, NoCompression, TopK
+from pycomm.compression import (
+    BF16,
+    DGC,
+    FP16,
+    QSGD,
+    Auto,
+    Int8,
+    NoCompression,
+    OneBit,
+    PowerSGD,
+    RandomK,
+    TernGrad,
+    TopK,
+)
 from pycomm.errors import CommError
 from pycomm.optim import Reducer, attach, broadcast_optimizer_state, broadcast_parameters
 from pycomm.transport.nccl import nccl_version
@@ -30,11 +43,19 @@ __version__: str = _native_build_info()["version"]
 
 __all__ = [
     "BF16",
+    "DGC",
     "FP16",
+    "QSGD",
+    "Auto",
     "CommError",
     "Communicator",
+    "Int8",
     "NoCompression",
+    "OneBit",
+    "PowerSGD",
+    "RandomK",
     "Reducer",
+    "TernGrad",
     "TopK",
     "Work",
     "attach",
@@ -42,6 +63,7 @@ __all__ = [
     "broadcast_parameters",
     "build_info",
     "kernels",
+    "schedule",
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -35,9 +36,15 @@ def test_only_the_demo_needs_its_extra() -> None:
             assert not roots & {"rich", "matplotlib", "cupy", "pytest"}, path
 
 
+def test_schedules_need_numpy_only() -> None:
+    for path in (ROOT / "pycomm" / "schedule").rglob("*.py"):
+        foreign = {name.split(".")[0] for name in imports_of(path)} - set(sys.stdlib_module_names) - {"pycomm"}
+        assert foreign <= {"numpy"}, path
+
+
 def test_cpp_layers() -> None:
-    """bindings -> transport -> kernels -> device -> base."""
-    order = ["base", "device", "kernels", "transport", "bindings"]
+    """bindings -> execute -> transport -> kernels -> device -> base."""
+    order = ["base", "device", "kernels", "transport", "execute", "bindings"]
     found = 0
     for path in (ROOT / "csrc").rglob("*.[hc]*"):
         layer = path.relative_to(ROOT / "csrc").parts[0]

@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 import pycomm
 from pycomm.cli import info
 from pycomm.cli.demo import command as demo
+from pycomm.cli.plan import command as plan
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="pycomm", description="Fast data-parallel training for PyTorch.")
     parser.add_argument("--version", action="version", version=f"pycomm {pycomm.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (info, demo):
+    for command in (info, demo, plan):
         command.add_parser(commands)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 done, 1 failed, 2 wrong arguments, 130 interrupted."""
+    """Run one command; returns the exit code.
+
+    0 done, 1 failed, 2 wrong arguments, 130 interrupted, 141 nobody reads the output any more.
+    """
     arguments = build_parser().parse_args(argv)
     try:
         code: int = arguments.run(arguments)
     except KeyboardInterrupt:
         print("pycomm: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # whoever reads, as `head` does, has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     return code
 
 

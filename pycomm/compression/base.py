@@ -29,22 +29,42 @@ class Scaling:
             tensor there, so that nobody waits for it.
         result: the average times this is what ``.grad`` gets, besides the loss scale (the world
             size where the sum is wanted).
+        number: of the step: how many were finite, and so committed, before it. On a GPU a 0-d int64
+            tensor there. What changes in the course of training, and random numbers, follow from it:
+            a step that is not finite leaves no trace in them.
     """
 
     weight: float
     loss_scale: float | torch.Tensor = 1.0
     result: float = 1.0
+    number: int | torch.Tensor = 0
+
+    def to_state(self) -> float | torch.Tensor:
+        """A gradient times this is what state is made of."""
+        return self.weight / self.loss_scale
+
+    def from_state(self) -> float | torch.Tensor:
+        """A sum over the ranks of what state is made of, times this, is what ``.grad`` gets."""
+        return self.result * self.loss_scale
 
 
 Flag = bool | torch.Tensor
 """A 0-d bool tensor on the GPU for buckets there: the host must not wait to know it. A bool for others."""
 
+State = dict[str, dict[str, torch.Tensor]]
+"""Parameter name -> name of the state -> tensor."""
+
 
 class Exchange(Protocol):
     """One bucket's way over the wire, with its state. On a GPU nothing here waits, but where it says so."""
 
-    bytes_sent: int
-    """Payload bytes that this rank has handed to the transport."""
+    @property
+    def transactional(self) -> bool:
+        """Whether it must know, in this step, if the step is finite before it finishes. Equal on all ranks."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes that this rank has handed to the transport."""
 
     def exchange(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
         """Send ``grads`` (``None``: unused here) and receive; on the communication thread, or stream."""
@@ -61,10 +81,14 @@ class Exchange(Protocol):
     def blame(self) -> str | None:
         """Where the non-finite values of the last step that had any came from, if known. Waits."""
 
-    def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Parameter name -> state name -> tensor (not copied)."""
+    def stats(self) -> dict[str, int]:
+        """Counters of this method's own, which add up over buckets. Waits."""
 
-    def load_state(self, state: dict[str, dict[str, torch.Tensor]]) -> None: ...
+    def state(self) -> State:
+        """What is carried from step to step (not copied)."""
+
+    def load_state(self, state: State) -> None:
+        """Take back what :meth:`state` gave; entries that are missing stay as they are."""
 
 
 @runtime_checkable
@@ -73,13 +97,38 @@ class Compression(Protocol):
 
     @property
     def transactional(self) -> bool:
-        """Whether its exchanges must know if the step is finite before they finish."""
+        """Whether its exchanges carry state, which a step that is not finite must not touch."""
+
+    @property
+    def otherwise(self) -> Compression | None:
+        """How parameters travel that this one does not apply to; ``None``: as they are."""
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """ValueError where the method does not go with ``optimizer``; says what to do."""
 
     def applies_to(self, param: torch.Tensor) -> bool:
-        """Whether ``param`` travels this way; others travel dense."""
+        """Whether ``param`` travels this way."""
 
     def make(self, bucket: Bucket, communicator: Communicator) -> Exchange:
         """The way of one bucket, whose parameters it applies to."""
+
+
+class Method:
+    """What most methods have in common: they suit every optimizer and parameter, and carry no state."""
+
+    @property
+    def transactional(self) -> bool:
+        return False
+
+    @property
+    def otherwise(self) -> Compression | None:
+        return None
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
+    def applies_to(self, param: torch.Tensor) -> bool:
+        return True
 
 
 def as_flag(finite: torch.Tensor, bucket: Bucket) -> Flag:
@@ -88,6 +137,8 @@ def as_flag(finite: torch.Tensor, bucket: Bucket) -> Flag:
 
 class DenseExchange:
     """The gradients as they are: one in-place all-reduce of the bucket."""
+
+    transactional = False
 
     def __init__(self, bucket: Bucket, communicator: Communicator) -> None:
         self.bytes_sent = 0
@@ -117,8 +168,11 @@ class DenseExchange:
     def blame(self) -> str | None:
         return None
 
-    def state(self) -> dict[str, dict[str, torch.Tensor]]:
+    def stats(self) -> dict[str, int]:
         return {}
 
-    def load_state(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
+    def state(self) -> State:
+        return {}
+
+    def load_state(self, state: State) -> None:
         pass

@@ -29,7 +29,7 @@ class Bucket:
         self.device = params[0].device
         self.on_gpu = on_gpu(params[0])
         self.num_elements = sum(self.numels)
-        self._like = list(params)
+        self._params = list(params)
         self._scratch = kernels.Scratch()
         self.use(communicator.empty(self.num_elements + len(params), self.dtype, self.device))
 
@@ -38,7 +38,11 @@ class Bucket:
         self.memory = memory
         self.flat = memory[: self.num_elements]
         self.flags = memory[self.num_elements :]
-        self.views = [_view_like(part, p) for part, p in zip(self.parts(memory), self._like, strict=True)]
+        self.views = [_view_like(part, p) for part, p in zip(self.parts(memory), self._params, strict=True)]
+
+    def params(self) -> list[torch.Tensor]:
+        """The parameters themselves, without gradients."""
+        return [p.detach() for p in self._params]
 
     def parts(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """Memory laid out like the bucket's, cut up by parameter."""

@@ -17,7 +17,7 @@ import torch
 
 from pycomm import kernels
 from pycomm.communicator import Communicator
-from pycomm.compression.base import DenseExchange, Scaling
+from pycomm.compression.base import DenseExchange, Method, Scaling
 from pycomm.compression.bucket import Bucket, laid_out_like
 
 _TOP = 15  # 2**15 is half of what float16 reaches: room for roundings on the way
@@ -73,26 +73,16 @@ class HalfExchange(DenseExchange):
 
 
 @dataclass(frozen=True)
-class FP16:
+class FP16(Method):
     """Gradients travel as float16, scaled per bucket by a power of two that all ranks agree on."""
-
-    transactional = False
-
-    def applies_to(self, param: torch.Tensor) -> bool:
-        return True
 
     def make(self, bucket: Bucket, communicator: Communicator) -> HalfExchange:
         return HalfExchange(bucket, communicator, torch.float16, scaled=True)
 
 
 @dataclass(frozen=True)
-class BF16:
+class BF16(Method):
     """Gradients travel as bfloat16: float32's range, 8 bits of precision."""
-
-    transactional = False
-
-    def applies_to(self, param: torch.Tensor) -> bool:
-        return True
 
     def make(self, bucket: Bucket, communicator: Communicator) -> HalfExchange:
         return HalfExchange(bucket, communicator, torch.bfloat16, scaled=False)

@@ -58,7 +58,7 @@ def make_lanes(
     lanes = []
     for members, compressed in _groups(reversed(slots), compression, bucket_bytes):
         bucket = Bucket([s.name for s in members], [s.param for s in members], communicator)
-        method: Compression = compression if compressed else NoCompression()
+        method = compression if compressed else compression.otherwise or NoCompression()
         lane = Lane(members, bucket, method.make(bucket, communicator), compressed)
         for index, slot in enumerate(members):
             slot.lane, slot.index = lane, index
@@ -79,3 +79,19 @@ def _groups(slots: Iterable[Slot], compression: Compression, bucket_bytes: int) 
         open_[key].append(slot)
         sizes[key] += slot.param.nbytes
     return closed + [(members, compressed) for (_, compressed), members in open_.items()]
+
+
+def method_stats(lanes: Iterable[Lane]) -> dict[str, float]:
+    """What the exchanges have counted, added up, and how often selection missed."""
+    total: dict[str, float] = {}
+    for lane in lanes:
+        for key, value in lane.exchange.stats().items():
+            total[key] = total.get(key, 0) + value
+    if total.get("selections"):
+        total["miss_rate"] = total["selections_missed"] / total["selections"]
+    return total
+
+
+def blame(lanes: Iterable[Lane]) -> str:
+    """Where the non-finite values of the last step that had any came from."""
+    return next((found for lane in lanes if (found := lane.exchange.blame())), "a sum over the ranks")

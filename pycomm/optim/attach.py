@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm.communicator import DEFAULT_TIMEOUT, Communicator, seconds_of
-from pycomm.compression import Compression, NoCompression
+from pycomm.compression import Auto, Compression, NoCompression
 from pycomm.optim.broadcast import broadcast_state, broadcast_tensors, check_same_lines, looks
 from pycomm.optim.parameters import check_parameters, names_of
 from pycomm.optim.reducer import Reducer, refuse_second_attach
@@ -21,7 +21,7 @@ def attach(
     optimizer: torch.optim.Optimizer,
     model_or_named_parameters: torch.nn.Module | Iterable[tuple[str, torch.Tensor]],
     *,
-    compression: Compression | None = None,
+    compression: Compression | str | None = None,
     process_group: dist.ProcessGroup | None = None,
     bucket_mb: float = 25,
     accumulate: int = 1,
@@ -40,14 +40,17 @@ def attach(
         optimizer: any torch optimizer, not wrapped.
         model_or_named_parameters: the module (not wrapped in DistributedDataParallel), or its
             ``named_parameters()``. Names every parameter of the optimizer; state is kept by name.
-        compression: ``NoCompression()`` (the default), ``FP16()``, ``BF16()``, ``TopK(ratio)``.
+        compression: ``NoCompression()`` (the default); ``FP16()``, ``BF16()``; ``DGC(ratio)`` for SGD,
+            ``TopK(ratio)`` for any optimizer, ``RandomK(ratio)``; ``PowerSGD(rank)``; ``Int8()``,
+            ``OneBit()``, ``QSGD(levels)``, ``TernGrad()``. "auto" is ``Auto()``: per bucket whichever
+            is fastest on this link, of dense, FP16, PowerSGD and top-k.
         process_group: the default group if ``None``.
         bucket_mb: gradients travel in buckets of about this many MiB.
         accumulate: backward passes per optimizer step; gradients travel in the last one. As without
             pycomm, divide the loss yourself. A ragged last window needs ``Reducer.flush()``.
         average: ``False`` leaves the sum over the ranks in ``.grad``.
         loss_scaler: the ``torch.amp.GradScaler`` in use, or any object with its ``scale``; needed
-            with ``TopK``, whose state is kept without the loss scale.
+            with methods that carry state, which is kept without the loss scale.
         timeout: for every wait for a peer; seconds or ``timedelta``.
 
     Returns:
@@ -62,6 +65,7 @@ def attach(
     try:
         settings = _settings(compression, bucket_mb, accumulate, average, loss_scaler)
         names = _names(optimizer, model_or_named_parameters)
+        settings.compression.check(optimizer)
     except (TypeError, ValueError) as error:
         problem = error  # told to the others first: they are on their way to the same rendezvous
     communicator = Communicator(process_group, seconds_of(timeout))
@@ -121,8 +125,10 @@ def _share_problem(communicator: Communicator, problem: Exception | None) -> Non
 
 
 def _method(compression: Any) -> Compression:
+    if compression == "auto":
+        return Auto()
     if isinstance(compression, type) or not isinstance(compression, Compression):
-        raise TypeError(f"compression is {compression!r}, wanted an object such as pycomm.TopK(0.01) or None")
+        raise TypeError(f"compression is {compression!r}, wanted an object such as pycomm.TopK(0.01), 'auto' or None")
     return compression
 
 

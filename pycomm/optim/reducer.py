@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag, Scaling
 from pycomm.compression.bucket import on_gpu
-from pycomm.optim.assembly import Lane, Slot, make_lanes
+from pycomm.optim.assembly import Lane, Slot, blame, make_lanes, method_stats
 from pycomm.optim.backward import BackwardWatch
 from pycomm.optim.broadcast import broadcast_tensors, check_same_lines
+from pycomm.optim.forward import ForwardHook
 from pycomm.optim.parameters import check_parameters, optimizer_parameters
 from pycomm.optim.settings import Settings
 from pycomm.optim.state import gather_state, select_state
@@ -26,23 +28,6 @@ def refuse_second_attach(names: dict[str, torch.Tensor]) -> None:
     for name, param in names.items():
         if any(reducer.knows(param) for reducer in _reducers):
             raise ValueError(f"parameter {name!r} is attached already: detach() the other Reducer first")
-
-
-class _ForwardHook:
-    """Lies among the module's hooks; a copy of the module (``deepcopy``, ``pickle``) gets one without effect."""
-
-    def __init__(self, reducer: Reducer | None) -> None:
-        self._reducer = reducer
-
-    def __call__(self, *_: object) -> None:
-        if self._reducer is not None:
-            self._reducer.before_forward()
-
-    def __deepcopy__(self, memo: object) -> _ForwardHook:
-        return _ForwardHook(None)
-
-    def __reduce__(self) -> tuple[type[_ForwardHook], tuple[None]]:
-        return _ForwardHook, (None,)
 
 
 class Reducer:
@@ -87,6 +72,7 @@ class Reducer:
         self._on_gpu = any(on_gpu(p) for p in names.values())
         self._scale_streams: set[int] = set()  # where the loss scale was computed
         self._nonfinite_steps = torch.zeros((), dtype=torch.int64, device=self._device)
+        self._committed_steps = torch.zeros((), dtype=torch.int64, device=self._device)
         self._detached = False
         self._last_stats: dict[str, Any] = {}
         # One rank that compresses nothing has nothing to do.
@@ -97,7 +83,7 @@ class Reducer:
         if not self._idle:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             if module is not None:
-                self._handles.append(module.register_forward_pre_hook(_ForwardHook(self)))
+                self._handles.append(module.register_forward_pre_hook(ForwardHook(self.before_forward)))
         _reducers.add(self)
 
     # What a training script calls.
@@ -130,7 +116,9 @@ class Reducer:
             (reductions), ``wait_seconds`` (how long ``backward()`` was held up by communication; on a
             GPU only the host's part of it, almost nothing),
             ``nonfinite_steps`` and ``last_nonfinite`` (steps in which compression state was left
-            alone, and whose gradient was to blame), ``num_buckets``, ``transport``.
+            alone, and whose gradient was to blame), ``num_buckets``, ``transport``. With TopK and DGC
+            also ``selections`` (of parameters), ``selections_missed`` (those for which the last step's
+            threshold was none to go by, which costs another read) and their ratio ``miss_rate``.
         """
         if self._detached:
             return dict(self._last_stats)
@@ -139,37 +127,42 @@ class Reducer:
             "bytes_sent": sum(lane.exchange.bytes_sent for lane in self._lanes),
             **self._stats,
             "nonfinite_steps": nonfinite_steps,
-            "last_nonfinite": self._blame() if nonfinite_steps > 0 else None,
+            "last_nonfinite": blame(self._lanes) if nonfinite_steps > 0 else None,
             "num_buckets": len(self._lanes),
             "transport": "nccl" if self._on_gpu else self._communicator.transport,
+            **method_stats(self._lanes),
         }
 
     def state_dict(self) -> dict[str, Any]:
         """What compression carries from step to step on *this* rank; save it per rank.
 
-        ``["state"][parameter_name]["residual"]`` is what this rank has not sent yet, as its
-        contribution to the average, without the loss scale: a tensor of the parameter's shape.
-        ``rank`` and ``world_size`` stand beside. Loads with ``torch.load(weights_only=True)``.
+        ``["state"][parameter_name]["residual"]`` is what this rank has not sent yet (DGC's v), as its
+        contribution to the average, without the loss scale: a tensor of the parameter's shape. With
+        momentum correction ``["velocity"]`` is DGC's u, in the same units; PowerSGD has ``["q"]``,
+        equal on all ranks. ``rank``, ``world_size`` and ``steps``, how many were committed, stand
+        beside. Loads with ``torch.load(weights_only=True)``.
         """
         self._require_attached()
-        return gather_state(self._lanes, self._settings, self._communicator)
+        return gather_state(self._lanes, self._settings, self._communicator, int(self._committed_steps))
 
     def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]], *, strict: bool = True) -> None:
         """Take back what :meth:`state_dict` gave.
 
         Args:
             state: this rank's own, or the list of all ranks'. From a list of another length than the
-                world size, residuals are handed out so that their sum over the ranks is kept.
-            strict: whether missing and unknown parameters are errors.
+                world size, residuals and velocities are handed out so that their sums over the ranks
+                are kept.
+            strict: whether missing and unknown parameters, and another method's state, are errors.
 
         Raises:
             ValueError: another rank's or world size's single dict, another method's, names or shapes
                 that do not fit.
         """
         self._require_attached()
-        chosen = select_state(state, self._lanes, self._settings, self._communicator, strict)
+        chosen, steps = select_state(state, self._lanes, self._settings, self._communicator, strict)
         for lane in self._lanes:
             lane.exchange.load_state(chosen)
+        self._committed_steps.fill_(steps)
 
     def detach(self) -> None:
         """Undo ``attach``: no hooks, ``.grad`` in ordinary memory, shared memory given back. Idempotent."""
@@ -274,7 +267,9 @@ class Reducer:
             loss_scale = scaled.float() if self._on_gpu else float(scaled)
             if self._on_gpu:
                 self._scale_streams = {self._communicator.current_stream(self._device)}
-        self._scaling = Scaling(1.0 / size, loss_scale, 1.0 if self._settings.average else float(size))
+        # A number of its own for this step: the count goes on while the step may still be read from.
+        number = self._committed_steps.clone() if self._on_gpu else int(self._committed_steps)
+        self._scaling = Scaling(1.0 / size, loss_scale, 1.0 if self._settings.average else float(size), number)
 
     def _on_grad(self, slot: Slot) -> None:
         lane, grad = slot.lane, slot.param.grad
@@ -329,8 +324,12 @@ class Reducer:
         grads = [slot.param.grad for slot in lane.slots]
         scaling = self._scaling
 
+        first = self._num_launched == 1
+
         def job() -> None:
-            lane.exchange.exchange(grads, scaling)
+            # All lanes were compared by attach: once the ranks are in the same reduction, they agree on the rest of it.
+            with contextlib.nullcontext() if first or self._on_gpu else self._communicator.trusted():
+                lane.exchange.exchange(grads, scaling)
 
         if self._on_gpu:
             producers = lane.producers | self._scale_streams
@@ -368,7 +367,8 @@ class Reducer:
         self._stats["wait_seconds"] += time.perf_counter() - start
 
     def _finish(self) -> None:
-        finite: Flag = not self._settings.compression.transactional or self._step_is_finite()
+        stateful = any(lane.exchange.transactional for lane in self._lanes)
+        finite: Flag = not stateful or self._step_is_finite()
         for lane in self._lanes:
             lane.exchange.finish(finite)
             for slot, view, used in zip(lane.slots, lane.bucket.views, lane.exchange.used(), strict=True):
@@ -381,10 +381,8 @@ class Reducer:
         flags = [lane.exchange.finite() for lane in self._lanes]
         finite = torch.stack([torch.as_tensor(flag) for flag in flags]).all()
         self._nonfinite_steps += ~finite
+        self._committed_steps += finite
         return finite if self._on_gpu else bool(finite)
-
-    def _blame(self) -> str:
-        return next((b for lane in self._lanes if (b := lane.exchange.blame())), "a sum over the ranks")
 
     def _forget_abandoned_pass(self) -> None:
         if not self._watch.abandoned():

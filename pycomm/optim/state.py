@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from pycomm.communicator import Communicator
+from pycomm.compression.base import State
 from pycomm.optim.assembly import Lane
 from pycomm.optim.settings import Settings
 
-_FORMAT = 1
-State = dict[str, dict[str, torch.Tensor]]
+_FORMAT = 2
+_CONTRIBUTIONS = ("residual", "velocity")
+"""State that counts as its sum over the ranks; any other is equal on all of them."""
 
 
 def _method(settings: Settings) -> str:
@@ -23,12 +25,13 @@ def _current(lanes: Sequence[Lane]) -> State:
     return {name: entry for lane in lanes for name, entry in lane.exchange.state().items()}
 
 
-def gather_state(lanes: Sequence[Lane], settings: Settings, communicator: Communicator) -> dict[str, Any]:
+def gather_state(lanes: Sequence[Lane], settings: Settings, communicator: Communicator, steps: int) -> dict[str, Any]:
     return {
         "format": _FORMAT,
         "method": _method(settings),
         "rank": communicator.rank,
         "world_size": communicator.size,
+        "steps": steps,
         "state": {
             name: {key: torch.empty(t.shape, dtype=t.dtype).copy_(t) for key, t in entry.items()}
             for name, entry in _current(lanes).items()
@@ -42,23 +45,26 @@ def select_state(
     settings: Settings,
     communicator: Communicator,
     strict: bool,
-) -> State:
-    """This rank's share of ``state``, checked; see ``Reducer.load_state_dict``."""
+) -> tuple[State, int]:
+    """This rank's share of ``state``, checked, and how many steps it comes from; see ``Reducer.load_state_dict``."""
     saved = [state] if isinstance(state, dict) else list(state)
     for one in saved:
-        _check_header(one, settings)
+        _check_header(one, settings, strict)
     mine = _own(state, communicator) if isinstance(state, dict) else _reshard(saved, communicator)
     _check_entries(mine, _current(lanes), strict)
-    return mine
+    return mine, saved[0]["steps"]
 
 
-def _check_header(saved: Any, settings: Settings) -> None:
-    if not isinstance(saved, dict) or not {"format", "method", "rank", "world_size", "state"} <= saved.keys():
+def _check_header(saved: Any, settings: Settings, strict: bool) -> None:
+    if not isinstance(saved, dict) or not {"format", "method", "rank", "world_size", "steps", "state"} <= saved.keys():
         raise ValueError("state is no Reducer.state_dict() and no list of them")
     if saved["format"] != _FORMAT:
         raise ValueError(f"state has format {saved['format']}, this pycomm reads {_FORMAT}")
-    if saved["method"] != _method(settings):
-        raise ValueError(f"state is of compression {saved['method']}, attach was given {_method(settings)}")
+    if strict and saved["method"] != _method(settings):
+        raise ValueError(
+            f"state is of compression {saved['method']}, attach was given {_method(settings)} (strict=False loads what "
+            "fits)"
+        )
 
 
 def _own(saved: dict[str, Any], communicator: Communicator) -> State:
@@ -82,8 +88,11 @@ def _reshard(saved: Sequence[dict[str, Any]], communicator: Communicator) -> Sta
         takes = one["rank"] % communicator.size == communicator.rank
         for name, entry in one["state"].items():
             for key, tensor in entry.items():
-                share = tensor if takes else torch.zeros_like(tensor)
                 slot = total.setdefault(name, {})
+                if key not in _CONTRIBUTIONS:
+                    slot[key] = tensor
+                    continue
+                share = tensor if takes else torch.zeros_like(tensor)
                 slot[key] = share if key not in slot else slot[key] + share
     return total
 
@@ -95,8 +104,13 @@ def _check_entries(mine: State, wanted: State, strict: bool) -> None:
             f"state does not fit the parameters: missing {sorted(missing)}, unknown {sorted(unknown)} "
             "(strict=False loads what fits)"
         )
-    for name in wanted.keys() & mine.keys():
-        for key, tensor in wanted[name].items():
-            if key not in mine[name] or mine[name][key].shape != tensor.shape:
-                found = list(mine[name][key].shape) if key in mine[name] else "nothing"
-                raise ValueError(f"state[{name!r}][{key!r}] is {found}, wanted shape {list(tensor.shape)}")
+    for name in sorted(wanted.keys() & mine.keys()):
+        for key in sorted(wanted[name].keys() | mine[name].keys()):
+            tensor, found = wanted[name].get(key), mine[name].get(key)
+            if strict and tensor is None:
+                raise ValueError(f"state[{name!r}] has {key!r}, which {sorted(wanted[name])} do not include")
+            if tensor is None or (found is None and not strict):
+                continue
+            if found is None or found.shape != tensor.shape:
+                there = "nothing" if found is None else list(found.shape)
+                raise ValueError(f"state[{name!r}][{key!r}] is {there}, wanted shape {list(tensor.shape)}")

@@ -20,6 +20,7 @@ from tests.cli.processes import left_behind, ranks_of_session
 COMMAND = [sys.executable, "-m", "pycomm.cli.main", "demo"]
 TINY = ["--width", "64", "--layers", "1", "--context", "32", "--batch", "4"]
 SOON = 8.0  # seconds; on a machine that does other things, too
+PATIENCE = 40.0  # ranks that import torch on a busy machine notice late that they are alone
 
 
 @pytest.mark.timeout(90)
@@ -98,7 +99,7 @@ def long_run(folder: Path) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.kill()
-            left = left_behind(process.pid, SOON)
+            left = left_behind(process.pid, PATIENCE)
     assert left == []
 
 
@@ -130,7 +131,7 @@ def test_ctrl_c_ends_everything_quietly(tmp_path: Path) -> None:
     assert errors == "pycomm: interrupted\n"
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(100)
 def test_ranks_that_still_start_do_not_outlive_the_command(tmp_path: Path) -> None:
     with long_run(tmp_path) as process:
         while len(ranks_of_session(process.pid)) < 2:

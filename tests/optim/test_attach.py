@@ -65,12 +65,12 @@ def test_many_buckets(two_ranks: RankPool) -> None:
 def force_torch_transport(options: dict[str, Any]) -> None:
     from pycomm import communicator
 
-    original = communicator._choose_transport
-    communicator._choose_transport = lambda group, wanted, timeout: original(group, "torch", timeout)  # type: ignore[assignment]
+    original = vars(communicator)["choose_transport"]
+    vars(communicator).update(choose_transport=lambda group, wanted, timeout: original(group, "torch", timeout))
     try:
         train(options)
     finally:
-        communicator._choose_transport = original
+        vars(communicator).update(choose_transport=original)
 
 
 def test_over_torch_distributed(two_ranks: RankPool) -> None:

@@ -83,7 +83,8 @@ def topk_like_the_plain_machine(ratio: float, bucket_mb: float, set_to_none: boo
         k = sum(max(1, round(ratio * p.numel())) for p in model.parameters() if p.dim() > 1)
         dense = sum(p.numel() for p in model.parameters() if p.dim() == 1)
         sent = reducer.stats()["bytes_sent"] / 30
-        assert 12 * k + 8 * dense <= sent <= 12 * k + 8 * dense + 8 * 6 + 64
+        entry = 8 if ratio == 1.0 else 8 + (math.log2(1 / ratio) + 3) / 8
+        assert 8 * k + 8 * dense <= sent <= entry * k + 8 * dense + (48 + 8 * size) * 6
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -131,7 +131,8 @@ def compare(compression: Any, dtype: torch.dtype) -> None:
     assert not any(got["broken"])
     assert wanted["state"].keys() == got["state"].keys()
     for name, entry in wanted["state"].items():
-        assert torch.equal(entry["residual"], got["state"][name]["residual"])
+        assert entry.keys() == got["state"][name].keys()
+        assert all(torch.equal(entry[key], got["state"][name][key]) for key in entry)
     assert wanted["stats"] == got["stats"]
     if compression.transactional:
         assert got["stats"]["nonfinite_steps"] == 1
@@ -144,6 +145,15 @@ METHODS = {
     "bf16": pycomm.BF16(),
     "topk": pycomm.TopK(0.2),
     "topk_without_feedback": pycomm.TopK(0.2, error_feedback=False),
+    "topk_half": pycomm.TopK(0.2, half_values=True),
+    "dgc": pycomm.DGC(0.2, 0.9, clip_norm=0.1, weight_decay=0.01),
+    "dgc_nesterov": pycomm.DGC(0.2, 0.9, nesterov=True),
+    "int8": pycomm.Int8(),
+    "onebit": pycomm.OneBit(),
+    "qsgd": pycomm.QSGD(7),
+    "terngrad": pycomm.TernGrad(),
+    "randomk": pycomm.RandomK(0.2),
+    "powersgd": pycomm.PowerSGD(1),
 }
 
 

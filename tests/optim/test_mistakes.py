@@ -67,7 +67,10 @@ def attach_differently(kind: str) -> str:
         (["same", "deeper"], "parameter 6 is '5.weight: [5, 5] torch.float64' on rank 1, 'nothing' on rank 0"),
         (["same", "frozen"], "'2.weight: [30, 40] torch.float64 frozen' on rank 1"),
         (["same", "renamed"], "'2.0.weight: [30, 40] torch.float64' on rank 1"),
-        (["same", "topk"], "setting 0 is 'compression=TopK(ratio=0.5, error_feedback=True)' on rank 1"),
+        (
+            ["same", "topk"],
+            "setting 0 is 'compression=TopK(ratio=0.5, error_feedback=True, half_",
+        ),
         (["topk", "topk 10 %"], "ratio=0.1"),
         (["same", "accumulate"], "'accumulate=2' on rank 1, 'accumulate=1' on rank 0"),
         (["same", "small buckets"], "'bucket_mb=1.0' on rank 1, 'bucket_mb=25.0' on rank 0"),

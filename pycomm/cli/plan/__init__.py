@@ -1,0 +1,1 @@
+"""``pycomm plan``: what the algorithms cost on a network, before anything runs there."""

@@ -1,0 +1,58 @@
+"""``pycomm plan --compression``."""
+
+from __future__ import annotations
+
+import math
+
+from pycomm.cli.plan.report import print_table, size_text, time_text
+from pycomm.compression.planning import Priced, price
+from pycomm.schedule.network import Network
+
+_WORTH = 0.8
+"""Less than this of dense gradients' time, or it is not worth what it does to the training."""
+
+
+def print_compression(num_ranks: int, nbytes: float, network: Network) -> None:
+    """What every method costs on ``network``, and whether one pays."""
+    priced = price(num_ranks, nbytes, network)
+    dense = priced["dense"].seconds()
+    print(f"gradients of {size_text(nbytes)}, {num_ranks} ranks, network {network.name}")
+    print("work measured on this machine, communication simulated, one after the other\n")
+    header = ["method", "sent", "work", "link", "together", "x dense", "pays below"]
+    rows = [
+        [
+            name,
+            size_text(each.sent_bytes),
+            time_text(each.local),
+            time_text(each.link),
+            time_text(each.seconds()),
+            f"{dense / each.seconds():.2f}",
+            _rate_text(each.break_even),
+        ]
+        for name, each in priced.items()
+    ]
+    print_table(header, rows)
+    print(f"\n{verdict(priced)}")
+
+
+def verdict(priced: dict[str, Priced]) -> str:
+    """One sentence: what to do."""
+    dense = priced["dense"].seconds()
+    best = min(priced, key=lambda name: priced[name].seconds())
+    seconds = priced[best].seconds()
+    if seconds >= _WORTH * dense:
+        return "Do not compress: nothing is clearly faster than dense gradients on this network."
+    mildest = next(name for name, each in priced.items() if each.seconds() < _WORTH * dense)
+    text = f"{best} takes {dense / seconds:.1f} times less than dense gradients"
+    if mildest != best:
+        text += f"; {mildest}, which changes the training less, {dense / priced[mildest].seconds():.1f} times"
+    return text + ". What backward hides of communication anyway is not counted."
+
+
+def _rate_text(bytes_per_second: float) -> str:
+    if math.isnan(bytes_per_second):
+        return ""
+    if bytes_per_second in (0.0, math.inf):
+        return "never" if bytes_per_second == 0.0 else "always"
+    bits = 8 * bytes_per_second
+    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"

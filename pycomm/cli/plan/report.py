@@ -1,0 +1,95 @@
+"""What ``pycomm plan`` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from pycomm.schedule import by_name
+from pycomm.schedule.choose import Ranking
+from pycomm.schedule.network import Network
+
+_SMALL_BYTES = 1024.0  # where latency is all there is
+
+
+def print_ranking(ranking: Ranking, nbytes: float) -> None:
+    """The algorithms for one size, the crossovers, and the masters' family."""
+    network = ranking.network
+    hosts = "one host" if network.per_host is None else f"{network.per_host} per host"
+    how = "measured" if ranking.measured else "simulated"
+    print(f"all_reduce of {size_text(nbytes)} among {ranking.num_ranks} ranks, {hosts}, network {network.name} ({how})")
+    for name, link in (("within a host", network.within_host), ("between hosts", network.between_hosts)):
+        print(f"  {name:13}  {_link_text(link.alpha, link.beta, link.gamma)}")
+    order = ranking.at(nbytes)
+    rows = []
+    for name, seconds in order:
+        stats = None if name == "native" else by_name(name, ranking.num_ranks)
+        steps = "" if stats is None else str(sum(1 for _ in stats.rounds()))
+        rate = f"{nbytes / seconds / 1e9:.3g}" if seconds > 0 else ""
+        times = f"{seconds / order[0][1]:.2f}" if order[0][1] > 0 else ""
+        rows.append([name, steps, time_text(seconds), times, rate])
+    print()
+    print_table(["algorithm", "steps", "time", "x best", "algbw GB/s"], rows)
+    print("\nfastest, by size")
+    for size, name in ranking.crossovers():
+        print(f"  from {size_text(size):>8}  {name}")
+    _print_masters(ranking)
+
+
+def _print_masters(ranking: Ranking) -> None:
+    """Which group size is best for one master per group, where only latency counts."""
+    family = {name: ranking.seconds(name, _SMALL_BYTES) for name in ranking.curves if _is_masters(name)}
+    if len(family) < 2:
+        return
+    best = min(family.values())
+    names = [name for name, seconds in family.items() if seconds <= 1.01 * best]
+    steps = sum(1 for _ in by_name(names[0], ranking.num_ranks).rounds())
+    print(
+        f"\nof those with one master per group, fastest for small arrays: {', '.join(names)}: "
+        f"{steps} steps against the ring's {2 * (ranking.num_ranks - 1)}"
+    )
+
+
+def _is_masters(name: str) -> bool:
+    return name.startswith("hierarchical(") and name.count(",") == 1
+
+
+def print_calibration(network: Network) -> None:
+    """What was measured, beside what simulation makes of it."""
+    print(f"\n{network.name}")
+    print(f"  every collective  {time_text(network.overhead)} besides its messages")
+    for name, link in (("within a host", network.within_host), ("between hosts", network.between_hosts)):
+        print(f"  {name:16}  {_link_text(link.alpha, link.beta, link.gamma)}")
+    sizes = [size for size, _ in next(iter(network.measured.values()))]
+    print("\nmeasured")
+    rows = [[name, *(time_text(seconds) for _, seconds in curve)] for name, curve in network.measured.items()]
+    print_table(["algorithm", *(size_text(size) for size in sizes)], rows)
+
+
+def size_text(nbytes: float) -> str:
+    """Powers of ten, three digits."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.3g} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def time_text(seconds: float) -> str:
+    """Three digits."""
+    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def _link_text(alpha: float, beta: float, gamma: float) -> str:
+    rates = [f"{1 / cost / 1e9:.3g} GB/s" if cost > 0 else "no time" for cost in (beta, gamma)]
+    return f"{time_text(alpha)} per message, {rates[0]} sent, {rates[1]} added"
+
+
+def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Names to the left, numbers to the right."""
+    lines = [header, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    for line in lines:
+        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
+        print("  " + "  ".join([line[0].ljust(widths[0]), *cells[1:]]).rstrip())

@@ -1,0 +1,129 @@
+"""Low rank."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import KW_ONLY, dataclass
+
+import torch
+
+from pycomm.communicator import Communicator
+from pycomm.compression.base import Flag, State
+from pycomm.compression.bucket import Bucket
+from pycomm.compression.feedback import FeedbackExchange, FeedbackMethod, PlainWire, Sums, wide_dtype
+from pycomm.compression.quantised import seed_of
+from pycomm.compression.report import Report
+from pycomm.compression.settings import require_flag, require_integer
+from pycomm.compression.summed import Addends
+
+
+class LowRankWire(PlainWire):
+    """Every parameter as a matrix M, first dimension by the rest: M ~ P Q^T with ``rank`` columns each.
+
+    P = M Q is summed over the ranks and orthogonalised, then Q = M^T P is summed; it is where the next
+    step begins. What this rank has sent is P Q^T with its own Q: over all ranks that adds up to what
+    all receive.
+    """
+
+    def __init__(self, bucket: Bucket, communicator: Communicator, rank: int, seed: int) -> None:
+        super().__init__()
+        self._bucket = bucket
+        self._shapes = [_matrix_of(p) for p in bucket.params()]
+        ranks = [min(rank, n, m) for n, m in self._shapes]
+        self._p_shapes = [(n, r) for (n, _), r in zip(self._shapes, ranks, strict=True)]
+        self._q_shapes = [(m, r) for (_, m), r in zip(self._shapes, ranks, strict=True)]
+        self._ps = Addends(bucket, communicator, _total(self._p_shapes))
+        self._qs = Addends(bucket, communicator, _total(self._q_shapes))
+        generator = torch.Generator().manual_seed(seed_of(seed, 0, bucket))
+        first = torch.randn(_total(self._q_shapes), generator=generator, dtype=wide_dtype(bucket))
+        self._q = first.to(bucket.device)
+        self._bases: list[torch.Tensor] = []
+
+    def send(self, sums: Sums, codes: torch.Tensor) -> Report:
+        matrices = [part.view(shape) for part, shape in zip(self._bucket.parts(sums.flat), self._shapes, strict=True)]
+        ps, qs = _cut(self._ps.values, self._p_shapes), _cut(self._qs.values, self._q_shapes)
+        for matrix, q, p in zip(matrices, _cut(self._q, self._q_shapes), ps, strict=True):
+            torch.mm(matrix, q, out=p)
+        report = self._ps.all_reduce(codes)
+        finite = report.finite()
+        # What is not finite must not get into a decomposition, which may never end; it is not used either.
+        self._bases = [torch.linalg.qr(torch.where(finite, p, 0.0)).Q for p in ps]
+        for matrix, p, q in zip(matrices, self._bases, qs, strict=True):
+            torch.mm(matrix.t(), p, out=q)
+            matrix.addmm_(p, q.t(), alpha=-1.0)
+        self._qs.all_reduce(codes)
+        self.bytes_sent += self._ps.num_bytes + self._qs.num_bytes
+        return report
+
+    def largest(self) -> torch.Tensor:
+        # Columns of P have length 1, so an element of P Q^T is at most a row of Q long.
+        rows = [q.norm(dim=1).max() for q in _cut(self._qs.values, self._q_shapes)]
+        return torch.stack(rows).max().double()
+
+    def write(self, out: torch.Tensor, factor: float | torch.Tensor) -> None:
+        products = zip(self._bucket.parts(out), self._shapes, self._bases, self._received_qs(), strict=True)
+        for part, shape, p, q in products:
+            torch.mm(p * factor, q.t(), out=part.view(shape))
+
+    def _received_qs(self) -> list[torch.Tensor]:
+        return _cut(self._qs.values, self._q_shapes)
+
+    def commit(self, finite: Flag) -> None:
+        keep = finite if isinstance(finite, torch.Tensor) else torch.tensor(finite)
+        # Where nothing was received Q is zero and would stay so: there the old one goes on.
+        for old, new in zip(_cut(self._q, self._q_shapes), self._received_qs(), strict=True):
+            old.copy_(torch.where(keep & new.any(), new, old))
+
+    def state(self) -> State:
+        return {name: {"q": q} for name, q in zip(self._bucket.names, _cut(self._q, self._q_shapes), strict=True)}
+
+
+def _matrix_of(param: torch.Tensor) -> tuple[int, int]:
+    return param.shape[0], param.numel() // param.shape[0]
+
+
+def _total(shapes: list[tuple[int, int]]) -> int:
+    return sum(math.prod(shape) for shape in shapes)
+
+
+def _cut(flat: torch.Tensor, shapes: list[tuple[int, int]]) -> list[torch.Tensor]:
+    parts = torch.split(flat, [math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+@dataclass(frozen=True)
+class PowerSGD(FeedbackMethod):
+    """Gradients as products of two matrices of ``rank`` columns, by one step of power iteration.
+
+    Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", 2019,
+    algorithms 1 and 2, warm-started. A parameter of n by m elements (first dimension by the rest) takes
+    4 * rank * (n + m) bytes in two all-reduces; it travels dense where that is more than half of it.
+
+    Args:
+        rank: at least 1.
+        error_feedback: keep what was not sent and add it to the next gradient.
+        seed: of the first Q, equal on all ranks.
+
+    Raises:
+        TypeError, ValueError: ``rank`` or ``seed`` out of range.
+    """
+
+    rank: int = 4
+    _: KW_ONLY
+    error_feedback: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_integer("rank", self.rank, 1)
+        require_flag("error_feedback", self.error_feedback)
+        require_integer("seed", self.seed, 0)
+
+    def applies_to(self, param: torch.Tensor) -> bool:
+        if not super().applies_to(param):
+            return False
+        n, m = _matrix_of(param)
+        return 2 * self.rank * (n + m) <= n * m
+
+    def make(self, bucket: Bucket, communicator: Communicator) -> FeedbackExchange:
+        wire = LowRankWire(bucket, communicator, self.rank, self.seed)
+        return FeedbackExchange(bucket, communicator, wire, self.error_feedback)

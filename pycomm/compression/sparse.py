@@ -1,0 +1,117 @@
+"""The k largest sums of every parameter, with their places. Shared by TopK and DGC."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from pycomm import kernels
+from pycomm.communicator import Communicator
+from pycomm.compression.base import Flag, State
+from pycomm.compression.bucket import Bucket
+from pycomm.compression.feedback import Sums, wide_dtype
+from pycomm.compression.report import Report
+from pycomm.compression.sparse_choice import make_sparse_sum, operations
+from pycomm.compression.sparse_sum import SparseSum
+
+Ratio = Callable[[int | torch.Tensor], float]
+"""What fraction to send in the step of a number."""
+
+
+def counts_of(numels: Sequence[int], ratio: float) -> list[int]:
+    """How many entries are sent of parameters of so many elements: at least one of each."""
+    return [max(1, round(ratio * n)) for n in numels]
+
+
+class SparseWire:
+    """Selection in the pass that makes the sums, and a sparse all-reduce of what was selected.
+
+    Where an entry is sent, its velocity is zeroed (momentum factor masking), unless the parameter is
+    sent whole: there is nothing to be masked then, and momentum would vanish.
+
+    Args:
+        half_values: values travel as float16, and the rounding error is left in the sums.
+    """
+
+    def __init__(self, bucket: Bucket, communicator: Communicator, ratio: Ratio, half_values: bool) -> None:
+        self._bucket, self._communicator = bucket, communicator
+        self._ratio_at, self._half_values = ratio, half_values
+        self._ratio = 0.0
+        self._counts: list[int] = []
+        num_params = len(bucket.names)
+        self._ends = torch.tensor(bucket.numels, device=bucket.device).cumsum(0)  # of parameters, in flat tensors
+        self._thresholds = torch.zeros(num_params, device=bucket.device)  # of the last step: where to look next time
+        self._num_selections = 0
+        self._num_missed = torch.zeros((), dtype=torch.int64, device=bucket.device)
+        self._sum: SparseSum | None = None
+        self._bytes_before = 0  # by sums of other densities
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._bytes_before + (0 if self._sum is None else self._sum.bytes_sent)
+
+    def begin(self, number: int | torch.Tensor) -> None:
+        ratio = self._ratio_at(number)
+        if ratio == self._ratio:
+            return
+        self._bytes_before = self.bytes_sent
+        bucket = self._bucket
+        self._ratio = ratio
+        self._counts = counts_of(bucket.numels, ratio)
+        dtype, total = wide_dtype(bucket), sum(self._counts)
+        self._values = torch.empty(total, dtype=dtype, device=bucket.device)
+        self._indices = torch.empty(total, dtype=torch.int32, device=bucket.device)
+        whole = [n == k for n, k in zip(bucket.numels, self._counts, strict=True)]
+        self._sent_whole = torch.tensor(whole, device=bucket.device) if any(whole) else None
+        self._sum = make_sparse_sum(bucket, self._communicator, total, self._half_values)
+
+    def accumulate(
+        self,
+        acc: torch.Tensor,
+        residual: torch.Tensor | None,
+        grads: Sequence[torch.Tensor],
+        *args: Any,
+        **options: Any,
+    ) -> torch.Tensor:
+        out = self._values, self._indices
+        finite, missed = kernels.sparsify(acc, residual, grads, self._counts, out, self._thresholds, *args, **options)
+        self._num_selections += len(self._counts)
+        self._num_missed += missed.sum()
+        return finite  # type: ignore[no-any-return]
+
+    def send(self, sums: Sums, codes: torch.Tensor) -> Report:
+        assert self._sum is not None
+        report = self._sum.reduce(sums.flat, self._values, self._indices, codes)
+        if sums.velocity is not None:
+            sent = self._sum.sent()
+            if self._sent_whole is None:
+                sums.velocity.index_fill_(0, sent, 0.0)
+            else:
+                kept = self._sent_whole[torch.bucketize(sent, self._ends, right=True)]
+                sums.velocity[sent] = torch.where(kept, sums.velocity[sent], 0.0)
+        return report
+
+    def operations_among(self, size: int) -> list[tuple[str, int]]:
+        """What a step like the last one would send among ``size`` ranks on the CPU: collectives and their bytes."""
+        bucket = self._bucket
+        return operations(bucket.num_elements, sum(self._counts), size, wide_dtype(bucket), self._half_values)
+
+    def largest(self) -> torch.Tensor:
+        assert self._sum is not None
+        return self._sum.largest()
+
+    def write(self, out: torch.Tensor, factor: float | torch.Tensor) -> None:
+        assert self._sum is not None
+        self._sum.write(out, factor)
+
+    def commit(self, finite: Flag) -> None:
+        assert self._sum is not None
+        self._sum.commit(finite)
+
+    def stats(self) -> dict[str, int]:
+        return {"selections": self._num_selections, "selections_missed": int(self._num_missed)}
+
+    def state(self) -> State:
+        return {}

@@ -1,0 +1,152 @@
+"""compression="auto": what it takes on which link, that all ranks take the same, and that changing loses nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import pycomm
+from pycomm.compression import auto, planning, pricing
+from pycomm.compression.auto import cheapest
+from pycomm.compression.pricing import Costs, Line, MeasuredLink, Operation, rehearse
+from pycomm.schedule.network import Link, Network, load
+from tests.compression.machines import gradients_of
+from tests.optim.models import attached
+from tests.ranks import RankPool
+
+Pools = Callable[[int], RankPool]
+
+FAST = MeasuredLink(Line(1e-5, 1e-10), Line(1e-5, 1e-10), 4)
+SLOW = MeasuredLink(Line(1e-4, 1e-7), Line(1e-4, 1e-7), 4)
+COSTS = {
+    "dense": Costs(0.001, [Operation("all_reduce", 40_000_000)]),
+    "fp16": Costs(0.004, [Operation("all_reduce", 20_000_000)]),
+    "dgc": Costs(0.010, [Operation("all_gather", 55_000)]),
+}
+
+
+def test_the_cheapest() -> None:
+    assert cheapest(COSTS, FAST, None) == "dense"
+    assert cheapest(COSTS, SLOW, None) == "dgc"
+    between = MeasuredLink(Line(0, 3.5e-10), Line(0, 3.5e-10), 4)  # dense 15 ms, fp16 11 ms, dgc 10.02 ms
+    assert cheapest(COSTS, between, None) == "fp16", "less than 10 % faster does not pay for losing more"
+    assert cheapest(COSTS, between, "dgc") == "dgc", "nor is it a reason to change"
+    assert cheapest(COSTS, FAST, "dgc") == "dense"
+
+
+def test_lines() -> None:
+    line = Line.through((100, 1100), [1.0, 2.0])
+    assert (line.at(100), line.at(1100), line.at(2100)) == pytest.approx((1.0, 2.0, 3.0))
+    assert Line.through((100, 1100), [2.0, 1.0]) == Line(2.0, 0.0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 9])
+@pytest.mark.parametrize("name", planning.METHODS)
+def test_a_rehearsal_sends_what_the_method_sends(size: int, name: str) -> None:
+    costs = rehearse(planning.METHODS[name], [torch.zeros(200, 300), torch.zeros(50, 70)], size)
+    n = 200 * 300 + 50 * 70
+    assert costs.local > 0
+    wanted = {"dense": 4 * n, "fp16": 2 * n, "int8": 1.03 * n, "powersgd(4)": 16 * 620, "dgc(1%)": 0.051 * n}
+    if size == 9 and name.startswith("dgc"):
+        assert [operation.kind for operation in costs.operations] == ["all_to_all", "all_gather"]
+    elif name in wanted:
+        assert costs.num_bytes() == pytest.approx(wanted[name], rel=0.05)
+
+
+class SlowThenFast:
+    """Stands in for measuring: a link that gets fast after the first look."""
+
+    def __init__(self, links: list[MeasuredLink]) -> None:
+        self._links = links
+
+    def __call__(self, *_: Any) -> MeasuredLink:
+        return self._links.pop(0) if len(self._links) > 1 else self._links[0]
+
+
+def priced(method: Any, *_: Any) -> Costs:
+    """Stands in for a rehearsal."""
+    name = {pycomm.DGC: "dgc", pycomm.FP16: "fp16"}.get(type(method), "dense")
+    if isinstance(method, pycomm.PowerSGD):
+        return Costs(1.0)
+    return Costs(COSTS[name].local, COSTS[name].operations)
+
+
+def changes_and_loses_nothing(links: list[MeasuredLink], momentum: float) -> list[int]:
+    """Over every change the sum of what was applied and what is left is what came."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    vars(auto).update(measure_link=SlowThenFast(list(links)), rehearse=priced, _INTERVAL=4)
+    try:
+        torch.manual_seed(0)
+        params: dict[str, torch.Tensor] = {"w": nn.Parameter(torch.zeros(300, 400)), "b": nn.Parameter(torch.zeros(7))}
+        optimizer = torch.optim.SGD(params.values(), lr=0.1)
+        applied = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in params.items()}
+        came = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in params.items()}
+        used = []
+        with attached(optimizer, params.items(), compression=pycomm.Auto(0.01, 2, momentum=momentum)) as reducer:
+            for step in range(16):
+                everyone = gradients_of(params, size, step)
+                optimizer.zero_grad()
+                loss: Any = torch.stack([(p * everyone[rank][name]).sum() for name, p in params.items()]).sum()
+                loss.backward()
+                stats = reducer.stats()
+                used.append(stats.get("buckets_dense", 0))
+                for name, p in params.items():
+                    assert p.grad is not None
+                    applied[name] += p.grad
+                    came[name] += sum(each[name].double() for each in everyone) / size
+                if momentum == 0.0:
+                    left = reducer.state_dict()["state"]["w"]["residual"].double()
+                    dist.all_reduce(left)
+                    assert (left + applied["w"] - came["w"]).abs().max() < 1e-4
+            assert torch.allclose(applied["b"].float(), came["b"].float(), atol=1e-4) or momentum > 0
+        return used
+    finally:
+        vars(auto).update(measure_link=pricing.measure_link, rehearse=pricing.rehearse, _INTERVAL=200)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("links", [[SLOW, FAST, SLOW], [FAST, SLOW, FAST]], ids=["slow first", "fast first"])
+def test_the_link_changes(two_ranks: RankPool, links: list[MeasuredLink], momentum: float) -> None:
+    first, second = two_ranks.run(changes_and_loses_nothing, links, momentum)
+    assert first == second
+    slow_first = links[0] is SLOW
+    assert first[0] == (0 if slow_first else 1)
+    assert set(first) == {0, 1}
+
+
+def takes_something() -> tuple[str, dict[str, Any]]:
+    p = nn.Parameter(torch.zeros(500, 500))
+    with attached(torch.optim.SGD([p], lr=0.1), [("p", p)], compression="auto") as reducer:
+        state = reducer.state_dict()
+        reducer.load_state_dict(state)
+        loss: Any = p.sum()
+        loss.backward()
+        assert p.grad is not None
+        everyone = [torch.empty_like(p.grad) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, p.grad)
+        assert all(torch.equal(grad, p.grad) for grad in everyone)
+        return state["method"], {k: v for k, v in reducer.stats().items() if k.startswith("buckets_")}
+
+
+def test_all_ranks_choose_alike(rank_pools: Pools) -> None:
+    outcomes = rank_pools(3).run(takes_something)
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+    assert outcomes[0][0] == "Auto"
+
+
+def test_planning() -> None:
+    link = Link(alpha=1e-4, beta=1e-6, gamma=0.0)  # so slow that no load on this machine matters
+    slow = planning.price(4, 4e6, Network(name="modem", within_host=link, between_hosts=link))
+    assert slow["dense"].link == pytest.approx(1.5 * 4e6 * 1e-6, rel=0.15)
+    assert slow["dgc(0.1%)"].seconds() < 0.5 * slow["dense"].seconds()
+    assert slow["fp16"].link == pytest.approx(slow["dense"].link / 2, rel=0.1)
+    assert slow["dgc(0.1%)"].break_even > 1e6
+    fast = planning.price(4, 4e6, load("infiniband-400g"))
+    assert fast["powersgd(4)"].break_even < 400e9 / 8
+    # On a link exactly as fast as the break-even, the two take about the same.
+    assert fast["powersgd(4)"].seconds() > fast["dense"].seconds()

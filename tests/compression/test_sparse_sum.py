@@ -1,0 +1,164 @@
+"""Sparse sums: all ways give the sum, lose nothing, and are taken where they are less."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pycomm import Communicator, kernels
+from pycomm.compression.bucket import Bucket
+from pycomm.compression.report import USED
+from pycomm.compression.sparse_choice import WAYS, choose_way, received_bytes
+from tests.ranks import RankPool
+
+Pools = Callable[[int], RankPool]
+
+NUM_ELEMENTS = 40_000
+# How much of what is selected the balanced sum must apply, at least, once its parts are cut where the entries are.
+# Where every rank selects other neighbours, or the selection moves on from step to step, parts are too full.
+SHAPES = {"spread": 0.8, "clustered": 0.8, "the same": 0.8, "different": 0.3, "equal values": 0.5}
+
+
+def sums_of(shape: str, step: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """What each rank has, by shape of where it is large."""
+    everyone = []
+    for rank in range(dist.get_world_size()):
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        x = torch.randn(NUM_ELEMENTS, generator=generator, dtype=torch.float64) ** 3
+        if shape == "clustered":
+            x[: NUM_ELEMENTS // 50] *= 100
+        if shape == "the same":
+            x[torch.randperm(NUM_ELEMENTS, generator=torch.Generator().manual_seed(step))[:500]] += 1000
+        if shape == "different":
+            x[rank * 1000 : rank * 1000 + 1000] *= 100
+        if shape == "equal values":
+            x = torch.ones_like(x)
+        everyone.append(x.to(dtype))
+    return everyone
+
+
+def adds_up(way: str, shape: str, count: int, dtype: torch.dtype, half: bool) -> list[float]:
+    """What was applied of what was selected, as a fraction, step by step."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    applied = []
+    with Communicator(timeout=20) as communicator:
+        params = [torch.zeros(NUM_ELEMENTS // 4, dtype=dtype) for _ in range(4)]
+        bucket = Bucket(["a", "b", "c", "d"], params, communicator)
+        sparse = WAYS[way](bucket, communicator, count, half)
+        left = [torch.zeros(NUM_ELEMENTS, dtype=dtype) for _ in range(size)]
+        for step in range(5):
+            everyone = [a + b for a, b in zip(sums_of(shape, step, dtype), left, strict=True)]
+            flat = everyone[rank].clone()
+            values, indices = kernels.topk(flat, count)
+            report = sparse.reduce(flat, values, indices, torch.full((4,), USED, dtype=torch.uint8))
+            assert report.finite()
+            assert report.used().all()
+            out = torch.full((NUM_ELEMENTS,), 7.0, dtype=dtype)
+            sparse.write(out, 0.5)
+            sparse.commit(True)
+            applied.append(float(out.norm() * 2 / selected(everyone, count).norm()))
+            left = gather(flat)
+            check(everyone, left, out, way, half, sparse.sent(), indices.long())
+            assert out.abs().max() <= 0.5001 * sparse.largest()
+    return applied
+
+
+def selected(everyone: list[torch.Tensor], count: int) -> torch.Tensor:
+    total = torch.zeros_like(everyone[0])
+    for x in everyone:
+        values, indices = kernels.topk(x, count)
+        total[indices.long()] += values
+    return total
+
+
+def gather(x: torch.Tensor) -> list[torch.Tensor]:
+    everyone = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, x)
+    return everyone
+
+
+def check(
+    before: list[torch.Tensor],
+    after: list[torch.Tensor],
+    out: torch.Tensor,
+    way: str,
+    half: bool,
+    sent: torch.Tensor,
+    chosen: torch.Tensor,
+) -> None:
+    total, rest = sum(x.double() for x in before), sum(x.double() for x in after)
+    error = (total - rest - 2 * out.double()).abs().max()
+    assert error <= 1e-6 * max(x.abs().max() for x in before)
+    assert all(torch.equal(x, out) for x in gather(out))
+    if way == "balanced":
+        assert set(sent.tolist()) <= set(chosen.tolist())
+        return
+    wanted = 0.5 * selected(before, len(chosen))
+    assert (out - wanted).abs().max() <= (1e-3 if half else 1e-6) * max(x.abs().max() for x in before)
+    assert torch.equal(sent, chosen)
+    assert half or (after[dist.get_rank()][chosen] == 0).all()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("count", "half"), [(400, False), (4000, True)])
+def test_sums(rank_pools: Pools, way: str, shape: str, count: int, half: bool) -> None:
+    for applied in rank_pools(3).run(adds_up, way, shape, count, torch.float32, half):
+        assert min(applied[2:]) > (SHAPES[shape] if way == "balanced" else 0.99)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_sums_of_doubles_on_other_numbers_of_ranks(rank_pools: Pools, way: str, size: int) -> None:
+    rank_pools(size).run(adds_up, way, "spread", 1000, torch.float64, False)
+
+
+def test_a_part_too_full_goes_dense(rank_pools: Pools) -> None:
+    """Where everybody selects the same few hundred neighbours, one part is hardly longer than its entries."""
+    for applied in rank_pools(3).run(adds_up, "balanced", "clustered", 800, torch.float32, False):
+        assert min(applied[2:]) > 0.95
+
+
+def takes_back(way: str) -> None:
+    """A step that is not committed changes nothing of the next: not where parts are cut either."""
+    rank = dist.get_rank()
+    with Communicator(timeout=20) as communicator:
+        bucket = Bucket(["a"], [torch.zeros(NUM_ELEMENTS)], communicator)
+        sums = [WAYS[way](bucket, communicator, 400, False) for _ in range(2)]
+        outs = []
+        for sparse, commits in zip(sums, ([True, True], [True, False, True]), strict=True):
+            out = torch.empty(NUM_ELEMENTS)
+            good = iter(range(2))
+            for committed in commits:
+                flat = sums_of("clustered", next(good) if committed else 77, torch.float32)[rank]
+                values, indices = kernels.topk(flat, 400)
+                sparse.reduce(flat, values, indices, torch.full((1,), USED, dtype=torch.uint8))
+                sparse.write(out, 1.0)
+                sparse.commit(committed)
+            outs.append((out, flat))
+        assert torch.equal(outs[0][0], outs[1][0])
+        assert torch.equal(outs[0][1], outs[1][1])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_that_is_not_committed(rank_pools: Pools, way: str) -> None:
+    rank_pools(3).run(takes_back, way)
+
+
+def test_which_way_is_less() -> None:
+    n = 1_000_000
+
+    def way(density: float, size: int, on_gpu: bool = False) -> str:
+        return choose_way(n, int(density * n), size, torch.float32, False, on_gpu)
+
+    assert [way(0.001, size) for size in (2, 4, 8, 64)] == ["gathered", "gathered", "balanced", "balanced"]
+    assert way(0.001, 64, on_gpu=True) == "gathered"
+    assert [way(0.25, size) for size in (2, 4, 64)] == ["gathered", "gathered", "balanced"]
+    assert way(0.95, 2) == "dense"
+    # The balanced sum's bytes hardly grow with the ranks: 3.5 k (P - 1) / P entries.
+    few, many = (received_bytes(n, 1000, size, torch.float32, False)["balanced"] for size in (8, 64))
+    assert many < 2.2 * few
+    assert received_bytes(n, 1000, 8, torch.float32, False)["balanced"] < 3.6 * 1000 * 5.6
