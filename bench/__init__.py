@@ -1,5 +1,8 @@
 """Benches: ``python -m bench.kernels``, ``bench.collectives``, ``bench.training``; on a GPU ``bench.gpu``.
 
+Of schedules: ``bench.collectives --algorithms``; ``bench.choices``, what "auto" takes; ``bench.slow_link``, simulation
+against links made slow (root).
+
 Each verifies before it times, measures its peers and its floor in the same run, turn by turn, and
 prints medians with their spread. ``--json FILE`` also writes the figures with the versions in use;
 ``python -m bench.report`` prints those of ``bench.gpu`` again.

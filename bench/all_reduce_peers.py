@@ -15,7 +15,7 @@ import math
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -70,6 +70,10 @@ class AllReducePeer(ABC):
     def _all_reduce(self, array: Any) -> None:
         """Sum in place over the ranks."""
 
+    def _operation(self, variant: str) -> Callable[[Any], None]:
+        """What sums the arrays of ``variant``."""
+        return self._all_reduce
+
     @abstractmethod
     def _barrier(self) -> None: ...
 
@@ -84,7 +88,7 @@ class AllReducePeer(ABC):
             AssertionError: an element is wrong.
         """
         array, view = self._fresh(variant, num_elements)
-        self._all_reduce(array)
+        self._operation(variant)(array)
         for piece, index in _chunks(num_elements):
             if not np.array_equal(view[piece], sums(self.size, index)):
                 raise AssertionError(f"{variant}: wrong sums among elements {piece.start} to {piece.stop}")
@@ -112,7 +116,7 @@ class AllReducePeer(ABC):
 
     def _block(self, variant: str, num_elements: int, calls: int) -> float:
         array, view = self._fresh(variant, num_elements)
-        all_reduce = self._all_reduce
+        all_reduce = self._operation(variant)
         self._barrier()
         start = time.perf_counter()
         for _ in range(calls):
@@ -151,22 +155,32 @@ def _chunks(num_elements: int) -> Iterator[tuple[slice, Indices]]:
 
 
 class PycommPeer(AllReducePeer):
-    """Variants: "empty", memory from ``Communicator.empty``; "tensor", an ordinary tensor."""
+    """Variants: "empty", memory from ``Communicator.empty``; "tensor", an ordinary tensor; "empty ring" by that one."""
 
     def __init__(self, port: int, **rest: Any) -> None:
         import pycomm
 
         rank, size = _join(port)
         self._communicator = pycomm.Communicator()
+        self._by_kind: dict[str, Any] = {}
         super().__init__(rank, size, **rest)
 
     def _allocate(self, variant: str, num_elements: int) -> Any:
         import torch
 
-        return self._communicator.empty(num_elements) if variant == "empty" else torch.empty(num_elements)
+        kind = variant.partition(" ")[0]
+        if kind not in self._by_kind:
+            self._by_kind[kind] = (
+                self._communicator.empty(num_elements) if kind == "empty" else torch.empty(num_elements)
+            )
+        return self._by_kind[kind]
 
     def _all_reduce(self, array: Any) -> None:
         self._communicator.all_reduce(array)
+
+    def _operation(self, variant: str) -> Callable[[Any], None]:
+        algorithm = variant.partition(" ")[2] or "auto"
+        return lambda array: self._communicator.all_reduce(array, algorithm=algorithm)
 
     def _barrier(self) -> None:
         self._communicator.barrier()

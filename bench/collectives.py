@@ -1,6 +1,7 @@
 """all_reduce between the processes of this host: pycomm, Gloo and MPI in turns.
 
-    python -m bench.collectives [--peers gloo,mpi] [--ranks 2,4] [--sizes 1K,64K,1M,100M] [--json FILE]
+    python -m bench.collectives [--peers gloo,mpi] [--ranks 2,4] [--sizes 1K,64K,1M,100M]
+                                [--algorithms ring,halving_doubling] [--json FILE]
 
 Sum of float32, in place, one thread per rank. Every library has a group of processes that stays; in
 each round every group has one turn per size, while the others block in a read and use no core. A
@@ -8,7 +9,8 @@ turn is some blocks of calls back to back from Python, each block after a barrie
 to warm up; the figure of a block is its slowest rank's time over its calls. Results are verified
 before (all elements) and after every block (a sample). K and M are 2^10 and 2^20 bytes.
 
-pycomm has two lines: "empty" for memory from Communicator.empty, "tensor" for an ordinary tensor.
+pycomm has two lines: "empty" for memory from Communicator.empty, "tensor" for an ordinary tensor; and
+one for each of ``--algorithms``, schedules that the executor runs (PYCOMM_NETWORK says what "auto" goes by).
 MPI sums numpy arrays. The floor, for arrays far beyond the caches: every rank's input read once and
 every rank's output written once, which takes as long as one memcpy per rank, all at once, measured in
 the same rounds. Speed-ups are ratios of medians.
@@ -80,6 +82,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--peers", type=_peers, default="gloo,mpi", help="of gloo, mpich, openmpi, mpi (both MPIs)")
     parser.add_argument("--ranks", type=_counts, default="2,4", help="numbers of ranks (default 2,4)")
     parser.add_argument("--sizes", type=_sizes, default="1K,64K,1M,100M", help="bytes, with K or M")
+    parser.add_argument("--algorithms", type=_words, default="", help="also pycomm's, by name, in empty memory")
     parser.add_argument("--blocks", type=positive, default=3, help="blocks per turn, below 16M (default 3)")
     return parser.parse_args()
 
@@ -90,6 +93,10 @@ def _peers(text: str) -> list[str]:
     if unknown:
         raise argparse.ArgumentTypeError(f"{unknown[0]!r}, wanted some of {', '.join(_PEERS)}, mpi")
     return names
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
 
 
 def _counts(text: str) -> list[int]:
@@ -153,9 +160,10 @@ def _start(
     def store() -> dict[str, Any]:
         return {"port": stack.enter_context(rendezvous())}
 
-    pycomm = group("pycomm", "PycommPeer", ["empty", "tensor"], store())
-    yield Line("pycomm, empty", pycomm, "empty")
-    yield Line("pycomm, tensor", pycomm, "tensor")
+    variants = ["empty", "tensor", *(f"empty {algorithm}" for algorithm in arguments.algorithms)]
+    pycomm = group("pycomm", "PycommPeer", variants, store())
+    for variant in variants:
+        yield Line(f"pycomm, {variant}", pycomm, variant)
     for name in arguments.peers:
         if name == "gloo":
             yield Line("Gloo", group("Gloo", "GlooPeer", ["tensor"], store()), "tensor")

@@ -1,6 +1,6 @@
 """The CPU kernels against torch and against the memory's speed, on ResNet-50's gradients.
 
-    python -m bench.kernels [--threads N] [--rounds N] [--json FILE]
+    python -m bench.kernels [--threads N] [--rounds N] [--json FILE] [--only TEXT]
 
 Every line: the median time of a kernel over the rounds with its 10th and 90th percentile; torch's
 for the same, and how many times faster pycomm is; and the floor, the time that the bytes which have
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench import compression_cases
 from bench.kernel_cases import Arrays, Case, make_cases
 from bench.results import headline, make_parser, positive, write_json
 from bench.timing import Samples, duration, interleave, print_table, stopwatch, times
@@ -34,7 +35,8 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     print(f"{headline()}\n{arguments.threads} thread(s), {arguments.rounds} rounds")
     arrays = Arrays()
-    cases = make_cases(arrays)
+    cases = [*make_cases(arrays), *compression_cases.make_cases(arrays)]
+    cases = [case for case in cases if arguments.only in case.name]
     for case in cases:
         case.verify()
     print(f"verified: {'; '.join(case.name for case in cases)}")
@@ -54,6 +56,7 @@ def main() -> None:
 def _parse() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.set_defaults(rounds=15)
+    parser.add_argument("--only", default="", metavar="TEXT", help="only kernels with this in their name")
     parser.add_argument("--threads", type=positive, default=1, help="threads for pycomm and torch (default 1)")
     return parser.parse_args()
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import gpu, gpu_targets, report
+from bench import gpu, gpu_compression_cases, gpu_targets, report
 from bench.gpu_cases import Plan, Source, make_plans
 from bench.gpu_ranks import resnet
 from bench.gpu_timing import Turn, num_copies
@@ -22,7 +22,7 @@ from pycomm import kernels
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
-PLANS = make_plans(2_000, 30_000, parameter_shapes()[:9])
+PLANS = [*make_plans(2_000, 30_000, parameter_shapes()[:9]), *gpu_compression_cases.make_plans(30_000)]
 
 
 def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -40,7 +40,22 @@ def test_cases_are_right(plan: Plan) -> None:
     assert plan.bytes > 0
 
 
-@pytest.mark.parametrize("name", ["pack", "unpack", "reduce", "topk", "scatter_add", "absmax", "accumulate"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pack",
+        "unpack",
+        "reduce",
+        "topk",
+        "scatter_add",
+        "absmax",
+        "accumulate",
+        "sparsify",
+        "quantize",
+        "dequantize",
+        "pack_signs",
+    ],
+)
 def test_wrong_kernels_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, name, lambda *_, **__: torch.tensor(True))
     for plan in PLANS:

@@ -1,0 +1,169 @@
+"""Writes into docs/algorithms.md what is computed there: pictures of schedules, and tables of what they cost.
+
+    python docs/generate.py                          # rewrites what stands between the markers
+    python docs/generate.py --check                  # changes nothing; exits with 1 and says what is stale
+    python docs/generate.py --picture circulant 6    # prints a picture; any name that schedule.by_name knows
+
+Markers: <!-- picture: NAME RANKS --> or <!-- table: NAME -->, and <!-- end -->.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from pycomm import schedule
+from pycomm.schedule.picture import picture
+
+DOCUMENT = Path(__file__).with_name("algorithms.md")
+HOSTS_OF = 8
+NETWORK = "ethernet-10g"
+COSTS = ("steps", "\N{GREEK SMALL LETTER ALPHA}", "bytes / n")
+SIZES = {"4 KB": 4e3, "64 KB": 64e3, "1 MB": 1e6, "16 MB": 16e6, "256 MB": 256e6}
+
+BEST_ORDER = {3: 2.0, 5: 2.0, 6: 2.0, 7: 3.0, 12: 2.0, 15: 3.5, 17: 2.0, 24: 2.0, 600: 2.156, 1023: 3.992}
+"""Binary blocks: bytes / n on the critical path if the ports take messages in the best order. Derived by hand."""
+
+_PART = re.compile(r"(<!-- (picture|table): (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+_MARKER = re.compile(r"<!-- (?:picture|table): .+? -->|<!-- end -->")
+
+Row = Sequence[object]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="what is computed in docs/algorithms.md")
+    parser.add_argument("--check", action="store_true", help="only say what is stale")
+    parser.add_argument("--picture", nargs=2, metavar=("NAME", "RANKS"), help="print one picture")
+    chosen = parser.parse_args(arguments)
+    if chosen.picture:
+        name, ranks = chosen.picture
+        print(picture(schedule.by_name(name, int(ranks))), end="")
+        return 0
+    text = DOCUMENT.read_text(encoding="utf-8")
+    stale = stale_parts(text)
+    if chosen.check:
+        for name in stale:
+            print(f"{DOCUMENT.name}: {name} is stale; run: python docs/generate.py", file=sys.stderr)
+        return 1 if stale else 0
+    DOCUMENT.write_text(render(text), encoding="utf-8")
+    print(f"{DOCUMENT.name}: rewritten: {', '.join(stale)}" if stale else f"{DOCUMENT.name}: nothing was stale")
+    return 0
+
+
+def render(text: str) -> str:
+    """``text`` with every computed part as it should be."""
+    return _PART.sub(lambda match: match[1] + compute(match[2], match[3]) + match[5], _with_pairs(text))
+
+
+def stale_parts(text: str) -> list[str]:
+    """Which parts are not as they should be."""
+    return [f"{m[2]}: {m[3]}" for m in _PART.finditer(_with_pairs(text)) if m[4] != compute(m[2], m[3])]
+
+
+@cache
+def compute(kind: str, what: str) -> str:
+    """What belongs between the markers."""
+    if kind == "picture":
+        name, ranks = what.rsplit(" ", 1)
+        return f"```text\n{picture(schedule.by_name(name, int(ranks)))}```\n"
+    if what not in TABLES:
+        raise ValueError(f"table is {what!r}, wanted one of {', '.join(TABLES)}")
+    return "".join(f"| {' | '.join(str(cell) for cell in row)} |\n" for row in TABLES[what]())
+
+
+def _with_pairs(text: str) -> str:
+    for number, marker in enumerate(_MARKER.findall(text)):
+        if (marker == "<!-- end -->") != (number % 2 == 1):
+            raise ValueError(f"{DOCUMENT.name}: {marker} comes where {'its' if number % 2 == 0 else 'no'} start is")
+    if len(_MARKER.findall(text)) % 2:
+        raise ValueError(f"{DOCUMENT.name}: the last marker has no <!-- end -->")
+    return text
+
+
+def _header(*titles: str, left: int = 1) -> list[Row]:
+    return [titles, ["---"] * left + ["---:"] * (len(titles) - left)]
+
+
+def _cost(s: schedule.Schedule) -> list[str]:
+    """``COSTS``: steps, messages on the critical path, bytes on it."""
+    second_a_message = schedule.Link(alpha=1, beta=0, gamma=0)
+    network = schedule.Network(name="alpha", within_host=second_a_message, between_hosts=second_a_message)
+    stats = s.stats()
+    return [str(stats.steps), f"{schedule.simulate(s, 0, network):.0f}", f"{stats.critical:.4g}"]
+
+
+def _summary() -> Iterator[Row]:
+    counts = (8, 12, 600)
+    yield from _header("", *(f"P = {P}: {title}" for P in counts for title in COSTS))
+    for name in schedule.names():
+        yield f"`{name}`", *(cell for num_ranks in counts for cell in _cost(schedule.by_name(name, num_ranks)))
+
+
+def _winners() -> Iterator[Row]:
+    yield from _header("ranks", *SIZES)
+    for num_ranks, per_host in ((6, 1), (12, 1), (127, 1), *((P, HOSTS_OF) for P in (8, 64, 192, 600))):
+        network = schedule.load(NETWORK).with_hosts_of(per_host)
+        ranking = schedule.rank_algorithms(num_ranks, network, list(SIZES.values()))
+        cells = []
+        for size in SIZES.values():
+            # To the nanosecond, so that of equals it is the first everywhere.
+            seconds, name = min(((round(t, 9), name) for name, t in ranking.at(size)), key=lambda pair: pair[0])
+            cells.append(f"`{name}` {seconds * 1e3:.3g} ms")
+        yield f"{num_ranks}, {per_host} per host", *cells
+
+
+def _binary_blocks() -> Iterator[Row]:
+    compared = ("binary_blocks", "halving_doubling", "circulant")
+    costs = [f"{name}: {title}" for name in ("blocks", "folding", "circulant") for title in COSTS]
+    yield from _header("P", "blocks", "blocks: bytes / n in the best order", *costs, left=2)
+    for num_ranks, best in BEST_ORDER.items():
+        digits = [1 << i for i in reversed(range(num_ranks.bit_length())) if num_ranks >> i & 1]
+        cells = (cell for name in compared for cell in _cost(schedule.by_name(name, num_ranks)))
+        shown = digits if len(digits) < 6 else [*digits[:3], "...", digits[-1]]
+        yield num_ranks, " + ".join(map(str, shown)), best, *cells
+
+
+def _far() -> Iterator[Row]:
+    num_ranks = 600
+    yield from _header("", "by the rank that sends most", "by a host, on average")
+    schedules = [schedule.by_name(name, num_ranks, HOSTS_OF) for name in schedule.names()]
+    for s in [*schedules, schedule.circulant(num_ranks, HOSTS_OF)]:
+        sent = np.zeros(num_ranks)
+        for r in s.rounds():
+            leaves = r.src // HOSTS_OF != r.dst // HOSTS_OF
+            sent += np.bincount(r.src[leaves], r.count[leaves] / s.num_chunks, num_ranks)
+        yield f"`{s.name}`", f"{sent.max():.3g}", f"{sent.sum() * HOSTS_OF / num_ranks:.3g}"
+
+
+def _double_tree() -> Iterator[Row]:
+    yield from _header("pieces", "sent by a rank / n", *COSTS)
+    for pieces in (1, 4, 16, 64, 256):
+        s = schedule.double_tree(600, pieces)
+        yield pieces, f"{s.stats().max_sent:.4g}", *_cost(s)
+
+
+def _hierarchical() -> Iterator[Row]:
+    yield from _header("P = 1024", "sent by a master / n", *COSTS)
+    masters = [schedule.hierarchical(1024 // k, k) for k in (2, 4, 8, 16, 32, 64, 128)]
+    for s in [*masters, schedule.ring(1024)]:
+        yield f"`{s.name}`", f"{s.stats().max_sent:.4g}", *_cost(s)
+
+
+TABLES: dict[str, Callable[[], Iterator[Row]]] = {
+    "summary": _summary,
+    "winners": _winners,
+    "binary_blocks": _binary_blocks,
+    "far": _far,
+    "double_tree": _double_tree,
+    "hierarchical": _hierarchical,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

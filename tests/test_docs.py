@@ -1,0 +1,78 @@
+"""docs/algorithms.md says what the tables say, of every algorithm, and its code runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from pycomm import schedule
+
+DOCS = Path(__file__).parent.parent / "docs"
+TEXT = (DOCS / "algorithms.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_generate", DOCS / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_not_stale(generate: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_says_what_is_stale_and_mends_it(
+    generate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = "# T\n<!-- picture: ring 2 -->\n" + generate.compute("picture", "ring 2") + "<!-- end -->\nand\n"
+    document = tmp_path / "algorithms.md"
+    monkeypatch.setattr(generate, "DOCUMENT", document)
+    document.write_text(good.replace("c1 +> 1", "c1 -> 1"))
+    assert generate.main(["--check"]) == 1
+    assert "picture: ring 2 is stale" in capsys.readouterr().err
+    assert generate.main([]) == 0
+    assert document.read_text() == good
+    assert generate.main(["--check"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("<!-- picture: ring 2 -->\n", "no <!-- end -->"),
+        ("<!-- picture: ring 2 -->\n<!-- picture: ring 3 -->\n<!-- end -->", "ring 3"),
+        ("<!-- end -->", "<!-- end --> comes where"),
+        ("<!-- table: tennis -->\n<!-- end -->", "table is 'tennis', wanted one of summary"),
+        ("<!-- picture: rong 2 -->\n<!-- end -->", "algorithm is 'rong', wanted one of ring"),
+    ],
+)
+def test_markers_that_are_wrong(generate: ModuleType, text: str, wrong: str) -> None:
+    with pytest.raises(ValueError, match=wrong):
+        generate.render(text)
+
+
+def test_prints_a_picture(generate: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate.main(["--picture", "torus(2,3)", "6"]) == 0
+    assert capsys.readouterr().out.startswith("torus(2,3): 6 ranks, 6 chunks\n")
+
+
+@pytest.mark.parametrize("name", [*schedule.names(), "native"])
+def test_every_algorithm_has_its_section(name: str) -> None:
+    assert f"\n## {name}\n" in TEXT
+    assert name == "native" or f"[`{name}`](#{name})" in TEXT, "the summary leaves it out"
+    section = TEXT.split(f"\n## {name}\n")[1].split("\n## ")[0]
+    assert name == "native" or f"<!-- picture: {name}" in section
+
+
+def test_code_runs() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "docs/algorithms.md", "exec"), {"__name__": "docs"})
