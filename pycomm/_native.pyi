@@ -101,6 +101,36 @@ def unpack_signs(
     words: Sequence[Any], magnitudes: Sequence[Any], out: Any, scale: Any, scratch: Scratch | None, num_threads: int
 ) -> None: ...
 def absmax(tensors: Sequence[Any], out: Any, scratch: Scratch | None, num_threads: int) -> None: ...
+def norms(tensors: Sequence[Any], squares: Any, scratch: Scratch | None, num_threads: int) -> None: ...
+
+class Coefficients:
+    decay: float
+    shrink: float
+    lr: float
+    momentum: float
+    take: float
+    keep1: float
+    beta2: float
+    keep2: float
+    unbias1: float
+    unroot2: float
+    eps: float
+    nesterov: bool
+    def __init__(self) -> None: ...
+
+def step(
+    rule: str,
+    coefficients: Coefficients,
+    weights: Sequence[Any],
+    grads: Sequence[Any] | None,
+    copies: Sequence[Any] | None,
+    states: Sequence[Sequence[Any] | None],
+    rates: Any | None,
+    squares: Any | None,
+    scale: Any,
+    scratch: Scratch | None,
+    num_threads: int,
+) -> None: ...
 def shared_file_bytes(size: int) -> int: ...
 
 class Block:  # has the buffer protocol

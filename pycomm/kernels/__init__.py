@@ -14,6 +14,7 @@ from pycomm.kernels.absmax import absmax
 from pycomm.kernels.accumulate import Decay, Momentum, accumulate
 from pycomm.kernels.devices import cuda_devices
 from pycomm.kernels.indices import pack_indices, packed_words, unpack_indices
+from pycomm.kernels.norms import squared_norms
 from pycomm.kernels.pack import pack, unpack
 from pycomm.kernels.quantize import Quantization, dequantize, quantize
 from pycomm.kernels.reduce import reduce
@@ -21,18 +22,24 @@ from pycomm.kernels.scatter_add import scatter_add
 from pycomm.kernels.scratch import Scratch
 from pycomm.kernels.signs import pack_signs, sign_words, unpack_signs
 from pycomm.kernels.sparsify import sparsify
+from pycomm.kernels.step import Moments, adam_step, lamb_apply, lamb_moments, momentum_step, rmsprop_step
 from pycomm.kernels.threads import num_threads, set_num_threads
 from pycomm.kernels.topk import topk
 
 __all__ = [
     "Decay",
+    "Moments",
     "Momentum",
     "Quantization",
     "Scratch",
     "absmax",
     "accumulate",
+    "adam_step",
     "cuda_devices",
     "dequantize",
+    "lamb_apply",
+    "lamb_moments",
+    "momentum_step",
     "num_threads",
     "pack",
     "pack_indices",
@@ -40,10 +47,12 @@ __all__ = [
     "packed_words",
     "quantize",
     "reduce",
+    "rmsprop_step",
     "scatter_add",
     "set_num_threads",
     "sign_words",
     "sparsify",
+    "squared_norms",
     "topk",
     "unpack",
     "unpack_indices",

@@ -12,6 +12,7 @@
 
 #include "base/dtype.h"
 #include "kernels/quantization.h"
+#include "kernels/rules.h"
 
 namespace pycomm {
 
@@ -50,6 +51,20 @@ struct Collector {
     bool full;  // something had no room
 };
 
+// A range of one parameter; pointers may be null as in kernels/step.h.
+struct StepTerms {
+    Rule rule;
+    const Coefficients* coefficients;
+    double scale, rate;
+    void* weight;
+    const void* grad;
+    void* copy;
+    void* states[kMostStates];
+    DType dtype, grad_dtype, copy_dtype;  // dtype: of weight and states
+    int64_t count;
+    double* squares;  // two: of weight and direction
+};
+
 struct Loops {
     const char* name;
 
@@ -64,6 +79,12 @@ struct Loops {
 
     // The largest |x[i]|, NaN if there is one.
     float (*absmax)(const void* x, DType dtype, int64_t count);
+
+    // The sum of all x[i]^2: 32 sums that take turns, then pairwise.
+    double (*squares)(const void* x, DType dtype, int64_t count);
+
+    // kernels/step.h for one range of one parameter.
+    void (*step)(const StepTerms& terms);
 
     // outs[j][i] = op over p of inputs[p][i], in the order of p; half types accumulate in float, kMean multiplies the
     // sum by 1/num_inputs before the one rounding. An output may be exactly an input.

@@ -10,6 +10,8 @@ namespace pycomm::PYCOMM_ISA {
 bool convert(const void* src, DType src_dtype, void* dst, DType dst_dtype, int64_t count, double scale, Store mode);
 bool accumulate(const Terms& terms, Store store, Collector* collector);
 float absmax(const void* x, DType dtype, int64_t count);
+double squares(const void* x, DType dtype, int64_t count);
+void step(const StepTerms& terms);
 void reduce(void* const* outs, int num_outs, const void* const* inputs, int num_inputs, DType dtype, ReduceOp op,
             int64_t count, Store mode);
 int64_t collect(const float* x, int64_t count, uint32_t threshold, uint32_t first_index, Candidate* out,

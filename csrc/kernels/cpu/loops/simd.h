@@ -1,8 +1,9 @@
 // One vector of floats per instruction set, behind the same few names:
 //   kLanes, load(p), load_partial(p, n), store(p, v), store_partial(p, v, n), stream(p, v) for float, F16 and BF16;
-//   splat, add, sub, mul, minimum/maximum (NaN wins), magnitude, truncate, with_sign, Finite (a running "all below this
-//   limit"); load_bytes and store_bytes for whole numbers as int8; sign_bits, negated_where and not_at_most
-//   (of magnitudes; true for NaN), lane i in bit i.
+//   splat, add, sub, mul, quotient, root, minimum/maximum (NaN wins), magnitude, truncate, with_sign, Finite (a running
+//   "all below this limit"), Squares (32 running sums, in double, of the squares of kSquaredGroup vectors at a time);
+//   load_bytes and store_bytes for whole numbers as int8; sign_bits, negated_where and not_at_most (of magnitudes; true
+//   for NaN), lane i in bit i.
 // stream() wants p aligned to the bytes it writes. The loop and its tail use the same element function: the tail is a
 // partial vector.
 #pragma once
@@ -22,6 +23,28 @@
 #endif
 
 namespace pycomm::PYCOMM_ISA {
+
+inline constexpr int kSquaredGroup = 32 / kLanes;
+
+// The sum of 32 sums, which it overwrites.
+inline double pairwise(double (&lanes)[32]) {
+    for (int width = 16; width > 0; width /= 2) {
+        for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+    }
+    return lanes[0];
+}
+
+inline double total(const Squares& sums) {
+    double lanes[32];
+    sums.store(lanes);
+    return pairwise(lanes);
+}
+
+// How many elements of vector `u` of a group lie among the `left` that there still are.
+inline int64_t part_of(int64_t left, int u) {
+    int64_t n = left - u * kLanes;
+    return n < 0 ? 0 : n < kLanes ? n : kLanes;
+}
 
 // The smallest magnitude, as a float, that is written as inf: values are finite when they compare below it.
 template <class T>

@@ -69,6 +69,8 @@ inline float lane(Vec v, int i) {
     return lanes[i];
 }
 inline Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
+inline Vec quotient(Vec a, Vec b) { return _mm256_div_ps(a, b); }
+inline Vec root(Vec a) { return _mm256_sqrt_ps(a); }
 inline Vec truncate(Vec a) { return _mm256_round_ps(a, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC); }
 inline Vec with_sign(Vec magnitude_only, Vec sign) {
     return _mm256_or_ps(magnitude_only, _mm256_and_ps(sign, splat(-0.0f)));
@@ -100,6 +102,29 @@ class Finite {
 
    private:
     Vec limit_, all_;
+};
+
+class Squares {
+   public:
+    Squares() {
+        for (__m256d& sum : sums_) sum = _mm256_setzero_pd();
+    }
+    void add(const Vec (&v)[4]) {
+        for (int u = 0; u < 4; ++u) {
+            add(sums_[2 * u], _mm256_castps256_ps128(v[u]));
+            add(sums_[2 * u + 1], _mm256_extractf128_ps(v[u], 1));
+        }
+    }
+    void store(double* lanes) const {
+        for (int u = 0; u < 8; ++u) _mm256_storeu_pd(lanes + 4 * u, sums_[u]);
+    }
+
+   private:
+    static void add(__m256d& sum, __m128 v) {
+        __m256d wide = _mm256_cvtps_pd(v);
+        sum = _mm256_add_pd(sum, _mm256_mul_pd(wide, wide));
+    }
+    __m256d sums_[8];
 };
 
 }  // namespace pycomm::PYCOMM_ISA

@@ -66,6 +66,8 @@ inline float lane(Vec v, int i) {
     return lanes[i];
 }
 inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+inline Vec quotient(Vec a, Vec b) { return _mm512_div_ps(a, b); }
+inline Vec root(Vec a) { return _mm512_sqrt_ps(a); }
 inline Vec truncate(Vec a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC); }
 inline Vec with_sign(Vec magnitude_only, Vec sign) {
     return _mm512_or_ps(magnitude_only, _mm512_and_ps(sign, splat(-0.0f)));
@@ -92,6 +94,26 @@ class Finite {
    private:
     Vec limit_;
     __mmask16 all_ = 0xffff;
+};
+
+class Squares {
+   public:
+    void add(const Vec (&v)[2]) {
+        for (int u = 0; u < 2; ++u) {
+            add(sums_[2 * u], _mm512_castps512_ps256(v[u]));
+            add(sums_[2 * u + 1], _mm512_extractf32x8_ps(v[u], 1));
+        }
+    }
+    void store(double* lanes) const {
+        for (int u = 0; u < 4; ++u) _mm512_storeu_pd(lanes + 8 * u, sums_[u]);
+    }
+
+   private:
+    static void add(__m512d& sum, __m256 v) {
+        __m512d wide = _mm512_cvtps_pd(v);
+        sum = _mm512_add_pd(sum, _mm512_mul_pd(wide, wide));
+    }
+    __m512d sums_[4] = {_mm512_setzero_pd(), _mm512_setzero_pd(), _mm512_setzero_pd(), _mm512_setzero_pd()};
 };
 
 }  // namespace pycomm::PYCOMM_ISA

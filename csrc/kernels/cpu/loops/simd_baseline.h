@@ -69,6 +69,12 @@ inline float lane(Vec v, int i) { return v.lanes[i]; }
 inline Vec sub(Vec a, Vec b) {
     return map([&](int i) { return a.lanes[i] - b.lanes[i]; });
 }
+inline Vec quotient(Vec a, Vec b) {
+    return map([&](int i) { return a.lanes[i] / b.lanes[i]; });
+}
+inline Vec root(Vec a) {
+    return map([&](int i) { return __builtin_sqrtf(a.lanes[i]); });
+}
 inline Vec truncate(Vec a) {
     return map([&](int i) { return __builtin_truncf(a.lanes[i]); });
 }
@@ -107,6 +113,22 @@ class Finite {
    private:
     float limit_;
     bool all_ = true;
+};
+
+class Squares {
+   public:
+    void add(const Vec (&v)[4]) {
+        for (int u = 0; u < 4; ++u) {
+            for (int i = 0; i < kLanes; ++i) {
+                double wide = v[u].lanes[i];
+                sums_[kLanes * u + i] += wide * wide;
+            }
+        }
+    }
+    void store(double* lanes) const { std::memcpy(lanes, sums_, sizeof(sums_)); }
+
+   private:
+    double sums_[32] = {};
 };
 
 }  // namespace pycomm::PYCOMM_ISA

@@ -1,0 +1,202 @@
+#include <pybind11/stl.h>
+
+#include "bindings/bindings.h"
+#include "bindings/kernel_arguments.h"
+#include "kernels/norms.h"
+#include "kernels/step.h"
+
+namespace pycomm {
+namespace {
+
+Rule rule_named(const std::string& name) {
+    if (name == "momentum") return Rule::kMomentum;
+    if (name == "adam") return Rule::kAdam;
+    if (name == "rmsprop") return Rule::kRmsprop;
+    if (name == "lamb_moments") return Rule::kLambMoments;
+    if (name == "lamb_apply") return Rule::kLambApply;
+    throw ArgumentError("rule is " + name + ", wanted momentum, adam, rmsprop, lamb_moments or lamb_apply");
+}
+
+// Arrays of one kind, one for each weight, held for the length of a call.
+class PerWeight {
+   public:
+    PerWeight(const py::object& object, const char* name, Access access) : name_(name) {
+        if (object.is_none()) return;
+        given_ = true;
+        arrays_ = as_arrays(object, name, access);
+    }
+
+    std::vector<Buffer> buffers() const { return buffers_of(arrays_); }
+    bool given() const { return given_; }
+    void add_to(Arguments& arguments) const { arguments.add(arrays_, name_); }
+
+    // As many as weights, each as long as its weight.
+    void require_shape_of(const std::vector<Buffer>& weights) const {
+        if (!given_) return;
+        require_count(static_cast<int64_t>(arrays_.size()), static_cast<int64_t>(weights.size()), name_,
+                      "one for each of weights");
+        for (size_t j = 0; j < weights.size(); ++j) {
+            require_count(arrays_[j].buffer.count, weights[j].count, name_of_one(j), "as its weight has");
+            require_floating(arrays_[j].buffer, name_of_one(j));
+            require_aligned(arrays_[j].buffer, name_of_one(j));
+        }
+    }
+
+    void require_dtype(DType dtype, const char* of_what) const {
+        for (size_t j = 0; j < arrays_.size(); ++j) {
+            require_same(arrays_[j].buffer, name_of_one(j), Buffer{nullptr, arrays_[j].buffer.count, dtype}, of_what);
+        }
+    }
+
+    std::string name_of_one(size_t j) const { return name_ + "[" + std::to_string(j) + "]"; }
+
+   private:
+    std::string name_;
+    std::vector<Array> arrays_;
+    bool given_ = false;
+};
+
+// The arrays of one step.
+class StepArrays {
+   public:
+    Step job;
+
+    StepArrays(const std::string& rule, const Coefficients& coefficients, const py::object& weights,
+               const py::object& grads, const py::object& copies, const std::vector<py::object>& states,
+               const py::object& rates, const py::object& squares)
+        : weights_(weights, "weights", Access::kWrite),
+          grads_(grads, "grads", Access::kRead),
+          copies_(copies, "copies", Access::kWrite) {
+        job.rule = rule_named(rule);
+        job.coefficients = coefficients;
+        job.weights = weights_.buffers();
+        if (states.size() > kMostStates) throw ArgumentError("more than three states");
+        for (const py::object& object : states) states_.emplace_back(object, "states", Access::kWrite);
+        check();
+        job.grads = grads_.buffers();
+        job.copies = copies_.buffers();
+        for (size_t s = 0; s < states_.size(); ++s) job.states[s] = states_[s].buffers();
+        auto count = static_cast<int64_t>(job.weights.size());
+        if (!rates.is_none()) {
+            rates_ = as_exactly(rates, "rates", Access::kRead, DType::kF64, count, "one float64 for each of weights");
+            job.rates = static_cast<const double*>(rates_.buffer.data);
+        }
+        if (!squares.is_none()) {
+            squares_ =
+                as_exactly(squares, "squares", Access::kWrite, DType::kF64, 2 * count, "two for each of weights");
+            job.squares = static_cast<double*>(squares_.buffer.data);
+        }
+    }
+
+    void add_to(Arguments& arguments) const {
+        weights_.add_to(arguments);
+        grads_.add_to(arguments);
+        copies_.add_to(arguments);
+        for (const PerWeight& state : states_) state.add_to(arguments);
+        if (job.rates != nullptr) arguments.add(rates_, "rates");
+        if (job.squares != nullptr) arguments.add(squares_, "squares");
+    }
+
+   private:
+    void check() const {
+        if (job.weights.empty()) return;
+        DType dtype = job.weights[0].dtype;
+        if (dtype != DType::kF32 && dtype != DType::kF64) {
+            throw ArgumentTypeError(format("weights[0] has dtype %s, wanted float32 or float64", name_of(dtype)));
+        }
+        weights_.require_dtype(dtype, "weights[0]");
+        weights_.require_shape_of(job.weights);
+        grads_.require_shape_of(job.weights);
+        copies_.require_shape_of(job.weights);
+        for (const PerWeight& state : states_) {
+            state.require_shape_of(job.weights);
+            state.require_dtype(dtype, "weights");
+        }
+        if (grads_.given() != reads_grads(job.rule)) throw ArgumentError("this rule wants grads, or none");
+        std::vector<Buffer> copies = copies_.buffers();
+        for (size_t j = 0; j < copies.size(); ++j) {
+            bool half = copies[j].dtype == DType::kF16 || copies[j].dtype == DType::kBF16;
+            if (half && dtype == DType::kF32) continue;
+            throw ArgumentTypeError(format("%s has dtype %s, wanted float16 or bfloat16, of weights in float32",
+                                           copies_.name_of_one(j).c_str(), name_of(copies[j].dtype)));
+        }
+    }
+
+    PerWeight weights_, grads_, copies_;
+    std::vector<PerWeight> states_;
+    Array rates_, squares_;
+};
+
+void step_arrays(const std::string& rule, const Coefficients& coefficients, const py::object& weights,
+                 const py::object& grads, const py::object& copies, const std::vector<py::object>& states,
+                 const py::object& rates, const py::object& squares, py::handle scale, Scratch* scratch,
+                 int num_threads) {
+    StepArrays arrays(rule, coefficients, weights, grads, copies, states, rates, squares);
+    Factor factor(scale);
+    Arguments arguments;
+    arrays.add_to(arguments);
+    factor.add_to(arguments);
+    if constexpr (kHasCuda) {
+        if (on_gpu(arguments)) {
+            DeviceCall call(arguments);
+            cuda::Workspace& workspace = call.workspace(scratch, cuda::step_workspace_bytes(arrays.job));
+            without_gil([&] { cuda::step(arrays.job, factor.scale, workspace, call.stream()); });
+            return call.finish();
+        }
+    }
+    require_number(factor);
+    py::gil_scoped_release release;
+    step(arrays.job, factor.scale.value, num_threads);
+}
+
+void norms_arrays(py::handle tensors, py::handle squares, Scratch* scratch, int num_threads) {
+    std::vector<Array> sources = as_arrays(tensors, "tensors", Access::kRead);
+    Array target = as_exactly(squares, "squares", Access::kWrite, DType::kF64, static_cast<int64_t>(sources.size()),
+                              "one float64 for each of tensors");
+    std::vector<Buffer> buffers = buffers_of(sources);
+    for (size_t j = 0; j < buffers.size(); ++j) {
+        require_floating(buffers[j], "tensors[" + std::to_string(j) + "]");
+        require_aligned(buffers[j], "tensors[" + std::to_string(j) + "]");
+    }
+    Arguments arguments;
+    arguments.add(target, "squares");
+    arguments.add(sources, "tensors");
+    auto answer = static_cast<double*>(target.buffer.data);
+    if constexpr (kHasCuda) {
+        if (on_gpu(arguments)) {
+            DeviceCall call(arguments);
+            cuda::Workspace& workspace = call.workspace(scratch, cuda::norms_workspace_bytes(buffers));
+            without_gil([&] { cuda::norms(buffers, answer, workspace, call.stream()); });
+            return call.finish();
+        }
+    }
+    py::gil_scoped_release release;
+    norms(buffers, answer, num_threads);
+}
+
+}  // namespace
+
+void bind_steps(py::module_& module) {
+    py::class_<Coefficients>(module, "Coefficients")
+        .def(py::init<>())
+        .def_readwrite("decay", &Coefficients::decay)
+        .def_readwrite("shrink", &Coefficients::shrink)
+        .def_readwrite("lr", &Coefficients::lr)
+        .def_readwrite("momentum", &Coefficients::momentum)
+        .def_readwrite("take", &Coefficients::take)
+        .def_readwrite("keep1", &Coefficients::keep1)
+        .def_readwrite("beta2", &Coefficients::beta2)
+        .def_readwrite("keep2", &Coefficients::keep2)
+        .def_readwrite("unbias1", &Coefficients::unbias1)
+        .def_readwrite("unroot2", &Coefficients::unroot2)
+        .def_readwrite("eps", &Coefficients::eps)
+        .def_readwrite("nesterov", &Coefficients::nesterov);
+    auto scratch = py::arg("scratch");
+    auto num_threads = py::arg("num_threads");
+    module.def("step", &step_arrays, py::arg("rule"), py::arg("coefficients"), py::arg("weights"), py::arg("grads"),
+               py::arg("copies"), py::arg("states"), py::arg("rates"), py::arg("squares"), py::arg("scale"), scratch,
+               num_threads);
+    module.def("norms", &norms_arrays, py::arg("tensors"), py::arg("squares"), scratch, num_threads);
+}
+
+}  // namespace pycomm

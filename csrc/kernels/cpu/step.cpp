@@ -1,0 +1,48 @@
+#include "kernels/step.h"
+
+#include "kernels/cpu/blocks.h"
+#include "kernels/cpu/loops/loops.h"
+
+namespace pycomm {
+namespace {
+
+char* element_or_null(const std::vector<Buffer>& arrays, size_t j, int64_t i) {
+    return arrays.empty() ? nullptr : const_cast<char*>(element_of(arrays[j], i));
+}
+
+int64_t bytes_of(const std::vector<Buffer>& arrays) {
+    int64_t num_bytes = 0;
+    for (const Buffer& array : arrays) num_bytes += array.num_bytes();
+    return num_bytes;
+}
+
+}  // namespace
+
+void step(const Step& job, double scale, int num_threads) {
+    if (job.weights.empty()) return;
+    Blocks blocks(job.weights);
+    std::vector<double> sums(job.squares == nullptr ? 0 : 2 * static_cast<size_t>(blocks.count()), 0.0);
+    int threads = useful_threads(4 * bytes_of(job.weights), num_threads);
+    blocks.for_each(threads, [&](size_t j, Range part, int64_t block) {
+        StepTerms terms{.rule = job.rule,
+                        .coefficients = &job.coefficients,
+                        .scale = scale,
+                        .rate = job.rates == nullptr ? 1.0 : job.rates[j],
+                        .weight = element_or_null(job.weights, j, part.begin),
+                        .grad = element_or_null(job.grads, j, part.begin),
+                        .copy = element_or_null(job.copies, j, part.begin),
+                        .states = {},
+                        .dtype = job.weights[j].dtype,
+                        .grad_dtype = job.grads.empty() ? DType::kF32 : job.grads[j].dtype,
+                        .copy_dtype = job.copies.empty() ? DType::kF32 : job.copies[j].dtype,
+                        .count = part.size(),
+                        .squares = sums.empty() ? nullptr : &sums[2 * static_cast<size_t>(block)]};
+        for (int s = 0; s < kMostStates; ++s) terms.states[s] = element_or_null(job.states[s], j, part.begin);
+        loops().step(terms);
+    });
+    if (job.squares == nullptr) return;
+    blocks.add_up(sums.data(), 2, job.squares);
+    blocks.add_up(sums.data() + 1, 2, job.squares + 1);
+}
+
+}  // namespace pycomm

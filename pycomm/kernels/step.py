@@ -1,0 +1,184 @@
+"""Steps of optimizers, every array touched once. Contract: csrc/kernels/step.h.
+
+What all of them have in common:
+
+Args:
+    weights: float32, or all float64, arrays of any shapes; updated in place, contiguous, on one device.
+    grads: floating arrays with as many elements each.
+    scale: gradients are multiplied with this first: a number, or an array of one float32, also on the
+        GPU, that is read when the kernel runs. Negative to maximize.
+    copies: float16 or bfloat16 arrays that get the new weights, rounded; of float32 weights only.
+    scratch: see :class:`Scratch`.
+
+Raises:
+    TypeError, ValueError: dtypes, sizes or devices that do not fit, naming the array.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pycomm import _native
+from pycomm.kernels.arrays import empty
+from pycomm.kernels.scratch import Scratch
+from pycomm.kernels.threads import num_threads
+
+Arrays = Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What Adam and LAMB know of a parameter group.
+
+    Attributes:
+        step: how many steps there have been, with this one.
+        bias_correction: whether the moments are divided by 1 - beta^step.
+    """
+
+    betas: tuple[float, float]
+    eps: float
+    step: int
+    bias_correction: bool = True
+
+    def fill(self, c: _native.Coefficients) -> None:
+        beta1, beta2 = self.betas
+        c.keep1, c.beta2, c.keep2, c.eps = 1.0 - beta1, beta2, 1.0 - beta2, self.eps
+        if self.bias_correction:
+            c.unbias1 = 1.0 / (1.0 - beta1**self.step)
+            c.unroot2 = 1.0 / math.sqrt(1.0 - beta2**self.step)
+
+
+def momentum_step(
+    weights: Arrays,
+    grads: Arrays,
+    buffers: Arrays | None = None,
+    *,
+    lr: float,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    rates: Any = None,
+    scale: Any = 1.0,
+    copies: Arrays | None = None,
+    scratch: Scratch | None = None,
+) -> None:
+    """SGD, and LARS: ``v = momentum * v + rate * (1 - dampening) * g``, ``w -= lr * v``, g with decay.
+
+    Args:
+        buffers: v for each weight; ``None``: no momentum.
+        rates: float64, one for each weight; ``None``: all 1.
+    """
+    c = _native.Coefficients()
+    c.lr, c.momentum, c.take, c.decay, c.nesterov = lr, momentum, 1.0 - dampening, weight_decay, nesterov
+    _run("momentum", c, weights, grads, [buffers], scale, copies, scratch, rates=rates)
+
+
+def adam_step(
+    weights: Arrays,
+    grads: Arrays,
+    exp_avgs: Arrays,
+    exp_avg_sqs: Arrays,
+    max_exp_avg_sqs: Arrays | None = None,
+    *,
+    lr: float,
+    moments: Moments,
+    weight_decay: float = 0.0,
+    decoupled: bool = False,
+    scale: Any = 1.0,
+    copies: Arrays | None = None,
+    scratch: Scratch | None = None,
+) -> None:
+    """Adam (Kingma and Ba 2015), AdamW where ``decoupled`` (Loshchilov and Hutter 2019), AMSGrad with a third state."""
+    c = _native.Coefficients()
+    moments.fill(c)
+    c.lr = lr
+    if decoupled:
+        c.shrink = 1.0 - lr * weight_decay
+    else:
+        c.decay = weight_decay
+    _run("adam", c, weights, grads, [exp_avgs, exp_avg_sqs, max_exp_avg_sqs], scale, copies, scratch)
+
+
+def rmsprop_step(
+    weights: Arrays,
+    grads: Arrays,
+    square_avgs: Arrays,
+    momentum_buffers: Arrays | None = None,
+    grad_avgs: Arrays | None = None,
+    *,
+    lr: float,
+    alpha: float,
+    eps: float,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    scale: Any = 1.0,
+    copies: Arrays | None = None,
+    scratch: Scratch | None = None,
+) -> None:
+    """RMSprop as torch has it: centered with ``grad_avgs``, with momentum where there are buffers for it."""
+    c = _native.Coefficients()
+    c.lr, c.beta2, c.keep2, c.eps, c.momentum, c.decay = lr, alpha, 1.0 - alpha, eps, momentum, weight_decay
+    _run("rmsprop", c, weights, grads, [square_avgs, momentum_buffers, grad_avgs], scale, copies, scratch)
+
+
+def lamb_moments(
+    weights: Arrays,
+    grads: Arrays,
+    exp_avgs: Arrays,
+    exp_avg_sqs: Arrays,
+    *,
+    moments: Moments,
+    weight_decay: float = 0.0,
+    scale: Any = 1.0,
+    scratch: Scratch | None = None,
+) -> Any:
+    """The first pass of LAMB: updates the moments; weights are only read.
+
+    Returns:
+        Squared norms, float64 of shape (len(weights), 2): of each weight and of its direction
+        m / (sqrt(v) + eps) + weight_decay * w.
+    """
+    c = _native.Coefficients()
+    moments.fill(c)
+    c.decay = weight_decay
+    squares = empty(weights[0], (len(weights), 2), "float64")
+    _run("lamb_moments", c, weights, grads, [exp_avgs, exp_avg_sqs], scale, None, scratch, squares=squares)
+    return squares
+
+
+def lamb_apply(
+    weights: Arrays,
+    exp_avgs: Arrays,
+    exp_avg_sqs: Arrays,
+    rates: Any,
+    *,
+    moments: Moments,
+    weight_decay: float = 0.0,
+    copies: Arrays | None = None,
+    scratch: Scratch | None = None,
+) -> None:
+    """The second: each weight moves by -rate times its direction. ``rates``: float64, one for each."""
+    c = _native.Coefficients()
+    moments.fill(c)
+    c.decay = weight_decay
+    _run("lamb_apply", c, weights, None, [exp_avgs, exp_avg_sqs], 1.0, copies, scratch, rates=rates)
+
+
+def _run(
+    rule: str,
+    coefficients: _native.Coefficients,
+    weights: Arrays,
+    grads: Arrays | None,
+    states: Sequence[Arrays | None],
+    scale: Any,
+    copies: Arrays | None,
+    scratch: Scratch | None,
+    *,
+    rates: Any = None,
+    squares: Any = None,
+) -> None:
+    _native.step(rule, coefficients, weights, grads, copies, states, rates, squares, scale, scratch, num_threads())
