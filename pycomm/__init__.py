@@ -18,7 +18,7 @@ except ModuleNotFoundError as error:
         "`pip install .`, and start python where the directory `pycomm` does not hide the installed package."
     ) from error
 
-from pycomm import kernels, schedule
+from pycomm import kernels, optim, schedule
 from pycomm.communicator import Communicator
 from pycomm.compression import (
     BF16,
@@ -35,7 +35,27 @@ from pycomm.compression import (
     TopK,
 )
 from pycomm.errors import CommError
-from pycomm.optim import Reducer, attach, broadcast_optimizer_state, broadcast_parameters
+from pycomm.optim import (
+    LAMB,
+    LARS,
+    BatchSizeGrowth,
+    CosineDecay,
+    LossScaler,
+    MasterWeights,
+    PolynomialDecay,
+    Reducer,
+    Shard,
+    StepDecay,
+    WarmupLR,
+    attach,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    fuse,
+    linear_scaled_lr,
+    master_weights,
+    shard_batch,
+    sqrt_scaled_lr,
+)
 from pycomm.transport.nccl import nccl_version
 from pycomm.worker import Work
 
@@ -45,25 +65,41 @@ __all__ = [
     "BF16",
     "DGC",
     "FP16",
+    "LAMB",
+    "LARS",
     "QSGD",
     "Auto",
+    "BatchSizeGrowth",
     "CommError",
     "Communicator",
+    "CosineDecay",
     "Int8",
+    "LossScaler",
+    "MasterWeights",
     "NoCompression",
     "OneBit",
+    "PolynomialDecay",
     "PowerSGD",
     "RandomK",
     "Reducer",
+    "Shard",
+    "StepDecay",
     "TernGrad",
     "TopK",
+    "WarmupLR",
     "Work",
     "attach",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "build_info",
+    "fuse",
     "kernels",
+    "linear_scaled_lr",
+    "master_weights",
+    "optim",
     "schedule",
+    "shard_batch",
+    "sqrt_scaled_lr",
 ]
 
 

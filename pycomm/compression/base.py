@@ -24,24 +24,42 @@ class Scaling:
     """The units of one reduction.
 
     Attributes:
-        weight: a gradient times this is this rank's contribution to the average.
-        loss_scale: what the loss was multiplied by; state is kept without it. On a GPU a 0-d float32
-            tensor there, so that nobody waits for it.
-        result: the average times this is what ``.grad`` gets, besides the loss scale (the world
-            size where the sum is wanted).
+        size: how many ranks there are.
+        relative: how much this rank counts, where 1 is as much as the average rank.
+        clip: what this rank's gradient is multiplied with beforehand, so that its norm is in bounds. On
+            a GPU a 0-d float32 tensor there, so that nobody waits for it.
+        loss_scale: what the loss was multiplied by; state is kept without it. As ``clip``.
+        average: whether ``.grad`` gets the average over the ranks, or ``size`` times that, the sum.
         number: of the step: how many were finite, and so committed, before it. On a GPU a 0-d int64
             tensor there. What changes in the course of training, and random numbers, follow from it:
             a step that is not finite leaves no trace in them.
     """
 
-    weight: float
+    size: int
+    relative: float = 1.0
+    clip: float | torch.Tensor = 1.0
     loss_scale: float | torch.Tensor = 1.0
-    result: float = 1.0
+    average: bool = True
     number: int | torch.Tensor = 0
+
+    @property
+    def weight(self) -> float:
+        """A gradient in bounds times this is this rank's contribution to the average."""
+        return self.relative / self.size
+
+    @property
+    def local(self) -> float | torch.Tensor:
+        """A gradient times this is what the ranks' plain mean is of."""
+        return self.relative * self.clip
+
+    @property
+    def result(self) -> float:
+        """The average times this is what ``.grad`` gets."""
+        return 1.0 if self.average else float(self.size)
 
     def to_state(self) -> float | torch.Tensor:
         """A gradient times this is what state is made of."""
-        return self.weight / self.loss_scale
+        return self.weight * self.clip / self.loss_scale
 
     def from_state(self) -> float | torch.Tensor:
         """A sum over the ranks of what state is made of, times this, is what ``.grad`` gets."""
@@ -149,9 +167,8 @@ class DenseExchange:
 
     def exchange(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
         self._all_used_here = all(grad is not None for grad in grads)
-        self._bucket.gather(grads)
-        op = "mean" if scaling.result == 1.0 else "sum"
-        self._communicator.all_reduce(self._bucket.memory, op)
+        self._bucket.gather(grads, scaling.local)
+        self._communicator.all_reduce(self._bucket.memory, "mean" if scaling.average else "sum")
         self.bytes_sent += self._bucket.memory.nbytes
 
     def finite(self) -> Flag:

@@ -53,26 +53,27 @@ class Bucket:
         view = self.views[index]
         return grad.data_ptr() == view.data_ptr() and grad.stride() == view.stride()
 
-    def gather(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Bring ``grads`` into ``flat``, zeros for ``None``, and say in the flags which there were."""
+    def gather(self, grads: Sequence[torch.Tensor | None], scale: float | torch.Tensor = 1.0) -> None:
+        """Bring ``grads`` times ``scale`` into ``flat``, zeros for ``None``, and say in the flags which there were."""
         start = end = 0
         run: list[torch.Tensor] = []
+        scaled = isinstance(scale, torch.Tensor) or scale != 1.0
 
         def pack_run() -> None:
             if run:
-                kernels.pack(run, self.flat[start:end], scratch=self._scratch)
+                kernels.pack(run, self.flat[start:end], scale, scratch=self._scratch)
                 run.clear()
 
         for i, grad in enumerate(grads):
-            raw = None if grad is None or self.holds(i, grad) else flat_alias(grad, self.views[i])
+            # What lies in its place already is packed only to be scaled.
+            stays = grad is None or (self.holds(i, grad) and not scaled)
+            raw = None if grad is None or stays else laid_out_like(grad, self.views[i])
             if raw is not None:
                 run.append(raw)
             else:
                 pack_run()
                 if grad is None:
                     self.views[i].zero_()
-                elif not self.holds(i, grad):
-                    self.views[i].copy_(grad)
                 start = end + self.numels[i]
             end += self.numels[i]
         pack_run()
@@ -88,12 +89,12 @@ class Bucket:
 def _view_like(part: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """``part`` shaped as ``param``, in its memory order where that is dense (channels_last, say)."""
     # .data: a version counter of its own, which tells whether this very gradient was written to.
-    if param.is_contiguous() or not _is_dense(param):
+    if param.is_contiguous() or not is_dense(param):
         return part.view(param.shape).data
     return part.as_strided(param.shape, param.stride()).data
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill one gap-free piece of memory, in any order of the dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -107,7 +108,7 @@ def flat_alias(grad: torch.Tensor, view: torch.Tensor) -> torch.Tensor | None:
     """``grad``'s memory in the order of ``view``'s, without copying; ``None`` if their layouts differ."""
     if grad.is_contiguous() and view.is_contiguous():
         return grad
-    if grad.stride() == view.stride() and _is_dense(grad):
+    if grad.stride() == view.stride() and is_dense(grad):
         return grad.as_strided((grad.numel(),), (1,))
     return None
 

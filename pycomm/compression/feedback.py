@@ -142,7 +142,7 @@ class FeedbackExchange:
         self._sums = bucket.memory if self._shares_memory else memory()
         self._velocity = memory().zero_() if self._correction.momentum else None
         self._new_velocity = memory() if self._correction.momentum else None
-        self._scaling = Scaling(weight=1.0 / communicator.size)
+        self._scaling = Scaling(communicator.size)
         self._report: Report | None = None
         self._guilty = torch.zeros(communicator.size, dtype=torch.int64, device=bucket.device)
         self._all_used_here = True

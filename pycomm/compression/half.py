@@ -48,8 +48,8 @@ class HalfExchange(DenseExchange):
         bucket, size = self._bucket, self._communicator.size
         self._all_used_here = all(grad is not None for grad in grads)
         parts = self._parts(grads)
-        scale = self._agree(parts) if self._scaled else 1.0
-        kernels.pack(parts, self._wire[: bucket.num_elements], scale, scratch=self._scratch)
+        scale = self._agree(parts, scaling.local) if self._scaled else 1.0
+        kernels.pack(parts, self._wire[: bucket.num_elements], scale * scaling.local, scratch=self._scratch)
         bucket.set_flags(grads)
         self._wire[bucket.num_elements :] = bucket.flags
         self._communicator.all_reduce(self._wire, "sum")
@@ -58,8 +58,8 @@ class HalfExchange(DenseExchange):
         kernels.unpack(whole, [bucket.flat], scaling.result / (size * scale), scratch=self._unpack_scratch)
         bucket.flags.copy_(self._wire[bucket.num_elements :])
 
-    def _agree(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        largest = kernels.absmax(parts, scratch=self._scratch)
+    def _agree(self, parts: Sequence[torch.Tensor], local: float | torch.Tensor) -> torch.Tensor:
+        largest = kernels.absmax(parts, scratch=self._scratch) * local
         self._communicator.all_reduce(largest, "max")
         self.bytes_sent += largest.nbytes
         return agreed_scale(largest, self._communicator.size)

@@ -110,7 +110,7 @@ def _rehearse(
         stage.operations.clear()
         _finish_on(bucket)
         start = time.perf_counter()
-        exchange.exchange(grads, Scaling(weight=1.0 / size, number=1 << 40))  # after any warm-up
+        exchange.exchange(grads, Scaling(size, number=1 << 40))  # after any warm-up
         exchange.finish(exchange.finite() if method.transactional else True)
         _finish_on(bucket)
         if step > 0:  # the first one allocates, and has no threshold to go by

@@ -13,7 +13,7 @@ from pycomm.kernels.scratch import Scratch
 from pycomm.kernels.threads import num_threads
 
 
-def squared_norms(tensors: Sequence[Any], *, scratch: Scratch | None = None) -> Any:
+def squared_norms(tensors: Sequence[Any], *, out: Any = None, scratch: Scratch | None = None) -> Any:
     """The sum of squares of each of ``tensors``, a float64 array on their device, one element for each.
 
     Accumulated in float64, in an order that does not depend on the number of threads. What is not
@@ -21,11 +21,13 @@ def squared_norms(tensors: Sequence[Any], *, scratch: Scratch | None = None) -> 
 
     Args:
         tensors: floating arrays, all on one device.
+        out: the array to write to and return; a new one if ``None``.
         scratch: see :class:`Scratch`.
 
     Raises:
-        TypeError: wrong dtype. ValueError: on several devices.
+        TypeError: wrong dtype. ValueError: on several devices, or ``out`` has another length.
     """
-    out = empty(tensors[0] if len(tensors) > 0 else np.empty(0), (len(tensors),), "float64")
+    if out is None:
+        out = empty(tensors[0] if len(tensors) > 0 else np.empty(0), (len(tensors),), "float64")
     _native.norms(tensors, out, scratch, num_threads())
     return out

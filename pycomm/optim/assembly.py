@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from pycomm import kernels
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression, NoCompression
 from pycomm.compression.base import Exchange
@@ -30,6 +31,13 @@ class Slot:
     version: int = -1
     """Of the averaged gradient, when it was handed out."""
 
+    def untouched(self) -> bool:
+        """Whether ``.grad`` is what was handed out last."""
+        grad = self.param.grad
+        if grad is None or self.lane is None:
+            return grad is None
+        return grad is self.lane.bucket.views[self.index] and grad._version == self.version
+
 
 @dataclass(eq=False)
 class Lane:
@@ -42,6 +50,10 @@ class Lane:
     work: Work | GpuWork | None = field(default=None)
     producers: set[int] = field(default_factory=set)
     """The streams, as integers, that this pass's gradients came from; on a GPU."""
+    squares: torch.Tensor | None = None
+    """The squared norm of each gradient, as it was received, if ``measured`` in this step; float64."""
+    measured: bool = False
+    norm_scratch: kernels.Scratch = field(default_factory=kernels.Scratch)
 
     def ready(self) -> bool:
         return all(slot.fired >= slot.expected > 0 for slot in self.slots)

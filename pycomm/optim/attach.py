@@ -12,8 +12,12 @@ import torch.distributed as dist
 from pycomm.communicator import DEFAULT_TIMEOUT, Communicator, seconds_of
 from pycomm.compression import Auto, Compression, NoCompression
 from pycomm.optim.broadcast import broadcast_state, broadcast_tensors, check_same_lines, looks
+from pycomm.optim.fused import fused_step_of
+from pycomm.optim.gradients import require_max_norm
+from pycomm.optim.master import MasterWeights, warn_of_lost_updates
 from pycomm.optim.parameters import check_parameters, names_of
-from pycomm.optim.reducer import Reducer, refuse_second_attach
+from pycomm.optim.reducer import Reducer
+from pycomm.optim.registry import refuse_second_attach
 from pycomm.optim.settings import Settings
 
 
@@ -27,6 +31,7 @@ def attach(
     accumulate: int = 1,
     average: bool = True,
     loss_scaler: Any = None,
+    clip_local_norm: float | None = None,
     timeout: timedelta | float = DEFAULT_TIMEOUT,
 ) -> Reducer:
     """Average the gradients of ``optimizer``'s parameters over the ranks, from now on.
@@ -49,8 +54,11 @@ def attach(
         accumulate: backward passes per optimizer step; gradients travel in the last one. As without
             pycomm, divide the loss yourself. A ragged last window needs ``Reducer.flush()``.
         average: ``False`` leaves the sum over the ranks in ``.grad``.
-        loss_scaler: the ``torch.amp.GradScaler`` in use, or any object with its ``scale``; needed
-            with methods that carry state, which is kept without the loss scale.
+        loss_scaler: the :class:`pycomm.LossScaler` or ``torch.amp.GradScaler`` in use, or any object
+            with its ``scale``; needed with methods that carry state, which is kept without the loss scale.
+        clip_local_norm: each rank's own gradient, without the loss scale, is brought to at most this
+            norm before it is averaged. The whole gradient must be known first, so nothing travels while
+            backward runs. To clip the average, see ``Reducer.clip_grad_norm``.
         timeout: for every wait for a peer; seconds or ``timedelta``.
 
     Returns:
@@ -63,7 +71,7 @@ def attach(
     """
     problem: Exception | None = None
     try:
-        settings = _settings(compression, bucket_mb, accumulate, average, loss_scaler)
+        settings = _settings(compression, bucket_mb, accumulate, average, loss_scaler, clip_local_norm)
         names = _names(optimizer, model_or_named_parameters)
         settings.compression.check(optimizer)
     except (TypeError, ValueError) as error:
@@ -71,6 +79,7 @@ def attach(
     communicator = Communicator(process_group, seconds_of(timeout))
     try:
         _share_problem(communicator, problem)
+        warn_of_lost_updates(optimizer, names)
         module = model_or_named_parameters if isinstance(model_or_named_parameters, torch.nn.Module) else None
         _make_equal(communicator, optimizer, names, module, settings)
         return Reducer(optimizer, names, module, communicator, settings)
@@ -79,13 +88,21 @@ def attach(
         raise
 
 
-def _settings(compression: Any, bucket_mb: float, accumulate: int, average: bool, loss_scaler: Any) -> Settings:
+def _settings(
+    compression: Any,
+    bucket_mb: float,
+    accumulate: int,
+    average: bool,
+    loss_scaler: Any,
+    clip_local_norm: float | None,
+) -> Settings:
     return Settings(
         compression=NoCompression() if compression is None else _method(compression),
         bucket_bytes=int(_positive("bucket_mb", bucket_mb) * 2**20),
         accumulate=_count("accumulate", accumulate),
         average=average,
         loss_scaler=_scaler(loss_scaler),
+        clip_local_norm=None if clip_local_norm is None else require_max_norm("clip_local_norm", clip_local_norm),
     )
 
 
@@ -110,7 +127,12 @@ def _make_equal(
     lines = [f"{name}: {looks(p)}{'' if p.requires_grad else ' frozen'}" for name, p in names.items()]
     check_same_lines(communicator, lines, "parameter")
     tensors = list(names.values()) if module is None else [*module.parameters(), *module.buffers()]
+    masters = fused_step_of(optimizer)
+    if isinstance(masters, MasterWeights):
+        tensors += masters.masters()
     broadcast_tensors(communicator, tensors, src=0)
+    if isinstance(masters, MasterWeights):
+        masters.restore()
     broadcast_state(communicator, optimizer, src=0)
 
 

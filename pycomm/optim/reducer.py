@@ -1,50 +1,26 @@
-"""The object behind ``attach``: gradients in, averages out, between backward and step."""
+"""What ``attach`` returns."""
 
 from __future__ import annotations
 
-import contextlib
-import time
-import weakref
 from typing import Any
 
 import torch
 
+from pycomm import kernels
 from pycomm.communicator import Communicator
-from pycomm.compression.base import Flag, Scaling
-from pycomm.compression.bucket import on_gpu
-from pycomm.optim.assembly import Lane, Slot, blame, make_lanes, method_stats
-from pycomm.optim.backward import BackwardWatch
-from pycomm.optim.broadcast import broadcast_tensors, check_same_lines
-from pycomm.optim.forward import ForwardHook
-from pycomm.optim.parameters import check_parameters, optimizer_parameters
+from pycomm.optim import gradients
+from pycomm.optim.assembly import blame, method_stats
+from pycomm.optim.fused import fused_step_of
+from pycomm.optim.master import MasterWeights
+from pycomm.optim.reduction import Reduction
+from pycomm.optim.registry import forget, register
+from pycomm.optim.scaler import LossScaler
 from pycomm.optim.settings import Settings
 from pycomm.optim.state import gather_state, select_state
 
-_reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
 
-
-def refuse_second_attach(names: dict[str, torch.Tensor]) -> None:
-    """ValueError if a parameter belongs to a Reducer already."""
-    for name, param in names.items():
-        if any(reducer.knows(param) for reducer in _reducers):
-            raise ValueError(f"parameter {name!r} is attached already: detach() the other Reducer first")
-
-
-class Reducer:
-    """Averages gradients over the ranks while backward runs. Made by :func:`pycomm.attach`.
-
-    How a step goes: a hook on each parameter notes that its gradient is there. When all of a
-    bucket's are, and all buckets before it have been launched, the bucket is handed to the
-    communication thread, which packs and exchanges it while backward goes on. When ``backward()`` is
-    about to return it launches what is left (parameters that this step did not use), waits, and
-    leaves views of the buckets in ``.grad``. The very first pass only learns how often each gradient
-    is accumulated (parameters shared between checkpointed pieces: several times) and launches
-    everything at its end.
-
-    On a GPU the communication thread is a stream, and waiting means that the stream on which
-    ``backward()`` was called waits: the host goes on. It waits only in steps in which this rank has
-    no gradient for some parameter, to learn whether another has.
-    """
+class Reducer(Reduction):
+    """Averages gradients over the ranks while backward runs. Made by :func:`pycomm.attach`."""
 
     def __init__(
         self,
@@ -54,39 +30,8 @@ class Reducer:
         communicator: Communicator,
         settings: Settings,
     ) -> None:
-        self._optimizer = optimizer
-        self._module = module
-        self._communicator = communicator
-        self._settings = settings
-        self._slots: dict[int, Slot] = {}
-        self._frozen: dict[int, Slot] = {}
-        self._lanes: list[Lane] = []
-        self._handles: list[Any] = []
-        self._watch = BackwardWatch(self._begin_pass, self._end_pass)
-        self._num_passes = 0  # in this accumulation window
-        self._num_launched = 0
-        self._sending = False  # whether this pass is the last of its window
-        self._scaling = Scaling(weight=1.0 / communicator.size)
-        self._stats = {"steps": 0, "wait_seconds": 0.0}
-        self._device = next((p.device for p in names.values()), torch.device("cpu"))
-        self._on_gpu = any(on_gpu(p) for p in names.values())
-        self._scale_streams: set[int] = set()  # where the loss scale was computed
-        self._nonfinite_steps = torch.zeros((), dtype=torch.int64, device=self._device)
-        self._committed_steps = torch.zeros((), dtype=torch.int64, device=self._device)
-        self._detached = False
-        self._last_stats: dict[str, Any] = {}
-        # One rank that compresses nothing has nothing to do.
-        self._idle = communicator.size == 1 and not settings.compression.transactional
-        for name, param in names.items():
-            self._frozen[id(param)] = Slot(name, param)
-        self._admit_unfrozen()
-        if not self._idle:
-            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-            if module is not None:
-                self._handles.append(module.register_forward_pre_hook(ForwardHook(self.before_forward)))
-        _reducers.add(self)
-
-    # What a training script calls.
+        super().__init__(optimizer, names, module, communicator, settings)
+        register(self)
 
     def flush(self) -> None:
         """Reduce a ragged last accumulation window; before unscaling, clipping and ``step``. Collective.
@@ -95,18 +40,110 @@ class Reducer:
         """
         self._require_attached()
         if self._idle:
-            self._num_passes = 0
             return
         waiting = torch.tensor([self._num_passes], dtype=torch.int64)
         self._communicator.all_reduce(waiting, "max")
         if waiting.item() == 0:
             return
         if self._num_passes == 0:  # others have gradients: take part without any
-            for slot in self._slots.values():
+            for slot in self._roster.slots():
                 slot.param.grad = None
         self._reset_pass()
-        self._read_loss_scale()
+        self._fix_units(with_next=False)
         self._reduce()
+
+    def set_weight(self, num_samples: float) -> None:
+        """Say, before ``backward()``, that the loss is the mean over ``num_samples`` samples, or tokens.
+
+        From now on ``.grad`` gets the mean over the samples of all ranks, and of all passes of an
+        accumulation window: the sum of n_p times g_p over the sum of n_p. So the loss of each pass is to
+        be the plain mean over its own samples, not divided by the number of passes. Holds for later
+        passes until it is called again. All ranks call it, at the same step at first. With
+        ``average=False`` the result is that mean times the world size. A rank without samples for this
+        step sets 0; its gradients, NaN or not, do not count.
+
+        Args:
+            num_samples: may be fractional.
+
+        Raises:
+            TypeError, ValueError: not a finite number, or negative; 0 inside an accumulation window, or
+                the window's first passes went without. ``backward()`` raises ``ValueError``, on every
+                rank, where the weights of all ranks sum to zero.
+        """
+        self._require_attached()
+        self._forget_abandoned_pass()
+        factor = self._weights.set(num_samples, self._num_passes)
+        if self._idle:
+            self._install()
+        if factor != 1.0:
+            for grad in self._roster.gradients().values():
+                grad.zero_() if factor == 0.0 else grad.mul_(factor)  # of no samples it may be NaN
+
+    @torch.no_grad()
+    def clip_grad_norm(self, max_norm: float, *, error_if_nonfinite: bool = False) -> torch.Tensor:
+        """Scale the averaged gradients so that their norm, of all together and without the loss scale, is in bounds.
+
+        Between ``backward()`` and ``step()``, as ``torch.nn.utils.clip_grad_norm_``, without reading the
+        gradients a second time: norms are taken as the buckets arrive, while backward runs (from the
+        second step on, or with ``loss_scaler=pycomm.LossScaler()``). Where pycomm's kernels step
+        (:func:`pycomm.fuse`, :func:`pycomm.master_weights`) the factor is applied by them, and
+        ``.grad`` stays as it is. With torch's GradScaler, ``unscale_`` first. All ranks get the same.
+
+        Args:
+            max_norm: the bound. error_if_nonfinite: raise where the norm is not finite; waits for a GPU.
+
+        Returns:
+            The norm before clipping: a 0-d tensor, float64, on the parameters' device.
+
+        Raises:
+            TypeError, ValueError: ``max_norm`` is no positive number.
+            RuntimeError: the norm is not finite, naming a parameter; an accumulation window is open.
+        """
+        self._require_attached()
+        max_norm = gradients.require_max_norm("max_norm", max_norm)
+        if self._num_passes > 0:
+            raise RuntimeError("clip_grad_norm inside an accumulation window: call flush() first")
+        self._measures = True
+        fused, scaler = fused_step_of(self.optimizer), self._settings.loss_scaler
+        unscaled = not isinstance(scaler, LossScaler) or scaler.is_unscaled(self.optimizer)
+        if isinstance(fused, MasterWeights) and scaler is not None and not isinstance(scaler, LossScaler):
+            raise RuntimeError(
+                f"with a {type(scaler).__name__} the gradients of half-precision parameters stay scaled: use "
+                "pycomm.LossScaler"
+            )
+        norm = self._squared_norm(unscaled).sqrt() / (1.0 if unscaled else scaler.get_scale())
+        if error_if_nonfinite and not bool(torch.isfinite(norm)):
+            raise RuntimeError(f"the norm of the gradients is {norm.item()}: see {self.name_of_not_finite()}")
+        factor = gradients.clip_factor(norm, max_norm).float()
+        if fused is not None:
+            fused.pending = fused.pending * (factor if self._on_gpu else float(factor))
+        elif self._on_gpu or float(factor) != 1.0:
+            torch._foreach_mul_(list(self._roster.gradients().values()), factor)
+        return norm
+
+    def settle(self) -> bool:
+        """Flush a ragged window; then whether all gradients are finite, alike on all ranks. Waits for a GPU.
+
+        Collective only where ``accumulate`` is above 1. What :class:`pycomm.LossScaler` asks.
+        """
+        if self._settings.accumulate > 1:
+            self.flush()
+        finite = torch.isfinite(self._squared_norm(False)) if self._finite is None else self._finite
+        return bool(finite)
+
+    def name_of_not_finite(self) -> str | None:
+        """Where the first value that is not finite is, or came from; ``None`` if there is none. Waits for a GPU."""
+        if self._finite is not None and not bool(self._finite):
+            return blame(self._roster.lanes)
+        name = gradients.first_not_finite(self._roster.gradients())
+        return None if name is None else f"parameter {name!r}"
+
+    def _squared_norm(self, unscaled: bool) -> torch.Tensor:
+        """Of ``.grad``; of what master weights step by, where they have been unscaled."""
+        fused = fused_step_of(self.optimizer)
+        if isinstance(fused, MasterWeights) and unscaled and self._settings.loss_scaler is not None:
+            return gradients.total([kernels.squared_norms(fused.unscaled()).sum()])
+        return gradients.squared_norm(self._roster.lanes, self._roster.slots())
 
     def stats(self) -> dict[str, Any]:
         """Counters since ``attach``.
@@ -124,13 +161,13 @@ class Reducer:
             return dict(self._last_stats)
         nonfinite_steps = int(self._nonfinite_steps.item())
         return {
-            "bytes_sent": sum(lane.exchange.bytes_sent for lane in self._lanes),
+            "bytes_sent": sum(lane.exchange.bytes_sent for lane in self._roster.lanes),
             **self._stats,
             "nonfinite_steps": nonfinite_steps,
-            "last_nonfinite": blame(self._lanes) if nonfinite_steps > 0 else None,
-            "num_buckets": len(self._lanes),
+            "last_nonfinite": blame(self._roster.lanes) if nonfinite_steps > 0 else None,
+            "num_buckets": len(self._roster.lanes),
             "transport": "nccl" if self._on_gpu else self._communicator.transport,
-            **method_stats(self._lanes),
+            **method_stats(self._roster.lanes),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -143,7 +180,7 @@ class Reducer:
         beside. Loads with ``torch.load(weights_only=True)``.
         """
         self._require_attached()
-        return gather_state(self._lanes, self._settings, self._communicator, int(self._committed_steps))
+        return gather_state(self._roster.lanes, self._settings, self._communicator, int(self._committed_steps))
 
     def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]], *, strict: bool = True) -> None:
         """Take back what :meth:`state_dict` gave.
@@ -159,8 +196,8 @@ class Reducer:
                 that do not fit.
         """
         self._require_attached()
-        chosen, steps = select_state(state, self._lanes, self._settings, self._communicator, strict)
-        for lane in self._lanes:
+        chosen, steps = select_state(state, self._roster.lanes, self._settings, self._communicator, strict)
+        for lane in self._roster.lanes:
             lane.exchange.load_state(chosen)
         self._committed_steps.fill_(steps)
 
@@ -172,227 +209,10 @@ class Reducer:
         self._detached = True
         for handle in self._handles:
             handle.remove()
-        for slot in self._slots.values():
+        for slot in self._roster.slots():
             if slot.lane is not None and slot.param.grad is slot.lane.bucket.views[slot.index]:
                 slot.param.grad = slot.param.grad.clone(memory_format=torch.preserve_format)
-        _reducers.discard(self)
+        forget(self)
         self._communicator.close()
         # The shared memory goes with its last view, not when a garbage collector gets to this object.
-        self._lanes.clear()
-        self._slots.clear()
-        self._frozen.clear()
-
-    # Parameters coming and going.
-
-    def knows(self, param: torch.Tensor) -> bool:
-        """Whether ``param``'s gradient is averaged here, or will be once it is unfrozen."""
-        return id(param) in self._slots or id(param) in self._frozen
-
-    def _find_new_parameters(self) -> None:
-        """Notice ``add_param_group`` and unfreezing. Runs at the same points of the program on all ranks."""
-        added = [p for p in optimizer_parameters(self._optimizer) if not self.knows(p)]
-        if not added and not any(slot.param.requires_grad for slot in self._frozen.values()):
-            return
-        names = {} if self._module is None else {id(p): name for name, p in self._module.named_parameters()}
-        number = len(self._slots) + len(self._frozen)
-        new = {names.get(id(p), f"added.{number + i}"): p for i, p in enumerate(added)}
-        check_parameters(new, self._device)
-        self._frozen.update({id(p): Slot(name, p) for name, p in new.items()})
-        unfrozen = [s for s in self._frozen.values() if s.param.requires_grad]
-        lines = [f"{s.name}: {list(s.param.shape)} {s.param.dtype}" for s in unfrozen] + list(new)
-        check_same_lines(self._communicator, lines, "new parameter")
-        broadcast_tensors(self._communicator, new.values(), src=0)
-        self._admit_unfrozen()
-
-    def _admit_unfrozen(self) -> None:
-        slots = [slot for slot in self._frozen.values() if slot.param.requires_grad]
-        for slot in slots:
-            del self._frozen[id(slot.param)]
-            self._slots[id(slot.param)] = slot
-        if self._idle:
-            return
-        self._lanes += make_lanes(slots, self._settings.compression, self._communicator, self._settings.bucket_bytes)
-        for slot in slots:
-            register: Any = slot.param.register_post_accumulate_grad_hook
-            self._handles.append(register(self._hook_of(slot)))
-
-    def before_forward(self) -> None:
-        if torch._C._current_graph_task_id() != -1:
-            return  # a checkpoint recomputes inside backward
-        self._forget_abandoned_pass()
-        if self._num_passes == 0:
-            self._find_new_parameters()
-
-    def _before_step(self, *_: object) -> None:
-        # Sends nothing: distributed checkpointing calls step() on its own to create optimizer state.
-        self._forget_abandoned_pass()
-        if self._num_passes > 0:
-            raise RuntimeError(
-                f"optimizer.step() after {self._num_passes} of {self._settings.accumulate} backward passes: these "
-                "gradients have not been averaged; call reducer.flush() first"
-            )
-        for slot in self._frozen.values():
-            if slot.param.grad is not None and slot.param.requires_grad:
-                raise RuntimeError(
-                    f"the gradient of {slot.name!r} has not been averaged: it was unfrozen after attach, and no "
-                    "parameter that pycomm already knew took part in this backward; attach the module itself, not its "
-                    "named_parameters()"
-                )
-
-    # A pass.
-
-    def _hook_of(self, slot: Slot) -> Any:
-        def on_grad(_param: torch.Tensor) -> None:
-            self._watch.touch()
-            self._on_grad(slot)
-
-        return on_grad
-
-    def _begin_pass(self) -> None:
-        self._sending = self._num_passes + 1 >= self._settings.accumulate
-        self._reset_pass()
-        self._read_loss_scale()
-
-    def _reset_pass(self) -> None:
-        self._num_launched = 0
-        for slot in self._slots.values():
-            slot.fired = 0
-
-    def _read_loss_scale(self) -> None:
-        scaler, size = self._settings.loss_scaler, self._communicator.size
-        loss_scale: float | torch.Tensor = 1.0
-        if scaler is not None:
-            # GradScaler.get_scale() would wait for the GPU; this is the same number, there.
-            scaled = scaler.scale(torch.ones((), device=self._device))
-            loss_scale = scaled.float() if self._on_gpu else float(scaled)
-            if self._on_gpu:
-                self._scale_streams = {self._communicator.current_stream(self._device)}
-        # A number of its own for this step: the count goes on while the step may still be read from.
-        number = self._committed_steps.clone() if self._on_gpu else int(self._committed_steps)
-        self._scaling = Scaling(1.0 / size, loss_scale, 1.0 if self._settings.average else float(size), number)
-
-    def _on_grad(self, slot: Slot) -> None:
-        lane, grad = slot.lane, slot.param.grad
-        assert lane is not None
-        assert grad is not None
-        slot.fired += 1
-        if self._on_gpu:
-            lane.producers.add(self._communicator.current_stream(self._device))
-        if grad.is_sparse:
-            raise ValueError(f"the gradient of {slot.name!r} is sparse; pycomm reduces dense gradients")
-        if lane.work is not None:
-            raise RuntimeError(
-                f"the gradient of {slot.name!r} was accumulated {slot.fired} times in one backward pass, where earlier "
-                f"passes had {slot.expected}, and had been sent already; detach() and attach() again to learn anew"
-            )
-        self._refuse_averaging_twice(slot, grad)
-        if not self._sending:
-            self._adopt(slot, grad)
-        elif slot.expected:
-            self._launch_ready()
-
-    def _refuse_averaging_twice(self, slot: Slot, grad: torch.Tensor) -> None:
-        """Sums and error feedback of an average plus a fresh gradient mean nothing; means of it are right."""
-        linear = self._settings.average and not self._settings.compression.transactional
-        if linear or self._num_passes > 0 or slot.fired > 1:
-            return
-        assert slot.lane is not None
-        if grad is slot.lane.bucket.views[slot.index] and grad._version == slot.version + 1:
-            raise RuntimeError(
-                f"backward() ran again on the averaged gradient of {slot.name!r}: zero the gradients first, or pass "
-                "attach(..., accumulate=n) for n backward passes per step"
-            )
-
-    def _adopt(self, slot: Slot, grad: torch.Tensor) -> None:
-        """Let later passes of this window accumulate in the bucket itself."""
-        assert slot.lane is not None
-        view = slot.lane.bucket.views[slot.index]
-        if grad is not view and not slot.lane.bucket.holds(slot.index, grad):
-            view.copy_(grad)
-            slot.param.grad = view
-
-    def _launch_ready(self) -> None:
-        while self._num_launched < len(self._lanes) and self._lanes[self._num_launched].ready():
-            self._launch(self._lanes[self._num_launched])
-
-    def _launch_rest(self) -> None:
-        while self._num_launched < len(self._lanes):
-            self._launch(self._lanes[self._num_launched])
-
-    def _launch(self, lane: Lane) -> None:
-        self._num_launched += 1
-        grads = [slot.param.grad for slot in lane.slots]
-        scaling = self._scaling
-
-        first = self._num_launched == 1
-
-        def job() -> None:
-            # All lanes were compared by attach: once the ranks are in the same reduction, they agree on the rest of it.
-            with contextlib.nullcontext() if first or self._on_gpu else self._communicator.trusted():
-                lane.exchange.exchange(grads, scaling)
-
-        if self._on_gpu:
-            producers = lane.producers | self._scale_streams
-            lane.work = self._communicator.submit_on_gpu(self._device, job, grads, producers)
-            lane.producers = set()
-        else:
-            lane.work = self._communicator.submit(job)
-        for slot, view in zip(lane.slots, lane.bucket.views, strict=True):
-            if slot.param.grad is not None:
-                slot.param.grad = view  # frees what autograd allocated as soon as it is packed
-
-    def _end_pass(self) -> None:
-        for slot in self._slots.values():
-            slot.expected = max(slot.expected, slot.fired)
-        self._num_passes += 1
-        if self._sending:
-            # What is known goes first: ranks differ in what they have launched by now, but not in this order.
-            self._launch_rest()
-            self._find_new_parameters()
-            self._reduce()
-
-    def _reduce(self) -> None:
-        """Launch what is left, wait for all, hand out."""
-        self._launch_rest()
-        start = time.perf_counter()
-        try:
-            for lane in self._lanes:
-                assert lane.work is not None
-                lane.work.wait()
-        finally:
-            for lane in self._lanes:
-                lane.work = None
-            self._num_passes = 0
-        self._finish()
-        self._stats["wait_seconds"] += time.perf_counter() - start
-
-    def _finish(self) -> None:
-        stateful = any(lane.exchange.transactional for lane in self._lanes)
-        finite: Flag = not stateful or self._step_is_finite()
-        for lane in self._lanes:
-            lane.exchange.finish(finite)
-            for slot, view, used in zip(lane.slots, lane.bucket.views, lane.exchange.used(), strict=True):
-                slot.param.grad = view if used else None
-                slot.version = view._version
-        self._stats["steps"] += 1
-
-    def _step_is_finite(self) -> Flag:
-        """Decided by what all ranks received alike, so they agree without a message."""
-        flags = [lane.exchange.finite() for lane in self._lanes]
-        finite = torch.stack([torch.as_tensor(flag) for flag in flags]).all()
-        self._nonfinite_steps += ~finite
-        self._committed_steps += finite
-        return finite if self._on_gpu else bool(finite)
-
-    def _forget_abandoned_pass(self) -> None:
-        if not self._watch.abandoned():
-            return
-        if self._num_launched:
-            raise RuntimeError(
-                "the last backward() ended with an exception after part of its gradients had been sent: the ranks are "
-                "out of step; restart from a checkpoint"
-            )
-
-    def _require_attached(self) -> None:
-        if self._detached:
-            raise RuntimeError("this Reducer is detached")
+        self._roster.clear()

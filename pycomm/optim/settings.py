@@ -17,6 +17,7 @@ class Settings:
     accumulate: int
     average: bool
     loss_scaler: Any
+    clip_local_norm: float | None = None
 
     def lines(self) -> list[str]:
         return [
@@ -25,4 +26,5 @@ class Settings:
             f"accumulate={self.accumulate}",
             f"average={self.average}",
             f"loss_scaler={type(self.loss_scaler).__name__}",
+            f"clip_local_norm={self.clip_local_norm}",
         ]

@@ -66,7 +66,7 @@ def pretended_gpu() -> Iterator[list[set[int]]]:
     patch = pytest.MonkeyPatch()
     with patch.context() as context:
         context.setattr("pycomm.compression.bucket.on_gpu", lambda _: True)
-        context.setattr("pycomm.optim.reducer.on_gpu", lambda _: True)
+        context.setattr("pycomm.optim.reduction.on_gpu", lambda _: True)
         context.setattr(Communicator, "submit_on_gpu", submit)
         context.setattr(Communicator, "current_stream", staticmethod(lambda _: STREAM))
         yield followed
