@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from pycomm import _native
 from pycomm.kernels.arrays import empty
 from pycomm.kernels.scratch import Scratch
@@ -145,7 +147,7 @@ def lamb_moments(
     c = _native.Coefficients()
     moments.fill(c)
     c.decay = weight_decay
-    squares = empty(weights[0], (len(weights), 2), "float64")
+    squares = empty(weights[0] if len(weights) > 0 else np.empty(0), (len(weights), 2), "float64")
     _run("lamb_moments", c, weights, grads, [exp_avgs, exp_avg_sqs], scale, None, scratch, squares=squares)
     return squares
 

@@ -58,7 +58,9 @@ class FusedStep(Takeover):
     def run(self, closure: Callable[[], Any] | None) -> Any:
         loss = evaluate(closure)
         factor, found = self.take_factor()
-        if not found:
+        if found:
+            self.forget()
+        else:
             with torch.no_grad():
                 self.update(factor)
         return loss

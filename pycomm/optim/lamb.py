@@ -80,32 +80,32 @@ class LAMB(torch.optim.Optimizer):
                 for group in self.param_groups:
                     for p in group["params"]:
                         if p.grad is not None:
-                            _plain_step(group, p, self.state[p])
+                            _plain_step(group, rules.Target(wide(p), wide(p.grad), self.state, p))
         return loss
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_fused": self._fused}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         vars(self).setdefault("_fused", None)
 
 
-def _plain_step(group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
+def _plain_step(group: dict[str, Any], target: rules.Target) -> None:
     """The reference: what the kernels are compared with."""
-    w, g = wide(p), wide(p.grad) * (-1.0 if group["maximize"] else 1.0)
-    if "step" not in state:
-        state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(w), exp_avg_sq=torch.zeros_like(w))
-    state["step"] += 1
-    t, (beta1, beta2) = int(state["step"].item()), group["betas"]
-    m = state["exp_avg"].lerp_(g, 1.0 - beta1)
-    v = state["exp_avg_sq"].mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
+    w, g = target.weight, target.grad * (-1.0 if group["maximize"] else 1.0)
+    t, (beta1, beta2) = rules.next_step(target), group["betas"]
+    m = target.buffer("exp_avg").lerp_(g, 1.0 - beta1)
+    v = target.buffer("exp_avg_sq").mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
     if group["bias_correction"]:
         m, v = m / (1.0 - beta1**t), v / (1.0 - beta2**t)
     r = m / (v.sqrt() + group["eps"])
     ratio = torch.ones((), dtype=w.dtype, device=w.device)
-    if rules.adapts(group, p):
+    if rules.adapts(group, w):
         r = r + group["weight_decay"] * w
         w_norm, r_norm = torch.linalg.vector_norm(w), torch.linalg.vector_norm(r)
         ratio = torch.where((w_norm > 0) & (r_norm != 0), w_norm / r_norm, 1.0)
-    p.copy_(w - group["lr"] * ratio * r)
+    target.param.copy_(w - group["lr"] * ratio * r)
 
 
 rules.RULES[LAMB] = rules.lamb

@@ -91,31 +91,31 @@ class LARS(torch.optim.Optimizer):
                 for group in self.param_groups:
                     for p in group["params"]:
                         if p.grad is not None:
-                            _plain_step(group, p, self.state[p])
+                            _plain_step(group, rules.Target(wide(p), wide(p.grad), self.state, p))
         return loss
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_fused": self._fused}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         vars(self).setdefault("_fused", None)
 
 
-def _plain_step(group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
+def _plain_step(group: dict[str, Any], target: rules.Target) -> None:
     """The reference: what the kernels are compared with."""
-    w, g = wide(p), wide(p.grad) * (-1.0 if group["maximize"] else 1.0)
+    w, g = target.weight, target.grad * (-1.0 if group["maximize"] else 1.0)
     rate = torch.tensor(float(group["lr"]), dtype=w.dtype, device=w.device)
-    if rules.adapts(group, p):
+    if rules.adapts(group, w):
         w_norm, g_norm = torch.linalg.vector_norm(w), torch.linalg.vector_norm(g)
         ratio = group["trust_coefficient"] * w_norm / (g_norm + group["weight_decay"] * w_norm)
         rate = rate * torch.where((w_norm > 0) & (g_norm != 0), ratio, 1.0)
         g = g + group["weight_decay"] * w
     step = rate * g
     if group["momentum"]:
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(w)
-        state["momentum_buffer"].mul_(group["momentum"]).add_(step)
-        v = state["momentum_buffer"]
+        v = target.buffer("momentum_buffer").mul_(group["momentum"]).add_(step)
         step = step + group["momentum"] * v if group["nesterov"] else v
-    p.copy_(w - step)
+    target.param.copy_(w - step)
 
 
 def wide(tensor: torch.Tensor | None) -> torch.Tensor:

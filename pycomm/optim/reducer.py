@@ -36,21 +36,15 @@ class Reducer(Reduction):
     def flush(self) -> None:
         """Reduce a ragged last accumulation window; before unscaling, clipping and ``step``. Collective.
 
-        Nothing happens where no rank has gradients waiting.
+        Nothing happens where no rank has gradients waiting. A rank whose window was just complete has
+        nothing to flush; others may have fewer passes, or none, if :meth:`set_weight` is in use, and as
+        few as each other otherwise.
         """
         self._require_attached()
-        if self._idle:
+        if self._idle or self._complete:
+            self._complete = False
             return
-        waiting = torch.tensor([self._num_passes], dtype=torch.int64)
-        self._communicator.all_reduce(waiting, "max")
-        if waiting.item() == 0:
-            return
-        if self._num_passes == 0:  # others have gradients: take part without any
-            for slot in self._roster.slots():
-                slot.param.grad = None
-        self._reset_pass()
-        self._fix_units(with_next=False)
-        self._reduce()
+        self._flush()
 
     def set_weight(self, num_samples: float) -> None:
         """Say, before ``backward()``, that the loss is the mean over ``num_samples`` samples, or tokens.

@@ -57,6 +57,7 @@ class Reduction:
         self._num_passes = 0  # in this accumulation window
         self._num_launched = 0
         self._sending = False  # whether this pass is the last of its window
+        self._complete = False  # whether a full window ended, and nothing has happened since
         self._scaling = Scaling(communicator.size)
         self._weights = SampleWeights(communicator)
         self._stats = {"steps": 0, "wait_seconds": 0.0}
@@ -132,7 +133,25 @@ class Reduction:
 
         return on_grad
 
+    def _flush(self) -> None:
+        if self._weights.in_use:
+            self._fix_units(with_next=False)
+            if not self._weights.anybody():
+                return
+        else:
+            waiting = torch.tensor([self._num_passes], dtype=torch.int64)
+            self._communicator.all_reduce(waiting, "max")
+            if waiting.item() == 0:
+                return
+            self._fix_units(with_next=False)
+        if self._num_passes == 0:  # others have gradients: take part without any
+            for slot in self._roster.slots():
+                slot.param.grad = None
+        self._reset_pass()
+        self._reduce()
+
     def _begin_pass(self) -> None:
+        self._complete = False
         self._sending = self._num_passes + 1 >= self._settings.accumulate
         self._reset_pass()
         if self._sending:
@@ -197,7 +216,8 @@ class Reduction:
 
     def _refuse_averaging_twice(self, slot: Slot, grad: torch.Tensor) -> None:
         """Sums and error feedback of an average plus a fresh gradient mean nothing; means of it are right."""
-        linear = self._settings.average and not self._settings.compression.transactional
+        settings = self._settings
+        linear = settings.average and not settings.compression.transactional and settings.clip_local_norm is None
         if linear or self._num_passes > 0 or slot.fired > 1:
             return
         assert slot.lane is not None
@@ -263,6 +283,7 @@ class Reduction:
             self._launch_rest()
             self._find_new_parameters()
             self._reduce()
+            self._complete = True
 
     def _reduce(self) -> None:
         """Launch what is left, wait for all, hand out."""

@@ -53,6 +53,8 @@ class Target:
         old = self.state.get(key)
         if old is None:
             self.state[key] = torch.zeros_like(self.weight, memory_format=torch.preserve_format)
+        elif old.shape != self.weight.shape:
+            raise ValueError(f"{key!r} has shape {list(old.shape)}, its parameter {list(self.weight.shape)}")
         elif old.stride() != self.weight.stride() or old.dtype != self.weight.dtype:
             self.state[key] = torch.empty_like(self.weight, memory_format=torch.preserve_format).copy_(old)
         tensor: torch.Tensor = self.state[key]
@@ -99,8 +101,9 @@ class Batch:
         if len(parts) <= 1:
             yield from ((value, self) for value in parts)
             return
-        for value, targets in parts.items():
-            yield value, Batch(targets, self.scale, self.scratches, f"{self.place} {value}")
+        # Numbered, not called by value: values such as a count of steps would ask for new scratch memory every time.
+        for number, (value, targets) in enumerate(parts.items()):
+            yield value, Batch(targets, self.scale, self.scratches, f"{self.place} {number}")
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -111,7 +114,7 @@ def _sign(group: Group) -> float:
     return -1.0 if group.get("maximize") else 1.0
 
 
-def _next_step(target: Target) -> int:
+def next_step(target: Target) -> int:
     """Counts this step in torch's own way: a float32 tensor on the CPU."""
     step = target.state.get("step")
     if not isinstance(step, torch.Tensor) or not step.is_cpu:
@@ -139,7 +142,7 @@ def sgd(group: Group, batch: Batch) -> None:
 
 
 def adam(group: Group, batch: Batch, decoupled: bool = False) -> None:
-    for step, part in list(batch.split(_next_step)):
+    for step, part in list(batch.split(next_step)):
         kernels.adam_step(
             part.weights(),
             part.grads(),
@@ -165,7 +168,7 @@ def _moments(group: Group, step: int) -> kernels.Moments:
 
 def rmsprop(group: Group, batch: Batch) -> None:
     for target in batch.targets:
-        _next_step(target)
+        next_step(target)
     kernels.rmsprop_step(
         batch.weights(),
         batch.grads(),
@@ -217,7 +220,7 @@ def lars_ratios(
 
 
 def lamb(group: Group, batch: Batch) -> None:
-    for step, same_step in list(batch.split(_next_step)):
+    for step, same_step in list(batch.split(next_step)):
         moments = _moments(group, step)
         for adapted, part in same_step.split(lambda t: adapts(group, t.weight)):
             decay = float(group["weight_decay"]) if adapted else 0.0

@@ -61,21 +61,30 @@ class SampleWeights:
         self._passed += self._unit or 0.0
 
     def share(self, passes_here: int, with_next: bool) -> None:
-        """Begin to learn the sum over all ranks; the window ends with the next pass, or has ended. Collective."""
+        """Begin to learn the sum over all ranks; the window ends with the next pass, or has ended. Collective.
+
+        The message is the same in both cases: ranks may differ in how many passes their window has.
+        """
         mine = self._passed + ((self._unit or 0.0) if with_next else 0.0)
         self._here = (self._unit or 0.0) if passes_here > 0 or with_next else 0.0
         self._window, self._passed = mine, 0.0
-        total = torch.tensor([mine], dtype=torch.float64)
+        sums = torch.tensor([mine, passes_here + with_next], dtype=torch.float64)
 
-        def job() -> float:
-            self._communicator.all_reduce(total, "sum")
-            return total.item()
+        def job() -> tuple[float, float]:
+            self._communicator.all_reduce(sums, "sum")
+            return sums[0].item(), sums[1].item()
 
         self._sum = self._communicator.submit(job)
 
     def mean_factor(self) -> float:
         """What has accumulated here, times this, is the gradient of the mean over this rank's own samples."""
         return self._here / self._window if self.in_use and self._window > 0 else 1.0
+
+    def anybody(self) -> bool:
+        """Whether any rank has had a pass in this window. Waits."""
+        assert self._sum is not None
+        _, passes = self._sum.wait()
+        return bool(passes > 0)
 
     def relative(self) -> float:
         """How much what has accumulated here counts, where 1 is as much as the average rank's. Waits.
@@ -84,7 +93,7 @@ class SampleWeights:
             ValueError: the weights of all ranks sum to zero; on every rank.
         """
         assert self._sum is not None
-        total = self._sum.wait()
+        total, _ = self._sum.wait()
         if total == 0:
             raise ValueError("the weights of this step sum to zero over all ranks: there is nothing to average")
         return float(self._communicator.size * self._here / total)
