@@ -161,6 +161,8 @@ class Reduction:
         self._num_launched = 0
         for slot in self._roster.slots():
             slot.fired = 0
+        for lane in self._roster.lanes:
+            lane.measured = False
 
     def _fix_units(self, with_next: bool) -> None:
         """What gradients of this window are multiplied with, which ends with the next pass, or has ended."""
@@ -249,7 +251,6 @@ class Reduction:
         weighted, scaling = self._weights.in_use, self._scaling
         grads = [None if self._weights.nothing_here else slot.param.grad for slot in lane.slots]
         measures = self._measures and not lane.exchange.transactional
-        lane.measured = False
         if weighted and self._on_gpu:
             self._weights.relative()  # the host waits here; on the communication thread nobody needs to
         first = self._num_launched == 1

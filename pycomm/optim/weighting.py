@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-import torch
+import numpy as np
 
 from pycomm.communicator import Communicator
 from pycomm.worker import Work
@@ -68,11 +68,11 @@ class SampleWeights:
         mine = self._passed + ((self._unit or 0.0) if with_next else 0.0)
         self._here = (self._unit or 0.0) if passes_here > 0 or with_next else 0.0
         self._window, self._passed = mine, 0.0
-        sums = torch.tensor([mine, passes_here + with_next], dtype=torch.float64)
+        sums = np.array([mine, passes_here + with_next])
 
         def job() -> tuple[float, float]:
             self._communicator.all_reduce(sums, "sum")
-            return sums[0].item(), sums[1].item()
+            return float(sums[0]), float(sums[1])
 
         self._sum = self._communicator.submit(job)
 

@@ -167,7 +167,6 @@ def test_nothing_happens_within_the_bound(two_ranks: RankPool) -> None:
 
 def forget_what_was_left() -> None:
     """The factor of a step that did not come is not the next step's."""
-    rank, _ = rank_and_size()
     params = parameters()
     optimizer = pycomm.fuse(torch.optim.SGD([p for _, p in params], lr=1.0))
     with attached(optimizer, params) as reducer:
@@ -186,7 +185,6 @@ def test_a_factor_left_for_a_step_that_did_not_come(two_ranks: RankPool) -> None
 
 def clip_half(unscale: bool) -> None:
     """float16 parameters with masters: gradients so small that only scaled ones exist."""
-    rank, size = rank_and_size()
     p = nn.Parameter(torch.ones(64, dtype=torch.float16))
     optimizer = torch.optim.SGD([p], lr=1.0)
     masters = pycomm.master_weights(optimizer)

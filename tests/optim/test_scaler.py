@@ -275,8 +275,8 @@ class TestAlone:
                 scaler.step(optimizer)
             scaler.update()
         assert not caught  # once
+        again = pycomm.LossScaler(2.0**-10)
         with pytest.warns(RuntimeWarning, match=r"not finite at a loss scale of 0\.00097.*this is no overflow"):
-            again = pycomm.LossScaler(2.0**-10)
             again.step(optimizer)
 
     def test_order_of_calls(self) -> None:
