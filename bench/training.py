@@ -42,9 +42,9 @@ _GIVE_MEMORY_BACK = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
 
 def main() -> None:
     arguments = _parse()
-    model = make_model(_WIDTHS)
+    model = make_model(arguments.widths)
     count = sum(p.numel() for p in model.parameters())
-    shape = " x ".join(str(width) for width in _WIDTHS)
+    shape = " x ".join(str(width) for width in arguments.widths)
     print(f"{headline()}\nperceptron {shape}: {count / 1e6:.2f} M parameters, batch {arguments.batch} per rank")
     steps = _measure_steps(arguments)
     _print_steps(steps, arguments)
@@ -53,7 +53,7 @@ def main() -> None:
     memory = _measure_memory(arguments)
     _print_memory(memory)
     settings = {name: getattr(arguments, name) for name in ("ranks", "rounds", "steps", "batch")}
-    settings |= {"widths": _WIDTHS, "parameters": count}
+    settings |= {"widths": arguments.widths, "parameters": count}
     figures = {
         "steps": [_step_json(way, found) for way, found in steps.items()],
         "one_rank": overhead,
@@ -67,11 +67,18 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=positive, default=2, help="for step time and memory (default 2)")
     parser.add_argument("--steps", type=positive, default=8, help="steps per turn (default 8)")
     parser.add_argument("--batch", type=positive, default=40, help="samples per rank (default 40)")
+    parser.add_argument(
+        "--widths", type=_widths, default=list(_WIDTHS), help="of the perceptron's layers, first and last included"
+    )
     return parser.parse_args()
 
 
-def _ranks(worker: str, size: int, port: int, batch: int, environment: dict[str, str]) -> Ranks:
-    setup = {"port": port, "widths": list(_WIDTHS), "batch": batch}
+def _widths(text: str) -> list[int]:
+    return [positive(word) for word in text.split(",")]
+
+
+def _ranks(worker: str, size: int, port: int, arguments: argparse.Namespace, environment: dict[str, str]) -> Ranks:
+    setup = {"port": port, "widths": arguments.widths, "batch": arguments.batch}
     return Ranks("training", f"bench.training_ranks:{worker}", size, setup, environment=environment)
 
 
@@ -92,7 +99,7 @@ class Steps:
 
 def _measure_steps(arguments: argparse.Namespace) -> dict[str, Steps]:
     found = {way: Steps() for way in WAYS}
-    with rendezvous() as port, _ranks("StepRank", arguments.ranks, port, arguments.batch, _KEEP_MEMORY) as ranks:
+    with rendezvous() as port, _ranks("StepRank", arguments.ranks, port, arguments, _KEEP_MEMORY) as ranks:
         ranks.call("verify")
         for number in range(arguments.rounds):
             for way in WAYS if number % 2 == 0 else reversed(WAYS):
@@ -126,7 +133,7 @@ def _step_json(way: str, found: Steps) -> dict[str, Any]:
 def _measure_overhead(arguments: argparse.Namespace) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {NONE: [], DENSE: []}
     ratios = []
-    with rendezvous() as port, _ranks("OverheadRank", 1, port, arguments.batch, _KEEP_MEMORY) as ranks:
+    with rendezvous() as port, _ranks("OverheadRank", 1, port, arguments, _KEEP_MEMORY) as ranks:
         ranks.call("verify")
         for number in range(3 * arguments.rounds):  # a difference of a few per cent takes more of them
             turns = {}
@@ -154,7 +161,7 @@ def _measure_memory(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     for way in _MEMORY_WAYS:
         with (
             rendezvous() as port,
-            _ranks("MemoryRank", arguments.ranks, port, arguments.batch, _GIVE_MEMORY_BACK) as ranks,
+            _ranks("MemoryRank", arguments.ranks, port, arguments, _GIVE_MEMORY_BACK) as ranks,
         ):
             by_rank = ranks.call("measure", way)
         mean = {key: sum(rank[key] for rank in by_rank) / len(by_rank) for key in by_rank[0]}
