@@ -15,6 +15,7 @@ def pack(
     tensors: Sequence[Any],
     out: Any,
     scale: Any,
+    limit: float,
     finite: Any,
     unless: Any | None,
     scratch: Scratch | None,

@@ -30,8 +30,8 @@ void require_total(const std::vector<Buffer>& parts, const char* parts_name, con
                                static_cast<long long>(flat.count), static_cast<long long>(total), parts_name));
 }
 
-void pack_arrays(py::handle tensors, py::handle out, py::handle scale, py::handle finite, py::object unless,
-                 Scratch* scratch, int num_threads) {
+void pack_arrays(py::handle tensors, py::handle out, py::handle scale, double limit, py::handle finite,
+                 py::object unless, Scratch* scratch, int num_threads) {
     std::vector<Array> sources = as_arrays(tensors, "tensors", Access::kRead);
     Array target = as_array(out, "out", Access::kWrite);
     Array flag = as_answer(finite, "finite", 1);
@@ -51,14 +51,15 @@ void pack_arrays(py::handle tensors, py::handle out, py::handle scale, py::handl
         if (on_gpu(arguments)) {
             DeviceCall call(arguments);
             cuda::Workspace& workspace = call.workspace(scratch, cuda::pack_workspace_bytes(buffers.size()));
-            without_gil(
-                [&] { cuda::pack(buffers, target.buffer, factor.scale, answer, skip, workspace, call.stream()); });
+            without_gil([&] {
+                cuda::pack(buffers, target.buffer, factor.scale, limit, answer, skip, workspace, call.stream());
+            });
             return call.finish();
         }
     }
     require_number(factor);
     py::gil_scoped_release release;
-    *answer = (skip != nullptr && *skip) || pack(buffers, target.buffer, factor.scale.value, num_threads);
+    *answer = (skip != nullptr && *skip) || pack(buffers, target.buffer, factor.scale.value, limit, num_threads);
 }
 
 void unpack_array(py::handle flat, py::handle tensors, py::handle scale, Scratch* scratch, int num_threads) {
@@ -206,8 +207,8 @@ void bind_kernels(py::module_& module) {
     py::class_<Scratch>(module, "Scratch").def(py::init<>());
     auto scratch = py::arg("scratch");
     auto num_threads = py::arg("num_threads");
-    module.def("pack", &pack_arrays, py::arg("tensors"), py::arg("out"), py::arg("scale"), py::arg("finite"),
-               py::arg("unless"), scratch, num_threads);
+    module.def("pack", &pack_arrays, py::arg("tensors"), py::arg("out"), py::arg("scale"), py::arg("limit"),
+               py::arg("finite"), py::arg("unless"), scratch, num_threads);
     module.def("unpack", &unpack_array, py::arg("flat"), py::arg("tensors"), py::arg("scale"), scratch, num_threads);
     module.def("reduce", &reduce_arrays, py::arg("out"), py::arg("inputs"), py::arg("op"), scratch, num_threads);
     module.def("topk", &topk_array, py::arg("x"), py::arg("k"), py::arg("values"), py::arg("indices"),

@@ -56,7 +56,7 @@ struct Working {
 };
 
 void convert(const Buffer& to, const Buffer& from, double scale) {
-    loops().convert(from.data, from.dtype, to.data, to.dtype, to.count, scale, Store::kCached);
+    loops().convert(from.data, from.dtype, to.data, to.dtype, to.count, scale, kNoLimit, Store::kCached);
 }
 
 // One program under way. A position is a message and the elements of it that are done.

@@ -14,7 +14,6 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from pycomm import kernels
 from pycomm.communicator import Communicator
 from pycomm.compression.bucket import Bucket
 
@@ -163,7 +162,6 @@ class DenseExchange:
         self._bucket = bucket
         self._communicator = communicator
         self._all_used_here = True
-        self._scratch = kernels.Scratch()
 
     def exchange(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
         self._all_used_here = all(grad is not None for grad in grads)
@@ -172,7 +170,7 @@ class DenseExchange:
         self.bytes_sent += self._bucket.memory.nbytes
 
     def finite(self) -> Flag:
-        return as_flag(torch.isfinite(kernels.absmax([self._bucket.flat], scratch=self._scratch)), self._bucket)
+        return as_flag(self._bucket.finite(), self._bucket)
 
     def finish(self, finite: Flag) -> None:
         pass
@@ -180,7 +178,7 @@ class DenseExchange:
     def used(self) -> list[bool]:
         if self._all_used_here:
             return [True] * len(self._bucket.names)
-        return [flag != 0.0 for flag in self._bucket.flags.tolist()]
+        return [flag != 0.0 for flag in self._bucket.flags[:-1].tolist()]
 
     def blame(self) -> str | None:
         return None

@@ -18,8 +18,9 @@ def on_gpu(tensor: torch.Tensor) -> bool:
 class Bucket:
     """The averaged gradients of ``params``, one after the other in ``flat``; ``views[i]`` is the i-th.
 
-    ``flat`` lies in memory that the transport reaches directly. Behind the gradients follows one
-    element per parameter for the usage flags, so that they travel in the same message.
+    ``flat`` lies in memory that the transport reaches directly. Behind the gradients follow the flags,
+    so that they travel, and are added up, in the same message: one per parameter, whether it was used,
+    and one that is not 0 where a rank's gradients are too large for the sum to be sure to be finite.
     """
 
     def __init__(self, names: Sequence[str], params: Sequence[torch.Tensor], communicator: Communicator) -> None:
@@ -30,11 +31,13 @@ class Bucket:
         self.on_gpu = on_gpu(params[0])
         self.num_elements = sum(self.numels)
         self._params = list(params)
-        self._scratch = kernels.Scratch()
-        self.use(communicator.empty(self.num_elements + len(params), self.dtype, self.device))
+        self._scratch, self._stayed_scratch = kernels.Scratch(), kernels.Scratch()
+        self.num_flags = len(params) + 1
+        self._size = communicator.size
+        self.use(communicator.empty(self.num_elements + self.num_flags, self.dtype, self.device))
 
     def use(self, memory: torch.Tensor) -> None:
-        """Let the gradients live in ``memory`` from now on: ``num_elements`` + one per parameter."""
+        """Let the gradients live in ``memory`` from now on: ``num_elements`` + ``num_flags``."""
         self.memory = memory
         self.flat = memory[: self.num_elements]
         self.flags = memory[self.num_elements :]
@@ -57,11 +60,14 @@ class Bucket:
         """Bring ``grads`` times ``scale`` into ``flat``, zeros for ``None``, and say in the flags which there were."""
         start = end = 0
         run: list[torch.Tensor] = []
+        fits: list[torch.Tensor] = []
+        stayed: list[torch.Tensor] = []
+        limit = self.limit(self.dtype)
         scaled = isinstance(scale, torch.Tensor) or scale != 1.0
 
         def pack_run() -> None:
             if run:
-                kernels.pack(run, self.flat[start:end], scale, scratch=self._scratch)
+                fits.append(kernels.pack(run, self.flat[start:end], scale, limit=limit, scratch=self._scratch))
                 run.clear()
 
         for i, grad in enumerate(grads):
@@ -74,13 +80,29 @@ class Bucket:
                 pack_run()
                 if grad is None:
                     self.views[i].zero_()
+                else:
+                    stayed.append(self.parts(self.memory)[i])
                 start = end + self.numels[i]
             end += self.numels[i]
         pack_run()
-        self.set_flags(grads)
+        if stayed:
+            fits.append(kernels.absmax(stayed, scratch=self._stayed_scratch) < limit)
+        self.set_flags(grads, fits)
 
-    def set_flags(self, grads: Sequence[torch.Tensor | None]) -> None:
+    def limit(self, dtype: torch.dtype) -> float:
+        """As many magnitudes below it as there are ranks have a sum that is finite in ``dtype``."""
+        return torch.finfo(dtype).max / self._size
+
+    def finite(self) -> torch.Tensor:
+        """Whether all gradients of all ranks, and so their sum, are finite: 0-d bool, once the flags have travelled."""
+        return self.flags[-1] == 0.0
+
+    def set_flags(self, grads: Sequence[torch.Tensor | None], fits: Sequence[torch.Tensor]) -> None:
+        """``fits``: 0-d bools, whether gradients are below the limit."""
         self.flags.fill_(1.0)
+        self.flags[-1].zero_()
+        for flag in fits:
+            self.flags[-1] += ~flag
         for i, grad in enumerate(grads):
             if grad is None:
                 self.flags[i].zero_()  # assigning a number would copy it from the host, and wait

@@ -17,7 +17,7 @@ import torch
 
 from pycomm import kernels
 from pycomm.communicator import Communicator
-from pycomm.compression.base import DenseExchange, Method, Scaling
+from pycomm.compression.base import DenseExchange, Flag, Method, Scaling, as_flag
 from pycomm.compression.bucket import Bucket, laid_out_like
 
 _TOP = 15  # 2**15 is half of what float16 reaches: room for roundings on the way
@@ -41,22 +41,32 @@ class HalfExchange(DenseExchange):
     def __init__(self, bucket: Bucket, communicator: Communicator, wire_dtype: torch.dtype, scaled: bool) -> None:
         super().__init__(bucket, communicator)
         self._scaled = scaled
-        self._wire = communicator.empty(bucket.num_elements + len(bucket.names), wire_dtype, bucket.device)
-        self._unpack_scratch = kernels.Scratch()
+        self._wire = communicator.empty(bucket.num_elements + bucket.num_flags, wire_dtype, bucket.device)
+        self._scratch, self._unpack_scratch = kernels.Scratch(), kernels.Scratch()
+        self._result_fits = True
 
     def exchange(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
         bucket, size = self._bucket, self._communicator.size
         self._all_used_here = all(grad is not None for grad in grads)
+        self._result_fits = scaling.average or bucket.dtype != torch.float16
         parts = self._parts(grads)
         scale = self._agree(parts, scaling.local) if self._scaled else 1.0
-        kernels.pack(parts, self._wire[: bucket.num_elements], scale * scaling.local, scratch=self._scratch)
-        bucket.set_flags(grads)
+        whole = self._wire[: bucket.num_elements]
+        limit = bucket.limit(self._wire.dtype)
+        fits = kernels.pack(parts, whole, scale * scaling.local, limit=limit, scratch=self._scratch)
+        bucket.set_flags(grads, [fits])
         self._wire[bucket.num_elements :] = bucket.flags
         self._communicator.all_reduce(self._wire, "sum")
         self.bytes_sent += self._wire.nbytes
-        whole = self._wire[: bucket.num_elements]
         kernels.unpack(whole, [bucket.flat], scaling.result / (size * scale), scratch=self._unpack_scratch)
         bucket.flags.copy_(self._wire[bucket.num_elements :])
+
+    def finite(self) -> Flag:
+        """The sum fits on the wire; in float16 gradients, which have no scale, it may not."""
+        finite = self._bucket.finite()
+        if not self._result_fits:
+            finite = finite & torch.isfinite(kernels.absmax([self._bucket.flat]))
+        return as_flag(finite, self._bucket)
 
     def _agree(self, parts: Sequence[torch.Tensor], local: float | torch.Tensor) -> torch.Tensor:
         largest = kernels.absmax(parts, scratch=self._scratch) * local

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,13 @@ from pycomm.kernels.threads import num_threads
 
 
 def pack(
-    tensors: Sequence[Any], out: Any, scale: Any = 1.0, *, unless: Any = None, scratch: Scratch | None = None
+    tensors: Sequence[Any],
+    out: Any,
+    scale: Any = 1.0,
+    *,
+    limit: float = math.inf,
+    unless: Any = None,
+    scratch: Scratch | None = None,
 ) -> Any:
     """Write ``tensors`` one after the other into ``out``, each element times ``scale``, cast.
 
@@ -21,20 +28,21 @@ def pack(
         out: contiguous array of one of these dtypes with as many elements as all of ``tensors``.
         scale: a number, or an array of one float32, also on the GPU, that is read when the kernel
             runs. Computed in float32, in float64 where either side is float64.
+        limit: what reaches it in magnitude, before the cast, counts as not finite.
         unless: a 0-d bool array on ``out``'s device; where it is true, nothing is written.
         scratch: see :class:`Scratch`. With it, calls on a GPU with the same ``tensors`` do not send
             their addresses again.
 
     Returns:
         A 0-d bool array on ``out``'s device: whether everything *written* is finite (an overflow
-        in the cast makes it false). Reading it on the host is the caller's choice.
+        in the cast makes it false) and below ``limit``. Reading it on the host is the caller's choice.
 
     Raises:
         TypeError: a wrong dtype or no array. ValueError: ``tensors`` is empty, sizes do not match,
         ``out`` is not contiguous or read-only.
     """
     finite = empty(out, (), "bool")
-    _native.pack(tensors, out, scale, finite, unless, scratch, num_threads())
+    _native.pack(tensors, out, scale, limit, finite, unless, scratch, num_threads())
     return finite
 
 

@@ -79,7 +79,7 @@ class Reducer(Reduction):
 
         Between ``backward()`` and ``step()``, as ``torch.nn.utils.clip_grad_norm_``, without reading the
         gradients a second time: norms are taken as the buckets arrive, while backward runs (from the
-        second step on, or with ``loss_scaler=pycomm.LossScaler()``). Where pycomm's kernels step
+        second step on). Where pycomm's kernels step
         (:func:`pycomm.fuse`, :func:`pycomm.master_weights`) the factor is applied by them, and
         ``.grad`` stays as it is. With torch's GradScaler, ``unscale_`` first. All ranks get the same.
 
@@ -122,13 +122,18 @@ class Reducer(Reduction):
         """
         if self._settings.accumulate > 1:
             self.flush()
-        finite = torch.isfinite(self._squared_norm(False)) if self._finite is None else self._finite
-        return bool(finite)
+        if self._idle:
+            return bool(torch.isfinite(self._squared_norm(False)))
+        if self._finite is None:
+            self._finite = all(bool(lane.exchange.finite()) for lane in self._roster.lanes)
+        return bool(self._finite)
 
     def name_of_not_finite(self) -> str | None:
         """Where the first value that is not finite is, or came from; ``None`` if there is none. Waits for a GPU."""
         if self._finite is not None and not bool(self._finite):
-            return blame(self._roster.lanes)
+            found = next((found for lane in self._roster.lanes if (found := lane.exchange.blame())), None)
+            if found is not None:
+                return found
         name = gradients.first_not_finite(self._roster.gradients())
         return None if name is None else f"parameter {name!r}"
 

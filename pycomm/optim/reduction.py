@@ -67,7 +67,7 @@ class Reduction:
         self._nonfinite_steps = torch.zeros((), dtype=torch.int64, device=self._device)
         self._committed_steps = torch.zeros((), dtype=torch.int64, device=self._device)
         self._finite: Flag | None = None  # the last step, where compression had to know
-        self._measures = isinstance(settings.loss_scaler, LossScaler)  # norms, as gradients are received
+        self._measures = False  # whether norms are taken as gradients are received
         self._detached = False
         self._last_stats: dict[str, Any] = {}
         # One rank that compresses nothing has nothing to do.

@@ -62,6 +62,16 @@ def test_pack_says_whether_all_is_finite(gpu: Gpu) -> None:
     assert gpu.get(kernels.pack([gpu.put(values[:0])], gpu.garbage(0, torch.float32))).item()
 
 
+@pytest.mark.parametrize(("source", "target"), pairs(FLOATS))
+def test_pack_says_whether_all_is_below_a_limit(gpu: Gpu, source: torch.dtype, target: torch.dtype) -> None:
+    for place in (0, 4095, 4096, 8999):
+        for value, fits in ((3.5, True), (4.0, False), (-4.0, False), (torch.nan, False)):
+            x = torch.ones(9000, dtype=source)
+            x[place] = value
+            answer = kernels.pack([gpu.put(x)], gpu.garbage(9000, target), 2.0, limit=8.0)
+            assert bool(gpu.get(answer).item()) == fits
+
+
 def test_pack_hundreds_of_arrays(gpu: Gpu) -> None:
     generator = torch.Generator().manual_seed(3)
     sizes = torch.randint(0, 70, (500,), generator=generator).tolist()

@@ -93,6 +93,18 @@ def test_an_overflow_in_the_cast_is_not_finite(value: float, target: torch.dtype
         assert bool(kernels.pack([x], torch.empty(100, dtype=target))) is finite
 
 
+@pytest.mark.usefixtures("simd")
+@pytest.mark.parametrize(("source", "target"), pairs(FLOATS))
+@pytest.mark.parametrize("place", [0, 63, 64, 200])
+def test_what_reaches_the_limit_is_not_finite(source: torch.dtype, target: torch.dtype, place: int) -> None:
+    for value, fits in ((3.5, True), (4.0, False), (-4.0, False), (-3.5, True), (torch.nan, False)):
+        x = torch.ones(201, dtype=source)
+        x[place] = value
+        out = torch.empty(201, dtype=target)
+        assert bool(kernels.pack([x], out, 2.0, limit=8.0)) == fits
+        assert_same_bits(out, cast(x, target, 2.0))
+
+
 def test_non_contiguous_inputs_are_read_in_logical_order() -> None:
     x = torch.arange(12.0).view(3, 4)
     out = torch.empty(12)

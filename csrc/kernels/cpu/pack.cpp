@@ -27,13 +27,13 @@ bool for_pieces(const std::vector<Buffer>& arrays, int64_t total, int64_t num_by
 
 }  // namespace
 
-bool pack(const std::vector<Buffer>& srcs, const Buffer& out, double scale, int num_threads) {
+bool pack(const std::vector<Buffer>& srcs, const Buffer& out, double scale, double limit, int num_threads) {
     Store mode = out.num_bytes() >= kStreamingBytes ? Store::kStreaming : Store::kCached;
-    return for_pieces(srcs, out.count, out.num_bytes(), num_threads,
-                      [&](const Buffer& src, int64_t from, int64_t to, int64_t count) {
-                          return loops().convert(element_of(src, from), src.dtype,
-                                                 const_cast<char*>(element_of(out, to)), out.dtype, count, scale, mode);
-                      });
+    return for_pieces(
+        srcs, out.count, out.num_bytes(), num_threads, [&](const Buffer& src, int64_t from, int64_t to, int64_t count) {
+            return loops().convert(element_of(src, from), src.dtype, const_cast<char*>(element_of(out, to)), out.dtype,
+                                   count, scale, limit, mode);
+        });
 }
 
 void unpack(const Buffer& flat, const std::vector<Buffer>& outs, double scale, int num_threads) {
@@ -41,7 +41,7 @@ void unpack(const Buffer& flat, const std::vector<Buffer>& outs, double scale, i
     for_pieces(outs, flat.count, flat.num_bytes(), num_threads,
                [&](const Buffer& out, int64_t to, int64_t from, int64_t count) {
                    loops().convert(element_of(flat, from), flat.dtype, const_cast<char*>(element_of(out, to)),
-                                   out.dtype, count, scale, mode);
+                                   out.dtype, count, scale, kNoLimit, mode);
                    return true;
                });
 }

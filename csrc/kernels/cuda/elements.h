@@ -114,15 +114,18 @@ struct Share {
     int stride;
 };
 
-// dst[i] = cast(src[i] * scale) for i < count; returns whether this thread's share of what was written is finite.
+// dst[i] = cast(src[i] * scale) for i < count; returns whether this thread's share of what was written is finite, and
+// of the products below `limit` in magnitude.
 template <class Src, class Dst>
-PYCOMM_DEVICE bool convert_segment(const char* src, char* dst, int64_t count, WiderOf<Src, Dst> scale, Share share) {
+PYCOMM_DEVICE bool convert_segment(const char* src, char* dst, int64_t count, WiderOf<Src, Dst> scale,
+                                   WiderOf<Src, Dst> limit, Share share) {
     constexpr int kCount = 16 / (sizeof(Src) > sizeof(Dst) ? sizeof(Src) : sizeof(Dst));
     constexpr int kUnroll = 4;
     bool finite = true;
     auto one = [&](Src x) {
-        Dst y = narrow<Dst>(static_cast<WiderOf<Src, Dst>>(widen(x)) * scale);
-        finite = finite && is_finite(y);
+        WiderOf<Src, Dst> wide = static_cast<WiderOf<Src, Dst>>(widen(x)) * scale;
+        Dst y = narrow<Dst>(wide);
+        finite = finite && is_finite(y) && wide < limit && -wide < limit;
         return y;
     };
     int64_t head = -1;

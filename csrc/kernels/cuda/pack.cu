@@ -7,16 +7,19 @@
 namespace pycomm::cuda {
 namespace {
 
+constexpr double kNoLimit = __builtin_inf();
+
 template <class Flat>
-PYCOMM_KERNEL pack_kernel(Table table, char* out, Scale scale, bool* finite, const bool* unless) {
+PYCOMM_KERNEL pack_kernel(Table table, char* out, Scale scale, double limit, bool* finite, const bool* unless) {
     if (unless != nullptr && *unless) return;
     bool all = true;
     for_segments(table, [&](const Entry& entry, int64_t from, int64_t to, int64_t count, Share share) {
         with_float_type(entry.dtype, [&](auto* type) {
             using Src = std::remove_pointer_t<decltype(type)>;
+            using Wide = WiderOf<Src, Flat>;
             const char* src = entry.data + from * static_cast<int64_t>(sizeof(Src));
             char* dst = out + to * static_cast<int64_t>(sizeof(Flat));
-            all &= convert_segment<Src, Flat>(src, dst, count, factor_of<WiderOf<Src, Flat>>(scale), share);
+            all &= convert_segment<Src, Flat>(src, dst, count, factor_of<Wide>(scale), static_cast<Wide>(limit), share);
         });
     });
     if (finite != nullptr && !all) *finite = false;
@@ -27,9 +30,10 @@ PYCOMM_KERNEL unpack_kernel(const char* flat, Table table, Scale scale) {
     for_segments(table, [&](const Entry& entry, int64_t to, int64_t from, int64_t count, Share share) {
         with_float_type(entry.dtype, [&](auto* type) {
             using Dst = std::remove_pointer_t<decltype(type)>;
+            using Wide = WiderOf<Flat, Dst>;
             const char* src = flat + from * static_cast<int64_t>(sizeof(Flat));
             char* dst = entry.data + to * static_cast<int64_t>(sizeof(Dst));
-            convert_segment<Flat, Dst>(src, dst, count, factor_of<WiderOf<Flat, Dst>>(scale), share);
+            convert_segment<Flat, Dst>(src, dst, count, factor_of<Wide>(scale), static_cast<Wide>(kNoLimit), share);
         });
     });
 }
@@ -39,15 +43,15 @@ PYCOMM_KERNEL unpack_kernel(const char* flat, Table table, Scale scale) {
 int64_t pack_workspace_bytes(std::size_t num_arrays) { return table_bytes(num_arrays); }
 int64_t unpack_workspace_bytes(std::size_t num_arrays) { return table_bytes(num_arrays); }
 
-void pack(const std::vector<Buffer>& srcs, const Buffer& out, Scale scale, bool* finite, const bool* unless,
-          Workspace& workspace, Stream stream) {
+void pack(const std::vector<Buffer>& srcs, const Buffer& out, Scale scale, double limit, bool* finite,
+          const bool* unless, Workspace& workspace, Stream stream) {
     if (finite != nullptr) device::fill_bytes(finite, 1, 1, stream);
     if (out.count == 0) return;
     Table table = upload(srcs, workspace, stream);
     with_float_type(out.dtype, [&](auto* type) {
         using Flat = std::remove_pointer_t<decltype(type)>;
         device::launch("pack", pack_kernel<Flat>, blocks_for(table.total, kTile), stream, table, out.bytes(), scale,
-                       finite, unless);
+                       limit, finite, unless);
     });
 }
 

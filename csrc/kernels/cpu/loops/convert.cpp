@@ -5,9 +5,9 @@ namespace pycomm::PYCOMM_ISA {
 namespace {
 
 template <class Src, class Dst>
-bool convert_floats(const Src* src, Dst* dst, int64_t count, float scale, Store mode) {
+bool convert_floats(const Src* src, Dst* dst, int64_t count, float scale, float limit, Store mode) {
     const Vec factor = splat(scale);
-    Finite finite(overflow_limit<Dst>());
+    Finite finite(limit < overflow_limit<Dst>() ? limit : overflow_limit<Dst>());
     auto one = [&](Vec v) {
         v = mul(v, factor);
         finite.check(v);
@@ -46,32 +46,34 @@ inline void narrow_element(double x, F16* out) { *out = to_f16(static_cast<float
 inline void narrow_element(double x, BF16* out) { *out = to_bf16(static_cast<float>(x)); }
 
 template <class Src, class Dst>
-bool convert_doubles(const char* src, char* dst, int64_t count, double scale) {
+bool convert_doubles(const char* src, char* dst, int64_t count, double scale, double limit) {
     bool finite = true;
     for (int64_t i = 0; i < count; ++i) {
         Dst out;
-        narrow_element(widen_element(load_element<Src>(src, i)) * scale, &out);
+        double wide = widen_element(load_element<Src>(src, i)) * scale;
+        narrow_element(wide, &out);
         store_element(dst, i, out);
-        finite &= __builtin_fabs(widen_element(out)) < __builtin_inf();
+        finite &= __builtin_fabs(wide) < limit && __builtin_fabs(widen_element(out)) < __builtin_inf();
     }
     return finite;
 }
 
 }  // namespace
 
-bool convert(const void* src, DType src_dtype, void* dst, DType dst_dtype, int64_t count, double scale, Store mode) {
+bool convert(const void* src, DType src_dtype, void* dst, DType dst_dtype, int64_t count, double scale, double limit,
+             Store mode) {
     const char* from = static_cast<const char*>(src);
     char* to = static_cast<char*>(dst);
     if (src_dtype == DType::kF64 && dst_dtype == DType::kF64)
-        return convert_doubles<double, double>(from, to, count, scale);
+        return convert_doubles<double, double>(from, to, count, scale, limit);
     if (src_dtype == DType::kF64) {
         return with_float_type(dst_dtype, [&](auto* d) {
-            return convert_doubles<double, std::remove_pointer_t<decltype(d)>>(from, to, count, scale);
+            return convert_doubles<double, std::remove_pointer_t<decltype(d)>>(from, to, count, scale, limit);
         });
     }
     if (dst_dtype == DType::kF64) {
         return with_float_type(src_dtype, [&](auto* s) {
-            return convert_doubles<std::remove_pointer_t<decltype(s)>, double>(from, to, count, scale);
+            return convert_doubles<std::remove_pointer_t<decltype(s)>, double>(from, to, count, scale, limit);
         });
     }
     return with_float_type(src_dtype, [&](auto* s) {
@@ -79,7 +81,7 @@ bool convert(const void* src, DType src_dtype, void* dst, DType dst_dtype, int64
             using Src = std::remove_pointer_t<decltype(s)>;
             using Dst = std::remove_pointer_t<decltype(d)>;
             return convert_floats(static_cast<const Src*>(src), static_cast<Dst*>(dst), count,
-                                  static_cast<float>(scale), mode);
+                                  static_cast<float>(scale), static_cast<float>(limit), mode);
         });
     });
 }

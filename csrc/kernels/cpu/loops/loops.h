@@ -18,6 +18,8 @@ namespace pycomm {
 
 enum class ReduceOp : uint8_t { kSum, kMean, kMin, kMax };
 
+inline constexpr double kNoLimit = __builtin_inf();
+
 // Stores go past the caches, for outputs that will not be read again before they would have been evicted.
 enum class Store : uint8_t { kCached, kStreaming };
 
@@ -69,9 +71,9 @@ struct Loops {
     const char* name;
 
     // dst[i] = src[i] * scale, computed in float (double if either side is), rounded once per conversion. Returns
-    // whether everything written is finite.
+    // whether everything written is finite, and src[i] * scale below `limit` in magnitude.
     bool (*convert)(const void* src, DType src_dtype, void* dst, DType dst_dtype, int64_t count, double scale,
-                    Store store);
+                    double limit, Store store);
 
     // kernels/accumulate.h for one range of one gradient. What exceeds the collector's limit is appended to its list;
     // it may be null. Returns whether all of acc is finite. acc and velocity are streamed where they are aligned alike.

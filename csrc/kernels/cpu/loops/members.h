@@ -7,7 +7,8 @@
 
 namespace pycomm::PYCOMM_ISA {
 
-bool convert(const void* src, DType src_dtype, void* dst, DType dst_dtype, int64_t count, double scale, Store mode);
+bool convert(const void* src, DType src_dtype, void* dst, DType dst_dtype, int64_t count, double scale, double limit,
+             Store mode);
 bool accumulate(const Terms& terms, Store store, Collector* collector);
 float absmax(const void* x, DType dtype, int64_t count);
 double squares(const void* x, DType dtype, int64_t count);
