@@ -166,7 +166,8 @@ class DenseExchange:
     def exchange(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
         self._all_used_here = all(grad is not None for grad in grads)
         self._bucket.gather(grads, scaling.local)
-        self._communicator.all_reduce(self._bucket.memory, "mean" if scaling.average else "sum")
+        op = "mean" if scaling.average else "sum"
+        self._communicator.all_reduce(self._bucket.memory, op, self._bucket.algorithm)
         self.bytes_sent += self._bucket.memory.nbytes
 
     def finite(self) -> Flag:

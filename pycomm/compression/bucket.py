@@ -21,10 +21,18 @@ class Bucket:
     ``flat`` lies in memory that the transport reaches directly. Behind the gradients follow the flags,
     so that they travel, and are added up, in the same message: one per parameter, whether it was used,
     and one that is not 0 where a rank's gradients are too large for the sum to be sure to be finite.
+    ``algorithm`` is how dense sums over the ranks are made.
     """
 
-    def __init__(self, names: Sequence[str], params: Sequence[torch.Tensor], communicator: Communicator) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        params: Sequence[torch.Tensor],
+        communicator: Communicator,
+        algorithm: str = "auto",
+    ) -> None:
         self.names = list(names)
+        self.algorithm = algorithm
         self.numels = [p.numel() for p in params]
         self.dtype = params[0].dtype
         self.device = params[0].device

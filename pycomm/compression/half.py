@@ -56,7 +56,7 @@ class HalfExchange(DenseExchange):
         fits = kernels.pack(parts, whole, scale * scaling.local, limit=limit, scratch=self._scratch)
         bucket.set_flags(grads, [fits])
         self._wire[bucket.num_elements :] = bucket.flags
-        self._communicator.all_reduce(self._wire, "sum")
+        self._communicator.all_reduce(self._wire, "sum", bucket.algorithm)
         self.bytes_sent += self._wire.nbytes
         kernels.unpack(whole, [bucket.flat], scaling.result / (size * scale), scratch=self._unpack_scratch)
         bucket.flags.copy_(self._wire[bucket.num_elements :])

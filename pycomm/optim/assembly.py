@@ -60,7 +60,11 @@ class Lane:
 
 
 def make_lanes(
-    slots: Sequence[Slot], compression: Compression, communicator: Communicator, bucket_bytes: int
+    slots: Sequence[Slot],
+    compression: Compression,
+    communicator: Communicator,
+    bucket_bytes: int,
+    algorithm: str = "auto",
 ) -> list[Lane]:
     """Buckets in the reverse order of ``slots``, which is about the order in which gradients come.
 
@@ -69,7 +73,7 @@ def make_lanes(
     """
     lanes = []
     for members, compressed in _groups(reversed(slots), compression, bucket_bytes):
-        bucket = Bucket([s.name for s in members], [s.param for s in members], communicator)
+        bucket = Bucket([s.name for s in members], [s.param for s in members], communicator, algorithm)
         method = compression if compressed else compression.otherwise or NoCompression()
         lane = Lane(members, bucket, method.make(bucket, communicator), compressed)
         for index, slot in enumerate(members):

@@ -32,6 +32,7 @@ def attach(
     average: bool = True,
     loss_scaler: Any = None,
     clip_local_norm: float | None = None,
+    algorithm: str = "auto",
     timeout: timedelta | float = DEFAULT_TIMEOUT,
 ) -> Reducer:
     """Average the gradients of ``optimizer``'s parameters over the ranks, from now on.
@@ -59,6 +60,7 @@ def attach(
         clip_local_norm: each rank's own gradient, without the loss scale, is brought to at most this
             norm before it is averaged. The whole gradient must be known first, so nothing travels while
             backward runs. To clip the average, see ``Reducer.clip_grad_norm``.
+        algorithm: how dense buckets are summed, by name: see ``Communicator.all_reduce``.
         timeout: for every wait for a peer; seconds or ``timedelta``.
 
     Returns:
@@ -71,7 +73,7 @@ def attach(
     """
     problem: Exception | None = None
     try:
-        settings = _settings(compression, bucket_mb, accumulate, average, loss_scaler, clip_local_norm)
+        settings = _settings(compression, bucket_mb, accumulate, average, loss_scaler, clip_local_norm, algorithm)
         names = _names(optimizer, model_or_named_parameters)
         settings.compression.check(optimizer)
     except (TypeError, ValueError) as error:
@@ -95,6 +97,7 @@ def _settings(
     average: bool,
     loss_scaler: Any,
     clip_local_norm: float | None,
+    algorithm: str,
 ) -> Settings:
     return Settings(
         compression=NoCompression() if compression is None else _method(compression),
@@ -103,6 +106,7 @@ def _settings(
         average=average,
         loss_scaler=_scaler(loss_scaler),
         clip_local_norm=None if clip_local_norm is None else require_max_norm("clip_local_norm", clip_local_norm),
+        algorithm=_name("algorithm", algorithm),
     )
 
 
@@ -124,6 +128,7 @@ def _make_equal(
 ) -> None:
     """Refuse ranks that differ in what must be given alike; then give all of them what rank 0 has."""
     check_same_lines(communicator, settings.lines(), "setting")
+    communicator.all_reduce(torch.zeros(1), algorithm=settings.algorithm)  # a name that is none is an error here
     lines = [f"{name}: {looks(p)}{'' if p.requires_grad else ' frozen'}" for name, p in names.items()]
     check_same_lines(communicator, lines, "parameter")
     tensors = list(names.values()) if module is None else [*module.parameters(), *module.buffers()]
@@ -158,6 +163,12 @@ def _scaler(loss_scaler: Any) -> Any:
     if loss_scaler is not None and not callable(getattr(loss_scaler, "scale", None)):
         raise TypeError(f"loss_scaler is {loss_scaler!r}, wanted an object with GradScaler's scale(tensor), or None")
     return loss_scaler
+
+
+def _name(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {value!r}, wanted a name")
+    return value
 
 
 def _positive(name: str, value: float) -> float:

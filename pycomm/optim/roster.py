@@ -53,7 +53,8 @@ class Roster:
         return slots
 
     def make_lanes(self, slots: list[Slot]) -> None:
-        self.lanes += make_lanes(slots, self._settings.compression, self._communicator, self._settings.bucket_bytes)
+        how = self._settings
+        self.lanes += make_lanes(slots, how.compression, self._communicator, how.bucket_bytes, how.algorithm)
 
     def find_new(self) -> bool:
         """Notice ``add_param_group`` and unfreezing; whether there is someone to admit.

@@ -18,6 +18,7 @@ class Settings:
     average: bool
     loss_scaler: Any
     clip_local_norm: float | None = None
+    algorithm: str = "auto"
 
     def lines(self) -> list[str]:
         return [
@@ -27,4 +28,5 @@ class Settings:
             f"average={self.average}",
             f"loss_scaler={type(self.loss_scaler).__name__}",
             f"clip_local_norm={self.clip_local_norm}",
+            f"algorithm={self.algorithm}",
         ]

@@ -90,6 +90,8 @@ def wrong_arguments() -> None:
         (TypeError, "wanted a torch.nn.Module or", lambda: pycomm.attach(optimizer, list(model.parameters()))),  # type: ignore[arg-type]
         (ValueError, "6 parameter.* are not among", lambda: pycomm.attach(optimizer, make_model())),
         (ValueError, "bucket_mb is 0", lambda: pycomm.attach(optimizer, model, bucket_mb=0)),
+        (ValueError, "'nope'.*native.*ring", lambda: pycomm.attach(optimizer, model, algorithm="nope")),
+        (TypeError, "algorithm is 3, wanted a name", lambda: pycomm.attach(optimizer, model, algorithm=3)),  # type: ignore[arg-type]
         (ValueError, "accumulate is 0", lambda: pycomm.attach(optimizer, model, accumulate=0)),
         (TypeError, "accumulate is 1.5", lambda: pycomm.attach(optimizer, model, accumulate=1.5)),  # type: ignore[arg-type]
         (ValueError, "timeout is -1", lambda: pycomm.attach(optimizer, model, timeout=-1)),
