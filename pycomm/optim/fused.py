@@ -79,6 +79,10 @@ class FusedStep(Takeover):
         scale = getattr(self.optimizer, "grad_scale", None)
         if scale is not None:
             factor = factor / float(scale)
+            # Taken: torch's own steps would apply it again, or refuse it.
+            self.optimizer.grad_scale = None  # type: ignore[attr-defined]
+        if found is not None:
+            self.optimizer.found_inf = None  # type: ignore[attr-defined]
         return factor, found is not None and bool(found)
 
 

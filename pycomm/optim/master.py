@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from pycomm import kernels
 from pycomm.compression.bucket import is_dense, laid_out_like
 from pycomm.optim.fused import Factor, FusedStep, fused_step_of, parameters_of, rule_of, step_by_rule
 from pycomm.optim.rules import RULES
-from pycomm.optim.takeover import evaluate
+from pycomm.optim.takeover import evaluate, own_step
 
 HALF = (torch.float16, torch.bfloat16)
 KEY = "master_weight"
@@ -34,7 +35,7 @@ def master_weights(optimizer: torch.optim.Optimizer) -> MasterWeights:
     for LARS and LAMB; for all others their own ``step`` runs on the masters. ``state_dict()`` has the
     masters in each parameter's state, under "master_weight", and ``load_state_dict`` keeps everything
     float32. A parameter that something else has written to, ``model.load_state_dict`` say, becomes its
-    master's new value.
+    master's new value (writes through ``param.data`` in place go unseen, as autograd has it too).
 
     Call it before ``attach``, after the model was cast (``model.half()``).
 
@@ -55,13 +56,15 @@ class MasterWeights(FusedStep):
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._masters: dict[torch.Tensor, torch.Tensor] = {}
-        self._versions: dict[torch.Tensor, int] = {}
-        self._grads: dict[torch.Tensor, torch.Tensor] = {}
+        self._stamps: dict[torch.Tensor, tuple[int, int]] = {}
+        self._unscaled: dict[torch.Tensor, _Unscaled] = {}
         self._rule = rule_of(optimizer) if type(optimizer) in RULES else None
-        self._add_new(parameters_of(optimizer))
+        for param in parameters_of(optimizer):
+            _require_dense(param)
         super().__init__(optimizer)
-        self._widen_state()
+        self._add_new(parameters_of(optimizer))
         # GradScaler.unscale_() refuses float16; with this mark its step() leaves the factor to ours.
+        self._took_scale = vars(optimizer).get("_step_supports_amp_scaling")
         vars(optimizer)["_step_supports_amp_scaling"] = True
         vars(optimizer)["load_state_dict"] = self._load_state_dict
         self._hook = optimizer.register_state_dict_post_hook(self._add_masters)
@@ -88,13 +91,18 @@ class MasterWeights(FusedStep):
         with torch.no_grad():
             for param, master in self._masters.items():
                 param.copy_(master)
-                self._versions[param] = param._version
+                self._stamps[param] = _stamp(param)
 
     def detach(self) -> None:
-        """Give the optimizer its own ``step`` back; its float32 state stays. Idempotent."""
-        if vars(self.optimizer).get("load_state_dict") is not None:
-            del vars(self.optimizer)["load_state_dict"], vars(self.optimizer)["_step_supports_amp_scaling"]
+        """Give the optimizer its own ``step`` back, and its state the dtypes which that wants. Idempotent."""
+        attributes = vars(self.optimizer)
+        if attributes.get("load_state_dict") is not None:
+            del attributes["load_state_dict"], attributes["_step_supports_amp_scaling"]
+            if self._took_scale is not None:
+                attributes["_step_supports_amp_scaling"] = self._took_scale
             self._hook.remove()
+            for param in self._masters:
+                self._cast_state(param, param.dtype)
         super().detach()
 
     # Steps.
@@ -104,10 +112,10 @@ class MasterWeights(FusedStep):
             return super().run(closure)
         factor, found = self.take_factor()
         if found:
+            self.forget()
             return evaluate(closure)
         # An optimizer may call its closure several times: each time on the model's own dtype, with gradients anew.
         self._refresh()
-        step = _without_hooks(type(self.optimizer).step)
         with self._wide(factor) as widen:
 
             def narrow_closure() -> Any:
@@ -116,14 +124,15 @@ class MasterWeights(FusedStep):
                 try:
                     return evaluate(closure)
                 finally:
+                    self._refresh()  # a closure may write to parameters
                     widen(True)
 
-            return step(self.optimizer) if closure is None else step(self.optimizer, narrow_closure)
+            return own_step(self.optimizer, None if closure is None else narrow_closure)
 
     def update(self, factor: Factor) -> None:
         assert self._rule is not None
         self._refresh()
-        step_by_rule(self.optimizer, self._rule, factor, self._masters, self._grads)
+        step_by_rule(self.optimizer, self._rule, factor, self._masters, self._unscaled_grads())
         self._after_step()
 
     def unscale(self, factor: Factor) -> None:
@@ -136,40 +145,56 @@ class MasterWeights(FusedStep):
                 master = self._masters[param]
                 wide = torch.empty_like(master)
                 kernels.pack([laid_out_like(param.grad, master)], laid_out_like(wide, master), factor)
-                self._grads[param] = master.grad = wide
+                master.grad = wide
+                self._unscaled[param] = _Unscaled(wide, param.grad, param.grad._version)
             else:
                 param.grad.mul_(factor)
 
     def unscaled(self) -> list[torch.Tensor]:
         """The gradients that :meth:`unscale` left, of all parameters."""
-        return [self._grads.get(p, p.grad) for p in parameters_of(self.optimizer) if p.grad is not None]
+        grads = self._unscaled_grads()
+        return [grads.get(p, p.grad) for p in parameters_of(self.optimizer) if p.grad is not None]
+
+    def _unscaled_grads(self) -> dict[torch.Tensor, torch.Tensor]:
+        """By parameter, of those whose ``.grad`` is still the one that was unscaled: no step may have used it up."""
+        current = {param: unscaled for param, unscaled in self._unscaled.items() if unscaled.of is param.grad}
+        if any(unscaled.of._version != unscaled.version for unscaled in current.values()):
+            raise RuntimeError(
+                "the gradient of a half-precision parameter was written to after unscale_(): what counts is that of "
+                "its master, in MasterWeights.parameters()"
+            )
+        return {param: unscaled.grad for param, unscaled in current.items()}
 
     def forget(self) -> None:
         super().forget()
-        self._grads.clear()
+        self._unscaled.clear()
         for master in self._masters.values():
             master.grad = None
 
     def _after_step(self) -> None:
         self.forget()
         for param in self._masters:
-            self._versions[param] = param._version
+            self._stamps[param] = _stamp(param)
 
     @contextlib.contextmanager
     def _wide(self, factor: Factor = 1.0) -> Iterator[Callable[[bool], None]]:
         """Parameters are their masters, and gradients float32 and times ``factor``, until this ends; or until told."""
         narrow: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        unscaled = self._unscaled_grads()
 
         def widen(yes: bool) -> None:
             for param in parameters_of(self.optimizer):
                 if yes and param not in narrow:
                     narrow[param] = param.data, param.grad
-                    _become(param, self._masters.get(param, param.data), self._wide_grad(param, factor))
+                    grad = unscaled.get(param, param.grad)
+                    _become(param, self._masters.get(param, param.data), self._wide_grad(param, grad, factor))
                 elif not yes and param in narrow:
                     data, grad = narrow.pop(param)
                     if param in self._masters:
                         data.copy_(self._masters[param])
                     _become(param, data, grad)
+                    if param in self._masters:
+                        self._stamps[param] = _stamp(param)
 
         try:
             widen(True)
@@ -178,13 +203,11 @@ class MasterWeights(FusedStep):
             widen(False)
             self._after_step()
 
-    def _wide_grad(self, param: torch.Tensor, factor: Factor) -> torch.Tensor | None:
-        if param in self._grads:
-            return self._grads[param]
-        if param.grad is None or (param not in self._masters and isinstance(factor, float) and factor == 1.0):
-            return param.grad
+    def _wide_grad(self, param: torch.Tensor, grad: torch.Tensor | None, factor: Factor) -> torch.Tensor | None:
+        if grad is None or (param not in self._masters and isinstance(factor, float) and factor == 1.0):
+            return grad
         dtype = self._masters[param].dtype if param in self._masters else param.dtype
-        return param.grad.to(dtype) * factor
+        return grad.to(dtype) * factor
 
     # Masters.
 
@@ -192,29 +215,33 @@ class MasterWeights(FusedStep):
         for param in params:
             if param in self._masters or param.dtype not in HALF:
                 continue
-            if not is_dense(param):
-                raise ValueError(f"a parameter of shape {list(param.shape)} has gaps or overlaps in memory")
+            _require_dense(param)
             self._masters[param] = param.detach().float()
-            self._versions[param] = param._version
+            self._stamps[param] = _stamp(param)
+            self._cast_state(param, torch.float32)  # of an optimizer that has stepped before, or makes it at once
 
     def _refresh(self) -> None:
         """Take in new parameters, and values that something else has given to known ones."""
         self._add_new(parameters_of(self.optimizer))
         for param, master in self._masters.items():
-            if param._version != self._versions[param]:
-                self._versions[param] = param._version
-                if not torch.equal(master.to(param.dtype), param.detach()):
-                    master.copy_(param.detach())
+            if _stamp(param) == self._stamps[param]:
+                continue
+            _require_dense(param)
+            if (master.shape, master.stride(), master.device) != (param.shape, param.stride(), param.device):
+                # The model was moved, or its memory order changed: kernels want both alike.
+                master.data = torch.empty_like(param, dtype=master.dtype).copy_(master)
+            if not torch.equal(master.to(param.dtype), param.detach()):
+                master.copy_(param.detach())
+            self._stamps[param] = _stamp(param)
 
     # State.
 
-    def _widen_state(self) -> None:
-        """Of an optimizer that has stepped before, in half precision."""
-        for param in self._masters:
-            entry = self.optimizer.state.get(param, {})
-            for key, value in entry.items():
-                if isinstance(value, torch.Tensor) and value.dtype in HALF and key != "step":
-                    entry[key] = value.float()
+    def _cast_state(self, param: torch.Tensor, dtype: torch.dtype) -> None:
+        """All of ``param``'s that is in float32 or half precision, but counts of steps, as torch's loading has it."""
+        entry = self.optimizer.state.get(param, {})
+        for key, value in entry.items():
+            if key != "step":
+                entry[key] = _cast(value, dtype)
 
     def _add_masters(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         self._refresh()
@@ -241,6 +268,11 @@ class MasterWeights(FusedStep):
                     "before calling master_weights, then the masters are the model's parameters"
                 )
             found[param] = entry.pop(KEY)
+            if found[param].shape != param.shape:
+                raise ValueError(
+                    f"the master weight of parameter {number} has shape {list(found[param].shape)}, wanted "
+                    f"{list(param.shape)}"
+                )
             state.pop(number, None)
             if entry:
                 state[number] = entry
@@ -253,15 +285,37 @@ class MasterWeights(FusedStep):
         self.restore()
 
 
+@dataclass(frozen=True)
+class _Unscaled:
+    """A float32 gradient; ``of``: the one in half precision, which still is scaled, as it was at ``version``."""
+
+    grad: torch.Tensor
+    of: torch.Tensor
+    version: int
+
+
+def _stamp(param: torch.Tensor) -> tuple[int, int]:
+    """Changes when ``param`` is written to, or lies elsewhere."""
+    return param._version, param.data_ptr()
+
+
+def _require_dense(param: torch.Tensor) -> None:
+    if param.dtype in HALF and not is_dense(param):
+        raise ValueError(f"a parameter of shape {list(param.shape)} has gaps or overlaps in memory")
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, list):  # LBFGS keeps its history in them
+        return [_cast(one, dtype) for one in value]
+    if isinstance(value, torch.Tensor) and value.dtype in (torch.float32, *HALF):
+        return value.to(dtype)
+    return value
+
+
 def _become(param: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None) -> None:
     param.grad = None  # which must have the dtype of its parameter at all times
     param.data = data
     param.grad = grad
-
-
-def _without_hooks(step: Any) -> Callable[..., Any]:
-    """An optimizer's step as its class defines it: hooks have run already."""
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
 
 
 def warn_of_lost_updates(optimizer: torch.optim.Optimizer, names: Mapping[str, torch.Tensor]) -> None:
