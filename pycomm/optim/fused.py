@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 
 from pycomm.compression.bucket import is_dense
+from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.rules import RULES, Batch, Group, Rule, Scratches, Target, flip
 from pycomm.optim.takeover import Takeover, evaluate, takeover_of
 
@@ -33,13 +34,14 @@ def fuse(optimizer: _O) -> _O:
 
     Raises:
         TypeError: another optimizer, or a subclass of these; other dtypes.
-        ValueError: ``differentiable=True``.
+        ValueError: ``differentiable`` or ``capturable``; a parameter with gaps or overlaps in memory.
         RuntimeError: its ``step`` has been replaced already.
     """
     rule_of(optimizer)
-    for p in parameters_of(optimizer):
+    for p in optimizer_parameters(optimizer):
         if p.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"a parameter has dtype {p.dtype}, wanted float32 or float64: see pycomm.master_weights")
+        _require_dense(p)
     FusedStep(optimizer)
     return optimizer
 
@@ -96,6 +98,8 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError("differentiable=True: kernels record no gradients")
+    if any(group.get("capturable") for group in optimizer.param_groups):
+        raise ValueError("capturable=True: the count of steps is on the CPU here")
     return rule
 
 
@@ -143,14 +147,13 @@ def _targets(
             continue
         if grad.layout != torch.strided:
             raise ValueError(f"a gradient of shape {list(p.shape)} is sparse; fused steps want dense ones")
-        if not is_dense(p):
-            raise ValueError(f"a parameter of shape {list(p.shape)} has gaps or overlaps in memory; see .contiguous()")
+        _require_dense(p)
         weight = masters.get(p, p)
         target = Target(weight, grad, optimizer.state, p, p.detach() if p in masters else None)
         targets[weight.dtype, p.device, p in masters].append(target)
     return targets
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
+def _require_dense(param: torch.Tensor) -> None:
+    if not is_dense(param):
+        raise ValueError(f"a parameter of shape {list(param.shape)} has gaps or overlaps in memory; see .contiguous()")

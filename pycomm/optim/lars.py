@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from pycomm.optim import rules
-from pycomm.optim.fused import parameters_of, step_by_rule
+from pycomm.optim.fused import step_by_rule
+from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.takeover import evaluate
 
 EXCLUSIONS = ("one_dimensional", "all", "none")
@@ -128,7 +129,7 @@ def may_fuse(optimizer: torch.optim.Optimizer, fused: bool | None) -> bool:
     """Whether the kernels can do it; TypeError where they must, and cannot."""
     if fused is False:
         return False
-    for p in parameters_of(optimizer):
+    for p in optimizer_parameters(optimizer):
         if p.dtype not in (torch.float32, torch.float64):
             if fused:
                 raise TypeError(f"fused=True wants float32 or float64 parameters, one is {p.dtype}: see master_weights")

@@ -17,7 +17,8 @@ import torch
 
 from pycomm import kernels
 from pycomm.compression.bucket import is_dense, laid_out_like
-from pycomm.optim.fused import Factor, FusedStep, fused_step_of, parameters_of, rule_of, step_by_rule
+from pycomm.optim.fused import Factor, FusedStep, fused_step_of, rule_of, step_by_rule
+from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.rules import RULES
 from pycomm.optim.takeover import evaluate, own_step
 
@@ -59,10 +60,10 @@ class MasterWeights(FusedStep):
         self._stamps: dict[torch.Tensor, tuple[int, int]] = {}
         self._unscaled: dict[torch.Tensor, _Unscaled] = {}
         self._rule = rule_of(optimizer) if type(optimizer) in RULES else None
-        for param in parameters_of(optimizer):
+        for param in optimizer_parameters(optimizer):
             _require_dense(param)
         super().__init__(optimizer)
-        self._add_new(parameters_of(optimizer))
+        self._add_new(optimizer_parameters(optimizer))
         # GradScaler.unscale_() refuses float16; with this mark its step() leaves the factor to ours.
         self._took_scale = vars(optimizer).get("_step_supports_amp_scaling")
         vars(optimizer)["_step_supports_amp_scaling"] = True
@@ -74,7 +75,7 @@ class MasterWeights(FusedStep):
 
         After ``LossScaler.unscale_`` masters have their true gradients in ``.grad``.
         """
-        return [self.master_of(p) for p in parameters_of(self.optimizer)]
+        return [self.master_of(p) for p in optimizer_parameters(self.optimizer)]
 
     def master_of(self, param: torch.Tensor) -> torch.Tensor:
         """``param``'s master; ``param`` itself if it is no half-precision one."""
@@ -138,7 +139,7 @@ class MasterWeights(FusedStep):
     def unscale(self, factor: Factor) -> None:
         """Leave gradients times ``factor`` in ``.grad`` of what :meth:`parameters` gives; float32 for masters."""
         self._refresh()
-        for param in parameters_of(self.optimizer):
+        for param in optimizer_parameters(self.optimizer):
             if param.grad is None:
                 continue
             if param in self._masters:
@@ -153,7 +154,7 @@ class MasterWeights(FusedStep):
     def unscaled(self) -> list[torch.Tensor]:
         """The gradients that :meth:`unscale` left, of all parameters."""
         grads = self._unscaled_grads()
-        return [grads.get(p, p.grad) for p in parameters_of(self.optimizer) if p.grad is not None]
+        return [grads.get(p, p.grad) for p in optimizer_parameters(self.optimizer) if p.grad is not None]
 
     def _unscaled_grads(self) -> dict[torch.Tensor, torch.Tensor]:
         """By parameter, of those whose ``.grad`` is still the one that was unscaled: no step may have used it up."""
@@ -183,7 +184,7 @@ class MasterWeights(FusedStep):
         unscaled = self._unscaled_grads()
 
         def widen(yes: bool) -> None:
-            for param in parameters_of(self.optimizer):
+            for param in optimizer_parameters(self.optimizer):
                 if yes and param not in narrow:
                     narrow[param] = param.data, param.grad
                     grad = unscaled.get(param, param.grad)
@@ -222,7 +223,7 @@ class MasterWeights(FusedStep):
 
     def _refresh(self) -> None:
         """Take in new parameters, and values that something else has given to known ones."""
-        self._add_new(parameters_of(self.optimizer))
+        self._add_new(optimizer_parameters(self.optimizer))
         for param, master in self._masters.items():
             if _stamp(param) == self._stamps[param]:
                 continue
@@ -245,7 +246,7 @@ class MasterWeights(FusedStep):
 
     def _add_masters(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         self._refresh()
-        for index, param in enumerate(parameters_of(optimizer)):
+        for index, param in enumerate(optimizer_parameters(optimizer)):
             if param in self._masters:
                 state_dict["state"][index] = {**state_dict["state"].get(index, {}), KEY: self._masters[param]}
 
@@ -255,7 +256,7 @@ class MasterWeights(FusedStep):
         optimizer = self.optimizer
         saved = dict(state_dict)
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
-        params = list(parameters_of(optimizer))
+        params = list(optimizer_parameters(optimizer))
         found: dict[torch.Tensor, torch.Tensor] = {}
         state = dict(saved["state"])
         for number, param in zip(numbers, params, strict=False):  # torch itself says what does not fit

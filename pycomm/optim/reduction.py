@@ -312,7 +312,7 @@ class Reduction:
                 slot.version = view._version
         self._stats["steps"] += 1
         if (fused := fused_step_of(self.optimizer)) is not None:
-            fused.pending = 1.0  # whatever was left for a step that did not come was of other gradients
+            fused.forget()  # whatever was left for a step that did not come was of other gradients
 
     def _step_is_finite(self) -> Flag:
         """Decided by what all ranks received alike, so they agree without a message."""

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from pycomm import kernels
-from pycomm.optim.fused import fused_step_of, parameters_of
+from pycomm.optim.fused import fused_step_of
 from pycomm.optim.master import MasterWeights
+from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.registry import reducer_of
 
 _LEAST_USEFUL = 2.0**-10  # no gradient of a sound model overflows at such a scale
@@ -171,6 +172,9 @@ class LossScaler:
                 raise RuntimeError("no step() since the last update()")
             if self._dynamic:
                 self._adapt(all(self._verdicts))
+        for optimizer, _, _ in self._stages.values():
+            if (fused := fused_step_of(optimizer)) is not None:
+                fused.forget()
         self._verdicts.clear()
         self._stages.clear()
 
@@ -269,4 +273,4 @@ class LossScaler:
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+    return [p.grad for p in optimizer_parameters(optimizer) if p.grad is not None]
