@@ -173,13 +173,14 @@ class Measurement:
         self.report["bandwidth"] = {"bytes": floor.bytes, "copy_bytes_per_second": fastest, "ways": ways}
 
     def _kernels(self) -> None:
-        from bench import gpu_compression_cases  # these import pycomm, which the phases before do without
+        from bench import gpu_compression_cases, gpu_step_cases  # these import pycomm: the phases before do without
         from bench.gpu_cases import make_plans
 
         floor = CopyFloor(self._device, self._sizes.large)
         shapes = parameter_shapes()[: self._sizes.gradients]
         plans = make_plans(self._sizes.small, self._sizes.large, shapes)
-        for plan in [*plans, *gpu_compression_cases.make_plans(self._sizes.large)]:
+        plans += [*gpu_compression_cases.make_plans(self._sizes.large), *gpu_step_cases.make_plans(shapes)]
+        for plan in plans:
             name = f"{plan.name}, {plan.elements} elements"
             if self._out_of_time():
                 self._skip(name, f"the {_PHASES['kernels']:.0f} s for kernels were used up")

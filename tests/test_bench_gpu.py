@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import gpu, gpu_compression_cases, gpu_targets, report
+from bench import gpu, gpu_compression_cases, gpu_step_cases, gpu_targets, report
 from bench.gpu_cases import Plan, Source, make_plans
 from bench.gpu_ranks import resnet
 from bench.gpu_timing import Turn, num_copies
@@ -22,7 +22,12 @@ from pycomm import kernels
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
-PLANS = [*make_plans(2_000, 30_000, parameter_shapes()[:9]), *gpu_compression_cases.make_plans(30_000)]
+SHAPES = parameter_shapes()[:9]
+PLANS = [
+    *make_plans(2_000, 30_000, SHAPES),
+    *gpu_compression_cases.make_plans(30_000),
+    *gpu_step_cases.make_plans(SHAPES),
+]
 
 
 def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -54,6 +59,9 @@ def test_cases_are_right(plan: Plan) -> None:
         "quantize",
         "dequantize",
         "pack_signs",
+        "squared_norms",
+        "momentum_step",
+        "adam_step",
     ],
 )
 def test_wrong_kernels_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,21 @@ Rule rule_named(const std::string& name) {
     throw ArgumentError("rule is " + name + ", wanted momentum, adam, rmsprop, lamb_moments or lamb_apply");
 }
 
+// What a rule's states are called, as pycomm/kernels/step.py has it.
+const char* name_of_state(Rule rule, size_t s) {
+    static constexpr const char* kMomentum[] = {"buffers", "states", "states"};
+    static constexpr const char* kRmsprop[] = {"square_avgs", "momentum_buffers", "grad_avgs"};
+    static constexpr const char* kAdam[] = {"exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"};
+    if (rule == Rule::kMomentum) return kMomentum[s];
+    return rule == Rule::kRmsprop ? kRmsprop[s] : kAdam[s];
+}
+
+// How many of them, the first ones, it cannot do without.
+size_t states_needed(Rule rule) {
+    if (rule == Rule::kMomentum) return 0;
+    return rule == Rule::kRmsprop ? 1 : 2;
+}
+
 // Arrays of one kind, one for each weight, held for the length of a call.
 class PerWeight {
    public:
@@ -71,7 +86,9 @@ class StepArrays {
         job.coefficients = coefficients;
         job.weights = weights_.buffers();
         if (states.size() > kMostStates) throw ArgumentError("more than three states");
-        for (const py::object& object : states) states_.emplace_back(object, "states", Access::kWrite);
+        for (size_t s = 0; s < states.size(); ++s) {
+            states_.emplace_back(states[s], name_of_state(job.rule, s), Access::kWrite);
+        }
         check();
         job.grads = grads_.buffers();
         job.copies = copies_.buffers();
@@ -110,9 +127,13 @@ class StepArrays {
         copies_.require_shape_of(job.weights);
         for (const PerWeight& state : states_) {
             state.require_shape_of(job.weights);
-            state.require_dtype(dtype, "weights");
+            state.require_dtype(dtype, "weights[0]");
         }
-        if (grads_.given() != reads_grads(job.rule)) throw ArgumentError("this rule wants grads, or none");
+        if (grads_.given() && !reads_grads(job.rule)) throw ArgumentError("grads are given, but this rule reads none");
+        if (!grads_.given() && reads_grads(job.rule)) throw missing("grads");
+        for (size_t s = 0; s < states_needed(job.rule); ++s) {
+            if (s >= states_.size() || !states_[s].given()) throw missing(name_of_state(job.rule, s));
+        }
         std::vector<Buffer> copies = copies_.buffers();
         for (size_t j = 0; j < copies.size(); ++j) {
             bool half = copies[j].dtype == DType::kF16 || copies[j].dtype == DType::kBF16;
@@ -120,6 +141,10 @@ class StepArrays {
             throw ArgumentTypeError(format("%s has dtype %s, wanted float16 or bfloat16, of weights in float32",
                                            copies_.name_of_one(j).c_str(), name_of(copies[j].dtype)));
         }
+    }
+
+    static ArgumentTypeError missing(const char* name) {
+        return ArgumentTypeError(std::string(name) + " is None, wanted one array for each of weights");
     }
 
     PerWeight weights_, grads_, copies_;

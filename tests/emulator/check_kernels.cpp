@@ -12,9 +12,11 @@
 #include <vector>
 
 #include "emulator.h"
+#include "kernels/norms.h"
 #include "kernels/quantize.h"
 #include "kernels/scatter_add.h"
 #include "kernels/sparsify.h"
+#include "kernels/step.h"
 #include "kernels/topk.h"
 
 namespace {
@@ -145,6 +147,33 @@ void check_quantize(std::mt19937& random) {
     }
 }
 
+// Of whole numbers, whose sums are the same in any order.
+void check_squares(std::mt19937& random) {
+    std::vector<float> numbers(16'056), moments(2 * numbers.size(), 0.0f);
+    for (float& number : numbers) number = static_cast<float>(random() % 9);
+    pycomm::Step job;
+    job.rule = pycomm::Rule::kLambMoments;
+    job.coefficients.keep1 = job.coefficients.eps = 1.0;  // the direction is the gradient
+    std::vector<double> wanted, twice;
+    for (int64_t begin = 0; int64_t size : {600, 700, 3, 0, 9000, 513, 40, 1040, 1040, 1040, 1040, 1040}) {
+        float* from = numbers.data() + begin;
+        job.weights.push_back({from, size, DType::kF32, 0});
+        for (int s : {0, 1}) job.states[s].push_back({moments.data() + 2 * begin + s * size, size, DType::kF32, 0});
+        wanted.push_back(std::inner_product(from, from + size, from, 0.0));
+        twice.insert(twice.end(), 2, wanted.back());
+        begin += size;
+    }
+    job.grads = job.weights;
+    std::vector<double> norms(wanted.size()), squares(twice.size());
+    job.squares = squares.data();
+    std::vector<char> memory = scratch(pycomm::cuda::step_workspace_bytes(job));  // more than norms want
+    pycomm::cuda::Workspace workspace = workspace_in(memory);
+    pycomm::cuda::norms(job.weights, norms.data(), workspace, nullptr);
+    if (norms != wanted) differ("norms");
+    pycomm::cuda::step(job, {}, workspace, nullptr);
+    if (squares != twice) differ("step (squares)");
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -160,6 +189,7 @@ int main(int argc, char** argv) {
             check_sparsify(random, 0.0f, "sparsify without thresholds");
             check_sparsify(random, 2.0f, "sparsify with thresholds");
             check_quantize(random);
+            for (int times = 0; times < 3; ++times) check_squares(random);
         }
     } catch (const std::exception& error) {
         std::printf("%s\n", error.what());

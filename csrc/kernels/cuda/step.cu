@@ -1,0 +1,284 @@
+#include "kernels/step.h"
+
+#include <cmath>
+
+#include "device/launch.h"
+#include "kernels/cuda/sums.h"
+
+namespace pycomm::cuda {
+namespace {
+
+// The arithmetic of rules.h, as the CPU has it. What joins products and sums into one is switched off when this is
+// compiled; quotients and roots are rounded correctly unless asked for otherwise.
+template <class T>
+struct Numbers {
+    using Value = T;
+    PYCOMM_HOST_DEVICE T of(double x) { return static_cast<T>(x); }
+    PYCOMM_HOST_DEVICE T add(T a, T b) { return a + b; }
+    PYCOMM_HOST_DEVICE T sub(T a, T b) { return a - b; }
+    PYCOMM_HOST_DEVICE T mul(T a, T b) { return a * b; }
+    PYCOMM_HOST_DEVICE T div(T a, T b) { return a / b; }
+    PYCOMM_HOST_DEVICE T root(T a) { return std::sqrt(a); }
+    PYCOMM_HOST_DEVICE T maximum(T a, T b) { return a != a || a > b ? a : b; }
+};
+
+// Values, not functions: those of rules.h are the host's.
+template <Rule kRule>
+inline constexpr bool kReadsGrads = reads_grads(kRule);
+template <Rule kRule>
+inline constexpr bool kWritesStates = writes_states(kRule);
+template <Rule kRule>
+inline constexpr bool kWritesWeights = writes_weights(kRule);
+
+// Entries by parameter; null where there are no such arrays.
+template <class V>
+struct Pass {
+    Table weights;
+    const Entry* grads;
+    const Entry* copies;
+    const Entry* states[kMostStates];
+    Constants<Numbers<V>> constants;
+    Scale scale;
+    const double* rates;
+    Sums<2>* slots;  // of squares
+};
+
+// One parameter.
+template <class V>
+struct Parameter {
+    char* weights;
+    const char* grads;
+    char* copies;
+    char* states[kMostStates];
+    bool has[kMostStates];
+    DType grad_dtype, copy_dtype;
+    V rate;
+
+    PYCOMM_MEMBER Parameter(const Pass<V>& pass, const Entry& entry) {
+        auto j = &entry - pass.weights.entries;
+        weights = entry.data;
+        grads = pass.grads == nullptr ? nullptr : pass.grads[j].data;
+        grad_dtype = pass.grads == nullptr ? DType::kF32 : pass.grads[j].dtype;
+        copies = pass.copies == nullptr ? nullptr : pass.copies[j].data;
+        copy_dtype = pass.copies == nullptr ? DType::kF16 : pass.copies[j].dtype;
+        for (int s = 0; s < kMostStates; ++s) {
+            has[s] = pass.states[s] != nullptr;
+            states[s] = has[s] ? pass.states[s][j].data : nullptr;
+        }
+        rate = static_cast<V>(pass.rates == nullptr ? 1.0 : pass.rates[j]);
+    }
+};
+
+// The part of a packet's elements that this thread works on.
+struct Places {
+    int64_t first;   // of the packet, in the array
+    int begin, end;  // of its elements
+
+    PYCOMM_MEMBER bool has(int e) const { return e >= begin && e < end; }
+    template <class T, int kCount>
+    PYCOMM_MEMBER bool whole(const T* at) const {
+        return end - begin == kCount && reinterpret_cast<uintptr_t>(at) % sizeof(Packet<T, kCount>) == 0;
+    }
+};
+
+// In one access where that can be; what is not this thread's becomes 0. Arrays are aligned to their elements.
+template <class T, int kCount>
+PYCOMM_DEVICE Packet<T, kCount> load_places(const char* base, const Places& places) {
+    auto from = reinterpret_cast<const T*>(base) + places.first;
+    if (places.whole<T, kCount>(from)) return *reinterpret_cast<const Packet<T, kCount>*>(from);
+    Packet<T, kCount> out = {};
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) {
+        if (places.has(e)) out.values[e] = from[e];
+    }
+    return out;
+}
+
+template <class T, int kCount>
+PYCOMM_DEVICE void store_places(char* base, const Places& places, const Packet<T, kCount>& packet) {
+    auto to = reinterpret_cast<T*>(base) + places.first;
+    if (places.whole<T, kCount>(to)) {
+        *reinterpret_cast<Packet<T, kCount>*>(to) = packet;
+        return;
+    }
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) {
+        if (places.has(e)) to[e] = packet.values[e];
+    }
+}
+
+// A packet on its way through a step.
+template <Rule kRule, class V>
+struct Elements {
+    static constexpr int kCount = 16 / sizeof(V);
+    Packet<V, kCount> weights, grads, states[kMostStates];
+
+    // Gradients come last: their type is a branch, and the conversion there waits for them.
+    PYCOMM_MEMBER void load(const Parameter<V>& parameter, const Places& places) {
+        weights = load_places<V, kCount>(parameter.weights, places);
+#pragma unroll
+        for (int s = 0; s < kMostStates; ++s) {
+            if (parameter.has[s]) states[s] = load_places<V, kCount>(parameter.states[s], places);
+        }
+        if constexpr (kReadsGrads<kRule>) {
+            with_float_type(parameter.grad_dtype, [&](auto* type) {
+                using Grad = std::remove_pointer_t<decltype(type)>;
+                auto packet = load_places<Grad, kCount>(parameter.grads, places);
+#pragma unroll
+                for (int e = 0; e < kCount; ++e) grads.values[e] = static_cast<V>(widen(packet.values[e]));
+            });
+        }
+    }
+
+    PYCOMM_MEMBER void update(const Constants<Numbers<V>>& constants, const Parameter<V>& parameter,
+                              const Places& places, Sums<2>& squares) {
+#pragma unroll
+        for (int e = 0; e < kCount; ++e) {
+            V weight = weights.values[e];
+            Element<Numbers<V>> x{weight, grads.values[e], {}, V{}};
+#pragma unroll
+            for (int s = 0; s < kMostStates; ++s) x.states[s] = states[s].values[e];
+            Update<kRule, Numbers<V>>::apply(constants, parameter.has, parameter.rate, x);
+            weights.values[e] = x.weight;
+#pragma unroll
+            for (int s = 0; s < kMostStates; ++s) states[s].values[e] = x.states[s];
+            if (kRule == Rule::kLambMoments && places.has(e)) {
+                squares.values[0] += static_cast<double>(weight) * static_cast<double>(weight);
+                squares.values[1] += static_cast<double>(x.direction) * static_cast<double>(x.direction);
+            }
+        }
+    }
+
+    PYCOMM_MEMBER void store(const Parameter<V>& parameter, const Places& places) const {
+        if constexpr (kWritesStates<kRule>) {
+#pragma unroll
+            for (int s = 0; s < kMostStates; ++s) {
+                if (parameter.has[s]) store_places<V, kCount>(parameter.states[s], places, states[s]);
+            }
+        }
+        if constexpr (kWritesWeights<kRule>) {
+            store_places<V, kCount>(parameter.weights, places, weights);
+            if (parameter.copies == nullptr) return;
+            if (parameter.copy_dtype == DType::kF16) {
+                store_copies<F16>(parameter, places);
+            } else {
+                store_copies<BF16>(parameter, places);
+            }
+        }
+    }
+
+    template <class Half>
+    PYCOMM_MEMBER void store_copies(const Parameter<V>& parameter, const Places& places) const {
+        Packet<Half, kCount> halves;
+#pragma unroll
+        for (int e = 0; e < kCount; ++e) halves.values[e] = narrow<Half>(weights.values[e]);
+        store_places<Half, kCount>(parameter.copies, places, halves);
+    }
+};
+
+// Elements [from, from + count). Packets lie as norms.cu says; at the ends a part of one is worked on.
+template <Rule kRule, class V>
+PYCOMM_DEVICE Sums<2> step_segment(const Constants<Numbers<V>>& constants, const Parameter<V>& parameter, int64_t from,
+                                   int64_t count, Share share) {
+    constexpr int kCount = Elements<kRule, V>::kCount;
+    Sums<2> squares = {};
+    int64_t end = from + count;
+    // The many arrays of a step are loads enough to have under way, and unrolled this would be ten times as long.
+#pragma unroll 1
+    for (int64_t at = from / kCount * kCount + share.first * kCount; at < end; at += share.stride * kCount) {
+        Places places{at, at < from ? static_cast<int>(from - at) : 0,
+                      end - at < kCount ? static_cast<int>(end - at) : kCount};
+        Elements<kRule, V> elements = {};
+        elements.load(parameter, places);
+        elements.update(constants, parameter, places, squares);
+        elements.store(parameter, places);
+    }
+    return squares;
+}
+
+template <Rule kRule, class V>
+PYCOMM_KERNEL step_kernel(Pass<V> pass) {
+    Constants<Numbers<V>> constants = pass.constants;
+    constants.scale = factor_of<V>(pass.scale);
+    for_segments(pass.weights, [&](const Entry& entry, int64_t from, int64_t, int64_t count, Share share) {
+        Parameter<V> parameter(pass, entry);
+        Sums<2> squares = step_segment<kRule>(constants, parameter, from, count, share);
+        if constexpr (kRule == Rule::kLambMoments) {
+            store_sums(pass.weights, entry, share, squares, pass.slots);
+        }
+    });
+}
+
+// The table of a step: the arrays of one kind after those of another, weights first.
+std::vector<Buffer> arrays_of(const Step& job) {
+    std::vector<Buffer> arrays = job.weights;
+    arrays.insert(arrays.end(), job.grads.begin(), job.grads.end());
+    arrays.insert(arrays.end(), job.copies.begin(), job.copies.end());
+    for (const auto& states : job.states) arrays.insert(arrays.end(), states.begin(), states.end());
+    return arrays;
+}
+
+template <class V>
+Pass<V> pass_of(const Step& job, Scale scale, const Entry* entries) {
+    int64_t total = 0;
+    for (const Buffer& weight : job.weights) total += weight.count;
+    const Entry* next = entries;
+    auto take = [&](const std::vector<Buffer>& arrays) {
+        const Entry* begin = arrays.empty() ? nullptr : next;
+        next += arrays.size();
+        return begin;
+    };
+    Pass<V> pass = {};
+    pass.weights = {take(job.weights), static_cast<int>(job.weights.size()), total};
+    pass.grads = take(job.grads);
+    pass.copies = take(job.copies);
+    for (int s = 0; s < kMostStates; ++s) pass.states[s] = take(job.states[s]);
+    pass.constants = Constants<Numbers<V>>::of(job.coefficients, scale.value);
+    pass.scale = scale;
+    pass.rates = job.rates;
+    return pass;
+}
+
+template <Rule kRule, class V>
+void launch_step(const Step& job, const Pass<V>& pass, Stream stream) {
+    if (pass.weights.total > 0) {
+        device::launch("step", step_kernel<kRule, V>, blocks_for(pass.weights.total, kTile), stream, pass);
+    }
+    if (kRule == Rule::kLambMoments && job.squares != nullptr) {
+        add_up("step", pass.weights, pass.slots, job.squares, stream);
+    }
+}
+
+template <class V>
+void step_of(const Step& job, Scale scale, Workspace& workspace, Stream stream) {
+    std::vector<Buffer> arrays = arrays_of(job);
+    auto pass = pass_of<V>(job, scale, upload(arrays, workspace, stream).entries);
+    pass.slots = reinterpret_cast<Sums<2>*>(workspace.memory + table_bytes(arrays.size()));
+    switch (job.rule) {
+        case Rule::kMomentum:
+            return launch_step<Rule::kMomentum>(job, pass, stream);
+        case Rule::kAdam:
+            return launch_step<Rule::kAdam>(job, pass, stream);
+        case Rule::kRmsprop:
+            return launch_step<Rule::kRmsprop>(job, pass, stream);
+        case Rule::kLambMoments:
+            return launch_step<Rule::kLambMoments>(job, pass, stream);
+        case Rule::kLambApply:
+            return launch_step<Rule::kLambApply>(job, pass, stream);
+    }
+}
+
+}  // namespace
+
+int64_t step_workspace_bytes(const Step& job) {
+    int64_t slots = job.rule == Rule::kLambMoments ? slot_bytes<2>(job.weights) : 0;
+    return table_bytes(arrays_of(job).size()) + slots;
+}
+
+void step(const Step& job, Scale scale, Workspace& workspace, Stream stream) {
+    if (job.weights.empty()) return;
+    if (job.weights[0].dtype == DType::kF64) return step_of<double>(job, scale, workspace, stream);
+    step_of<float>(job, scale, workspace, stream);
+}
+
+}  // namespace pycomm::cuda
