@@ -106,7 +106,7 @@ def norms(tensors: Sequence[Any], squares: Any, scratch: Scratch | None, num_thr
 
 class Coefficients:
     decay: float
-    shrink: float
+    fade: float
     lr: float
     momentum: float
     take: float

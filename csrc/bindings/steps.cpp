@@ -205,7 +205,7 @@ void bind_steps(py::module_& module) {
     py::class_<Coefficients>(module, "Coefficients")
         .def(py::init<>())
         .def_readwrite("decay", &Coefficients::decay)
-        .def_readwrite("shrink", &Coefficients::shrink)
+        .def_readwrite("fade", &Coefficients::fade)
         .def_readwrite("lr", &Coefficients::lr)
         .def_readwrite("momentum", &Coefficients::momentum)
         .def_readwrite("take", &Coefficients::take)

@@ -20,9 +20,9 @@ inline constexpr int kMostStates = 3;
 
 // Those that a rule does not name are not looked at.
 struct Coefficients {
-    double decay = 0.0;   // the weight times this joins the gradient
-    double shrink = 1.0;  // the weight is multiplied with this first (decoupled decay)
-    double lr = 0.0;      // what the direction is multiplied with
+    double decay = 0.0;  // the weight times this joins the gradient
+    double fade = 0.0;   // the weight times this is taken from it (decoupled decay); 1 - fade would lose digits of it
+    double lr = 0.0;     // what the direction is multiplied with
     double momentum = 0.0;
     double take = 1.0;     // what a gradient is multiplied with before it joins the momentum
     double keep1 = 0.0;    // 1 - beta1
@@ -38,13 +38,13 @@ struct Coefficients {
 template <class Ops>
 struct Constants {
     using V = typename Ops::Value;
-    V scale, decay, shrink, lr, momentum, take, keep1, beta2, keep2, unbias1, unroot2, eps;
+    V scale, decay, fade, lr, momentum, take, keep1, beta2, keep2, unbias1, unroot2, eps;
     bool nesterov;
 
     // scale: what gradients are multiplied with first.
     PYCOMM_RULE Constants of(const Coefficients& c, double scale) {
-        return {Ops::of(scale),     Ops::of(c.decay), Ops::of(c.shrink), Ops::of(c.lr),    Ops::of(c.momentum),
-                Ops::of(c.take),    Ops::of(c.keep1), Ops::of(c.beta2),  Ops::of(c.keep2), Ops::of(c.unbias1),
+        return {Ops::of(scale),     Ops::of(c.decay), Ops::of(c.fade),  Ops::of(c.lr),    Ops::of(c.momentum),
+                Ops::of(c.take),    Ops::of(c.keep1), Ops::of(c.beta2), Ops::of(c.keep2), Ops::of(c.unbias1),
                 Ops::of(c.unroot2), Ops::of(c.eps),   c.nesterov};
     }
 };
@@ -101,7 +101,7 @@ struct Update<Rule::kAdam, Ops> {
         V second = x.states[1];
         if (has[2]) second = x.states[2] = Ops::maximum(x.states[2], second);
         V d = Moments<Ops>::ratio(c, Ops::mul(x.states[0], c.unbias1), second);
-        x.weight = Ops::sub(Ops::mul(x.weight, c.shrink), Ops::mul(c.lr, d));
+        x.weight = Ops::sub(x.weight, Ops::add(Ops::mul(c.fade, x.weight), Ops::mul(c.lr, d)));
     }
 };
 
@@ -114,7 +114,8 @@ struct Update<Rule::kRmsprop, Ops> {
         V square = x.states[0] = Ops::add(Ops::mul(c.beta2, x.states[0]), Ops::mul(c.keep2, Ops::mul(g, g)));
         if (has[2]) {
             V mean = x.states[2] = Ops::add(x.states[2], Ops::mul(c.keep2, Ops::sub(g, x.states[2])));
-            square = Ops::sub(square, Ops::mul(mean, mean));
+            // Of a gradient that never changes the variance may round to below 0.
+            square = Ops::maximum(Ops::sub(square, Ops::mul(mean, mean)), Ops::of(0.0));
         }
         V d = Ops::div(g, Ops::add(Ops::root(square), c.eps));
         if (has[1]) d = x.states[1] = Ops::add(Ops::mul(c.momentum, x.states[1]), d);

@@ -1,14 +1,14 @@
 // step: one step of an optimizer for many parameters, every array touched once. Of each element, with
 // g = grads[j][i] * scale + decay * w:
 //
-//   kMomentum   d = (rates[j] * take) * g;  with a state: v = momentum * v + d, and d = v, Nesterov's d + momentum * v
-//               w -= lr * d                               SGD (rates absent) and LARS (lr 1, the rate inside the
-//               momentum)
-//   kAdam       m += (1 - beta1) * (g - m);  v = beta2 * v + (1 - beta2) * g^2;  [u = max(u, v)]
-//               w = shrink * w - lr * (m * unbias1) / (sqrt(v or u) * unroot2 + eps)                      Adam and
-//               AdamW
+//   kMomentum   (SGD, without rates; LARS, with lr 1 and the rate inside the momentum)
+//               d = (rates[j] * take) * g;  with a state: v = momentum * v + d, and d = v, Nesterov's d + momentum * v
+//               w -= lr * d
+//   kAdam       (and AdamW)
+//               m += (1 - beta1) * (g - m);  v = beta2 * v + (1 - beta2) * g^2;  [u = max(u, v)]
+//               w -= fade * w + lr * (m * unbias1) / (sqrt(v or u) * unroot2 + eps)
 //   kRmsprop    q = alpha * q + (1 - alpha) * g^2;  [a += (1 - alpha) * (g - a)]
-//               d = g / (sqrt(q [- a^2]) + eps);  [b = momentum * b + d, d = b];  w -= lr * d
+//               d = g / (sqrt(q [- a^2, or 0]) + eps);  [b = momentum * b + d, d = b];  w -= lr * d
 //   kLambMoments  Adam's m and v, of g without decay; weights are read only;
 //               squares[2j], squares[2j + 1]: sums of the squares of w and of r, where
 //               r = (m * unbias1) / (sqrt(v) * unroot2 + eps) + decay * w
@@ -16,8 +16,8 @@
 //
 // Weights and states are of one type, float32 or float64, in which everything is computed; gradients of any floating
 // types. copies[j], where there are copies, gets w rounded to its half type (weights are float32 then). Arrays of
-// parameter j have equally many elements, any alignment, and do not overlap. squares are added up as norms.h says.
-// rules.h has the arithmetic, element by element, which all devices share: CPU and GPU agree to the bit.
+// parameter j have equally many elements, are aligned to them, and do not overlap. squares are added up as norms.h
+// says. rules.h has the arithmetic, element by element, which all devices share: CPU and GPU agree to the bit.
 #pragma once
 
 #include <vector>

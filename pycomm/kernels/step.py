@@ -99,7 +99,7 @@ def adam_step(
     moments.fill(c)
     c.lr = lr
     if decoupled:
-        c.shrink = 1.0 - lr * weight_decay
+        c.fade = lr * weight_decay
     else:
         c.decay = weight_decay
     _run("adam", c, weights, grads, [exp_avgs, exp_avg_sqs, max_exp_avg_sqs], scale, copies, scratch)

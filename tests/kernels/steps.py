@@ -208,8 +208,8 @@ def _adam(
     if u is not None:
         u = torch.where(u.isnan() | (u > v), u, v)
     d = _ratio(m, v if u is None else u, moments)
-    shrink = _number(1.0 - lr * weight_decay if decoupled else 1.0, w)
-    return w * shrink - _number(lr, w) * d, [m, v, u], d
+    fade = _number(lr * weight_decay if decoupled else 0.0, w)
+    return w - (fade * w + _number(lr, w) * d), [m, v, u], d
 
 
 def _rmsprop(
@@ -231,7 +231,7 @@ def _rmsprop(
     q = spread = _number(alpha, w) * q + keep * (g * g)
     if a is not None:
         a = a + keep * (g - a)
-        spread = q - a * a
+        spread = (q - a * a).clamp(min=0)
     d = g / (_root(spread) + _number(eps, w))
     if b is not None:
         d = b = _number(momentum, w) * b + d
