@@ -23,8 +23,10 @@ def test_names_that_scripts_rely_on() -> None:
         "accumulate": 1,
         "average": True,
         "loss_scaler": None,
+        "clip_local_norm": None,
+        "algorithm": "auto",
     }
-    for name in ("state_dict", "load_state_dict", "stats", "flush", "detach"):
+    for name in ("state_dict", "load_state_dict", "stats", "flush", "detach", "set_weight", "clip_grad_norm"):
         assert callable(getattr(pycomm.Reducer, name))
     for name in ("empty", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier", "close"):
         assert callable(getattr(pycomm.Communicator, name))

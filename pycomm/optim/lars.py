@@ -37,8 +37,8 @@ class LARS(torch.optim.Optimizer):
         trust_coefficient: eta.
         nesterov: look ahead; wants momentum.
         exclude: "one_dimensional" (the default): parameters of fewer than two dimensions, biases and
-            those of norm layers, take plain SGD steps without weight decay; "all", for a group of
-            such parameters; "none".
+            those of norm layers, take plain SGD steps without weight decay (give them a group with a
+            smaller lr where the others' is large); "all", for a group of such parameters; "none".
         maximize: go uphill.
         fused: whether one kernel for all norms and one for all updates do it (``None``: yes, for
             float32 and float64), or plain torch operations (``False``), which also serve

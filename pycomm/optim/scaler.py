@@ -53,6 +53,9 @@ class LossScaler:
         dynamic: whether the scale changes at all. A static one still skips steps.
         enabled: ``False``: every call does as if there were no scaler.
 
+    Attributes:
+        skipped_steps: how many calls of ``step`` did not step, since this object was made.
+
     Raises:
         TypeError, ValueError: a number out of range.
     """
@@ -85,6 +88,7 @@ class LossScaler:
         self._stages: dict[int, tuple[torch.optim.Optimizer, _Stage, bool]] = {}  # by id; finite where UNSCALED
         self._verdicts: list[bool] = []
         self._warned = False
+        self.skipped_steps = 0
 
     def scale(self, outputs: Any) -> Any:
         """``outputs``, a tensor or any nesting of iterables of tensors, times the scale."""
@@ -143,6 +147,7 @@ class LossScaler:
         self._verdicts.append(finite)
         fused = fused_step_of(optimizer)
         if not finite:
+            self.skipped_steps += 1
             self._warn_of_hopelessness(optimizer)
             if fused is not None:
                 fused.forget()

@@ -227,7 +227,7 @@ class TestAlone:
             scaler.scale((p * factor).sum()).backward()
             scaler.step(optimizer)
             scaler.update()
-        assert (p.tolist(), scaler.get_scale()) == ([-1.0, -1.0], 8.0)
+        assert (p.tolist(), scaler.get_scale(), scaler.skipped_steps) == ([-1.0, -1.0], 8.0, 1)
 
     def test_not_enabled(self) -> None:
         p = nn.Parameter(torch.ones(2))

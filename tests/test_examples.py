@@ -1,0 +1,146 @@
+"""The examples run as their first lines say, and what they print is sound."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+
+from tests.cli.processes import left_behind
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "large_batch.py"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]
+ROW = re.compile(r" *(\d+) +(\d+)  (\w+, \w+) +(\S+) +(\d+)%  *(\S+) ± +(\S+) %  *(\S+) ± +(\S+)  (.+)")
+PATIENCE = 10.0
+
+
+class Row(NamedTuple):
+    batch: int
+    name: str
+    accuracy: float
+    loss: float
+    remark: str
+
+
+def run(command: list[str]) -> str:
+    """What it printed; nothing of it is left."""
+    started = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, errors = started.communicate(timeout=110)
+        assert started.returncode == 0, errors
+    finally:
+        left = left_behind(started.pid, PATIENCE if started.poll() is not None else 0.0)
+        started.communicate()
+    assert not left
+    return out
+
+
+def rows_of(out: str) -> list[Row]:
+    found = [match for line in out.splitlines() if (match := ROW.fullmatch(line))]
+    return [Row(int(m[1]), m[3], float(m[6]), float(m[8]), m[10]) for m in found]
+
+
+@pytest.mark.timeout(150)
+def test_large_batch_under_torchrun() -> None:
+    pytest.importorskip("sklearn")
+    out = run([*TORCHRUN, "--quick"])
+    rows = rows_of(out)
+    names = ["Nesterov, float32"] * 3 + ["LARS, float16", "LARS, float32"]
+    assert [(row.batch, row.name) for row in rows] == list(zip([128] + [256] * 4, names, strict=True)), out
+    assert out.count("training loss\n") == 1, "one rank prints"
+    small, tuned, scaled, recipe, in_float32 = rows
+    assert [row.remark.partition(";")[0] for row in (small, tuned, recipe)] == ["tuned"] * 3
+    assert scaled.remark == "linear scaling"  # whatever comes of that
+    for row in (small, tuned, recipe, in_float32):
+        assert math.isfinite(row.loss)
+        assert row.loss < 0.5, out  # 2.3 by chance
+    assert small.accuracy > 90.0
+    for row in (tuned, recipe, in_float32):
+        assert row.accuracy > small.accuracy - 8.0, out
+    assert recipe.accuracy == pytest.approx(in_float32.accuracy, abs=5.0)
+    difference = re.search(r"batch 256, LARS .*: accuracy ([+-][\d.]+) \((within|beyond) the deviations\)", out)
+    assert difference is not None, out
+    assert float(difference[1]) == pytest.approx(recipe.accuracy - tuned.accuracy, abs=0.011)
+
+
+@pytest.mark.timeout(150)
+def test_large_batch_starts_ranks_by_itself() -> None:
+    pytest.importorskip("sklearn")
+    out = run([sys.executable, str(EXAMPLE), "--ranks", "2", "--quick", "--epochs", "1", "--batches", "255"])
+    assert [row.batch for row in rows_of(out)] == [128, 255, 255, 255, 255], out
+    assert re.search(r"took \d+ s with 2 ranks", out)
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Imported, in a process that torchrun did not start."""
+    spec = importlib.util.spec_from_file_location("large_batch", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    monkeypatch.delenv("RANK", raising=False)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--batches", "1"], "--batches: 1, wanted 2 (one sample for each rank) to 1150"),
+        (["--batches", "384", "3", "--ranks", "4"], "--batches: 3, wanted 4 (one"),
+        (["--batches", "1151"], "--batches: 1151, wanted 2"),
+        (["--batches", "many"], "--batches: invalid int value: 'many'"),
+        (["--ranks", "0"], "--ranks: 0, wanted 1 to 64"),
+        (["--seeds", "1"], "--seeds: 1, wanted at least 2"),
+        (["--epochs", "0"], "--epochs: 0, wanted at least 1"),
+        (["--batch", "64", "--adam"], "unrecognized arguments: --adam"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    example: ModuleType,
+    arguments: list[str],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["large_batch.py", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        example.main()
+    assert caught.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_ranks_that_torchrun_did_not_start(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "argv", ["large_batch.py", "--ranks", "3"])
+    with pytest.raises(SystemExit):
+        example.main()
+    assert "--ranks: 3, but 2 were started" in capsys.readouterr().err
+
+
+def test_says_what_to_install(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["large_batch.py"])
+    monkeypatch.setattr(example, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="^examples/large_batch.py needs scikit-learn: pip install scikit-learn$"):
+        example.main()
