@@ -1,4 +1,4 @@
-"""The CPU kernels against torch and against the memory's speed, on ResNet-50's gradients.
+"""The CPU kernels against torch and against the memory's speed, on ResNet-50's gradients and parameters.
 
     python -m bench.kernels [--threads N] [--rounds N] [--json FILE] [--only TEXT]
 
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench import compression_cases
+from bench import compression_cases, optimizer_cases
 from bench.kernel_cases import Arrays, Case, make_cases
 from bench.results import headline, make_parser, positive, write_json
 from bench.timing import Samples, duration, interleave, print_table, stopwatch, times
@@ -35,8 +35,8 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     print(f"{headline()}\n{arguments.threads} thread(s), {arguments.rounds} rounds")
     arrays = Arrays()
-    cases = [*make_cases(arrays), *compression_cases.make_cases(arrays)]
-    cases = [case for case in cases if arguments.only in case.name]
+    made = [*make_cases(arrays), *compression_cases.make_cases(arrays), *optimizer_cases.make_cases(arrays)]
+    cases = [case for case in made if arguments.only in case.name]
     for case in cases:
         case.verify()
     print(f"verified: {'; '.join(case.name for case in cases)}")

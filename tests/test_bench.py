@@ -5,9 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+from bench import kernel_cases, optimizer_cases
+from bench.kernel_cases import Arrays, Case
+from bench.resnet50 import parameter_shapes
+from pycomm import kernels
 
 ROOT = Path(__file__).parent.parent
 
@@ -29,3 +36,56 @@ def test_bench(arguments: list[str], tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "verified" in done.stdout or arguments[0] != "kernels"
     assert json.loads(report.read_text())
+
+
+@pytest.fixture(scope="module")
+def steps() -> Iterator[dict[str, Case]]:
+    """The cases of optimizers, by name, on the first parameters alone; with one thread, so small they are."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_cases, "parameter_shapes", lambda: parameter_shapes()[:9])
+        cases = optimizer_cases.make_cases(Arrays())
+    assert len({case.name for case in cases}) == len(cases)
+    yield {case.name: case for case in cases}
+    torch.set_num_threads(threads)
+
+
+def test_steps_are_right(steps: dict[str, Case]) -> None:
+    for case in steps.values():
+        case.verify()
+        for _ in range(2):
+            case.prepare()
+            case.ours()
+            case.peer()
+        case.verify()  # calls leave nothing behind that the next verification would fall over
+        assert case.floor_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("kernel", "cases"),
+    [
+        ("squared_norms", ["squared norms"]),
+        ("momentum_step", ["LARS, copies in fp16", "LARS.step", "SGD.step, momentum"]),
+        ("lamb_apply", ["LAMB.step"]),
+        (
+            "adam_step",
+            [
+                "Adam.step",
+                "Adam.step, unscale",
+                "Adam.step, finite check, unscale",
+                "Adam, unscale, copies in fp16",
+                "Adam.step, unscale, master weights of fp16",
+                "AdamW.step",
+            ],
+        ),
+        ("rmsprop_step", ["RMSprop.step, momentum"]),
+    ],
+)
+def test_wrong_steps_are_noticed(
+    kernel: str, cases: list[str], steps: dict[str, Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, kernel, lambda tensors, *_, **__: torch.zeros(len(tensors)))
+    for name in cases:
+        with pytest.raises(AssertionError):
+            steps[name].verify()

@@ -4,13 +4,23 @@
 namespace pycomm::PYCOMM_ISA {
 namespace {
 
+// Asks for a group of 32 a page before it is read, into all caches. prefetch_ahead goes past them, which where nothing
+// is written takes four times as long if the array lies in the last cache, and half as long again if it lies in memory
+// (measured on Sapphire Rapids).
+template <class T>
+void prefetch_page_ahead(const T* next) {
+    for (int64_t byte = 0; byte < 32 * static_cast<int64_t>(sizeof(T)); byte += 64) {
+        __builtin_prefetch(reinterpret_cast<const char*>(next) + 4096 + byte, 0, 3);
+    }
+}
+
 template <class T>
 double squares_of_floats(const T* x, int64_t count) {
     Squares sums;
     Vec v[kSquaredGroup];
     int64_t i = 0;
     for (; i + 32 <= count; i += 32) {
-        prefetch_ahead(x + i, 32);
+        prefetch_page_ahead(x + i);
         for (int u = 0; u < kSquaredGroup; ++u) v[u] = load(x + i + u * kLanes);
         sums.add(v);
     }
