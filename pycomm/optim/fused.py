@@ -155,5 +155,5 @@ def _targets(
 
 
 def _require_dense(param: torch.Tensor) -> None:
-    if not is_dense(param):
+    if not param.is_contiguous() and not is_dense(param):
         raise ValueError(f"a parameter of shape {list(param.shape)} has gaps or overlaps in memory; see .contiguous()")
