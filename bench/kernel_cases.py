@@ -44,9 +44,10 @@ class Case:
 class Arrays:
     """The memory that all cases share, so that a small machine can hold it."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_shapes: int | None = None) -> None:
+        """Of the first ``num_shapes`` parameters, or all."""
         generator = torch.Generator().manual_seed(0)
-        shapes = parameter_shapes()
+        shapes = parameter_shapes()[:num_shapes]
         self.grads = [torch.randn(shape, generator=generator) for shape in shapes]
         self.count = sum(math.prod(shape) for shape in shapes)
         self.flat = torch.cat([grad.view(-1) for grad in self.grads])

@@ -34,7 +34,7 @@ def main() -> None:
     arguments = _parse()
     torch.set_num_threads(arguments.threads)
     print(f"{headline()}\n{arguments.threads} thread(s), {arguments.rounds} rounds")
-    arrays = Arrays()
+    arrays = Arrays(arguments.shapes)
     made = [*make_cases(arrays), *compression_cases.make_cases(arrays), *optimizer_cases.make_cases(arrays)]
     cases = [case for case in made if arguments.only in case.name]
     for case in cases:
@@ -57,6 +57,7 @@ def _parse() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.set_defaults(rounds=15)
     parser.add_argument("--only", default="", metavar="TEXT", help="only kernels with this in their name")
+    parser.add_argument("--shapes", type=positive, help="only the first so many of the 161 parameters")
     parser.add_argument("--threads", type=positive, default=1, help="threads for pycomm and torch (default 1)")
     return parser.parse_args()
 

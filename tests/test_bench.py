@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import kernel_cases, optimizer_cases
+from bench import optimizer_cases
 from bench.kernel_cases import Arrays, Case
-from bench.resnet50 import parameter_shapes
 from pycomm import kernels
 
 ROOT = Path(__file__).parent.parent
@@ -22,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["kernels", "--rounds", "1"],
+        ["kernels", "--rounds", "1", "--shapes", "40"],
         ["collectives", "--peers", "gloo", "--ranks", "2", "--sizes", "1K,64K", "--rounds", "1"],
         ["training", "--rounds", "1", "--steps", "1", "--widths", "784,512,10"],
     ],
@@ -43,9 +42,7 @@ def steps() -> Iterator[dict[str, Case]]:
     """The cases of optimizers, by name, on the first parameters alone; with one thread, so small they are."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel_cases, "parameter_shapes", lambda: parameter_shapes()[:9])
-        cases = optimizer_cases.make_cases(Arrays())
+    cases = optimizer_cases.make_cases(Arrays(9))
     assert len({case.name for case in cases}) == len(cases)
     yield {case.name: case for case in cases}
     torch.set_num_threads(threads)

@@ -71,7 +71,7 @@ class _Rehearsal:
     def empty(self, shape: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    def all_reduce(self, x: torch.Tensor, op: str = "sum") -> None:
+    def all_reduce(self, x: torch.Tensor, op: str = "sum", algorithm: str = "auto") -> None:
         self.operations.append(Operation("all_reduce", x.nbytes))
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
