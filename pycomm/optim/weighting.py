@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 
 import numpy as np
 
@@ -44,17 +45,17 @@ class SampleWeights:
         Raises:
             TypeError, ValueError: not a number, or not usable at this point.
         """
-        if isinstance(num_samples, bool) or not isinstance(num_samples, (int, float)):
+        if isinstance(num_samples, bool) or not isinstance(num_samples, numbers.Real):
             raise TypeError(f"num_samples is {num_samples!r}, wanted a number")
         if not (num_samples >= 0 and math.isfinite(num_samples)):
             raise ValueError(f"num_samples is {num_samples}, wanted a finite number that is not negative")
-        before, self_unit = self._unit, float(num_samples)
+        before, unit = self._unit, float(num_samples)
         if num_passes > 0 and before is None:
             raise ValueError("set_weight inside an accumulation window that began without it: call it before each pass")
-        if num_passes > 0 and self_unit == 0:
+        if num_passes > 0 and unit == 0:
             raise ValueError("num_samples is 0 inside an accumulation window: leave that backward() out, and flush()")
-        self._unit = self_unit
-        return 1.0 if num_passes == 0 or before == self_unit else (before or 0.0) / self_unit
+        self._unit = unit
+        return 1.0 if num_passes == 0 or before == unit else (before or 0.0) / unit
 
     def note_pass(self) -> None:
         """A pass that is not its window's last has ended."""

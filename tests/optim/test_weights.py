@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -59,7 +60,7 @@ def test_windows_of_several_lengths(rank_pools: Pools, compression: Any) -> None
 
 
 def test_one_rank(rank_pools: Pools) -> None:
-    rank_pools(1).run(gradients_of, {"accumulate": 2}, [[3, 1]])
+    rank_pools(1).run(gradients_of, {"accumulate": 2}, [[np.int64(3), np.float32(1)]])
 
 
 @pytest.mark.parametrize("compression", METHODS, ids=lambda method: type(method).__name__)
