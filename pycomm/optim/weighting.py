@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from typing import Any
 
 import numpy as np
 
@@ -39,7 +40,7 @@ class SampleWeights:
         """Whether what has accumulated here counts for nothing."""
         return self.in_use and self._here == 0
 
-    def set(self, num_samples: float, num_passes: int) -> float:
+    def set(self, num_samples: Any, num_passes: int) -> float:
         """The next pass's n; returns what accumulated gradients must be multiplied with first.
 
         Raises:
