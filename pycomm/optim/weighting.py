@@ -48,9 +48,9 @@ class SampleWeights:
         """
         if isinstance(num_samples, bool) or not isinstance(num_samples, numbers.Real):
             raise TypeError(f"num_samples is {num_samples!r}, wanted a number")
-        if not (num_samples >= 0 and math.isfinite(num_samples)):
-            raise ValueError(f"num_samples is {num_samples}, wanted a finite number that is not negative")
         before, unit = self._unit, float(num_samples)
+        if not (unit >= 0 and math.isfinite(unit)):
+            raise ValueError(f"num_samples is {num_samples}, wanted a finite number that is not negative")
         if num_passes > 0 and before is None:
             raise ValueError("set_weight inside an accumulation window that began without it: call it before each pass")
         if num_passes > 0 and unit == 0:
