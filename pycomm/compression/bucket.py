@@ -134,6 +134,12 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+def require_dense(param: torch.Tensor) -> None:
+    """ValueError unless the elements of ``param`` fill one piece of memory."""
+    if not param.is_contiguous() and not is_dense(param):
+        raise ValueError(f"a parameter of shape {list(param.shape)} has gaps or overlaps in memory; see .contiguous()")
+
+
 def flat_alias(grad: torch.Tensor, view: torch.Tensor) -> torch.Tensor | None:
     """``grad``'s memory in the order of ``view``'s, without copying; ``None`` if their layouts differ."""
     if grad.is_contiguous() and view.is_contiguous():

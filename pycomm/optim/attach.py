@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +17,7 @@ from pycomm.optim.gradients import require_max_norm
 from pycomm.optim.master import MasterWeights, warn_of_lost_updates
 from pycomm.optim.parameters import check_parameters, names_of
 from pycomm.optim.reducer import Reducer
-from pycomm.optim.registry import refuse_second_attach
+from pycomm.optim.registry import refuse_second_attach, register
 from pycomm.optim.settings import Settings
 
 
@@ -71,23 +71,47 @@ def attach(
         TypeError, ValueError: an argument is wrong, or ranks differ in names, shapes, dtypes, order
             or settings (on every rank, naming the first difference).
     """
-    problem: Exception | None = None
-    try:
-        settings = _settings(compression, bucket_mb, accumulate, average, loss_scaler, clip_local_norm, algorithm)
-        names = _names(optimizer, model_or_named_parameters)
-        settings.compression.check(optimizer)
-    except (TypeError, ValueError) as error:
-        problem = error  # told to the others first: they are on their way to the same rendezvous
+    asked = _ask(
+        lambda: _settings(compression, bucket_mb, accumulate, average, loss_scaler, clip_local_norm, algorithm),
+        optimizer,
+        model_or_named_parameters,
+    )
     communicator = Communicator(process_group, seconds_of(timeout))
     try:
-        _share_problem(communicator, problem)
-        warn_of_lost_updates(optimizer, names)
-        module = model_or_named_parameters if isinstance(model_or_named_parameters, torch.nn.Module) else None
-        _make_equal(communicator, optimizer, names, module, settings)
-        return Reducer(optimizer, names, module, communicator, settings)
+        return _join(communicator, asked, optimizer, model_or_named_parameters)
     except BaseException:
         communicator.close()
         raise
+
+
+_Asked = tuple[Settings, dict[str, torch.Tensor]] | Exception
+
+
+def _ask(settings_of: Callable[[], Settings], optimizer: Any, model_or_named_parameters: Any) -> _Asked:
+    """The settings and the parameters by name; or what is wrong with them.
+
+    Not raised yet: the others are told first, who are on their way to the same rendezvous.
+    """
+    try:
+        settings = settings_of()
+        names = _names(optimizer, model_or_named_parameters)
+        settings.compression.check(optimizer)
+    except (TypeError, ValueError) as error:
+        return error
+    return settings, names
+
+
+def _join(
+    communicator: Communicator, asked: _Asked, optimizer: torch.optim.Optimizer, model_or_named_parameters: Any
+) -> Reducer:
+    """What all ranks do together."""
+    settings, names = _share_problem(communicator, asked)
+    warn_of_lost_updates(optimizer, names)
+    module = model_or_named_parameters if isinstance(model_or_named_parameters, torch.nn.Module) else None
+    _make_equal(communicator, optimizer, names, module, settings)
+    reducer = Reducer(optimizer, names, module, communicator, settings)
+    register(reducer)
+    return reducer
 
 
 def _settings(
@@ -141,14 +165,16 @@ def _make_equal(
     broadcast_state(communicator, optimizer, src=0)
 
 
-def _share_problem(communicator: Communicator, problem: Exception | None) -> None:
-    """Raise ``problem`` here, and on the ranks that have none an error that quotes it."""
+def _share_problem(communicator: Communicator, asked: _Asked) -> tuple[Settings, dict[str, torch.Tensor]]:
+    """Raise the problem here if there is one, and on the ranks that have none an error that quotes it."""
+    problem = asked if isinstance(asked, Exception) else None
     problems = [text.decode() for text in communicator.all_gather_bytes(str(problem or "").encode())]
-    if problem is not None:
-        raise problem
+    if isinstance(asked, Exception):
+        raise asked
     for rank, text in enumerate(problems):
         if text:
             raise ValueError(f"rank {rank} could not attach: {text}")
+    return asked
 
 
 def _method(compression: Any) -> Compression:

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from pycomm.compression.bucket import is_dense
+from pycomm.compression.bucket import require_dense
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.rules import RULES, Batch, Group, Rule, Scratches, Target, flip
 from pycomm.optim.takeover import Takeover, evaluate, takeover_of
@@ -41,7 +41,7 @@ def fuse(optimizer: _O) -> _O:
     for p in optimizer_parameters(optimizer):
         if p.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"a parameter has dtype {p.dtype}, wanted float32 or float64: see pycomm.master_weights")
-        _require_dense(p)
+        require_dense(p)
     FusedStep(optimizer)
     return optimizer
 
@@ -147,13 +147,8 @@ def _targets(
             continue
         if grad.layout != torch.strided:
             raise ValueError(f"a gradient of shape {list(p.shape)} is sparse; fused steps want dense ones")
-        _require_dense(p)
+        require_dense(p)
         weight = masters.get(p, p)
         target = Target(weight, grad, optimizer.state, p, p.detach() if p in masters else None)
         targets[weight.dtype, p.device, p in masters].append(target)
     return targets
-
-
-def _require_dense(param: torch.Tensor) -> None:
-    if not param.is_contiguous() and not is_dense(param):
-        raise ValueError(f"a parameter of shape {list(param.shape)} has gaps or overlaps in memory; see .contiguous()")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from pycomm import kernels
-from pycomm.compression.bucket import is_dense, laid_out_like
+from pycomm.compression.bucket import laid_out_like, require_dense
 from pycomm.optim.fused import Factor, FusedStep, fused_step_of, rule_of, step_by_rule
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.rules import RULES
@@ -61,7 +61,8 @@ class MasterWeights(FusedStep):
         self._unscaled: dict[torch.Tensor, _Unscaled] = {}
         self._rule = rule_of(optimizer) if type(optimizer) in RULES else None
         for param in optimizer_parameters(optimizer):
-            _require_dense(param)
+            if param.dtype in HALF:
+                require_dense(param)
         super().__init__(optimizer)
         self._add_new(optimizer_parameters(optimizer))
         # GradScaler.unscale_() refuses float16; with this mark its step() leaves the factor to ours.
@@ -216,7 +217,7 @@ class MasterWeights(FusedStep):
         for param in params:
             if param in self._masters or param.dtype not in HALF:
                 continue
-            _require_dense(param)
+            require_dense(param)
             self._masters[param] = param.detach().float()
             self._stamps[param] = _stamp(param)
             self._cast_state(param, torch.float32)  # of an optimizer that has stepped before, or makes it at once
@@ -227,7 +228,7 @@ class MasterWeights(FusedStep):
         for param, master in self._masters.items():
             if _stamp(param) == self._stamps[param]:
                 continue
-            _require_dense(param)
+            require_dense(param)
             if (master.shape, master.stride(), master.device) != (param.shape, param.stride(), param.device):
                 # The model was moved, or its memory order changed: kernels want both alike.
                 master.data = torch.empty_like(param, dtype=master.dtype).copy_(master)
@@ -298,11 +299,6 @@ class _Unscaled:
 def _stamp(param: torch.Tensor) -> tuple[int, int]:
     """Changes when ``param`` is written to, or lies elsewhere."""
     return param._version, param.data_ptr()
-
-
-def _require_dense(param: torch.Tensor) -> None:
-    if param.dtype in HALF and not is_dense(param):
-        raise ValueError(f"a parameter of shape {list(param.shape)} has gaps or overlaps in memory")
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

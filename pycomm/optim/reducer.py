@@ -7,31 +7,18 @@ from typing import Any
 import torch
 
 from pycomm import kernels
-from pycomm.communicator import Communicator
 from pycomm.optim import gradients
 from pycomm.optim.assembly import blame, method_stats
 from pycomm.optim.fused import fused_step_of
 from pycomm.optim.master import MasterWeights
 from pycomm.optim.reduction import Reduction
-from pycomm.optim.registry import forget, register
+from pycomm.optim.registry import forget
 from pycomm.optim.scaler import LossScaler
-from pycomm.optim.settings import Settings
 from pycomm.optim.state import gather_state, select_state
 
 
 class Reducer(Reduction):
     """Averages gradients over the ranks while backward runs. Made by :func:`pycomm.attach`."""
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        names: dict[str, torch.Tensor],
-        module: torch.nn.Module | None,
-        communicator: Communicator,
-        settings: Settings,
-    ) -> None:
-        super().__init__(optimizer, names, module, communicator, settings)
-        register(self)
 
     def flush(self) -> None:
         """Reduce a ragged last accumulation window; before unscaling, clipping and ``step``. Collective.

@@ -115,38 +115,38 @@ def test_trace_of_gradscaler(two_ranks: RankPool, options: str, fused: bool) -> 
         assert ours[0][step][1] == ours[0][step - 1][1]
 
 
-def messages_of_a_step(scaled: bool) -> int:
+def messages_of_three_steps(scaled: bool) -> list[str]:
     from pycomm.communicator import Communicator
 
     rank, _ = rank_and_size()
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     scaler = pycomm.LossScaler(enabled=scaled)
-    calls = 0
-    original = Communicator.all_reduce
+    sent: list[str] = []
 
-    def counted(self: Any, *args: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return original(self, *args, **options)
+    def counting(name: str) -> Callable[..., Any]:
+        original = getattr(Communicator, name)
 
-    with attached(optimizer, model, loss_scaler=scaler):
+        def counted(self: Any, *args: Any, **options: Any) -> Any:
+            sent.append(name)
+            return original(self, *args, **options)
+
+        return counted
+
+    with attached(optimizer, model, loss_scaler=scaler), pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "barrier"):
+            patch.setattr(Communicator, name, counting(name))
         for step in range(3):
-            if step == 2:
-                vars(Communicator)  # counted from here on
-                Communicator.all_reduce = counted  # type: ignore[method-assign]
-            try:
-                scaler.scale(loss_at(model, step, rank)).backward()
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-            finally:
-                Communicator.all_reduce = original  # type: ignore[method-assign]
-    return calls
+            scaler.scale(loss_at(model, step, rank)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return sent
 
 
 def test_agreeing_on_a_skip_costs_no_message(two_ranks: RankPool) -> None:
-    assert two_ranks.run(messages_of_a_step, True) == two_ranks.run(messages_of_a_step, False)
+    assert two_ranks.run(messages_of_three_steps, True) == two_ranks.run(messages_of_three_steps, False)
+    assert two_ranks.run(messages_of_three_steps, True)[0] == ["all_reduce"] * 3  # one bucket
 
 
 def overflow_in_the_sum() -> tuple[bool, float]:

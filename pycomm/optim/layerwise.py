@@ -1,0 +1,86 @@
+"""What LARS and LAMB have in common: steps that are scaled parameter by parameter, for large batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pycomm.optim.parameters import optimizer_parameters
+from pycomm.optim.rules import Group, Target
+from pycomm.optim.takeover import evaluate
+
+EXCLUSIONS = ("one_dimensional", "all", "none")
+"""Which parameters get neither the ratio nor weight decay; biases and norm parameters have one dimension."""
+
+
+class LayerwiseOptimizer(torch.optim.Optimizer):
+    """Steps by pycomm's kernels or by torch's operations; see ``fused`` of :class:`LARS`."""
+
+    def __init__(self, params: Any, defaults: dict[str, Any], fused: bool | None) -> None:
+        self._fused = fused
+        super().__init__(params, defaults)
+
+    def check_group(self, group: Group) -> None:
+        """ValueError for a hyperparameter out of range."""
+        raise NotImplementedError
+
+    def fused_step(self) -> None:
+        """All parameters' step, by the kernels."""
+        raise NotImplementedError
+
+    def plain_step(self, group: Group, target: Target) -> None:
+        """One parameter's step: the reference that the kernels are compared with."""
+        raise NotImplementedError
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        group = {**self.defaults, **param_group}
+        self.check_group(group)
+        if group["exclude"] not in EXCLUSIONS:
+            raise ValueError(f"exclude is {group['exclude']!r}, wanted one of {', '.join(EXCLUSIONS)}")
+        super().add_param_group(param_group)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; ``closure`` as torch has it."""
+        loss = evaluate(closure)
+        with torch.no_grad():
+            if self._may_fuse():
+                self.fused_step()
+                return loss
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        self.plain_step(group, Target(_wide(p), _wide(p.grad), self.state, p))
+        return loss
+
+    def _may_fuse(self) -> bool:
+        """Whether the kernels can do it; TypeError where they must, and cannot."""
+        if self._fused is False:
+            return False
+        for p in optimizer_parameters(self):
+            if p.dtype not in (torch.float32, torch.float64):
+                if self._fused:
+                    raise TypeError(
+                        f"fused=True wants float32 or float64 parameters, one is {p.dtype}: see master_weights"
+                    )
+                return False
+        return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_fused": self._fused}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        vars(self).setdefault("_fused", None)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """In float32 at least."""
+    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def require_not_negative(group: Group, *names: str) -> None:
+    for name in names:
+        if not group[name] >= 0:  # NaN is not
+            raise ValueError(f"{name} is {group[name]}, wanted a number that is not negative")
