@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import weakref
@@ -13,11 +12,13 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm.programs import Programs
 from pycomm.schedule.network import Network
 from pycomm.schedule.program import Program
 from pycomm.schedule.table import Table
+from pycomm.transport.base import Transport
 from pycomm.transport.choice import TRANSPORTS, choose_transport
 from pycomm.transport.gpu import GpuQueue, GpuWork, current_stream, gpu_of
 from pycomm.transport.nccl import NcclTransport
@@ -45,8 +46,8 @@ class Communicator:
     """Collectives among the ranks of ``process_group``.
 
     Arrays in CPU memory (tensors, numpy arrays, objects with ``__dlpack__``) go through shared
-    memory between processes of one host, otherwise through torch.distributed's own collectives on
-    the same group. Arrays in CUDA memory (tensors, cupy arrays, objects with
+    memory between processes of one host, otherwise through torch.distributed's own collectives, on a
+    group of the communicator's own with the same ranks and backend. Arrays in CUDA memory (tensors, cupy arrays, objects with
     ``__cuda_array_interface__``) go through NCCL. All ranks must call the same operations in the
     same order, with the same dtypes and sizes, on arrays in the same kind of memory; what is
     written must be contiguous, on a GPU also what is read.
@@ -55,11 +56,13 @@ class Communicator:
     starts after what the array's stream has been given so far (torch's current one, or the one that
     the array's interface names), and what that stream is given afterwards starts after it.
 
-    Creating one is itself collective. It can be used as a context manager. Collective too is the
-    first operation on a GPU, which creates NCCL's communicator.
+    Creating one is itself collective. It can be used as a context manager; one that is dropped without
+    :meth:`close` is closed by the garbage collector. Collective too is the first operation on a GPU,
+    which creates NCCL's communicator.
 
     Args:
-        process_group: an initialised group; the default group if ``None``.
+        process_group: an initialised group, or a ``DeviceMesh`` of one dimension (``mesh["dp"]``); the
+            default group if ``None``.
         timeout: for every single wait; seconds or ``timedelta``.
         transport: "auto", or "shared_memory" / "torch" to insist on one.
         network: what ``algorithm="auto"`` chooses by: a :class:`pycomm.schedule.Network`, the name of a
@@ -81,7 +84,7 @@ class Communicator:
 
     def __init__(
         self,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | DeviceMesh | None = None,
         timeout: timedelta | float = DEFAULT_TIMEOUT,
         *,
         transport: str = "auto",
@@ -95,17 +98,15 @@ class Communicator:
                 "torch.distributed is not initialised: call torch.distributed.init_process_group() first "
                 "(under torchrun, or with rank and world_size)"
             )
-        group = process_group if process_group is not None else dist.group.WORLD
-        if not isinstance(group, dist.ProcessGroup):
-            raise ValueError("process_group is a group that this rank is not a member of")
-        self._transport = choose_transport(group, transport, self._timeout)
+        self._transport = choose_transport(_group_of(process_group), transport, self._timeout)
         self.rank: int = self._transport.rank
         self.size: int = self._transport.size
         self._worker = Worker(f"pycomm-{self.rank}")
         self._gpus: dict[int, GpuQueue] = {}
+        # Also when it is dropped, and before the interpreter ends: a communication thread must not be left inside an
+        # operation.
+        self._finalizer = weakref.finalize(self, _shut_down, os.getpid(), self._transport, self._worker, self._gpus)
         self._programs = Programs(self.rank, self.size)
-        self._pid = os.getpid()
-        _open.add(self)
         try:
             self._programs.agree(network, self.transport, self.all_gather_bytes)
         except BaseException:
@@ -319,15 +320,7 @@ class Communicator:
 
         Peers that still wait for this rank get a :class:`CommError`.
         """
-        if self._pid != os.getpid() or self not in _open:
-            return  # a forked child does not own it
-        _open.discard(self)
-        if self._worker.idle():
-            self._worker.stop(patience=1.0)
-        for queue in self._gpus.values():
-            queue.close()
-        self._transport.close()  # ends an operation in progress, so that the thread can end
-        self._worker.stop(patience=5.0)
+        self._finalizer()
 
     def __enter__(self) -> Communicator:
         return self
@@ -349,7 +342,14 @@ class Communicator:
 
     def _gpu(self, device: int) -> GpuQueue:
         if device not in self._gpus:
-            self._gpus[device] = GpuQueue(device, self._make_nccl)
+            this = weakref.ref(self)  # the queue outlives this object by the time it takes to close it
+
+            def make_transport(device: int, algorithm: str) -> NcclTransport:
+                communicator = this()
+                assert communicator is not None
+                return communicator._make_nccl(device, algorithm)
+
+            self._gpus[device] = GpuQueue(device, make_transport)
         return self._gpus[device]
 
     def _make_nccl(self, device: int, algorithm: str) -> NcclTransport:
@@ -380,11 +380,27 @@ class Communicator:
         raise error
 
 
-_open: weakref.WeakSet[Communicator] = weakref.WeakSet()
+def _group_of(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
+    if isinstance(process_group, DeviceMesh):
+        if process_group.ndim != 1:
+            raise ValueError(
+                f"process_group is a DeviceMesh of {process_group.ndim} dimensions {process_group.mesh_dim_names}, "
+                'wanted one: mesh["dp"], say'
+            )
+        process_group = process_group.get_group()
+    group = process_group if process_group is not None else dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError("process_group is a group that this rank is not a member of")
+    return group
 
 
-@atexit.register
-def _close_all() -> None:
-    """Before the interpreter ends: a communication thread must not be left inside an operation."""
-    for communicator in list(_open):
-        communicator.close()
+def _shut_down(pid: int, transport: Transport, worker: Worker, gpus: dict[int, GpuQueue]) -> None:
+    """Give back what a communicator had. Knows nothing of it, so that it can be dropped."""
+    if pid != os.getpid():
+        return  # a forked child does not own it
+    if worker.idle():
+        worker.stop(patience=1.0)
+    for queue in gpus.values():
+        queue.close()
+    transport.close()  # ends an operation in progress, so that the thread can end
+    worker.stop(patience=5.0)

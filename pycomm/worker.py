@@ -46,20 +46,20 @@ class Worker:
         self._name = name
         self._jobs: SimpleQueue[Work | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._last: Work | None = None
+        self._last_done: threading.Event | None = None  # not the work itself, whose error knows who waited for it
 
     def submit(self, job: Callable[[], Any]) -> Work:
         work = Work(job)
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
             self._thread.start()
-        self._last = work
+        self._last_done = work._done
         self._jobs.put(work)
         return work
 
     def idle(self) -> bool:
         """Whether everything submitted so far has ended."""
-        return self._last is None or self._last.is_completed()
+        return self._last_done is None or self._last_done.is_set()
 
     def is_current(self) -> bool:
         """Whether the caller is itself a job of this worker."""

@@ -6,6 +6,7 @@ PYBIND11_MODULE(_native, module) {
     pycomm::bind_kernels(module);
     pycomm::bind_accumulation(module);
     pycomm::bind_codes(module);
+    pycomm::bind_hashes(module);
     pycomm::bind_steps(module);
     pycomm::bind_transport(module);
 #if defined(PYCOMM_CUDA_VERSION)

@@ -13,6 +13,7 @@ wrong in it.
 from pycomm.kernels.absmax import absmax
 from pycomm.kernels.accumulate import Decay, Momentum, accumulate
 from pycomm.kernels.devices import cuda_devices
+from pycomm.kernels.hashes import hashes
 from pycomm.kernels.indices import pack_indices, packed_words, unpack_indices
 from pycomm.kernels.norms import squared_norms
 from pycomm.kernels.pack import pack, unpack
@@ -37,6 +38,7 @@ __all__ = [
     "adam_step",
     "cuda_devices",
     "dequantize",
+    "hashes",
     "lamb_apply",
     "lamb_moments",
     "momentum_step",

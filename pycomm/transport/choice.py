@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
-from torch.distributed import distributed_c10d
 
 from pycomm.transport.base import Transport
+from pycomm.transport.own_group import cpu_backend_of, own_group, store_of
 from pycomm.transport.rendezvous import Meeting, meet
 from pycomm.transport.shared_memory import SharedMemoryTransport
 from pycomm.transport.torch_distributed import TorchTransport
@@ -18,23 +17,25 @@ def choose_transport(group: dist.ProcessGroup, wanted: str, timeout: float) -> T
     """``wanted`` of ``TRANSPORTS``; "auto" is shared memory where all ranks are on one host. Collective.
 
     Raises:
-        ValueError: shared memory is wanted, and there are several hosts.
+        ValueError: shared memory is wanted, and there are several hosts; or the group cannot have another beside it.
     """
     if wanted == "torch":
-        return TorchTransport(group)
-    meeting = Meeting.begin(_store_of(group), group.rank(), group.size(), timeout)
-    peers = meet(meeting)
+        cpu_backend_of(group)  # or an error, before anything is asked of the store
+    meeting = Meeting.begin(store_of(group), group.rank(), group.size(), timeout)
+    peers = None
+    if wanted == "torch":
+        meeting.wait_for_all()  # a backend that waits for ranks may not be interrupted
+    else:
+        peers = meet(meeting)
     if peers is None:
         if wanted == "shared_memory":
             raise ValueError("transport is 'shared_memory', but the ranks are not all on one host")
-        return TorchTransport(group)
+        return TorchTransport(own_group(group, f"{group.group_name}/{meeting.name}", meeting.left()))
     transport = SharedMemoryTransport(group.rank(), group.size(), peers)
-    transport.barrier(timeout)  # everybody has read what is forgotten now
+    try:
+        transport.barrier(timeout)  # everybody has read what is forgotten now
+    except BaseException:
+        transport.close()
+        raise
     meeting.forget("hello", "token")
     return transport
-
-
-def _store_of(group: dist.ProcessGroup) -> Store:
-    if hasattr(group, "get_group_store"):
-        return group.get_group_store()
-    return distributed_c10d._get_process_group_store(group)  # torch < 2.7 has no public way

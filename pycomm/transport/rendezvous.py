@@ -20,7 +20,6 @@ import socket
 import struct
 import time
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
@@ -29,6 +28,7 @@ from pycomm.errors import CommError
 
 _HELLO = struct.Struct("=32si")
 _ROOM_FOR_STRANGERS = 64
+_SLOWEST_POLL = 0.2  # seconds
 _SLOWEST_HELLO = 2.0  # seconds; a stranger that connects and stays silent must not hold up the rest
 
 
@@ -55,12 +55,17 @@ class Peers:
 
 @dataclass
 class Meeting:
-    """One attempt to bring ``size`` ranks together through ``store``, until ``deadline``."""
+    """One attempt to bring ``size`` ranks together through ``store``, until ``deadline``.
+
+    Attributes:
+        name: of this attempt, unlike all others that the group's store has seen.
+    """
 
     store: Store
     rank: int
     size: int
     deadline: float
+    name: str
     started: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -68,7 +73,8 @@ class Meeting:
         # Each rank counts its communicators; as all ranks make them in one order, equal counts belong together.
         generation = store.add(f"pycomm/generation/{rank}", 1)
         deadline = time.monotonic() + timeout
-        return cls(PrefixStore(f"pycomm/{generation}", store), rank, size, deadline)
+        name = f"pycomm/{generation}"
+        return cls(PrefixStore(name, store), rank, size, deadline, name)
 
     def left(self) -> float:
         return max(0.001, self.deadline - time.monotonic())
@@ -87,13 +93,28 @@ class Meeting:
         self.store.set(f"{key}/{self.rank}", value)
 
     def read(self, key: str, rank: int) -> str:
+        """What ``rank`` published, once it has."""
         name = f"{key}/{rank}"
+        # Asked for again and again: the store's own wait lets no signal through until it is over.
+        began = time.monotonic()
         try:
-            self.store.wait([name], timedelta(seconds=self.left()))
-        except RuntimeError as error:  # DistStoreError is one
-            raise self.failed(rank, f"rank {rank} did not arrive") from error
-        value: bytes = self.store.get(name)
+            while not self.store.check([name]):
+                now = time.monotonic()
+                if now >= self.deadline:
+                    raise self.failed(rank, f"rank {rank} did not arrive")
+                time.sleep(min(_SLOWEST_POLL, 0.001 + (now - began) / 20))
+            value: bytes = self.store.get(name)
+        except RuntimeError as error:  # DistStoreError is one, and so is CommError
+            if isinstance(error, CommError):
+                raise
+            raise self.failed(rank, f"the process group's store failed while rank {rank} was awaited") from error
         return value.decode()
+
+    def wait_for_all(self) -> None:
+        """Return once every rank has come to this point."""
+        self.publish("here", "")
+        for rank in range(self.size):
+            self.read("here", rank)
 
     def forget(self, *keys: str) -> None:
         """Take what this rank published out of the store; stores that cannot delete keep it."""

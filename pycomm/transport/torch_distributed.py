@@ -1,4 +1,4 @@
-"""Collectives of the process group that the user already has: for ranks that are not all on one host.
+"""torch.distributed's collectives, by the backend that the user already has: for ranks that are not all on one host.
 
 Every operation is preceded by an all-gather of 48 bytes per rank in which the ranks say what they
 are about to do, so that ranks that disagree get an error instead of a hang.
@@ -21,6 +21,7 @@ from pycomm.errors import CommError
 from pycomm.kernels.arrays import DTYPES
 from pycomm.schedule.program import Program
 from pycomm.transport.messages import Message, run_program
+from pycomm.transport.own_group import destroy_group
 
 _KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier", "refused", "schedule", "all_to_all")
 # Newer releases have other names for them, and warn of the old ones.
@@ -42,18 +43,12 @@ _REDUCTIONS = {
 
 
 class TorchTransport:
-    """torch.distributed's own collectives on ``group`` (any backend that moves CPU tensors)."""
+    """torch.distributed's own collectives on ``group``, which nobody else uses, and which it destroys."""
 
     name = "torch"
     sums_half_exactly = False
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        backends = str(dist.get_backend_config(group))  # such as "cuda:nccl"
-        if "cpu:" not in backends:
-            raise ValueError(
-                f"process_group has no backend for CPU tensors, only {backends}: call "
-                'init_process_group("cpu:gloo,cuda:nccl"), since the ranks first agree over the CPU on what they do'
-            )
         self.trusts = False
         self._group = group
         self.rank = group.rank()
@@ -186,7 +181,7 @@ class TorchTransport:
         self._agree("refused", torch.empty(0), "sum", 0, timeout)
 
     def close(self) -> None:
-        pass  # the group is the user's
+        destroy_group(self._group)
 
     def _require(self, good: bool, problem: str, timeout: float, kind: type[Exception] = ValueError) -> None:
         if not good:

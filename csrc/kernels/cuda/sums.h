@@ -1,5 +1,5 @@
-// Sums over each array of a table, in double, without atomics: their order depends on nothing but the lengths of the
-// arrays and the number of threads.
+// Sums over each array of a table, in double or uint64_t, without atomics: their order depends on nothing but the
+// lengths of the arrays and the number of threads.
 //
 // A kernel over for_segments() stores the sums of every segment in a slot of its own, add_up() adds up those of each
 // array. What a tile and an array have in common is segment number tile + array: from one segment to the next at least
@@ -14,21 +14,22 @@
 namespace pycomm::cuda {
 
 // kWidth sums that belong together.
-template <int kWidth>
+template <int kWidth, class T = double>
 struct Sums {
-    double values[kWidth];
+    T values[kWidth];
 };
 
-template <int kWidth>
+template <int kWidth, class T = double>
 int64_t slot_bytes(const std::vector<Buffer>& arrays) {
     int64_t total = 0;
     for (const Buffer& array : arrays) total += array.count;
-    return static_cast<int64_t>(sizeof(Sums<kWidth>)) *
+    return static_cast<int64_t>(sizeof(Sums<kWidth, T>)) *
            (blocks_for(total, kTile) + static_cast<int64_t>(arrays.size()));
 }
 
 // All lanes get the same bits: a + b is b + a.
-PYCOMM_DEVICE double sum_warp(double value) {
+template <class T>
+PYCOMM_DEVICE T sum_warp(T value) {
     int lane = device::thread_index() % device::kWarpSize;
     for (int distance = 1; distance < device::kWarpSize; distance *= 2)
         value += device::shuffle(value, lane ^ distance);
@@ -36,12 +37,13 @@ PYCOMM_DEVICE double sum_warp(double value) {
 }
 
 // Every thread of the block must call it.
-template <int kWidth>
-PYCOMM_DEVICE Sums<kWidth> sum_block(const Sums<kWidth>& mine) {
-    PYCOMM_SHARED(Sums<kWidth>, of_warps, device::kMaxThreads / device::kWarpSize);
+template <int kWidth, class T>
+PYCOMM_DEVICE Sums<kWidth, T> sum_block(const Sums<kWidth, T>& mine) {
+    using Sums = Sums<kWidth, T>;  // a macro's argument has no comma
+    PYCOMM_SHARED(Sums, of_warps, device::kMaxThreads / device::kWarpSize);
     int lane = device::thread_index() % device::kWarpSize, warp = device::thread_index() / device::kWarpSize;
-    Sums<kWidth> sums = mine;
-    for (double& value : sums.values) value = sum_warp(value);
+    Sums sums = mine;
+    for (T& value : sums.values) value = sum_warp(value);
     if (lane == 0) of_warps[warp] = sums;
     device::block_barrier();
     sums = {};
@@ -53,29 +55,29 @@ PYCOMM_DEVICE Sums<kWidth> sum_block(const Sums<kWidth>& mine) {
 }
 
 // What the threads that share a segment of `entry` in this block's tile have summed up. All of them must call it.
-template <int kWidth>
-PYCOMM_DEVICE void store_sums(const Table& table, const Entry& entry, Share share, Sums<kWidth> mine,
-                              Sums<kWidth>* slots) {
-    Sums<kWidth>* slot = slots + device::block_index() + (&entry - table.entries);
+template <int kWidth, class T>
+PYCOMM_DEVICE void store_sums(const Table& table, const Entry& entry, Share share, Sums<kWidth, T> mine,
+                              Sums<kWidth, T>* slots) {
+    Sums<kWidth, T>* slot = slots + device::block_index() + (&entry - table.entries);
     if (share.stride == device::num_threads()) {
         mine = sum_block(mine);
     } else {
-        for (double& value : mine.values) value = sum_warp(value);
+        for (T& value : mine.values) value = sum_warp(value);
     }
     if (share.first == 0) *slot = mine;
 }
 
 // A block for each array: out[array * kWidth + k] are its sums.
-template <int kWidth>
-PYCOMM_KERNEL add_up_kernel(Table table, const Sums<kWidth>* slots, double* out) {
+template <int kWidth, class T>
+PYCOMM_KERNEL add_up_kernel(Table table, const Sums<kWidth, T>* slots, T* out) {
     int array = device::block_index();
     int64_t begin = table.entries[array].begin, end = table.entries[array + 1].begin;
-    Sums<kWidth> sums = {};
+    Sums<kWidth, T> sums = {};
     if (begin < end) {
         int64_t last = (end - 1) / kTile;
 #pragma unroll 4
         for (int64_t tile = begin / kTile + device::thread_index(); tile <= last; tile += device::num_threads()) {
-            Sums<kWidth> slot = slots[tile + array];
+            Sums<kWidth, T> slot = slots[tile + array];
             for (int k = 0; k < kWidth; ++k) sums.values[k] += slot.values[k];
         }
     }
@@ -84,9 +86,9 @@ PYCOMM_KERNEL add_up_kernel(Table table, const Sums<kWidth>* slots, double* out)
     for (int k = 0; k < kWidth; ++k) out[array * kWidth + k] = sums.values[k];
 }
 
-template <int kWidth>
-void add_up(const char* name, const Table& table, const Sums<kWidth>* slots, double* out, Stream stream) {
-    device::launch(name, add_up_kernel<kWidth>, table.count, stream, table, slots, out);
+template <int kWidth, class T>
+void add_up(const char* name, const Table& table, const Sums<kWidth, T>* slots, T* out, Stream stream) {
+    device::launch(name, add_up_kernel<kWidth, T>, table.count, stream, table, slots, out);
 }
 
 }  // namespace pycomm::cuda

@@ -82,6 +82,9 @@ struct Loops {
     // The largest |x[i]|, NaN if there is one.
     float (*absmax)(const void* x, DType dtype, int64_t count);
 
+    // kernels/hashes.h for a range of one array whose elements take `itemsize` bytes: element 0 is the first-th.
+    uint64_t (*hash)(const void* x, int64_t itemsize, int64_t count, int64_t first);
+
     // The sum of all x[i]^2: 32 sums that take turns, then pairwise.
     double (*squares)(const void* x, DType dtype, int64_t count);
 

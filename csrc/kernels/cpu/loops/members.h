@@ -11,6 +11,7 @@ bool convert(const void* src, DType src_dtype, void* dst, DType dst_dtype, int64
              Store mode);
 bool accumulate(const Terms& terms, Store store, Collector* collector);
 float absmax(const void* x, DType dtype, int64_t count);
+uint64_t hash(const void* x, int64_t itemsize, int64_t count, int64_t first);
 double squares(const void* x, DType dtype, int64_t count);
 void step(const StepTerms& terms);
 void reduce(void* const* outs, int num_outs, const void* const* inputs, int num_inputs, DType dtype, ReduceOp op,

@@ -1,0 +1,37 @@
+#include "kernels/hashes.h"
+
+#include "bindings/bindings.h"
+#include "bindings/kernel_arguments.h"
+
+namespace pycomm {
+namespace {
+
+void hashes_arrays(py::handle tensors, py::handle out, Scratch* scratch, int num_threads) {
+    std::vector<Array> sources = as_arrays(tensors, "tensors", Access::kRead);
+    Array target = as_exactly(out, "out", Access::kWrite, DType::kI64, static_cast<int64_t>(sources.size()),
+                              "one int64 for each of tensors");
+    std::vector<Buffer> buffers = buffers_of(sources);
+    Arguments arguments;
+    arguments.add(target, "out");
+    arguments.add(sources, "tensors");
+    auto answer = static_cast<uint64_t*>(target.buffer.data);
+    if constexpr (kHasCuda) {
+        if (on_gpu(arguments)) {
+            DeviceCall call(arguments);
+            cuda::Workspace& workspace = call.workspace(scratch, cuda::hashes_workspace_bytes(buffers));
+            without_gil([&] { cuda::hashes(buffers, answer, workspace, call.stream()); });
+            return call.finish();
+        }
+    }
+    py::gil_scoped_release release;
+    hashes(buffers, answer, num_threads);
+}
+
+}  // namespace
+
+void bind_hashes(py::module_& module) {
+    module.def("hashes", &hashes_arrays, py::arg("tensors"), py::arg("out"), py::arg("scratch"),
+               py::arg("num_threads"));
+}
+
+}  // namespace pycomm

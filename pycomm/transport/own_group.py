@@ -1,0 +1,92 @@
+"""A process group of a communicator's own, beside the one that the user has.
+
+Operations of one group must be called in one order on all ranks. A communicator works on a thread of
+its own, so on the user's group its operations would mix with the user's, and with those of other
+communicators: a hang or, over Gloo, the end of the process.
+
+``torch.distributed.new_group(..., use_local_synchronization=True)`` is the public way for a group whose
+members alone call. It names the group by how many groups the process has; so a group that follows
+another that was destroyed finds that one's addresses in the store, and members that differ in how many
+groups they have do not meet. Hence the function under it, with a name that is never used twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import distributed_c10d
+
+from pycomm.errors import CommError
+
+_make_group: Callable[..., tuple[dist.ProcessGroup, Store]] = distributed_c10d._new_process_group_helper
+
+
+def cpu_backend_of(group: dist.ProcessGroup) -> str:
+    """The name of the backend that moves ``group``'s CPU tensors.
+
+    Raises:
+        ValueError: it has none.
+    """
+    backends = str(dist.get_backend_config(group))  # such as "cpu:gloo,cuda:nccl"
+    names = dict(part.split(":", 1) for part in backends.split(",") if ":" in part)
+    if "cpu" not in names:
+        raise ValueError(
+            f"process_group has no backend for CPU tensors, only {backends}: call "
+            'init_process_group("cpu:gloo,cuda:nccl"), since the ranks first agree over the CPU on what they do'
+        )
+    return names["cpu"]
+
+
+def store_of(group: dist.ProcessGroup) -> Store:
+    """``group``'s part of the store that its ranks met in."""
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    return distributed_c10d._get_process_group_store(group)  # torch < 2.7 has no public way
+
+
+def own_group(group: dist.ProcessGroup, name: str, timeout: float) -> dist.ProcessGroup:
+    """A group of ``group``'s ranks, in their order, for CPU tensors and by the same backend. Collective among them.
+
+    Args:
+        name: unique among all groups that these ranks ever have.
+
+    Raises:
+        ValueError: the backend has no groups that only some of all ranks make.
+        CommError: a rank did not come in time, or could not be reached.
+    """
+    backend = cpu_backend_of(group)
+    ranks = dist.get_process_group_ranks(group)
+    if backend == dist.Backend.MPI and len(ranks) < dist.get_world_size():
+        raise ValueError(
+            "process_group is a sub-group over MPI, whose groups only all ranks together can make: pass a group of "
+            "all ranks, or one over Gloo"
+        )
+    try:
+        made, _ = _make_group(
+            group.size(),
+            group.rank(),
+            ranks,
+            dist.Backend(backend),
+            PrefixStore(name, store_of(group)),
+            group_name=name,
+            timeout=timedelta(seconds=timeout),
+        )
+    except RuntimeError as error:
+        raise CommError(
+            f"rank {group.rank()}: rendezvous: a process group of pycomm's own could not be made: {error}",
+            rank=group.rank(),
+            peer=None,
+            operation="rendezvous",
+            elapsed=timeout,
+        ) from error
+    distributed_c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
+    return made
+
+
+def destroy_group(group: dist.ProcessGroup) -> None:
+    """Give ``group`` back, unless all groups went with ``destroy_process_group()``."""
+    if dist.is_initialized() and group in distributed_c10d._world.pg_map:
+        dist.destroy_process_group(group)
