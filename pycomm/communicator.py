@@ -47,10 +47,10 @@ class Communicator:
 
     Arrays in CPU memory (tensors, numpy arrays, objects with ``__dlpack__``) go through shared
     memory between processes of one host, otherwise through torch.distributed's own collectives, on a
-    group of the communicator's own with the same ranks and backend. Arrays in CUDA memory (tensors, cupy arrays, objects with
-    ``__cuda_array_interface__``) go through NCCL. All ranks must call the same operations in the
-    same order, with the same dtypes and sizes, on arrays in the same kind of memory; what is
-    written must be contiguous, on a GPU also what is read.
+    group of the communicator's own with the same ranks and backend. Arrays in CUDA memory (tensors,
+    cupy arrays, objects with ``__cuda_array_interface__``) go through NCCL. All ranks must call the
+    same operations in the same order, with the same dtypes and sizes, on arrays in the same kind of
+    memory; what is written must be contiguous, on a GPU also what is read.
 
     On a GPU an operation is enqueued on a stream of the communicator's own and the call returns: it
     starts after what the array's stream has been given so far (torch's current one, or the one that
@@ -261,6 +261,11 @@ class Communicator:
         for queue in self._gpus.values():
             queue.check()
 
+    def refuse(self, reason: str) -> None:
+        """Stand in for an operation that the others call and this rank cannot; they get a ValueError."""
+        # After what was called before, which may still be under way.
+        self._enqueue(lambda: self._transport.refuse(reason, self._timeout), False)
+
     def barrier(self) -> None:
         """Wait for all ranks, on the host."""
         self._enqueue(lambda: self._transport.barrier(self._timeout), False)
@@ -375,8 +380,7 @@ class Communicator:
             self._refuse(error)
 
     def _refuse(self, error: Exception) -> NoReturn:
-        # After what was called before, which may still be under way.
-        self._enqueue(lambda: self._transport.refuse(str(error), self._timeout), False)
+        self.refuse(str(error))
         raise error
 
 

@@ -126,6 +126,9 @@ class AutoExchange:
     def finite(self) -> Flag:
         return self._now.finite()
 
+    def differing(self) -> torch.Tensor:
+        return self._now.differing()
+
     def finish(self, finite: Flag) -> None:
         self._now.finish(finite)
         if self._now is self._feedback and self.method in STATELESS:

@@ -16,11 +16,12 @@ import torch
 
 from pycomm.communicator import Communicator
 from pycomm.compression.bucket import Bucket
+from pycomm.compression.report import differing_places
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """The units of one reduction.
+    """The units of one reduction, and what its ranks must have in common.
 
     Attributes:
         size: how many ranks there are.
@@ -32,6 +33,8 @@ class Scaling:
         number: of the step: how many were finite, and so committed, before it. On a GPU a 0-d int64
             tensor there. What changes in the course of training, and random numbers, follow from it:
             a step that is not finite leaves no trace in them.
+        fingerprint: bits that are to be equal on all ranks: ``FINGERPRINT_BITS`` bools, where the bucket
+            lies. ``None``, on all ranks alike: nothing is compared.
     """
 
     size: int
@@ -40,6 +43,7 @@ class Scaling:
     loss_scale: float | torch.Tensor = 1.0
     average: bool = True
     number: int | torch.Tensor = 0
+    fingerprint: torch.Tensor | None = None
 
     @property
     def weight(self) -> float:
@@ -88,6 +92,9 @@ class Exchange(Protocol):
 
     def finite(self) -> Flag:
         """Whether all that this bucket brought, from every rank, is finite. Equal on all ranks."""
+
+    def differing(self) -> torch.Tensor:
+        """For each bit of the fingerprint, whether ranks differ in it: bool. Equal on all ranks."""
 
     def finish(self, finite: Flag) -> None:
         """Leave the gradients in the bucket's views and commit state, if ``finite``: every bucket is, everywhere."""
@@ -165,7 +172,7 @@ class DenseExchange:
 
     def exchange(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
         self._all_used_here = all(grad is not None for grad in grads)
-        self._bucket.gather(grads, scaling.local)
+        self._bucket.gather(grads, scaling.local, scaling.fingerprint)
         op = "mean" if scaling.average else "sum"
         self._communicator.all_reduce(self._bucket.memory, op, self._bucket.algorithm)
         self.bytes_sent += self._bucket.memory.nbytes
@@ -173,13 +180,16 @@ class DenseExchange:
     def finite(self) -> Flag:
         return as_flag(self._bucket.finite(), self._bucket)
 
+    def differing(self) -> torch.Tensor:
+        return differing_places(self._bucket.fingerprint_places)
+
     def finish(self, finite: Flag) -> None:
         pass
 
     def used(self) -> list[bool]:
         if self._all_used_here:
             return [True] * len(self._bucket.names)
-        return [flag != 0.0 for flag in self._bucket.flags[:-1].tolist()]
+        return [flag != 0.0 for flag in self._bucket.used_flags.tolist()]
 
     def blame(self) -> str | None:
         return None

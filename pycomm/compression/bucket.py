@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 
 from pycomm import kernels
 from pycomm.communicator import Communicator
+from pycomm.compression.held import is_held, storage_uses
+from pycomm.compression.report import FINGERPRINT_PLACES, put_fingerprint
 
 
 def on_gpu(tensor: torch.Tensor) -> bool:
@@ -19,9 +22,12 @@ class Bucket:
     """The averaged gradients of ``params``, one after the other in ``flat``; ``views[i]`` is the i-th.
 
     ``flat`` lies in memory that the transport reaches directly. Behind the gradients follow the flags,
-    so that they travel, and are added up, in the same message: one per parameter, whether it was used,
-    and one that is not 0 where a rank's gradients are too large for the sum to be sure to be finite.
-    ``algorithm`` is how dense sums over the ranks are made.
+    so that they travel, and are added up, in the same message: one per parameter, whether it was used;
+    one that is not 0 where a rank's gradients are too large for the sum to be sure to be finite; and the
+    places of a fingerprint (see report.py). ``algorithm`` is how dense sums over the ranks are made.
+
+    The views are handed out as ``.grad``, and what users do with their gradients must not reach the
+    next ones: :meth:`repair` and :meth:`leave_to_users`.
     """
 
     def __init__(
@@ -40,15 +46,25 @@ class Bucket:
         self.num_elements = sum(self.numels)
         self._params = list(params)
         self._scratch, self._stayed_scratch = kernels.Scratch(), kernels.Scratch()
-        self.num_flags = len(params) + 1
-        self._size = communicator.size
-        self.use(communicator.empty(self.num_elements + self.num_flags, self.dtype, self.device))
+        self.num_flags = len(params) + 1 + FINGERPRINT_PLACES
+        self._communicator = communicator
+        itemsize = self.dtype.itemsize
+        self._offsets = [itemsize * begin for begin in itertools.accumulate(self.numels, initial=0)][:-1]
+        self._handed_out_uses = 0  # of the storage, when the views were handed out
+        self.use(self._new_memory())
+
+    def _new_memory(self) -> torch.Tensor:
+        return self._communicator.empty(self.num_elements + self.num_flags, self.dtype, self.device)
 
     def use(self, memory: torch.Tensor) -> None:
         """Let the gradients live in ``memory`` from now on: ``num_elements`` + ``num_flags``."""
         self.memory = memory
         self.flat = memory[: self.num_elements]
         self.flags = memory[self.num_elements :]
+        num_params = len(self.numels)
+        self.used_flags, self.too_large_flag = self.flags[:num_params], self.flags[num_params]
+        self.fingerprint_places = self.flags[num_params + 1 :]
+        self._address = memory.data_ptr()
         self.views = [_view_like(part, p) for part, p in zip(self.parts(memory), self._params, strict=True)]
 
     def params(self) -> list[torch.Tensor]:
@@ -61,11 +77,49 @@ class Bucket:
 
     def holds(self, index: int, grad: torch.Tensor) -> bool:
         """Whether ``grad`` already lies where the bucket keeps the ``index``-th gradient."""
-        view = self.views[index]
-        return grad.data_ptr() == view.data_ptr() and grad.stride() == view.stride()
+        return self._is_in_place(index, grad) and grad.stride() == self.views[index].stride()
 
-    def gather(self, grads: Sequence[torch.Tensor | None], scale: float | torch.Tensor = 1.0) -> None:
-        """Bring ``grads`` times ``scale`` into ``flat``, zeros for ``None``, and say in the flags which there were."""
+    def _is_in_place(self, index: int, tensor: torch.Tensor) -> bool:
+        return tensor.data_ptr() == self._address + self._offsets[index] or tensor.numel() == 0
+
+    def repair(self) -> None:
+        """Replace the views whose memory somebody has exchanged, as ``p.grad.data = ...`` and ``module.to()`` do."""
+        for i, view in enumerate(self.views):
+            if not self._is_in_place(i, view):
+                self.views[i] = _view_like(self.parts(self.memory)[i], self._params[i])
+
+    def note_handed_out(self) -> None:
+        """The views are ``.grad`` now; whoever refers to the memory besides them comes later."""
+        self._handed_out_uses = storage_uses(self.memory)
+
+    def leave_to_users(self) -> None:
+        """Before gradients are written: what users kept of the last ones stays as it is.
+
+        A kept view that is ``.grad`` no more gets memory of its own. Where something derived from a view
+        is kept, the whole memory is left to it, and the bucket gets other memory. What still is ``.grad``
+        is written in place, as autograd would.
+        """
+        dropped = [i for i, param in enumerate(self._params) if param.grad is not self.views[i]]
+        if not dropped:
+            return
+        if self._handed_out_uses and storage_uses(self.memory) > self._handed_out_uses:
+            self.use(self._new_memory())
+            self._handed_out_uses = 0
+            return
+        for i in dropped:
+            if is_held(self.views, i):
+                kept = self.views[i]
+                kept.data = kept.clone(memory_format=torch.preserve_format)
+                del kept
+                self.views[i] = _view_like(self.parts(self.memory)[i], self._params[i])
+
+    def gather(
+        self,
+        grads: Sequence[torch.Tensor | None],
+        scale: float | torch.Tensor = 1.0,
+        fingerprint: torch.Tensor | None = None,
+    ) -> None:
+        """Bring ``grads`` times ``scale`` into ``flat``, zeros for ``None``, and set the flags."""
         start = end = 0
         run: list[torch.Tensor] = []
         fits: list[torch.Tensor] = []
@@ -95,25 +149,28 @@ class Bucket:
         pack_run()
         if stayed:
             fits.append(kernels.absmax(stayed, scratch=self._stayed_scratch) < limit)
-        self.set_flags(grads, fits)
+        self.set_flags(grads, fits, fingerprint)
 
     def limit(self, dtype: torch.dtype) -> float:
         """As many magnitudes below it as there are ranks have a sum that is finite in ``dtype``."""
-        return torch.finfo(dtype).max / self._size
+        return torch.finfo(dtype).max / self._communicator.size
 
     def finite(self) -> torch.Tensor:
         """Whether all gradients of all ranks, and so their sum, are finite: 0-d bool, once the flags have travelled."""
-        return self.flags[-1] == 0.0
+        return self.too_large_flag == 0.0
 
-    def set_flags(self, grads: Sequence[torch.Tensor | None], fits: Sequence[torch.Tensor]) -> None:
-        """``fits``: 0-d bools, whether gradients are below the limit."""
-        self.flags.fill_(1.0)
-        self.flags[-1].zero_()
-        for flag in fits:
-            self.flags[-1] += ~flag
+    def set_flags(
+        self, grads: Sequence[torch.Tensor | None], fits: Sequence[torch.Tensor], fingerprint: torch.Tensor | None
+    ) -> None:
+        """``fits``: 0-d bools, whether gradients are below the limit. ``fingerprint``: see report.py."""
+        self.used_flags.fill_(1.0)
         for i, grad in enumerate(grads):
             if grad is None:
                 self.flags[i].zero_()  # assigning a number would copy it from the host, and wait
+        self.too_large_flag.zero_()
+        for flag in fits:
+            self.too_large_flag += ~flag
+        put_fingerprint(self.fingerprint_places, fingerprint)
 
 
 def _view_like(part: torch.Tensor, param: torch.Tensor) -> torch.Tensor:

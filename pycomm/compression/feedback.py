@@ -133,13 +133,13 @@ class FeedbackExchange:
         self._correction = Correction() if correction is None else correction
         # State of half-precision gradients is float32, and so are the sums: they need memory of their own.
         dtype = wide_dtype(bucket)
-        self._shares_memory = dtype == bucket.dtype
+        shares_memory = dtype == bucket.dtype
 
         def memory() -> torch.Tensor:
             return communicator.empty(bucket.memory.numel(), dtype, bucket.device)
 
         self._residual = memory().zero_() if feedback else None
-        self._sums = bucket.memory if self._shares_memory else memory()
+        self._own_sums = None if shares_memory else memory()
         self._velocity = memory().zero_() if self._correction.momentum else None
         self._new_velocity = memory() if self._correction.momentum else None
         self._scaling = Scaling(communicator.size)
@@ -149,6 +149,10 @@ class FeedbackExchange:
         self._accumulate_scratch, self._finish_scratch = kernels.Scratch(), kernels.Scratch()
 
     transactional = True
+
+    @property
+    def _sums(self) -> torch.Tensor:
+        return self._bucket.memory if self._own_sums is None else self._own_sums
 
     @property
     def bytes_sent(self) -> int:
@@ -173,7 +177,7 @@ class FeedbackExchange:
             **self._corrections(raws, scaling, velocity),
             scratch=self._accumulate_scratch,
         )
-        self._report = self.wire.send(Sums(flat, velocity), codes_of(grads, finite))
+        self._report = self.wire.send(Sums(flat, velocity), codes_of(grads, finite, scaling.fingerprint))
 
     def _corrections(self, raws: list[torch.Tensor], scaling: Scaling, velocity: torch.Tensor | None) -> dict[str, Any]:
         how, bucket = self._correction, self._bucket
@@ -197,6 +201,10 @@ class FeedbackExchange:
         # Finite terms can still overflow in the sum, or once the loss scale is back: no rank may commit then.
         fits = self.wire.largest() * self._scaling.from_state() <= torch.finfo(self._bucket.dtype).max
         return as_flag(self._report.finite() & fits, self._bucket)
+
+    def differing(self) -> torch.Tensor:
+        assert self._report is not None
+        return self._report.differing()
 
     def used(self) -> list[bool]:
         if self._all_used_here:
@@ -233,14 +241,22 @@ class FeedbackExchange:
             self._velocity, self._new_velocity = self._new_velocity, self._velocity
             self._go_back(self._velocity, self._new_velocity, finite)
         if self._residual is not None:
-            self._sums, self._residual = self._residual, self._sums
+            self._swap_residual()
             self._go_back(self._residual, self._sums, finite)
         self.wire.commit(finite)
         self.wire.write(self._flat(self._sums), factor)
-        if self._shares_memory:
-            self._bucket.use(self._sums)
+        if self._own_sums is not None:
+            kernels.unpack(self._flat(self._own_sums), [self._bucket.flat])
+
+    def _swap_residual(self) -> None:
+        """What is left of the sums is the next residual; the old one's memory takes the averages."""
+        old, sums = self._residual, self._sums
+        assert old is not None
+        if self._own_sums is None:
+            self._bucket.use(old)
         else:
-            kernels.unpack(self._flat(self._sums), [self._bucket.flat])
+            self._own_sums = old
+        self._residual = sums
 
     def _go_back(self, new: torch.Tensor, old: torch.Tensor, finite: Flag) -> None:
         if isinstance(finite, torch.Tensor):

@@ -9,23 +9,23 @@ import torch
 
 from pycomm.communicator import Communicator
 from pycomm.compression.bucket import Bucket
-from pycomm.compression.report import GatheredReport
+from pycomm.compression.report import GatheredReport, num_codes
 
 _ALIGNMENT = 8  # of every array in a message: whatever dtype it has
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A byte per parameter (or none), then ``arrays``: dtype and number of elements of each."""
+    """A byte per code (or none), then ``arrays``: dtype and number of elements of each."""
 
-    num_params: int
+    num_codes: int
     arrays: tuple[tuple[torch.dtype, int], ...]
 
     def num_bytes(self) -> int:
         return self._begins()[-1]
 
     def _begins(self) -> list[int]:
-        begins = [_aligned(self.num_params)]
+        begins = [_aligned(self.num_codes)]
         for dtype, count in self.arrays:
             begins.append(_aligned(begins[-1] + dtype.itemsize * count))
         return begins
@@ -44,7 +44,7 @@ class Messages:
 
     def __init__(self, bucket: Bucket, communicator: Communicator, arrays: Sequence[tuple[torch.dtype, int]]) -> None:
         self._communicator = communicator
-        self._num_params = len(bucket.names)
+        self._num_codes = num_codes(len(bucket.names))
         self._device = bucket.device
         self._room = self._no_bytes()
         self._room_for_all = self._no_bytes()
@@ -52,7 +52,7 @@ class Messages:
 
     def arrange(self, arrays: Sequence[tuple[torch.dtype, int]]) -> None:
         """Messages of these arrays from now on, in the same memory while it suffices."""
-        layout = Layout(self._num_params, tuple(arrays))
+        layout = Layout(self._num_codes, tuple(arrays))
         num_bytes, size = layout.num_bytes(), self._communicator.size
         if num_bytes > len(self._room):
             # Zeros: the gaps between arrays travel too.
@@ -60,7 +60,7 @@ class Messages:
             self._room_for_all = torch.empty(size * num_bytes, dtype=torch.uint8, device=self._device)
         self._message, self._everyone = self._room[:num_bytes], self._room_for_all[: size * num_bytes]
         messages = list(torch.split(self._everyone, num_bytes))
-        self._rows = [message[: self._num_params] for message in messages]
+        self._rows = [message[: self._num_codes] for message in messages]
         self.mine = layout.arrays_in(self._message)
         self.everyones = [layout.arrays_in(message) for message in messages]
 
@@ -69,7 +69,7 @@ class Messages:
 
     def gather(self, codes: torch.Tensor) -> GatheredReport:
         """Send ``mine``, with ``codes``, to all; afterwards ``everyones`` holds what came."""
-        self._message[: self._num_params] = codes
+        self._message[: self._num_codes] = codes
         self._communicator.all_gather(self._everyone, self._message)
         return GatheredReport(torch.stack(self._rows))
 

@@ -54,7 +54,7 @@ class HalfExchange(DenseExchange):
         whole = self._wire[: bucket.num_elements]
         limit = bucket.limit(self._wire.dtype)
         fits = kernels.pack(parts, whole, scale * scaling.local, limit=limit, scratch=self._scratch)
-        bucket.set_flags(grads, [fits])
+        bucket.set_flags(grads, [fits], scaling.fingerprint)
         self._wire[bucket.num_elements :] = bucket.flags
         self._communicator.all_reduce(self._wire, "sum", bucket.algorithm)
         self.bytes_sent += self._wire.nbytes

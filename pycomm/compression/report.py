@@ -3,6 +3,10 @@
 For every parameter: was it used here, and was it finite? A message that is gathered carries a byte
 for each parameter. One that is summed carries how many ranks used each parameter, and a place for
 each rank with the number of its first parameter that was not finite.
+
+Behind that travels a fingerprint: bits that must be equal on all ranks. Gathered, they are a byte
+each. In a sum, of any floating dtype, every bit has two places, of which each rank adds 1 to one:
+where both come out other than 0, ranks differ.
 """
 
 from __future__ import annotations
@@ -13,6 +17,10 @@ from typing import Protocol
 import torch
 
 UNUSED, USED, NOT_FINITE = 0, 1, 2
+
+FINGERPRINT_BITS = 32
+FINGERPRINT_PLACES = 2 * FINGERPRINT_BITS
+"""Of a fingerprint in a sum."""
 
 
 class Report(Protocol):
@@ -27,13 +35,43 @@ class Report(Protocol):
     def guilty(self) -> torch.Tensor:
         """For each rank, one more than the number of its first parameter that was not finite, or 0: int64."""
 
+    def differing(self) -> torch.Tensor:
+        """For each bit of the fingerprint, whether ranks differ in it: bool."""
 
-def codes_of(grads: Sequence[torch.Tensor | None], finite: torch.Tensor) -> torch.Tensor:
-    """One uint8 per parameter, by whether there is a gradient and whether what it led to is ``finite``."""
-    codes = torch.where(finite, USED, NOT_FINITE).to(torch.uint8)
+
+def put_fingerprint(places: torch.Tensor, fingerprint: torch.Tensor | None) -> None:
+    """Write this rank's part of a sum; ``None`` agrees with everything."""
+    if fingerprint is None:
+        places.zero_()
+    else:
+        places[:FINGERPRINT_BITS].copy_(fingerprint)
+        places[FINGERPRINT_BITS:].copy_(~fingerprint)
+
+
+def differing_places(places: torch.Tensor) -> torch.Tensor:
+    """For each bit, whether ranks differ in it, by the sum, or mean, over all ranks: bool."""
+    there = places != 0
+    return there[:FINGERPRINT_BITS] & there[FINGERPRINT_BITS:]
+
+
+def num_codes(num_params: int) -> int:
+    return num_params + FINGERPRINT_BITS
+
+
+def codes_of(
+    grads: Sequence[torch.Tensor | None], finite: torch.Tensor, fingerprint: torch.Tensor | None
+) -> torch.Tensor:
+    """One uint8 per parameter, by whether there is a gradient and whether what it led to is ``finite``; then the bits.
+
+    Without ``fingerprint`` they are 0, as they must be on all ranks then.
+    """
+    codes = torch.zeros(num_codes(len(grads)), dtype=torch.uint8, device=finite.device)
+    codes[: len(grads)] = torch.where(finite, USED, NOT_FINITE)
     for i, grad in enumerate(grads):
         if grad is None:
             codes[i].fill_(UNUSED)  # assigning a number would copy it from the host, and wait
+    if fingerprint is not None:
+        codes[len(grads) :] = fingerprint
     return codes
 
 
@@ -46,7 +84,7 @@ class GatheredReport:
     """``codes``: uint8, a row for each rank."""
 
     def __init__(self, codes: torch.Tensor) -> None:
-        self._codes = codes
+        self._codes, self._bits = codes[:, :-FINGERPRINT_BITS], codes[:, -FINGERPRINT_BITS:]
 
     def used(self) -> torch.Tensor:
         return (self._codes != UNUSED).any(dim=0)
@@ -57,22 +95,28 @@ class GatheredReport:
     def guilty(self) -> torch.Tensor:
         return _first_not_finite(self._codes)
 
+    def differing(self) -> torch.Tensor:
+        return (self._bits != self._bits[0]).any(dim=0)
+
 
 class SummedReport:
-    """``places``: floating, one for each parameter and then one for each rank; part of what is summed."""
+    """``places``: floating, :meth:`num_places` of them, part of what is summed."""
 
     def __init__(self, places: torch.Tensor, num_params: int) -> None:
-        self._used, self._guilty = places[:num_params], places[num_params:]
+        self._used, rest = places[:num_params], places[num_params:]
+        self._guilty, self._bits = rest[:-FINGERPRINT_PLACES], rest[-FINGERPRINT_PLACES:]
 
     @staticmethod
     def num_places(num_params: int, size: int) -> int:
-        return num_params + size
+        return num_params + size + FINGERPRINT_PLACES
 
     def fill(self, codes: torch.Tensor, rank: int) -> None:
         """This rank's part, before the sum."""
-        self._used.copy_(codes != UNUSED)
+        of_params, bits = codes[:-FINGERPRINT_BITS], codes[-FINGERPRINT_BITS:]
+        self._used.copy_(of_params != UNUSED)
         self._guilty.zero_()
-        self._guilty[rank].copy_(_first_not_finite(codes))
+        self._guilty[rank].copy_(_first_not_finite(of_params))
+        put_fingerprint(self._bits, bits != 0)
 
     def used(self) -> torch.Tensor:
         return self._used != 0
@@ -82,3 +126,6 @@ class SummedReport:
 
     def guilty(self) -> torch.Tensor:
         return self._guilty.long()
+
+    def differing(self) -> torch.Tensor:
+        return differing_places(self._bits)

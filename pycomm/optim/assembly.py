@@ -12,6 +12,7 @@ from pycomm.communicator import Communicator
 from pycomm.compression import Compression, NoCompression
 from pycomm.compression.base import Exchange
 from pycomm.compression.bucket import Bucket
+from pycomm.optim.hooks import GradientHook
 from pycomm.transport.gpu import GpuWork
 from pycomm.worker import Work
 
@@ -30,13 +31,16 @@ class Slot:
     fired: int = 0
     version: int = -1
     """Of the averaged gradient, when it was handed out."""
+    hook: GradientHook | None = None
 
     def untouched(self) -> bool:
         """Whether ``.grad`` is what was handed out last."""
         grad = self.param.grad
         if grad is None or self.lane is None:
             return grad is None
-        return grad is self.lane.bucket.views[self.index] and grad._version == self.version
+        bucket = self.lane.bucket
+        same = grad is bucket.views[self.index] and grad._version == self.version
+        return same and bucket.holds(self.index, grad)  # .grad.data may be something else by now
 
 
 @dataclass(eq=False)

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm.communicator import DEFAULT_TIMEOUT, Communicator, seconds_of
 from pycomm.compression import Auto, Compression, NoCompression
+from pycomm.errors import CommError
 from pycomm.optim.broadcast import broadcast_state, broadcast_tensors, check_same_lines, looks
+from pycomm.optim.buffers import BUFFERS
 from pycomm.optim.fused import fused_step_of
 from pycomm.optim.gradients import require_max_norm
 from pycomm.optim.master import MasterWeights, warn_of_lost_updates
-from pycomm.optim.parameters import check_parameters, names_of
+from pycomm.optim.parameters import check_parameters, names_of, unwrapped
 from pycomm.optim.reducer import Reducer
 from pycomm.optim.registry import refuse_second_attach, register
 from pycomm.optim.settings import Settings
+from pycomm.optim.wrappers import refuse_wrapped
+
+_T = TypeVar("_T")
 
 
 def attach(
@@ -26,13 +32,16 @@ def attach(
     model_or_named_parameters: torch.nn.Module | Iterable[tuple[str, torch.Tensor]],
     *,
     compression: Compression | str | None = None,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | DeviceMesh | None = None,
     bucket_mb: float = 25,
     accumulate: int = 1,
     average: bool = True,
     loss_scaler: Any = None,
     clip_local_norm: float | None = None,
     algorithm: str = "auto",
+    all_parameters: bool = False,
+    check_replicas: int = 1000,
+    buffers: str = "local",
     timeout: timedelta | float = DEFAULT_TIMEOUT,
 ) -> Reducer:
     """Average the gradients of ``optimizer``'s parameters over the ranks, from now on.
@@ -43,14 +52,16 @@ def attach(
     rank 0 are copied to all ranks first.
 
     Args:
-        optimizer: any torch optimizer, not wrapped.
-        model_or_named_parameters: the module (not wrapped in DistributedDataParallel), or its
-            ``named_parameters()``. Names every parameter of the optimizer; state is kept by name.
+        optimizer: any torch optimizer; a trainer's proxy (Accelerate's, Lightning's, Fabric's) stands for
+            the one inside.
+        model_or_named_parameters: the module, or its ``named_parameters()``. Names every parameter of the
+            optimizer; state is kept by name. What averages or shards parameters itself is refused, also
+            when it comes later: DistributedDataParallel, FSDP, DeepSpeed, inside or around the module.
         compression: ``NoCompression()`` (the default); ``FP16()``, ``BF16()``; ``DGC(ratio)`` for SGD,
             ``TopK(ratio)`` for any optimizer, ``RandomK(ratio)``; ``PowerSGD(rank)``; ``Int8()``,
             ``OneBit()``, ``QSGD(levels)``, ``TernGrad()``. "auto" is ``Auto()``: per bucket whichever
             is fastest on this link, of dense, FP16, PowerSGD and top-k.
-        process_group: the default group if ``None``.
+        process_group: a group, or a ``DeviceMesh`` of one dimension; the default group if ``None``.
         bucket_mb: gradients travel in buckets of about this many MiB.
         accumulate: backward passes per optimizer step; gradients travel in the last one. As without
             pycomm, divide the loss yourself. A ragged last window needs ``Reducer.flush()``.
@@ -61,21 +72,43 @@ def attach(
             norm before it is averaged. The whole gradient must be known first, so nothing travels while
             backward runs. To clip the average, see ``Reducer.clip_grad_norm``.
         algorithm: how dense buckets are summed, by name: see ``Communicator.all_reduce``.
+        all_parameters: average the gradients of all parameters that have a name, those of the optimizer
+            or not. Without it a parameter of the module that gets a gradient and that no attach covers is
+            warned of, once.
+        check_replicas: after the first step, and every so many reductions, all ranks' parameters are
+            compared (by hashes: one read of them), and a difference is an error; 0: never. Buffers that
+            differ are noted in the log.
+        buffers: what becomes of the module's buffers, BatchNorm's statistics say, with each reduction:
+            "local": each rank keeps its own; "broadcast": all get rank 0's; "average": floating ones are
+            averaged, the others are rank 0's.
         timeout: for every wait for a peer; seconds or ``timedelta``.
 
     Returns:
-        The :class:`Reducer`. It lives as long as the parameters do, kept or not.
+        The :class:`Reducer`. It lives as long as the optimizer or the module do, kept or not.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
         TypeError, ValueError: an argument is wrong, or ranks differ in names, shapes, dtypes, order
-            or settings (on every rank, naming the first difference).
+            or settings (on every rank, naming the first difference). Nothing is left behind then.
     """
-    asked = _ask(
-        lambda: _settings(compression, bucket_mb, accumulate, average, loss_scaler, clip_local_norm, algorithm),
-        optimizer,
-        model_or_named_parameters,
-    )
+    if isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = unwrapped(optimizer)
+
+    def settings() -> Settings:
+        return Settings(
+            compression=NoCompression() if compression is None else _method(compression),
+            bucket_bytes=int(_positive("bucket_mb", bucket_mb) * 2**20),
+            accumulate=_count("accumulate", accumulate, 1),
+            average=average,
+            loss_scaler=_scaler(loss_scaler),
+            clip_local_norm=None if clip_local_norm is None else require_max_norm("clip_local_norm", clip_local_norm),
+            algorithm=_name("algorithm", algorithm),
+            all_parameters=all_parameters,
+            check_replicas=_count("check_replicas", check_replicas, 0),
+            buffers=_buffers(buffers, model_or_named_parameters),
+        )
+
+    asked = _ask(settings, optimizer, model_or_named_parameters)
     communicator = Communicator(process_group, seconds_of(timeout))
     try:
         return _join(communicator, asked, optimizer, model_or_named_parameters)
@@ -94,7 +127,7 @@ def _ask(settings_of: Callable[[], Settings], optimizer: Any, model_or_named_par
     """
     try:
         settings = settings_of()
-        names = _names(optimizer, model_or_named_parameters)
+        names = _names(optimizer, model_or_named_parameters, settings.all_parameters)
         settings.compression.check(optimizer)
     except (TypeError, ValueError) as error:
         return error
@@ -105,40 +138,30 @@ def _join(
     communicator: Communicator, asked: _Asked, optimizer: torch.optim.Optimizer, model_or_named_parameters: Any
 ) -> Reducer:
     """What all ranks do together."""
-    settings, names = _share_problem(communicator, asked)
+    settings, names = _shared(communicator, asked)
     warn_of_lost_updates(optimizer, names)
     module = model_or_named_parameters if isinstance(model_or_named_parameters, torch.nn.Module) else None
     _make_equal(communicator, optimizer, names, module, settings)
-    reducer = Reducer(optimizer, names, module, communicator, settings)
-    register(reducer)
-    return reducer
+    try:
+        made: Reducer | Exception = Reducer(optimizer, names, module, communicator, settings)
+    except Exception as error:
+        made = error
+    try:
+        reducer = _shared(communicator, made)
+        register(reducer)
+        return reducer
+    except BaseException:
+        if isinstance(made, Reducer):
+            made.detach()
+        raise
 
 
-def _settings(
-    compression: Any,
-    bucket_mb: float,
-    accumulate: int,
-    average: bool,
-    loss_scaler: Any,
-    clip_local_norm: float | None,
-    algorithm: str,
-) -> Settings:
-    return Settings(
-        compression=NoCompression() if compression is None else _method(compression),
-        bucket_bytes=int(_positive("bucket_mb", bucket_mb) * 2**20),
-        accumulate=_count("accumulate", accumulate),
-        average=average,
-        loss_scaler=_scaler(loss_scaler),
-        clip_local_norm=None if clip_local_norm is None else require_max_norm("clip_local_norm", clip_local_norm),
-        algorithm=_name("algorithm", algorithm),
-    )
-
-
-def _names(optimizer: Any, model_or_named_parameters: Any) -> dict[str, torch.Tensor]:
+def _names(optimizer: Any, model_or_named_parameters: Any, all_parameters: bool) -> dict[str, torch.Tensor]:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}, wanted a torch.optim.Optimizer")
-    names = names_of(optimizer, model_or_named_parameters)
+    names = names_of(optimizer, model_or_named_parameters, all_parameters)
     check_parameters(names)
+    refuse_wrapped(names, model_or_named_parameters)
     refuse_second_attach(names)
     return names
 
@@ -152,7 +175,9 @@ def _make_equal(
 ) -> None:
     """Refuse ranks that differ in what must be given alike; then give all of them what rank 0 has."""
     check_same_lines(communicator, settings.lines(), "setting")
-    communicator.all_reduce(torch.zeros(1), algorithm=settings.algorithm)  # a name that is none is an error here
+    communicator.all_reduce(
+        torch.zeros(1, dtype=torch.float32), algorithm=settings.algorithm
+    )  # a name that is none is an error here
     lines = [f"{name}: {looks(p)}{'' if p.requires_grad else ' frozen'}" for name, p in names.items()]
     check_same_lines(communicator, lines, "parameter")
     tensors = list(names.values()) if module is None else [*module.parameters(), *module.buffers()]
@@ -165,16 +190,18 @@ def _make_equal(
     broadcast_state(communicator, optimizer, src=0)
 
 
-def _share_problem(communicator: Communicator, asked: _Asked) -> tuple[Settings, dict[str, torch.Tensor]]:
-    """Raise the problem here if there is one, and on the ranks that have none an error that quotes it."""
-    problem = asked if isinstance(asked, Exception) else None
-    problems = [text.decode() for text in communicator.all_gather_bytes(str(problem or "").encode())]
-    if isinstance(asked, Exception):
-        raise asked
+def _shared(communicator: Communicator, outcome: _T | Exception) -> _T:
+    """The outcome of this rank, if no rank has an error instead: raised here, and quoted on the others."""
+    if isinstance(outcome, CommError):
+        raise outcome  # they cannot be told
+    problem = str(outcome) or type(outcome).__name__ if isinstance(outcome, Exception) else ""
+    problems = [text.decode() for text in communicator.all_gather_bytes(problem.encode())]
+    if isinstance(outcome, Exception):
+        raise outcome
     for rank, text in enumerate(problems):
         if text:
             raise ValueError(f"rank {rank} could not attach: {text}")
-    return asked
+    return outcome
 
 
 def _method(compression: Any) -> Compression:
@@ -203,9 +230,17 @@ def _positive(name: str, value: float) -> float:
     return value
 
 
-def _count(name: str, value: int) -> int:
+def _count(name: str, value: int, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} is {value!r}, wanted an int")
-    if value < 1:
-        raise ValueError(f"{name} is {value}, wanted at least 1")
+    if value < least:
+        raise ValueError(f"{name} is {value}, wanted at least {least}")
     return value
+
+
+def _buffers(how: Any, model: Any) -> str:
+    if how not in BUFFERS:
+        raise ValueError(f"buffers is {how!r}, wanted one of {', '.join(BUFFERS)}")
+    if how != "local" and not isinstance(model, torch.nn.Module):
+        raise ValueError(f"buffers={how!r} wants the module itself, not its named_parameters()")
+    return str(how)

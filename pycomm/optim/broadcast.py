@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm.communicator import Communicator
+from pycomm.optim.plain_state import Node, decode, encode
 
 _CHUNK_BYTES = 32 << 20
 
@@ -44,8 +45,11 @@ def broadcast_optimizer_state(
     No step is taken, and tensors keep their dtypes (``load_state_dict`` would cast fp32 state of an
     fp16 parameter to fp16). State that only other ranks have is dropped.
 
+    Nothing is unpickled: functions and other objects that are no numbers, texts or tensors stay as each
+    rank has them.
+
     Raises:
-        ValueError: the parameter groups differ in number or size.
+        ValueError: the parameter groups differ in number or size, or a rank lacks such an object.
     """
     with Communicator(process_group) as communicator:
         broadcast_state(communicator, optimizer, src)
@@ -118,58 +122,49 @@ def _broadcast_chunk(communicator: Communicator, tensors: list[torch.Tensor], sr
 
 
 def broadcast_state(communicator: Communicator, optimizer: torch.optim.Optimizer, src: int) -> None:
+    """See :func:`broadcast_optimizer_state`.
+
+    What is neither number, text, tensor nor a container of them stays as it is on each rank, which must
+    have it: a function among the hyperparameters, say.
+    """
     sizes = [f"{len(group['params'])} parameters" for group in optimizer.param_groups]
     check_same_lines(communicator, sizes, "optimizer parameter group")
     params = [p for group in optimizer.param_groups for p in group["params"]]
     mine = b""
-    if communicator.rank == src:
-        # Tensors travel apart; here stands only what they look like.
-        state = [_skeleton(optimizer.state.get(p, {})) for p in params]
-        groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-        buffer = io.BytesIO()
-        torch.save({"state": state, "groups": groups}, buffer)
-        mine = buffer.getvalue()
-    theirs = torch.load(io.BytesIO(communicator.all_gather_bytes(mine)[src]), map_location="cpu", weights_only=False)
     tensors: list[torch.Tensor] = []
-    for p, skeleton in zip(params, theirs["state"], strict=True):
-        if communicator.rank == src:
-            entry = optimizer.state.get(p, {})
-        else:
-            entry = _flesh_out(skeleton, optimizer.state.get(p, {}), p.device)
-            if entry:
-                optimizer.state[p] = entry
-            else:
-                optimizer.state.pop(p, None)
-        tensors += [entry[key] for key, value in skeleton.items() if isinstance(value, _Shape)]
-    broadcast_tensors(communicator, tensors, src)
+    if communicator.rank == src:
+        entries = [dict(optimizer.state.get(p, {})) for p in params]
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        mine = json.dumps([encode(entry, tensors) for entry in [*entries, *groups]]).encode()
+    nodes = json.loads(communicator.all_gather_bytes(mine)[src])
+    problem = ""
     if communicator.rank != src:
-        for group, hyperparameters in zip(optimizer.param_groups, theirs["groups"], strict=True):
-            group.update({key: _like(value, group.get(key)) for key, value in hyperparameters.items()})
+        try:
+            tensors = _take_state(optimizer, params, nodes)
+        except ValueError as error:
+            problem = str(error)
+    for rank, text in enumerate(communicator.all_gather_bytes(problem.encode())):
+        if text:
+            raise ValueError(f"the optimizer state of rank {src} does not fit rank {rank}: {text.decode()}")
+    broadcast_tensors(communicator, tensors, src)
 
 
-def _like(value: Any, old: Any) -> Any:
-    """A tensor among the hyperparameters (the learning rate of a capturable optimizer) stays where it was."""
-    both = isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor)
-    return value.to(old.device) if both else value
-
-
-class _Shape:
-    """Stands for a tensor in a skeleton."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape, self.dtype, self.on_cpu = tensor.shape, tensor.dtype, tensor.is_cpu
-
-    def empty(self, old: Any, device: torch.device) -> torch.Tensor:
-        """``old`` if it fits; else a new one, on the CPU if the other rank's is (Adam's "step"), or on ``device``."""
-        wanted = torch.device("cpu") if self.on_cpu else device
-        if isinstance(old, torch.Tensor) and (old.shape, old.dtype, old.device) == (self.shape, self.dtype, wanted):
-            return old
-        return torch.empty(self.shape, dtype=self.dtype, device=wanted)
-
-
-def _skeleton(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _Shape(v) if isinstance(v, torch.Tensor) else v for key, v in entry.items()}
-
-
-def _flesh_out(skeleton: Mapping[str, Any], old: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    return {key: v.empty(old.get(key), device) if isinstance(v, _Shape) else v for key, v in skeleton.items()}
+def _take_state(optimizer: torch.optim.Optimizer, params: list[torch.Tensor], nodes: list[Node]) -> list[torch.Tensor]:
+    """Make the state look like ``nodes``; returns the tensors that are still to be filled in."""
+    tensors: list[torch.Tensor] = []
+    of_params, of_groups = nodes[: len(params)], nodes[len(params) :]
+    entries = [
+        decode(node, optimizer.state.get(p, {}), p.device, tensors) for p, node in zip(params, of_params, strict=True)
+    ]
+    groups = [
+        decode(node, group, torch.device("cpu"), tensors)
+        for group, node in zip(optimizer.param_groups, of_groups, strict=True)
+    ]
+    for p, entry in zip(params, entries, strict=True):  # nothing has been changed where something did not fit
+        if entry:
+            optimizer.state[p] = entry
+        else:
+            optimizer.state.pop(p, None)
+    for group, hyperparameters in zip(optimizer.param_groups, groups, strict=True):
+        group.update(hyperparameters)
+    return tensors

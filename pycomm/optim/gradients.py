@@ -38,6 +38,11 @@ def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
+def narrowed(factor: torch.Tensor, slots: Iterable[Slot]) -> torch.Tensor:
+    """``factor`` in float32, unless there are float64 gradients to be multiplied with it."""
+    return factor if any(slot.param.dtype == torch.float64 for slot in slots) else factor.float()
+
+
 def first_not_finite(grads: Mapping[str, torch.Tensor]) -> str | None:
     """The name of the first gradient that is not finite. Waits for a GPU."""
     if not grads:

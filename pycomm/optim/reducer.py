@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -33,6 +35,23 @@ class Reducer(Reduction):
             return
         self._flush()
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Backward passes inside are this rank's alone: nothing is sent, and nothing waits for other ranks.
+
+        For passes that are no training step of this optimizer: a saliency map, a penalty, the generator's
+        pass through its discriminator (``with discriminator_reducer.paused(): generator_loss.backward()``).
+        What they leave in ``.grad`` is never averaged and enters no residual. If it is still there at the
+        next pass outside, or at ``optimizer.step()``, that is an error: ``zero_grad()`` first. Not
+        collective: some ranks may pause, or all.
+
+        Raises:
+            RuntimeError: an accumulation window is open.
+        """
+        self._require_attached()
+        with self._pausing():
+            yield
+
     def set_weight(self, num_samples: float) -> None:
         """Say, before ``backward()``, that the loss is the mean over ``num_samples`` samples, or tokens.
 
@@ -53,7 +72,7 @@ class Reducer(Reduction):
         """
         self._require_attached()
         self._forget_abandoned_pass()
-        factor = self._weights.set(num_samples, self._num_passes)
+        factor = self._units.weights.set(num_samples, self._num_passes)
         if self._idle:
             self._install()
         if factor != 1.0:
@@ -95,9 +114,9 @@ class Reducer(Reduction):
         norm = self._squared_norm(unscaled).sqrt() / (1.0 if unscaled else scaler.get_scale())
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RuntimeError(f"the norm of the gradients is {norm.item()}: see {self.name_of_not_finite()}")
-        factor = gradients.clip_factor(norm, max_norm).float()
+        factor = gradients.narrowed(gradients.clip_factor(norm, max_norm), self._roster.slots())
         if fused is not None:
-            fused.pending = fused.pending * (factor if self._on_gpu else float(factor))
+            fused.pending = fused.pending * (factor.float() if self._on_gpu else float(factor))
         elif self._on_gpu or float(factor) != 1.0:
             torch._foreach_mul_(list(self._roster.gradients().values()), factor)
         return norm
@@ -193,8 +212,7 @@ class Reducer(Reduction):
             return
         self._last_stats = self.stats()
         self._detached = True
-        for handle in self._handles:
-            handle.remove()
+        self._uninstall()
         for slot in self._roster.slots():
             if slot.lane is not None and slot.param.grad is slot.lane.bucket.views[slot.index]:
                 slot.param.grad = slot.param.grad.clone(memory_format=torch.preserve_format)

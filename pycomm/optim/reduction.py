@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from pycomm.communicator import Communicator
-from pycomm.compression.base import Flag, Scaling
+from pycomm.compression.base import Flag
 from pycomm.compression.bucket import on_gpu
 from pycomm.optim import gradients
 from pycomm.optim.assembly import Lane, Slot
 from pycomm.optim.backward import BackwardWatch
-from pycomm.optim.forward import ForwardHook
+from pycomm.optim.buffers import BufferSync
 from pycomm.optim.fused import fused_step_of
+from pycomm.optim.hooks import ForwardHook, GradientHook
+from pycomm.optim.local_passes import LocalPasses
+from pycomm.optim.progress import Progress
+from pycomm.optim.replicas import Agreement
 from pycomm.optim.roster import Roster
-from pycomm.optim.scaler import LossScaler
 from pycomm.optim.settings import Settings
-from pycomm.optim.weighting import SampleWeights
+from pycomm.optim.uncovered import Uncovered
+from pycomm.optim.units import Units
+from pycomm.optim.wrappers import refuse_active_wrapper
+from pycomm.transport.gpu import GpuWork
+from pycomm.worker import Work
 
 
 class Reduction:
@@ -37,6 +45,9 @@ class Reduction:
     On a GPU the communication thread is a stream, and waiting means that the stream on which
     ``backward()`` was called waits: the host goes on. It waits only in steps in which this rank has
     no gradient for some parameter, to learn whether another has.
+
+    It lives as long as the optimizer, or the module that was given: their hooks hold it, those of the
+    parameters do not.
     """
 
     def __init__(
@@ -53,29 +64,46 @@ class Reduction:
         self._settings = settings
         self._roster = Roster(optimizer, names, module, communicator, settings)
         self._handles: list[Any] = []
-        self._watch = BackwardWatch(self._begin_pass, self._end_pass)
+        self._watch = BackwardWatch(self._begin_pass, self._gradients_are_there, self._end_pass)
         self._num_passes = 0  # in this accumulation window
         self._num_launched = 0
         self._sending = False  # whether this pass is the last of its window
         self._complete = False  # whether a full window ended, and nothing has happened since
-        self._scaling = Scaling(communicator.size)
-        self._weights = SampleWeights(communicator)
+        self._firing: Slot | None = None  # whose hooks are being called
+        self._late: Slot | None = None  # whose .grad is to be its view, once its hooks have been called
+        self._stopped = ""  # why this rank takes part no more
         self._stats = {"steps": 0, "wait_seconds": 0.0}
         self._device = self._roster.device
         self._on_gpu = any(on_gpu(p) for p in names.values())
-        self._scale_streams: set[int] = set()  # where the loss scale, or the clipping factor, was computed
+        self._units = Units(communicator, settings, self._device, self._on_gpu)
+        self._local = LocalPasses()
+        self._progress = Progress(self._device if self._on_gpu else None)
+        self._agreement = Agreement(
+            communicator,
+            self._device,
+            settings.check_replicas,
+            not self._on_gpu,
+            self._roster.named,
+            self._named_buffers,
+        )
         self._nonfinite_steps = torch.zeros((), dtype=torch.int64, device=self._device)
         self._committed_steps = torch.zeros((), dtype=torch.int64, device=self._device)
         self._finite: Flag | None = None  # the last step, where compression had to know
         self._measures = False  # whether norms are taken as gradients are received
         self._detached = False
         self._last_stats: dict[str, Any] = {}
+        self._uncovered: Uncovered | None = None
+        self._buffers: BufferSync | None = None
         # One rank that compresses nothing has nothing to do.
         self._idle = communicator.size == 1 and not settings.compression.transactional and not settings.clip_local_norm
         if self._idle:
             self._roster.admit()
-        else:
+            return
+        try:
             self._install()
+        except BaseException:
+            self._uninstall()
+            raise
 
     def _install(self) -> None:
         self._idle = False
@@ -84,12 +112,34 @@ class Reduction:
         self._handles.append(self.optimizer.register_step_pre_hook(self._before_step))
         if self._module is not None:
             self._handles.append(self._module.register_forward_pre_hook(ForwardHook(self.before_forward)))
+            self._uncovered = Uncovered(self._module, self.knows)
+            if self._settings.buffers != "local":
+                self._buffers = BufferSync(self._module, self._settings.buffers, self._communicator)
+
+    def _uninstall(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._uncovered is not None:
+            self._uncovered.close()
 
     # Parameters coming and going.
 
     def knows(self, param: torch.Tensor) -> bool:
         """Whether ``param``'s gradient is averaged here, or will be once it is unfrozen."""
         return self._roster.knows(param)
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """What ``attach`` was given, unless it was names."""
+        return self._module
+
+    def named_parameters(self) -> dict[str, torch.Tensor]:
+        """All that are averaged here, or will be once they are unfrozen."""
+        return dict(self._roster.named())
+
+    def _named_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        return [] if self._module is None else list(self._module.named_buffers())
 
     def _find_new_parameters(self) -> None:
         if self._roster.find_new():
@@ -98,17 +148,37 @@ class Reduction:
     def _admit(self, slots: list[Slot]) -> None:
         self._roster.make_lanes(slots)
         for slot in slots:
-            register_hook: Any = slot.param.register_post_accumulate_grad_hook
-            self._handles.append(register_hook(self._hook_of(slot)))
+            slot.hook = GradientHook(self, Reduction._on_hook, slot, slot.param)
+            self._handles.append(slot.hook)
 
     def before_forward(self) -> None:
         if torch._C._current_graph_task_id() != -1:
             return  # a checkpoint recomputes inside backward
+        refuse_active_wrapper(self.named_parameters)
         self._forget_abandoned_pass()
-        if self._num_passes == 0:
+        if self._num_passes == 0 and not self._stopped and not self._local.depth:
             self._find_new_parameters()
 
-    def _before_step(self, *_: object) -> None:
+    # Steps.
+
+    def _before_step(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A closure runs the last backward pass itself: then is the time to look."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            self._require_averaged()
+            return None
+        ask: Callable[[], Any] = closure
+
+        def checked_closure() -> Any:
+            loss = ask()
+            self._require_averaged()
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": checked_closure}
+        return (args[0], checked_closure, *args[2:]), kwargs
+
+    def _require_averaged(self) -> None:
         # Sends nothing: distributed checkpointing calls step() on its own to create optimizer state.
         self._forget_abandoned_pass()
         if self._num_passes > 0:
@@ -116,6 +186,7 @@ class Reduction:
                 f"optimizer.step() after {self._num_passes} of {self._settings.accumulate} backward passes: these "
                 "gradients have not been averaged; call reducer.flush() first"
             )
+        self._local.require_gone("optimizer.step() would move this rank's parameters alone")
         for slot in self._roster.unfrozen():
             if slot.param.grad is not None:
                 raise RuntimeError(
@@ -123,27 +194,42 @@ class Reduction:
                     "parameter that pycomm already knew took part in this backward; attach the module itself, not its "
                     "named_parameters()"
                 )
+        self._progress.stepped()
 
     # A pass.
 
-    def _hook_of(self, slot: Slot) -> Any:
-        def on_grad(_param: torch.Tensor) -> None:
+    @contextlib.contextmanager
+    def _pausing(self) -> Iterator[None]:
+        if self._num_passes > 0:
+            raise RuntimeError("paused() inside an accumulation window: its gradients would be mixed; flush() first")
+        self._local.depth += 1
+        try:
+            yield
+        finally:
+            self._local.depth -= 1
+
+    def _on_hook(self, slot: Slot) -> None:
+        if self._local.depth > 0:
+            self._local.note(slot)
+            return
+        self._firing = slot
+        try:
             self._watch.touch()
             self._on_grad(slot)
-
-        return on_grad
+        finally:
+            self._firing = None
 
     def _flush(self) -> None:
-        if self._weights.in_use:
-            self._fix_units(with_next=False)
-            if not self._weights.anybody():
+        if self._units.weights.in_use:
+            self._units.fix(self._num_passes, False, self._committed_steps)
+            if not self._units.weights.anybody():
                 return
         else:
             waiting = torch.tensor([self._num_passes], dtype=torch.int64)
             self._communicator.all_reduce(waiting, "max")
             if waiting.item() == 0:
                 return
-            self._fix_units(with_next=False)
+            self._units.fix(self._num_passes, False, self._committed_steps)
         if self._num_passes == 0:  # others have gradients: take part without any
             for slot in self._roster.slots():
                 slot.param.grad = None
@@ -151,11 +237,41 @@ class Reduction:
         self._reduce()
 
     def _begin_pass(self) -> None:
+        self._forget_abandoned_pass()
         self._complete = False
         self._sending = self._num_passes + 1 >= self._settings.accumulate
+        try:
+            self._require_right_pass()
+        except RuntimeError as error:
+            self._stop(error)
+            raise
         self._reset_pass()
         if self._sending:
-            self._fix_units(with_next=True)
+            self._agreement.look_back(self._progress.num_steps, self._progress.num_reductions)
+            self._units.fix(self._num_passes, True, self._committed_steps)
+
+    def _require_right_pass(self) -> None:
+        if self._stopped:
+            raise RuntimeError(f"this Reducer takes part no more since an earlier error: {self._stopped}")
+        self._local.require_gone("this backward() would add to it", self._firing)
+        if self._num_passes == 0:
+            self._progress.require_used()
+        self._roster.require_as_attached()
+
+    def _stop(self, error: Exception) -> None:
+        """Tell the other ranks, who are on their way to this reduction or in it, and leave."""
+        if self._stopped or self._communicator.size == 1:
+            return
+        self._stopped = str(error)
+        communicator, reason = self._communicator, self._stopped
+
+        def leave() -> None:
+            if not self._on_gpu:  # where nobody compares what is called
+                with contextlib.suppress(Exception):  # they may have gone already
+                    communicator.refuse(reason)
+            communicator.close()
+
+        communicator.submit(leave)
 
     def _reset_pass(self) -> None:
         self._num_launched = 0
@@ -163,43 +279,18 @@ class Reduction:
             slot.fired = 0
         for lane in self._roster.lanes:
             lane.measured = False
-
-    def _fix_units(self, with_next: bool) -> None:
-        """What gradients of this window are multiplied with, which ends with the next pass, or has ended."""
-        if self._weights.in_use:
-            self._weights.share(self._num_passes, with_next)
-        scaler = self._settings.loss_scaler
-        loss_scale: float | torch.Tensor = 1.0
-        if isinstance(scaler, LossScaler):
-            loss_scale = scaler.get_scale()
-        elif scaler is not None:
-            # GradScaler.get_scale() would wait for the GPU; this is the same number, there.
-            scaled = scaler.scale(torch.ones((), device=self._device))
-            loss_scale = scaled.float() if self._on_gpu else float(scaled)
-            if self._on_gpu:
-                self._scale_streams = {self._communicator.current_stream(self._device)}
-        # A number of its own for this step: the count goes on while the step may still be read from.
-        number = self._committed_steps.clone() if self._on_gpu else int(self._committed_steps)
-        average, size = self._settings.average, self._communicator.size
-        self._scaling = Scaling(size, loss_scale=loss_scale, average=average, number=number)
-
-    def _fix_clip(self) -> None:
-        """Before anything is sent: the whole gradient must be known."""
-        max_norm = self._settings.clip_local_norm
-        if max_norm is None or self._num_launched > 0:
-            return
-        squares = gradients.squared_norm([], self._roster.slots())
-        norm = squares.sqrt() * self._weights.mean_factor() / self._scaling.loss_scale
-        # What is not finite stays so, and is found where it always is.
-        factor = torch.where(torch.isfinite(norm), gradients.clip_factor(norm, max_norm), 1.0).float()
-        self._scaling = replace(self._scaling, clip=factor if self._on_gpu else float(factor))
-        if self._on_gpu:
-            self._scale_streams.add(self._communicator.current_stream(self._device))
+            lane.bucket.repair()
+            lane.bucket.leave_to_users()
 
     def _on_grad(self, slot: Slot) -> None:
         lane, grad = slot.lane, slot.param.grad
         assert lane is not None
-        assert grad is not None
+        if grad is None:
+            raise RuntimeError(
+                f"the gradient of {slot.name!r} has been taken away by another hook on this parameter, before it could "
+                "be averaged: an optimizer that steps in backward does not go with attach"
+            )
+        self._hand_over_late()
         slot.fired += 1
         if self._on_gpu:
             lane.producers.add(self._communicator.current_stream(self._device))
@@ -225,8 +316,9 @@ class Reduction:
         assert slot.lane is not None
         if grad is slot.lane.bucket.views[slot.index] and grad._version == slot.version + 1:
             raise RuntimeError(
-                f"backward() ran again on the averaged gradient of {slot.name!r}: zero the gradients first, or pass "
-                "attach(..., accumulate=n) for n backward passes per step"
+                f"backward() ran again on the averaged gradient of {slot.name!r}. Several passes of one step want "
+                "attach(..., accumulate=n); a pass that is not a step of this optimizer (a generator's through its "
+                "discriminator, a penalty) belongs into `with reducer.paused():`; otherwise optimizer.zero_grad() first"
             )
 
     def _adopt(self, slot: Slot, grad: torch.Tensor) -> None:
@@ -238,79 +330,114 @@ class Reduction:
             slot.param.grad = view
 
     def _launch_ready(self) -> None:
+        firing = self._firing
+        if firing is not None and firing.hook is not None and not firing.hook.is_last(firing.param):
+            return  # the gradient may not be what it will be: with the next one, or when all are there
         while self._num_launched < len(self._roster.lanes) and self._roster.lanes[self._num_launched].ready():
             self._launch(self._roster.lanes[self._num_launched])
 
     def _launch_rest(self) -> None:
-        self._fix_clip()
+        if self._num_launched == 0:
+            self._units.fix_clip(self._roster.slots())
         while self._num_launched < len(self._roster.lanes):
             self._launch(self._roster.lanes[self._num_launched])
 
     def _launch(self, lane: Lane) -> None:
         self._num_launched += 1
-        weighted, scaling = self._weights.in_use, self._scaling
-        grads = [None if self._weights.nothing_here else slot.param.grad for slot in lane.slots]
+        weights, scaling = self._units.weights, self._units.scaling
+        weighted, first = weights.in_use, self._num_launched == 1
+        grads = [None if weights.nothing_here else slot.param.grad for slot in lane.slots]
         measures = self._measures and not lane.exchange.transactional
         if weighted and self._on_gpu:
-            self._weights.relative()  # the host waits here; on the communication thread nobody needs to
-        first = self._num_launched == 1
+            weights.relative()  # the host waits here; on the communication thread nobody needs to
+        num_steps = self._progress.num_steps
+        due = self._agreement.is_due(self._progress.num_reductions)
 
         def job() -> None:
-            units = replace(scaling, relative=self._weights.relative()) if weighted else scaling
+            units = replace(scaling, relative=weights.relative()) if weighted else scaling
+            if first:
+                units = replace(units, fingerprint=self._agreement.fingerprint(num_steps, due))
             # All lanes were compared by attach: once the ranks are in the same reduction, they agree on the rest of it.
             with contextlib.nullcontext() if first or self._on_gpu else self._communicator.trusted():
                 lane.exchange.exchange(grads, units)
             if measures:
                 gradients.measure(lane)
 
-        if self._on_gpu:
-            producers = lane.producers | self._scale_streams
-            lane.work = self._communicator.submit_on_gpu(self._device, job, grads, producers)
-            lane.producers = set()
-        else:
-            lane.work = self._communicator.submit(job)
+        lane.work = self._submit(job, grads, lane.producers | self._units.streams)
+        lane.producers = set()
         for slot, view in zip(lane.slots, lane.bucket.views, strict=True):
-            if slot.param.grad is not None:
+            if slot is self._firing:
+                self._late = slot  # hooks that are called after ours, DistributedDataParallel's say, want its gradient
+            elif slot.param.grad is not None:
                 slot.param.grad = view  # frees what autograd allocated as soon as it is packed
+
+    def _submit(self, job: Callable[[], None], reads: list[torch.Tensor | None], producers: set[int]) -> Work | GpuWork:
+        if self._on_gpu:
+            return self._communicator.submit_on_gpu(self._device, job, reads, producers)
+        return self._communicator.submit(job)
+
+    def _hand_over_late(self) -> None:
+        slot, self._late = self._late, None
+        if slot is not None and slot.lane is not None and slot.param.grad is not None:
+            slot.param.grad = slot.lane.bucket.views[slot.index]
+
+    def _gradients_are_there(self) -> None:
+        if self._sending:
+            # What is known goes first: ranks differ in what they have launched by now, but not in this order.
+            self._launch_rest()
 
     def _end_pass(self) -> None:
         for slot in self._roster.slots():
             slot.expected = max(slot.expected, slot.fired)
         self._num_passes += 1
         if not self._sending:
-            self._weights.note_pass()
+            self._units.weights.note_pass()
         else:
-            # What is known goes first: ranks differ in what they have launched by now, but not in this order.
-            self._launch_rest()
             self._find_new_parameters()
             self._reduce()
             self._complete = True
+        if self._uncovered is not None:
+            self._uncovered.warn()
 
     def _reduce(self) -> None:
         """Launch what is left, wait for all, hand out."""
         self._launch_rest()
         start = time.perf_counter()
+        works = [lane.work for lane in self._roster.lanes]
+        if self._buffers is not None:
+            works.append(self._submit(self._buffers.run, [], set()))
+        self._late = None
         try:
-            for lane in self._roster.lanes:
-                assert lane.work is not None
-                lane.work.wait()
+            for work in works:
+                assert work is not None
+                work.wait()
+            self._finish()
+        except BaseException:
+            for slot in self._roster.slots():
+                slot.param.grad = None  # no average, and nobody is to take it for one
+            raise
         finally:
             for lane in self._roster.lanes:
                 lane.work = None
             self._num_passes = 0
-        self._finish()
         self._stats["wait_seconds"] += time.perf_counter() - start
 
     def _finish(self) -> None:
-        stateful = any(lane.exchange.transactional for lane in self._roster.lanes)
+        lanes, progress = self._roster.lanes, self._progress
+        if lanes:
+            self._agreement.look(lanes[0].exchange.differing(), progress.num_steps, progress.num_reductions)
+        stateful = any(lane.exchange.transactional for lane in lanes)
         self._finite = self._step_is_finite() if stateful else None
         finite: Flag = True if self._finite is None else self._finite
-        for lane in self._roster.lanes:
+        for lane in lanes:
             lane.exchange.finish(finite)
+            lane.bucket.repair()
             for slot, view, used in zip(lane.slots, lane.bucket.views, lane.exchange.used(), strict=True):
                 slot.param.grad = view if used else None
                 slot.version = view._version
+            lane.bucket.note_handed_out()
         self._stats["steps"] += 1
+        progress.reduced(False if self._finite is None else self._finite)
         if (fused := fused_step_of(self.optimizer)) is not None:
             fused.forget()  # whatever was left for a step that did not come was of other gradients
 
@@ -325,11 +452,23 @@ class Reduction:
     def _forget_abandoned_pass(self) -> None:
         if not self._watch.abandoned():
             return
-        if self._num_launched:
-            raise RuntimeError(
+        self._late = None
+        if self._num_launched == 0:
+            return
+        if self._communicator.size > 1:
+            error = RuntimeError(
                 "the last backward() ended with an exception after part of its gradients had been sent: the ranks are "
                 "out of step; restart from a checkpoint"
             )
+            self._stop(error)
+            raise error
+        for lane in self._roster.lanes:  # nobody else waits for the rest
+            if lane.work is not None:
+                lane.work.wait()
+                lane.work = None
+        for slot in self._roster.slots():
+            slot.param.grad = None
+        self._num_launched = 0
 
     def _require_attached(self) -> None:
         if self._detached:

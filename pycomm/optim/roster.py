@@ -36,6 +36,22 @@ class Roster:
     def slots(self) -> list[Slot]:
         return list(self._slots.values())
 
+    def named(self) -> list[tuple[str, torch.Tensor]]:
+        """All parameters, those that learn first."""
+        return [(slot.name, slot.param) for slot in (*self._slots.values(), *self._frozen.values())]
+
+    def require_as_attached(self) -> None:
+        """RuntimeError for a parameter that has become one of another dtype or device, for which its bucket is none."""
+        for lane in self.lanes:
+            dtype, device = lane.bucket.dtype, lane.bucket.device
+            for slot in lane.slots:
+                param = slot.param
+                if param.dtype is not dtype or param.device != device:
+                    raise RuntimeError(
+                        f"parameter {slot.name!r} was {dtype} on {device} when it was attached, and is {param.dtype} "
+                        f"on {param.device} now: detach() before the module is converted or moved, attach() afterwards"
+                    )
+
     def knows(self, param: torch.Tensor) -> bool:
         """Whether ``param``'s gradient is averaged here, or will be once it is unfrozen."""
         return id(param) in self._slots or id(param) in self._frozen

@@ -19,6 +19,9 @@ class Settings:
     loss_scaler: Any
     clip_local_norm: float | None = None
     algorithm: str = "auto"
+    all_parameters: bool = False
+    check_replicas: int = 0
+    buffers: str = "local"
 
     def lines(self) -> list[str]:
         return [
@@ -29,4 +32,7 @@ class Settings:
             f"loss_scaler={type(self.loss_scaler).__name__}",
             f"clip_local_norm={self.clip_local_norm}",
             f"algorithm={self.algorithm}",
+            f"all_parameters={self.all_parameters}",
+            f"check_replicas={self.check_replicas}",
+            f"buffers={self.buffers}",
         ]

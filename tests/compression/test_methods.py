@@ -300,9 +300,9 @@ def bytes_of(method: Any) -> float:
         (pycomm.QSGD(7), 0.509e6),
         (pycomm.QSGD(1), 0.259e6),
         (pycomm.TernGrad(), 0.2541e6),
-        (pycomm.OneBit(), 0.12503e6),
-        (pycomm.RandomK(0.01), 40_020),
-        (pycomm.PowerSGD(2), 2 * 4 * 2000 + 40),
+        (pycomm.OneBit(), 0.12503e6 + 32),
+        (pycomm.RandomK(0.01), 40_020 + 256),
+        (pycomm.PowerSGD(2), 2 * 4 * 2000 + 40 + 2 * 256),
     ],
     ids=repr,
 )

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from pycomm import Communicator, kernels
 from pycomm.compression.bucket import Bucket
-from pycomm.compression.report import USED
+from pycomm.compression.report import codes_of
 from pycomm.compression.sparse_choice import WAYS, choose_way, received_bytes
 from tests.ranks import RankPool
 
@@ -40,6 +40,10 @@ def sums_of(shape: str, step: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return everyone
 
 
+def all_used(num_params: int) -> torch.Tensor:
+    return codes_of([torch.ones(1)] * num_params, torch.ones(num_params, dtype=torch.bool), None)
+
+
 def adds_up(way: str, shape: str, count: int, dtype: torch.dtype, half: bool) -> list[float]:
     """What was applied of what was selected, as a fraction, step by step."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -53,7 +57,7 @@ def adds_up(way: str, shape: str, count: int, dtype: torch.dtype, half: bool) ->
             everyone = [a + b for a, b in zip(sums_of(shape, step, dtype), left, strict=True)]
             flat = everyone[rank].clone()
             values, indices = kernels.topk(flat, count)
-            report = sparse.reduce(flat, values, indices, torch.full((4,), USED, dtype=torch.uint8))
+            report = sparse.reduce(flat, values, indices, all_used(4))
             assert report.finite()
             assert report.used().all()
             out = torch.full((NUM_ELEMENTS,), 7.0, dtype=dtype)
@@ -135,7 +139,7 @@ def takes_back(way: str) -> None:
             for committed in commits:
                 flat = sums_of("clustered", next(good) if committed else 77, torch.float32)[rank]
                 values, indices = kernels.topk(flat, 400)
-                sparse.reduce(flat, values, indices, torch.full((1,), USED, dtype=torch.uint8))
+                sparse.reduce(flat, values, indices, all_used(1))
                 sparse.write(out, 1.0)
                 sparse.commit(committed)
             outs.append((out, flat))

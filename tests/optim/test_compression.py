@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
+from pycomm.compression.report import FINGERPRINT_PLACES
 from tests.optim.models import assert_replicas_equal, attached, close, loss_of, make_model
 from tests.ranks import RankPool
 
@@ -84,7 +85,7 @@ def topk_like_the_plain_machine(ratio: float, bucket_mb: float, set_to_none: boo
         dense = sum(p.numel() for p in model.parameters() if p.dim() == 1)
         sent = reducer.stats()["bytes_sent"] / 30
         entry = 8 if ratio == 1.0 else 8 + (math.log2(1 / ratio) + 3) / 8
-        assert 8 * k + 8 * dense <= sent <= entry * k + 8 * dense + (48 + 8 * size) * 6
+        assert 8 * k + 8 * dense <= sent <= entry * k + 8 * dense + (48 + 8 * size + 8 * FINGERPRINT_PLACES) * 6
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -145,7 +146,7 @@ def half_on_the_wire(method: str, magnitude: float) -> None:
         assert torch.isfinite(p.grad).all()
         assert (p.grad - magnitude * mean * base).abs().max() <= largest * precision
         torch.testing.assert_close(q.grad, torch.full((7,), magnitude), rtol=precision, atol=0)
-        assert reducer.stats()["bytes_sent"] <= 2 * 3010 + 4
+        assert reducer.stats()["bytes_sent"] <= 2 * (3010 + FINGERPRINT_PLACES) + 4
 
 
 @pytest.mark.parametrize("method", ["fp16", "bf16"])

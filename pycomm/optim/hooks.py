@@ -1,0 +1,76 @@
+"""What pycomm leaves at models and parameters. None of it keeps the rest of pycomm alive."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class ForwardHook:
+    """Lies among the module's hooks; a copy of the module (``deepcopy``, ``pickle``) gets one without effect.
+
+    In a forward that torch.compile compiles nothing is looked at: what would be found there is found when
+    backward begins, or before the step.
+    """
+
+    def __init__(self, before_forward: Callable[[], None] | None) -> None:
+        self._before_forward = before_forward
+
+    def __call__(self, *_: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if self._before_forward is not None:
+            self._before_forward()
+
+    def __deepcopy__(self, memo: object) -> ForwardHook:
+        return ForwardHook(None)
+
+    def __reduce__(self) -> tuple[type[ForwardHook], tuple[None]]:
+        return ForwardHook, (None,)
+
+
+class GradientHook:
+    """Calls ``method(owner, slot)`` when the gradient of ``param`` has been accumulated.
+
+    Weakly, both: a parameter's hooks are out of the garbage collector's sight, so what they hold is
+    never collected together with it.
+    """
+
+    def __init__(self, owner: Any, method: Callable[[Any, Any], None], slot: Any, param: torch.Tensor) -> None:
+        self._owner, self._slot, self._method = weakref.ref(owner), weakref.ref(slot), method
+        self._name = slot.name
+        _drop_orphans(param)
+        register: Any = param.register_post_accumulate_grad_hook
+        self._handle = register(self)
+
+    def __call__(self, _param: torch.Tensor) -> None:
+        owner, slot = self._owner(), self._slot()
+        if owner is None or slot is None:
+            raise RuntimeError(
+                f"the gradient of {self._name!r} is not averaged any more: the optimizer that was attached is gone; "
+                "attach() the one that you use now"
+            )
+        self._method(owner, slot)
+
+    @property
+    def orphaned(self) -> bool:
+        return self._owner() is None
+
+    def is_last(self, param: torch.Tensor) -> bool:
+        """Whether no other hook of ``param``, which may change the gradient, is called after this one."""
+        hooks: Any = param._post_accumulate_grad_hooks
+        return len(hooks) == 1 or next(reversed(hooks)) == self._handle.id
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+
+def _drop_orphans(param: torch.Tensor) -> None:
+    """Those of optimizers that are gone: ``param`` is about to be attached again."""
+    hooks: Any = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+    for hook in list(hooks.values()):
+        if isinstance(hook, GradientHook) and hook.orphaned:
+            hook.remove()

@@ -1,0 +1,70 @@
+"""An optimizer's state as JSON and tensors, so that no rank has to unpickle what another one sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+Node = list[Any]
+"""What stands for a value: its kind, then what that kind needs."""
+
+_MISSING = object()
+_NUMBERS_AND_TEXT = (bool, int, float, str, type(None))
+
+
+def encode(value: Any, tensors: list[torch.Tensor]) -> Node:
+    """``value`` for JSON; the tensors in it are appended to ``tensors``, of which only the looks are in it."""
+    if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided:
+        tensors.append(value)
+        return ["tensor", list(value.shape), str(value.dtype).removeprefix("torch."), value.is_cpu]
+    if isinstance(value, _NUMBERS_AND_TEXT):
+        return ["value", value]
+    if type(value) in (list, tuple):
+        return [type(value).__name__, [encode(item, tensors) for item in value]]
+    if isinstance(value, dict) and all(isinstance(key, _NUMBERS_AND_TEXT) for key in value):
+        return ["dict", [[key, encode(item, tensors)] for key, item in value.items()]]
+    return ["own", f"{type(value).__module__}.{type(value).__qualname__}"]
+
+
+def decode(node: Node, old: Any, device: torch.device, tensors: list[torch.Tensor], where: str = "") -> Any:
+    """What ``encode`` was given; what cannot travel, and tensors that fit, are taken from ``old``.
+
+    Args:
+        device: of new tensors, unless they were on the CPU (Adam's "step").
+        tensors: those to be filled in are appended, in the order of ``encode``.
+
+    Raises:
+        ValueError: ``old`` lacks something that cannot travel.
+    """
+    kind, content = node[0], node[1]
+    if kind == "tensor":
+        tensors.append(_tensor_like(node, old, device))
+        return tensors[-1]
+    if kind == "value":
+        return content
+    if kind == "own":
+        if old is _MISSING:
+            raise ValueError(f"{where or 'it'} is a {content}, which cannot be sent: load the checkpoint on every rank")
+        return old
+    if kind == "dict":
+        entries = old if isinstance(old, dict) else {}
+        return {
+            key: decode(item, entries.get(key, _MISSING), device, tensors, f"{where}[{key!r}]") for key, item in content
+        }
+    known = old if isinstance(old, (list, tuple)) else ()
+    items = [
+        decode(item, known[i] if i < len(known) else _MISSING, device, tensors, f"{where}[{i}]")
+        for i, item in enumerate(content)
+    ]
+    return tuple(items) if kind == "tuple" else items
+
+
+def _tensor_like(node: Node, old: Any, device: torch.device) -> torch.Tensor:
+    _, shape, name, on_cpu = node
+    dtype: torch.dtype = getattr(torch, name)
+    if type(old) in (torch.Tensor, torch.nn.Parameter):
+        if (list(old.shape), old.dtype, old.is_cpu) == (shape, dtype, on_cpu):
+            return old  # type: ignore[no-any-return]
+        device = device if device.type != "cpu" else old.device
+    return torch.empty(shape, dtype=dtype, device=torch.device("cpu") if on_cpu else device)
