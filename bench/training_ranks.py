@@ -86,7 +86,7 @@ class Replica:
         """What error feedback on all ranks together has not sent yet, as part of the average, by name."""
         if self.reducer is None:
             return {}
-        state = self.reducer.state_dict()["state"]
+        state = self.reducer.state_dict()["ranks"][str(dist.get_rank())]
         sums = {name: entry["residual"].clone() for name, entry in state.items() if "residual" in entry}
         for residual in sums.values():
             dist.all_reduce(residual)

@@ -105,7 +105,9 @@ class Communicator:
         self._gpus: dict[int, GpuQueue] = {}
         # Also when it is dropped, and before the interpreter ends: a communication thread must not be left inside an
         # operation.
-        self._finalizer = weakref.finalize(self, _shut_down, os.getpid(), self._transport, self._worker, self._gpus)
+        self._farewell = ["it closed its communicator"]
+        owned = self._transport, self._worker, self._gpus, self._farewell
+        self._finalizer = weakref.finalize(self, _shut_down, os.getpid(), *owned)
         self._programs = Programs(self.rank, self.size)
         try:
             self._programs.agree(network, self.transport, self.all_gather_bytes)
@@ -320,11 +322,13 @@ class Communicator:
         rows = everyone.reshape(self.size, longest)
         return [rows[p, : lengths[p]].tobytes() for p in range(self.size)]
 
-    def close(self) -> None:
+    def close(self, reason: str | None = None) -> None:
         """Give everything back; tensors from :meth:`empty` stay valid. Not collective, idempotent.
 
-        Peers that still wait for this rank get a :class:`CommError`.
+        Peers that still wait for this rank get a :class:`CommError`, which through shared memory has the ``reason``.
         """
+        if reason is not None:
+            self._farewell[0] = reason
         self._finalizer()
 
     def __enter__(self) -> Communicator:
@@ -398,13 +402,14 @@ def _group_of(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.Proc
     return group
 
 
-def _shut_down(pid: int, transport: Transport, worker: Worker, gpus: dict[int, GpuQueue]) -> None:
+def _shut_down(pid: int, transport: Transport, worker: Worker, gpus: dict[int, GpuQueue], farewell: list[str]) -> None:
     """Give back what a communicator had. Knows nothing of it, so that it can be dropped."""
     if pid != os.getpid():
         return  # a forked child does not own it
-    if worker.idle():
-        worker.stop(patience=1.0)
+    if worker.idle() or not transport.interruptible:
+        worker.stop(patience=5.0)
     for queue in gpus.values():
         queue.close()
-    transport.close()  # ends an operation in progress, so that the thread can end
-    worker.stop(patience=5.0)
+    transport.close(farewell[0])
+    if transport.interruptible:
+        worker.stop(patience=5.0)

@@ -224,7 +224,8 @@ class FeedbackExchange:
         factor = self._scaling.from_state()
         if isinstance(finite, torch.Tensor):
             self._guilty = torch.where(finite, self._guilty, self._report.guilty())
-            self._commit(finite, torch.where(finite, factor, math.nan).float())
+            one = torch.ones((), dtype=torch.float64, device=finite.device)  # two numbers would get the default dtype
+            self._commit(finite, torch.where(finite, one * factor, math.nan).float())
         elif finite:
             self._commit(finite, factor)
         else:

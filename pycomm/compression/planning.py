@@ -100,7 +100,7 @@ def price(num_ranks: int, nbytes: float, network: Network) -> dict[str, Priced]:
 def _costs(method: Compression, num_ranks: int, nbytes: float) -> Costs:
     rehearsed = min(nbytes, _MOST_BYTES)
     rows = max(1, round(rehearsed / 4 / _WIDTH / _WIDTH))
-    params = [torch.empty(_WIDTH, _WIDTH) for _ in range(rows)]
+    params = [torch.empty(_WIDTH, _WIDTH, dtype=torch.float32) for _ in range(rows)]
     cost = rehearse(method, params, num_ranks)
     factor = nbytes / (rows * 4.0 * _WIDTH * _WIDTH)
     operations = [Operation(each.kind, round(each.num_bytes * factor)) for each in cost.operations]

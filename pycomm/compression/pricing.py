@@ -166,7 +166,7 @@ def measure_link(communicator: Communicator, device: torch.device) -> MeasuredLi
     for sizes, gathers in ((_ALL_REDUCE_BYTES, False), (_ALL_GATHER_BYTES, True)):
         for num_bytes in sizes:
             x = communicator.empty(num_bytes // 4, torch.float32, device).fill_(1.0)
-            out = torch.empty(communicator.size * len(x), device=device)
+            out = torch.empty(communicator.size * len(x), dtype=x.dtype, device=device)
             medians.append(statistics.median(_time(communicator, x, out, gathers) for _ in range(_REPEATS)))
     slowest = agreed(communicator, medians)
     return MeasuredLink(

@@ -42,7 +42,8 @@ class SparseWire:
         self._counts: list[int] = []
         num_params = len(bucket.names)
         self._ends = torch.tensor(bucket.numels, device=bucket.device).cumsum(0)  # of parameters, in flat tensors
-        self._thresholds = torch.zeros(num_params, device=bucket.device)  # of the last step: where to look next time
+        # Of the last step: where to look next time.
+        self._thresholds = torch.zeros(num_params, dtype=torch.float32, device=bucket.device)
         self._num_selections = 0
         self._num_missed = torch.zeros((), dtype=torch.int64, device=bucket.device)
         self._sum: SparseSum | None = None

@@ -87,5 +87,3 @@ class Progress:
             "through its discriminator, a penalty, a saliency map) belongs into `with reducer.paused():`; several "
             "passes of one step want attach(..., accumulate=n)"
         )
-
-

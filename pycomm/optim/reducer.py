@@ -176,13 +176,14 @@ class Reducer(Reduction):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What compression carries from step to step on *this* rank; save it per rank.
+        """What compression carries from step to step on *this* rank; save it per rank, or all by distributed checkpoint.
 
-        ``["state"][parameter_name]["residual"]`` is what this rank has not sent yet (DGC's v), as its
-        contribution to the average, without the loss scale: a tensor of the parameter's shape. With
-        momentum correction ``["velocity"]`` is DGC's u, in the same units; PowerSGD has ``["q"]``,
-        equal on all ranks. ``rank``, ``world_size`` and ``steps``, how many were committed, stand
-        beside. Loads with ``torch.load(weights_only=True)``.
+        ``["ranks"][str(rank)][parameter_name]["residual"]`` is what this rank has not sent yet (DGC's v), as
+        its contribution to the average, without the loss scale: a tensor of the parameter's shape. With
+        momentum correction ``["velocity"]`` is DGC's u, in the same units; PowerSGD has ``["q"]``, equal on
+        all ranks. ``world_size``, ``method`` and ``steps``, how many were committed, stand beside. Loads with
+        ``torch.load(weights_only=True)``; ``torch.distributed.checkpoint.save({"reducer": reducer})`` keeps
+        every rank's.
         """
         self._require_attached()
         return gather_state(self._roster.lanes, self._settings, self._communicator, int(self._committed_steps))
@@ -191,9 +192,9 @@ class Reducer(Reduction):
         """Take back what :meth:`state_dict` gave.
 
         Args:
-            state: this rank's own, or the list of all ranks'. From a list of another length than the
-                world size, residuals and velocities are handed out so that their sums over the ranks
-                are kept.
+            state: this rank's own, one with the ``ranks`` of all, or the list of all ranks'. From another
+                number of ranks than there are now, residuals and velocities are handed out so that their
+                sums over the ranks are kept.
             strict: whether missing and unknown parameters, and another method's state, are errors.
 
         Raises:
@@ -217,6 +218,6 @@ class Reducer(Reduction):
             if slot.lane is not None and slot.param.grad is slot.lane.bucket.views[slot.index]:
                 slot.param.grad = slot.param.grad.clone(memory_format=torch.preserve_format)
         forget(self)
-        self._communicator.close()
+        self._communicator.close(self._stopped or None)
         # The shared memory goes with its last view, not when a garbage collector gets to this object.
         self._roster.clear()

@@ -139,7 +139,8 @@ class Reduction:
         return dict(self._roster.named())
 
     def _named_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        return [] if self._module is None else list(self._module.named_buffers())
+        """Those that nothing makes equal; the others differ between forward and the end of the reduction."""
+        return [] if self._module is None or self._buffers is not None else list(self._module.named_buffers())
 
     def _find_new_parameters(self) -> None:
         if self._roster.find_new():
@@ -266,10 +267,10 @@ class Reduction:
         communicator, reason = self._communicator, self._stopped
 
         def leave() -> None:
-            if not self._on_gpu:  # where nobody compares what is called
+            if communicator.transport == "torch" and not self._on_gpu:  # where closing tells nobody why
                 with contextlib.suppress(Exception):  # they may have gone already
                     communicator.refuse(reason)
-            communicator.close()
+            communicator.close(reason)
 
         communicator.submit(leave)
 

@@ -12,7 +12,8 @@ from pycomm.compression.base import State
 from pycomm.optim.assembly import Lane
 from pycomm.optim.settings import Settings
 
-_FORMAT = 2
+_FORMAT = 3
+_KEYS = {"format", "method", "world_size", "steps", "ranks"}
 _CONTRIBUTIONS = ("residual", "velocity")
 """State that counts as its sum over the ranks; any other is equal on all of them."""
 
@@ -26,16 +27,21 @@ def _current(lanes: Sequence[Lane]) -> State:
 
 
 def gather_state(lanes: Sequence[Lane], settings: Settings, communicator: Communicator, steps: int) -> dict[str, Any]:
+    """See ``Reducer.state_dict``.
+
+    What differs between the ranks stands below the rank's number: of what has one name on all ranks,
+    torch.distributed.checkpoint saves one.
+    """
+    state = {
+        name: {key: torch.empty(t.shape, dtype=t.dtype).copy_(t) for key, t in entry.items()}
+        for name, entry in _current(lanes).items()
+    }
     return {
         "format": _FORMAT,
         "method": _method(settings),
-        "rank": communicator.rank,
         "world_size": communicator.size,
         "steps": steps,
-        "state": {
-            name: {key: torch.empty(t.shape, dtype=t.dtype).copy_(t) for key, t in entry.items()}
-            for name, entry in _current(lanes).items()
-        },
+        "ranks": {str(communicator.rank): state},
     }
 
 
@@ -50,16 +56,22 @@ def select_state(
     saved = [state] if isinstance(state, dict) else list(state)
     for one in saved:
         _check_header(one, settings, strict)
-    mine = _own(state, communicator) if isinstance(state, dict) else _reshard(saved, communicator)
+    sizes = {one["world_size"] for one in saved}
+    if len(sizes) != 1:
+        raise ValueError(f"state lists ranks of world sizes {sorted(sizes)}, wanted one or all ranks of one")
+    ranks = [(int(rank), content) for one in saved for rank, content in one["ranks"].items()]
+    mine = _share(ranks, sizes.pop(), communicator)
     _check_entries(mine, _current(lanes), strict)
     return mine, saved[0]["steps"]
 
 
 def _check_header(saved: Any, settings: Settings, strict: bool) -> None:
-    if not isinstance(saved, dict) or not {"format", "method", "rank", "world_size", "steps", "state"} <= saved.keys():
-        raise ValueError("state is no Reducer.state_dict() and no list of them")
-    if saved["format"] != _FORMAT:
+    if isinstance(saved, dict) and "format" in saved and saved["format"] != _FORMAT:
         raise ValueError(f"state has format {saved['format']}, this pycomm reads {_FORMAT}")
+    if not isinstance(saved, dict) or not _KEYS <= saved.keys() or not isinstance(saved["ranks"], dict):
+        raise ValueError("state is no Reducer.state_dict() and no list of them")
+    if not all(str(rank).isdecimal() and isinstance(content, dict) for rank, content in saved["ranks"].items()):
+        raise ValueError("state is no Reducer.state_dict(): its 'ranks' are not numbered")
     if strict and saved["method"] != _method(settings):
         raise ValueError(
             f"state is of compression {saved['method']}, attach was given {_method(settings)} (strict=False loads what "
@@ -67,26 +79,26 @@ def _check_header(saved: Any, settings: Settings, strict: bool) -> None:
         )
 
 
-def _own(saved: dict[str, Any], communicator: Communicator) -> State:
-    if (saved["rank"], saved["world_size"]) != (communicator.rank, communicator.size):
-        raise ValueError(
-            f"state was saved by rank {saved['rank']} of {saved['world_size']}, this is rank {communicator.rank} of "
-            f"{communicator.size}: pass the list of all ranks' state_dicts"
-        )
-    state: State = saved["state"]
-    return state
+def _share(ranks: list[tuple[int, State]], size: int, communicator: Communicator) -> State:
+    """This rank's own, if it was saved by as many ranks; else its share of what all of them saved."""
+    numbers = sorted(rank for rank, _ in ranks)
+    if size == communicator.size and numbers.count(communicator.rank) == 1:
+        return dict(ranks)[communicator.rank]
+    if numbers == list(range(size)):
+        return _reshard(ranks, communicator)
+    raise ValueError(
+        f"state is of rank(s) {numbers} of {size}, this is rank {communicator.rank} of {communicator.size}: pass the list "
+        "of all ranks' state_dicts, or one that has them all (of a distributed checkpoint: "
+        "torch.distributed.checkpoint.format_utils.dcp_to_torch_save)"
+    )
 
 
-def _reshard(saved: Sequence[dict[str, Any]], communicator: Communicator) -> State:
+def _reshard(ranks: Sequence[tuple[int, State]], communicator: Communicator) -> State:
     """Old rank ``r``'s state goes to new rank ``r % size``; sums over the ranks are kept."""
-    ranks = sorted(one["rank"] for one in saved)
-    sizes = {one["world_size"] for one in saved}
-    if len(sizes) != 1 or ranks != list(range(next(iter(sizes), 0))):
-        raise ValueError(f"state lists ranks {ranks} of world size(s) {sorted(sizes)}, wanted every rank of one, once")
     total: State = {}
-    for one in saved:
-        takes = one["rank"] % communicator.size == communicator.rank
-        for name, entry in one["state"].items():
+    for rank, state in ranks:
+        takes = rank % communicator.size == communicator.rank
+        for name, entry in state.items():
             for key, tensor in entry.items():
                 slot = total.setdefault(name, {})
                 if key not in _CONTRIBUTIONS:

@@ -25,6 +25,9 @@ class Transport(Protocol):
     sums_half_exactly: bool
     """Whether float16/bfloat16 sums accumulate in float32 and are rounded once."""
 
+    interruptible: bool
+    """Whether :meth:`close` ends an operation that is in progress on another thread."""
+
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
     def all_reduce(self, x: Any, op: str, timeout: float) -> None: ...
     def run(self, program: Program, x: Any, op: str, timeout: float) -> None:
@@ -39,4 +42,5 @@ class Transport(Protocol):
     def refuse(self, reason: str, timeout: float) -> None:
         """Stand in for an operation whose arguments are wrong on this rank; the others get told."""
 
-    def close(self) -> None: ...
+    def close(self, reason: str) -> None:
+        """Give everything back. Peers that wait for this rank are told ``reason``, where the transport can."""

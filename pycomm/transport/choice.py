@@ -35,7 +35,7 @@ def choose_transport(group: dist.ProcessGroup, wanted: str, timeout: float) -> T
     try:
         transport.barrier(timeout)  # everybody has read what is forgotten now
     except BaseException:
-        transport.close()
+        transport.close("it could not meet the others")
         raise
     meeting.forget("hello", "token")
     return transport

@@ -19,6 +19,7 @@ class SharedMemoryTransport:
     name = "shared_memory"
     trusts = False  # comparing costs nothing here, and goes on
     sums_half_exactly = True
+    interruptible = True
 
     def __init__(self, rank: int, size: int, peers: Peers) -> None:
         self.rank = rank
@@ -48,5 +49,5 @@ class SharedMemoryTransport:
         block: Any = self._group.allocate(num_bytes)
         return torch.frombuffer(block, dtype=dtype, count=math.prod(shape)).view(shape)
 
-    def close(self) -> None:
-        self._group.close("it closed its communicator")
+    def close(self, reason: str) -> None:
+        self._group.close(reason)

@@ -47,6 +47,7 @@ class TorchTransport:
 
     name = "torch"
     sums_half_exactly = False
+    interruptible = False
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.trusts = False
@@ -180,7 +181,7 @@ class TorchTransport:
     def refuse(self, reason: str, timeout: float) -> None:
         self._agree("refused", torch.empty(0), "sum", 0, timeout)
 
-    def close(self) -> None:
+    def close(self, reason: str) -> None:
         destroy_group(self._group)
 
     def _require(self, good: bool, problem: str, timeout: float, kind: type[Exception] = ValueError) -> None:

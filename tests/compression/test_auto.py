@@ -16,7 +16,7 @@ from pycomm.compression.auto import cheapest
 from pycomm.compression.pricing import Costs, Line, MeasuredLink, Operation, rehearse
 from pycomm.schedule.network import Link, Network, load
 from tests.compression.machines import gradients_of
-from tests.optim.models import attached
+from tests.optim.models import attached, own_state
 from tests.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -100,7 +100,7 @@ def changes_and_loses_nothing(links: list[MeasuredLink], momentum: float) -> lis
                     applied[name] += p.grad
                     came[name] += sum(each[name].double() for each in everyone) / size
                 if momentum == 0.0:
-                    left = reducer.state_dict()["state"]["w"]["residual"].double()
+                    left = own_state(reducer)["w"]["residual"].double()
                     dist.all_reduce(left)
                     assert (left + applied["w"] - came["w"]).abs().max() < 1e-4
             assert torch.allclose(applied["b"].float(), came["b"].float(), atol=1e-4) or momentum > 0

@@ -13,7 +13,7 @@ from torch import nn
 
 import pycomm
 from tests.compression.machines import PlainDGC, gradients_of
-from tests.optim.models import attached
+from tests.optim.models import attached, own_state
 from tests.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -66,7 +66,7 @@ def like_the_machine(name: str, steps: int, bucket_mb: float) -> None:
 
 def compare(reducer: pycomm.Reducer, machine: PlainDGC, rank: int, exact: bool) -> None:
     tolerance: dict[str, Any] = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 2e-5, "atol": 2e-6}
-    state = reducer.state_dict()["state"]
+    state = own_state(reducer)
     for name, p in machine.params.items():
         entry = state.get(name, {})
         assert ("velocity" in entry) == (machine.method.momentum > 0)

@@ -15,7 +15,7 @@ from torch import nn
 
 import pycomm
 from tests.compression.machines import Gradients, gradients_of
-from tests.optim.models import attached
+from tests.optim.models import attached, own_state
 from tests.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -78,7 +78,7 @@ class Run:
         return {name: p.grad.clone() for name, p in self.params.items() if p.grad is not None}
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        state: dict[str, dict[str, torch.Tensor]] = self.reducer.state_dict()["state"]
+        state: dict[str, dict[str, torch.Tensor]] = own_state(self.reducer)
         return state
 
 
@@ -266,13 +266,13 @@ def test_state_goes_on_and_into_other_world_sizes(rank_pools: Pools, name: str, 
     for size in (1, 3):
         new = rank_pools(size).run(load_into, name, path, 2)
         assert all(one["steps"] == 4 for one in new)
-        for param, entry in old[0]["state"].items():
+        for param, entry in own_state(old[0]).items():
             for key in entry:
                 if key == "q":
-                    assert all(torch.equal(one["state"][param][key], entry[key]) for one in new)
+                    assert all(torch.equal(own_state(one)[param][key], entry[key]) for one in new)
                     continue
-                before = sum(one["state"][param][key].double() for one in old)
-                after = sum(one["state"][param][key].double() for one in new)
+                before = sum(own_state(one)[param][key].double() for one in old)
+                after = sum(own_state(one)[param][key].double() for one in new)
                 torch.testing.assert_close(after, before, rtol=1e-6, atol=1e-9)
 
 
@@ -322,16 +322,19 @@ def loads_what_fits() -> None:
                 run.reducer.load_state_dict(broken)
             run.reducer.load_state_dict(broken, strict=False)
 
-        entries = state["state"]
+        rank, entries = str(dist.get_rank()), own_state(state)
         without = {**entries, "w": {"residual": entries["w"]["residual"]}}
-        loads({**state, "state": without}, r"state\['w'\]\['velocity'\] is nothing, wanted shape \[50, 61\]")
+        loads({**state, "ranks": {rank: without}}, r"state\['w'\]\['velocity'\] is nothing, wanted shape \[50, 61\]")
         foreign = {**entries, "w": {**entries["w"], "q": torch.zeros(3)}}
-        loads({**state, "state": foreign}, r"state\['w'\] has 'q', which \['residual', 'velocity'\] do not include")
+        loads(
+            {**state, "ranks": {rank: foreign}},
+            r"state\['w'\] has 'q', which \['residual', 'velocity'\] do not include",
+        )
         loads({**state, "method": "TopK"}, "state is of compression TopK, attach was given DGC .strict=False loads")
         half = {name: {"residual": entry["residual"]} for name, entry in entries.items() if "residual" in entry}
         run.reducer.load_state_dict(state)
         assert same(run.reducer.state_dict(), state)
-        run.reducer.load_state_dict({**state, "method": "TopK", "state": half}, strict=False)
+        run.reducer.load_state_dict({**state, "method": "TopK", "ranks": {rank: half}}, strict=False)
         assert same(run.reducer.state_dict(), state), "velocities stay"
 
 

@@ -64,6 +64,13 @@ def close(actual: torch.Tensor | None, wanted: torch.Tensor, tolerance: float = 
     torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance)
 
 
+def own_state(reducer_or_saved: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """What one rank's ``Reducer.state_dict()`` has: name -> key -> tensor."""
+    saved = reducer_or_saved if isinstance(reducer_or_saved, dict) else reducer_or_saved.state_dict()
+    (state,) = saved["ranks"].values()
+    return dict(state)
+
+
 def rank_and_size() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import pycomm
 from pycomm.compression.report import FINGERPRINT_PLACES
-from tests.optim.models import assert_replicas_equal, attached, close, loss_of, make_model
+from tests.optim.models import assert_replicas_equal, attached, close, loss_of, make_model, own_state
 from tests.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -72,7 +72,7 @@ def topk_like_the_plain_machine(ratio: float, bucket_mb: float, set_to_none: boo
             wanted = machine.step(gradients_at(plain, step))
             for name, p in model.named_parameters():
                 close(p.grad, wanted[name], 1e-11)
-            state = reducer.state_dict()["state"]
+            state = own_state(reducer)
             assert state.keys() == {name for name, p in model.named_parameters() if p.dim() > 1}
             for name, entry in state.items():
                 close(entry["residual"], machine.residual[rank][name], 1e-11)
@@ -192,7 +192,7 @@ def one_inf(method: str, bad_rank: int, bad_parameter: str, value: float) -> Non
                 weight = bad_parameter.endswith("weight")
                 guilty = f"parameter {bad_parameter!r} on rank {bad_rank}" if weight else "a sum over the ranks"
                 assert stats["last_nonfinite"] == guilty
-            return reducer.state_dict()["state"], [p.detach().clone() for p in model.parameters()]
+            return own_state(reducer), [p.detach().clone() for p in model.parameters()]
 
     calm_state, calm = run(False)
     state, weights = run(True)
@@ -222,7 +222,7 @@ def overflow_only_in_the_sum() -> None:
         (p.sum() * 3e38).backward()
         assert p.grad is not None
         assert torch.isnan(p.grad).all()
-        assert not reducer.state_dict()["state"]["p"]["residual"].any()
+        assert not own_state(reducer)["p"]["residual"].any()
         optimizer.zero_grad()
         p.sum().backward()
         assert p.grad.sum() == 2 * 8
@@ -262,7 +262,7 @@ def with_scaler(method: str) -> None:
                     scaler.update()
                     scales.append(scaler.get_scale())
             assert_replicas_equal(model)
-            return [p.detach().clone() for p in model.parameters()], reducer.state_dict()["state"], scales
+            return [p.detach().clone() for p in model.parameters()], own_state(reducer), scales
 
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
     scaled, state, scales = run(scaler)
@@ -288,19 +288,19 @@ def unused_with_topk() -> None:
     optimizer = torch.optim.SGD([p, q], lr=0.1)
     with attached(optimizer, [("p", p), ("q", q)], compression=pycomm.TopK(0.1)) as reducer:
         ((p + q) * ramp).sum().backward()
-        before = reducer.state_dict()["state"]["q"]["residual"]
+        before = own_state(reducer)["q"]["residual"]
         assert before.sum() == (ramp.sum() - 19 - 18) / size
         optimizer.zero_grad()
         (p * ramp).sum().backward()
         assert q.grad is None
-        assert torch.equal(reducer.state_dict()["state"]["q"]["residual"], before)
+        assert torch.equal(own_state(reducer)["q"]["residual"], before)
         optimizer.zero_grad()
         if rank == 0:
             (q * ramp).sum().backward()
         else:
             (p * 0).sum().backward()
         assert q.grad is not None
-        after = reducer.state_dict()["state"]["q"]["residual"]
+        after = own_state(reducer)["q"]["residual"]
         share = ramp / size if rank == 0 else torch.zeros(10, 2)
         lost = before + share - after  # what this rank sent
         total = lost.clone()

@@ -17,7 +17,7 @@ from torch import nn
 
 import pycomm
 from pycomm.communicator import Communicator
-from tests.optim.models import attached, loss_of, make_model
+from tests.optim.models import attached, loss_of, make_model, own_state
 from tests.ranks import RankPool
 
 STREAM = 7
@@ -115,7 +115,7 @@ def train(rank: int, compression: Any, pretend: bool, dtype: torch.dtype, option
                     p.grad.div_(scaler.value)
             seen["grads"].append(grads)
             optimizer.step()
-        seen["state"] = reducer.state_dict()["state"]
+        seen["state"] = own_state(reducer)
         seen["stats"] = {k: v for k, v in reducer.stats().items() if k not in ("wait_seconds", "transport")}
         seen["parameters"] = [p.detach().clone() for p in model.parameters()]
     return seen

@@ -134,7 +134,9 @@ def fsdp_is_refused() -> None:
                 pycomm.attach(sgd(wrapped), given)
     model = make_model(dtype=torch.float32)
     fully_shard(model)
-    with pytest.raises(TypeError, match=r"parameter '0.weight' is a DTensor, sharded .* FSDP2 averages gradients itself"):
+    with pytest.raises(
+        TypeError, match=r"parameter '0.weight' is a DTensor, sharded .* FSDP2 averages gradients itself"
+    ):
         pycomm.attach(sgd(model), model)
     model = make_model(dtype=torch.float32)
     with attached(sgd(model), model), pytest.raises(ValueError, match="belongs to a FullyShardedDataParallel"):
@@ -153,7 +155,9 @@ def odd_memory() -> None:
     with FakeTensorMode():
         fake = nn.Linear(3, 3)
     for model, name in ((freed, "0.weight"), (nn.Linear(2, 2, device="meta"), "weight"), (fake, "weight")):
-        with pytest.raises(TypeError, match=f"parameter '{name}', a .* has no memory: wanted parameters that are mater"):
+        with pytest.raises(
+            TypeError, match=f"parameter '{name}', a .* has no memory: wanted parameters that are mater"
+        ):
             pycomm.attach(sgd(model), model)
     stepped = make_model()
     for p in stepped.parameters():

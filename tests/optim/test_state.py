@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from tests.optim.models import attached, loss_of, make_model
+from tests.optim.models import attached, loss_of, make_model, own_state
 from tests.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -43,14 +43,14 @@ def resume(path: str) -> None:
     restored = make_model(seed=5, dtype=torch.float32)
     restored.load_state_dict(torch.load(buffer, weights_only=True))
     state = torch.load(f"{path}{rank}", weights_only=True)
-    assert (state["rank"], state["world_size"]) == (rank, 2)
+    assert (list(state["ranks"]), state["world_size"]) == ([str(rank)], 2)
     run_steps({}, range(3, 6), restored, state)
     for a, b in zip(whole.parameters(), restored.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
 def totals(states: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    return {name: sum(s["state"][name]["residual"].double() for s in states) for name in states[0]["state"]}
+    return {name: sum(own_state(s)[name]["residual"].double() for s in states) for name in own_state(states[0])}
 
 
 def load_resharded(path: str, old_size: int) -> dict[str, Any]:
@@ -83,19 +83,69 @@ def bad_states() -> None:
         loads({}, "is no Reducer.state_dict")
         loads({**state, "method": "DGC"}, "state is of compression DGC, attach was given TopK")
         loads({**state, "format": 9}, "state has format 9")
-        loads({**state, "rank": 1 - rank}, "pass the list of all ranks'")
+        loads({**state, "ranks": {str(1 - rank): own_state(state)}}, "pass the list of all ranks'")
         loads({**state, "world_size": 3}, "pass the list of all ranks'")
-        loads([state, state], "wanted every rank of one, once")
-        loads([], "wanted every rank of one, once")
-        fewer = {name: entry for name, entry in state["state"].items() if name != "0.weight"}
-        loads({**state, "state": fewer}, r"missing \['0.weight'\], unknown \[\]")
-        foreign = {**state["state"], "other": state["state"]["0.weight"]}
-        loads({**state, "state": foreign}, r"missing \[\], unknown \['other'\]")
-        reducer.load_state_dict({**state, "state": {**fewer, "other": state["state"]["0.weight"]}}, strict=False)
-        bent = {**state["state"], "0.weight": {"residual": torch.zeros(3)}}
-        loads({**state, "state": bent}, r"state\['0.weight'\]\['residual'\] is \[3\], wanted shape \[40, 12\]")
+        loads([state, state], "pass the list of all ranks'")
+        loads([], "wanted one or all ranks of one")
+        loads([state, {**state, "world_size": 3}], r"state lists ranks of world sizes \[2, 3\]")
+        loads({**state, "ranks": {"a": {}}}, "its 'ranks' are not numbered")
+        loads({**state, "ranks": 3}, "is no Reducer.state_dict")
+
+        def of(content: Any) -> dict[str, Any]:
+            return {**state, "ranks": {str(rank): content}}
+
+        mine = own_state(state)
+        fewer = {name: entry for name, entry in mine.items() if name != "0.weight"}
+        loads(of(fewer), r"missing \['0.weight'\], unknown \[\]")
+        foreign = {**mine, "other": mine["0.weight"]}
+        loads(of(foreign), r"missing \[\], unknown \['other'\]")
+        reducer.load_state_dict(of({**fewer, "other": mine["0.weight"]}), strict=False)
+        bent = {**mine, "0.weight": {"residual": torch.zeros(3)}}
+        loads(of(bent), r"state\['0.weight'\]\['residual'\] is \[3\], wanted shape \[40, 12\]")
         reducer.load_state_dict(state)
 
 
 def test_states_that_do_not_fit(two_ranks: RankPool) -> None:
     two_ranks.run(bad_states)
+
+
+def distributed_checkpoint(folder: str, old_size: int) -> dict[str, torch.Tensor]:
+    """Saved by ``old_size`` ranks, each of which has another residual; loaded by as many as there are."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = make_model(dtype=torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attached(optimizer, model, compression=pycomm.TopK(0.1)) as reducer:
+        if size == old_size:
+            for step in range(3):
+                optimizer.zero_grad()
+                loss_of(model, rank, step).backward()
+                optimizer.step()
+            before = own_state(reducer)
+            dcp.save({"model": model, "reducer": reducer}, checkpoint_id=folder)
+            for _ in range(2):
+                optimizer.zero_grad()
+                loss_of(model, rank, 9).backward()
+                optimizer.step()
+            dcp.load({"model": model, "reducer": reducer}, checkpoint_id=folder)
+            for name, entry in own_state(reducer).items():
+                assert torch.equal(entry["residual"], before[name]["residual"])
+            assert reducer.state_dict()["steps"] == 3
+            if rank == 0:
+                dcp_to_torch_save(folder, f"{folder}.pt")
+        else:
+            reducer.load_state_dict(torch.load(f"{folder}.pt", weights_only=True)["reducer"])
+        return {name: entry["residual"].double() for name, entry in own_state(reducer).items()}
+
+
+def test_distributed_checkpoints_keep_every_ranks(rank_pools: Pools, tmp_path: Any) -> None:
+    folder = str(tmp_path / "checkpoint")
+    saved = rank_pools(2).run(distributed_checkpoint, folder, 2)
+    assert not torch.equal(saved[0]["0.weight"], saved[1]["0.weight"])
+    for size in (1, 3):
+        loaded = rank_pools(size).run(distributed_checkpoint, folder, 2)
+        for name in saved[0]:
+            total = sum(one[name] for one in loaded)
+            torch.testing.assert_close(total, saved[0][name] + saved[1][name], rtol=1e-6, atol=1e-9)
