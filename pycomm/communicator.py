@@ -322,6 +322,17 @@ class Communicator:
         rows = everyone.reshape(self.size, longest)
         return [rows[p, : lengths[p]].tobytes() for p in range(self.size)]
 
+    def abandon(self, reason: str) -> None:
+        """Close, and let those who wait for this rank know why. Returns at once."""
+
+        def leave() -> None:
+            if not self._transport.interruptible and not self._gpus:  # where closing tells nobody why
+                with contextlib.suppress(Exception):  # they may have gone already
+                    self.refuse(reason)
+            self.close(reason)
+
+        self._worker.submit(leave)
+
     def close(self, reason: str | None = None) -> None:
         """Give everything back; tensors from :meth:`empty` stay valid. Not collective, idempotent.
 

@@ -76,3 +76,14 @@ def test_code_runs() -> None:
     assert blocks
     for block in blocks:
         exec(compile(block, "docs/algorithms.md", "exec"), {"__name__": "docs"})
+
+
+def test_what_happens_names_tests_that_exist() -> None:
+    text = (DOCS / "what_happens.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| you do")]
+    assert len(rows) > 35
+    for row in rows:
+        found = re.search(r"`(test_\w+\.py)::(test_\w+)` \|$", row)
+        assert found is not None, row
+        file, name = found.groups()
+        assert f"\ndef {name}(" in (DOCS.parent / "tests" / "optim" / file).read_text(), row

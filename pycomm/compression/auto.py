@@ -35,7 +35,7 @@ class _Watch:
     """The link of one communicator, measured now and then, at the same reductions on all ranks."""
 
     def __init__(self, communicator: Communicator, device: torch.device) -> None:
-        self._communicator, self._device = communicator, device
+        self._device = device
         self.link = measure_link(communicator, device)
         self.round = 0
         self._num_buckets = 0
@@ -44,15 +44,16 @@ class _Watch:
     def join(self) -> None:
         self._num_buckets += 1
 
-    def tick(self) -> None:
+    def tick(self, communicator: Communicator) -> None:
         """One bucket's reduction begins."""
         self._num_ticks += 1
         if self._num_ticks % (_INTERVAL * self._num_buckets) == 0:
-            self.link = measure_link(self._communicator, self._device)
+            self.link = measure_link(communicator, self._device)
             self.round += 1
 
 
 _watches: WeakKeyDictionary[Communicator, _Watch] = WeakKeyDictionary()
+"""They know nothing of their communicators, which go when nobody has them any more."""
 
 
 class AutoExchange:
@@ -116,7 +117,7 @@ class AutoExchange:
         return stateless + sum(wire.bytes_sent for wire in self._wires.values())
 
     def exchange(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
-        self._watch.tick()
+        self._watch.tick(self._communicator)
         if self._round != self._watch.round:
             self._round = self._watch.round
             self.method = cheapest(self._costs, self._watch.link, self.method)

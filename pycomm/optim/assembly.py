@@ -33,6 +33,21 @@ class Slot:
     """Of the averaged gradient, when it was handed out."""
     hook: GradientHook | None = None
 
+    def adopt(self) -> None:
+        """Let later passes of this window accumulate in the bucket itself."""
+        grad, lane = self.param.grad, self.lane
+        assert grad is not None
+        assert lane is not None
+        view = lane.bucket.views[self.index]
+        if grad is not view and not lane.bucket.holds(self.index, grad):
+            view.copy_(grad)
+            self.param.grad = view
+
+    def show_bucket(self) -> None:
+        """Let ``.grad``, if there is one, be what lies in the bucket."""
+        if self.param.grad is not None and self.lane is not None:
+            self.param.grad = self.lane.bucket.views[self.index]
+
     def untouched(self) -> bool:
         """Whether ``.grad`` is what was handed out last."""
         grad = self.param.grad

@@ -36,10 +36,11 @@ class BackwardWatch:
 
     def touch(self, *_: object) -> None:
         """A gradient has been accumulated, in whatever task is running."""
+        if not self._active:
+            _refuse_compiled_autograd()
         task = torch._C._current_graph_task_id()
         if task in self._tasks:
             return
-        _refuse_compiled_autograd()
         if not self._active:
             self._on_begin()
             self._active = True

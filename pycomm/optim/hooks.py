@@ -32,6 +32,31 @@ class ForwardHook:
         return ForwardHook, (None,)
 
 
+def before_step(check: Callable[[], None]) -> Callable[..., Any]:
+    """A pre-hook for ``optimizer.step`` that calls ``check``: after its closure, if it has one, each time that runs.
+
+    A closure runs the last backward pass of a window itself.
+    """
+
+    def hook(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            check()
+            return None
+        ask: Callable[[], Any] = closure
+
+        def checked_closure() -> Any:
+            loss = ask()
+            check()
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": checked_closure}
+        return (args[0], checked_closure, *args[2:]), kwargs
+
+    return hook
+
+
 class GradientHook:
     """Calls ``method(owner, slot)`` when the gradient of ``param`` has been accumulated.
 

@@ -167,7 +167,8 @@ class Reducer(Reduction):
         nonfinite_steps = int(self._nonfinite_steps.item())
         return {
             "bytes_sent": sum(lane.exchange.bytes_sent for lane in self._roster.lanes),
-            **self._stats,
+            "steps": self._progress.num_reductions,
+            "wait_seconds": self._wait_seconds,
             "nonfinite_steps": nonfinite_steps,
             "last_nonfinite": blame(self._roster.lanes) if nonfinite_steps > 0 else None,
             "num_buckets": len(self._roster.lanes),
@@ -176,7 +177,9 @@ class Reducer(Reduction):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What compression carries from step to step on *this* rank; save it per rank, or all by distributed checkpoint.
+        """What compression carries from step to step on *this* rank.
+
+        Save it per rank, or all ranks' by a distributed checkpoint.
 
         ``["ranks"][str(rank)][parameter_name]["residual"]`` is what this rank has not sent yet (DGC's v), as
         its contribution to the average, without the loss scale: a tensor of the parameter's shape. With

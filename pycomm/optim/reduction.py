@@ -18,7 +18,8 @@ from pycomm.optim.assembly import Lane, Slot
 from pycomm.optim.backward import BackwardWatch
 from pycomm.optim.buffers import BufferSync
 from pycomm.optim.fused import fused_step_of
-from pycomm.optim.hooks import ForwardHook, GradientHook
+from pycomm.optim.gradient_checks import require_no_average, require_sendable
+from pycomm.optim.hooks import ForwardHook, GradientHook, before_step
 from pycomm.optim.local_passes import LocalPasses
 from pycomm.optim.progress import Progress
 from pycomm.optim.replicas import Agreement
@@ -59,7 +60,7 @@ class Reduction:
         settings: Settings,
     ) -> None:
         self.optimizer = optimizer
-        self._module = module
+        self.module = module  # that attach was given, unless it was names
         self._communicator = communicator
         self._settings = settings
         self._roster = Roster(optimizer, names, module, communicator, settings)
@@ -72,7 +73,7 @@ class Reduction:
         self._firing: Slot | None = None  # whose hooks are being called
         self._late: Slot | None = None  # whose .grad is to be its view, once its hooks have been called
         self._stopped = ""  # why this rank takes part no more
-        self._stats = {"steps": 0, "wait_seconds": 0.0}
+        self._wait_seconds = 0.0
         self._device = self._roster.device
         self._on_gpu = any(on_gpu(p) for p in names.values())
         self._units = Units(communicator, settings, self._device, self._on_gpu)
@@ -109,12 +110,12 @@ class Reduction:
         self._idle = False
         self._admit(self._roster.slots())
         self._admit(self._roster.admit())
-        self._handles.append(self.optimizer.register_step_pre_hook(self._before_step))
-        if self._module is not None:
-            self._handles.append(self._module.register_forward_pre_hook(ForwardHook(self.before_forward)))
-            self._uncovered = Uncovered(self._module, self.knows)
+        self._handles.append(self.optimizer.register_step_pre_hook(before_step(self._require_averaged)))
+        if self.module is not None:
+            self._handles.append(self.module.register_forward_pre_hook(ForwardHook(self.before_forward)))
+            self._uncovered = Uncovered(self.module, self.knows)
             if self._settings.buffers != "local":
-                self._buffers = BufferSync(self._module, self._settings.buffers, self._communicator)
+                self._buffers = BufferSync(self.module, self._settings.buffers, self._communicator)
 
     def _uninstall(self) -> None:
         for handle in self._handles:
@@ -129,18 +130,13 @@ class Reduction:
         """Whether ``param``'s gradient is averaged here, or will be once it is unfrozen."""
         return self._roster.knows(param)
 
-    @property
-    def module(self) -> torch.nn.Module | None:
-        """What ``attach`` was given, unless it was names."""
-        return self._module
-
     def named_parameters(self) -> dict[str, torch.Tensor]:
         """All that are averaged here, or will be once they are unfrozen."""
         return dict(self._roster.named())
 
     def _named_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """Those that nothing makes equal; the others differ between forward and the end of the reduction."""
-        return [] if self._module is None or self._buffers is not None else list(self._module.named_buffers())
+        """Those that nothing makes equal; the others differ until the reduction ends."""
+        return [] if self.module is None or self._buffers is not None else list(self.module.named_buffers())
 
     def _find_new_parameters(self) -> None:
         if self._roster.find_new():
@@ -162,23 +158,6 @@ class Reduction:
 
     # Steps.
 
-    def _before_step(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A closure runs the last backward pass itself: then is the time to look."""
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not callable(closure):
-            self._require_averaged()
-            return None
-        ask: Callable[[], Any] = closure
-
-        def checked_closure() -> Any:
-            loss = ask()
-            self._require_averaged()
-            return loss
-
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": checked_closure}
-        return (args[0], checked_closure, *args[2:]), kwargs
-
     def _require_averaged(self) -> None:
         # Sends nothing: distributed checkpointing calls step() on its own to create optimizer state.
         self._forget_abandoned_pass()
@@ -188,13 +167,7 @@ class Reduction:
                 "gradients have not been averaged; call reducer.flush() first"
             )
         self._local.require_gone("optimizer.step() would move this rank's parameters alone")
-        for slot in self._roster.unfrozen():
-            if slot.param.grad is not None:
-                raise RuntimeError(
-                    f"the gradient of {slot.name!r} has not been averaged: it was unfrozen after attach, and no "
-                    "parameter that pycomm already knew took part in this backward; attach the module itself, not its "
-                    "named_parameters()"
-                )
+        self._roster.require_no_unknown_gradients()
         self._progress.stepped()
 
     # A pass.
@@ -217,6 +190,9 @@ class Reduction:
         try:
             self._watch.touch()
             self._on_grad(slot)
+        except (RuntimeError, ValueError) as error:
+            self._stop(error)
+            raise
         finally:
             self._firing = None
 
@@ -241,11 +217,7 @@ class Reduction:
         self._forget_abandoned_pass()
         self._complete = False
         self._sending = self._num_passes + 1 >= self._settings.accumulate
-        try:
-            self._require_right_pass()
-        except RuntimeError as error:
-            self._stop(error)
-            raise
+        self._require_right_pass()
         self._reset_pass()
         if self._sending:
             self._agreement.look_back(self._progress.num_steps, self._progress.num_reductions)
@@ -261,18 +233,10 @@ class Reduction:
 
     def _stop(self, error: Exception) -> None:
         """Tell the other ranks, who are on their way to this reduction or in it, and leave."""
-        if self._stopped or self._communicator.size == 1:
+        if self._stopped or self._communicator.size == 1 or torch.compiler.is_compiling():
             return
         self._stopped = str(error)
-        communicator, reason = self._communicator, self._stopped
-
-        def leave() -> None:
-            if communicator.transport == "torch" and not self._on_gpu:  # where closing tells nobody why
-                with contextlib.suppress(Exception):  # they may have gone already
-                    communicator.refuse(reason)
-            communicator.close(reason)
-
-        communicator.submit(leave)
+        self._communicator.abandon(self._stopped)
 
     def _reset_pass(self) -> None:
         self._num_launched = 0
@@ -284,51 +248,19 @@ class Reduction:
             lane.bucket.leave_to_users()
 
     def _on_grad(self, slot: Slot) -> None:
-        lane, grad = slot.lane, slot.param.grad
-        assert lane is not None
-        if grad is None:
-            raise RuntimeError(
-                f"the gradient of {slot.name!r} has been taken away by another hook on this parameter, before it could "
-                "be averaged: an optimizer that steps in backward does not go with attach"
-            )
-        self._hand_over_late()
         slot.fired += 1
+        require_sendable(slot)
+        lane = slot.lane
+        assert lane is not None
+        self._hand_over_late()
         if self._on_gpu:
             lane.producers.add(self._communicator.current_stream(self._device))
-        if grad.is_sparse:
-            raise ValueError(f"the gradient of {slot.name!r} is sparse; pycomm reduces dense gradients")
-        if lane.work is not None:
-            raise RuntimeError(
-                f"the gradient of {slot.name!r} was accumulated {slot.fired} times in one backward pass, where earlier "
-                f"passes had {slot.expected}, and had been sent already; detach() and attach() again to learn anew"
-            )
-        self._refuse_averaging_twice(slot, grad)
+        if self._num_passes == 0:
+            require_no_average(slot, self._settings)
         if not self._sending:
-            self._adopt(slot, grad)
+            slot.adopt()
         elif slot.expected and self._settings.clip_local_norm is None:
             self._launch_ready()
-
-    def _refuse_averaging_twice(self, slot: Slot, grad: torch.Tensor) -> None:
-        """Sums and error feedback of an average plus a fresh gradient mean nothing; means of it are right."""
-        settings = self._settings
-        linear = settings.average and not settings.compression.transactional and settings.clip_local_norm is None
-        if linear or self._num_passes > 0 or slot.fired > 1:
-            return
-        assert slot.lane is not None
-        if grad is slot.lane.bucket.views[slot.index] and grad._version == slot.version + 1:
-            raise RuntimeError(
-                f"backward() ran again on the averaged gradient of {slot.name!r}. Several passes of one step want "
-                "attach(..., accumulate=n); a pass that is not a step of this optimizer (a generator's through its "
-                "discriminator, a penalty) belongs into `with reducer.paused():`; otherwise optimizer.zero_grad() first"
-            )
-
-    def _adopt(self, slot: Slot, grad: torch.Tensor) -> None:
-        """Let later passes of this window accumulate in the bucket itself."""
-        assert slot.lane is not None
-        view = slot.lane.bucket.views[slot.index]
-        if grad is not view and not slot.lane.bucket.holds(slot.index, grad):
-            view.copy_(grad)
-            slot.param.grad = view
 
     def _launch_ready(self) -> None:
         firing = self._firing
@@ -366,11 +298,11 @@ class Reduction:
 
         lane.work = self._submit(job, grads, lane.producers | self._units.streams)
         lane.producers = set()
-        for slot, view in zip(lane.slots, lane.bucket.views, strict=True):
+        for slot in lane.slots:
             if slot is self._firing:
                 self._late = slot  # hooks that are called after ours, DistributedDataParallel's say, want its gradient
-            elif slot.param.grad is not None:
-                slot.param.grad = view  # frees what autograd allocated as soon as it is packed
+            else:
+                slot.show_bucket()  # frees what autograd allocated as soon as it is packed
 
     def _submit(self, job: Callable[[], None], reads: list[torch.Tensor | None], producers: set[int]) -> Work | GpuWork:
         if self._on_gpu:
@@ -379,8 +311,8 @@ class Reduction:
 
     def _hand_over_late(self) -> None:
         slot, self._late = self._late, None
-        if slot is not None and slot.lane is not None and slot.param.grad is not None:
-            slot.param.grad = slot.lane.bucket.views[slot.index]
+        if slot is not None:
+            slot.show_bucket()
 
     def _gradients_are_there(self) -> None:
         if self._sending:
@@ -421,7 +353,7 @@ class Reduction:
             for lane in self._roster.lanes:
                 lane.work = None
             self._num_passes = 0
-        self._stats["wait_seconds"] += time.perf_counter() - start
+        self._wait_seconds += time.perf_counter() - start
 
     def _finish(self) -> None:
         lanes, progress = self._roster.lanes, self._progress
@@ -437,7 +369,6 @@ class Reduction:
                 slot.param.grad = view if used else None
                 slot.version = view._version
             lane.bucket.note_handed_out()
-        self._stats["steps"] += 1
         progress.reduced(False if self._finite is None else self._finite)
         if (fused := fused_step_of(self.optimizer)) is not None:
             fused.forget()  # whatever was left for a step that did not come was of other gradients

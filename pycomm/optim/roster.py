@@ -40,6 +40,16 @@ class Roster:
         """All parameters, those that learn first."""
         return [(slot.name, slot.param) for slot in (*self._slots.values(), *self._frozen.values())]
 
+    def require_no_unknown_gradients(self) -> None:
+        """RuntimeError for a gradient that came before its parameter was admitted."""
+        for slot in self.unfrozen():
+            if slot.param.grad is not None:
+                raise RuntimeError(
+                    f"the gradient of {slot.name!r} has not been averaged: it was unfrozen after attach, and no "
+                    "parameter that pycomm already knew took part in this backward; attach the module itself, not its "
+                    "named_parameters()"
+                )
+
     def require_as_attached(self) -> None:
         """RuntimeError for a parameter that has become one of another dtype or device, for which its bucket is none."""
         for lane in self.lanes:

@@ -68,7 +68,7 @@ def select_state(
 def _check_header(saved: Any, settings: Settings, strict: bool) -> None:
     if isinstance(saved, dict) and "format" in saved and saved["format"] != _FORMAT:
         raise ValueError(f"state has format {saved['format']}, this pycomm reads {_FORMAT}")
-    if not isinstance(saved, dict) or not _KEYS <= saved.keys() or not isinstance(saved["ranks"], dict):
+    if not isinstance(saved, dict) or not saved.keys() >= _KEYS or not isinstance(saved["ranks"], dict):
         raise ValueError("state is no Reducer.state_dict() and no list of them")
     if not all(str(rank).isdecimal() and isinstance(content, dict) for rank, content in saved["ranks"].items()):
         raise ValueError("state is no Reducer.state_dict(): its 'ranks' are not numbered")
@@ -87,8 +87,8 @@ def _share(ranks: list[tuple[int, State]], size: int, communicator: Communicator
     if numbers == list(range(size)):
         return _reshard(ranks, communicator)
     raise ValueError(
-        f"state is of rank(s) {numbers} of {size}, this is rank {communicator.rank} of {communicator.size}: pass the list "
-        "of all ranks' state_dicts, or one that has them all (of a distributed checkpoint: "
+        f"state is of rank(s) {numbers} of {size}, this is rank {communicator.rank} of {communicator.size}: pass the "
+        "list of all ranks' state_dicts, or one that has them all (of a distributed checkpoint: "
         "torch.distributed.checkpoint.format_utils.dcp_to_torch_save)"
     )
 

@@ -65,8 +65,8 @@ def refuse_active_wrapper(names_of: Callable[[], Mapping[str, torch.Tensor]]) ->
 class Owner(Protocol):
     """Who averages parameters here."""
 
-    @property
-    def module(self) -> torch.nn.Module | None: ...
+    module: torch.nn.Module | None
+
     def named_parameters(self) -> Mapping[str, torch.Tensor]: ...
 
 
@@ -127,11 +127,11 @@ def _around(wrapper: torch.nn.Module, model: torch.nn.Module) -> torch.nn.Module
 
 def _parent_of(wrapper: torch.nn.Module) -> torch.nn.Module | None:
     """A module of which ``wrapper`` is a part: OptimizedModule, _FabricModule and the like."""
-    for holder in gc.get_referrers(wrapper):
-        if isinstance(holder, dict):
-            for owner in gc.get_referrers(holder):
-                if isinstance(owner, torch.nn.Module) and vars(owner).get("_modules") is holder:
-                    return owner
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.nn.Module):
+            module: torch.nn.Module = thing
+            if any(child is wrapper for child in vars(module).get("_modules", {}).values()):
+                return module
     return None
 
 

@@ -68,15 +68,19 @@ def test_ddp_before_attach(two_ranks: RankPool, given: str) -> None:
 
 def ddp_after(how: str) -> None:
     model = make_model()
+
+    def wrap() -> None:
+        if how == "replicate":
+            from torch.distributed._composable import replicate
+
+            replicate(model)
+            loss_of(model, dist.get_rank(), 0).backward()
+        else:
+            DistributedDataParallel(model[0] if how == "a part" else Outer(model))
+
     with attached(sgd(model), model.named_parameters() if how == "names" else model):
         with pytest.raises(ValueError, match=SAYS):
-            if how == "replicate":
-                from torch.distributed._composable import replicate
-
-                replicate(model)
-                loss_of(model, dist.get_rank(), 0).backward()
-            else:
-                DistributedDataParallel(model[0] if how == "a part" else Outer(model))
+            wrap()
         if how != "replicate":
             gc.collect()
             loss_of(model, dist.get_rank(), 0).backward()

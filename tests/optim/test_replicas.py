@@ -29,20 +29,27 @@ def drift(where: str, at: int, options: dict[str, Any], compression: Any) -> tup
     model = make_model(dtype=torch.float32)
     optimizer = sgd(model)
     steps = 0
+
+    def change() -> None:
+        if where == "lr":
+            optimizer.param_groups[0]["lr"] *= 0.5
+        else:
+            flat = model.get_parameter(where).detach().view(-1).view(torch.int32)
+            flat[3] ^= 1  # the last bit
+
+    def run() -> None:
+        nonlocal steps
+        for step in range(12):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+            steps += 1
+            if steps == at and rank == 1:
+                change()
+
     with attached(optimizer, model, compression=compression, **options):
-        with pytest.raises(RuntimeError) as raised:
-            for step in range(12):
-                optimizer.zero_grad()
-                loss_of(model, rank, step).backward()
-                optimizer.step()
-                steps += 1
-                if steps == at and rank == 1:
-                    with torch.no_grad():
-                        if where == "lr":
-                            optimizer.param_groups[0]["lr"] *= 0.5
-                        else:
-                            flat = model.get_parameter(where).view(-1).view(torch.int32)
-                            flat[3] ^= 1  # the last bit
+        with pytest.raises(RuntimeError, match="the replicas differ") as raised:
+            run()
     return steps, str(raised.value)
 
 
