@@ -84,8 +84,9 @@ class Bucket:
 
     def repair(self) -> None:
         """Replace the views whose memory somebody has exchanged, as ``p.grad.data = ...`` and ``module.to()`` do."""
-        for i, view in enumerate(self.views):
-            if not self._is_in_place(i, view):
+        begin = self._address
+        for i, (view, offset) in enumerate(zip(self.views, self._offsets, strict=True)):
+            if view.data_ptr() != begin + offset and self.numels[i] > 0:
                 self.views[i] = _view_like(self.parts(self.memory)[i], self._params[i])
 
     def note_handed_out(self) -> None:

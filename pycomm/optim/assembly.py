@@ -33,6 +33,13 @@ class Slot:
     """Of the averaged gradient, when it was handed out."""
     hook: GradientHook | None = None
 
+    def fire(self) -> None:
+        """Its gradient has been accumulated, once more."""
+        self.fired += 1
+        lane = self.lane
+        if self.fired == self.expected and lane is not None and lane.num_awaited is not None:
+            lane.num_awaited -= 1
+
     def adopt(self) -> None:
         """Let later passes of this window accumulate in the bucket itself."""
         grad, lane = self.param.grad, self.lane
@@ -73,9 +80,21 @@ class Lane:
     """The squared norm of each gradient, as it was received, if ``measured`` in this step; float64."""
     measured: bool = False
     norm_scratch: kernels.Scratch = field(default_factory=kernels.Scratch)
+    num_awaited: int | None = None
+    """Gradients that this pass has yet to bring; ``None`` while it is unknown how often they come."""
+
+    def begin_pass(self) -> None:
+        self.measured = False
+        known = True
+        for slot in self.slots:
+            slot.fired = 0
+            known = known and slot.expected > 0
+        self.num_awaited = len(self.slots) if known else None
+        self.bucket.repair()
+        self.bucket.leave_to_users()
 
     def ready(self) -> bool:
-        return all(slot.fired >= slot.expected > 0 for slot in self.slots)
+        return self.num_awaited == 0
 
 
 def make_lanes(

@@ -124,8 +124,6 @@ class Reduction:
         if self._uncovered is not None:
             self._uncovered.close()
 
-    # Parameters coming and going.
-
     def knows(self, param: torch.Tensor) -> bool:
         """Whether ``param``'s gradient is averaged here, or will be once it is unfrozen."""
         return self._roster.knows(param)
@@ -156,8 +154,6 @@ class Reduction:
         if self._num_passes == 0 and not self._stopped and not self._local.depth:
             self._find_new_parameters()
 
-    # Steps.
-
     def _require_averaged(self) -> None:
         # Sends nothing: distributed checkpointing calls step() on its own to create optimizer state.
         self._forget_abandoned_pass()
@@ -169,8 +165,6 @@ class Reduction:
         self._local.require_gone("optimizer.step() would move this rank's parameters alone")
         self._roster.require_no_unknown_gradients()
         self._progress.stepped()
-
-    # A pass.
 
     @contextlib.contextmanager
     def _pausing(self) -> Iterator[None]:
@@ -240,15 +234,11 @@ class Reduction:
 
     def _reset_pass(self) -> None:
         self._num_launched = 0
-        for slot in self._roster.slots():
-            slot.fired = 0
         for lane in self._roster.lanes:
-            lane.measured = False
-            lane.bucket.repair()
-            lane.bucket.leave_to_users()
+            lane.begin_pass()
 
     def _on_grad(self, slot: Slot) -> None:
-        slot.fired += 1
+        slot.fire()
         require_sendable(slot)
         lane = slot.lane
         assert lane is not None
