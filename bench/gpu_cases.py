@@ -87,6 +87,7 @@ def _dense(n: int, target: Target | None) -> list[Plan]:
         Plan("reduce, 4 arrays", n, 20 * n, "add(out) + add_ + add_", _each(_reduce, n), target),
         Plan("accumulate, finite", n, 12 * n, f"add(out) + {amp}", _each(_accumulate, n)),
         Plan("absmax", n, 4 * n, "_foreach_norm(inf) + max", _each(_absmax, n)),
+        Plan("hashes", n, 4 * n, "view(int32).sum() of each", _each(_hashes, n)),
     ]
 
 
@@ -313,6 +314,26 @@ def _absmax(source: Source, n: int) -> Copy:
     def verify() -> None:
         for call in (ours, peer):
             _require_equal(call(), flat.abs().max(), "absmax")
+
+    return Copy(ours, peer, verify)
+
+
+def _hashes(source: Source, n: int) -> Copy:
+    pieces, scratch = _cut(source.normal(n)), kernels.Scratch()
+
+    def ours() -> torch.Tensor:
+        found: torch.Tensor = kernels.hashes(pieces, scratch=scratch)
+        return found
+
+    def peer() -> torch.Tensor:
+        return torch.stack([piece.view(torch.int32).sum() for piece in pieces])
+
+    def verify() -> None:
+        found = ours()
+        if len(set(found.flatten().tolist())) != len(pieces):
+            raise AssertionError("hashes: different arrays have one")
+        # Wherever an array lies, it has the hash that it has on the host.
+        _require_equal(found.cpu(), kernels.hashes([piece.cpu() for piece in pieces]), "hashes")
 
     return Copy(ours, peer, verify)
 

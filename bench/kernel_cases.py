@@ -73,6 +73,7 @@ def make_cases(arrays: Arrays) -> list[Case]:
         _reduce(arrays),
         _accumulate(arrays),
         _absmax(arrays),
+        _hashes(arrays),
         _topk(arrays, 0.001),
         _topk(arrays, 0.01),
         _scatter_add(arrays, 0.01),
@@ -235,6 +236,25 @@ def _absmax(arrays: Arrays) -> Case:
         _require_equal(peer(), wanted, "aminmax")
 
     return Case("absmax", ours, "aminmax of each", peer, 4 * arrays.count, verify, floor="read")
+
+
+def _hashes(arrays: Arrays) -> Case:
+    def ours() -> torch.Tensor:
+        return kernels.hashes(arrays.grads)
+
+    def peer() -> torch.Tensor:
+        return torch.stack([grad.view(torch.int32).sum() for grad in arrays.grads])
+
+    def verify() -> None:
+        before, bits = ours(), arrays.grads[-2].view(-1).view(torch.int32)
+        _require_equal(kernels.hashes([grad.clone() for grad in arrays.grads]), before, "hashes")
+        bits[1] ^= 1
+        seen = (ours() != before).nonzero().tolist()
+        bits[1] ^= 1
+        if seen != [[len(arrays.grads) - 2]]:
+            raise AssertionError("hashes: a bit that changed is not seen, or elsewhere")
+
+    return Case("hashes of replicas", ours, "view(int32).sum() of each", peer, 4 * arrays.count, verify, floor="read")
 
 
 def _topk(arrays: Arrays, ratio: float) -> Case:

@@ -38,6 +38,10 @@ class Work:
         del self  # the error's traceback holds this frame: no cycle
 
 
+def _refuse() -> None:
+    raise RuntimeError("the communicator is closed")
+
+
 class Worker:
     """The thread; starts with its first job. Not a ThreadPoolExecutor: that one is joined at interpreter exit *before*
     exit handlers run, so a job that waits for a hung peer could not be interrupted."""
@@ -46,9 +50,15 @@ class Worker:
         self._name = name
         self._jobs: SimpleQueue[Work | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._stopped = False
         self._last_done: threading.Event | None = None  # not the work itself, whose error knows who waited for it
 
     def submit(self, job: Callable[[], Any]) -> Work:
+        """Let ``job`` be run. After :meth:`stop` nobody would: the work has failed then."""
+        if self._stopped:
+            work = Work(_refuse)
+            work._run()
+            return work
         work = Work(job)
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
@@ -67,6 +77,7 @@ class Worker:
 
     def stop(self, patience: float) -> None:
         """Let the jobs that wait end, for at most ``patience`` seconds."""
+        self._stopped = True
         if self._thread is not None:
             self._jobs.put(None)
             if not self.is_current():

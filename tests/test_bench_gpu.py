@@ -54,6 +54,7 @@ def test_cases_are_right(plan: Plan) -> None:
         "topk",
         "scatter_add",
         "absmax",
+        "hashes",
         "accumulate",
         "sparsify",
         "quantize",

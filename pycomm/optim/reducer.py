@@ -224,3 +224,7 @@ class Reducer(Reduction):
         self._communicator.close(self._stopped or None)
         # The shared memory goes with its last view, not when a garbage collector gets to this object.
         self._roster.clear()
+
+    def _require_attached(self) -> None:
+        if self._detached:
+            raise RuntimeError("this Reducer is detached")

@@ -95,6 +95,7 @@ class Reduction:
         self._last_stats: dict[str, Any] = {}
         self._uncovered: Uncovered | None = None
         self._buffers: BufferSync | None = None
+        self._buffer_work: Work | GpuWork | None = None
         # One rank that compresses nothing has nothing to do.
         self._idle = communicator.size == 1 and not settings.compression.transactional and not settings.clip_local_norm
         if self._idle:
@@ -191,6 +192,7 @@ class Reduction:
             self._firing = None
 
     def _flush(self) -> None:
+        self._require_taking_part()
         if self._units.weights.in_use:
             self._units.fix(self._num_passes, False, self._committed_steps)
             if not self._units.weights.anybody():
@@ -217,9 +219,12 @@ class Reduction:
             self._agreement.look_back(self._progress.num_steps, self._progress.num_reductions)
             self._units.fix(self._num_passes, True, self._committed_steps)
 
-    def _require_right_pass(self) -> None:
+    def _require_taking_part(self) -> None:
         if self._stopped:
             raise RuntimeError(f"this Reducer takes part no more since an earlier error: {self._stopped}")
+
+    def _require_right_pass(self) -> None:
+        self._require_taking_part()
         self._local.require_gone("this backward() would add to it", self._firing)
         if self._num_passes == 0:
             self._progress.require_used()
@@ -242,7 +247,9 @@ class Reduction:
         require_sendable(slot)
         lane = slot.lane
         assert lane is not None
-        self._hand_over_late()
+        late, self._late = self._late, None
+        if late is not None:
+            late.show_bucket()
         if self._on_gpu:
             lane.producers.add(self._communicator.current_stream(self._device))
         if self._num_passes == 0:
@@ -264,6 +271,8 @@ class Reduction:
             self._units.fix_clip(self._roster.slots())
         while self._num_launched < len(self._roster.lanes):
             self._launch(self._roster.lanes[self._num_launched])
+        if self._buffers is not None and self._buffer_work is None:
+            self._buffer_work = self._submit(self._buffers.run, [], set())
 
     def _launch(self, lane: Lane) -> None:
         self._num_launched += 1
@@ -299,11 +308,6 @@ class Reduction:
             return self._communicator.submit_on_gpu(self._device, job, reads, producers)
         return self._communicator.submit(job)
 
-    def _hand_over_late(self) -> None:
-        slot, self._late = self._late, None
-        if slot is not None:
-            slot.show_bucket()
-
     def _gradients_are_there(self) -> None:
         if self._sending:
             # What is known goes first: ranks differ in what they have launched by now, but not in this order.
@@ -326,14 +330,13 @@ class Reduction:
         """Launch what is left, wait for all, hand out."""
         self._launch_rest()
         start = time.perf_counter()
-        works = [lane.work for lane in self._roster.lanes]
-        if self._buffers is not None:
-            works.append(self._submit(self._buffers.run, [], set()))
         self._late = None
         try:
-            for work in works:
-                assert work is not None
-                work.wait()
+            for lane in self._roster.lanes:
+                assert lane.work is not None
+                lane.work.wait()
+            if self._buffer_work is not None:
+                self._buffer_work.wait()
             self._finish()
         except BaseException:
             for slot in self._roster.slots():
@@ -342,6 +345,7 @@ class Reduction:
         finally:
             for lane in self._roster.lanes:
                 lane.work = None
+            self._buffer_work = None
             self._num_passes = 0
         self._wait_seconds += time.perf_counter() - start
 
@@ -391,7 +395,3 @@ class Reduction:
         for slot in self._roster.slots():
             slot.param.grad = None
         self._num_launched = 0
-
-    def _require_attached(self) -> None:
-        if self._detached:
-            raise RuntimeError("this Reducer is detached")

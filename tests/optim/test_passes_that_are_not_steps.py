@@ -414,6 +414,40 @@ def test_two_attaches_in_one_backward(two_ranks: RankPool, torch_transport: bool
     two_ranks.run(two_optimizers, torch_transport, uneven)
 
 
+class Normed(nn.Module):
+    """A matrix for one optimizer, vectors and statistics beside it for another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.norm = nn.Linear(12, 5), nn.BatchNorm1d(5)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.norm(self.body(x))
+
+
+def two_that_keep_buffers(torch_transport: bool) -> None:
+    """Both exchange buffers; the order in which gradients come differs: nobody waits for the other's turn."""
+    rank = dist.get_rank()
+    model = Normed()
+    first = torch.optim.SGD([model.body.weight], lr=0.1)
+    second = torch.optim.SGD([model.body.bias, *model.norm.parameters()], lr=0.1)
+    with over_torch(torch_transport):
+        reducers = [pycomm.attach(o, model, timeout=20, buffers="average") for o in (first, second)]
+    for step in range(6):
+        model.zero_grad()
+        x = torch.randn(6, 12, generator=torch.Generator().manual_seed(10 * step + rank))
+        # What was used last comes first: the matrix on rank 0, the vectors on rank 1.
+        loss = model(x).pow(2).mean()
+        last = model.body.weight if rank == 0 else model.norm.weight
+        (loss + 0 * last.sum()).backward()
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, [b.tolist() for b in model.buffers()])
+    assert everyone[0] == everyone[1]
+    for reducer in reducers:
+        reducer.detach()
+
+
 class GatherAll(torch.autograd.Function):
     """CLIP's: features of all ranks, with a collective in backward."""
 
@@ -428,6 +462,11 @@ class GatherAll(torch.autograd.Function):
         grad = grad.contiguous()
         dist.all_reduce(grad)
         return grad.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+@pytest.mark.parametrize("torch_transport", [False, True])
+def test_two_attaches_that_keep_buffers(two_ranks: RankPool, torch_transport: bool) -> None:
+    two_ranks.run(two_that_keep_buffers, torch_transport)
 
 
 def clip_like(torch_transport: bool) -> None:
