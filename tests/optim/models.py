@@ -7,11 +7,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import pycomm
+from pycomm import communicator
 
 Loss = Callable[[nn.Module, int], torch.Tensor]
 
@@ -40,6 +42,36 @@ def average_gradients(model: nn.Module, losses: list[Callable[[nn.Module], torch
         for (name, param), grad in zip(model.named_parameters(), grads, strict=True):
             total[name] = total.get(name, torch.zeros_like(param)) + (0 if grad is None else grad)
     return {name: grad / len(losses) for name, grad in total.items()}
+
+
+class Explodes(torch.autograd.Function):
+    """Ends a backward pass by an exception."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("in the middle of backward")
+
+
+def explode(model: nn.Module) -> None:
+    """A backward pass of :func:`make_model`'s that comes as far as the last layer."""
+    with pytest.raises(ArithmeticError):
+        model[4](Explodes.apply(model[:4](torch.ones(1, 12, dtype=torch.float64)))).sum().backward()  # type: ignore[operator,index]
+
+
+@contextmanager
+def over_torch(on: bool = True) -> Iterator[None]:
+    """Communicators that are made inside go over torch.distributed."""
+    original = vars(communicator)["choose_transport"]
+    if on:
+        vars(communicator).update(choose_transport=lambda group, wanted, timeout: original(group, "torch", timeout))
+    try:
+        yield
+    finally:
+        vars(communicator).update(choose_transport=original)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from tests.optim.models import (
     loss_of,
     losses_at,
     make_model,
+    over_torch,
     rank_and_size,
 )
 from tests.ranks import RankPool
@@ -83,19 +84,13 @@ def test_many_buckets(two_ranks: RankPool) -> None:
     two_ranks.run(train, {"bucket_mb": 0.001})
 
 
-def force_torch_transport(options: dict[str, Any]) -> None:
-    from pycomm import communicator
-
-    original = vars(communicator)["choose_transport"]
-    vars(communicator).update(choose_transport=lambda group, wanted, timeout: original(group, "torch", timeout))
-    try:
-        train(options)
-    finally:
-        vars(communicator).update(choose_transport=original)
+def train_over_torch() -> None:
+    with over_torch():
+        train({})
 
 
 def test_over_torch_distributed(two_ranks: RankPool) -> None:
-    two_ranks.run(force_torch_transport, {})
+    two_ranks.run(train_over_torch)
 
 
 def named_parameters_only() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,6 +21,7 @@ from tests.optim.models import (
     loss_of,
     losses_at,
     make_model,
+    over_torch,
     own_state,
 )
 from tests.ranks import RankPool
@@ -31,20 +31,6 @@ Pools = Callable[[int], RankPool]
 
 def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=lr)
-
-
-@contextmanager
-def over_torch(on: bool) -> Any:
-    """Communicators that are made inside go over torch.distributed."""
-    from pycomm import communicator
-
-    original = vars(communicator)["choose_transport"]
-    if on:
-        vars(communicator).update(choose_transport=lambda group, wanted, timeout: original(group, "torch", timeout))
-    try:
-        yield
-    finally:
-        vars(communicator).update(choose_transport=original)
 
 
 # optimizer.step(closure)
