@@ -322,11 +322,15 @@ class Communicator:
         rows = everyone.reshape(self.size, longest)
         return [rows[p, : lengths[p]].tobytes() for p in range(self.size)]
 
-    def abandon(self, reason: str) -> None:
-        """Close, and let those who wait for this rank know why. Returns at once."""
+    def abandon(self, reason: str, *, in_step: bool) -> None:
+        """Close, and let those who wait for this rank know why, if they can. Returns at once.
+
+        ``in_step``: whether the others' next operation is one that they compare first. Inside
+        :meth:`trusted` they would take for data what is said to them.
+        """
 
         def leave() -> None:
-            if not self._transport.interruptible and not self._gpus:  # where closing tells nobody why
+            if in_step and not self._transport.interruptible and not self._gpus:  # where closing tells nobody why
                 with contextlib.suppress(Exception):  # they may have gone already
                     self.refuse(reason)
             self.close(reason)

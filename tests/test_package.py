@@ -25,8 +25,12 @@ def test_names_that_scripts_rely_on() -> None:
         "loss_scaler": None,
         "clip_local_norm": None,
         "algorithm": "auto",
+        "all_parameters": False,
+        "check_replicas": 1000,
+        "buffers": "local",
     }
-    for name in ("state_dict", "load_state_dict", "stats", "flush", "detach", "set_weight", "clip_grad_norm"):
+    methods = "state_dict load_state_dict stats flush detach set_weight clip_grad_norm paused skip_step"
+    for name in methods.split():
         assert callable(getattr(pycomm.Reducer, name))
     for name in ("empty", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier", "close"):
         assert callable(getattr(pycomm.Communicator, name))

@@ -9,7 +9,7 @@ import torch
 
 from pycomm import kernels
 from pycomm.communicator import Communicator
-from pycomm.compression.held import is_held, storage_uses
+from pycomm.compression.held import is_held, is_shared, storage_uses
 from pycomm.compression.report import FINGERPRINT_PLACES, put_fingerprint
 
 
@@ -103,7 +103,7 @@ class Bucket:
         dropped = [i for i, param in enumerate(self._params) if param.grad is not self.views[i]]
         if not dropped:
             return
-        if self._handed_out_uses and storage_uses(self.memory) > self._handed_out_uses:
+        if self._is_aliased() or any(is_shared(self.views[i]) for i in dropped):
             self.use(self._new_memory())
             self._handed_out_uses = 0
             return
@@ -113,6 +113,15 @@ class Bucket:
                 kept.data = kept.clone(memory_format=torch.preserve_format)
                 del kept
                 self.views[i] = _view_like(self.parts(self.memory)[i], self._params[i])
+
+    def is_kept(self) -> bool:
+        """Whether somebody refers to what was handed out, besides ``.grad``."""
+        return self._is_aliased() or any(
+            is_held(self.views, i, is_grad=param.grad is self.views[i]) for i, param in enumerate(self._params)
+        )
+
+    def _is_aliased(self) -> bool:
+        return bool(self._handed_out_uses) and storage_uses(self.memory) > self._handed_out_uses
 
     def gather(
         self,

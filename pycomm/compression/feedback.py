@@ -144,6 +144,7 @@ class FeedbackExchange:
         self._new_velocity = memory() if self._correction.momentum else None
         self._scaling = Scaling(communicator.size)
         self._report: Report | None = None
+        self._kept: torch.Tensor | None = None  # the old residual, where memories cannot change places
         self._guilty = torch.zeros(communicator.size, dtype=torch.int64, device=bucket.device)
         self._all_used_here = True
         self._accumulate_scratch, self._finish_scratch = kernels.Scratch(), kernels.Scratch()
@@ -250,9 +251,17 @@ class FeedbackExchange:
             kernels.unpack(self._flat(self._own_sums), [self._bucket.flat])
 
     def _swap_residual(self) -> None:
-        """What is left of the sums is the next residual; the old one's memory takes the averages."""
+        """What is left of the sums is the next residual; the old one's memory takes the averages.
+
+        Where somebody keeps the gradients that are written in place, they stay where they are, which takes a copy.
+        """
         old, sums = self._residual, self._sums
         assert old is not None
+        if self._own_sums is None and self._bucket.is_kept():
+            self._kept = old.clone() if self._kept is None else self._kept.copy_(old)
+            old.copy_(sums)
+            sums.copy_(self._kept)
+            return
         if self._own_sums is None:
             self._bucket.use(old)
         else:

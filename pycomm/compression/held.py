@@ -17,13 +17,26 @@ def _references(tensors: list[torch.Tensor], index: int) -> int:
     return sys.getrefcount(tensor)
 
 
-_UNHELD = _references([torch.empty(0)], 0)
-"""What is counted of a tensor that a list holds and nobody else. Releases of Python and torch differ."""
+def _usual_references() -> tuple[int, int]:
+    """Of a tensor that a list holds and nobody else; and of one that is a ``.grad`` besides."""
+    tensors, param = [torch.empty(1)], torch.nn.Parameter(torch.empty(1))
+    alone = _references(tensors, 0)
+    param.grad = tensors[0]
+    return alone, _references(tensors, 0)
 
 
-def is_held(tensors: list[torch.Tensor], index: int) -> bool:
-    """Whether there are references in Python to ``tensors[index]``, which is no ``.grad``, besides this list's."""
-    return _references(tensors, index) > _UNHELD
+_ALONE, _AS_GRAD = _usual_references()
+"""Releases of Python and torch differ in what they count."""
+
+
+def is_held(tensors: list[torch.Tensor], index: int, is_grad: bool = False) -> bool:
+    """Whether there are references in Python to ``tensors[index]`` besides this list's, and ``.grad`` if it is one."""
+    return _references(tensors, index) > (_AS_GRAD if is_grad else _ALONE)
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Whether something outside Python refers to ``tensor``, which is no ``.grad``: DLPack's consumers, a graph."""
+    return tensor._use_count() > 1  # type: ignore[attr-defined,no-any-return]
 
 
 def storage_uses(tensor: torch.Tensor) -> int:

@@ -23,13 +23,18 @@ class BackwardWatch:
     every checkpointed piece, whose callback comes while the outer backward still runs; then the node
     that started it is still being evaluated. In that case a hook on that node asks the enclosing task
     for a callback, and so on outwards. A task that fails goes without calling back: that is how a pass
-    that ended with an exception is known.
+    that ended with an exception is known, and ``on_failure`` called.
     """
 
     def __init__(
-        self, on_begin: Callable[[], None], on_gradients: Callable[[], None], on_end: Callable[[], None]
+        self,
+        on_begin: Callable[[], None],
+        on_gradients: Callable[[], None],
+        on_end: Callable[[], None],
+        on_failure: Callable[[], None],
     ) -> None:
         self._on_begin, self._on_gradients, self._on_end = on_begin, on_gradients, on_end
+        self._on_failure = on_failure
         self._tasks: set[int] = set()
         self._active = False
         self._abandoned = False
@@ -71,6 +76,7 @@ class BackwardWatch:
         if self._active:
             self._reset()
             self._abandoned = True
+            self._on_failure()
         _ending.discard(self)
 
     def _reset(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 
 import torch
@@ -12,14 +13,25 @@ from pycomm.optim.broadcast import broadcast_tensors
 BUFFERS = ("local", "broadcast", "average")
 
 
+_taken: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, weakref.ref[BufferSync]]] = weakref.WeakKeyDictionary()
+"""Who looks after which buffers."""
+
+
 class BufferSync:
     """Gives all ranks rank 0's buffers, or the average of the floating ones, after each reduction.
 
     Where they lie is noted once; what lies there is looked up each time, since modules replace buffers.
+    Those of a module that was attached twice, with two optimizers, are left to who came first.
     """
 
     def __init__(self, module: torch.nn.Module, how: str, communicator: Communicator) -> None:
-        self._places = [(owner, name) for owner in module.modules() for name in owner._buffers]
+        self._places: list[tuple[torch.nn.Module, str]] = []
+        for owner in module.modules():
+            takers = _taken.setdefault(owner, {})
+            for name in owner._buffers:
+                if name not in takers or takers[name]() is None:
+                    takers[name] = weakref.ref(self)
+                    self._places.append((owner, name))
         self._averages = how == "average"
         self._communicator = communicator
 

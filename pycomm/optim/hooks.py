@@ -32,10 +32,11 @@ class ForwardHook:
         return ForwardHook, (None,)
 
 
-def before_step(check: Callable[[], None]) -> Callable[..., Any]:
+def before_step(check: Callable[[], None], begin: Callable[[], None]) -> Callable[..., Any]:
     """A pre-hook for ``optimizer.step`` that calls ``check``: after its closure, if it has one, each time that runs.
 
-    A closure runs the last backward pass of a window itself.
+    A closure runs the last backward pass of a window itself. Before the first time ``begin`` is called: some
+    optimizers (SAM) use the gradients that are there, and ask for others then.
     """
 
     def hook(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -43,6 +44,7 @@ def before_step(check: Callable[[], None]) -> Callable[..., Any]:
         if not callable(closure):
             check()
             return None
+        begin()
         ask: Callable[[], Any] = closure
 
         def checked_closure() -> Any:

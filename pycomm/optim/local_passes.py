@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,24 +33,24 @@ class LocalPasses:
         Args:
             why: that matters now. firing: the parameter to whose gradient this pass has already added.
         """
-        for slot in list(self._left):
-            if self._is_there(slot, slot is firing):
+        there = [slot for slot in self._left if self._may_be_there(slot, slot is firing)]
+        if not there:
+            self._left.clear()
+            return
+        # zero_grad(set_to_none=False), or grad.data.zero_(), has been called where all is 0; one look for all.
+        grads = [slot.param.grad for slot in there if slot.param.grad is not None]
+        nonzero = torch.stack([grad.count_nonzero() for grad in grads]).tolist()
+        for slot, count in zip(there, nonzero, strict=True):
+            if count > 0 or slot is firing:
                 raise RuntimeError(
                     f"the gradient of {slot.name!r} is still what a backward() inside reducer.paused() left, which is "
                     f"never averaged: {why}; optimizer.zero_grad() first"
                 )
         self._left.clear()
 
-    def forget(self, slots: Iterable[Slot]) -> None:
-        for slot in slots:
-            self._left.pop(slot, None)
-
-    def _is_there(self, slot: Slot, added_to: bool) -> bool:
+    def _may_be_there(self, slot: Slot, added_to: bool) -> bool:
         reference, version = self._left[slot]
         grad = slot.param.grad
         if grad is None or reference() is not grad:
             return False
-        if grad._version == version + added_to:
-            return True
-        # Written to since: by zero_grad(set_to_none=False), or by something else.
-        return not added_to and bool(grad.count_nonzero())
+        return not added_to or grad._version == version + 1  # else it was zeroed before this pass added to it

@@ -21,7 +21,7 @@ class HostCopy:
         self._host.copy_(flags, non_blocking=True)
         if flags.is_cuda:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(flags.device))
 
     def get(self) -> list[bool]:
         """What was put last; once it is there."""
@@ -67,6 +67,10 @@ class Progress:
             self._used = True
             self.num_steps += 1
 
+    def left_out(self) -> None:
+        """No step is to use the last averages, and that is meant."""
+        self._used = True
+
     def require_used(self) -> None:
         """RuntimeError if what was sent of the last gradients counts as applied, and no step has applied it.
 
@@ -85,5 +89,6 @@ class Progress:
             "optimizer.step() has not used the last averaged gradients: their pass is in the residuals and velocities "
             "of compression, but in no parameter. A backward() that is not a step of this optimizer (a generator's "
             "through its discriminator, a penalty, a saliency map) belongs into `with reducer.paused():`; several "
-            "passes of one step want attach(..., accumulate=n)"
+            "passes of one step want attach(..., accumulate=n); a step that is left out on purpose wants "
+            "reducer.skip_step()"
         )

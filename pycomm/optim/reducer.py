@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from pycomm.optim.state import gather_state, select_state
 
 class Reducer(Reduction):
     """Averages gradients over the ranks while backward runs. Made by :func:`pycomm.attach`."""
+
+    _detached = False
+    _last_stats: Mapping[str, Any] = MappingProxyType({})
 
     def flush(self) -> None:
         """Reduce a ragged last accumulation window; before unscaling, clipping and ``step``. Collective.
@@ -51,6 +55,14 @@ class Reducer(Reduction):
         self._require_attached()
         with self._pausing():
             yield
+
+    def skip_step(self) -> None:
+        """Say that ``optimizer.step()`` is left out on purpose for the last averaged gradients, on all ranks.
+
+        Only methods that carry state ask for it: what they sent of these gradients is lost then, not sent later.
+        """
+        self._require_attached()
+        self._progress.left_out()
 
     def set_weight(self, num_samples: float) -> None:
         """Say, before ``backward()``, that the loss is the mean over ``num_samples`` samples, or tokens.

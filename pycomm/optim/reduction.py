@@ -31,6 +31,11 @@ from pycomm.optim.wrappers import refuse_active_wrapper
 from pycomm.transport.gpu import GpuWork
 from pycomm.worker import Work
 
+_HALF_SENT = (
+    "the last backward() ended with an exception after part of its gradients had been sent: the ranks are out of step; "
+    "restart from a checkpoint"
+)
+
 
 class Reduction:
     """Averages gradients over the ranks while backward runs; :class:`Reducer` is its public face.
@@ -65,7 +70,7 @@ class Reduction:
         self._settings = settings
         self._roster = Roster(optimizer, names, module, communicator, settings)
         self._handles: list[Any] = []
-        self._watch = BackwardWatch(self._begin_pass, self._gradients_are_there, self._end_pass)
+        self._watch = BackwardWatch(self._begin_pass, self._gradients_are_there, self._end_pass, self._pass_failed)
         self._num_passes = 0  # in this accumulation window
         self._num_launched = 0
         self._sending = False  # whether this pass is the last of its window
@@ -91,8 +96,6 @@ class Reduction:
         self._committed_steps = torch.zeros((), dtype=torch.int64, device=self._device)
         self._finite: Flag | None = None  # the last step, where compression had to know
         self._measures = False  # whether norms are taken as gradients are received
-        self._detached = False
-        self._last_stats: dict[str, Any] = {}
         self._uncovered: Uncovered | None = None
         self._buffers: BufferSync | None = None
         self._buffer_work: Work | GpuWork | None = None
@@ -111,7 +114,9 @@ class Reduction:
         self._idle = False
         self._admit(self._roster.slots())
         self._admit(self._roster.admit())
-        self._handles.append(self.optimizer.register_step_pre_hook(before_step(self._require_averaged)))
+        self._handles.append(
+            self.optimizer.register_step_pre_hook(before_step(self._require_averaged, self._progress.stepped))
+        )
         if self.module is not None:
             self._handles.append(self.module.register_forward_pre_hook(ForwardHook(self.before_forward)))
             self._uncovered = Uncovered(self.module, self.knows)
@@ -121,7 +126,7 @@ class Reduction:
     def _uninstall(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
+        self._buffers = None
         if self._uncovered is not None:
             self._uncovered.close()
 
@@ -226,7 +231,7 @@ class Reduction:
     def _require_right_pass(self) -> None:
         self._require_taking_part()
         self._local.require_gone("this backward() would add to it", self._firing)
-        if self._num_passes == 0:
+        if self._num_passes == 0 and not self._settings.all_parameters:  # whose optimizers are several
             self._progress.require_used()
         self._roster.require_as_attached()
 
@@ -235,10 +240,11 @@ class Reduction:
         if self._stopped or self._communicator.size == 1 or torch.compiler.is_compiling():
             return
         self._stopped = str(error)
-        self._communicator.abandon(self._stopped)
+        in_flight = any(lane.work is not None for lane in self._roster.lanes)
+        self._communicator.abandon(self._stopped, in_step=not in_flight)
 
     def _reset_pass(self) -> None:
-        self._num_launched = 0
+        self._num_launched, self._late = 0, None
         for lane in self._roster.lanes:
             lane.begin_pass()
 
@@ -282,13 +288,13 @@ class Reduction:
         measures = self._measures and not lane.exchange.transactional
         if weighted and self._on_gpu:
             weights.relative()  # the host waits here; on the communication thread nobody needs to
-        num_steps = self._progress.num_steps
-        due = self._agreement.is_due(self._progress.num_reductions)
+        progress = self._progress
+        fingerprint = self._agreement.fingerprint(progress.num_steps, progress.num_reductions) if first else None
 
         def job() -> None:
             units = replace(scaling, relative=weights.relative()) if weighted else scaling
-            if first:
-                units = replace(units, fingerprint=self._agreement.fingerprint(num_steps, due))
+            if fingerprint is not None:
+                units = replace(units, fingerprint=fingerprint())
             # All lanes were compared by attach: once the ranks are in the same reduction, they agree on the rest of it.
             with contextlib.nullcontext() if first or self._on_gpu else self._communicator.trusted():
                 lane.exchange.exchange(grads, units)
@@ -375,19 +381,15 @@ class Reduction:
         self._committed_steps += finite
         return finite if self._on_gpu else bool(finite)
 
+    def _pass_failed(self) -> None:
+        if self._num_launched > 0:
+            self._stop(RuntimeError(_HALF_SENT))
+
     def _forget_abandoned_pass(self) -> None:
-        if not self._watch.abandoned():
-            return
-        self._late = None
-        if self._num_launched == 0:
+        if not self._watch.abandoned() or self._num_launched == 0:
             return
         if self._communicator.size > 1:
-            error = RuntimeError(
-                "the last backward() ended with an exception after part of its gradients had been sent: the ranks are "
-                "out of step; restart from a checkpoint"
-            )
-            self._stop(error)
-            raise error
+            raise RuntimeError(_HALF_SENT)
         for lane in self._roster.lanes:  # nobody else waits for the rest
             if lane.work is not None:
                 lane.work.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,8 @@ def is_covered(param: torch.Tensor) -> bool:
 
 def refuse_second_attach(names: Mapping[str, torch.Tensor]) -> None:
     """ValueError if a parameter belongs to a Reducer already."""
+    if any(map(is_covered, names.values())):
+        gc.collect()  # it may be of an optimizer that nobody has any more
     for name, param in names.items():
         if is_covered(param):
             raise ValueError(f"parameter {name!r} is attached already: detach() the other Reducer first")

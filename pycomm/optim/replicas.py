@@ -55,7 +55,8 @@ class _Hashes:
         names = [name for name, _ in named]
         if names != self._of:
             weights = [zlib.crc32(name.encode()) << 20 | 2 * i + 1 for i, name in enumerate(names)]
-            self._weights = torch.tensor(weights, dtype=torch.int64).to(self._device)
+            on_host = torch.tensor(weights, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+            self._weights = on_host.to(self._device, non_blocking=True)
             self._each = torch.empty_like(self._weights)
             self._of = names
         if named:
@@ -111,15 +112,23 @@ class Agreement:
             self._interval > 0 and num_reductions > 0 and (num_reductions == 1 or num_reductions % self._interval == 0)
         )
 
-    def fingerprint(self, num_steps: int, due: bool) -> torch.Tensor:
-        """On the communication thread, or stream; the parameters are not written to meanwhile."""
+    def fingerprint(self, num_steps: int, num_reductions: int) -> Callable[[], torch.Tensor]:
+        """What makes it, on the communication thread, or stream; the parameters are not written to meanwhile.
+
+        What is compared is what there is now: the lists may grow before that thread comes to it.
+        """
         by_step = self._by_step[num_steps % (1 << _STEP_BITS)]
-        if not due:
-            return by_step
-        bits = by_step.clone()
-        bits[_PARAMETERS] = self._parameter_hashes.bits(self._parameters())
-        bits[_BUFFERS] = self._buffer_hashes.bits(self._buffers())
-        return bits
+        if not self.is_due(num_reductions):
+            return lambda: by_step
+        parameters, buffers = self._parameters(), self._buffers()
+
+        def make() -> torch.Tensor:
+            bits = by_step.clone()
+            bits[_PARAMETERS] = self._parameter_hashes.bits(parameters)
+            bits[_BUFFERS] = self._buffer_hashes.bits(buffers)
+            return bits
+
+        return make
 
     def look(self, differing: torch.Tensor, num_steps: int, num_reductions: int) -> None:
         """Settle what the ranks differ in: at once, or on a GPU by :meth:`look_back`, so that nobody waits."""

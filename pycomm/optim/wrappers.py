@@ -78,15 +78,22 @@ def watch_constructions(owners: Callable[[], Iterable[Owner]]) -> Any:
     """
 
     def on_registration(parent: torch.nn.Module, _name: str, child: torch.nn.Module | None) -> None:
-        if child is None or wrapper_of(type(parent)) is None:
+        if child is None or wrapper_of(type(parent)) is None or conflict(child) is None:
             return
+        gc.collect()  # the owner may be one that nobody has any more
+        name = conflict(child)
+        if name is not None:
+            raise ValueError(_says(parent, name, None, ""))
+
+    def conflict(child: torch.nn.Module) -> str | None:
         for owner in owners():
             names = owner.named_parameters()
             name = _common(child, names)
-            if name is None and _share_modules(child, owner.module):  # FSDP has taken its parameters already
-                name = next(iter(names), "?")
             if name is not None:
-                raise ValueError(_says(parent, name, None, ""))
+                return name
+            if _share_modules(child, owner.module):  # FSDP has taken its parameters already
+                return next(iter(names), "?")
+        return None
 
     return register_module_module_registration_hook(on_registration)
 

@@ -30,7 +30,7 @@ def choose_transport(group: dist.ProcessGroup, wanted: str, timeout: float) -> T
     if peers is None:
         if wanted == "shared_memory":
             raise ValueError("transport is 'shared_memory', but the ranks are not all on one host")
-        return TorchTransport(own_group(group, f"{group.group_name}/{meeting.name}", meeting.left()))
+        return TorchTransport(own_group(group, f"{group.group_name}/{meeting.name}", timeout))
     transport = SharedMemoryTransport(group.rank(), group.size(), peers)
     try:
         transport.barrier(timeout)  # everybody has read what is forgotten now

@@ -52,6 +52,7 @@ def own_group(group: dist.ProcessGroup, name: str, timeout: float) -> dist.Proce
 
     Args:
         name: unique among all groups that these ranks ever have.
+        timeout: in seconds, of its creation and of every operation.
 
     Raises:
         ValueError: the backend has no groups that only some of all ranks make.

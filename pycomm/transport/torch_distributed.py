@@ -51,7 +51,7 @@ class TorchTransport:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.trusts = False
-        self._group = group
+        self._own: dist.ProcessGroup | None = group
         self.rank = group.rank()
         self.size = group.size()
 
@@ -181,8 +181,17 @@ class TorchTransport:
     def refuse(self, reason: str, timeout: float) -> None:
         self._agree("refused", torch.empty(0), "sum", 0, timeout)
 
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        if self._own is None:  # which torch would take for the default group
+            raise RuntimeError("the communicator is closed")
+        return self._own
+
     def close(self, reason: str) -> None:
-        destroy_group(self._group)
+        # With the last reference to it go its connections, which is how peers notice.
+        group, self._own = self._own, None
+        if group is not None:
+            destroy_group(group)
 
     def _require(self, good: bool, problem: str, timeout: float, kind: type[Exception] = ValueError) -> None:
         if not good:

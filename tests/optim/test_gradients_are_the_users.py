@@ -12,7 +12,16 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from tests.optim.models import assert_replicas_equal, attached, average_gradients, close, loss_of, losses_at, make_model
+from tests.optim.models import (
+    assert_replicas_equal,
+    attached,
+    average_gradients,
+    close,
+    loss_of,
+    losses_at,
+    make_model,
+    own_state,
+)
 from tests.ranks import RankPool
 
 METHODS = {"dense": None, "topk": pycomm.TopK(1.0), "fp16": pycomm.FP16()}
@@ -102,6 +111,7 @@ KEPT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "detached": lambda grad: grad.detach(),
     "numpy": lambda grad: torch.from_numpy(grad.numpy()),
     "a slice": lambda grad: grad[:1],
+    "dlpack": torch.from_dlpack,
 }
 
 
@@ -173,22 +183,59 @@ def test_nothing_is_copied_for_nobody(two_ranks: RankPool) -> None:
     two_ranks.run(nothing_is_copied)
 
 
-def in_place_is_as_in_torch() -> None:
+def in_place_is_as_in_torch(method: str) -> None:
     """zero_grad(set_to_none=False) keeps one tensor, with and without pycomm: what is kept of it follows."""
     rank = dist.get_rank()
-    model = make_model()
+    model, plain = make_model(), make_model()
     optimizer = sgd(model)
-    with attached(optimizer, model):
+    with attached(optimizer, model, compression=METHODS[method]) as reducer:
         loss_of(model, rank, 0).backward()
-        kept = model[0].weight.grad
-        optimizer.zero_grad(set_to_none=False)
-        loss_of(model, rank, 1).backward()
-        assert model[0].weight.grad is kept
-        close(kept, average_gradients(make_model(), losses_at(1))["0.weight"])
+        kept = [p.grad for p in model.parameters()]
+        optimizer.step()
+        for step in range(1, 5):
+            plain.load_state_dict(model.state_dict())
+            torch._foreach_zero_(kept)  # as whoever caches the list of gradients zeroes them
+            loss_of(model, rank, step).backward()
+            wanted = average_gradients(plain, losses_at(step))
+            for k, (name, p) in zip(kept, model.named_parameters(), strict=True):
+                assert p.grad is k
+                close(k, wanted[name])
+            if method == "topk":
+                assert all(float(e["residual"].abs().max()) < 1e-12 for e in own_state(reducer).values())
+            optimizer.step()
 
 
-def test_in_place_is_as_in_torch(two_ranks: RankPool) -> None:
-    two_ranks.run(in_place_is_as_in_torch)
+@pytest.mark.parametrize("method", ["dense", "topk"])
+def test_in_place_is_as_in_torch(two_ranks: RankPool, method: str) -> None:
+    two_ranks.run(in_place_is_as_in_torch, method)
+
+
+def residuals_are_nobodys() -> None:
+    """With error feedback, what is done to a gradient that was kept reaches no residual."""
+    rank = dist.get_rank()
+    states = []
+    for spoils in (False, True):
+        model = make_model()
+        optimizer = sgd(model)
+        cached: list[torch.Tensor] = []
+        with attached(optimizer, model, compression=pycomm.TopK(0.1)) as reducer:
+            for step in range(6):
+                optimizer.zero_grad(set_to_none=False)
+                if spoils:
+                    for grad in cached:
+                        if all(grad is not p.grad for p in model.parameters()):
+                            grad.fill_(77.0)
+                    optimizer.zero_grad(set_to_none=False)
+                loss_of(model, rank, step).backward()
+                cached = [p.grad for p in model.parameters() if p.grad is not None]
+                optimizer.step()
+            states.append(own_state(reducer))
+    for name, entry in states[0].items():
+        assert torch.equal(entry["residual"], states[1][name]["residual"])
+
+
+def test_residuals_are_nobodys(two_ranks: RankPool) -> None:
+    two_ranks.run(residuals_are_nobodys)
 
 
 def converted() -> None:

@@ -96,6 +96,27 @@ def test_it_lives_as_long_as_optimizer_or_module(two_ranks: RankPool) -> None:
     two_ranks.run(kept_by_the_module_or_the_optimizer)
 
 
+def attached_anew() -> None:
+    """The old optimizer is dropped; whether a garbage collector has been there does not matter."""
+    rank = dist.get_rank()
+    model = make_model()
+    gc.disable()
+    try:
+        for step in range(3):
+            optimizer = sgd(model)
+            pycomm.attach(optimizer, model.named_parameters(), timeout=30)
+            model.zero_grad()
+            loss_of(model, rank, step).backward()
+            close(model[0].weight.grad, average_gradients(make_model(), losses_at(step))["0.weight"])
+            del optimizer
+    finally:
+        gc.enable()
+
+
+def test_attached_anew_without_a_collection(two_ranks: RankPool) -> None:
+    two_ranks.run(attached_anew)
+
+
 class Broken(pycomm.NoCompression):
     """Fails when its bucket is made, on one rank."""
 

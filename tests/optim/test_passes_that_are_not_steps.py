@@ -117,7 +117,9 @@ def saliency(compression: Any, set_to_none: bool, who: list[int]) -> None:
                 with reducer.paused():
                     loss_of(model, rank, 200).backward()
                     loss_of(model, rank, 201).backward()
-                optimizer.zero_grad(set_to_none=set_to_none)
+                for p in model.parameters():
+                    assert p.grad is not None
+                    p.grad.data.zero_()  # as it was done once
         assert_replicas_equal(model)
         if compression is not None:
             for entry in own_state(reducer).values():
@@ -362,6 +364,101 @@ def a_scaler_skips() -> None:
 
 def test_skipped_steps_are_no_mistake(two_ranks: RankPool) -> None:
     two_ranks.run(a_scaler_skips)
+
+
+def left_out_on_purpose(says_so: bool) -> None:
+    """A step that is left out since its gradients are too large, with error feedback."""
+    model = make_model()
+    optimizer = sgd(model)
+    with attached(optimizer, model, compression=pycomm.TopK(0.5)) as reducer:
+        for step in range(5):
+            optimizer.zero_grad()
+            loss_of(model, dist.get_rank(), step).backward()
+            if step != 2:
+                optimizer.step()
+            elif says_so:
+                reducer.skip_step()
+        assert_replicas_equal(model)
+
+
+def test_a_step_left_out_on_purpose(two_ranks: RankPool) -> None:
+    two_ranks.run(left_out_on_purpose, True)
+    for error in two_ranks.errors(left_out_on_purpose, False):
+        assert "a step that is left out on purpose wants reducer.skip_step()" in str(error)
+
+
+class Sharpness(torch.optim.SGD):
+    """As SAM: climbs by the gradients that are there, asks for others, steps by those from where it began."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        params = [p for group in self.param_groups for p in group["params"]]
+        moves = [0.05 * p.grad for p in params]
+        with torch.no_grad():
+            torch._foreach_add_(params, moves)
+        with torch.enable_grad():
+            loss = closure()
+        with torch.no_grad():
+            torch._foreach_sub_(params, moves)
+        super().step()
+        return loss
+
+
+def sharpness(compression: Any) -> None:
+    rank = dist.get_rank()
+    model = make_model()
+    optimizer = Sharpness(model.parameters(), lr=0.1)
+    with attached(optimizer, model, compression=compression) as reducer:
+        for step in range(4):
+
+            def closure(step: int = step) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(model, rank, step)
+                loss.backward()
+                return loss
+
+            closure()
+            optimizer.step(closure)
+        assert reducer.stats()["steps"] == 8
+        assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("compression", [None, pycomm.TopK(0.5)], ids=repr)
+def test_optimizers_that_ask_twice(two_ranks: RankPool, compression: Any) -> None:
+    two_ranks.run(sharpness, compression)
+
+
+def stops_in_the_middle(torch_transport: bool) -> str:
+    """Rank 1 fails after its first buckets have gone: what it says is not taken for a gradient."""
+    rank = dist.get_rank()
+    model = make_model()
+    optimizer = sgd(model)
+    with over_torch(torch_transport):
+        reducer = pycomm.attach(optimizer, model, timeout=50, bucket_mb=0.0001)
+    loss_of(model, rank, 0).backward()
+    optimizer.zero_grad()
+    if rank == 1:
+        model[0].bias.register_hook(lambda grad: exec("raise ArithmeticError('out of memory, say')"))
+    before, started = [p.detach().clone() for p in model.parameters()], time.monotonic()
+    with pytest.raises((RuntimeError, ValueError, ArithmeticError)) as raised:
+        loss_of(model, rank, 1).backward()
+    if rank == 1:
+        time.sleep(2)  # it caught the exception, and does something else
+    assert time.monotonic() - started < 25
+    assert all(p.grad is None for p in model.parameters()) or rank == 1
+    if rank == 1:
+        with pytest.raises(RuntimeError, match="ended with an exception after part of its gradients had been sent"):
+            optimizer.step()
+    for p, b in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, b)
+    reducer.detach()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("torch_transport", [False, True])
+def test_a_rank_that_stops_in_the_middle(two_ranks: RankPool, torch_transport: bool) -> None:
+    innocent, guilty = two_ranks.run(stops_in_the_middle, torch_transport)
+    assert "out of memory, say" in guilty
+    assert "rank 1" in innocent
 
 
 # Several reducers, and the user's own collectives, in one backward

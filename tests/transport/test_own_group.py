@@ -97,7 +97,7 @@ def abandoned(transport: str) -> str:
     rank = dist.get_rank()
     c = Communicator(timeout=40, transport=transport)
     if rank == 0:
-        c.abandon("it has had enough")
+        c.abandon("it has had enough", in_step=True)
         time.sleep(1.0)
         c.close()
         return ""
