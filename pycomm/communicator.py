@@ -22,6 +22,7 @@ from pycomm.transport.base import Transport
 from pycomm.transport.choice import TRANSPORTS, choose_transport
 from pycomm.transport.gpu import GpuQueue, GpuWork, current_stream, gpu_of
 from pycomm.transport.nccl import NcclTransport
+from pycomm.transport.own_group import group_of
 from pycomm.worker import Work, Worker
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -98,7 +99,7 @@ class Communicator:
                 "torch.distributed is not initialised: call torch.distributed.init_process_group() first "
                 "(under torchrun, or with rank and world_size)"
             )
-        self._transport = choose_transport(_group_of(process_group), transport, self._timeout)
+        self._transport = choose_transport(group_of(process_group), transport, self._timeout)
         self.rank: int = self._transport.rank
         self.size: int = self._transport.size
         self._worker = Worker(f"pycomm-{self.rank}")
@@ -401,20 +402,6 @@ class Communicator:
     def _refuse(self, error: Exception) -> NoReturn:
         self.refuse(str(error))
         raise error
-
-
-def _group_of(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
-    if isinstance(process_group, DeviceMesh):
-        if process_group.ndim != 1:
-            raise ValueError(
-                f"process_group is a DeviceMesh of {process_group.ndim} dimensions {process_group.mesh_dim_names}, "
-                'wanted one: mesh["dp"], say'
-            )
-        process_group = process_group.get_group()
-    group = process_group if process_group is not None else dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        raise ValueError("process_group is a group that this rank is not a member of")
-    return group
 
 
 def _shut_down(pid: int, transport: Transport, worker: Worker, gpus: dict[int, GpuQueue], farewell: list[str]) -> None:

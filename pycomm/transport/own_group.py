@@ -1,4 +1,4 @@
-"""A process group of a communicator's own, beside the one that the user has.
+"""The process group that the user has, and one of a communicator's own beside it.
 
 Operations of one group must be called in one order on all ranks. A communicator works on a thread of
 its own, so on the user's group its operations would mix with the user's, and with those of other
@@ -18,10 +18,26 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm.errors import CommError
 
 _make_group: Callable[..., tuple[dist.ProcessGroup, Store]] = distributed_c10d._new_process_group_helper
+
+
+def group_of(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
+    """The group that a user means: the default one for ``None``; ValueError for what is none."""
+    if isinstance(process_group, DeviceMesh):
+        if process_group.ndim != 1:
+            raise ValueError(
+                f"process_group is a DeviceMesh of {process_group.ndim} dimensions {process_group.mesh_dim_names}, "
+                'wanted one: mesh["dp"], say'
+            )
+        process_group = process_group.get_group()
+    group = process_group if process_group is not None else dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError("process_group is a group that this rank is not a member of")
+    return group
 
 
 def cpu_backend_of(group: dist.ProcessGroup) -> str:
