@@ -33,20 +33,23 @@ class AccumulationArrays {
         job.residual = optional(residual, "residual", residual_, Access::kRead);
         job.velocity = optional(velocity, "velocity", velocity_, Access::kWrite);
         job.old_velocity = optional(old_velocity, "old_velocity", old_velocity_, Access::kRead);
-        if (job.velocity == nullptr && job.old_velocity != nullptr) {
+        if (velocity.is_none() && !old_velocity.is_none()) {
             throw ArgumentError("old_velocity without velocity");
         }
     }
 
     void add_to(Arguments& arguments) const {
-        arguments.add(acc_, "acc");
-        arguments.add(grads_, "grads");
-        arguments.add(weights_, "weights");
-        arguments.add(finite_, "finite");
-        if (job.factors != nullptr) arguments.add(factors_, "factors");
-        if (job.residual != nullptr) arguments.add(residual_, "residual");
-        if (job.velocity != nullptr) arguments.add(velocity_, "velocity");
-        if (job.old_velocity != nullptr) arguments.add(old_velocity_, "old_velocity");
+        arguments.writes(acc_, "acc");
+        arguments.reads(grads_, "grads");
+        arguments.reads(weights_, "decay.weights");
+        arguments.writes(finite_, "finite");
+        if (job.factors != nullptr) arguments.reads(factors_, "factors");
+        if (job.residual != nullptr) arguments.reads(residual_, "residual");
+        if (job.velocity != nullptr) arguments.writes(velocity_, "velocity");
+        if (job.old_velocity != nullptr) arguments.reads(old_velocity_, "old_velocity");
+        arguments.may_be(acc_, residual_);
+        arguments.may_be(velocity_, old_velocity_);
+        excuse_in_place(arguments, grads_, acc_);
     }
 
     bool* finite() const { return static_cast<bool*>(finite_.buffer.data); }
@@ -65,12 +68,12 @@ class AccumulationArrays {
     }
 
     void take_weights(const py::object& weights) {
-        weights_ = as_arrays(weights, "weights", Access::kRead);
+        weights_ = as_arrays(weights, "decay.weights", Access::kRead);
         job.weights = buffers_of(weights_);
-        require_count(static_cast<int64_t>(weights_.size()), static_cast<int64_t>(grads_.size()), "weights",
+        require_count(static_cast<int64_t>(weights_.size()), static_cast<int64_t>(grads_.size()), "decay.weights",
                       "one per gradient");
         for (size_t j = 0; j < grads_.size(); ++j) {
-            require_same(job.weights[j], "weights[" + std::to_string(j) + "]", job.grads[j], "its gradient");
+            require_same(job.weights[j], "decay.weights[" + std::to_string(j) + "]", job.grads[j], "its gradient");
         }
     }
 
@@ -86,20 +89,23 @@ class AccumulationArrays {
 };
 
 void accumulate_arrays(py::handle grads, py::object weights, py::object factors, py::handle acc, py::object residual,
-                       py::object velocity, py::object old_velocity, py::handle finite, py::handle scale, double decay,
-                       float momentum, bool nesterov, Scratch* scratch, int num_threads) {
+                       py::object velocity, py::object old_velocity, py::handle finite, py::handle scale,
+                       py::handle decay, py::handle momentum, py::handle nesterov, py::handle scratch,
+                       int num_threads) {
+    Scratch* const memory = scratch_of(scratch);
     AccumulationArrays arrays(grads, weights, factors, acc, residual, velocity, old_velocity, finite);
-    arrays.job.decay = decay;
-    arrays.job.momentum = momentum;
-    arrays.job.nesterov = nesterov;
+    arrays.job.decay = as_number(decay, "decay");
+    arrays.job.momentum = static_cast<float>(as_number(momentum, "momentum"));
+    arrays.job.nesterov = as_flag(nesterov, "nesterov");
     Factor factor(scale);
     Arguments arguments;
     arrays.add_to(arguments);
     factor.add_to(arguments);
+    arguments.require_apart();
     if constexpr (kHasCuda) {
         if (on_gpu(arguments)) {
             DeviceCall call(arguments);
-            cuda::Workspace& workspace = call.workspace(scratch, cuda::accumulate_workspace_bytes(arrays.job));
+            cuda::Workspace& workspace = call.workspace(memory, cuda::accumulate_workspace_bytes(arrays.job));
             without_gil([&] { cuda::accumulate(arrays.job, factor.scale, arrays.finite(), workspace, call.stream()); });
             return call.finish();
         }
@@ -107,6 +113,17 @@ void accumulate_arrays(py::handle grads, py::object weights, py::object factors,
     require_number(factor);
     py::gil_scoped_release release;
     accumulate(arrays.job, factor.scale.value, arrays.finite(), num_threads);
+}
+
+std::vector<int64_t> integers_of(py::handle sequence, const char* name) {
+    if (!py::isinstance<py::sequence>(sequence) || py::isinstance<py::str>(sequence)) {
+        throw ArgumentTypeError(std::string(name) + " is " + shown(sequence) + ", wanted a sequence of ints");
+    }
+    std::vector<int64_t> integers;
+    for (py::handle item : py::reinterpret_borrow<py::sequence>(sequence)) {
+        integers.push_back(as_integer(item, std::string(name) + "[" + std::to_string(integers.size()) + "]"));
+    }
+    return integers;
 }
 
 int64_t checked_total(const Accumulation& job, const std::vector<int64_t>& counts) {
@@ -129,14 +146,17 @@ int64_t checked_total(const Accumulation& job, const std::vector<int64_t>& count
 }
 
 void sparsify_arrays(py::handle grads, py::object weights, py::object factors, py::handle acc, py::object residual,
-                     py::object velocity, py::object old_velocity, py::handle finite, py::handle scale, double decay,
-                     float momentum, bool nesterov, const std::vector<int64_t>& counts, py::handle values,
-                     py::handle indices, py::handle thresholds, py::handle missed, Scratch* scratch, int num_threads) {
+                     py::object velocity, py::object old_velocity, py::handle finite, py::handle scale,
+                     py::handle decay, py::handle momentum, py::handle nesterov, py::handle how_many, py::handle values,
+                     py::handle indices, py::handle thresholds, py::handle missed, py::handle scratch,
+                     int num_threads) {
+    Scratch* const memory = scratch_of(scratch);
     AccumulationArrays arrays(grads, weights, factors, acc, residual, velocity, old_velocity, finite);
-    arrays.job.decay = decay;
-    arrays.job.momentum = momentum;
-    arrays.job.nesterov = nesterov;
+    arrays.job.decay = as_number(decay, "decay");
+    arrays.job.momentum = static_cast<float>(as_number(momentum, "momentum"));
+    arrays.job.nesterov = as_flag(nesterov, "nesterov");
     Factor factor(scale);
+    const std::vector<int64_t> counts = integers_of(how_many, "counts");
     const int64_t total = checked_total(arrays.job, counts);
     const auto num_grads = static_cast<int64_t>(counts.size());
     Arguments arguments;
@@ -150,16 +170,17 @@ void sparsify_arrays(py::handle grads, py::object weights, py::object factors, p
     Array limits = taken(thresholds, "thresholds", DType::kF32, num_grads, "one float32 per gradient");
     Array misses = as_movable(missed, "missed", Access::kWrite);
     require_count(misses.buffer.num_bytes(), num_grads, "missed", "one bool per gradient");
-    arguments.add(top, "values");
-    arguments.add(places, "indices");
-    arguments.add(limits, "thresholds");
-    arguments.add(misses, "missed");
+    arguments.writes(top, "values");
+    arguments.writes(places, "indices");
+    arguments.writes(limits, "thresholds");
+    arguments.writes(misses, "missed");
+    arguments.require_apart();
     Selection selection{counts, top.buffer, static_cast<int32_t*>(places.buffer.data),
                         static_cast<float*>(limits.buffer.data), static_cast<bool*>(misses.buffer.data)};
     if constexpr (kHasCuda) {
         if (on_gpu(arguments)) {
             DeviceCall call(arguments);
-            cuda::Workspace& workspace = call.workspace(scratch, cuda::sparsify_workspace_bytes(arrays.job, selection));
+            cuda::Workspace& workspace = call.workspace(memory, cuda::sparsify_workspace_bytes(arrays.job, selection));
             without_gil([&] {
                 cuda::sparsify(arrays.job, factor.scale, selection, arrays.finite(), workspace, call.stream());
             });

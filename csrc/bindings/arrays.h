@@ -5,6 +5,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -16,10 +17,12 @@ namespace pycomm {
 
 namespace py = pybind11;
 
-// A Buffer and what keeps its memory alive.
+// A Buffer and what keeps its memory alive. To be destroyed with the interpreter's lock held.
 struct Array {
     Buffer buffer;
     py::object owner;
+    std::shared_ptr<py::buffer_info> exported;  // what has a view taken of it does not give its memory back
+    int64_t unit = 1;              // of the buffer's elements, that make one of the array's: more where they are bytes
     bool is_torch = false;         // its producer's stream is torch's current one
     std::optional<Stream> stream;  // that its CUDA array interface names
 
@@ -27,15 +30,18 @@ struct Array {
 };
 
 enum class Access {
-    kRead,   // a non-contiguous array is copied first
+    kRead,   // one that is not contiguous, or has its conj or neg bit set, is copied first
     kWrite,  // must be contiguous and writable
 };
 
-// Throws ArgumentTypeError / ArgumentError naming `name`, what came and what was wanted; DeviceError if the array is on
-// a GPU that cannot be used.
+// Throws ArgumentTypeError / ArgumentError naming `name`, what came and what was wanted; OutOfMemory where a copy is
+// needed and too large; DeviceError if the array is on a GPU that cannot be used.
 Array as_array(py::handle object, const std::string& name, Access access);
 // The same for arrays that are only moved: any dtype, as bytes where the kernels do not know it.
 Array as_movable(py::handle object, const std::string& name, Access access);
+
+// How many elements of what: no copy is made.
+std::pair<int64_t, DType> look(py::handle object, const std::string& name);
 
 std::vector<Array> as_arrays(py::handle sequence, const std::string& name, Access access);
 std::vector<Buffer> buffers_of(const std::vector<Array>& arrays);

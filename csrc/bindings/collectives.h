@@ -17,20 +17,35 @@ inline void require_reducible(const Buffer& x, ReduceOp op) {
 // One of them holds a part per rank.
 inline void require_ratio(const Buffer& whole, const char* whole_name, const Buffer& part, const char* part_name,
                           int size) {
+    if (whole.tag != part.tag) {
+        throw ArgumentTypeError(format("%s and %s have different dtypes", whole_name, part_name));
+    }
     if (whole.dtype != part.dtype) {
         throw ArgumentTypeError(format("%s has dtype %s, wanted %s as %s", whole_name, name_of(whole.dtype),
                                        name_of(part.dtype), part_name));
     }
-    if (whole.count != part.count * size) {
+    int64_t wanted;
+    if (__builtin_mul_overflow(part.count, static_cast<int64_t>(size), &wanted)) wanted = INT64_MAX;
+    if (whole.count != wanted) {
         throw ArgumentError(format("%s has %lld elements, wanted %lld: %d ranks times the %lld of %s", whole_name,
-                                   static_cast<long long>(whole.count), static_cast<long long>(part.count * size), size,
+                                   static_cast<long long>(whole.count), static_cast<long long>(wanted), size,
                                    static_cast<long long>(part.count), part_name));
     }
 }
 
-inline void require_rank(int rank, const char* name, int size) {
+inline void require_rank(int64_t rank, const char* name, int size) {
     if (rank >= 0 && rank < size) return;
-    throw ArgumentError(format("%s is %d, wanted 0 <= %s < %d", name, rank, name, size));
+    throw ArgumentError(format("%s is %lld, wanted 0 <= %s < %d", name, static_cast<long long>(rank), name, size));
+}
+
+// out and x have no bytes in common, or the smaller one is exactly this rank's part of the other.
+inline void require_apart(const Buffer& out, const Buffer& x, int rank) {
+    if (out.count == 0 || x.count == 0) return;
+    if (out.bytes() >= x.bytes() + x.num_bytes() || x.bytes() >= out.bytes() + out.num_bytes()) return;
+    bool gathers = out.count > x.count;
+    const Buffer &whole = gathers ? out : x, &part = gathers ? x : out;
+    if (whole.count > part.count && part.bytes() == whole.bytes() + rank * part.num_bytes()) return;
+    throw ArgumentError("out overlaps x, wanted arrays apart, or one that is this rank's part of the other");
 }
 
 }  // namespace pycomm

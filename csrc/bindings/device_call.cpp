@@ -3,12 +3,23 @@
 #include <algorithm>
 
 #include "base/error.h"
+#include "bindings/scalars.h"
 
 namespace pycomm {
 
-void Arguments::add(const Array& array, const std::string& name) {
+Scratch* scratch_of(py::handle object) {
+    if (object.is_none()) return nullptr;
+    if (!py::isinstance<Scratch>(object)) {
+        throw ArgumentTypeError("scratch is " + shown(object) + ", wanted a Scratch or None");
+    }
+    return object.cast<Scratch*>();
+}
+
+void Arguments::add(const Array& array, const std::string& name, bool written) {
     all_.push_back(&array);
     if (array.buffer.count == 0) return;
+    const char* begin = array.buffer.bytes();
+    extents_.push_back({begin, begin + array.buffer.num_bytes(), &array, name, written});
     if (example_ == nullptr) {
         example_ = &array;
         example_name_ = name;
@@ -19,8 +30,50 @@ void Arguments::add(const Array& array, const std::string& name) {
     }
 }
 
-void Arguments::add(const std::vector<Array>& arrays, const std::string& name) {
-    for (size_t i = 0; i < arrays.size(); ++i) add(arrays[i], name + "[" + std::to_string(i) + "]");
+void Arguments::was_read(const Array& array, const std::string& name) {
+    const char* begin = array.buffer.bytes();
+    if (array.buffer.count > 0) extents_.push_back({begin, begin + array.buffer.num_bytes(), &array, name, false});
+}
+
+void Arguments::add_all(const std::vector<Array>& arrays, const std::string& name, bool written) {
+    for (size_t i = 0; i < arrays.size(); ++i) add(arrays[i], name + "[" + std::to_string(i) + "]", written);
+}
+
+void Arguments::excuse(const std::vector<const Array*>& arrays) {
+    auto next = arrays.begin();
+    for (Extent& extent : extents_) {
+        if (next == arrays.end()) return;
+        if (extent.array != *next) continue;
+        extent.excused = true;
+        ++next;
+    }
+}
+
+void Arguments::may_be(const Array& written, const Array& read) {
+    bool same = written.buffer.data == read.buffer.data && written.buffer.num_bytes() == read.buffer.num_bytes();
+    if (same && read.buffer.count > 0) excuse({&read});
+}
+
+void Arguments::require_apart() const {
+    std::vector<const Extent*> in_order;
+    for (const Extent& extent : extents_) {
+        if (!extent.excused) in_order.push_back(&extent);
+    }
+    std::sort(in_order.begin(), in_order.end(), [](const Extent* a, const Extent* b) { return a->begin < b->begin; });
+    // Of those that begin before, the one that ends last: if that one does not reach an array, none does.
+    const Extent *written = nullptr, *read = nullptr;
+    for (const Extent* extent : in_order) {
+        const Extent* other = written != nullptr && written->end > extent->begin ? written : nullptr;
+        if (extent->written && other == nullptr && read != nullptr && read->end > extent->begin) other = read;
+        if (other != nullptr) {
+            const Extent* target = extent->written ? extent : other;
+            const Extent* source = extent->written ? other : extent;
+            throw ArgumentError(target->name + " overlaps " + source->name +
+                                ", wanted an array of its own to write to");
+        }
+        const Extent*& last = extent->written ? written : read;
+        if (last == nullptr || last->end < extent->end) last = extent;
+    }
 }
 
 #if defined(PYCOMM_CUDA_VERSION)

@@ -20,6 +20,9 @@ inline constexpr bool kHasCuda = true;
 inline constexpr bool kHasCuda = false;
 #endif
 
+struct Scratch;
+Scratch* scratch_of(py::handle object);  // null for None
+
 // Scratch memory that a caller keeps from call to call. It grows as needed, in the library of the arrays at hand.
 struct Scratch {
     cuda::Workspace workspace;
@@ -30,16 +33,41 @@ struct Scratch {
 // The arguments of one call, by name; those without elements may lie anywhere.
 class Arguments {
    public:
-    void add(const Array& array, const std::string& name);
-    void add(const std::vector<Array>& arrays, const std::string& name);
+    // Both throw ArgumentError naming an array that is on another device than those before it.
+    void reads(const Array& array, const std::string& name) { add(array, name, false); }
+    void writes(const Array& array, const std::string& name) { add(array, name, true); }
+    void reads(const std::vector<Array>& arrays, const std::string& name) { add_all(arrays, name, false); }
+    void writes(const std::vector<Array>& arrays, const std::string& name) { add_all(arrays, name, true); }
 
-    // The device that all of them are on. ArgumentError naming the first that is elsewhere.
+    // An array of which the call has what it needs already, on whatever device: for require_apart() only.
+    void was_read(const Array& array, const std::string& name);
+
+    // `arrays`, added in this order, may lie where they do: the kernel's contract allows it, and something else that is
+    // added covers their bytes.
+    void excuse(const std::vector<const Array*>& arrays);
+    // `written` may be exactly `read`.
+    void may_be(const Array& written, const Array& read);
+    // ArgumentError if an array that is written has bytes in common with any other.
+    void require_apart() const;
+
     int device() const { return device_; }
     const Array* example() const { return example_; }  // one that is on that device; null if all are empty
     const std::vector<const Array*>& all() const { return all_; }
 
    private:
+    struct Extent {
+        const char* begin;
+        const char* end;
+        const Array* array;
+        std::string name;
+        bool written;
+        bool excused = false;
+    };
+    void add(const Array& array, const std::string& name, bool written);
+    void add_all(const std::vector<Array>& arrays, const std::string& name, bool written);
+
     std::vector<const Array*> all_;
+    std::vector<Extent> extents_;  // of those that have elements
     const Array* example_ = nullptr;
     std::string example_name_;
     int device_ = Buffer::kHost;

@@ -6,19 +6,21 @@
 namespace pycomm {
 namespace {
 
-void hashes_arrays(py::handle tensors, py::handle out, Scratch* scratch, int num_threads) {
+void hashes_arrays(py::handle tensors, py::handle out, py::handle scratch, int num_threads) {
+    Scratch* const memory = scratch_of(scratch);
     std::vector<Array> sources = as_arrays(tensors, "tensors", Access::kRead);
     Array target = as_exactly(out, "out", Access::kWrite, DType::kI64, static_cast<int64_t>(sources.size()),
                               "one int64 for each of tensors");
     std::vector<Buffer> buffers = buffers_of(sources);
     Arguments arguments;
-    arguments.add(target, "out");
-    arguments.add(sources, "tensors");
+    arguments.writes(target, "out");
+    arguments.reads(sources, "tensors");
+    arguments.require_apart();
     auto answer = static_cast<uint64_t*>(target.buffer.data);
     if constexpr (kHasCuda) {
         if (on_gpu(arguments)) {
             DeviceCall call(arguments);
-            cuda::Workspace& workspace = call.workspace(scratch, cuda::hashes_workspace_bytes(buffers));
+            cuda::Workspace& workspace = call.workspace(memory, cuda::hashes_workspace_bytes(buffers));
             without_gil([&] { cuda::hashes(buffers, answer, workspace, call.stream()); });
             return call.finish();
         }

@@ -30,52 +30,59 @@ void require_total(const std::vector<Buffer>& parts, const char* parts_name, con
                                static_cast<long long>(flat.count), static_cast<long long>(total), parts_name));
 }
 
-void pack_arrays(py::handle tensors, py::handle out, py::handle scale, double limit, py::handle finite,
-                 py::object unless, Scratch* scratch, int num_threads) {
+void pack_arrays(py::handle tensors, py::handle out, py::handle scale, py::handle limit, py::handle finite,
+                 py::object unless, py::handle scratch, int num_threads) {
+    Scratch* const memory = scratch_of(scratch);
     std::vector<Array> sources = as_arrays(tensors, "tensors", Access::kRead);
     Array target = as_array(out, "out", Access::kWrite);
     Array flag = as_answer(finite, "finite", 1);
-    Array condition = unless.is_none() ? Array{} : as_answer(unless, "unless", 1);
+    Array condition = unless.is_none() ? Array{} : as_answer(unless, "unless", 1, Access::kRead);
     Factor factor(scale);
+    const double most = as_number(limit, "limit");
     std::vector<Buffer> buffers = buffers_of(sources);
     require_total(buffers, "tensors", target.buffer, "out");
     Arguments arguments;
-    arguments.add(target, "out");
-    arguments.add(sources, "tensors");
-    arguments.add(flag, "finite");
-    if (!unless.is_none()) arguments.add(condition, "unless");
+    arguments.writes(target, "out");
+    arguments.reads(sources, "tensors");
+    arguments.writes(flag, "finite");
+    if (!unless.is_none()) arguments.reads(condition, "unless");
     factor.add_to(arguments);
+    excuse_in_place(arguments, sources, target);
+    arguments.require_apart();
     auto answer = static_cast<bool*>(flag.buffer.data);
     auto skip = static_cast<const bool*>(condition.buffer.data);
     if constexpr (kHasCuda) {
         if (on_gpu(arguments)) {
             DeviceCall call(arguments);
-            cuda::Workspace& workspace = call.workspace(scratch, cuda::pack_workspace_bytes(buffers.size()));
+            cuda::Workspace& workspace = call.workspace(memory, cuda::pack_workspace_bytes(buffers.size()));
             without_gil([&] {
-                cuda::pack(buffers, target.buffer, factor.scale, limit, answer, skip, workspace, call.stream());
+                cuda::pack(buffers, target.buffer, factor.scale, most, answer, skip, workspace, call.stream());
             });
             return call.finish();
         }
     }
     require_number(factor);
     py::gil_scoped_release release;
-    *answer = (skip != nullptr && *skip) || pack(buffers, target.buffer, factor.scale.value, limit, num_threads);
+    *answer = (skip != nullptr && *skip) || pack(buffers, target.buffer, factor.scale.value, most, num_threads);
 }
 
-void unpack_array(py::handle flat, py::handle tensors, py::handle scale, Scratch* scratch, int num_threads) {
+void unpack_array(py::handle flat, py::handle tensors, py::handle scale, py::handle scratch, int num_threads) {
+    Scratch* const memory = scratch_of(scratch);
     Array source = as_array(flat, "flat", Access::kRead);
     std::vector<Array> targets = as_arrays(tensors, "tensors", Access::kWrite);
     Factor factor(scale);
     std::vector<Buffer> buffers = buffers_of(targets);
     require_total(buffers, "tensors", source.buffer, "flat");
     Arguments arguments;
-    arguments.add(source, "flat");
-    arguments.add(targets, "tensors");
+    arguments.reads(source, "flat");
+    arguments.writes(targets, "tensors");
     factor.add_to(arguments);
+    excuse_in_place(arguments, targets, source);
+    arguments.require_apart();
     if constexpr (kHasCuda) {
         if (on_gpu(arguments)) {
             DeviceCall call(arguments);
-            cuda::Workspace& workspace = call.workspace(scratch, cuda::unpack_workspace_bytes(buffers.size()));
+            cuda::Workspace& workspace = call.workspace(memory, cuda::unpack_workspace_bytes(buffers.size()));
             without_gil([&] { cuda::unpack(source.buffer, buffers, factor.scale, workspace, call.stream()); });
             return call.finish();
         }
@@ -85,7 +92,8 @@ void unpack_array(py::handle flat, py::handle tensors, py::handle scale, Scratch
     unpack(source.buffer, buffers, factor.scale.value, num_threads);
 }
 
-void reduce_arrays(py::handle out, py::handle inputs, const std::string& op_name, Scratch* scratch, int num_threads) {
+void reduce_arrays(py::handle out, py::handle inputs, py::handle op_name, py::handle scratch, int num_threads) {
+    Scratch* const memory = scratch_of(scratch);
     Array target = as_array(out, "out", Access::kWrite);
     std::vector<Array> sources = as_arrays(inputs, "inputs", Access::kRead);
     std::vector<Buffer> buffers = buffers_of(sources);
@@ -97,12 +105,14 @@ void reduce_arrays(py::handle out, py::handle inputs, const std::string& op_name
         throw ArgumentTypeError(format("op 'mean' wants a floating dtype, out has %s", name_of(target.buffer.dtype)));
     }
     Arguments arguments;
-    arguments.add(target, "out");
-    arguments.add(sources, "inputs");
+    arguments.writes(target, "out");
+    arguments.reads(sources, "inputs");
+    for (const Array& source : sources) arguments.may_be(target, source);
+    arguments.require_apart();
     if constexpr (kHasCuda) {
         if (on_gpu(arguments)) {
             DeviceCall call(arguments);
-            cuda::Workspace& workspace = call.workspace(scratch, cuda::reduce_workspace_bytes(buffers.size()));
+            cuda::Workspace& workspace = call.workspace(memory, cuda::reduce_workspace_bytes(buffers.size()));
             without_gil([&] { cuda::reduce(target.buffer, buffers, op, workspace, call.stream()); });
             return call.finish();
         }
@@ -111,12 +121,14 @@ void reduce_arrays(py::handle out, py::handle inputs, const std::string& op_name
     reduce(target.buffer, buffers, op, num_threads);
 }
 
-void topk_array(py::handle x, int64_t k, py::handle values, py::handle indices, py::object threshold, Scratch* scratch,
-                int num_threads) {
+void topk_array(py::handle x, py::handle how_many, py::handle values, py::handle indices, py::object threshold,
+                py::handle scratch, int num_threads) {
+    Scratch* const memory = scratch_of(scratch);
     Array source = as_array(x, "x", Access::kRead);
     Array top = as_array(values, "values", Access::kWrite);
     Array places = as_array(indices, "indices", Access::kWrite);
     require_floating(source.buffer, "x");
+    const int64_t k = as_integer(how_many, "k");
     int64_t n = source.buffer.count;
     if (n > INT32_MAX) {
         throw ArgumentError(
@@ -130,20 +142,23 @@ void topk_array(py::handle x, int64_t k, py::handle values, py::handle indices, 
     require_same(places.buffer, "indices", Buffer{nullptr, k, DType::kI32}, "int32[k]");
     Array earlier;
     Arguments arguments;
-    arguments.add(source, "x");
-    arguments.add(top, "values");
-    arguments.add(places, "indices");
+    arguments.reads(source, "x");
+    arguments.writes(top, "values");
+    arguments.writes(places, "indices");
     if (!threshold.is_none()) {
         earlier = as_array(threshold, "threshold", Access::kWrite);
         require_same(earlier.buffer, "threshold", Buffer{nullptr, 1, DType::kF32}, "one float32");
-        arguments.add(earlier, "threshold");
+        require_aligned(earlier.buffer, "threshold");
+        arguments.writes(earlier, "threshold");
     }
+    require_aligned(places.buffer, "indices");
+    arguments.require_apart();
     auto to = static_cast<int32_t*>(places.buffer.data);
     auto magnitude = static_cast<float*>(earlier.buffer.data);
     if constexpr (kHasCuda) {
         if (on_gpu(arguments)) {
             DeviceCall call(arguments);
-            cuda::Workspace& workspace = call.workspace(scratch, cuda::topk_workspace_bytes(source.buffer, k));
+            cuda::Workspace& workspace = call.workspace(memory, cuda::topk_workspace_bytes(source.buffer, k));
             without_gil([&] { cuda::topk(source.buffer, k, top.buffer, to, magnitude, workspace, call.stream()); });
             return call.finish();
         }
@@ -152,7 +167,8 @@ void topk_array(py::handle x, int64_t k, py::handle values, py::handle indices, 
     topk(source.buffer, k, top.buffer, to, magnitude, num_threads);
 }
 
-void scatter_add_arrays(py::handle out, py::handle indices, py::handle values, py::handle scale, Scratch* scratch) {
+void scatter_add_arrays(py::handle out, py::handle indices, py::handle values, py::handle scale, py::handle scratch) {
+    Scratch* const memory = scratch_of(scratch);
     Array target = as_array(out, "out", Access::kWrite);
     Array places = as_array(indices, "indices", Access::kRead);
     Array terms = as_array(values, "values", Access::kRead);
@@ -161,15 +177,17 @@ void scatter_add_arrays(py::handle out, py::handle indices, py::handle values, p
     require_floating(terms.buffer, "values");
     require_same(places.buffer, "indices", Buffer{nullptr, terms.buffer.count, DType::kI32}, "int32[len(values)]");
     Arguments arguments;
-    arguments.add(target, "out");
-    arguments.add(places, "indices");
-    arguments.add(terms, "values");
+    require_aligned(places.buffer, "indices");
+    arguments.writes(target, "out");
+    arguments.reads(places, "indices");
+    arguments.reads(terms, "values");
     factor.add_to(arguments);
+    arguments.require_apart();
     auto where = static_cast<const int32_t*>(places.buffer.data);
     if constexpr (kHasCuda) {
         if (on_gpu(arguments)) {
             DeviceCall call(arguments);
-            cuda::Workspace& workspace = call.workspace(scratch, cuda::scatter_add_workspace_bytes());
+            cuda::Workspace& workspace = call.workspace(memory, cuda::scatter_add_workspace_bytes());
             without_gil(
                 [&] { cuda::scatter_add(target.buffer, where, terms.buffer, factor.scale, workspace, call.stream()); });
             return call.finish();
@@ -180,19 +198,21 @@ void scatter_add_arrays(py::handle out, py::handle indices, py::handle values, p
     scatter_add(target.buffer, where, terms.buffer, factor.scale.value);
 }
 
-void absmax_arrays(py::handle tensors, py::handle out, Scratch* scratch, int num_threads) {
+void absmax_arrays(py::handle tensors, py::handle out, py::handle scratch, int num_threads) {
+    Scratch* const memory = scratch_of(scratch);
     std::vector<Array> sources = as_arrays(tensors, "tensors", Access::kRead);
     Array target = as_answer(out, "out", sizeof(float));
     std::vector<Buffer> buffers = buffers_of(sources);
     for (size_t i = 0; i < buffers.size(); ++i) require_floating(buffers[i], "tensors[" + std::to_string(i) + "]");
     Arguments arguments;
-    arguments.add(target, "out");
-    arguments.add(sources, "tensors");
+    arguments.writes(target, "out");
+    arguments.reads(sources, "tensors");
+    arguments.require_apart();
     auto answer = static_cast<float*>(target.buffer.data);
     if constexpr (kHasCuda) {
         if (on_gpu(arguments)) {
             DeviceCall call(arguments);
-            cuda::Workspace& workspace = call.workspace(scratch, cuda::absmax_workspace_bytes(buffers.size()));
+            cuda::Workspace& workspace = call.workspace(memory, cuda::absmax_workspace_bytes(buffers.size()));
             without_gil([&] { cuda::absmax(buffers, answer, workspace, call.stream()); });
             return call.finish();
         }
@@ -216,6 +236,13 @@ void bind_kernels(py::module_& module) {
     module.def("scatter_add", &scatter_add_arrays, py::arg("out"), py::arg("indices"), py::arg("values"),
                py::arg("scale"), scratch);
     module.def("absmax", &absmax_arrays, py::arg("tensors"), py::arg("out"), scratch, num_threads);
+    module.def(
+        "look",
+        [](py::handle array, const std::string& name) {
+            auto [count, dtype] = look(array, name);
+            return std::pair{count, std::string(name_of(dtype))};
+        },
+        py::arg("array"), py::arg("name"));
     module.def("simd", [] { return std::string(loops().name); });
     module.def(
         "select_simd",

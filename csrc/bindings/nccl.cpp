@@ -93,7 +93,7 @@ std::unique_ptr<NcclGroup> make_group(int rank, int size, int device, const py::
     return std::make_unique<NcclGroup>(nccl::library(paths), wanted);
 }
 
-void all_reduce(NcclGroup& group, py::handle x, const std::string& op_name, uintptr_t stream, double timeout) {
+void all_reduce(NcclGroup& group, py::handle x, py::handle op_name, uintptr_t stream, double timeout) {
     Array array = reducible(group, x, "x");
     ReduceOp op = reduce_op_named(op_name);
     require_reducible(array.buffer, op);
@@ -102,13 +102,14 @@ void all_reduce(NcclGroup& group, py::handle x, const std::string& op_name, uint
     group.all_reduce(array.buffer, op, stream_at(stream), timeout);
 }
 
-void reduce_scatter(NcclGroup& group, py::handle out, py::handle x, const std::string& op_name, uintptr_t stream,
+void reduce_scatter(NcclGroup& group, py::handle out, py::handle x, py::handle op_name, uintptr_t stream,
                     double timeout) {
     Array target = reducible(group, out, "out");
     Array source = reducible(group, x, "x");
     ReduceOp op = reduce_op_named(op_name);
     require_reducible(source.buffer, op);
     require_ratio(source.buffer, "x", target.buffer, "out", group.size());
+    require_apart(target.buffer, source.buffer, group.rank());
     require_timeout(timeout);
     py::gil_scoped_release release;
     group.reduce_scatter(target.buffer, source.buffer, op, stream_at(stream), timeout);
@@ -118,6 +119,7 @@ void all_gather(NcclGroup& group, py::handle out, py::handle x, uintptr_t stream
     Array target = movable(group, out, "out");
     Array source = movable(group, x, "x");
     require_ratio(target.buffer, "out", source.buffer, "x", group.size());
+    require_apart(target.buffer, source.buffer, group.rank());
     require_timeout(timeout);
     py::gil_scoped_release release;
     group.all_gather(target.buffer, source.buffer, stream_at(stream), timeout);
@@ -127,23 +129,24 @@ void all_gather(NcclGroup& group, py::handle out, py::handle x, uintptr_t stream
 using ToOrFrom = void (NcclGroup::*)(const Buffer&, int, Stream, double);
 
 template <ToOrFrom operation>
-void move(NcclGroup& group, py::handle x, int peer, const char* peer_name, uintptr_t stream, double timeout) {
+void move(NcclGroup& group, py::handle x, py::handle peer, const char* peer_name, uintptr_t stream, double timeout) {
     Array array = movable(group, x, "x");
-    require_rank(peer, peer_name, group.size());
+    const int64_t rank = as_integer(peer, peer_name);
+    require_rank(rank, peer_name, group.size());
     require_timeout(timeout);
     py::gil_scoped_release release;
-    (group.*operation)(array.buffer, peer, stream_at(stream), timeout);
+    (group.*operation)(array.buffer, static_cast<int>(rank), stream_at(stream), timeout);
 }
 
-void broadcast(NcclGroup& group, py::handle x, int src, uintptr_t stream, double timeout) {
+void broadcast(NcclGroup& group, py::handle x, py::handle src, uintptr_t stream, double timeout) {
     move<&NcclGroup::broadcast>(group, x, src, "src", stream, timeout);
 }
 
-void send(NcclGroup& group, py::handle x, int dst, uintptr_t stream, double timeout) {
+void send(NcclGroup& group, py::handle x, py::handle dst, uintptr_t stream, double timeout) {
     move<&NcclGroup::send>(group, x, dst, "dst", stream, timeout);
 }
 
-void recv(NcclGroup& group, py::handle x, int src, uintptr_t stream, double timeout) {
+void recv(NcclGroup& group, py::handle x, py::handle src, uintptr_t stream, double timeout) {
     move<&NcclGroup::recv>(group, x, src, "src", stream, timeout);
 }
 

@@ -4,11 +4,13 @@
 #include <string>
 
 #include "base/error.h"
+#include "bindings/scalars.h"
 #include "kernels/reduce.h"
 
 namespace pycomm {
 
-inline ReduceOp reduce_op_named(const std::string& name) {
+inline ReduceOp reduce_op_named(py::handle object) {
+    const std::string name = as_text(object, "op", "'sum', 'mean', 'min' or 'max'");
     if (name == "sum") return ReduceOp::kSum;
     if (name == "mean") return ReduceOp::kMean;
     if (name == "min") return ReduceOp::kMin;

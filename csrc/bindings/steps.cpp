@@ -43,7 +43,8 @@ class PerWeight {
 
     std::vector<Buffer> buffers() const { return buffers_of(arrays_); }
     bool given() const { return given_; }
-    void add_to(Arguments& arguments) const { arguments.add(arrays_, name_); }
+    void are_read(Arguments& arguments) const { arguments.reads(arrays_, name_); }
+    void are_written(Arguments& arguments) const { arguments.writes(arrays_, name_); }
 
     // As many as weights, each as long as its weight.
     void require_shape_of(const std::vector<Buffer>& weights) const {
@@ -106,17 +107,20 @@ class StepArrays {
     }
 
     void add_to(Arguments& arguments) const {
-        weights_.add_to(arguments);
-        grads_.add_to(arguments);
-        copies_.add_to(arguments);
-        for (const PerWeight& state : states_) state.add_to(arguments);
-        if (job.rates != nullptr) arguments.add(rates_, "rates");
-        if (job.squares != nullptr) arguments.add(squares_, "squares");
+        const bool writes_weights = job.rule != Rule::kLambMoments, writes_states = job.rule != Rule::kLambApply;
+        writes_weights ? weights_.are_written(arguments) : weights_.are_read(arguments);
+        grads_.are_read(arguments);
+        copies_.are_written(arguments);
+        for (const PerWeight& state : states_) {
+            writes_states ? state.are_written(arguments) : state.are_read(arguments);
+        }
+        if (job.rates != nullptr) arguments.reads(rates_, "rates");
+        if (job.squares != nullptr) arguments.writes(squares_, "squares");
     }
 
    private:
     void check() const {
-        if (job.weights.empty()) return;
+        if (!weights_.given()) throw missing("weights");
         DType dtype = job.weights[0].dtype;
         if (dtype != DType::kF32 && dtype != DType::kF64) {
             throw ArgumentTypeError(format("weights[0] has dtype %s, wanted float32 or float64", name_of(dtype)));
@@ -154,17 +158,19 @@ class StepArrays {
 
 void step_arrays(const std::string& rule, const Coefficients& coefficients, const py::object& weights,
                  const py::object& grads, const py::object& copies, const std::vector<py::object>& states,
-                 const py::object& rates, const py::object& squares, py::handle scale, Scratch* scratch,
+                 const py::object& rates, const py::object& squares, py::handle scale, py::handle scratch,
                  int num_threads) {
+    Scratch* const memory = scratch_of(scratch);
     StepArrays arrays(rule, coefficients, weights, grads, copies, states, rates, squares);
     Factor factor(scale);
     Arguments arguments;
     arrays.add_to(arguments);
     factor.add_to(arguments);
+    arguments.require_apart();
     if constexpr (kHasCuda) {
         if (on_gpu(arguments)) {
             DeviceCall call(arguments);
-            cuda::Workspace& workspace = call.workspace(scratch, cuda::step_workspace_bytes(arrays.job));
+            cuda::Workspace& workspace = call.workspace(memory, cuda::step_workspace_bytes(arrays.job));
             without_gil([&] { cuda::step(arrays.job, factor.scale, workspace, call.stream()); });
             return call.finish();
         }
@@ -174,7 +180,8 @@ void step_arrays(const std::string& rule, const Coefficients& coefficients, cons
     step(arrays.job, factor.scale.value, num_threads);
 }
 
-void norms_arrays(py::handle tensors, py::handle squares, Scratch* scratch, int num_threads) {
+void norms_arrays(py::handle tensors, py::handle squares, py::handle scratch, int num_threads) {
+    Scratch* const memory = scratch_of(scratch);
     std::vector<Array> sources = as_arrays(tensors, "tensors", Access::kRead);
     Array target = as_exactly(squares, "squares", Access::kWrite, DType::kF64, static_cast<int64_t>(sources.size()),
                               "one float64 for each of tensors");
@@ -184,13 +191,14 @@ void norms_arrays(py::handle tensors, py::handle squares, Scratch* scratch, int 
         require_aligned(buffers[j], "tensors[" + std::to_string(j) + "]");
     }
     Arguments arguments;
-    arguments.add(target, "squares");
-    arguments.add(sources, "tensors");
+    arguments.writes(target, "squares");
+    arguments.reads(sources, "tensors");
+    arguments.require_apart();
     auto answer = static_cast<double*>(target.buffer.data);
     if constexpr (kHasCuda) {
         if (on_gpu(arguments)) {
             DeviceCall call(arguments);
-            cuda::Workspace& workspace = call.workspace(scratch, cuda::norms_workspace_bytes(buffers));
+            cuda::Workspace& workspace = call.workspace(memory, cuda::norms_workspace_bytes(buffers));
             without_gil([&] { cuda::norms(buffers, answer, workspace, call.stream()); });
             return call.finish();
         }
@@ -199,23 +207,31 @@ void norms_arrays(py::handle tensors, py::handle squares, Scratch* scratch, int 
     norms(buffers, answer, num_threads);
 }
 
+void define_number(py::class_<Coefficients>& type, const char* name, double Coefficients::* field) {
+    type.def_property(
+        name, [field](const Coefficients& c) { return c.*field; },
+        [field, name](Coefficients& c, py::handle value) { c.*field = as_number(value, name); });
+}
+
 }  // namespace
 
 void bind_steps(py::module_& module) {
-    py::class_<Coefficients>(module, "Coefficients")
-        .def(py::init<>())
-        .def_readwrite("decay", &Coefficients::decay)
-        .def_readwrite("fade", &Coefficients::fade)
-        .def_readwrite("lr", &Coefficients::lr)
-        .def_readwrite("momentum", &Coefficients::momentum)
-        .def_readwrite("take", &Coefficients::take)
-        .def_readwrite("keep1", &Coefficients::keep1)
-        .def_readwrite("beta2", &Coefficients::beta2)
-        .def_readwrite("keep2", &Coefficients::keep2)
-        .def_readwrite("unbias1", &Coefficients::unbias1)
-        .def_readwrite("unroot2", &Coefficients::unroot2)
-        .def_readwrite("eps", &Coefficients::eps)
-        .def_readwrite("nesterov", &Coefficients::nesterov);
+    py::class_<Coefficients> coefficients(module, "Coefficients");
+    coefficients.def(py::init<>());
+    define_number(coefficients, "decay", &Coefficients::decay);
+    define_number(coefficients, "fade", &Coefficients::fade);
+    define_number(coefficients, "lr", &Coefficients::lr);
+    define_number(coefficients, "momentum", &Coefficients::momentum);
+    define_number(coefficients, "take", &Coefficients::take);
+    define_number(coefficients, "keep1", &Coefficients::keep1);
+    define_number(coefficients, "beta2", &Coefficients::beta2);
+    define_number(coefficients, "keep2", &Coefficients::keep2);
+    define_number(coefficients, "unbias1", &Coefficients::unbias1);
+    define_number(coefficients, "unroot2", &Coefficients::unroot2);
+    define_number(coefficients, "eps", &Coefficients::eps);
+    coefficients.def_property(
+        "nesterov", [](const Coefficients& c) { return c.nesterov; },
+        [](Coefficients& c, py::handle value) { c.nesterov = as_flag(value, "nesterov"); });
     auto scratch = py::arg("scratch");
     auto num_threads = py::arg("num_threads");
     module.def("step", &step_arrays, py::arg("rule"), py::arg("coefficients"), py::arg("weights"), py::arg("grads"),

@@ -6,7 +6,9 @@
 #include "bindings/bindings.h"
 #include "bindings/collectives.h"
 #include "bindings/reduce_op.h"
+#include "bindings/scalars.h"
 #include "execute/run.h"
+#include "transport/process.h"
 #include "transport/shared_memory.h"
 
 namespace pycomm {
@@ -34,6 +36,61 @@ void check_python_signals() {
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
+// An array in the host's memory, whatever it was given as, as an object with the buffer protocol: for transports that
+// are written in Python.
+class HostArray {
+   public:
+    HostArray(py::handle object, const std::string& name, bool writes, bool moves) {
+        Access access = writes ? Access::kWrite : Access::kRead;
+        array_ = moves ? as_movable(object, name, access) : as_array(object, name, access);
+        require_host(array_, name);
+    }
+
+    const char* dtype() const { return name_of(array_.buffer.dtype); }
+    int tag() const { return array_.buffer.tag; }
+    int64_t elements() const { return array_.buffer.count / array_.unit; }
+    int64_t count() const { return array_.buffer.count; }
+    bool overlaps(const HostArray& other, int rank) const {
+        try {
+            require_apart(array_.buffer, other.array_.buffer, rank);
+            return false;
+        } catch (const ArgumentError&) {
+            return true;
+        }
+    }
+    py::buffer_info info() const {
+        return {reinterpret_cast<unsigned char*>(array_.buffer.data), array_.buffer.num_bytes()};
+    }
+
+   private:
+    Array array_;
+};
+
+// What Python passes: descriptors, -1 where there is none. All are owned from here on.
+std::vector<Descriptor> owned(const std::vector<int>& descriptors) {
+    std::vector<Descriptor> owners;
+    for (int fd : descriptors) owners.emplace_back(fd);
+    return owners;
+}
+
+std::unique_ptr<SharedMemoryGroup> make_group(int rank, const std::vector<int>& memory, const std::vector<int>& sockets,
+                                              int64_t file_bytes) {
+    std::vector<Descriptor> files = owned(memory), connections = owned(sockets);
+    const int size = static_cast<int>(files.size());
+    if (rank < 0 || rank >= size || connections.size() != files.size()) {
+        throw ArgumentError("memory and sockets want one descriptor for each rank");
+    }
+    std::shared_ptr<Arena> arena;
+    std::vector<std::shared_ptr<Mapping>> peers;
+    for (int p = 0; p < size; ++p) {
+        Descriptor file = std::move(files[static_cast<size_t>(p)]);  // closed once it is mapped
+        peers.push_back(p == rank ? nullptr : std::make_shared<Mapping>(file, file_bytes));
+        if (p == rank) arena = make_arena(std::move(file), size, file_bytes);
+    }
+    return std::make_unique<SharedMemoryGroup>(rank, std::move(arena), std::move(peers), std::move(connections),
+                                               &check_python_signals);
+}
+
 // Looks at the arguments; when they are wrong, the other ranks of the group are told before the error leaves.
 template <class Look>
 auto look_at(SharedMemoryGroup& group, double timeout, Look&& look) {
@@ -47,7 +104,7 @@ auto look_at(SharedMemoryGroup& group, double timeout, Look&& look) {
     }
 }
 
-std::pair<Array, ReduceOp> look_at_reduction(SharedMemoryGroup& group, py::handle x, const std::string& op_name,
+std::pair<Array, ReduceOp> look_at_reduction(SharedMemoryGroup& group, py::handle x, py::handle op_name,
                                              double timeout) {
     return look_at(group, timeout, [&] {
         Array seen = as_array(x, "x", Access::kWrite);
@@ -58,7 +115,7 @@ std::pair<Array, ReduceOp> look_at_reduction(SharedMemoryGroup& group, py::handl
     });
 }
 
-void all_reduce(SharedMemoryGroup& group, py::handle x, const std::string& op_name, double timeout) {
+void all_reduce(SharedMemoryGroup& group, py::handle x, py::handle op_name, double timeout) {
     auto [array, op] = look_at_reduction(group, x, op_name, timeout);
     py::gil_scoped_release release;
     group.all_reduce(array.buffer, op, timeout);
@@ -69,8 +126,7 @@ NamedProgram make_program(py::array_t<int64_t, py::array::c_style> words, int ra
     return {parse_program(words.data(), words.size(), rank, size), std::move(name), digest};
 }
 
-void run(SharedMemoryGroup& group, const NamedProgram& program, py::handle x, const std::string& op_name,
-         double timeout) {
+void run(SharedMemoryGroup& group, const NamedProgram& program, py::handle x, py::handle op_name, double timeout) {
     look_at(group, timeout, [&] {
         const Program& mine = program.program;
         if (mine.rank == group.rank() && mine.size == group.size()) return;
@@ -82,8 +138,7 @@ void run(SharedMemoryGroup& group, const NamedProgram& program, py::handle x, co
     run_program(group, program, array.buffer, op, timeout);
 }
 
-void reduce_scatter(SharedMemoryGroup& group, py::handle out, py::handle x, const std::string& op_name,
-                    double timeout) {
+void reduce_scatter(SharedMemoryGroup& group, py::handle out, py::handle x, py::handle op_name, double timeout) {
     auto [target, source, op] = look_at(group, timeout, [&] {
         Array seen = as_array(out, "out", Access::kWrite);
         Array read = as_array(x, "x", Access::kRead);
@@ -92,6 +147,7 @@ void reduce_scatter(SharedMemoryGroup& group, py::handle out, py::handle x, cons
         ReduceOp named = reduce_op_named(op_name);
         require_reducible(read.buffer, named);
         require_ratio(read.buffer, "x", seen.buffer, "out", group.size());
+        require_apart(seen.buffer, read.buffer, group.rank());
         return std::tuple{std::move(seen), std::move(read), named};
     });
     py::gil_scoped_release release;
@@ -105,6 +161,7 @@ void all_gather(SharedMemoryGroup& group, py::handle out, py::handle x, double t
         require_host(seen, "out");
         require_host(read, "x");
         require_ratio(seen.buffer, "out", read.buffer, "x", group.size());
+        require_apart(seen.buffer, read.buffer, group.rank());
         return std::pair{std::move(seen), std::move(read)};
     });
     py::gil_scoped_release release;
@@ -118,41 +175,68 @@ void all_to_all(SharedMemoryGroup& group, py::handle out, py::handle x, double t
         require_host(seen, "out");
         require_host(read, "x");
         require_ratio(seen.buffer, "out", read.buffer, "x", 1);
-        if (read.buffer.count % group.size() != 0) {
+        const int64_t elements = read.buffer.count / read.unit;
+        if (elements % group.size() != 0) {
             throw ArgumentError(format("x has %lld elements, wanted a multiple of the %d ranks",
-                                       static_cast<long long>(read.buffer.count), group.size()));
+                                       static_cast<long long>(elements), group.size()));
         }
+        require_apart(seen.buffer, read.buffer, group.rank());
         return std::pair{std::move(seen), std::move(read)};
     });
     py::gil_scoped_release release;
     group.all_to_all(target.buffer, source.buffer, timeout);
 }
 
-void broadcast(SharedMemoryGroup& group, py::handle x, int src, double timeout) {
-    Array array = look_at(group, timeout, [&] {
+void broadcast(SharedMemoryGroup& group, py::handle x, py::handle src, double timeout) {
+    auto [array, root] = look_at(group, timeout, [&] {
         Array seen = as_movable(x, "x", Access::kWrite);
         require_host(seen, "x");
-        require_rank(src, "src", group.size());
-        return seen;
+        int64_t rank = as_integer(src, "src");
+        require_rank(rank, "src", group.size());
+        return std::pair{std::move(seen), static_cast<int>(rank)};
     });
     py::gil_scoped_release release;
-    group.broadcast(array.buffer, src, timeout);
+    group.broadcast(array.buffer, root, timeout);
 }
 
 }  // namespace
 
 void bind_transport(py::module_& module) {
+    module.def(
+        "process_state",
+        [](int pid) {
+            switch (state_of(pid)) {
+                case ProcessState::kAlive:
+                    return "alive";
+                case ProcessState::kStopped:
+                    return "stopped";
+                case ProcessState::kDumpingCore:
+                    return "dumping core";
+                case ProcessState::kDead:
+                    return "dead";
+                default:
+                    return "unknown";
+            }
+        },
+        py::arg("pid"));
+    module.def(
+        "available_memory", [](const std::string& root) { return available_memory(root); }, py::arg("root") = "");
     module.def("shared_file_bytes", &shared_file_bytes, py::arg("size"));
     py::class_<Block>(module, "Block", py::buffer_protocol()).def_buffer(&Block::info);
+    py::class_<HostArray>(module, "HostArray", py::buffer_protocol())
+        .def(py::init<py::handle, const std::string&, bool, bool>(), py::arg("object"), py::arg("name"),
+             py::arg("writes"), py::arg("moves"))
+        .def_property_readonly("dtype", &HostArray::dtype)
+        .def_property_readonly("tag", &HostArray::tag)
+        .def_property_readonly("count", &HostArray::count)
+        .def_property_readonly("elements", &HostArray::elements)
+        .def("overlaps", &HostArray::overlaps, py::arg("other"), py::arg("rank"))
+        .def_buffer(&HostArray::info);
     py::class_<NamedProgram>(module, "Program")
         .def(py::init(&make_program), py::arg("words"), py::arg("rank"), py::arg("size"), py::arg("name"),
              py::arg("digest"));
     py::class_<SharedMemoryGroup>(module, "SharedMemoryGroup")
-        .def(py::init([](int rank, int size, std::vector<int> memory, std::vector<int> sockets, int64_t file_bytes) {
-                 return std::make_unique<SharedMemoryGroup>(rank, size, std::move(memory), std::move(sockets),
-                                                            file_bytes, &check_python_signals);
-             }),
-             py::arg("rank"), py::arg("size"), py::arg("memory"), py::arg("sockets"), py::arg("file_bytes"))
+        .def(py::init(&make_group), py::arg("rank"), py::arg("memory"), py::arg("sockets"), py::arg("file_bytes"))
         .def("all_reduce", &all_reduce, py::arg("x"), py::arg("op"), py::arg("timeout"))
         .def("run", &run, py::arg("program"), py::arg("x"), py::arg("op"), py::arg("timeout"))
         .def("reduce_scatter", &reduce_scatter, py::arg("out"), py::arg("x"), py::arg("op"), py::arg("timeout"))

@@ -8,7 +8,7 @@
 // acc and the three others are flat, float32, or float64 where the gradients are, and as long as all gradients
 // together, which lie in them one after the other. An absent residual stands for zeros. Gradients are of any one
 // floating type, weights (for weight decay, with them all or none) of the same. Every product is rounded before the
-// sum. acc and velocity may be exactly their old ones, acc exactly a gradient that is alone and of its type.
+// sum. acc and velocity may be exactly their old ones; a gradient of acc's type may lie exactly at its place in acc.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,7 @@
 // quantize, dequantize: floats as small integers with a scale per block.
 //
-//   unit[b] = norm of block b / levels; the norm is the largest magnitude, or the Euclidean length
+//   unit[b] = norm of block b / levels; the norm is the largest magnitude, or the Euclidean length, whose squares are
+//           added as floats: it is inf where they overflow (from about 1e18 on) and 0 where they vanish (below 1e-22)
 //   level = |x[i]| / unit rounded: to the nearest, ties to even; or, stochastically, down or up so that the expectation
 //           is exact. Never above `levels`.
 //   code = level with x's sign, in two's complement of `bits` bits; element i at bit (i * bits) % 8 of byte i * bits /

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from pycomm import _native
 from pycomm.kernels.arrays import empty
+from pycomm.kernels.checks import first_of
 from pycomm.kernels.scratch import Scratch
 from pycomm.kernels.threads import num_threads
 
@@ -23,6 +22,6 @@ def absmax(tensors: Sequence[Any], *, scratch: Scratch | None = None) -> Any:
     Raises:
         TypeError: wrong dtype. ValueError: ``tensors`` is empty.
     """
-    out = empty(tensors[0] if len(tensors) > 0 else np.empty(0), (), "float32")
+    out = empty(first_of("tensors", tensors), (), "float32")
     _native.absmax(tensors, out, scratch, num_threads())
     return out

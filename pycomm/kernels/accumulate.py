@@ -8,6 +8,7 @@ from typing import Any
 
 from pycomm import _native
 from pycomm.kernels.arrays import empty
+from pycomm.kernels.checks import instance, length
 from pycomm.kernels.scratch import Scratch
 from pycomm.kernels.threads import num_threads
 
@@ -76,6 +77,11 @@ def arguments_of(
     factors: Any, acc: Any, residual: Any, momentum: Momentum | None, decay: Decay | None, finite: Any, scale: Any
 ) -> dict[str, Any]:
     """What the extension's accumulate and sparsify have in common, behind the gradients."""
+    if momentum is not None:
+        instance("momentum", momentum, Momentum)
+    if decay is not None:
+        instance("decay", decay, Decay)
+        length("decay.weights", decay.weights)
     return {
         "weights": None if decay is None else decay.weights,
         "factors": factors,

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from pycomm import _native
+
 DTYPES = ("float32", "float16", "bfloat16", "float64", "int8", "uint8", "int32", "int64")
 """What kernels and reductions know, in the order of csrc/base/dtype.h."""
 
@@ -59,21 +61,44 @@ def empty(array: Any, shape: tuple[int, ...], dtype: str) -> Any:
     """An uninitialised array of ``array``'s library, on its device; ``dtype`` is a name."""
     if isinstance(array, Part):
         array = array.whole
-    if isinstance(array, torch.Tensor):
-        return torch.empty(shape, dtype=getattr(torch, dtype), device=array.device)
-    if hasattr(array, "__cuda_array_interface__"):
-        return _empty_on_gpu(array, shape, dtype)
-    if isinstance(array, np.ndarray) or not hasattr(array, "__dlpack__"):
-        return np.empty(shape, dtype)
-    return torch.empty(shape, dtype=getattr(torch, dtype), device=from_dlpack(array).device)
+    try:
+        if isinstance(array, torch.Tensor):
+            return torch.empty(shape, dtype=getattr(torch, dtype), device=array.device)
+        if _has(array, "__cuda_array_interface__"):
+            return _empty_on_gpu(array, shape, dtype)
+        if isinstance(array, np.ndarray) or not _has(array, "__dlpack__"):
+            return np.empty(shape, dtype)
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=_device_of(array))
+    except (RuntimeError, MemoryError, ValueError) as error:
+        raise MemoryError(f"there is no memory for a result of shape {shape} ({dtype}): {error}") from error
+
+
+def _has(array: Any, attribute: str) -> bool:
+    try:
+        return hasattr(array, attribute)
+    except Exception:  # whatever a strange object comes to
+        return False
+
+
+def _device_of(array: Any) -> torch.device:
+    """Where the tensor is that ``array`` gives; the CPU where it gives none, which the kernel refuses."""
+    try:
+        return from_dlpack(array).device
+    except Exception:  # whatever a strange object comes to
+        return torch.device("cpu")
+
+
+def look(name: str, array: Any) -> tuple[int, str]:
+    """How many elements ``array`` has, and the name of its dtype, one of ``DTYPES``.
+
+    Raises:
+        TypeError, ValueError: it is none that kernels take; with ``name``.
+    """
+    return _native.look(array, name)
 
 
 def dtype_of(array: Any) -> str:
     """The name of ``array``'s dtype."""
-    if isinstance(array, torch.Tensor):
-        return str(array.dtype).removeprefix("torch.")
-    if not hasattr(array, "dtype"):
-        array = np.asarray(array)
     return str(array.dtype).removeprefix("torch.")
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from pycomm import _native
 from pycomm.kernels.arrays import empty
+from pycomm.kernels.checks import first_of
 from pycomm.kernels.scratch import Scratch
 from pycomm.kernels.threads import num_threads
 
@@ -29,6 +28,6 @@ def hashes(tensors: Sequence[Any], *, out: Any = None, scratch: Scratch | None =
         TypeError: wrong dtype. ValueError: on several devices, or ``out`` has another length.
     """
     if out is None:
-        out = empty(tensors[0] if len(tensors) > 0 else np.empty(0), (len(tensors),), "int64")
+        out = empty(first_of("tensors", tensors), (len(tensors),), "int64")
     _native.hashes(tensors, out, scratch, num_threads())
     return out

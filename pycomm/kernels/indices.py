@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pycomm import _native
-from pycomm.kernels.arrays import empty
+from pycomm.kernels.arrays import empty, look
 from pycomm.kernels.scratch import Scratch
 
 
@@ -26,7 +26,7 @@ def pack_indices(indices: Any, limit: int, out: Any | None = None) -> Any:
             ``PYCOMM_SYNC=1`` was set. TypeError: not int32.
     """
     if out is None:
-        out = empty(indices, (_native.packed_words(limit, len(indices)),), "int32")
+        out = empty(indices, (_native.packed_words(limit, look("indices", indices)[0]),), "int32")
     _native.pack_indices(indices, limit, out)
     return out
 
@@ -41,6 +41,8 @@ def unpack_indices(
             GPU as for :func:`pack_indices`.
     """
     if out is None:
-        out = empty(words, (count,), "int32")
-    _native.unpack_indices(words, limit, out, scratch)
+        # Nothing is allocated for a count that does not go with the words; the kernel refuses it.
+        fits = look("words", words)[0] == _native.packed_words(limit, count)
+        out = empty(words, (count if fits else 0,), "int32")
+    _native.unpack_indices(words, limit, count, out, scratch)
     return out

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from pycomm import _native
 from pycomm.kernels.arrays import empty
+from pycomm.kernels.checks import first_of
 from pycomm.kernels.scratch import Scratch
 from pycomm.kernels.threads import num_threads
 
@@ -28,6 +27,6 @@ def squared_norms(tensors: Sequence[Any], *, out: Any = None, scratch: Scratch |
         TypeError: wrong dtype. ValueError: on several devices, or ``out`` has another length.
     """
     if out is None:
-        out = empty(tensors[0] if len(tensors) > 0 else np.empty(0), (len(tensors),), "float64")
+        out = empty(first_of("tensors", tensors), (len(tensors),), "float64")
     _native.norms(tensors, out, scratch, num_threads())
     return out

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pycomm import _native
-from pycomm.kernels.arrays import empty
+from pycomm.kernels import checks
+from pycomm.kernels.arrays import empty, look
+from pycomm.kernels.checks import instance, pair
 from pycomm.kernels.scratch import Scratch
 from pycomm.kernels.threads import num_threads
 
@@ -28,11 +30,14 @@ class Quantization:
 
     def num_blocks(self, count: int) -> int:
         """Of ``count`` elements."""
-        return -(-count // self.block)
+        return -(-checks.count("count", count) // checks.count("block", self.block, 1))
 
     def code_bytes(self, count: int) -> int:
         """That the codes of ``count`` elements take."""
-        return -(-count * self.bits // 8)
+        bits = checks.count("bits", self.bits, 1)
+        if bits not in (2, 4, 8):
+            raise ValueError(f"bits is {bits}, wanted 2, 4 or 8")
+        return -(-checks.count("count", count) * bits // 8)
 
 
 def quantize(
@@ -58,10 +63,11 @@ def quantize(
     Raises:
         TypeError, ValueError: a wrong dtype or size, settings out of range.
     """
+    instance("how", how, Quantization)
     if out is None:
-        count = len(x)
+        count, _ = look("x", x)
         out = empty(x, (how.num_blocks(count),), "float32"), empty(x, (how.code_bytes(count),), "uint8")
-    units, codes = out
+    units, codes = pair("out", out, "units and codes")
     _native.quantize(x, how.block, how.levels, how.bits, how.norm, seed, units, codes, remainder, num_threads())
     return units, codes
 
@@ -80,5 +86,6 @@ def dequantize(
     Raises:
         TypeError, ValueError: as :func:`quantize`.
     """
+    instance("how", how, Quantization)
     settings = (how.block, how.levels, how.bits, how.norm)
     _native.dequantize(units, codes, *settings, out, scale, scratch, num_threads())

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from pycomm import _native
-from pycomm.kernels.arrays import empty
+from pycomm.kernels import checks
+from pycomm.kernels.arrays import empty, look
 from pycomm.kernels.scratch import Scratch
 from pycomm.kernels.threads import num_threads
 
 
 def sign_words(count: int) -> int:
     """How many int32 words the signs of ``count`` elements take."""
-    return -(-count // 32)
+    return -(-checks.count("count", count) // 32)
 
 
 def pack_signs(x: Any, magnitude: Any, out: Any | None = None, *, remainder: Any | None = None) -> Any:
@@ -28,7 +29,7 @@ def pack_signs(x: Any, magnitude: Any, out: Any | None = None, *, remainder: Any
         TypeError, ValueError: a wrong dtype or size.
     """
     if out is None:
-        out = empty(x, (sign_words(len(x)),), "int32")
+        out = empty(x, (sign_words(look("x", x)[0]),), "int32")
     _native.pack_signs(x, magnitude, out, remainder, num_threads())
     return out
 

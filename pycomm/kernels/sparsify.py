@@ -8,6 +8,7 @@ from typing import Any
 from pycomm import _native
 from pycomm.kernels.accumulate import Decay, Momentum, arguments_of
 from pycomm.kernels.arrays import empty
+from pycomm.kernels.checks import length, pair
 from pycomm.kernels.scratch import Scratch
 from pycomm.kernels.threads import num_threads
 
@@ -43,9 +44,10 @@ def sparsify(
     Raises:
         TypeError, ValueError: dtypes, sizes or counts that do not fit.
     """
-    finite, missed = empty(acc, (len(grads),), "bool"), empty(acc, (len(grads),), "bool")
-    values, indices = out
+    number = length("grads", grads)
+    finite, missed = empty(acc, (number,), "bool"), empty(acc, (number,), "bool")
+    values, indices = pair("out", out, "values and indices")
     common = arguments_of(factors, acc, residual, momentum, decay, finite, scale)
-    selection = {"counts": list(counts), "values": values, "indices": indices, "thresholds": thresholds}
+    selection = {"counts": counts, "values": values, "indices": indices, "thresholds": thresholds}
     _native.sparsify(grads, **common, **selection, missed=missed, scratch=scratch, num_threads=num_threads())
     return finite, missed

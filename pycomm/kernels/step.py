@@ -21,9 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from pycomm import _native
+from pycomm.kernels import checks
 from pycomm.kernels.arrays import empty
 from pycomm.kernels.scratch import Scratch
 from pycomm.kernels.threads import num_threads
@@ -46,11 +45,17 @@ class Moments:
     bias_correction: bool = True
 
     def fill(self, c: _native.Coefficients) -> None:
-        beta1, beta2 = self.betas
+        beta1, beta2 = (checks.number("betas", beta) for beta in checks.pair("betas", self.betas, "two numbers"))
         c.keep1, c.beta2, c.keep2, c.eps = 1.0 - beta1, beta2, 1.0 - beta2, self.eps
-        if self.bias_correction:
-            c.unbias1 = 1.0 / (1.0 - beta1**self.step)
-            c.unroot2 = 1.0 / math.sqrt(1.0 - beta2**self.step)
+        if not self.bias_correction:
+            return
+        step = checks.number("step", self.step)
+        if not 1 <= step < math.inf or step != int(step) or not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
+            raise ValueError(
+                f"step is {self.step!r} and betas {self.betas!r}, wanted a step of at least 1, 0 <= betas < 1"
+            )
+        c.unbias1 = 1.0 / (1.0 - beta1**step)
+        c.unroot2 = 1.0 / math.sqrt(1.0 - beta2**step)
 
 
 def momentum_step(
@@ -75,7 +80,9 @@ def momentum_step(
         rates: float64, one for each weight; ``None``: all 1.
     """
     c = _native.Coefficients()
-    c.lr, c.momentum, c.take, c.decay, c.nesterov = lr, momentum, 1.0 - dampening, weight_decay, nesterov
+    c.lr, c.momentum, c.nesterov = lr, momentum, nesterov
+    c.decay = checks.number("weight_decay", weight_decay)
+    c.take = 1.0 - checks.number("dampening", dampening)
     _run("momentum", c, weights, grads, [buffers], scale, copies, scratch, rates=rates)
 
 
@@ -96,12 +103,13 @@ def adam_step(
 ) -> None:
     """Adam (Kingma and Ba 2015), AdamW where ``decoupled`` (Loshchilov and Hutter 2019), AMSGrad with a third state."""
     c = _native.Coefficients()
+    checks.instance("moments", moments, Moments)
     moments.fill(c)
     c.lr = lr
     if decoupled:
-        c.fade = lr * weight_decay
+        c.fade = checks.number("lr", lr) * checks.number("weight_decay", weight_decay)
     else:
-        c.decay = weight_decay
+        c.decay = checks.number("weight_decay", weight_decay)
     _run("adam", c, weights, grads, [exp_avgs, exp_avg_sqs, max_exp_avg_sqs], scale, copies, scratch)
 
 
@@ -123,7 +131,10 @@ def rmsprop_step(
 ) -> None:
     """RMSprop as torch has it: centered with ``grad_avgs``, with momentum where there are buffers for it."""
     c = _native.Coefficients()
-    c.lr, c.beta2, c.keep2, c.eps, c.momentum, c.decay = lr, alpha, 1.0 - alpha, eps, momentum, weight_decay
+    c.lr, c.eps, c.momentum = lr, eps, momentum
+    c.decay = checks.number("weight_decay", weight_decay)
+    c.beta2 = checks.number("alpha", alpha)
+    c.keep2 = 1.0 - checks.number("alpha", alpha)
     _run("rmsprop", c, weights, grads, [square_avgs, momentum_buffers, grad_avgs], scale, copies, scratch)
 
 
@@ -141,13 +152,14 @@ def lamb_moments(
     """The first pass of LAMB: updates the moments; weights are only read.
 
     Returns:
-        Squared norms, float64 of shape (len(weights), 2): of each weight and of its direction
+        Squared norms, float64 of shape (checks.length("weights", weights), 2): of each weight and of its direction
         m / (sqrt(v) + eps) + weight_decay * w.
     """
     c = _native.Coefficients()
+    checks.instance("moments", moments, Moments)
     moments.fill(c)
-    c.decay = weight_decay
-    squares = empty(weights[0] if len(weights) > 0 else np.empty(0), (len(weights), 2), "float64")
+    c.decay = checks.number("weight_decay", weight_decay)
+    squares = empty(checks.first_of("weights", weights), (checks.length("weights", weights), 2), "float64")
     _run("lamb_moments", c, weights, grads, [exp_avgs, exp_avg_sqs], scale, None, scratch, squares=squares)
     return squares
 
@@ -165,8 +177,11 @@ def lamb_apply(
 ) -> None:
     """The second: each weight moves by -rate times its direction. ``rates``: float64, one for each."""
     c = _native.Coefficients()
+    checks.instance("moments", moments, Moments)
     moments.fill(c)
-    c.decay = weight_decay
+    c.decay = checks.number("weight_decay", weight_decay)
+    if rates is None:
+        raise TypeError("rates is None, wanted one float64 for each of weights")
     _run("lamb_apply", c, weights, None, [exp_avgs, exp_avg_sqs], 1.0, copies, scratch, rates=rates)
 
 

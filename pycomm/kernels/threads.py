@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from pycomm.kernels import checks
+
+_MOST = 4096
+
 _chosen: int | None = None
 
 
@@ -16,9 +20,11 @@ def set_num_threads(count: int | None) -> None:
     """Use ``count`` threads per kernel call; ``None`` follows ``torch.get_num_threads()`` again.
 
     Raises:
-        ValueError: ``count`` is not positive.
+        ValueError: ``count`` is not positive, or absurd. TypeError: it is no int.
     """
     global _chosen
-    if count is not None and count < 1:
-        raise ValueError(f"count is {count}, wanted at least 1 (or None to follow torch)")
+    if count is not None:
+        count = checks.count("count", count, 1)
+        if count > _MOST:
+            raise ValueError(f"count is {count}, wanted at most {_MOST}")
     _chosen = count

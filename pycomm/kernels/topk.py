@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from pycomm import _native
-from pycomm.kernels.arrays import dtype_of, empty
+from pycomm.kernels.arrays import empty, look
+from pycomm.kernels.checks import pair
 from pycomm.kernels.scratch import Scratch
 from pycomm.kernels.threads import num_threads
 
@@ -34,16 +33,10 @@ def topk(
         TypeError: wrong dtype. ValueError: ``k`` out of range, ``x`` too large.
     """
     if out is None:
-        # A k out of range is refused by the kernel; it must not fail here first, in an allocation.
-        length = k if 0 <= k <= _num_elements(x) else 0
-        out = empty(x, (length,), dtype_of(x)), empty(x, (length,), "int32")
-    values, indices = out
+        elements, dtype = look("x", x)
+        # A wrong k is refused by the kernel; it must not fail here first, in an allocation.
+        length = k if type(k) is int and 0 <= k <= elements else 0
+        out = empty(x, (length,), dtype), empty(x, (length,), "int32")
+    values, indices = pair("out", out, "values and indices")
     _native.topk(x, k, values, indices, threshold, scratch, num_threads())
     return values, indices
-
-
-def _num_elements(x: Any) -> int:
-    size = 1
-    for length in x.shape if hasattr(x, "shape") else np.shape(x):
-        size *= length
-    return size

@@ -185,7 +185,7 @@ def _moments(g: torch.Tensor, m: State, v: State, moments: kernels.Moments) -> t
     return m, _number(beta2, m) * v + _number(1.0 - beta2, m) * (g * g)
 
 
-def _ratio(m: torch.Tensor, v: torch.Tensor, moments: kernels.Moments) -> torch.Tensor:
+def ratio(m: torch.Tensor, v: torch.Tensor, moments: kernels.Moments) -> torch.Tensor:
     beta1, beta2 = moments.betas
     unbias, unroot = 1.0 / (1.0 - beta1**moments.step), 1.0 / math.sqrt(1.0 - beta2**moments.step)
     return m * _number(unbias, m) / (_root(v) * _number(unroot, m) + _number(moments.eps, m))
@@ -207,7 +207,7 @@ def _adam(
     m, v = _moments(g, states[0], states[1], moments)
     if u is not None:
         u = torch.where(u.isnan() | (u > v), u, v)
-    d = _ratio(m, v if u is None else u, moments)
+    d = ratio(m, v if u is None else u, moments)
     fade = _number(lr * weight_decay if decoupled else 0.0, w)
     return w - (fade * w + _number(lr, w) * d), [m, v, u], d
 
@@ -248,7 +248,7 @@ def _lamb(
     weight_decay: float,
 ) -> After:
     m, v = _moments(g, states[0], states[1], moments)
-    d = _ratio(m, v, moments) + w * _number(weight_decay, w)
+    d = ratio(m, v, moments) + w * _number(weight_decay, w)
     return w - _number(rate, w) * d, [m, v], d
 
 

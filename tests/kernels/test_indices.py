@@ -108,9 +108,9 @@ def test_bad_indices(indices: list[int], message: str) -> None:
 def test_bad_arguments() -> None:
     indices = torch.zeros(4, dtype=torch.int32)
     for limit in (0, -1, 2**31):
-        with pytest.raises(ValueError, match=f"range is {limit}, wanted 1 <= range <= 2147483647"):
+        with pytest.raises(ValueError, match=f"limit is {limit}, wanted 1 <= limit <= 2147483647"):
             kernels.pack_indices(indices, limit)
-        with pytest.raises(ValueError, match=f"range is {limit}"):
+        with pytest.raises(ValueError, match=f"limit is {limit}"):
             kernels.packed_words(limit, 3)
     with pytest.raises(TypeError, match="indices has dtype int64, wanted int32"):
         kernels.pack_indices(indices.long(), 10)

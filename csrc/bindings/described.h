@@ -1,0 +1,37 @@
+// How each kind of array is asked what it is. Parts of arrays.cpp.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "bindings/arrays.h"
+
+namespace pycomm {
+
+struct Described {
+    Array array;
+    std::optional<DType> dtype;  // none: a type the kernels do not know
+    int64_t itemsize;
+    std::string dtype_name;
+    bool contiguous;
+    bool writable;
+    bool lazy = false;  // conjugated or negated when it is read only
+};
+
+// Whether it is a torch tensor; torch may not have been imported.
+bool is_tensor(py::handle object);
+
+// Throw as as_array does, whatever the object comes up with.
+Described describe_tensor(py::handle tensor, const std::string& name);
+Described describe_buffer(py::handle object, const std::string& name);           // the buffer protocol
+Described describe_array_interface(py::handle object, const std::string& name);  // numpy's, in the host's memory
+Described describe_cuda_interface(py::handle object, const std::string& name);
+Described describe_dlpack(py::handle object, const std::string& name);
+
+// Throws unless this build, and the machine, can work on arrays of a GPU.
+void require_device(const std::string& name, const std::string& where);
+
+// What a Python exception says, its type first.
+std::string reason(py::error_already_set& error);
+
+}  // namespace pycomm

@@ -1,0 +1,25 @@
+// Arguments that are no arrays. Taken as they come, so that what is wrong with them is said in our words, naming them,
+// and can be told to other ranks; pybind11's own conversion would answer with a list of signatures.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <string>
+
+namespace pycomm {
+
+namespace py = pybind11;
+
+// All throw ArgumentTypeError, or ArgumentError for a number out of range, naming `name`.
+int64_t as_integer(py::handle object, const std::string& name);
+double as_number(py::handle object, const std::string& name);
+bool as_flag(py::handle object, const std::string& name);
+// `wanted`: for the error, such as "'sum' or 'max'".
+std::string as_text(py::handle object, const std::string& name, const char* wanted);
+
+// How Python writes it, shortened.
+std::string shown(py::handle object);
+std::string type_name(py::handle object);
+
+}  // namespace pycomm
