@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from pycomm.arguments import seconds_of, shape_of
+from pycomm.errors import CommError
 from pycomm.programs import Programs
 from pycomm.schedule.network import Network
 from pycomm.schedule.program import Program
 from pycomm.schedule.table import Table
-from pycomm.transport.base import Transport
+from pycomm.transport.base import Transport, bytes_of
 from pycomm.transport.choice import TRANSPORTS, choose_transport
 from pycomm.transport.gpu import GpuQueue, GpuWork, current_stream, gpu_of
 from pycomm.transport.nccl import NcclTransport
@@ -29,18 +31,6 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 """How long any one wait for a peer may last. A peer that *dies* is noticed within a second, whatever this is."""
 
 _NCCL_ALGORITHMS = ("auto", "native", "ring")
-
-
-def seconds_of(timeout: timedelta | float) -> float:
-    """``timeout`` in seconds.
-
-    Raises:
-        ValueError: it is not positive.
-    """
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    if not seconds > 0:
-        raise ValueError(f"timeout is {timeout}, wanted a positive number of seconds or timedelta")
-    return seconds
 
 
 class Communicator:
@@ -91,18 +81,23 @@ class Communicator:
         transport: str = "auto",
         network: Network | str | os.PathLike[str] | None = None,
     ) -> None:
-        self._timeout = seconds_of(timeout)
-        if transport not in TRANSPORTS:
-            raise ValueError(f"transport is {transport!r}, wanted one of {', '.join(TRANSPORTS)}")
+        self._timeout = DEFAULT_TIMEOUT.total_seconds()
+        problem: Exception | None = None
+        try:
+            self._timeout = seconds_of(timeout)
+            if transport not in TRANSPORTS:
+                raise ValueError(f"transport is {transport!r}, wanted one of {', '.join(TRANSPORTS)}")
+        except (TypeError, ValueError) as error:  # of which the others have to know
+            problem = error
         if not dist.is_available() or not dist.is_initialized():
-            raise RuntimeError(
+            raise problem or RuntimeError(
                 "torch.distributed is not initialised: call torch.distributed.init_process_group() first "
                 "(under torchrun, or with rank and world_size)"
             )
-        self._transport = choose_transport(group_of(process_group), transport, self._timeout)
+        self._transport = choose_transport(group_of(process_group), transport, self._timeout, problem)
         self.rank: int = self._transport.rank
         self.size: int = self._transport.size
-        self._worker = Worker(f"pycomm-{self.rank}")
+        self._worker = Worker(f"pycomm-{self.rank}", self._error_of_worker)
         self._gpus: dict[int, GpuQueue] = {}
         # Also when it is dropped, and before the interpreter ends: a communication thread must not be left inside an
         # operation.
@@ -142,11 +137,12 @@ class Communicator:
         """
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype is {dtype!r}, wanted a torch.dtype")
-        dims = (shape,) if isinstance(shape, int) else tuple(shape)
-        if any(length < 0 for length in dims):
-            raise ValueError(f"shape is {dims}, wanted no negative length")
-        if device is not None and torch.device(device).type == "cuda":
+        dims = shape_of(shape)
+        kind = "cpu" if device is None else torch.device(device).type
+        if kind == "cuda":
             return torch.empty(dims, dtype=dtype, device=device)
+        if kind != "cpu":
+            raise ValueError(f"device is {device!r}, wanted the CPU or a GPU")
         return self._transport.empty(dims, dtype)
 
     def all_reduce(
@@ -266,8 +262,9 @@ class Communicator:
 
     def refuse(self, reason: str) -> None:
         """Stand in for an operation that the others call and this rank cannot; they get a ValueError."""
+        text = reason.encode("utf-8", "replace").decode()  # half a surrogate pair has no UTF-8
         # After what was called before, which may still be under way.
-        self._enqueue(lambda: self._transport.refuse(reason, self._timeout), False)
+        self._enqueue(lambda: self._transport.refuse(text, self._timeout), False)
 
     def barrier(self) -> None:
         """Wait for all ranks, on the host."""
@@ -313,11 +310,15 @@ class Communicator:
 
     def all_gather_bytes(self, mine: bytes) -> list[bytes]:
         """Everybody's ``mine``, in rank order; lengths may differ. For small things."""
+        try:
+            content = bytes_of(mine, "mine")
+        except Exception as error:  # whatever a strange object comes to
+            self._refuse(error)
         lengths = np.empty(self.size, np.int64)
-        self.all_gather(lengths, np.array([len(mine)], np.int64))
+        self.all_gather(lengths, np.array([len(content)], np.int64))
         longest = int(lengths.max())
         padded = np.zeros(longest, np.uint8)
-        padded[: len(mine)] = np.frombuffer(mine, np.uint8)
+        padded[: len(content)] = content
         everyone = np.empty(self.size * longest, np.uint8)
         self.all_gather(everyone, padded)
         rows = everyone.reshape(self.size, longest)
@@ -336,7 +337,10 @@ class Communicator:
                     self.refuse(reason)
             self.close(reason)
 
-        self._worker.submit(leave)
+        try:
+            self._worker.submit(leave)
+        except RuntimeError:  # no thread can be started
+            leave()
 
     def close(self, reason: str | None = None) -> None:
         """Give everything back; tensors from :meth:`empty` stay valid. Not collective, idempotent.
@@ -358,7 +362,10 @@ class Communicator:
 
     def _enqueue(self, job: Callable[[], None], async_op: bool) -> Work | None:
         if async_op:
-            return self._worker.submit(job)
+            try:
+                return self._worker.submit(job)
+            except RuntimeError as error:  # no thread can be started, so there is nothing under way
+                self._refuse(RuntimeError(f"no thread could be started for an async operation: {error}"))
         if self._worker.idle() or self._worker.is_current():
             job()
         else:
@@ -398,6 +405,15 @@ class Communicator:
             return self._programs.find(algorithm, x)
         except Exception as error:  # whatever a strange object comes to
             self._refuse(error)
+
+    @property
+    def _error_of_worker(self) -> Callable[[str], CommError]:
+        rank = self.rank  # not the communicator, which the worker must not keep
+
+        def make(why: str) -> CommError:
+            return CommError(f"rank {rank}: submit: {why}", rank=rank, peer=None, operation="submit", elapsed=0.0)
+
+        return make
 
     def _refuse(self, error: Exception) -> NoReturn:
         self.refuse(str(error))

@@ -71,16 +71,19 @@ class Programs:
             ValueError: on every rank: some rank's network is none.
         """
         problem, choices = "", []
+        mistake: Exception | None = None
         try:
             source = os.environ.get("PYCOMM_NETWORK") if network is None else network
             described = None if source is None else schedule.load(source)
             fits = described is not None and described.transport in ("", transport)
             if fits and self._rank == 0 and self._size > 1:
                 choices = schedule.rank_algorithms(self._size, described).crossovers()
-        except ValueError as error:
-            problem = str(error)
+        except Exception as error:  # whatever a strange object comes to
+            problem, mistake = str(error) or type(error).__name__, error
         mine = json.dumps([problem, choices, host_identity()]).encode()
         everyone = [json.loads(data) for data in share(mine)]
+        if isinstance(mistake, TypeError):
+            raise mistake
         for rank, (theirs, _, _) in enumerate(everyone):
             if theirs:
                 raise ValueError(f"rank {rank}: {theirs}")

@@ -19,7 +19,7 @@ constexpr int64_t kPieceBytes = 128 << 10;
 class Block {
    public:
     Block(std::shared_ptr<Arena> arena, int64_t num_bytes)
-        : arena_(std::move(arena)), data_(num_bytes > 0 ? arena_->allocate(num_bytes) : nullptr), bytes_(num_bytes) {}
+        : arena_(std::move(arena)), data_(num_bytes > 0 ? arena_->allocate(num_bytes) : nullptr) {}
     ~Block() {
         if (data_ != nullptr) arena_->release(data_);
     }
@@ -27,12 +27,11 @@ class Block {
     Block& operator=(const Block&) = delete;
 
     char* data() const { return data_; }
-    int64_t offset() const { return data_ != nullptr ? arena_->offset_of(data_, bytes_) : -1; }
+    int64_t offset() const { return data_ != nullptr ? data_ - arena_->data() : -1; }
 
    private:
     std::shared_ptr<Arena> arena_;
     char* data_;
-    int64_t bytes_;
 };
 
 // What a run needs: memory, all of it before the others are told. The array that is summed is x, or, for means of half
@@ -42,7 +41,7 @@ struct Working {
         : widens(op == ReduceOp::kMean && size_of(x.dtype) == 2),
           wide(group.arena(), widens ? x.count * size_of(DType::kF32) : 0),
           array(widens ? Buffer{wide.data(), x.count, DType::kF32} : x),
-          offset(group.arena()->offset_of(array.data, array.num_bytes())),
+          offset(group.offset_of(array)),
           twin(group.arena(),
                !program.sends.empty() && (offset < 0 || program.has_conflicts()) ? array.num_bytes() : 0),
           posted_until(program.sends.size()) {}
@@ -180,10 +179,11 @@ class Run {
         const Receive& message = *receiving();
         Range whole = elements(message), piece = next_piece(whole, received_elements_);
         if (piece.size() > 0) {
-            bool from_twin = message.from_twin || call_.announced(message.peer).offset < 0;
-            const char* theirs =
-                (from_twin ? call_.twin(message.peer) : call_.in_arena(message.peer)) + piece.begin * width_;
-            take(message, theirs, piece);
+            const Operation& announced = call_.announced(message.peer);
+            bool from_twin = message.from_twin || announced.offset < 0;
+            if (from_twin && announced.twin < 0) call_.distrust(message.peer);
+            const char* theirs = from_twin ? call_.twin(message.peer) : call_.in_arena(message.peer);
+            take(message, theirs + piece.begin * width_, piece);
             std::atomic<uint32_t>& taken = call_.channel(call_.rank(), message.peer).taken;
             taken.store(taken.load(std::memory_order_relaxed) + 1, std::memory_order_seq_cst);
             call_.ring(message.peer);

@@ -24,13 +24,18 @@ struct Operation {
     Kind kind;
     DType dtype = DType::kU8;
     ReduceOp op = ReduceOp::kSum;
-    uint8_t unused = 0;
+    uint8_t tag = 0;  // as Buffer has it
     int32_t root = 0;
     int64_t count = 0;      // of the elements of x
     uint64_t schedule = 0;  // for kProgram: a digest of the table that all ranks must have
     int64_t offset = -1;    // of x in the announcing rank's file, -1: not there
     int64_t twin = -1;      // for kProgram: of the array's twin, see execute/run.h
 
+    // Of the array that `offset` and `twin` are about. Means of half types are summed as floats by a program.
+    int64_t array_width() const {
+        bool widened = kind == Kind::kProgram && op == ReduceOp::kMean && size_of(dtype) == 2;
+        return widened ? size_of(DType::kF32) : size_of(dtype);
+    }
     bool agrees_with(const Operation& other) const { return std::memcmp(this, &other, 24) == 0; }
 };
 static_assert(sizeof(Operation) == 40);
@@ -43,13 +48,16 @@ struct Control {
     Operation announced[2];
     alignas(64) std::atomic<uint32_t> sleepers;
     std::atomic<uint32_t> gave_up;
-    uint32_t failed_step;  // which step this rank did not end; valid, as is `why`, once gave_up is set
+    // Valid once gave_up is set: the step that this rank did not end, whose fault it was (-1: its own), and why.
+    uint32_t failed_step;
+    int32_t blamed;
     char why[512];
     char refusal[2][512];   // goes with announced[i] of Kind::kRefused
     char algorithm[2][64];  // goes with announced[i] of Kind::kProgram
     // Wakes this rank when a message has come for it or was taken.
     alignas(64) std::atomic<uint32_t> rings;
     std::atomic<uint32_t> listening;
+    std::atomic<int32_t> awaited;  // one rank that this one waits for, -1: none, or not for long
 };
 
 // Messages between the owner of the file it is in and one peer, counted since the group began; they wrap around. Both
@@ -66,6 +74,9 @@ inline constexpr int64_t kSegmentBytes = 1 << 20;
 inline constexpr int64_t kChannelsAt = kControlBytes + 2 * kMailboxBytes + 4 * kSegmentBytes;
 static_assert(sizeof(Control) <= kControlBytes);
 
+// Everything in a peer's file may change at any moment, if the peer wants. What is acted upon is copied once, checked,
+// and taken from the copy; counters of messages decide when something is read or written, never where.
+
 // Where the arena begins.
 inline int64_t header_bytes(int size) {
     constexpr int64_t kPage = 4096;
@@ -76,6 +87,9 @@ inline int64_t header_bytes(int size) {
 class Call {
    public:
     Call(SharedMemoryGroup& group, const char* name, double timeout);
+    ~Call();
+    Call(const Call&) = delete;
+    Call& operator=(const Call&) = delete;
 
     int rank() const { return group_.rank_; }
     int size() const { return group_.size_; }
@@ -102,8 +116,11 @@ class Call {
     // Returns when done(), which only messages make true. peer(): one that is waited for, as things stand.
     void await_messages(const std::function<int()>& peer, const std::function<bool()>& done);
 
-    Control& control(int p) const { return *reinterpret_cast<Control*>(group_.base(p)); }
-    const Operation& announced(int p) const { return control(p).announced[slot_]; }
+    Control& control(int p) const { return group_.control(p); }
+    // As it was when all had announced theirs, and is possible.
+    const Operation& announced(int p) const { return group_.announced_[static_cast<size_t>(p)]; }
+    // p said something that no honest rank says.
+    [[noreturn]] void distrust(int p);
     bool all_in_arenas() const;
     char* in_arena(int p) const { return group_.base(p) + announced(p).offset; }
     char* twin(int p) const { return group_.base(p) + announced(p).twin; }
@@ -114,6 +131,7 @@ class Call {
     char* staged_result(int p, int64_t segment) const { return staging(p, 2 + segment % 2); }
 
    private:
+    void leave();
     char* staging(int p, int64_t index) const {
         return group_.base(p) + kControlBytes + 2 * kMailboxBytes + index * kSegmentBytes;
     }
@@ -122,8 +140,14 @@ class Call {
     void await_all();
     void require_nobody_gave_up();
     void check(int waiting_for, double waited);
+    void look_at_processes(double waited);
+    [[noreturn]] void time_out(int waiting_for, double waited);
+    bool has_arrived(int p) const { return p == rank() || clock_of(p).reached(group_.clock_); }
     bool gave_up_by_now(int p) const;
+    int cause_of(int p) const;
+    [[noreturn]] void fail_with(int p, double waited);  // p gave up
     [[noreturn]] void fail(int peer, double waited, const std::string& what);
+    void take_announcements(const Operation& mine);
     void compare() const;
 
     SharedMemoryGroup& group_;
@@ -131,6 +155,7 @@ class Call {
     const char* name_;
     double timeout_;
     uint32_t slot_;
+    double next_look_;  // at the peers' processes, in seconds of waiting
 };
 
 }  // namespace pycomm

@@ -114,9 +114,10 @@ Operation announcement(const SharedMemoryGroup& group, Kind kind, const Buffer& 
     return {.kind = kind,
             .dtype = x.dtype,
             .op = op,
+            .tag = x.tag,
             .root = root,
             .count = x.count,
-            .offset = group.arena()->offset_of(x.data, x.num_bytes())};
+            .offset = group.offset_of(x)};
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <fstream>
 #include <string>
+#include <utility>
 
 #include "base/error.h"
 
@@ -38,25 +39,57 @@ int64_t number_in(const std::string& path) {
     return file >> value ? value : -1;  // "max" is no number
 }
 
-int64_t left_in_control_group() {
-    std::ifstream membership("/proc/self/cgroup");
-    std::string line;
-    while (std::getline(membership, line)) {
-        if (line.rfind("0::", 0) != 0) continue;
-        std::string directory = "/sys/fs/cgroup" + line.substr(3);
-        int64_t limit = number_in(directory + "/memory.max");
-        int64_t current = number_in(directory + "/memory.current");
-        int64_t reclaimable = field_of(directory + "/memory.stat", "inactive_file");
-        if (limit >= 0 && current >= 0) return limit - current + std::max<int64_t>(reclaimable, 0);
+// What one control group leaves, INT64_MAX where it has no limit.
+int64_t left_in(const std::string& directory, const char* limit_file, const char* usage_file, const char* cached_key) {
+    int64_t limit = number_in(directory + "/" + limit_file);
+    int64_t usage = number_in(directory + "/" + usage_file);
+    if (limit < 0 || usage < 0) return INT64_MAX;
+    int64_t reclaimable = field_of(directory + "/memory.stat", cached_key);
+    return limit - usage + std::max<int64_t>(reclaimable, 0);
+}
+
+// The least that the group at `path` and those around it leave.
+template <class Left>
+int64_t least_on_the_way_up(std::string path, Left&& left) {
+    int64_t least = INT64_MAX;
+    while (true) {
+        least = std::min(least, left(path == "/" ? "" : path));
+        size_t slash = path.rfind('/');
+        if (path.empty() || path == "/" || slash == std::string::npos) return least;
+        path.resize(slash);
     }
-    return INT64_MAX;
+}
+
+int64_t left_in_control_groups(const std::string& root) {
+    std::ifstream membership(root + "/proc/self/cgroup");
+    const std::string mounted = root + "/sys/fs/cgroup";
+    int64_t least = INT64_MAX;
+    std::string line;
+    while (std::getline(membership, line)) {  // hierarchy:controllers:path
+        size_t first = line.find(':'), second = line.find(':', first + 1);
+        if (first == std::string::npos || second == std::string::npos) continue;
+        std::string controllers = line.substr(first, second - first) + ":";
+        std::replace(controllers.begin(), controllers.end(), ',', ':');
+        std::string path = line.substr(second + 1);
+        if (controllers == "::") {
+            least = std::min(least, least_on_the_way_up(path, [&](const std::string& group) {
+                                 return left_in(mounted + group, "memory.max", "memory.current", "inactive_file");
+                             }));
+        } else if (controllers.find(":memory:") != std::string::npos) {
+            least = std::min(least, least_on_the_way_up(path, [&](const std::string& group) {
+                                 return left_in(mounted + "/memory" + group, "memory.limit_in_bytes",
+                                                "memory.usage_in_bytes", "total_inactive_file");
+                             }));
+        }
+    }
+    return least;
 }
 
 }  // namespace
 
-Mapping::Mapping(int fd, int64_t num_bytes) : num_bytes_(num_bytes) {
-    void* data =
-        mmap(nullptr, static_cast<size_t>(num_bytes), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+Mapping::Mapping(const Descriptor& file, int64_t num_bytes) : num_bytes_(num_bytes) {
+    void* data = mmap(nullptr, static_cast<size_t>(num_bytes), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE,
+                      file.get(), 0);
     if (data == MAP_FAILED) {
         throw OutOfMemory(
             format("shared memory: mapping %.0f MiB of address space failed (%s); is a limit on address "
@@ -71,28 +104,40 @@ Mapping::Mapping(int fd, int64_t num_bytes) : num_bytes_(num_bytes) {
 
 Mapping::~Mapping() { munmap(data_, static_cast<size_t>(num_bytes_)); }
 
-int64_t available_memory() {
-    int64_t kilobytes = field_of("/proc/meminfo", "MemAvailable:");
+void Mapping::withdraw(const Descriptor& file, int64_t private_bytes) noexcept {
+    constexpr int kOver = MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE;
+    auto all = static_cast<size_t>(num_bytes_), kept = static_cast<size_t>(private_bytes);
+    // Where there is too little to make it private, it goes too: better the child's end than its parent's gradients.
+    if (kept > 0 && mmap(data_, kept, PROT_READ | PROT_WRITE, kOver, file.get(), 0) == MAP_FAILED) kept = 0;
+    if (kept < all) mmap(data_ + kept, all - kept, PROT_NONE, kOver | MAP_ANONYMOUS, -1, 0);
+    if (kept > 0) madvise(data_, kept, MADV_DONTDUMP);
+}
+
+int64_t available_memory(const std::string& root) {
+    int64_t kilobytes = field_of(root + "/proc/meminfo", "MemAvailable:");
     int64_t system = kilobytes < 0 ? INT64_MAX : kilobytes * 1024;
-    return std::max<int64_t>(0, std::min(system, left_in_control_group()));
+    return std::max<int64_t>(0, std::min(system, left_in_control_groups(root)));
 }
 
-Arena::Arena(int fd, int64_t num_bytes, int64_t begin) : fd_(fd), mapping_(fd, num_bytes) {
-    try {
-        reserve(begin, begin);
-    } catch (...) {
-        ::close(fd_);
-        throw;
-    }
+Arena::Arena(Descriptor file, int64_t num_bytes, int64_t begin)
+    : file_(std::move(file)), mapping_(std::make_shared<Mapping>(file_, num_bytes)) {
+    reserve(begin, begin);
     free_[begin] = num_bytes - begin;
+    watch_forks(this);
 }
 
-Arena::~Arena() { ::close(fd_); }
+Arena::~Arena() { unwatch_forks(this); }
+
+void Arena::after_fork_in_child() {
+    mapping_->withdraw(file_, reserved_);
+    file_.close();
+    mutex_.unlock();
+}
 
 void Arena::reserve(int64_t end, int64_t wanted) {
     if (end <= reserved_) return;
     int64_t found = available_memory();
-    int error = end - reserved_ > found ? ENOMEM : posix_fallocate(fd_, reserved_, end - reserved_);
+    int error = end - reserved_ > found ? ENOMEM : posix_fallocate(file_.get(), reserved_, end - reserved_);
     if (error != 0) {
         throw OutOfMemory(format("shared memory: %.1f MiB needed for a block of %.1f MiB, %.1f MiB found (%s)",
                                  static_cast<double>(end - reserved_) / kMiB, static_cast<double>(wanted) / kMiB,
@@ -102,24 +147,25 @@ void Arena::reserve(int64_t end, int64_t wanted) {
 }
 
 char* Arena::allocate(int64_t num_bytes) {
-    int64_t size = std::max(kPage, round_up(num_bytes));
     std::lock_guard<std::mutex> lock(mutex_);
+    const int64_t most = mapping_->num_bytes();  // what exceeds it, by how much ever, is not rounded
+    int64_t size = num_bytes > most ? num_bytes : std::max(kPage, round_up(num_bytes));
     auto hole = std::find_if(free_.begin(), free_.end(), [&](const auto& entry) { return entry.second >= size; });
     if (hole == free_.end()) {
         throw OutOfMemory(format("shared memory: %.1f MiB needed, the arena of %.0f MiB has no such hole left",
-                                 static_cast<double>(size) / kMiB, static_cast<double>(mapping_.num_bytes()) / kMiB));
+                                 static_cast<double>(size) / kMiB, static_cast<double>(mapping_->num_bytes()) / kMiB));
     }
     auto [offset, length] = *hole;
     reserve(offset + size, size);
     free_.erase(hole);
     if (length > size) free_[offset + size] = length - size;
     used_[offset] = size;
-    return mapping_.data() + offset;
+    return mapping_->data() + offset;
 }
 
 void Arena::release(char* block) {
     std::lock_guard<std::mutex> lock(mutex_);
-    auto entry = used_.find(block - mapping_.data());
+    auto entry = used_.find(block - mapping_->data());
     auto [offset, size] = *entry;
     used_.erase(entry);
     auto next = free_.lower_bound(offset);
@@ -135,11 +181,6 @@ void Arena::release(char* block) {
         }
     }
     free_[offset] = size;
-}
-
-int64_t Arena::offset_of(const void* pointer, int64_t num_bytes) const {
-    int64_t offset = static_cast<const char*>(pointer) - mapping_.data();
-    return offset >= 0 && offset + num_bytes <= mapping_.num_bytes() ? offset : -1;
 }
 
 }  // namespace pycomm

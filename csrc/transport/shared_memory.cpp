@@ -1,90 +1,50 @@
 #include "transport/shared_memory.h"
 
 #include <poll.h>
-#include <pthread.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <set>
 #include <utility>
 
 #include "transport/call.h"
+#include "transport/process.h"
+#include "transport/texts.h"
 
 namespace pycomm {
 namespace {
-
-// A forked child (a DataLoader worker) must not keep this rank's sockets open: its peers would not notice a death. It
-// keeps the mappings, so arrays in them stay readable.
-class ForkGuard {
-   public:
-    static ForkGuard& instance() {
-        static ForkGuard* guard = new ForkGuard;  // never destroyed: groups may outlive static destruction
-        return *guard;
-    }
-    void add(std::vector<int>* descriptors) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        lists_.insert(descriptors);
-    }
-    void remove(std::vector<int>* descriptors) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        lists_.erase(descriptors);
-    }
-
-   private:
-    ForkGuard() {
-        pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
-                       [] {
-                           for (std::vector<int>* list : instance().lists_) {
-                               for (int& fd : *list) {
-                                   if (fd >= 0) ::close(fd);
-                                   fd = -1;
-                               }
-                           }
-                           instance().mutex_.unlock();
-                       });
-    }
-    std::mutex mutex_;
-    std::set<std::vector<int>*> lists_;
-};
 
 bool connection_closed(int socket) {
     pollfd state{socket, POLLRDHUP, 0};
     return poll(&state, 1, 0) > 0 && (state.revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0;
 }
 
-void copy_text(char* to, size_t room, const std::string& text) {
-    size_t length = std::min(room - 1, text.size());
-    while (length < text.size() && length > 0 && (text[length] & 0xC0) == 0x80) --length;  // no half of a character
-    std::memcpy(to, text.data(), length);
-    to[length] = '\0';
+constexpr double kFirstLookSeconds = 0.1, kLookSeconds = 0.1;
+constexpr unsigned kLockPollMicroseconds = 1000;
+
+CommFailure inherited(int rank, const char* name, int pid) {
+    return {
+        rank, -1, name, 0.0,
+        format("%s: this communicator belongs to process %d and was inherited by a fork; make one in the new process",
+               name, pid)};
 }
 
-std::string describe(const Operation& operation, const char* algorithm) {
-    constexpr const char* kKinds[] = {"all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier",
-                                      "",           "all_reduce",     "all_to_all"};
-    constexpr const char* kOps[] = {"sum", "mean", "min", "max"};
-    std::string kind = kKinds[static_cast<int>(operation.kind)];
-    std::string what = format("%lld elements of %s", static_cast<long long>(operation.count), name_of(operation.dtype));
-    switch (operation.kind) {
-        case Kind::kAllReduce:
-        case Kind::kReduceScatter:
-            return kind + "(" + what + ", op=\"" + kOps[static_cast<int>(operation.op)] + "\")";
-        case Kind::kProgram:
-            return kind + "(" + what + ", op=\"" + kOps[static_cast<int>(operation.op)] + "\", algorithm=\"" +
-                   algorithm + format("\" with digest %016llx)", static_cast<unsigned long long>(operation.schedule));
-        case Kind::kBroadcast:
-            return kind + "(" + what + format(", src=%d)", operation.root);
-        case Kind::kAllGather:
-        case Kind::kAllToAll:
-            return kind + "(" + what + ")";
-        default:
-            return kind + "()";
-    }
+bool is_possible(const Operation& operation, int size, int64_t file_bytes) {
+    if (operation.kind > Kind::kAllToAll || static_cast<int>(operation.dtype) >= kNumDTypes) return false;
+    if (operation.op > ReduceOp::kMax || operation.count < 0) return false;
+    if (operation.kind == Kind::kBroadcast && (operation.root < 0 || operation.root >= size)) return false;
+    const int64_t width = operation.array_width();
+    auto lies_in_arena = [&](int64_t offset) {
+        if (offset == -1) return true;
+        if (offset < header_bytes(size) || offset > file_bytes) return false;
+        return operation.count <= (file_bytes - offset) / width;
+    };
+    return lies_in_arena(operation.offset) && lies_in_arena(operation.twin);
 }
 
 }  // namespace
 
 int64_t shared_file_bytes(int size) {
+    if (size < 1) throw ArgumentError(format("size is %d, wanted at least 1", size));
     // A rank can never use more than the machine has; all ranks' files together must fit in the address space.
     int64_t physical = static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
     constexpr int64_t kHuge = 2 << 20;
@@ -92,86 +52,130 @@ int64_t shared_file_bytes(int size) {
     return std::min(physical + header_bytes(size), limit) / kHuge * kHuge;
 }
 
-SharedMemoryGroup::SharedMemoryGroup(int rank, int size, std::vector<int> memory, std::vector<int> sockets,
-                                     int64_t file_bytes, std::function<void()> check_signals)
-    : rank_(rank),
-      size_(size),
-      sockets_(std::move(sockets)),
-      peers_(static_cast<size_t>(size)),
-      check_signals_(std::move(check_signals)),
-      pid_(getpid()) {
-    ForkGuard::instance().add(&sockets_);
-    try {
-        for (int p = 0; p < size; ++p) {
-            int fd = std::exchange(memory[static_cast<size_t>(p)], -1);
-            if (p == rank) {
-                arena_ = std::make_shared<Arena>(fd, file_bytes, header_bytes(size));
-            } else {
-                std::unique_ptr<int, void (*)(int*)> closer(&fd, [](int* f) { ::close(*f); });
-                peers_[static_cast<size_t>(p)] = std::make_unique<Mapping>(fd, file_bytes);
-            }
-        }
-    } catch (...) {
-        for (int fd : memory) {
-            if (fd >= 0) ::close(fd);
-        }
-        close_descriptors();
-        throw;
-    }
+std::shared_ptr<Arena> make_arena(Descriptor file, int size, int64_t file_bytes) {
+    if (file_bytes <= header_bytes(size)) throw ArgumentError("file_bytes is too small for a group of this size");
+    return std::make_shared<Arena>(std::move(file), file_bytes, header_bytes(size));
 }
 
-SharedMemoryGroup::~SharedMemoryGroup() { close("it dropped its communicator"); }
+SharedMemoryGroup::SharedMemoryGroup(int rank, std::shared_ptr<Arena> arena,
+                                     std::vector<std::shared_ptr<Mapping>> peers, std::vector<Descriptor> sockets,
+                                     std::function<void()> check_signals)
+    : rank_(rank),
+      size_(static_cast<int>(peers.size())),
+      sockets_(std::move(sockets)),
+      peers_(std::move(peers)),
+      file_bytes_(arena->mapping()->num_bytes()),
+      check_signals_(std::move(check_signals)),
+      arena_(std::move(arena)),
+      announced_(peers_.size()),
+      pid_(getpid()) {
+    for (int p = 0; p < size_; ++p) {
+        bases_.push_back(p == rank ? arena_->data() : peers_[static_cast<size_t>(p)]->data());
+        pids_.push_back(peer_of(sockets_[static_cast<size_t>(p)].get()));
+    }
+    control(rank).awaited = -1;
+    watch_forks(this);
+}
 
-void SharedMemoryGroup::break_for_good(uint32_t failed_step, const std::string& why) {
+SharedMemoryGroup::~SharedMemoryGroup() {
+    close("it dropped its communicator");
+    unwatch_forks(this);
+}
+
+Control& SharedMemoryGroup::control(int p) const { return *reinterpret_cast<Control*>(base(p)); }
+
+void SharedMemoryGroup::break_for_good(uint32_t failed_step, int blamed, const std::string& why) {
     if (!broken_.empty()) return;  // the first reason is the one to tell
     broken_ = why;
-    Control& mine = *reinterpret_cast<Control*>(base(rank_));
+    broken_by_ = blamed;
+    Control& mine = control(rank_);
     mine.failed_step = failed_step;
+    mine.blamed = blamed;
     copy_text(mine.why, sizeof mine.why, why);
     mine.gave_up.store(1, std::memory_order_release);
     std::atomic_thread_fence(std::memory_order_seq_cst);  // before the caller writes over what others read
     Clock{mine.clock, mine.sleepers}.wake();
 }
 
-void SharedMemoryGroup::close_descriptors() {
-    ForkGuard::instance().remove(&sockets_);
-    for (int& fd : sockets_) {
-        if (fd >= 0) ::close(fd);
-        fd = -1;
+void SharedMemoryGroup::after_fork_in_child() {
+    for (Descriptor& socket : sockets_) socket.close();
+    for (const std::shared_ptr<Mapping>& peer : peers_) {
+        if (peer != nullptr) peer->withdraw(Descriptor(), 0);
     }
 }
 
 void SharedMemoryGroup::close(const std::string& why) {
     if (getpid() != pid_) return;  // a forked child: the parent's group is not its to close
     closing_ = true;
+    if (busy_ == std::this_thread::get_id()) {
+        if (closed_within_.empty()) closed_within_ = why;
+        return;
+    }
     std::lock_guard<std::mutex> lock(mutex_);
+    close_with_lock(why);
+}
+
+void SharedMemoryGroup::close_with_lock(const std::string& why) {
     if (closed_) return;
     closed_ = true;
-    break_for_good(clock_ + 1, "rank " + std::to_string(rank_) + ": " + why);
-    close_descriptors();
+    break_for_good(clock_ + 1, -1, "rank " + std::to_string(rank_) + ": " + why);
+    unwatch_forks(this);
+    sockets_.clear();
     peers_.clear();
+    std::lock_guard<std::mutex> lock(arena_mutex_);
     arena_.reset();  // its blocks keep it, if there are any
 }
 
 std::shared_ptr<Arena> SharedMemoryGroup::arena() const {
+    if (getpid() != pid_) throw inherited(rank_, "empty", pid_);
+    std::lock_guard<std::mutex> lock(arena_mutex_);
     if (arena_ != nullptr) return arena_;
     throw CommFailure(rank_, -1, "empty", 0.0, "empty: this communicator is closed");
 }
 
+int64_t SharedMemoryGroup::offset_of(const Buffer& x) const {
+    int64_t offset = x.bytes() - base(rank_);
+    return offset >= 0 && offset <= file_bytes_ - x.num_bytes() ? offset : -1;
+}
+
+void SharedMemoryGroup::lock_for_operation(std::unique_lock<std::mutex>& lock, const char* name) {
+    if (getpid() != pid_) throw inherited(rank_, name, pid_);
+    if (busy_ == std::this_thread::get_id()) {
+        throw CommFailure(rank_, -1, name, 0.0,
+                          format("%s: called by a signal handler while this thread is in another operation", name));
+    }
+    lock = std::unique_lock(mutex_, std::try_to_lock);
+    while (!lock.owns_lock()) {  // a mutex's own wait would let no signal through
+        usleep(kLockPollMicroseconds);
+        check_signals_();
+        lock.try_lock();
+    }
+    busy_ = std::this_thread::get_id();
+}
+
 Call::Call(SharedMemoryGroup& group, const char* name, double timeout)
-    : group_(group), lock_(group.mutex_), name_(name), timeout_(timeout), slot_(group.num_calls_ & 1) {
-    if (getpid() != group.pid_) {
-        throw CommFailure(rank(), -1, name, 0.0,
-                          format("%s: this communicator belongs to process %d and was inherited by a fork; make one in "
-                                 "the new process",
-                                 name, group.pid_));
+    : group_(group), name_(name), timeout_(timeout), slot_(0), next_look_(kFirstLookSeconds) {
+    group.lock_for_operation(lock_, name);
+    try {
+        if (!group.broken_.empty()) {
+            throw CommFailure(
+                rank(), group.broken_by_, name, 0.0,
+                format("%s: this communicator is %s (%s)", name,
+                       group.closed_ ? "closed" : "broken since an earlier failure", group.broken_.c_str()));
+        }
+        slot_ = group.num_calls_ & 1;
+        await_all();  // at once, except after a refusal that nobody had come for: its announcement must be read first
+    } catch (...) {
+        leave();
+        throw;
     }
-    if (!group.broken_.empty()) {
-        throw CommFailure(rank(), -1, name, 0.0,
-                          format("%s: this communicator is %s (%s)", name,
-                                 group.closed_ ? "closed" : "broken since an earlier failure", group.broken_.c_str()));
-    }
-    await_all();  // at once, except after a refusal that nobody had come for: its announcement must be read first
+}
+
+Call::~Call() { leave(); }
+
+void Call::leave() {
+    group_.busy_ = std::thread::id();
+    if (!group_.closed_within_.empty()) group_.close_with_lock(group_.closed_within_);
 }
 
 void Call::post_announcement(Operation mine) {
@@ -183,7 +187,21 @@ void Call::post_announcement(Operation mine) {
 void Call::announce(Operation mine) {
     post_announcement(mine);
     await_all();
+    take_announcements(mine);
     compare();
+}
+
+void Call::take_announcements(const Operation& mine) {
+    for (int p = 0; p < size(); ++p) {
+        Operation& taken = group_.announced_[static_cast<size_t>(p)];
+        if (p == rank()) {
+            taken = mine;
+            continue;
+        }
+        std::memcpy(&taken, &control(p).announced[slot_], sizeof taken);
+        if (is_possible(taken, size(), group_.file_bytes_)) continue;
+        distrust(p);
+    }
 }
 
 void Call::step() {
@@ -193,18 +211,19 @@ void Call::step() {
 
 void Call::await_all() {
     for (int p = 0; p < size(); ++p) {
-        if (p == rank()) continue;
-        Clock clock = clock_of(p);
-        if (clock.reached(group_.clock_)) continue;
-        wait_until_reached(clock, group_.clock_, [&](double waited) { check(p, waited); });
+        if (has_arrived(p)) continue;
+        wait_until_reached(clock_of(p), group_.clock_, [&](double waited) { check(p, waited); });
+        control(rank()).awaited.store(-1, std::memory_order_relaxed);
     }
     require_nobody_gave_up();
 }
 
 void Call::require_nobody_gave_up() {
+    // What this rank has read of others' memory it read before it looks: who gave up may write there again.
+    std::atomic_thread_fence(std::memory_order_acquire);
     // A peer may have taken part in this step without living to see its end. Its own call failed, so this one does too.
     for (int p = 0; p < size(); ++p) {
-        if (p != rank() && gave_up_by_now(p)) fail(p, 0.0, format("rank %d gave up (%s)", p, control(p).why));
+        if (p != rank() && gave_up_by_now(p)) fail_with(p, 0.0);
     }
 }
 
@@ -220,6 +239,7 @@ void Call::end_messages() {
 void Call::await_messages(const std::function<int()>& peer, const std::function<bool()>& done) {
     const Bell bell = bell_of(rank());
     wait_until({bell.rings, bell.sleepers}, done, [&](double waited) { check(peer(), waited); });
+    control(rank()).awaited.store(-1, std::memory_order_relaxed);
 }
 
 void Call::refuse(const std::string& reason) {
@@ -238,40 +258,90 @@ bool Call::gave_up_by_now(int p) const {
            static_cast<int32_t>(theirs.failed_step - group_.clock_) <= 0;
 }
 
+// Whose fault it is that p, which has given up, did so.
+int Call::cause_of(int p) const {
+    int blamed = control(p).blamed;
+    return blamed >= 0 && blamed < size() && blamed != rank() ? blamed : p;
+}
+
 void Call::check(int waiting_for, double waited) {
+    control(rank()).awaited.store(waiting_for, std::memory_order_relaxed);
+    int gave_up = -1, died = -1;
     for (int p = 0; p < size(); ++p) {
         if (p == rank()) continue;
-        bool closed = connection_closed(group_.sockets_[static_cast<size_t>(p)]);
-        bool gave_up = control(p).gave_up.load(std::memory_order_acquire) != 0;
+        bool closed = connection_closed(group_.sockets_[static_cast<size_t>(p)].get());
+        bool says_so = control(p).gave_up.load(std::memory_order_acquire) != 0;
         // Looked at last: a peer that ended this step and then left is no failure of this step.
-        if (clock_of(p).reached(group_.clock_)) continue;
-        if (gave_up) fail(p, waited, format("rank %d gave up (%s)", p, control(p).why));
-        if (closed) fail(p, waited, format("rank %d died (its connection is closed)", p));
+        if (has_arrived(p)) continue;
+        if (says_so && gave_up < 0) gave_up = p;
+        if (closed && !says_so && died < 0) died = p;
     }
+    // A death is why others gave up, not the other way round.
+    if (died >= 0) fail(died, waited, format("rank %d died (its connection is closed)", died));
+    if (gave_up >= 0) fail_with(gave_up, waited);
     if (group_.closing_) fail(-1, waited, "the communicator was closed meanwhile");
-    if (waited > timeout_) fail(waiting_for, waited, format("timed out waiting for rank %d", waiting_for));
+    if (waited > timeout_) time_out(waiting_for, waited);
+    if (waited > next_look_) look_at_processes(waited);
     try {
         group_.check_signals_();
     } catch (...) {
-        group_.break_for_good(group_.clock_, format("rank %d: interrupted in %s", rank(), name_));
+        group_.break_for_good(group_.clock_, -1, format("rank %d: interrupted in %s", rank(), name_));
         throw;
     }
 }
 
+// A process that dumps its core keeps its connections until that is written.
+void Call::look_at_processes(double waited) {
+    next_look_ = waited + kLookSeconds;
+    for (int p = 0; p < size(); ++p) {
+        if (has_arrived(p)) continue;
+        if (state_of(group_.pids_[static_cast<size_t>(p)]) != ProcessState::kDumpingCore) continue;
+        fail(p, waited, format("rank %d is dumping core", p));
+    }
+}
+
+void Call::time_out(int waiting_for, double waited) {
+    for (int p = 0; p < size(); ++p) {
+        if (has_arrived(p) || state_of(group_.pids_[static_cast<size_t>(p)]) != ProcessState::kStopped) continue;
+        fail(p, waited, format("timed out waiting for rank %d, whose process is stopped,", p));
+    }
+    // Who is waited for may itself wait for another: the last of them is the one that does something else.
+    int last = waiting_for;
+    std::vector<bool> seen(static_cast<size_t>(size()), false);
+    while (!seen[static_cast<size_t>(last)]) {
+        seen[static_cast<size_t>(last)] = true;
+        int next = control(last).awaited.load(std::memory_order_relaxed);
+        if (next >= 0 && next < size() && next != rank() && !has_arrived(next)) last = next;
+    }
+    fail(last, waited, format("timed out waiting for rank %d", last));
+}
+
+void Call::distrust(int p) {
+    fail(p, 0.0, format("rank %d announced what cannot be: its memory was damaged, or tampered with", p));
+}
+
+void Call::fail_with(int p, double waited) {
+    fail(cause_of(p), waited,
+         format("rank %d gave up (%s)", p, text_of(control(p).why, sizeof control(p).why).c_str()));
+}
+
 void Call::fail(int peer, double waited, const std::string& what) {
     std::string text = format("rank %d: %s: %s after %.2f s", rank(), name_, what.c_str(), waited);
-    group_.break_for_good(group_.clock_, text);
+    group_.break_for_good(group_.clock_, peer, text);
     throw CommFailure(rank(), peer, name_, waited, text);
 }
 
 void Call::compare() const {
     for (int p = 0; p < size(); ++p) {
         if (announced(p).kind != Kind::kRefused) continue;
-        throw ArgumentError(format("%s: rank %d could not take part: %s", name_, p, control(p).refusal[slot_]));
+        std::string reason = text_of(control(p).refusal[slot_], sizeof control(p).refusal[0]);
+        throw ArgumentError(format("%s: rank %d could not take part: %s", name_, p, reason.c_str()));
     }
     for (int p = 1; p < size(); ++p) {
         if (announced(p).agrees_with(announced(0))) continue;
-        auto call_of = [&](int q) { return describe(announced(q), control(q).algorithm[slot_]); };
+        auto call_of = [&](int q) {
+            return describe(announced(q), text_of(control(q).algorithm[slot_], sizeof control(q).algorithm[0]));
+        };
         throw ArgumentError(format("the ranks disagree: rank %d called %s where rank 0 called %s", p,
                                    call_of(p).c_str(), call_of(0).c_str()));
     }

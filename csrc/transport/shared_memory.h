@@ -16,8 +16,9 @@
 // The others (reduce_scatter, all_gather, all_to_all, broadcast) publish their input, in place or by segments, and
 // pull.
 //
-// Every wait ends with an error when a peer died (end-of-file on its socket), gave up, or the timeout passed. After
-// that the group is broken for good: the ranks no longer agree on the step.
+// Every wait ends with an error when a peer died (end-of-file on its socket, or a process that dumps its core), gave
+// up, or the timeout passed. Who gives up says whom it blames, so that all name the same rank. After that the group is
+// broken for good: the ranks no longer agree on the step.
 #pragma once
 
 #include <atomic>
@@ -25,23 +26,30 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/buffer.h"
+#include "base/descriptor.h"
 #include "kernels/reduce.h"
+#include "transport/at_fork.h"
 #include "transport/memory.h"
 #include "transport/wait.h"
 
 namespace pycomm {
 
-class SharedMemoryGroup {
+struct Control;
+struct Operation;
+
+class SharedMemoryGroup : private ForkAware {
    public:
-    // memory[p]: the file of rank p, already of file_bytes(); sockets[p]: connected to rank p, -1 at [rank]. Takes
-    // ownership of all of them, also when it throws. check_signals() is called now and then while waiting, in the
-    // thread that waits; what it throws ends the operation.
-    SharedMemoryGroup(int rank, int size, std::vector<int> memory, std::vector<int> sockets, int64_t file_bytes,
-                      std::function<void()> check_signals);
+    // peers[p]: the file of rank p; sockets[p]: connected to rank p; both nothing at [rank]. check_signals() is called
+    // now and then while waiting, in the thread that waits; what it throws ends the operation.
+    SharedMemoryGroup(int rank, std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<Mapping>> peers,
+                      std::vector<Descriptor> sockets, std::function<void()> check_signals);
     ~SharedMemoryGroup();
+    SharedMemoryGroup(const SharedMemoryGroup&) = delete;
+    SharedMemoryGroup& operator=(const SharedMemoryGroup&) = delete;
 
     int rank() const { return rank_; }
     int size() const { return size_; }
@@ -61,32 +69,51 @@ class SharedMemoryGroup {
     void refuse(const std::string& reason, double timeout);
 
     std::shared_ptr<Arena> arena() const;
+    // Of an array in this rank's file, -1 if it does not lie there. For operations.
+    int64_t offset_of(const Buffer& x) const;
 
-    // Idempotent. Peers that are waiting for this rank, now or later, get a CommFailure. `why` is quoted to them.
+    // Idempotent. Peers that are waiting for this rank, now or later, get a CommFailure. `why` is quoted to them. From
+    // within an operation of this very thread (check_signals() calls signal handlers) it takes effect with the
+    // operation's end, which it brings about.
     void close(const std::string& why);
 
    private:
     friend class Call;
 
-    char* base(int p) const { return p == rank_ ? arena_->data() : peers_[static_cast<size_t>(p)]->data(); }
-    void break_for_good(uint32_t failed_step, const std::string& why);
-    void close_descriptors();
+    char* base(int p) const { return bases_[static_cast<size_t>(p)]; }
+    Control& control(int p) const;
+    void lock_for_operation(std::unique_lock<std::mutex>& lock, const char* name);
+    void break_for_good(uint32_t failed_step, int blamed, const std::string& why);
+    void close_with_lock(const std::string& why);
+    void before_fork() override {}
+    void after_fork_in_parent() override {}
+    void after_fork_in_child() override;
 
     int rank_, size_;
-    std::vector<int> sockets_;
-    std::shared_ptr<Arena> arena_;                 // this rank's
-    std::vector<std::unique_ptr<Mapping>> peers_;  // null at [rank]
+    std::vector<Descriptor> sockets_;
+    std::vector<pid_t> pids_;                      // at the other ends; 0 where that is not known
+    std::vector<std::shared_ptr<Mapping>> peers_;  // null at [rank]
+    std::vector<char*> bases_;                     // where the files lie; dangling once closed
+    int64_t file_bytes_;
     std::function<void()> check_signals_;
-    std::mutex mutex_;                  // one operation at a time
-    std::atomic<bool> closing_{false};  // ends the operation in progress
-    uint32_t clock_ = 0;                // steps this rank has taken
-    uint32_t num_calls_ = 0;            // announcements made
+    mutable std::mutex arena_mutex_;     // of the pointer, which is asked for during operations
+    std::shared_ptr<Arena> arena_;       // this rank's
+    std::mutex mutex_;                   // one operation at a time
+    std::atomic<std::thread::id> busy_;  // the thread that holds it for an operation
+    std::atomic<bool> closing_{false};   // ends the operation in progress
+    uint32_t clock_ = 0;                 // steps this rank has taken
+    uint32_t num_calls_ = 0;             // announcements made
+    std::vector<Operation> announced_;   // all ranks', of the call in progress
     int pid_;
     bool closed_ = false;
-    std::string broken_;  // why, once an operation failed
+    std::string broken_;         // why, once an operation failed
+    int broken_by_ = -1;         // whose fault that was, -1: nobody's, or this rank's own
+    std::string closed_within_;  // why, where an operation's own thread has closed
 };
 
-// The size a rank's file must have, for a machine with that much memory.
+// The size that the files of a group of `size` must have, for a machine with that much memory.
 int64_t shared_file_bytes(int size);
+// A rank's own file.
+std::shared_ptr<Arena> make_arena(Descriptor file, int size, int64_t file_bytes);
 
 }  // namespace pycomm

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from pycomm.communicator import DEFAULT_TIMEOUT, Communicator, seconds_of
+from pycomm.communicator import DEFAULT_TIMEOUT, Communicator
 from pycomm.compression import Auto, Compression, NoCompression
 from pycomm.errors import CommError
 from pycomm.optim.broadcast import broadcast_state, broadcast_tensors, check_same_lines, looks
@@ -109,7 +109,7 @@ def attach(
         )
 
     asked = _ask(settings, optimizer, model_or_named_parameters)
-    communicator = Communicator(process_group, seconds_of(timeout))
+    communicator = Communicator(process_group, timeout)
     try:
         return _join(communicator, asked, optimizer, model_or_named_parameters)
     except BaseException:

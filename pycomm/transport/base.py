@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from pycomm import _native
 from pycomm.schedule.program import Program
 
 
@@ -44,3 +47,13 @@ class Transport(Protocol):
 
     def close(self, reason: str) -> None:
         """Give everything back. Peers that wait for this rank are told ``reason``, where the transport can."""
+
+
+def bytes_of(x: Any, name: str) -> npt.NDArray[np.uint8]:
+    """The memory of an array, or of anything with the buffer protocol, in CPU memory, to read.
+
+    Raises:
+        TypeError, ValueError: it is none; with ``name``.
+    """
+    array: Any = _native.HostArray(x, name, False, True)
+    return np.frombuffer(array, np.uint8)

@@ -23,10 +23,13 @@ def gpu_of(array: Any) -> int | None:
     """The ordinal of the GPU that ``array`` is on; ``None`` for any other object."""
     if isinstance(array, torch.Tensor):
         return array.get_device() if array.is_cuda else None
-    if not hasattr(array, "__cuda_array_interface__"):
+    try:
+        if not hasattr(array, "__cuda_array_interface__"):
+            return None
+        device = getattr(array, "device", 0)
+        return int(getattr(device, "id", device))  # cupy's has an id
+    except Exception:  # whatever a strange object comes to: it is refused where the others are told
         return None
-    device = getattr(array, "device", 0)
-    return int(getattr(device, "id", device))  # cupy's has an id
 
 
 def stream_of(array: Any) -> int:

@@ -63,6 +63,15 @@ def store_of(group: dist.ProcessGroup) -> Store:
     return distributed_c10d._get_process_group_store(group)  # torch < 2.7 has no public way
 
 
+def require_own_group(group: dist.ProcessGroup) -> None:
+    """ValueError if the backend has no groups that only some of all ranks make, and ``group`` is one."""
+    if cpu_backend_of(group) == dist.Backend.MPI and group.size() < dist.get_world_size():
+        raise ValueError(
+            "process_group is a sub-group over MPI, whose groups only all ranks together can make: pass a group of "
+            "all ranks, or one over Gloo"
+        )
+
+
 def own_group(group: dist.ProcessGroup, name: str, timeout: float) -> dist.ProcessGroup:
     """A group of ``group``'s ranks, in their order, for CPU tensors and by the same backend. Collective among them.
 
@@ -75,12 +84,8 @@ def own_group(group: dist.ProcessGroup, name: str, timeout: float) -> dist.Proce
         CommError: a rank did not come in time, or could not be reached.
     """
     backend = cpu_backend_of(group)
+    require_own_group(group)
     ranks = dist.get_process_group_ranks(group)
-    if backend == dist.Backend.MPI and len(ranks) < dist.get_world_size():
-        raise ValueError(
-            "process_group is a sub-group over MPI, whose groups only all ranks together can make: pass a group of "
-            "all ranks, or one over Gloo"
-        )
     try:
         made, _ = _make_group(
             group.size(),

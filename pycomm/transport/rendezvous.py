@@ -1,42 +1,44 @@
-"""How the ranks of one host find each other and exchange their shared memory.
+"""How the ranks of one host exchange their shared memory.
 
 Every rank opens a listening socket in the abstract namespace (no file, gone with its process) and
-publishes its address through the process group's store. Rank ``r`` connects to every rank below it
-and accepts every rank above. A connection is believed only if the process at its other end runs as
-the same user (``SO_PEERCRED``) and knows the token that rank 0 put into the store. Over it each side
-passes the descriptor of its memory (``SCM_RIGHTS``); afterwards it stays open, silent: its end of
-file is how the death of a peer is noticed.
+greets the others with its address and process number (:mod:`pycomm.transport.meeting`). Rank ``r``
+connects to every rank below it and accepts every rank above. Who is at the other end of a connection
+the kernel says (``SO_PEERCRED``), before anything is sent or awaited: a process of the same user, with
+the number that the greeting has. Over it each side passes the descriptor of its memory
+(``SCM_RIGHTS``); afterwards it stays open, silent: its end of file is how the death of a peer is noticed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
-import hmac
-import json
 import os
 import secrets
 import socket
 import struct
-import time
-from dataclasses import dataclass, field
-
-from torch._C._distributed_c10d import PrefixStore, Store
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from pycomm import _native
-from pycomm.errors import CommError
+from pycomm.transport.meeting import Meeting
 
-_HELLO = struct.Struct("=32si")
+_HELLO = struct.Struct("=i")  # the sender's rank
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
 _ROOM_FOR_STRANGERS = 64
-_SLOWEST_POLL = 0.2  # seconds
-_SLOWEST_HELLO = 2.0  # seconds; a stranger that connects and stays silent must not hold up the rest
+_SLICE = 0.2  # seconds between looks at what other ranks report
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def host_identity() -> str:
-    """Equal for processes that can share memory and abstract sockets: same boot, same network namespace, same user."""
+    """Equal for processes that can share memory: same boot, same user, same namespaces.
+
+    Those of the network (abstract sockets), of processes (their numbers say who is at the other end of
+    a socket) and of users (a number means the same user).
+    """
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
-    return f"{boot}/{os.readlink('/proc/self/ns/net')}/{os.geteuid()}"
+    namespaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid", "user")]
+    return "/".join([boot, *namespaces, str(os.geteuid())])
 
 
 @dataclass
@@ -53,112 +55,45 @@ class Peers:
                 os.close(descriptor)
 
 
-@dataclass
-class Meeting:
-    """One attempt to bring ``size`` ranks together through ``store``, until ``deadline``.
-
-    Attributes:
-        name: of this attempt, unlike all others that the group's store has seen.
-    """
-
-    store: Store
-    rank: int
-    size: int
-    deadline: float
-    name: str
-    started: float = field(default_factory=time.monotonic)
-
-    @classmethod
-    def begin(cls, store: Store, rank: int, size: int, timeout: float) -> Meeting:
-        # Each rank counts its communicators; as all ranks make them in one order, equal counts belong together.
-        generation = store.add(f"pycomm/generation/{rank}", 1)
-        deadline = time.monotonic() + timeout
-        name = f"pycomm/{generation}"
-        return cls(PrefixStore(name, store), rank, size, deadline, name)
-
-    def left(self) -> float:
-        return max(0.001, self.deadline - time.monotonic())
-
-    def failed(self, peer: int | None, what: str) -> CommError:
-        elapsed = time.monotonic() - self.started
-        return CommError(
-            f"rank {self.rank}: rendezvous: {what} after {elapsed:.2f} s",
-            rank=self.rank,
-            peer=peer,
-            operation="rendezvous",
-            elapsed=elapsed,
-        )
-
-    def publish(self, key: str, value: str) -> None:
-        self.store.set(f"{key}/{self.rank}", value)
-
-    def read(self, key: str, rank: int) -> str:
-        """What ``rank`` published, once it has."""
-        name = f"{key}/{rank}"
-        # Asked for again and again: the store's own wait lets no signal through until it is over.
-        began = time.monotonic()
-        try:
-            while not self.store.check([name]):
-                now = time.monotonic()
-                if now >= self.deadline:
-                    raise self.failed(rank, f"rank {rank} did not arrive")
-                time.sleep(min(_SLOWEST_POLL, 0.001 + (now - began) / 20))
-            value: bytes = self.store.get(name)
-        except RuntimeError as error:  # DistStoreError is one, and so is CommError
-            if isinstance(error, CommError):
-                raise
-            raise self.failed(rank, f"the process group's store failed while rank {rank} was awaited") from error
-        return value.decode()
-
-    def wait_for_all(self) -> None:
-        """Return once every rank has come to this point."""
-        self.publish("here", "")
-        for rank in range(self.size):
-            self.read("here", rank)
-
-    def forget(self, *keys: str) -> None:
-        """Take what this rank published out of the store; stores that cannot delete keep it."""
-        for key in keys:
-            with contextlib.suppress(RuntimeError, NotImplementedError):
-                self.store.delete_key(f"{key}/{self.rank}")
-
-
-def meet(meeting: Meeting) -> Peers | None:
-    """Connect all ranks; ``None`` (on every rank) if they are not all on one host.
-
-    Raises:
-        CommError: a rank did not come in time. ValueError: ranks run different versions of pycomm.
-        OSError, MemoryError: this machine refused sockets or memory.
-    """
-    rank, size = meeting.rank, meeting.size
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+def listen(size: int) -> socket.socket:
+    """A socket for ``size`` ranks to connect to. Its address is good only in this network namespace."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
         listener.bind(f"\0pycomm-{secrets.token_hex(16)}")
         listener.listen(size + _ROOM_FOR_STRANGERS)
-        address = bytes(listener.getsockname()).hex()
-        version = _native.build_info()["version"]
-        hello = {"host": host_identity(), "address": address, "version": version}
-        meeting.publish("hello", json.dumps(hello))
-        if rank == 0:
-            meeting.publish("token", secrets.token_hex(32))
-        hellos = [json.loads(meeting.read("hello", p)) for p in range(size)]
-        for p, other in enumerate(hellos):
-            if other["version"] != hellos[0]["version"]:
-                raise ValueError(f"rank {p} runs pycomm {other['version']}, rank 0 {hellos[0]['version']}")
-        if any(other["host"] != hellos[0]["host"] for other in hellos):
-            return None
-        token = bytes.fromhex(meeting.read("token", 0))
-        file_bytes = _native.shared_file_bytes(size)
-        peers = Peers([-1] * size, [-1] * size, file_bytes)
-        try:
-            peers.memory[rank] = _anonymous_memory(file_bytes)
-            for p in range(rank):
-                _connect(meeting, peers, p, bytes.fromhex(hellos[p]["address"]), token)
-            while any(peers.sockets[p] < 0 for p in range(rank + 1, size)):
-                _accept(meeting, peers, listener, token)
-        except BaseException:
-            peers.close()
-            raise
-        return peers
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def introduction(listener: socket.socket) -> dict[str, Any]:
+    """What the others need to know to find this rank, and to know it again."""
+    return {"host": host_identity(), "pid": os.getpid(), "address": bytes(listener.getsockname()).hex()}
+
+
+def exchange_memory(meeting: Meeting, listener: socket.socket, greetings: Sequence[Mapping[str, Any]]) -> Peers:
+    """Connect to all other ranks of this host, by their :func:`introduction`, and swap memory with them.
+
+    Raises:
+        CommError: a rank did not come in time, failed, or is not who it says.
+        OSError: this machine refused sockets or memory.
+    """
+    rank, size = meeting.rank, meeting.size
+    file_bytes = _native.shared_file_bytes(size)
+    pids = [int(greeting["pid"]) for greeting in greetings]
+    peers = Peers([-1] * size, [-1] * size, file_bytes)
+    try:
+        peers.memory[rank] = _anonymous_memory(file_bytes)
+        for p in range(rank):
+            _connect(meeting, peers, p, bytes.fromhex(greetings[p]["address"]), pids[p])
+        while any(peers.sockets[p] < 0 for p in range(rank + 1, size)):
+            _accept(meeting, peers, listener, pids)
+    except BaseException as error:
+        meeting.report(error)  # before the others see a connection end
+        peers.close()
+        raise
+    return peers
 
 
 def _anonymous_memory(num_bytes: int) -> int:
@@ -166,82 +101,101 @@ def _anonymous_memory(num_bytes: int) -> int:
     try:
         os.ftruncate(descriptor, num_bytes)
         # Nobody may take pages away under a peer's mapping: that would be a SIGBUS there.
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
 
 
-def _runs_as_same_user(connection: socket.socket) -> bool:
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _pid, uid, _gid = struct.unpack("3i", raw)
-    return bool(uid == os.geteuid())
-
-
-def _receive_hello(connection: socket.socket, token: bytes) -> tuple[int, int] | None:
-    """``(rank, descriptor)`` of the other side, ``None`` if it is not one of us."""
-    data, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size, 1, socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC)
-    believed = len(data) == _HELLO.size and len(descriptors) == 1
-    if believed:
-        their_token, their_rank = _HELLO.unpack(data)
-        believed = hmac.compare_digest(their_token, token) and _runs_as_same_user(connection)
-    if not believed:
-        for descriptor in descriptors:
-            os.close(descriptor)
-        return None
-    return their_rank, descriptors[0]
-
-
-def _connect(meeting: Meeting, peers: Peers, p: int, address: bytes, token: bytes) -> None:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+def _is_such_memory(descriptor: int, num_bytes: int) -> bool:
     try:
-        connection.settimeout(meeting.left())
-        _knock(connection, address, meeting)
-        socket.send_fds(connection, [_HELLO.pack(token, meeting.rank)], [peers.memory[meeting.rank]])
-        answer = _receive_hello(connection, token)
+        sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+    except OSError:  # no memory file at all
+        return False
+    return sealed and os.fstat(descriptor).st_size == num_bytes
+
+
+def _process_behind(connection: socket.socket) -> int | None:
+    """The number of the process at the other end, ``None`` if it is not this user's."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _gid = _CREDENTIALS.unpack(raw)
+    return pid if uid == os.geteuid() and pid > 0 else None
+
+
+def _receive(connection: socket.socket, num_bytes: int) -> tuple[int, int] | None:
+    """``(rank, memory)`` of the other side, ``None`` if what came is neither."""
+    data, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size, 1, socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC)
+    if len(data) == _HELLO.size and len(descriptors) == 1 and _is_such_memory(descriptors[0], num_bytes):
+        return _HELLO.unpack(data)[0], descriptors[0]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return None
+
+
+def _connect(meeting: Meeting, peers: Peers, p: int, address: bytes, pid: int) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        try:
+            _knock(connection, address, meeting, p)
+            if _process_behind(connection) != pid:
+                raise meeting.failed(p, f"another process has the place of rank {p}")
+            socket.send_fds(connection, [_HELLO.pack(meeting.rank)], [peers.memory[meeting.rank]])
+            answer = _await_answer(connection, meeting, peers.file_bytes, p)
+        except OSError as error:
+            meeting.check(late=True)
+            raise meeting.failed(p, f"connecting to rank {p} failed ({error})") from error
         if answer is None or answer[0] != p:
+            if answer is not None:
+                os.close(answer[1])
+            meeting.check(late=True)
             raise meeting.failed(p, f"rank {p} did not answer as itself")
         peers.memory[p] = answer[1]
         connection.settimeout(None)
         peers.sockets[p] = connection.detach()
-    except OSError as error:
-        raise meeting.failed(p, f"connecting to rank {p} failed ({error})") from error
-    finally:
-        connection.close()
 
 
-def _knock(connection: socket.socket, address: bytes, meeting: Meeting) -> None:
+def _knock(connection: socket.socket, address: bytes, meeting: Meeting, p: int) -> None:
     """Connect; while the listener's queue is full, which the kernel says at once, again and again."""
+    connection.settimeout(_SLICE)
     while True:
         try:
             return connection.connect(address)
         except BlockingIOError:
-            if time.monotonic() > meeting.deadline:
-                raise
-            time.sleep(0.01)
+            meeting.wait_a_little(p)
 
 
-def _accept(meeting: Meeting, peers: Peers, listener: socket.socket, token: bytes) -> None:
+def _await_answer(connection: socket.socket, meeting: Meeting, num_bytes: int, p: int) -> tuple[int, int] | None:
+    while True:
+        try:
+            return _receive(connection, num_bytes)
+        except TimeoutError:
+            meeting.wait_a_little(p)
+
+
+def _accept(meeting: Meeting, peers: Peers, listener: socket.socket, pids: Sequence[int]) -> None:
     """Take one connection; one that is not from an expected peer is dropped."""
     missing = [p for p in range(meeting.rank + 1, meeting.size) if peers.sockets[p] < 0]
-    listener.settimeout(meeting.left())
+    listener.settimeout(_SLICE)
     try:
         connection, _ = listener.accept()
-    except TimeoutError as error:
-        raise meeting.failed(missing[0], f"rank {missing[0]} did not connect") from error
+    except TimeoutError:
+        meeting.wait_a_little(missing[0])
+        return
     with connection:
-        connection.settimeout(min(_SLOWEST_HELLO, meeting.left()))
+        process = _process_behind(connection)
+        if process not in [pids[p] for p in missing]:
+            return
+        connection.settimeout(meeting.left())  # it is one of us: what it has to say it says at once
         try:
-            hello = _receive_hello(connection, token)
+            hello = _receive(connection, peers.file_bytes)
             if hello is None:
                 return
-            p, descriptor = hello
-            if p not in missing:
-                os.close(descriptor)
+            p, memory = hello
+            if p not in missing or pids[p] != process:
+                os.close(memory)
                 return
-            peers.memory[p] = descriptor
-            socket.send_fds(connection, [_HELLO.pack(token, meeting.rank)], [peers.memory[meeting.rank]])
+            peers.memory[p] = memory
+            socket.send_fds(connection, [_HELLO.pack(meeting.rank)], [peers.memory[meeting.rank]])
         except OSError:
             return
         connection.settimeout(None)

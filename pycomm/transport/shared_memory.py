@@ -12,6 +12,8 @@ from pycomm import _native
 from pycomm.schedule.program import Program
 from pycomm.transport.rendezvous import Peers
 
+_MOST_BYTES = 2**63 - 1
+
 
 class SharedMemoryTransport:
     """Through memory that all ranks have mapped; takes ownership of ``peers``."""
@@ -21,10 +23,10 @@ class SharedMemoryTransport:
     sums_half_exactly = True
     interruptible = True
 
-    def __init__(self, rank: int, size: int, peers: Peers) -> None:
+    def __init__(self, rank: int, peers: Peers) -> None:
         self.rank = rank
-        self.size = size
-        self._group = _native.SharedMemoryGroup(rank, size, peers.memory, peers.sockets, peers.file_bytes)
+        self.size = len(peers.memory)
+        self._group = _native.SharedMemoryGroup(rank, peers.memory, peers.sockets, peers.file_bytes)
         self._programs: WeakKeyDictionary[Program, _native.Program] = WeakKeyDictionary()
         # Bound once: these are on the path of every small collective.
         self.all_reduce = self._group.all_reduce
@@ -46,6 +48,8 @@ class SharedMemoryTransport:
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes == 0:
             return torch.empty(shape, dtype=dtype)
+        if num_bytes > _MOST_BYTES:
+            raise MemoryError(f"shared memory: {num_bytes} bytes needed, more than can be addressed")
         block: Any = self._group.allocate(num_bytes)
         return torch.frombuffer(block, dtype=dtype, count=math.prod(shape)).view(shape)
 

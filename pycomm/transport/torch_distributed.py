@@ -6,22 +6,25 @@ are about to do, so that ranks that disagree get an error instead of a hang.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from operator import index
+from typing import Any, SupportsIndex, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.dlpack import from_dlpack
 
-from pycomm import kernels
+from pycomm import _native, kernels
 from pycomm.errors import CommError
-from pycomm.kernels.arrays import DTYPES
+from pycomm.kernels.arrays import DTYPES, FLOATING
 from pycomm.schedule.program import Program
 from pycomm.transport.messages import Message, run_program
 from pycomm.transport.own_group import destroy_group
+from pycomm.transport.roll_call import RollCall
+
+T = TypeVar("T")
 
 _KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier", "refused", "schedule", "all_to_all")
 # Newer releases have other names for them, and warn of the old ones.
@@ -49,17 +52,24 @@ class TorchTransport:
     sums_half_exactly = False
     interruptible = False
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, roll_call: RollCall) -> None:
         self.trusts = False
         self._own: dist.ProcessGroup | None = group
+        self._roll_call = roll_call
+        self._pid = os.getpid()
+        self._broken = ""  # why, once an operation failed
+        self._broken_by: int | None = None
         self.rank = group.rank()
         self.size = group.size()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype)
+        try:
+            return torch.empty(shape, dtype=dtype)
+        except RuntimeError as error:  # torch's allocator
+            raise MemoryError(f"a tensor of shape {shape} ({dtype}) needed more memory than there is") from error
 
     def all_reduce(self, x: Any, op: str, timeout: float) -> None:
-        tensor = self._look("x", x, op, timeout)
+        tensor = self._look(timeout, lambda: _reducible("x", x, op, writes=True))
         self._agree("all_reduce", tensor, op, 0, timeout)
         if op == "mean" and tensor.dtype in (torch.float16, torch.bfloat16):
             wide = tensor.float()  # the sum may not fit the half type although the mean does
@@ -69,13 +79,15 @@ class TorchTransport:
             self._reduce(tensor, op, timeout)
 
     def run(self, program: Program, x: Any, op: str, timeout: float) -> None:
-        tensor = self._look("x", x, op, timeout)
-        self._require(
-            (program.rank, program.num_ranks) == (self.rank, self.size),
-            f"the program is of rank {program.rank} of {program.num_ranks}, wanted one of rank {self.rank} of "
-            f"{self.size}",
-            timeout,
-        )
+        def look() -> torch.Tensor:
+            _require(
+                (program.rank, program.num_ranks) == (self.rank, self.size),
+                f"the program is of rank {program.rank} of {program.num_ranks}, wanted one of rank {self.rank} of "
+                f"{self.size}",
+            )
+            return _reducible("x", x, op, writes=True)
+
+        tensor = self._look(timeout, look)
         self._agree("schedule", tensor, op, program.digest >> 1, timeout)  # 63 bits
         run_program(program, tensor, op, self, timeout)
 
@@ -84,18 +96,22 @@ class TorchTransport:
     ) -> None:
         """See :class:`pycomm.transport.messages.Messenger`."""
         # As bytes: not every backend knows every type.
-        receiving = [dist.irecv(t.view(torch.uint8), self._global(peer), self._group) for peer, t in receives]
-        sending = [dist.isend(t.view(torch.uint8), self._global(peer), self._group) for peer, t in sends]
-        for (peer, _), work in zip([*receives, *sends], [*receiving, *sending], strict=True):
-            self._wait(operation, work, timeout, peer)
+        group = self._group
 
-    def _global(self, peer: int) -> int:
-        return dist.get_global_rank(self._group, peer)
+        def start(way: Callable[..., Any], peer: int, tensor: torch.Tensor) -> Any:
+            return lambda: way(tensor.view(torch.uint8), dist.get_global_rank(group, peer), group)
+
+        messages = [(peer, start(dist.irecv, peer, t)) for peer, t in receives]
+        messages += [(peer, start(dist.isend, peer, t)) for peer, t in sends]
+        works = [(peer, self._begin(operation, begin, peer)) for peer, begin in messages]
+        for peer, work in works:
+            self._wait(operation, work, timeout, peer)
 
     def _gather(self, operation: str, out: torch.Tensor, x: torch.Tensor, timeout: float) -> None:
         """Everybody's ``x`` into ``out``, both flat."""
         if self.size > _DIRECT_RANKS or x.nbytes > _DIRECT_BYTES:
-            work = _all_gather(out, x, group=self._group, async_op=True)
+            group = self._group
+            work = self._begin(operation, lambda: _all_gather(out, x, group=group, async_op=True))
             self._wait(operation, work, timeout)
             return
         everyones = out.view(self.size, -1)
@@ -110,27 +126,35 @@ class TorchTransport:
             self._gather("all_reduce", everyone, tensor.view(-1), timeout)
             kernels.reduce(tensor, list(everyone.view(self.size, *tensor.shape)), op)
             return
-        work = dist.all_reduce(tensor, _REDUCTIONS[op], group=self._group, async_op=True)
+        group = self._group
+        work = self._begin("all_reduce", lambda: dist.all_reduce(tensor, _REDUCTIONS[op], group=group, async_op=True))
         self._wait("all_reduce", work, timeout)
         if op == "mean":
             tensor.mul_(1.0 / self.size)
 
     def reduce_scatter(self, out: Any, x: Any, op: str, timeout: float) -> None:
-        target = self._look("out", out, op, timeout)
-        source = self._look("x", x, op, timeout, writes=False)
-        self._require(
-            source.numel() == self.size * target.numel() and source.dtype == target.dtype,
-            f"x has {source.numel()} elements of {source.dtype}, wanted {self.size} ranks times "
-            f"the {target.numel()} of {target.dtype} of out",
-            timeout,
-        )
+        def look() -> tuple[torch.Tensor, torch.Tensor]:
+            target, source, _ = self._apart(out, x, (op,))
+            _require(
+                source.numel() == self.size * target.numel(),
+                f"x has {source.numel()} elements, wanted {self.size * target.numel()}: {self.size} ranks times the "
+                f"{target.numel()} of out",
+            )
+            return target, source
+
+        target, source = self._look(timeout, look)
         self._agree("reduce_scatter", source, op, 0, timeout)
+        if target.numel() == 0:
+            return
         wide = op == "mean" and target.dtype in (torch.float16, torch.bfloat16)
         if wide:
             source, result = source.float(), torch.empty(target.shape, dtype=torch.float32)
         else:
             result = target
-        work = _reduce_scatter(result.view(-1), source.view(-1), _REDUCTIONS[op], group=self._group, async_op=True)
+        group = self._group
+        work = self._begin(
+            "reduce_scatter", lambda: _reduce_scatter(result, source, _REDUCTIONS[op], group=group, async_op=True)
+        )
         self._wait("reduce_scatter", work, timeout)
         if op == "mean":
             result.mul_(1.0 / self.size)
@@ -138,28 +162,33 @@ class TorchTransport:
             target.copy_(result)
 
     def all_gather(self, out: Any, x: Any, timeout: float) -> None:
-        target = self._look("out", out, None, timeout)
-        source = self._look("x", x, None, timeout, writes=False)
-        self._require(
-            target.numel() == self.size * source.numel() and source.dtype == target.dtype,
-            f"out has {target.numel()} elements of {target.dtype}, wanted {self.size} ranks times "
-            f"the {source.numel()} of {source.dtype} of x",
-            timeout,
-        )
-        self._agree("all_gather", source, "sum", 0, timeout)
-        self._gather("all_gather", target.view(-1), source.view(-1), timeout)
+        def look() -> tuple[torch.Tensor, torch.Tensor, int]:
+            target, source, tag = self._apart(out, x)
+            _require(
+                target.numel() == self.size * source.numel(),
+                f"out has {target.numel()} elements, wanted {self.size * source.numel()}: {self.size} ranks times the "
+                f"{source.numel()} of x",
+            )
+            return target, source, tag
+
+        target, source, tag = self._look(timeout, look)
+        self._agree("all_gather", source, "sum", 0, timeout, tag)
+        self._gather("all_gather", target.view(torch.uint8), source.view(torch.uint8), timeout)
 
     def all_to_all(self, out: Any, x: Any, timeout: float) -> None:
-        target = self._look("out", out, None, timeout)
-        source = self._look("x", x, None, timeout, writes=False)
-        self._require(
-            target.numel() == source.numel() and source.dtype == target.dtype,
-            f"out has {target.numel()} elements of {target.dtype}, wanted the {source.numel()} of {source.dtype} of x",
-            timeout,
-        )
-        problem = f"x has {source.numel()} elements, wanted a multiple of the {self.size} ranks"
-        self._require(source.numel() % self.size == 0, problem, timeout)
-        self._agree("all_to_all", source, "sum", 0, timeout)
+        def look() -> tuple[torch.Tensor, torch.Tensor, int]:
+            target, source, tag = self._apart(out, x)
+            elements = _native.HostArray(x, "x", False, True).elements
+            _require(
+                target.numel() == source.numel(),
+                f"out has {target.numel()} elements, wanted {source.numel()}, as x",
+            )
+            problem = f"x has {elements} elements, wanted a multiple of the {self.size} ranks"
+            _require(elements % self.size == 0, problem)
+            return target, source, tag
+
+        target, source, tag = self._look(timeout, look)
+        self._agree("all_to_all", source, "sum", 0, timeout, tag)
         if source.numel() == 0:
             return
         theirs, ours = target.view(self.size, -1), source.view(self.size, -1)
@@ -168,11 +197,21 @@ class TorchTransport:
         self.exchange([(p, ours[p]) for p in peers], [(p, theirs[p]) for p in peers], timeout, "all_to_all")
 
     def broadcast(self, x: Any, src: int, timeout: float) -> None:
-        tensor = self._look("x", x, None, timeout)
-        self._require(0 <= src < self.size, f"src is {src}, wanted 0 <= src < {self.size}", timeout)
-        self._agree("broadcast", tensor, "sum", src, timeout)
-        root = dist.get_global_rank(self._group, src)
-        work = dist.broadcast(tensor, root, group=self._group, async_op=True)
+        def look() -> tuple[_native.HostArray, int]:
+            array = _native.HostArray(x, "x", True, True)
+            whole = isinstance(src, SupportsIndex) and not isinstance(src, bool)
+            _require(whole, f"src is {src!r}, wanted an int", TypeError)
+            _require(0 <= index(src) < self.size, f"src is {src}, wanted 0 <= src < {self.size}")
+            return array, index(src)
+
+        array, source = self._look(timeout, look)
+        tensor = _tensor(array)
+        self._agree("broadcast", tensor, "sum", source, timeout, array.tag)
+        group = self._group
+        root = dist.get_global_rank(group, source)
+        work = self._begin(
+            "broadcast", lambda: dist.broadcast(tensor.view(torch.uint8), root, group=group, async_op=True)
+        )
         self._wait("broadcast", work, timeout)
 
     def barrier(self, timeout: float) -> None:
@@ -183,60 +222,66 @@ class TorchTransport:
 
     @property
     def _group(self) -> dist.ProcessGroup:
+        if os.getpid() != self._pid:
+            raise self._error(
+                f"this communicator belongs to process {self._pid} and was inherited by a fork; make one in the new "
+                "process"
+            )
         if self._own is None:  # which torch would take for the default group
-            raise RuntimeError("the communicator is closed")
+            raise self._error("this communicator is closed")
+        if self._broken:
+            what = f"this communicator is broken since an earlier failure ({self._broken})"
+            raise self._error(what, peer=self._broken_by)
         return self._own
 
     def close(self, reason: str) -> None:
         # With the last reference to it go its connections, which is how peers notice.
         group, self._own = self._own, None
         if group is not None:
+            self._roll_call.leave(None, f"rank {self.rank}: {reason}")
             destroy_group(group)
 
-    def _require(self, good: bool, problem: str, timeout: float, kind: type[Exception] = ValueError) -> None:
-        if not good:
-            self.refuse(problem, timeout)
-            raise kind(problem)
+    def _error(self, what: str, operation: str = "use", peer: int | None = None, elapsed: float = 0.0) -> CommError:
+        message = f"rank {self.rank}: {operation}: {what}"
+        return CommError(message, rank=self.rank, peer=peer, operation=operation, elapsed=elapsed)
 
-    def _look(self, name: str, x: Any, op: str | None, timeout: float, writes: bool = True) -> torch.Tensor:
-        """``x`` as a contiguous CPU tensor; ``op`` is the reduction wanted, ``None`` for none."""
+    def _look(self, timeout: float, look: Callable[[], T]) -> T:
+        """What ``look`` comes to; the others are told before its error leaves."""
+        try:
+            return look()
+        except Exception as error:
+            self.refuse(str(error), timeout)
+            raise
 
-        def require(good: bool, problem: str, kind: type[Exception] = ValueError) -> None:
-            self._require(good, problem, timeout, kind)
-
-        is_array = isinstance(x, torch.Tensor | np.ndarray) or hasattr(x, "__dlpack__")
-        require(
-            is_array,
-            f"{name} is a {type(x).__name__}, wanted a torch tensor, a numpy array or an object with __dlpack__",
-            TypeError,
+    def _apart(self, out: Any, x: Any, ops: tuple[Any, ...] = ()) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Where to write and what to read, two arrays of one dtype, and its tag; of one that ``ops`` can do."""
+        moves = not ops
+        target, source = _native.HostArray(out, "out", True, moves), _native.HostArray(x, "x", False, moves)
+        for op in ops:
+            _require_op(op, source.dtype, "x")
+            _require(
+                source.dtype == target.dtype, f"x has dtype {source.dtype}, wanted {target.dtype} as out", TypeError
+            )
+        _require(source.tag == target.tag, "out and x have different dtypes", TypeError)
+        _require(source.dtype == target.dtype, f"out has dtype {target.dtype}, wanted {source.dtype} as x", TypeError)
+        _require(
+            not target.overlaps(source, self.rank),
+            "out overlaps x, wanted arrays apart, or one that is this rank's part of the other",
         )
-        tensor = x if isinstance(x, torch.Tensor) else from_dlpack(x)
-        require(tensor.layout is torch.strided, f"{name} has layout {tensor.layout}, wanted torch.strided")
-        require(tensor.is_cpu, f"{name} is on device {tensor.device}, wanted an array in CPU memory")
-        if op is not None:
-            require(op in _OPS, f"op is '{op}', wanted one of {', '.join(_OPS)}")
-            require(
-                tensor.dtype in _DTYPES,
-                f"{name} has dtype {tensor.dtype}, wanted one of {_DTYPES}",
-                TypeError,
-            )
-            require(
-                op != "mean" or tensor.is_floating_point(),
-                f"op 'mean' wants a floating dtype, {name} has {tensor.dtype}",
-                TypeError,
-            )
-        if writes:
-            require(tensor.is_contiguous(), f"{name} is not contiguous, wanted a contiguous array to write to")
-        return tensor.detach().contiguous()
+        read = _tensor(source)
+        lies_in = target.count > 0 and target.overlaps(source, -1)
+        return _tensor(target), read.clone() if lies_in else read, source.tag  # not every backend works in place
 
-    def _agree(self, kind: str, x: torch.Tensor, op: str, root: int, timeout: float) -> None:
+    def _agree(self, kind: str, x: torch.Tensor, op: str, root: int, timeout: float, tag: int = 0) -> None:
         if self.trusts and kind != "barrier":  # whose comparison is the waiting
             return
-        dtype = _DTYPES.index(x.dtype) if x.dtype in _DTYPES else -x.element_size()
-        mine = [_KINDS.index(kind), dtype, _OPS.index(op), root, x.numel(), x.element_size()]
+        mine = [_KINDS.index(kind), _DTYPES.index(x.dtype), _OPS.index(op), root, x.numel(), tag]
         everyone = torch.empty(self.size * len(mine), dtype=torch.int64)
         self._gather(kind, everyone, torch.tensor(mine, dtype=torch.int64), timeout)
         rows = everyone.view(self.size, len(mine)).tolist()
+        for p, row in enumerate(rows):
+            if not _is_possible(row):
+                raise self._fail(kind, p, f"rank {p} announced what cannot be", 0.0)
         if kind == "refused":
             return  # this rank has its own error to report
         for p, row in enumerate(rows):
@@ -255,24 +300,63 @@ class TorchTransport:
         try:
             work.wait(timedelta(seconds=timeout))
         except RuntimeError as error:
-            elapsed = time.monotonic() - start
-            whom = "" if peer is None else f", with rank {peer},"
-            raise CommError(
-                f"rank {self.rank}: {operation}: torch.distributed{whom} failed after {elapsed:.2f} s: {error}",
-                rank=self.rank,
-                peer=peer,
-                operation=operation,
-                elapsed=elapsed,
-            ) from error
+            raise self._look_for_culprit(operation, peer, error, time.monotonic() - start) from error
+
+    def _begin(self, operation: str, start: Callable[[], T], peer: int | None = None) -> T:
+        try:
+            return start()
+        except RuntimeError as error:
+            raise self._look_for_culprit(operation, peer, error, 0.0) from error
+
+    def _look_for_culprit(self, operation: str, peer: int | None, error: Exception, elapsed: float) -> CommError:
+        culprit, what = self._roll_call.culprit(peer)
+        return self._fail(operation, culprit, f"{what or 'failed'}; torch.distributed: {error}", elapsed)
+
+    def _fail(self, operation: str, peer: int | None, what: str, elapsed: float) -> CommError:
+        error = self._error(f"{what} after {elapsed:.2f} s", operation, peer, elapsed)
+        if not self._broken:
+            self._broken, self._broken_by = str(error), peer
+        self._roll_call.leave(peer, str(error))
+        return error
+
+
+def _require(good: bool, problem: str, kind: type[Exception] = ValueError) -> None:
+    if not good:
+        raise kind(problem)
+
+
+def _require_op(op: object, dtype: str, name: str) -> None:
+    wanted = "wanted 'sum', 'mean', 'min' or 'max'"
+    _require(isinstance(op, str), f"op is {op!r}, {wanted}", TypeError)
+    _require(op in _OPS, f"op is {op!r}, {wanted}")
+    floating = op != "mean" or dtype in FLOATING
+    _require(floating, f"op 'mean' wants a floating dtype, {name} has {dtype}", TypeError)
+
+
+def _reducible(name: str, x: Any, op: object, writes: bool) -> torch.Tensor:
+    array = _native.HostArray(x, name, writes, False)
+    _require_op(op, array.dtype, name)
+    return _tensor(array)
+
+
+def _tensor(array: _native.HostArray) -> torch.Tensor:
+    """The memory of ``array`` as a tensor of one dimension, which keeps it."""
+    dtype: torch.dtype = getattr(torch, array.dtype)
+    return torch.frombuffer(array, dtype=dtype) if array.count > 0 else torch.empty(0, dtype=dtype)
+
+
+def _is_possible(row: list[int]) -> bool:
+    kind, dtype, op, _, count, _ = row
+    return 0 <= kind < len(_KINDS) and 0 <= dtype < len(_DTYPES) and 0 <= op < len(_OPS) and count >= 0
 
 
 def _describe(row: list[int]) -> str:
-    kind, dtype, op, root, count, _ = row
-    what = f"{count} elements of {str(_DTYPES[dtype]).removeprefix('torch.') if dtype >= 0 else 'another dtype'}"
+    kind, dtype, op, root, count, tag = row
+    what = f"{count} elements of {DTYPES[dtype] if tag == 0 else 'bytes of another dtype'}"
     if _KINDS[kind] in ("all_reduce", "reduce_scatter"):
         return f'{_KINDS[kind]}({what}, op="{_OPS[op]}")'
     if _KINDS[kind] == "schedule":
         return f'all_reduce({what}, op="{_OPS[op]}", algorithm=a schedule with digest {root:x})'
     if _KINDS[kind] == "broadcast":
         return f"broadcast({what}, src={root})"
-    return f"{_KINDS[kind]}({what if _KINDS[kind] == 'all_gather' else ''})"
+    return f"{_KINDS[kind]}({what if _KINDS[kind] in ('all_gather', 'all_to_all') else ''})"

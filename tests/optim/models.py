@@ -67,7 +67,7 @@ def over_torch(on: bool = True) -> Iterator[None]:
     """Communicators that are made inside go over torch.distributed."""
     original = vars(communicator)["choose_transport"]
     if on:
-        vars(communicator).update(choose_transport=lambda group, wanted, timeout: original(group, "torch", timeout))
+        vars(communicator).update(choose_transport=lambda group, _, *rest: original(group, "torch", *rest))
     try:
         yield
     finally:

@@ -86,7 +86,7 @@ def bad_states() -> None:
         loads({**state, "ranks": {str(1 - rank): own_state(state)}}, "pass the list of all ranks'")
         loads({**state, "world_size": 3}, "pass the list of all ranks'")
         loads([state, state], "pass the list of all ranks'")
-        loads([], "wanted one or all ranks of one")
+        loads([], "wanted one or all ranks of one world size")
         loads([state, {**state, "world_size": 3}], r"state lists ranks of world sizes \[2, 3\]")
         loads({**state, "ranks": {"a": {}}}, "its 'ranks' are not numbered")
         loads({**state, "ranks": 3}, "is no Reducer.state_dict")

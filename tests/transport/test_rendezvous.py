@@ -1,144 +1,180 @@
-"""Who is let in: only processes of the same user that hold the token; and who is missed."""
+"""Who is let in: only the very processes that the store names; and who is missed."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import socket
-import threading
+import subprocess
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, Store
 
 from pycomm import CommError
 from pycomm.transport import rendezvous
-from pycomm.transport.rendezvous import Meeting, Peers, meet
-
-
-def meet_in_threads(size: int, disturb: object = None, timeout: float = 10.0) -> list[object]:
-    """``meet`` with ranks as threads; outcomes by rank. ``disturb(store)`` runs before the ranks above 0."""
-    store = HashStore()
-    outcomes: list[object] = [None] * size
-
-    disturbed = threading.Event()
-
-    def run_disturbance() -> None:
-        if callable(disturb):
-            disturb(store)
-        disturbed.set()
-
-    def run(rank: int) -> None:
-        if rank > 0:
-            disturbed.wait()
-        try:
-            outcomes[rank] = meet(Meeting.begin(store, rank, size, timeout))
-        except Exception as error:
-            outcomes[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    threads.append(threading.Thread(target=run_disturbance))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return outcomes
-
-
-def close_all(outcomes: list[object]) -> None:
-    for outcome in outcomes:
-        if isinstance(outcome, Peers):
-            outcome.close()
+from pycomm.transport.rendezvous import Peers, host_identity
+from tests.transport.meetings import close_all, swap_in_threads, swap_memory
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_everybody_gets_everybodys_memory(size: int) -> None:
-    outcomes = meet_in_threads(size)
+    outcomes = swap_in_threads(size)
     for outcome in outcomes:
         assert isinstance(outcome, Peers), outcome
-    identities = [
-        [(os.fstat(fd).st_dev, os.fstat(fd).st_ino) for fd in outcome.memory]
-        for outcome in outcomes
-        if isinstance(outcome, Peers)
-    ]
+    identities = [[(os.fstat(fd).st_dev, os.fstat(fd).st_ino) for fd in outcome.memory] for outcome in outcomes]
     assert all(row == identities[0] for row in identities)
     assert len(set(identities[0])) == size
     close_all(outcomes)
 
 
-def address_of(store: HashStore, rank: int) -> bytes:
-    import json
-
-    while not store.check([f"pycomm/1/hello/{rank}"]):
+def address_of(store: Store, rank: int) -> bytes:
+    key = f"pycomm/hello/{rank}"
+    while not store.check([key]):
         time.sleep(0.001)
-    return bytes.fromhex(json.loads(store.get(f"pycomm/1/hello/{rank}"))["address"])
+    return bytes.fromhex(json.loads(store.get(key))["address"])
 
 
-def test_strangers_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One connects and says nothing, one has a wrong token, one sends half a greeting."""
-    monkeypatch.setattr(rendezvous, "_SLOWEST_HELLO", 0.2)
-    seen = []
-
-    def disturb(store: HashStore) -> None:
-        address = address_of(store, 0)
-        strangers = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(3)]
-        for stranger in strangers:
-            stranger.connect(address)
+STRANGERS = """
+import os, socket, sys, time
+address, count, user = bytes.fromhex(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+if user:
+    os.setgid(user), os.setuid(user)
+strangers = []
+for i in range(count):
+    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    stranger.connect(address)
+    strangers.append(stranger)
+    if i % 3 == 1:  # one greets as rank 1, with memory; others say half of it, or nothing
         fd = os.memfd_create("impostor")
-        socket.send_fds(strangers[1], [rendezvous._HELLO.pack(b"x" * 32, 1)], [fd])
-        strangers[2].sendall(b"hello")
-        os.close(fd)
-        connected.extend(strangers)
+        socket.send_fds(stranger, [(1).to_bytes(4, "little")], [fd])
+    elif i % 3 == 2:
+        stranger.sendall(b"he")
+print("ready", flush=True)
+given = b""
+for stranger in strangers:
+    stranger.settimeout(20)
+    try:
+        given += stranger.recv(100)
+    except OSError:
+        pass
+print(len(given), flush=True)
+"""
 
-    connected: list[socket.socket] = []
-    outcomes = meet_in_threads(2, disturb)
+
+def strangers_at(address: bytes, count: int, user: int = 0) -> subprocess.Popen[str]:
+    """Another process with ``count`` connections; the ones it has made when this returns."""
+    command = [sys.executable, "-c", STRANGERS, address.hex(), str(count), str(user)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize(
+    "user", [0, pytest.param(65534, marks=pytest.mark.skipif(os.geteuid() != 0, reason="not root"))]
+)
+def test_strangers_get_nothing_and_hold_up_nobody(monkeypatch: pytest.MonkeyPatch, user: int) -> None:
+    """Of the same user (0: as we are), or of another one: thirty that connect, and greet, or are silent."""
+    receiving = rendezvous._receive
+    waited: list[Any] = []
+
+    def receive(connection: socket.socket, num_bytes: int) -> tuple[int, int] | None:
+        waited.append(connection)
+        return receiving(connection, num_bytes)
+
+    monkeypatch.setattr(rendezvous, "_receive", receive)
+    started: list[subprocess.Popen[str]] = []
+    outcomes = swap_in_threads(2, lambda store: started.append(strangers_at(address_of(store, 0), 30, user)))
     assert all(isinstance(outcome, Peers) for outcome in outcomes), outcomes
-    for stranger in connected:
-        stranger.settimeout(5)
-        with stranger:
-            try:
-                seen.append(stranger.recv(100))
-            except OSError as error:
-                seen.append(error)
-    assert len(seen) == 3
-    assert not any(isinstance(answer, bytes) and answer for answer in seen), "a stranger was given something"
+    assert len(waited) == 2, "a stranger was listened to"
+    out, _ = started[0].communicate(timeout=30)
+    assert out == "0\n", "a stranger was given something"
     close_all(outcomes)
 
 
-def test_another_user_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_runs_as_same_user", lambda connection: False)
-    outcomes = meet_in_threads(2, timeout=1.0)
+def test_a_greeting_of_another_process_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides look at who is at the other end before they say anything."""
+    monkeypatch.setattr(rendezvous, "_process_behind", lambda connection: os.getpid() + 1)
+    outcomes = swap_in_threads(2, timeout=1.0)
     assert all(isinstance(outcome, CommError) for outcome in outcomes), outcomes
+    assert "another process has the place of rank 0" in str(outcomes[1])
 
 
-def test_same_user_is_read_from_the_kernel() -> None:
+def test_the_kernel_says_who_is_there() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     with ours, theirs:
-        assert rendezvous._runs_as_same_user(ours)
+        assert rendezvous._process_behind(ours) == os.getpid()
+
+
+def test_memory_that_could_shrink_is_not_taken() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with ours, theirs:
+        for sealed, size in ((False, 4096), (True, 8192), (True, 4096)):
+            memory = os.memfd_create("anybody", os.MFD_ALLOW_SEALING)
+            os.ftruncate(memory, size)
+            if sealed:
+                rendezvous.fcntl.fcntl(memory, rendezvous.fcntl.F_ADD_SEALS, rendezvous._SEALS)
+            socket.send_fds(ours, [rendezvous._HELLO.pack(3)], [memory])
+            taken = rendezvous._receive(theirs, 4096)
+            assert (taken is not None) == (sealed and size == 4096)
+            os.close(memory)
+        assert taken is not None
+        assert taken[0] == 3
+        os.close(taken[1])
+        with open("/dev/null") as other:
+            socket.send_fds(ours, [rendezvous._HELLO.pack(3)], [other.fileno()])
+            assert rendezvous._receive(theirs, 4096) is None
+
+
+def test_a_host_is_its_namespaces_too() -> None:
+    parts = host_identity().split("/")
+    for kind in ("net", "pid", "user"):
+        assert os.readlink(f"/proc/self/ns/{kind}") in parts
+    assert not any(re.match("mnt|uts", part) for part in parts)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="namespaces want root")
+@pytest.mark.parametrize("kind", ["--pid", "--user", "--net"])
+def test_another_namespace_is_another_host(kind: str) -> None:
+    program = "from pycomm.transport.rendezvous import host_identity; print(host_identity())"
+    command = ["unshare", kind, "--fork", sys.executable, "-c", program]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if made.returncode != 0 and "unshare" in made.stderr:
+        pytest.skip(f"this system makes no namespaces: {made.stderr}")
+    assert made.stdout.strip()
+    assert made.stdout.strip() != host_identity()
 
 
 def test_a_missing_rank_is_named() -> None:
-    store = HashStore()
     with pytest.raises(CommError, match=r"rank 0: rendezvous: rank 1 did not arrive after \d+\.\d+ s") as caught:
-        meet(Meeting.begin(store, 0, 2, 0.5))
+        swap_memory(HashStore(), 0, 2, 0.5)
     assert (caught.value.rank, caught.value.peer, caught.value.operation) == (0, 1, "rendezvous")
 
 
-def test_other_hosts_and_other_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    identities = iter(["here", "there"])
-    monkeypatch.setattr(rendezvous, "host_identity", lambda: next(identities))
-    assert meet_in_threads(2) == [None, None]
-    versions = iter(["1.0", "1.1"])
-    monkeypatch.setattr(rendezvous, "host_identity", lambda: "here")
-    monkeypatch.setattr(rendezvous._native, "build_info", lambda: {"version": next(versions)})
-    for outcome in meet_in_threads(2):
-        assert isinstance(outcome, ValueError)
-        assert "rank 1 runs pycomm 1." in str(outcome)
+def test_a_rank_that_fails_between_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at the end of the timeout: the reason is there at once."""
+    make = rendezvous._anonymous_memory
+
+    def fail_once(num_bytes: int) -> int:
+        monkeypatch.setattr(rendezvous, "_anonymous_memory", make)
+        raise OSError(24, "too many of everything")
+
+    monkeypatch.setattr(rendezvous, "_anonymous_memory", fail_once)
+    started = time.monotonic()
+    outcomes = swap_in_threads(3, timeout=60.0)
+    assert time.monotonic() - started < 30
+    close_all(outcomes)
+    assert sum(isinstance(outcome, CommError) and "too many of everything" in str(outcome) for outcome in outcomes) == 2
+    assert sum(type(outcome) is OSError for outcome in outcomes) == 1
 
 
 def test_no_descriptor_leaks_from_a_failed_meeting() -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
-    store = HashStore()
     with pytest.raises(CommError):
-        meet(Meeting.begin(store, 0, 2, 0.2))
+        swap_memory(HashStore(), 0, 2, 0.2)
     assert len(list(Path("/proc/self/fd").iterdir())) == before

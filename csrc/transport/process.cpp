@@ -1,0 +1,39 @@
+#include "transport/process.h"
+
+#include <sys/socket.h>
+
+#include <cerrno>
+#include <fstream>
+#include <string>
+
+namespace pycomm {
+
+ProcessState state_of(pid_t pid) {
+    if (pid <= 0) return ProcessState::kUnknown;
+    errno = 0;
+    std::ifstream status("/proc/" + std::to_string(pid) + "/status");
+    if (!status) return errno == ENOENT ? ProcessState::kDead : ProcessState::kUnknown;
+    ProcessState found = ProcessState::kUnknown;
+    std::string line;
+    while (std::getline(status, line)) {
+        if (line.rfind("State:", 0) == 0) {
+            size_t at = line.find_first_not_of(" \t", 6);
+            char letter = at == std::string::npos ? '?' : line[at];
+            found = letter == 'T' || letter == 't'   ? ProcessState::kStopped
+                    : letter == 'Z' || letter == 'X' ? ProcessState::kDead
+                                                     : ProcessState::kAlive;
+        } else if (line.rfind("CoreDumping:", 0) == 0) {
+            return line.find('1', 12) != std::string::npos ? ProcessState::kDumpingCore : found;
+        }
+    }
+    return found;
+}
+
+pid_t peer_of(int socket) {
+    ucred credentials{};
+    socklen_t length = sizeof credentials;
+    if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &credentials, &length) != 0) return 0;
+    return credentials.pid;
+}
+
+}  // namespace pycomm

@@ -1,0 +1,336 @@
+"""Signals, forks, views that go away, peers that tamper: nothing crashes, hangs or overwrites."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pycomm import CommError, Communicator
+from pycomm.worker import Worker
+from tests.ranks import RankPool
+
+NewRanks = Callable[[int], RankPool]
+TRANSPORTS = ["shared_memory", "torch"]
+
+
+def wait_for(work: Any) -> None:
+    if work is not None:
+        work.wait()
+
+
+def close_in_a_handler(how: str) -> str:
+    communicator = Communicator(timeout=60)
+    communicator.barrier()
+    if communicator.rank == 1:
+        time.sleep(2.0)
+        with pytest.raises(CommError, match="rank 0") as caught:
+            communicator.all_reduce(torch.ones(1000))
+        communicator.close()
+        return str(caught.value.peer)
+    calls: list[str] = []
+
+    def handler(*_: object) -> None:
+        calls.append("called")
+        if how == "collective":
+            with pytest.raises(CommError, match="called by a signal handler"):
+                communicator.barrier()
+        communicator.close("it was told to end")
+
+    old = signal.signal(signal.SIGTERM, handler)
+    threading.Timer(0.4, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+    try:
+        with pytest.raises(CommError, match="closed meanwhile"):
+            wait_for(communicator.all_reduce(torch.ones(1000), async_op=how == "async"))
+    finally:
+        signal.signal(signal.SIGTERM, old)
+    with pytest.raises(CommError, match="closed"):
+        communicator.barrier()
+    communicator.close()
+    return " ".join(calls)
+
+
+@pytest.mark.parametrize("how", ["sync", "async", "collective"])
+def test_a_signal_handler_may_close(new_ranks: NewRanks, how: str) -> None:
+    assert new_ranks(2).run(close_in_a_handler, how) == ["called", "0"]
+
+
+def views_go_away() -> None:
+    """Rank 0's arrays are cleared and closed by another thread while it waits for rank 1."""
+    communicator = Communicator(timeout=60)
+    communicator.barrier()
+    array, mapped = bytearray(100_000), mmap.mmap(-1, 100_000)
+    refused = []
+    if communicator.rank == 0:
+
+        def disturb() -> None:
+            time.sleep(0.3)
+            for name, disturbance in (("clear", array.clear), ("close", mapped.close)):
+                try:
+                    disturbance()
+                except BufferError:
+                    refused.append(name)
+
+        both: list[Any] = [array, mapped]
+        for x in both:
+            thread = threading.Thread(target=disturb)
+            thread.start()
+            communicator.broadcast(x, 1)
+            thread.join()
+            if len(array) == 0:
+                array.extend(bytes(100_000))
+            if mapped.closed:
+                mapped = mmap.mmap(-1, 100_000)
+                both[1] = mapped
+        assert "clear" in refused
+        assert "close" in refused
+    else:
+        for _ in range(2):
+            time.sleep(1.0)
+            communicator.broadcast(bytearray(b"x" * 100_000), 1)
+    communicator.close()
+
+
+def test_views_are_held_until_the_end(two_ranks: RankPool) -> None:
+    two_ranks.run(views_go_away)
+
+
+def test_one_thread_however_many_submit_first() -> None:
+    for _ in range(100):
+        worker = Worker("pycomm-test")
+        gate = threading.Barrier(8)
+        ran_on: list[int] = []
+
+        def submit(worker: Worker = worker, gate: threading.Barrier = gate, ran_on: list[int] = ran_on) -> None:
+            gate.wait()
+            worker.submit(lambda: ran_on.append(threading.get_ident())).wait()
+
+        threads = [threading.Thread(target=submit) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        worker.stop(patience=5.0)
+        assert len(ran_on) == 8
+        assert len(set(ran_on)) == 1
+
+
+def no_thread() -> None:
+    with Communicator(timeout=30) as communicator:
+        if communicator.rank == 1:
+            start = threading.Thread.start
+
+            def refuse(self: threading.Thread) -> None:
+                raise RuntimeError("can't start new thread")
+
+            threading.Thread.start = refuse  # type: ignore[method-assign]
+            try:
+                with pytest.raises(RuntimeError, match="no thread could be started for an async operation"):
+                    communicator.all_reduce(torch.ones(10), async_op=True)
+            finally:
+                threading.Thread.start = start  # type: ignore[method-assign]
+        else:
+            with pytest.raises(ValueError, match="rank 1 could not take part: no thread could be started"):
+                communicator.all_reduce(torch.ones(10))
+        for asynchronous in (True, False):
+            x = torch.ones(10)
+            work = communicator.all_reduce(x, async_op=asynchronous)
+            if work is not None:
+                work.wait()
+            assert x[0] == 2
+
+
+def test_a_thread_that_cannot_start_is_an_error_on_all(two_ranks: RankPool) -> None:
+    two_ranks.run(no_thread)
+
+
+def mistaken_constructor(transport: str, arguments: dict[str, Any]) -> str:
+    said = ""
+    rank = torch.distributed.get_rank()
+    for attempt in range(3):
+        wrong = arguments if rank == 1 else {}
+        with pytest.raises((ValueError, TypeError)) as caught:
+            Communicator(**{"timeout": 30, "transport": transport, **wrong})
+        said = str(caught.value)
+        if attempt == 1:  # and in between it works
+            with Communicator(timeout=30, transport=transport) as communicator:
+                communicator.barrier()
+    with Communicator(timeout=30, transport=transport) as communicator:
+        x = torch.ones(3)
+        communicator.all_reduce(x)
+        assert x[0] == 2
+    return said
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"timeout": 0}, "timeout is 0"),
+        ({"timeout": float("inf")}, "timeout is inf"),
+        ({"timeout": 1e18}, "timeout is 1e+18"),
+        ({"timeout": "soon"}, "timeout is 'soon'"),
+        ({"transport": "pigeon"}, "transport is 'pigeon'"),
+        ({"network": 3}, "network is 3"),
+        ({"network": "/dev/zero"}, "wanted an ordinary file"),
+    ],
+)
+def test_a_wrong_constructor_is_an_error_on_all(
+    two_ranks: RankPool, transport: str, arguments: dict[str, Any], says: str
+) -> None:
+    started = time.monotonic()
+    innocent, guilty = two_ranks.run(mistaken_constructor, transport, arguments)
+    assert says in guilty
+    assert "rank 1" in innocent
+    assert says in innocent
+    assert time.monotonic() - started < 60
+
+
+def test_a_pipe_is_no_network(tmp_path: Path) -> None:
+    from pycomm import schedule
+
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero", tmp_path, "a\0b"):
+        with pytest.raises(ValueError, match="network is"):
+            schedule.load(path)
+
+
+def dump_core(directory: str) -> str:
+    """Rank 1 dies with a lot of memory to write."""
+    os.chdir(directory)  # where the core goes, unless the system has another place for it
+    communicator = Communicator(timeout=60)
+    communicator.barrier()
+    if communicator.rank == 1:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        ballast = np.ones(300_000_000, np.uint8)
+        ctypes.CDLL(None).abort()
+        return str(ballast[0])
+    with pytest.raises(CommError) as caught:
+        communicator.barrier()
+    communicator.close()
+    assert caught.value.peer == 1
+    return str(caught.value)
+
+
+def test_a_crash_is_noticed(new_ranks: NewRanks, tmp_path: Path) -> None:
+    outcomes = new_ranks(2).outcomes(dump_core, str(tmp_path), timeout=120)
+    for core in tmp_path.iterdir():
+        core.unlink()
+    assert outcomes[0].result is not None, outcomes[0].trace
+    assert "rank 1 died" in outcomes[0].result or "rank 1 is dumping core" in outcomes[0].result
+
+
+def test_states_of_processes() -> None:
+    from pycomm import _native
+
+    assert _native.process_state(os.getpid()) == "alive"
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    os.waitpid(child, os.WUNTRACED)
+    assert _native.process_state(child) == "stopped"
+    os.kill(child, signal.SIGKILL)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    assert _native.process_state(child) == "dead"
+    os.waitpid(child, 0)
+    assert _native.process_state(child) == "dead"
+    assert _native.process_state(0) == "unknown"
+
+
+def test_control_groups_of_both_versions(tmp_path: Path) -> None:
+    """The least of all limits on the way up counts; what the page cache could give back is free."""
+    from pycomm import _native
+
+    def write(path: str, text: str) -> None:
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    write("proc/meminfo", "MemTotal: 9000 kB\nMemAvailable:  8000 kB\n")
+    root = str(tmp_path)
+    assert _native.available_memory(root) == 8000 * 1024
+    write("proc/self/cgroup", "12:cpu,cpuacct:/a\n5:memory:/docker/abc\n1:name=systemd:/x\n")
+    write("sys/fs/cgroup/memory/docker/abc/memory.limit_in_bytes", "5000000")
+    write("sys/fs/cgroup/memory/docker/abc/memory.usage_in_bytes", "3000000")
+    write("sys/fs/cgroup/memory/docker/abc/memory.stat", "cache 5\ntotal_inactive_file 500000\n")
+    assert _native.available_memory(root) == 2_500_000
+    write("sys/fs/cgroup/memory/docker/memory.limit_in_bytes", "4000000")
+    write("sys/fs/cgroup/memory/docker/memory.usage_in_bytes", "3000000")
+    assert _native.available_memory(root) == 1_000_000
+    write("proc/self/cgroup", "0::/user/job\n")
+    write("sys/fs/cgroup/user/job/memory.max", "max")
+    write("sys/fs/cgroup/user/job/memory.current", "1000")
+    write("sys/fs/cgroup/user/memory.max", "3000")
+    write("sys/fs/cgroup/user/memory.current", "2000")
+    assert _native.available_memory(root) == 1000
+
+
+def sizes_that_overflow() -> None:
+    with Communicator(timeout=30) as communicator:
+        for size, dtype in (
+            (2**63 - 1, torch.uint8),
+            (2**62, torch.float64),
+            (2**70, torch.uint8),
+            (2**61, torch.int32),
+        ):
+            with pytest.raises(MemoryError, match=r"needed"):
+                communicator.empty(size, dtype)
+        for shape in (True, 1.5, "abc", None, (2, True)):
+            with pytest.raises(TypeError, match="shape is"):
+                communicator.empty(shape)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="device is 'meta'"):
+            communicator.empty(3, device="meta")
+        communicator.barrier()
+
+
+def test_sizes_that_overflow(two_ranks: RankPool) -> None:
+    two_ranks.run(sizes_that_overflow)
+
+
+def seals_and_descriptors() -> tuple[int, int]:
+    """A mapping that fails gives every descriptor back."""
+    import resource
+
+    before = len(os.listdir("/proc/self/fd"))
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    status = Path("/proc/self/statm").read_text().split()
+    used = int(status[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + (200 << 20), limits[1]))
+    try:
+        with pytest.raises((MemoryError, CommError)):
+            Communicator(timeout=20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    after = len(os.listdir("/proc/self/fd"))
+    with Communicator(timeout=20) as communicator:
+        communicator.barrier()
+    return before, after
+
+
+def test_a_mapping_that_fails_leaks_nothing(new_ranks: NewRanks) -> None:
+    for before, after in new_ranks(2).run(seals_and_descriptors):
+        assert after == before
+
+
+def test_memory_is_sealed() -> None:
+    from pycomm.transport import rendezvous
+
+    descriptor = rendezvous._anonymous_memory(4096)
+    try:
+        assert fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,104 @@
+"""A forked child, a DataLoader worker say: it writes nothing that its parent sees, and is told what it may not use."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from pycomm import CommError, Communicator
+from tests.ranks import RankPool
+
+TRANSPORTS = ["shared_memory", "torch"]
+
+
+def fork(job: Callable[[], None]) -> int:
+    """Run ``job`` in a forked child; its exit code."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            job()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def write_in_a_child() -> None:
+    with Communicator(timeout=30) as communicator:
+        x = communicator.empty(100_000).fill_(3.0)
+        communicator.all_reduce(x)
+        view = x[500:]
+
+        def scribble() -> None:
+            assert (x == 6).all()
+            x.zero_()
+            view.fill_(7.0)
+            assert x[0] == 0
+
+        assert fork(scribble) == 0
+        assert (x == 6).all(), "a child's writes reached its parent"
+        communicator.all_reduce(x)
+        assert (x == 12).all()
+
+
+def test_a_childs_writes_are_its_own(two_ranks: RankPool) -> None:
+    two_ranks.run(write_in_a_child)
+
+
+def use_in_a_child(transport: str) -> None:
+    communicator = Communicator(timeout=30, transport=transport)
+    work = communicator.all_reduce(torch.ones(10), async_op=True)
+    assert work is not None
+    work.wait()
+
+    def use() -> None:
+        pending = communicator.submit(lambda: None)
+        for call in (
+            lambda: communicator.all_reduce(torch.ones(10)),
+            lambda: communicator.all_reduce(torch.ones(10), async_op=True).wait(),  # type: ignore[union-attr]
+            communicator.barrier,
+            pending.wait,
+        ):
+            with pytest.raises(CommError, match="inherited by a fork"):
+                call()
+        if transport == "shared_memory":
+            with pytest.raises(CommError, match="inherited by a fork"):
+                communicator.empty(10)
+        communicator.close()
+
+    assert fork(use) == 0
+    communicator.barrier()
+    communicator.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_child_is_told_at_once(two_ranks: RankPool, transport: str) -> None:
+    two_ranks.run(use_in_a_child, transport)
+
+
+def wait_in_a_child_for_what_was_under_way() -> None:
+    communicator = Communicator(timeout=30)
+    communicator.barrier()
+    if communicator.rank == 0:
+        work = communicator.all_reduce(torch.ones(10), async_op=True)
+        assert work is not None
+
+        def wait() -> None:
+            with pytest.raises(CommError, match="inherited by a fork"):
+                work.wait()
+
+        assert fork(wait) == 0
+        work.wait()
+    else:
+        time.sleep(1.0)
+        communicator.all_reduce(torch.ones(10))
+    communicator.close()
+
+
+def test_work_of_the_parent_does_not_end_in_the_child(two_ranks: RankPool) -> None:
+    two_ranks.run(wait_in_a_child_for_what_was_under_way)

@@ -1,0 +1,111 @@
+"""Ranks come together whatever became of earlier attempts, and hear of each other's mistakes."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from pycomm import CommError
+from pycomm.transport.meeting import Meeting
+from tests.transport.meetings import greet, in_threads
+
+
+def all_greet(store: HashStore, size: int, timeout: float = 20.0, **greeting: Any) -> list[Any]:
+    return in_threads(
+        [lambda rank=rank: greet(store, rank, size, timeout, **greeting, me=rank) for rank in range(size)]
+    )
+
+
+def test_all_read_the_same() -> None:
+    store = HashStore()
+    names = set()
+    for _ in range(3):
+        outcomes = all_greet(store, 4)
+        assert [[g["me"] for g in greetings] for _, greetings in outcomes] == [[0, 1, 2, 3]] * 4
+        assert len({name for name, _ in outcomes}) == 1
+        names.add(outcomes[0][0])
+    assert len(names) == 3, "a name was used twice"
+
+
+def test_attempts_of_one_rank_alone_leave_no_trace() -> None:
+    """However often a rank has tried by itself, the next meeting of all takes place."""
+    store = HashStore()
+    for _ in range(3):
+        with pytest.raises(CommError, match="rank 0 did not arrive"):
+            greet(store, 1, 2, 0.1)
+    assert not any(isinstance(outcome, Exception) for outcome in all_greet(store, 2))
+
+
+def test_a_rank_that_comes_again_is_waited_for() -> None:
+    """One gives up after the others have read its greeting, and comes back: they start over with the new one."""
+    store = HashStore()
+    stale = {"nonce": "of an attempt that ended", "me": 1}
+    store.set("pycomm/hello/1", json.dumps(stale))
+
+    def late() -> Any:
+        time.sleep(0.5)
+        return greet(store, 1, 2, 20.0, me=1)
+
+    first, second = in_threads([lambda: greet(store, 0, 2, 20.0, me=0), late])
+    assert first == second
+
+
+def test_a_problem_is_everybodys() -> None:
+    store = HashStore()
+    wrong = in_threads(
+        [
+            lambda: greet(store, 0, 3, 20.0),
+            lambda: greet(store, 1, 3, 20.0, problem="its timeout is 0"),
+            lambda: greet(store, 2, 3, 20.0),
+        ]
+    )
+    for rank in (0, 2):
+        assert isinstance(wrong[rank], ValueError)
+        assert "rank 1 could not take part: its timeout is 0" in str(wrong[rank])
+    assert not any(isinstance(outcome, Exception) for outcome in all_greet(store, 3))
+
+
+@pytest.mark.parametrize("content", [b"\x00\xff", b"[]", b'{"nonce": 5}', b"[" * 100_000, b"x" * 200_000])
+def test_what_is_no_greeting_is_named(content: bytes) -> None:
+    store = HashStore()
+    store.set("pycomm/hello/1", content.decode("latin-1"))
+    with pytest.raises(CommError, match="what the store holds for rank 1 is malformed") as caught:
+        greet(store, 0, 2, 5.0)
+    assert caught.value.peer == 1
+
+
+class HangingStore(HashStore):
+    """Of which ``check`` does not answer: a server that is stopped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        self.released.wait(60)
+        return False
+
+
+def test_a_store_that_hangs_is_not_waited_for_for_ever() -> None:
+    store = HangingStore()
+    with Meeting(HashStore(), 0, 2, 0.5) as meeting:
+        meeting._store = store  # type: ignore[assignment]
+        with pytest.raises(CommError, match=r"the process group's store did not answer, asked about .*, after"):
+            meeting.greet({})
+    store.released.set()
+
+
+def test_a_store_that_fails_is_named() -> None:
+    class FailingStore(HashStore):
+        def set(self, key: str, value: str) -> None:
+            raise RuntimeError("connection reset")
+
+    with Meeting(HashStore(), 0, 2, 5.0) as meeting:
+        meeting._store = FailingStore()  # type: ignore[assignment]
+        with pytest.raises(CommError, match="store failed, asked about its own greeting: connection reset"):
+            meeting.greet({})

@@ -1,0 +1,112 @@
+"""A peer that writes into shared memory what it should not: only what is shared suffers."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from pycomm import CommError, Communicator
+from tests.ranks import RankPool
+
+NewRanks = Callable[[int], RankPool]
+
+
+def own_memory_file() -> int:
+    """The descriptor of the memory that this process's communicator shares."""
+    links = {
+        int(fd): os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if fd.isdigit() and os.path.lexists(f"/proc/self/fd/{fd}")
+    }
+    (descriptor,) = [fd for fd, link in links.items() if "memfd:pycomm" in link]
+    return descriptor
+
+
+def tamper(seed: int) -> str:
+    """Rank 1 writes random bytes over its announcements while operations go on."""
+    communicator = Communicator(timeout=5)
+    x = communicator.empty(200_000).fill_(1.0)
+    private = torch.full((1_000_000,), 5.0)  # nobody has any business here
+    mine = communicator.empty(1_000_000).fill_(5.0)  # nor here, on rank 0
+    done = threading.Event()
+    if communicator.rank == 1:
+        page = mmap.mmap(own_memory_file(), 4096)
+        random = np.random.default_rng(seed)
+
+        def scribble() -> None:
+            while not done.is_set():
+                at = int(random.integers(4, 84))  # behind the clock, the two announcements
+                page[at] = int(random.integers(256))
+
+        thread = threading.Thread(target=scribble)
+        thread.start()
+    said = "nothing"
+    try:
+        for i in range(20_000):
+            communicator.all_reduce(x, algorithm="ring" if i % 3 == 0 else "native")
+            communicator.broadcast(x, i % 2)
+    except (CommError, ValueError, TypeError) as error:
+        said = str(error)
+    if communicator.rank == 1:
+        done.set()
+        thread.join()
+    else:
+        assert (private == 5).all()
+        assert (mine == 5).all()
+    communicator.close()
+    return said
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_tampering_peer_harms_only_what_is_shared(new_ranks: NewRanks, seed: int) -> None:
+    said = new_ranks(2).run(tamper, seed, timeout=60)
+    assert "nothing" not in said[0], "the tampering went unnoticed"
+
+
+def announce_impossibly(field: str) -> str:
+    communicator = Communicator(timeout=20)
+    x = communicator.empty(100_000).fill_(1.0)
+    communicator.barrier()
+    said = ""
+    if communicator.rank == 1:
+        page = mmap.mmap(own_memory_file(), 4096)
+        # As csrc/transport/call.h has it: the clock, then two announcements of 40 bytes.
+        offsets = {"kind": 0, "dtype": 1, "op": 2, "count": 8, "offset": 24, "twin": 32}
+        done = threading.Event()
+
+        def overwrite() -> None:
+            while not done.is_set():
+                for announcement in (8, 48):
+                    at = announcement + offsets[field]
+                    page[at : at + 1] = b"\xee"
+                    if field in ("count", "offset", "twin"):
+                        page[at : at + 8] = (2**62).to_bytes(8, "little")
+
+        thread = threading.Thread(target=overwrite)
+        thread.start()
+        try:
+            while True:
+                communicator.all_reduce(x, algorithm="ring" if field == "twin" else "native")
+        except CommError as error:
+            said = str(error)
+        done.set()
+        thread.join()
+    else:
+        try:
+            while True:
+                communicator.all_reduce(x, algorithm="ring" if field == "twin" else "native")
+        except (CommError, ValueError) as error:
+            said = str(error)
+    communicator.close()
+    return said
+
+
+@pytest.mark.parametrize("field", ["kind", "dtype", "op", "offset", "twin"])
+def test_what_cannot_be_is_refused(new_ranks: NewRanks, field: str) -> None:
+    assert "rank 1 announced what cannot be" in new_ranks(2).run(announce_impossibly, field, timeout=50)[0]
