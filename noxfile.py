@@ -1,4 +1,4 @@
-"""Development tasks: `nox -s tests`, `nox -s lint`, `nox -s sanitize`, `nox -s bench -- collectives`."""
+"""Development tasks: `nox -s tests`, `lint`, `sanitize`, `fuzz`, `chaos`, `bench -- collectives`."""
 
 import nox
 
@@ -24,6 +24,21 @@ def sanitize(session: nox.Session) -> None:
     """Kernels and transport under AddressSanitizer and UndefinedBehaviorSanitizer."""
     session.install("-c", "constraints.txt", ".[test]")
     session.run("bash", ".ci/sanitize", *session.posargs, external=True)
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """The long run of the fuzzes: 100,000 calls of the kernels and 10,000 of collectives, right ones and wrong ones."""
+    session.install("-c", "constraints.txt", ".[test]")
+    session.run("python", "-m", "tests.kernels.fuzz", "--calls", "100000", *session.posargs)
+    session.run("python", "-m", "tests.transport.fuzz", "--calls", "10000", *session.posargs)
+
+
+@nox.session
+def chaos(session: nox.Session) -> None:
+    """Ranks lost at random moments, one group of processes after another: `nox -s chaos -- --seed 1`."""
+    session.install("-c", "constraints.txt", ".[test]")
+    session.run("python", "-m", "tests.chaos", "--faults", "200", *session.posargs)
 
 
 @nox.session

@@ -1,5 +1,6 @@
 """Benches: ``python -m bench.kernels``, ``bench.collectives``, ``bench.training``; on a GPU ``bench.gpu``.
 
+As the ranks become many: ``bench.scale``.
 Of schedules: ``bench.collectives --algorithms``; ``bench.choices``, what "auto" takes; ``bench.slow_link``, simulation
 against links made slow (root).
 

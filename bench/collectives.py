@@ -80,8 +80,8 @@ def main() -> None:
 def _parse() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("--peers", type=_peers, default="gloo,mpi", help="of gloo, mpich, openmpi, mpi (both MPIs)")
-    parser.add_argument("--ranks", type=_counts, default="2,4", help="numbers of ranks (default 2,4)")
-    parser.add_argument("--sizes", type=_sizes, default="1K,64K,1M,100M", help="bytes, with K or M")
+    parser.add_argument("--ranks", type=parse_counts, default="2,4", help="numbers of ranks (default 2,4)")
+    parser.add_argument("--sizes", type=parse_sizes, default="1K,64K,1M,100M", help="bytes, with K or M")
     parser.add_argument("--algorithms", type=_words, default="", help="also pycomm's, by name, in empty memory")
     parser.add_argument("--blocks", type=positive, default=3, help="blocks per turn, below 16M (default 3)")
     return parser.parse_args()
@@ -99,15 +99,15 @@ def _words(text: str) -> list[str]:
     return [word for word in text.split(",") if word]
 
 
-def _counts(text: str) -> list[int]:
+def parse_counts(text: str) -> list[int]:
     return [positive(word) for word in text.split(",")]
 
 
-def _sizes(text: str) -> list[int]:
+def parse_sizes(text: str) -> list[int]:
     return sorted(positive(word.rstrip("KM")) * _UNITS.get(word[-1:], 1) // 4 * 4 for word in text.split(","))
 
 
-def _name_of(num_bytes: int) -> str:
+def name_of(num_bytes: int) -> str:
     for unit, factor in reversed(_UNITS.items()):
         if num_bytes % factor == 0:
             return f"{num_bytes // factor} {unit}B"
@@ -180,11 +180,11 @@ def _start(
 def _print(measured: Measured, rounds: int) -> None:
     largest = max(measured.calls)
     print(f"\nall_reduce, sum of float32, {measured.size} ranks, {rounds} rounds")
-    print(f"memcpy of {_name_of(largest)} by all ranks at once: {' ('.join(measured.memcpy.cells())})")
+    print(f"memcpy of {name_of(largest)} by all ranks at once: {' ('.join(measured.memcpy.cells())})")
     for label, reason in measured.missing.items():
         print(f"{label}: {reason}")
     for num_bytes, row in measured.calls.items():
-        print(f"\n{_name_of(num_bytes)}, blocks of {_calls(num_bytes)}")
+        print(f"\n{name_of(num_bytes)}, blocks of {_calls(num_bytes)}")
         header = ["", "median", "p10 - p90", "vs Gloo", f"vs {_better_mpi(row) or 'MPI'}"]
         table = [_cells(label, row) for label in row]
         table += [[label, "not installed", "", "", ""] for label in measured.missing]

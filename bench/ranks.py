@@ -215,7 +215,7 @@ def _environment(added: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _serve(worker_name: str) -> None:
+def serve(worker_name: str) -> None:
     """A rank's life: connect, make the worker, do as told until the driver hangs up."""
     stream = socket.create_connection(("127.0.0.1", int(os.environ[_DRIVER])))
     threading.Thread(target=_end_with_driver, args=(stream.fileno(),), daemon=True).start()
@@ -249,4 +249,4 @@ def _end_with_driver(descriptor: int) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1])
+    serve(sys.argv[1])

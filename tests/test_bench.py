@@ -23,6 +23,7 @@ ROOT = Path(__file__).parent.parent
     [
         ["kernels", "--rounds", "1", "--shapes", "40"],
         ["collectives", "--peers", "gloo", "--ranks", "2", "--sizes", "1K,64K", "--rounds", "1"],
+        ["scale", "--ranks", "2,3", "--rounds", "1"],
         ["training", "--rounds", "1", "--steps", "1", "--widths", "784,512,10"],
     ],
     ids=lambda arguments: arguments[0],

@@ -255,6 +255,8 @@ class MasterWeights(FusedStep):
         """torch's, with parameters that look float32 to it, so that it casts nothing to half precision."""
         self._refresh()
         optimizer = self.optimizer
+        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+            raise ValueError("state_dict is not of an optimizer: it has no 'state' and 'param_groups'")
         saved = dict(state_dict)
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
         params = list(optimizer_parameters(optimizer))
@@ -270,6 +272,8 @@ class MasterWeights(FusedStep):
                     "before calling master_weights, then the masters are the model's parameters"
                 )
             found[param] = entry.pop(KEY)
+            if not isinstance(found[param], torch.Tensor):
+                raise ValueError(f"the master weight of parameter {number} is a {type(found[param]).__name__}")
             if found[param].shape != param.shape:
                 raise ValueError(
                     f"the master weight of parameter {number} has shape {list(found[param].shape)}, wanted "

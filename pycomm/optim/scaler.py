@@ -219,15 +219,22 @@ class LossScaler:
         """Take back what :meth:`state_dict`, or GradScaler's, gave.
 
         Raises:
-            RuntimeError: it is empty, of a scaler that was not enabled. ValueError: a key is missing.
+            RuntimeError: it is empty, of a scaler that was not enabled. ValueError: a key is missing,
+                or holds no number.
         """
         if not self._enabled:
             return
+        if not isinstance(state_dict, dict):
+            raise ValueError(f"the state is a {type(state_dict).__name__}, wanted what state_dict() returned")
         if not state_dict:
             raise RuntimeError("the state is empty: it was saved by a scaler that was not enabled")
         missing = [key for key in self.state_dict() if key not in state_dict]
         if missing:
             raise ValueError(f"the state has no {missing[0]!r}")
+        for key in self.state_dict():
+            value, least = state_dict[key], 0.0 if key == "_growth_tracker" else math.ulp(0.0)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
+                raise ValueError(f"the state's {key!r} is {value!r}, wanted a positive number")
         self._scale = float(state_dict["scale"])
         self._growth_factor, self._backoff_factor = state_dict["growth_factor"], state_dict["backoff_factor"]
         self._growth_interval, self._growth_tracker = state_dict["growth_interval"], state_dict["_growth_tracker"]

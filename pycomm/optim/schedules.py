@@ -192,6 +192,7 @@ class WarmupLR(LRScheduler):
         Raises:
             ValueError: it is of another schedule or another number of parameter groups; nothing is changed.
         """
+        _check_keys(state_dict, self.state_dict(), "WarmupLR")
         state = dict(state_dict)
         _check_same(
             state.pop("schedule", None),
@@ -200,8 +201,13 @@ class WarmupLR(LRScheduler):
             "; for another schedule, construct it with last_epoch",
         )
         groups = len(self.optimizer.param_groups)
+        for key in ("base_lrs", "_last_lr"):
+            if not _are_numbers(state[key]):
+                raise ValueError(f"state_dict[{key!r}] is {state[key]!r}, wanted a list of numbers")
         if len(state["base_lrs"]) != groups:
             raise ValueError(f"state_dict has {len(state['base_lrs'])} parameter groups, the optimizer has {groups}")
+        if not isinstance(state["last_epoch"], int) or state["last_epoch"] < -1:
+            raise ValueError(f"state_dict['last_epoch'] is {state['last_epoch']!r}, wanted an int")
         super().load_state_dict(state)
 
     def _schedule(self) -> dict[str, Any]:
@@ -276,8 +282,12 @@ class BatchSizeGrowth:
         Raises:
             ValueError: it is of another growth; nothing is changed.
         """
-        _check_same(state_dict.get("growth"), self._growth(), "BatchSizeGrowth", "")
-        self.steps = _count("steps", state_dict["steps"], 0)
+        _check_keys(state_dict, self.state_dict(), "BatchSizeGrowth")
+        _check_same(state_dict["growth"], self._growth(), "BatchSizeGrowth", "")
+        try:
+            self.steps = _count("steps", state_dict["steps"], 0)
+        except TypeError as error:
+            raise ValueError(f"state_dict: {error}") from error
 
     def _wanted(self) -> float:
         return float(self.initial * self.factor ** bisect_right(self.milestones, self.steps))
@@ -301,6 +311,17 @@ def _check_warmup(warmup_steps: int, decay: Any) -> None:
             raise ValueError(f"milestones[0] is {decay.milestones[0]}, wanted at least warmup_steps = {warmup_steps}")
     elif decay.total_steps < warmup_steps:
         raise ValueError(f"warmup_steps is {warmup_steps}, wanted at most total_steps = {decay.total_steps}")
+
+
+def _check_keys(saved: Any, own: dict[str, Any], kind: str) -> None:
+    missing = None if not isinstance(saved, dict) else [key for key in own if key not in saved]
+    if missing is None or missing:
+        lacks = "" if missing is None else f": it has no {missing[0]!r}"
+        raise ValueError(f"state_dict is not of a {kind}, wanted what its state_dict() returned{lacks}")
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, int | float | torch.Tensor) for item in value)
 
 
 def _check_same(saved: Any, own: dict[str, Any], kind: str, advice: str) -> None:

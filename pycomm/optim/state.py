@@ -53,7 +53,9 @@ def select_state(
     strict: bool,
 ) -> tuple[State, int]:
     """This rank's share of ``state``, checked, and how many steps it comes from; see ``Reducer.load_state_dict``."""
-    saved = [state] if isinstance(state, dict) else list(state)
+    saved = list(state) if isinstance(state, list | tuple) else [state]
+    if not saved:
+        raise ValueError("state is an empty list, wanted one or all ranks of one world size")
     for one in saved:
         _check_header(one, settings, strict)
     sizes = {one["world_size"] for one in saved}
@@ -72,11 +74,27 @@ def _check_header(saved: Any, settings: Settings, strict: bool) -> None:
         raise ValueError("state is no Reducer.state_dict() and no list of them")
     if not all(str(rank).isdecimal() and isinstance(content, dict) for rank, content in saved["ranks"].items()):
         raise ValueError("state is no Reducer.state_dict(): its 'ranks' are not numbered")
+    for key, least in (("world_size", 1), ("steps", 0)):
+        value = saved[key]
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"state[{key!r}] is {value!r}, wanted an int of at least {least}")
+    for rank, content in saved["ranks"].items():
+        _check_content(f"state['ranks'][{rank!r}]", content)
     if strict and saved["method"] != _method(settings):
         raise ValueError(
             f"state is of compression {saved['method']}, attach was given {_method(settings)} (strict=False loads what "
             "fits)"
         )
+
+
+def _check_content(where: str, content: dict[Any, Any]) -> None:
+    """ValueError unless it is tensors with memory, by key, by parameter name."""
+    for name, entry in content.items():
+        if not isinstance(name, str) or not isinstance(entry, dict):
+            raise ValueError(f"{where}[{name!r}] is a {type(entry).__name__}, wanted tensors by key")
+        for key, tensor in entry.items():
+            if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_meta:
+                raise ValueError(f"{where}[{name!r}][{key!r}] is a {type(tensor).__name__}, wanted a dense tensor")
 
 
 def _share(ranks: list[tuple[int, State]], size: int, communicator: Communicator) -> State:
@@ -105,6 +123,8 @@ def _reshard(ranks: Sequence[tuple[int, State]], communicator: Communicator) -> 
                     slot[key] = tensor
                     continue
                 share = tensor if takes else torch.zeros_like(tensor)
+                if key in slot and slot[key].shape != share.shape:
+                    raise ValueError(f"state[{name!r}][{key!r}] has different shapes on different ranks")
                 slot[key] = share if key not in slot else slot[key] + share
     return total
 
@@ -126,3 +146,5 @@ def _check_entries(mine: State, wanted: State, strict: bool) -> None:
             if found is None or found.shape != tensor.shape:
                 there = "nothing" if found is None else list(found.shape)
                 raise ValueError(f"state[{name!r}][{key!r}] is {there}, wanted shape {list(tensor.shape)}")
+            if found.is_complex() or found.is_floating_point() != tensor.is_floating_point():
+                raise ValueError(f"state[{name!r}][{key!r}] has dtype {found.dtype}, wanted {tensor.dtype}")

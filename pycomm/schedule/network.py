@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from pycomm.schedule.table import Ints
 
+_LARGEST_FILE = 16 << 20  # bytes
 _LARGEST = 1e300  # integers may be larger than any float
 _KEYS = ("alpha", "beta", "gamma")
 
@@ -208,11 +209,22 @@ def load(network: Network | str | os.PathLike[str] | None) -> Network:
         return NETWORKS[network]
     if not isinstance(network, str | os.PathLike):
         raise TypeError(f"network is {network!r}, wanted a Network, a name or a path")
-    path = Path(network)
+    return Network.from_json(_text_of(network), f"network file {network}")
+
+
+def _text_of(path: str | os.PathLike[str]) -> str:
+    """What a file holds; a pipe or a device might keep the reader for ever."""
+    problem = f"network is {str(path)!r}: no such file that can be read, and none of {', '.join(NETWORKS)}"
     try:
-        text = path.read_text()
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, encoding="utf-8") as file:
+            looks = os.fstat(descriptor)
+            if not stat.S_ISREG(looks.st_mode) or looks.st_size > _LARGEST_FILE:
+                raise ValueError(f"network is {str(path)!r}, wanted an ordinary file of at most {_LARGEST_FILE} bytes")
+            return file.read(_LARGEST_FILE)
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"network is {str(network)!r}: no such file that can be read, and none of {', '.join(NETWORKS)}"
-        ) from error
-    return Network.from_json(text, f"network file {path}")
+        raise ValueError(problem) from error
+    except ValueError as error:
+        if "null byte" in str(error):  # in the path
+            raise ValueError(problem) from error
+        raise

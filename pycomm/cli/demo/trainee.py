@@ -101,15 +101,16 @@ def average_over_ranks(outcome: Outcome) -> None:
 
 def first_difference(model: nn.Module) -> str | None:
     """A parameter or buffer that is not bitwise equal on all ranks, in words; ``None`` if all are. Collective."""
-    mine = {name: _digest(tensor) for name, tensor in model.state_dict().items()}
-    everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, mine)
-    for name, digest in everyone[0].items():
+    state = model.state_dict()
+    mine = torch.tensor([list(_digest(tensor)) for tensor in state.values()], dtype=torch.uint8)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    for i, name in enumerate(state):
         for rank, theirs in enumerate(everyone):
-            if theirs.get(name) != digest:
+            if not torch.equal(theirs[i], everyone[0][i]):
                 return f"{name!r} differs between ranks 0 and {rank}"
     return None
 
 
-def _digest(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
+def _digest(tensor: torch.Tensor) -> bytes:
+    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).digest()

@@ -1,0 +1,254 @@
+// Ranks as threads over the real transport, for ThreadSanitizer: every file is mapped once, so that what two ranks do
+// to one byte happens at one address. Built with -fno-access-control, to set clocks.
+//
+//   driver PROGRAMS RANKS ROUNDS SEED
+//
+// PROGRAMS: records of int64: ranks, schedule, rank, digest, number of words, words (see execute/program.h).
+#include <sys/mman.h>
+#include <sys/socket.h>
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <map>
+#include <random>
+#include <thread>
+
+#include "base/error.h"
+#include "execute/run.h"
+#include "transport/call.h"
+
+namespace {
+
+using namespace pycomm;
+
+constexpr double kTimeout = 300.0;
+constexpr int64_t kArenaBytes = 48 << 20;
+
+[[noreturn]] void fail(const std::string& what) {
+    std::fprintf(stderr, "driver: %s\n", what.c_str());
+    std::_Exit(3);
+}
+
+void require(bool good, const char* what) {
+    if (!good) fail(what);
+}
+
+// By schedule, each rank's program.
+using Programs = std::map<int64_t, std::vector<NamedProgram>>;
+
+Programs read_programs(const char* path, int size) {
+    std::FILE* file = std::fopen(path, "rb");
+    if (file == nullptr) fail("no programs");
+    Programs programs;
+    int64_t header[5];
+    while (std::fread(header, sizeof header, 1, file) == 1) {
+        std::vector<int64_t> words(static_cast<size_t>(header[4]));
+        require(std::fread(words.data(), sizeof(int64_t), words.size(), file) == words.size(), "programs end early");
+        if (header[0] != size) continue;
+        Program program = parse_program(words.data(), header[4], static_cast<int>(header[2]), size);
+        programs[header[1]].push_back({std::move(program), "schedule", static_cast<uint64_t>(header[3])});
+    }
+    std::fclose(file);
+    return programs;
+}
+
+using Groups = std::vector<std::unique_ptr<SharedMemoryGroup>>;
+
+// One group: a member for each rank.
+Groups make_groups(int size, uint32_t first_clock) {
+    const int64_t bytes = header_bytes(size) + kArenaBytes;
+    std::vector<std::shared_ptr<Arena>> arenas;
+    for (int p = 0; p < size; ++p) {
+        Descriptor file(memfd_create("pycomm-tsan", 0));
+        require(ftruncate(file.get(), bytes) == 0, "ftruncate");
+        arenas.push_back(make_arena(std::move(file), size, bytes));
+    }
+    std::vector<std::vector<Descriptor>> sockets(static_cast<size_t>(size));
+    for (auto& row : sockets) row.resize(static_cast<size_t>(size));
+    for (size_t p = 0; p < sockets.size(); ++p) {
+        for (size_t q = 0; q < p; ++q) {
+            int pair[2];
+            require(socketpair(AF_UNIX, SOCK_STREAM, 0, pair) == 0, "socketpair");
+            sockets[p][q] = Descriptor(pair[0]);
+            sockets[q][p] = Descriptor(pair[1]);
+        }
+    }
+    Groups groups;
+    for (int p = 0; p < size; ++p) {
+        std::vector<std::shared_ptr<Mapping>> peers;
+        for (int q = 0; q < size; ++q) peers.push_back(q == p ? nullptr : arenas[static_cast<size_t>(q)]->mapping());
+        groups.push_back(std::make_unique<SharedMemoryGroup>(p, arenas[static_cast<size_t>(p)], std::move(peers),
+                                                             std::move(sockets[static_cast<size_t>(p)]), [] {}));
+        groups.back()->clock_ = first_clock;
+        groups.back()->control(p).clock = first_clock;
+    }
+    return groups;
+}
+
+void in_ranks(int size, const std::function<void(int)>& body) {
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < size; ++rank) threads.emplace_back(body, rank);
+    for (std::thread& thread : threads) thread.join();
+}
+
+// Floats, in the arena or not. Freed late: peers may still read what a broken group leaves.
+class Floats {
+   public:
+    Floats(SharedMemoryGroup& group, int64_t count, bool in_arena) : count_(count) {
+        if (in_arena) {
+            arena_ = group.arena();
+            data_ = reinterpret_cast<float*>(arena_->allocate(count * 4));
+        } else {
+            own_.resize(static_cast<size_t>(count));
+            data_ = own_.data();
+        }
+    }
+    ~Floats() {
+        if (arena_ != nullptr) arena_->release(reinterpret_cast<char*>(data_));
+    }
+    Floats(const Floats&) = delete;
+    Floats& operator=(const Floats&) = delete;
+
+    Buffer buffer() const { return {data_, count_, DType::kF32}; }
+    void fill(float value) { std::fill(data_, data_ + count_, value); }
+    void require_all(float value, const char* what) const {
+        for (int64_t i = 0; i < count_; ++i) {
+            if (data_[i] != value)
+                fail(std::string(what) + format(": %g at %lld, wanted %g", data_[i], static_cast<long long>(i), value));
+        }
+    }
+    float* data() { return data_; }
+
+   private:
+    int64_t count_;
+    std::shared_ptr<Arena> arena_;
+    std::vector<float> own_;
+    float* data_;
+};
+
+// All collectives, again and again on the same arrays, which each rank fills anew as soon as it may.
+void collectives(SharedMemoryGroup& group, int64_t count, bool in_arena, int rounds) {
+    const int size = group.size(), rank = group.rank();
+    Floats x(group, count, in_arena), whole(group, count * size, in_arena);
+    const auto sum = static_cast<float>(size * (size + 1) / 2);
+    for (int round = 0; round < rounds; ++round) {
+        x.fill(static_cast<float>(rank + 1));
+        group.all_reduce(x.buffer(), ReduceOp::kSum, kTimeout);
+        x.require_all(sum, "all_reduce");
+        x.fill(static_cast<float>(rank + 1));
+        group.all_gather(whole.buffer(), x.buffer(), kTimeout);
+        x.fill(0.0f);
+        for (int p = 0; p < size; ++p) {
+            for (int64_t i = 0; i < count; i += 97) {
+                require(whole.data()[p * count + i] == static_cast<float>(p + 1), "all_gather");
+            }
+        }
+        whole.fill(static_cast<float>(rank + 1));
+        group.reduce_scatter(x.buffer(), whole.buffer(), ReduceOp::kSum, kTimeout);
+        whole.fill(0.0f);
+        x.require_all(sum, "reduce_scatter");
+        const int root = round % size;
+        x.fill(rank == root ? 9.0f : 0.0f);
+        group.broadcast(x.buffer(), root, kTimeout);
+        x.require_all(9.0f, "broadcast");
+        x.fill(0.0f);
+        Floats parts(group, count * size, in_arena);
+        parts.fill(static_cast<float>(rank + 1));
+        group.all_to_all(whole.buffer(), parts.buffer(), kTimeout);
+        parts.fill(0.0f);
+        for (int p = 0; p < size; ++p) require(whole.data()[p * count] == static_cast<float>(p + 1), "all_to_all");
+        if (round % 3 == 0) group.barrier(kTimeout);
+        if (round % 4 == rank % 4) {
+            try {
+                group.refuse("the test wants it so", kTimeout);
+            } catch (const ArgumentError&) {  // of another rank, that refuses too
+            }
+        } else {
+            try {
+                group.barrier(kTimeout);
+            } catch (const ArgumentError&) {
+            }
+        }
+    }
+}
+
+void schedules(SharedMemoryGroup& group, const Programs& programs, int64_t count, bool in_arena, int rounds) {
+    Floats x(group, count, in_arena);
+    const auto sum = static_cast<float>(group.size() * (group.size() + 1) / 2);
+    for (const auto& [name, of_ranks] : programs) {
+        for (int round = 0; round < rounds; ++round) {
+            x.fill(static_cast<float>(group.rank() + 1));
+            run_program(group, of_ranks[static_cast<size_t>(group.rank())], x.buffer(), ReduceOp::kSum, kTimeout);
+            x.require_all(sum, "a schedule");
+        }
+    }
+}
+
+// One rank gives up at some moment while all work; the others hear of it, and so does whoever asks for memory
+// meanwhile.
+void giving_up(int size, unsigned seed) {
+    Groups groups = make_groups(size, 0);
+    const int leaver = static_cast<int>(seed) % size;
+    std::thread closer([&] {
+        usleep(static_cast<useconds_t>(seed * 7919 % 20000));
+        groups[static_cast<size_t>(leaver)]->close("the test wants it so");
+    });
+    std::vector<std::unique_ptr<Floats>> arrays(static_cast<size_t>(size));
+    std::atomic<int> failures{0};
+    in_ranks(size, [&](int rank) {
+        SharedMemoryGroup& group = *groups[static_cast<size_t>(rank)];
+        try {
+            arrays[static_cast<size_t>(rank)] = std::make_unique<Floats>(group, 100000, true);
+            while (true) {
+                group.all_reduce(arrays[static_cast<size_t>(rank)]->buffer(), ReduceOp::kMax, kTimeout);
+                Floats more(group, 1000, true);
+            }
+        } catch (const CommFailure& failure) {
+            bool right = rank == leaver || failure.peer == leaver || failure.operation == "empty";
+            if (!right) fail(std::string("another rank is blamed: ") + failure.what());
+            ++failures;
+        }
+    });
+    closer.join();
+    require(failures == size, "a rank did not hear of it");
+    for (auto& group : groups) group->close("the end");
+}
+
+// Two threads of a rank, each with its group.
+void two_groups(int size, int rounds) {
+    Groups one = make_groups(size, 0), other = make_groups(size, 0);
+    std::thread threads[2];
+    for (int which : {0, 1}) {
+        threads[which] = std::thread([&, which] {
+            Groups& groups = which == 0 ? one : other;
+            in_ranks(size, [&](int rank) { collectives(*groups[static_cast<size_t>(rank)], 5000, true, rounds); });
+        });
+    }
+    for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    require(argc == 5, "driver PROGRAMS RANKS ROUNDS SEED");
+    const int size = std::atoi(argv[2]), rounds = std::atoi(argv[3]);
+    const auto seed = static_cast<unsigned>(std::atoi(argv[4]));
+    const Programs programs = read_programs(argv[1], size);
+    // Shortly before the clocks wrap around, so that they do.
+    Groups groups = make_groups(size, UINT32_MAX - 100);
+    in_ranks(size, [&](int rank) {
+        SharedMemoryGroup& group = *groups[static_cast<size_t>(rank)];
+        for (bool in_arena : {true, false}) {
+            for (int64_t count : {1, 3000, 30000, 300001}) {
+                collectives(group, count, in_arena, count > 100000 ? 1 : rounds);
+            }
+            for (int64_t count : {7, 70001}) schedules(group, programs, count, in_arena, rounds);
+        }
+    });
+    two_groups(size, rounds);
+    for (unsigned i = 0; i < 5; ++i) giving_up(size, seed + i);
+    std::puts("done");
+    return 0;
+}

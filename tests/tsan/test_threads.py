@@ -1,0 +1,120 @@
+"""The shared-memory transport and the executor under ThreadSanitizer; and that it would find what it is there for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.tsan import build
+
+pytestmark = pytest.mark.skipif(build.why_not() != "", reason=build.why_not())
+
+SIZES = (2, 3, 4, 8)
+
+
+@dataclass
+class Driver:
+    directory: Path
+    objects: dict[str, Path]
+    executable: Path
+    programs: Path
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
+    directory = tmp_path_factory.mktemp("tsan")
+    objects = build.compile_all(directory)
+    executable = build.link(list(objects.values()), directory / "driver")
+    build.write_programs(directory / "programs", SIZES)
+    return Driver(directory, objects, executable, directory / "programs")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("size", SIZES)
+def test_no_race(driver: Driver, size: int) -> None:
+    """All collectives and schedules, two groups at once, closing, giving up, clocks that wrap around."""
+    ended = build.run(driver.executable, driver.programs, size, rounds=3, seed=size, timeout=500)
+    assert ended.returncode == 0, ended.stderr[:6000]
+
+
+@dataclass(frozen=True)
+class Bug:
+    """``right``, of which there is one in ``source``, becomes ``wrong``; ``sizes``: where to look for it."""
+
+    source: str
+    right: str
+    wrong: str
+    sizes: tuple[int, ...] = (2, 3, 4)
+
+
+COLLECTIVES, CALL, WAIT, RUN = (
+    "csrc/transport/collectives.cpp",
+    "csrc/transport/call.h",
+    "csrc/transport/wait.h",
+    "csrc/execute/run.cpp",
+)
+BUGS = {
+    "all_reduce returns before the others have read": Bug(
+        COLLECTIVES,
+        "[&](int p) { return call.in_arena(p) + offset; });\n    call.step();",
+        "[&](int p) { return call.in_arena(p) + offset; });",
+    ),
+    "all_gather returns before the others have read": Bug(
+        COLLECTIVES,
+        "pull([&](int p) { return call.in_arena(p); }, 0, x.num_bytes());\n        return call.step();",
+        "pull([&](int p) { return call.in_arena(p); }, 0, x.num_bytes());\n        return;",
+    ),
+    "broadcast returns before the others have read": Bug(
+        COLLECTIVES,
+        "call.in_arena(root), x.num_bytes());\n        return call.step();",
+        "call.in_arena(root), x.num_bytes());\n        return;",
+    ),
+    "one staging segment instead of two": Bug(CALL, "return staging(p, segment % 2); }", "return staging(p, 0); }"),
+    "one mailbox instead of two": Bug(CALL, "kControlBytes + slot_ * kMailboxBytes", "kControlBytes"),
+    "one announcement instead of two": Bug(
+        "csrc/transport/shared_memory.cpp", "slot_ = group.num_calls_ & 1;", "slot_ = 0;"
+    ),
+    "a clock that is read without acquiring": Bug(
+        WAIT, "value.load(std::memory_order_acquire) - target", "value.load(std::memory_order_relaxed) - target"
+    ),
+    "messages that are offered without releasing": Bug(
+        RUN,
+        "posted.store(posted.load(std::memory_order_relaxed) + 1, std::memory_order_seq_cst);",
+        "posted.store(posted.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);",
+    ),
+    "messages that are taken without releasing": Bug(
+        RUN,
+        "taken.store(taken.load(std::memory_order_relaxed) + 1, std::memory_order_seq_cst);",
+        "taken.store(taken.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);",
+    ),
+    "receiving in place before what lies there was taken": Bug(
+        RUN, "if (in_arena_ && retired_ < message->after_taken) return false;", "", (3,)
+    ),
+    "sending from the twin before it was written": Bug(
+        RUN, "if (copies(&message) && message.fresh) {", "if (copies(&message) && message.fresh && false) {"
+    ),
+    "writing the twin before it was taken": Bug(
+        RUN, "return !copies(message) || !message->fresh || retired_ >= message->after_taken;", "return true;"
+    ),
+}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", BUGS)
+def test_it_finds(driver: Driver, tmp_path: Path, name: str) -> None:
+    """A bug of this kind. (Results are compared too, and a wrong one counts as found.)"""
+    bug = BUGS[name]
+    text = (build.ROOT / bug.source).read_text()
+    assert text.count(bug.right) == 1, "the source has changed: so must the bug"
+    objects = dict(driver.objects)
+    for source, target in build.with_bug(bug.source, text.replace(bug.right, bug.wrong), tmp_path).items():
+        objects[source] = target
+    executable = build.link(list(objects.values()), tmp_path / "driver")
+    for attempt in range(12):
+        for size in bug.sizes:
+            ended = build.run(executable, driver.programs, size, rounds=3, seed=attempt, timeout=300)
+            if ended.returncode != 0:
+                return
+    raise AssertionError("nothing was found")
