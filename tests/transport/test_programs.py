@@ -343,6 +343,6 @@ def stopped(table: Listed) -> str:
 def test_a_rank_that_hangs(rank_pools: RankPools, rounds: list[tuple[int, int]]) -> None:
     last = len(rounds)
     texts = rank_pools(last + 1).run(stopped, (last + 1, 1, [[(*edge, 0, 1, COPY)] for edge in rounds]))
-    assert f"timed out waiting for rank {last} " in texts[last - 1]
+    assert f"timed out waiting for rank {last}, whose process is stopped," in texts[last - 1]
     for text in texts:  # none ends with numbers that were written after the failure
         assert "timed out" in text
