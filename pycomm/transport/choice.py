@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -34,35 +38,66 @@ def choose_transport(
         CommError: a rank did not come in time, or failed.
         OSError, MemoryError: this machine refused sockets or memory.
     """
-    with Meeting(store_of(group), group.rank(), group.size(), timeout) as meeting, listen(meeting.size) as listener:
-        if problem is None:
-            problem = _look_at(group, wanted)
-        greeting = {"wanted": wanted, "version": _native.build_info()["version"], **introduction(listener)}
-        if problem is not None:
-            greeting["problem"] = str(problem) or type(problem).__name__
-        try:
-            greetings = meeting.greet(greeting)
-        finally:
-            if problem is not None:
-                raise problem
-        _require_alike(greetings)
-        same_host = all(other["host"] == greeting["host"] for other in greetings)
-        if wanted == "shared_memory" and not same_host:
-            raise ValueError("transport is 'shared_memory', but the ranks are not all on one host")
-        try:
-            if same_host and wanted != "torch":
-                peers = exchange_memory(meeting, listener, greetings)
-                transport: Transport = _settle(SharedMemoryTransport(group.rank(), peers), timeout)
-            else:
-                own = own_group(group, f"{group.group_name}/pycomm/{meeting.name}", timeout)
-                transport = TorchTransport(own, RollCall(store_of(group), meeting.name, group.rank(), greetings))
-        except BaseException as error:
-            if isinstance(error, CommError):
-                meeting.check(late=True)  # another rank's reason is the better one
-            meeting.report(error)
-            raise
+    with _turn_of(group, timeout), Meeting(store_of(group), group.rank(), group.size(), timeout) as meeting:
+        with contextlib.ExitStack() as open_sockets:
+            try:
+                listener = open_sockets.enter_context(listen(meeting.size))
+                mine = {"wanted": wanted, "version": _native.build_info()["version"], **introduction(listener)}
+                problem = problem or _look_at(group, wanted)
+            except OSError as error:
+                problem, mine = problem or error, {}
+            greetings = _greet(meeting, mine, problem)
+            _require_alike(greetings)
+            same_host = all(other["host"] == mine["host"] for other in greetings)
+            if wanted == "shared_memory" and not same_host:
+                raise ValueError("transport is 'shared_memory', but the ranks are not all on one host")
+            try:
+                if same_host and wanted != "torch":
+                    peers = exchange_memory(meeting, listener, greetings)
+                    transport: Transport = _settle(SharedMemoryTransport(group.rank(), peers), timeout)
+                else:
+                    own = own_group(group, f"{group.group_name}/pycomm/{meeting.name}", timeout)
+                    transport = TorchTransport(own, RollCall(store_of(group), meeting.name, group.rank(), greetings))
+            except BaseException as error:
+                if isinstance(error, CommError):
+                    meeting.check(late=True)  # another rank's reason is the better one
+                meeting.report(error)
+                raise
         meeting.end()
         return transport
+
+
+def _greet(meeting: Meeting, mine: dict[str, Any], problem: Exception | None) -> list[dict[str, Any]]:
+    """Everybody's greeting; raises ``problem``, once the others know of it, or after they did not come."""
+    if problem is None:
+        return meeting.greet(mine)
+    with contextlib.suppress(CommError, ValueError):
+        meeting.greet({**mine, "problem": str(problem) or type(problem).__name__})
+    raise problem
+
+
+_turns: defaultdict[tuple[int, str, int], threading.RLock] = defaultdict(threading.RLock)
+
+
+@contextlib.contextmanager
+def _turn_of(group: dist.ProcessGroup, timeout: float) -> Iterator[None]:
+    """Threads that make communicators of one group take turns: a rank has one greeting at a time.
+
+    Which thread meets which of another rank is left to chance, as always where threads call collectives.
+    """
+    turn = _turns[os.getpid(), group.group_name, group.rank()]  # a forked child has its own
+    if not turn.acquire(timeout=timeout):
+        raise CommError(
+            f"rank {group.rank()}: rendezvous: another thread was making a communicator for {timeout:.2f} s",
+            rank=group.rank(),
+            peer=None,
+            operation="rendezvous",
+            elapsed=timeout,
+        )
+    try:
+        yield
+    finally:
+        turn.release()
 
 
 def _look_at(group: dist.ProcessGroup, wanted: str) -> Exception | None:

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 from pycomm import CommError, Communicator
+from pycomm.transport import choice
 from pycomm.worker import Worker
 from tests.ranks import RankPool
 
@@ -334,3 +336,45 @@ def test_memory_is_sealed() -> None:
         assert fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
     finally:
         os.close(descriptor)
+
+
+def threads_make_communicators() -> None:
+    """Whichever of rank 0's meets which of rank 1's: all of them meet."""
+
+    def make(_: int) -> float:
+        with Communicator(timeout=30) as communicator:
+            x = torch.ones(3)
+            communicator.all_reduce(x)
+            return x[0].item()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(make, range(8))) == [2.0] * 8
+
+
+def test_threads_may_make_communicators_at_the_same_time(two_ranks: RankPool) -> None:
+    two_ranks.run(threads_make_communicators)
+
+
+def no_socket() -> str:
+    rank = torch.distributed.get_rank()
+    listen = choice.listen
+
+    def refuse(size: int) -> Any:
+        raise OSError(24, "Too many open files")
+
+    if rank == 1:
+        choice.listen = refuse
+    try:
+        with pytest.raises((OSError, ValueError)) as caught:
+            Communicator(timeout=60)
+    finally:
+        choice.listen = listen
+    with Communicator(timeout=30) as communicator:
+        communicator.barrier()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_rank_without_sockets_is_an_error_on_all(two_ranks: RankPool) -> None:
+    innocent, guilty = two_ranks.run(no_socket)
+    assert guilty == "OSError: [Errno 24] Too many open files"
+    assert innocent == "ValueError: rank 1 could not take part: [Errno 24] Too many open files"
