@@ -87,9 +87,11 @@ class Worker:
                 work._end(self._make_error(self._refuses))
                 return work
             if self._thread is None:
-                thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+                # Its queue is its own: a signal handler that raises in start() leaves a thread that nobody feeds.
+                jobs: SimpleQueue[Work | None] = SimpleQueue()
+                thread = threading.Thread(target=self._loop, args=(jobs,), name=self._name, daemon=True)
                 thread.start()
-                self._thread = thread
+                self._jobs, self._thread = jobs, thread
             self._unfinished.append(work)
             self._jobs.put(work)
         return work
@@ -111,8 +113,8 @@ class Worker:
         if self._thread is not None and not self.is_current():
             self._thread.join(patience)
 
-    def _loop(self) -> None:
-        while (work := self._jobs.get()) is not None:
+    def _loop(self, jobs: SimpleQueue[Work | None]) -> None:
+        while (work := jobs.get()) is not None:
             work._run()
             self._unfinished.popleft()  # before anybody who waited looks whether it is idle
             work._end()

@@ -69,7 +69,11 @@ Described describe(py::handle object, const std::string& name, Access access) {
                             "resolve_neg() make one");
     }
     if (!out.contiguous || out.lazy) {
-        if (access == Access::kRead) return describe(contiguous_copy(out.array.owner, name), name, access);
+        if (access == Access::kRead) {
+            Described copy = describe_as_is(contiguous_copy(out.array.owner, name), name);
+            if (copy.contiguous && !copy.lazy) return copy;
+            throw ArgumentTypeError(name + " is a " + type_name(object) + " whose copies are not contiguous");
+        }
         throw ArgumentError(format("%s is not contiguous, wanted a contiguous array to write to", name.c_str()));
     }
     return out;

@@ -39,12 +39,13 @@ inline void require_rank(int64_t rank, const char* name, int size) {
 }
 
 // out and x have no bytes in common, or the smaller one is exactly this rank's part of the other.
-inline void require_apart(const Buffer& out, const Buffer& x, int rank) {
+inline void require_apart(const Buffer& out, const Buffer& x, int rank, int size) {
     if (out.count == 0 || x.count == 0) return;
     if (out.bytes() >= x.bytes() + x.num_bytes() || x.bytes() >= out.bytes() + out.num_bytes()) return;
     bool gathers = out.count > x.count;
     const Buffer &whole = gathers ? out : x, &part = gathers ? x : out;
-    if (whole.count > part.count && part.bytes() == whole.bytes() + rank * part.num_bytes()) return;
+    bool holds_parts = whole.count > part.count || size == 1;
+    if (rank >= 0 && holds_parts && part.bytes() == whole.bytes() + rank * part.num_bytes()) return;
     throw ArgumentError("out overlaps x, wanted arrays apart, or one that is this rank's part of the other");
 }
 

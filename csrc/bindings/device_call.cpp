@@ -15,28 +15,42 @@ Scratch* scratch_of(py::handle object) {
     return object.cast<Scratch*>();
 }
 
-void Arguments::add(const Array& array, const std::string& name, bool written) {
+std::string Arguments::name_of(const Extent& extent) const {
+    const std::string& name = names_[extent.name];
+    return extent.index < 0 ? name : name + "[" + std::to_string(extent.index) + "]";
+}
+
+void Arguments::add_extent(const Array& array, int64_t index, bool written) {
     all_.push_back(&array);
     if (array.buffer.count == 0) return;
     const char* begin = array.buffer.bytes();
-    extents_.push_back({begin, begin + array.buffer.num_bytes(), &array, name, written});
+    extents_.push_back({begin, begin + array.buffer.num_bytes(), &array, names_.size() - 1, index, written});
     if (example_ == nullptr) {
         example_ = &array;
-        example_name_ = name;
+        example_extent_ = extents_.back();
         device_ = array.buffer.device;
     } else if (array.buffer.device != device_) {
-        throw ArgumentError(name + " is on " + device_name(array.buffer.device) + ", " + example_name_ + " on " +
-                            device_name(device_) + "; wanted all arrays on one device");
+        throw ArgumentError(name_of(extents_.back()) + " is on " + device_name(array.buffer.device) + ", " +
+                            name_of(example_extent_) + " on " + device_name(device_) +
+                            "; wanted all arrays on one device");
     }
 }
 
-void Arguments::was_read(const Array& array, const std::string& name) {
-    const char* begin = array.buffer.bytes();
-    if (array.buffer.count > 0) extents_.push_back({begin, begin + array.buffer.num_bytes(), &array, name, false});
+void Arguments::add(const Array& array, const std::string& name, bool written) {
+    names_.push_back(name);
+    add_extent(array, -1, written);
 }
 
 void Arguments::add_all(const std::vector<Array>& arrays, const std::string& name, bool written) {
-    for (size_t i = 0; i < arrays.size(); ++i) add(arrays[i], name + "[" + std::to_string(i) + "]", written);
+    names_.push_back(name);
+    for (size_t i = 0; i < arrays.size(); ++i) add_extent(arrays[i], static_cast<int64_t>(i), written);
+}
+
+void Arguments::was_read(const Array& array, const std::string& name) {
+    if (array.buffer.count == 0) return;
+    names_.push_back(name);
+    const char* begin = array.buffer.bytes();
+    extents_.push_back({begin, begin + array.buffer.num_bytes(), &array, names_.size() - 1, -1, false});
 }
 
 void Arguments::excuse(const std::vector<const Array*>& arrays) {
@@ -56,10 +70,12 @@ void Arguments::may_be(const Array& written, const Array& read) {
 
 void Arguments::require_apart() const {
     std::vector<const Extent*> in_order;
+    in_order.reserve(extents_.size());
     for (const Extent& extent : extents_) {
         if (!extent.excused) in_order.push_back(&extent);
     }
-    std::sort(in_order.begin(), in_order.end(), [](const Extent* a, const Extent* b) { return a->begin < b->begin; });
+    auto before = [](const Extent* a, const Extent* b) { return a->begin < b->begin; };
+    if (!std::is_sorted(in_order.begin(), in_order.end(), before)) std::sort(in_order.begin(), in_order.end(), before);
     // Of those that begin before, the one that ends last: if that one does not reach an array, none does.
     const Extent *written = nullptr, *read = nullptr;
     for (const Extent* extent : in_order) {
@@ -68,7 +84,7 @@ void Arguments::require_apart() const {
         if (other != nullptr) {
             const Extent* target = extent->written ? extent : other;
             const Extent* source = extent->written ? other : extent;
-            throw ArgumentError(target->name + " overlaps " + source->name +
+            throw ArgumentError(name_of(*target) + " overlaps " + name_of(*source) +
                                 ", wanted an array of its own to write to");
         }
         const Extent*& last = extent->written ? written : read;

@@ -59,17 +59,21 @@ class Arguments {
         const char* begin;
         const char* end;
         const Array* array;
-        std::string name;
+        size_t name;    // in names_
+        int64_t index;  // of the array under that name, -1: it is the only one
         bool written;
         bool excused = false;
     };
     void add(const Array& array, const std::string& name, bool written);
+    void add_extent(const Array& array, int64_t index, bool written);
+    std::string name_of(const Extent& extent) const;
     void add_all(const std::vector<Array>& arrays, const std::string& name, bool written);
 
     std::vector<const Array*> all_;
     std::vector<Extent> extents_;  // of those that have elements
+    std::vector<std::string> names_;
     const Array* example_ = nullptr;
-    std::string example_name_;
+    Extent example_extent_{};
     int device_ = Buffer::kHost;
 };
 

@@ -203,7 +203,15 @@ Described describe_dlpack(py::handle object, const std::string& name) {
             capsule = object.attr("__dlpack__")();  // from before there were versions
         }
         bool read_only = is_read_only(capsule);
-        Described out = describe_tensor(from_dlpack(capsule), name);
+        py::object tensor;
+        try {
+            tensor = from_dlpack(capsule);
+        } catch (py::error_already_set& error) {
+            // Older releases of torch take no capsule that has a version.
+            if (PyCapsule_IsValid(capsule.ptr(), "dltensor_versioned") == 0 || !error.matches(PyExc_Exception)) throw;
+            tensor = from_dlpack(object.attr("__dlpack__")());
+        }
+        Described out = describe_tensor(tensor, name);
         out.writable = !read_only;
         return out;
     } catch (py::error_already_set& error) {

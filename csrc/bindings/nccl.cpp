@@ -109,7 +109,7 @@ void reduce_scatter(NcclGroup& group, py::handle out, py::handle x, py::handle o
     ReduceOp op = reduce_op_named(op_name);
     require_reducible(source.buffer, op);
     require_ratio(source.buffer, "x", target.buffer, "out", group.size());
-    require_apart(target.buffer, source.buffer, group.rank());
+    require_apart(target.buffer, source.buffer, group.rank(), group.size());
     require_timeout(timeout);
     py::gil_scoped_release release;
     group.reduce_scatter(target.buffer, source.buffer, op, stream_at(stream), timeout);
@@ -119,7 +119,7 @@ void all_gather(NcclGroup& group, py::handle out, py::handle x, uintptr_t stream
     Array target = movable(group, out, "out");
     Array source = movable(group, x, "x");
     require_ratio(target.buffer, "out", source.buffer, "x", group.size());
-    require_apart(target.buffer, source.buffer, group.rank());
+    require_apart(target.buffer, source.buffer, group.rank(), group.size());
     require_timeout(timeout);
     py::gil_scoped_release release;
     group.all_gather(target.buffer, source.buffer, stream_at(stream), timeout);

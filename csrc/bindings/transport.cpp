@@ -50,9 +50,9 @@ class HostArray {
     int tag() const { return array_.buffer.tag; }
     int64_t elements() const { return array_.buffer.count / array_.unit; }
     int64_t count() const { return array_.buffer.count; }
-    bool overlaps(const HostArray& other, int rank) const {
+    bool overlaps(const HostArray& other, int rank, int size) const {
         try {
-            require_apart(array_.buffer, other.array_.buffer, rank);
+            require_apart(array_.buffer, other.array_.buffer, rank, size);
             return false;
         } catch (const ArgumentError&) {
             return true;
@@ -147,7 +147,7 @@ void reduce_scatter(SharedMemoryGroup& group, py::handle out, py::handle x, py::
         ReduceOp named = reduce_op_named(op_name);
         require_reducible(read.buffer, named);
         require_ratio(read.buffer, "x", seen.buffer, "out", group.size());
-        require_apart(seen.buffer, read.buffer, group.rank());
+        require_apart(seen.buffer, read.buffer, group.rank(), group.size());
         return std::tuple{std::move(seen), std::move(read), named};
     });
     py::gil_scoped_release release;
@@ -161,7 +161,7 @@ void all_gather(SharedMemoryGroup& group, py::handle out, py::handle x, double t
         require_host(seen, "out");
         require_host(read, "x");
         require_ratio(seen.buffer, "out", read.buffer, "x", group.size());
-        require_apart(seen.buffer, read.buffer, group.rank());
+        require_apart(seen.buffer, read.buffer, group.rank(), group.size());
         return std::pair{std::move(seen), std::move(read)};
     });
     py::gil_scoped_release release;
@@ -180,7 +180,7 @@ void all_to_all(SharedMemoryGroup& group, py::handle out, py::handle x, double t
             throw ArgumentError(format("x has %lld elements, wanted a multiple of the %d ranks",
                                        static_cast<long long>(elements), group.size()));
         }
-        require_apart(seen.buffer, read.buffer, group.rank());
+        require_apart(seen.buffer, read.buffer, group.rank(), group.size());
         return std::pair{std::move(seen), std::move(read)};
     });
     py::gil_scoped_release release;
@@ -230,7 +230,7 @@ void bind_transport(py::module_& module) {
         .def_property_readonly("tag", &HostArray::tag)
         .def_property_readonly("count", &HostArray::count)
         .def_property_readonly("elements", &HostArray::elements)
-        .def("overlaps", &HostArray::overlaps, py::arg("other"), py::arg("rank"))
+        .def("overlaps", &HostArray::overlaps, py::arg("other"), py::arg("rank"), py::arg("size"))
         .def_buffer(&HostArray::info);
     py::class_<NamedProgram>(module, "Program")
         .def(py::init(&make_program), py::arg("words"), py::arg("rank"), py::arg("size"), py::arg("name"),

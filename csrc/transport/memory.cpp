@@ -129,7 +129,7 @@ Arena::Arena(Descriptor file, int64_t num_bytes, int64_t begin)
 Arena::~Arena() { unwatch_forks(this); }
 
 void Arena::after_fork_in_child() {
-    mapping_->withdraw(file_, reserved_);
+    if (file_.is_open()) mapping_->withdraw(file_, reserved_);  // else it is a child's child, whose copies are private
     file_.close();
     mutex_.unlock();
 }

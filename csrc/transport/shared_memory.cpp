@@ -212,6 +212,7 @@ void Call::step() {
 void Call::await_all() {
     for (int p = 0; p < size(); ++p) {
         if (has_arrived(p)) continue;
+        next_look_ = kFirstLookSeconds;
         wait_until_reached(clock_of(p), group_.clock_, [&](double waited) { check(p, waited); });
         control(rank()).awaited.store(-1, std::memory_order_relaxed);
     }
@@ -238,6 +239,7 @@ void Call::end_messages() {
 
 void Call::await_messages(const std::function<int()>& peer, const std::function<bool()>& done) {
     const Bell bell = bell_of(rank());
+    next_look_ = kFirstLookSeconds;
     wait_until({bell.rings, bell.sleepers}, done, [&](double waited) { check(peer(), waited); });
     control(rank()).awaited.store(-1, std::memory_order_relaxed);
 }
@@ -284,7 +286,9 @@ void Call::check(int waiting_for, double waited) {
     if (waited > next_look_) look_at_processes(waited);
     try {
         group_.check_signals_();
+        if (getpid() != group_.pid_) throw inherited(rank(), name_, group_.pid_);  // a handler forked
     } catch (...) {
+        if (getpid() != group_.pid_) throw;
         group_.break_for_good(group_.clock_, -1, format("rank %d: interrupted in %s", rank(), name_));
         throw;
     }

@@ -152,7 +152,7 @@ def lamb_moments(
     """The first pass of LAMB: updates the moments; weights are only read.
 
     Returns:
-        Squared norms, float64 of shape (checks.length("weights", weights), 2): of each weight and of its direction
+        Squared norms, float64 of shape (len(weights), 2): of each weight and of its direction
         m / (sqrt(v) + eps) + weight_decay * w.
     """
     c = _native.Coefficients()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from pycomm import _native
 from pycomm.kernels.arrays import empty, look
 from pycomm.kernels.checks import pair
@@ -35,7 +37,7 @@ def topk(
     if out is None:
         elements, dtype = look("x", x)
         # A wrong k is refused by the kernel; it must not fail here first, in an allocation.
-        length = k if type(k) is int and 0 <= k <= elements else 0
+        length = int(k) if isinstance(k, int | np.integer) and not isinstance(k, bool) and 0 <= k <= elements else 0
         out = empty(x, (length,), dtype), empty(x, (length,), "int32")
     values, indices = pair("out", out, "values and indices")
     _native.topk(x, k, values, indices, threshold, scratch, num_threads())

@@ -21,6 +21,7 @@ from pycomm.transport.roll_call import RollCall
 from pycomm.transport.shared_memory import SharedMemoryTransport
 from pycomm.transport.torch_distributed import TorchTransport
 
+_LONGEST_PROBLEM = 2000  # characters
 TRANSPORTS = ("auto", "shared_memory", "torch")
 
 
@@ -42,7 +43,7 @@ def choose_transport(
         with contextlib.ExitStack() as open_sockets:
             try:
                 listener = open_sockets.enter_context(listen(meeting.size))
-                mine = {"wanted": wanted, "version": _native.build_info()["version"], **introduction(listener)}
+                mine = {"wanted": str(wanted), "version": _native.build_info()["version"], **introduction(listener)}
                 problem = problem or _look_at(group, wanted)
             except OSError as error:
                 problem, mine = problem or error, {}
@@ -54,10 +55,11 @@ def choose_transport(
             try:
                 if same_host and wanted != "torch":
                     peers = exchange_memory(meeting, listener, greetings)
-                    transport: Transport = _settle(SharedMemoryTransport(group.rank(), peers), timeout)
+                    transport: Transport = SharedMemoryTransport(group.rank(), peers)
                 else:
                     own = own_group(group, f"{group.group_name}/pycomm/{meeting.name}", timeout)
                     transport = TorchTransport(own, RollCall(store_of(group), meeting.name, group.rank(), greetings))
+                _settle(transport, timeout)
             except BaseException as error:
                 if isinstance(error, CommError):
                     meeting.check(late=True)  # another rank's reason is the better one
@@ -72,7 +74,7 @@ def _greet(meeting: Meeting, mine: dict[str, Any], problem: Exception | None) ->
     if problem is None:
         return meeting.greet(mine)
     with contextlib.suppress(CommError, ValueError):
-        meeting.greet({**mine, "problem": str(problem) or type(problem).__name__})
+        meeting.greet({**mine, "problem": (str(problem) or type(problem).__name__)[:_LONGEST_PROBLEM]})
     raise problem
 
 
@@ -122,11 +124,10 @@ def _require_alike(greetings: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def _settle(transport: SharedMemoryTransport, timeout: float) -> SharedMemoryTransport:
-    """Return once all ranks have mapped all memory."""
+def _settle(transport: Transport, timeout: float) -> None:
+    """Return once all ranks have theirs: memory mapped, connections made, the store read."""
     try:
         transport.barrier(timeout)
     except BaseException:
         transport.close("it could not meet the others")
         raise
-    return transport

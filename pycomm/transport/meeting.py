@@ -83,9 +83,13 @@ class Meeting:
             greetings = self._greetings()
             while not self._all_have_read(greetings):
                 greetings = self._greetings()
+        except BaseException as error:
+            if self.name:  # others may have seen that it had read all, and have gone on
+                self.report(error)
+            raise
         finally:
             with contextlib.suppress(CommError):
-                self._ask("its own greeting", lambda: self._store.set(key, ""))
+                self._ask("its own greeting", lambda: self._store.set(key, ""), _SLOWEST_ANSWER)
         for rank, greeting in enumerate(greetings):
             if "problem" in greeting and rank != self.rank:
                 raise ValueError(f"rank {rank} could not take part: {greeting['problem']}")
@@ -101,7 +105,7 @@ class Meeting:
                 self._store.set(key, f"{self.rank} {text}")
 
         with contextlib.suppress(CommError):
-            self._ask("what went wrong", tell)
+            self._ask("what went wrong", tell, _SLOWEST_ANSWER)
 
     def check(self, late: bool = False) -> None:
         """Raise what another rank reported; ``late``: it may take a moment to come.
@@ -134,7 +138,8 @@ class Meeting:
     def end(self) -> None:
         """Take back what only this attempt needed, once every rank has gone on; stores that cannot delete keep it."""
         with contextlib.suppress(CommError, RuntimeError, NotImplementedError):
-            self._ask("what is over", lambda: self._store.delete_key(f"read/{self.name}/{self.rank}"))
+            key = f"read/{self.name}/{self.rank}"
+            self._ask("what is over", lambda: self._store.delete_key(key), _SLOWEST_ANSWER)
 
     def _greetings(self) -> list[dict[str, Any]]:
         greetings: list[dict[str, Any] | None] = [None] * self.size
@@ -177,18 +182,23 @@ class Meeting:
         self._ask("the others", lambda: self._store.set(keys[self.rank], ""))
         changed = False
 
+        def unread() -> list[int]:
+            return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+
         def missing() -> int | None:
             nonlocal changed
-            for rank, key in enumerate(keys):
-                if self._store.check([key]):
-                    continue
-                theirs = self._read(rank)
-                # Who has gone on takes its greeting back, so what it has read is looked at again.
-                if theirs is not None and theirs["nonce"] == greetings[rank]["nonce"]:
-                    return rank
-                if not self._store.check([key]):
-                    changed = True
-                    return None
+            waiting_for = unread()
+            if not waiting_for:
+                return None
+            theirs = [self._read(rank) for rank in range(self.size)]
+            same = [
+                there is not None and there["nonce"] == here["nonce"]
+                for there, here in zip(theirs, greetings, strict=True)
+            ]
+            if all(same):
+                return waiting_for[0]
+            # Who goes on takes its greeting back, but not before all have read: so that is looked at again.
+            changed = bool(unread())
             return None
 
         self._poll(missing)
@@ -203,9 +213,9 @@ class Meeting:
                 raise self.failed(rank, f"rank {rank} did not arrive")
             time.sleep(min(_SLOWEST_POLL, 0.001 + (now - began) / 20))
 
-    def _ask(self, about: str, question: Callable[[], T]) -> T:
+    def _ask(self, about: str, question: Callable[[], T], patience: float | None = None) -> T:
         work = self._asker.submit(question)
-        if not work.ends_within(max(_SLOWEST_ANSWER, self.left())):
+        if not work.ends_within(max(_SLOWEST_ANSWER, self.left()) if patience is None else patience):
             raise self.failed(None, f"the process group's store did not answer, asked about {about},")
         try:
             answer: T = work.wait()

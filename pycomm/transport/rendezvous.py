@@ -185,9 +185,9 @@ def _accept(meeting: Meeting, peers: Peers, listener: socket.socket, pids: Seque
         process = _process_behind(connection)
         if process not in [pids[p] for p in missing]:
             return
-        connection.settimeout(meeting.left())  # it is one of us: what it has to say it says at once
+        connection.settimeout(_SLICE)
         try:
-            hello = _receive(connection, peers.file_bytes)
+            hello = _await_answer(connection, meeting, peers.file_bytes, pids.index(process))
             if hello is None:
                 return
             p, memory = hello

@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -25,6 +25,11 @@ _ANSWER = 1.0  # seconds for the store to answer
 _LONGEST_REASON = 500  # characters
 
 _FATES = {"dead": "died", "stopped": "is stopped", "dumping core": "is dumping core"}
+
+
+def _int(value: object) -> int:
+    """``value`` of a note, which may hold anything; -1 where it is no number."""
+    return value if isinstance(value, int) else -1
 
 
 class RollCall:
@@ -41,27 +46,32 @@ class RollCall:
         self._pids = [int(other["pid"]) if other["host"] == here else 0 for other in greetings]
         self._left = False
 
-    def leave(self, blamed: int | None, reason: str) -> None:
-        """Say that this rank takes part no more, and whose fault that is, ``None``: its own.
+    def leave(self, blamed: int | None, reason: str, finished: int) -> None:
+        """Say that this rank takes part no more. Only the first time counts.
 
-        Only the first time counts.
+        Args:
+            blamed: whose fault that is: this rank's, another's, or ``None``, which nobody knows.
+            finished: how many operations it has ended well.
         """
         if not self._left:
             self._left = True
-            self._say({"blamed": blamed, "reason": reason[:_LONGEST_REASON]})
+            self._say({"blamed": blamed, "reason": reason[:_LONGEST_REASON], "finished": finished})
 
-    def culprit(self, suspect: int | None) -> tuple[int | None, str]:
+    def culprit(self, suspect: int | None, operation: int) -> tuple[int | None, str]:
         """Who is to blame for an operation that failed, and what is known of it; takes a moment.
 
         Args:
             suspect: who was waited for, if that is known; blamed if nothing better comes up.
+            operation: its number. Who has finished so many has nothing to do with it.
         """
         self._say({})  # that this rank lives
         give_up = time.monotonic() + _GRACE
         notes: dict[int, dict[str, Any]] = {}
+        done: set[int] = set()
         while time.monotonic() < give_up:
             notes = self._notes()
-            found = self._dead() or self._accused(notes)
+            done = {p for p, note in notes.items() if _int(note.get("finished")) >= operation}
+            found = self._dead(done) or self._accused({p: note for p, note in notes.items() if p not in done})
             if found is not None:
                 return found
             time.sleep(0.02)
@@ -70,21 +80,23 @@ class RollCall:
             suspect = silent[0]
         return suspect, "" if suspect is None else f"rank {suspect} was waited for"
 
-    def _dead(self) -> tuple[int, str] | None:
+    def _dead(self, done: Set[int]) -> tuple[int, str] | None:
         for p, pid in enumerate(self._pids):
-            fate = "" if pid in (0, os.getpid()) else _FATES.get(_native.process_state(pid), "")
+            fate = "" if p in done else self._fate(pid)
             if fate:
                 return p, f"rank {p} {fate}"
         return None
 
+    def _fate(self, pid: int) -> str:
+        return "" if pid in (0, os.getpid()) else _FATES.get(_native.process_state(pid), "")
+
     def _accused(self, notes: Mapping[int, dict[str, Any]]) -> tuple[int, str] | None:
         """Who has left by its own fault; else whom another one blames."""
-        final = {p: note for p, note in notes.items() if "blamed" in note}
-        for p, note in final.items():
-            if note["blamed"] is None:
+        for p, note in notes.items():
+            if note.get("blamed") == p:
                 return p, f"rank {p} gave up ({note.get('reason')})"
-        for p, note in final.items():
-            blamed = note["blamed"]
+        for p, note in notes.items():
+            blamed = _int(note.get("blamed"))
             if blamed in range(len(self._pids)) and blamed != self._rank:
                 return blamed, f"rank {p} gave up ({note.get('reason')})"
         return None

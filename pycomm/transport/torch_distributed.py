@@ -6,12 +6,13 @@ are about to do, so that ranks that disagree get an error instead of a hang.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from operator import index
-from typing import Any, SupportsIndex, TypeVar
+from typing import Any, SupportsIndex, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from pycomm.transport.own_group import destroy_group
 from pycomm.transport.roll_call import RollCall
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., None])
 
 _KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier", "refused", "schedule", "all_to_all")
 # Newer releases have other names for them, and warn of the old ones.
@@ -45,6 +47,24 @@ _REDUCTIONS = {
 }
 
 
+def _counted(operation: F) -> F:
+    """``operation``, which ends well also where all ranks agree that one of them was wrong."""
+
+    @functools.wraps(operation)
+    def count(self: TorchTransport, *args: Any) -> None:
+        self._begun += 1
+        try:
+            operation(self, *args)
+        except CommError:
+            raise
+        except Exception:
+            self._finished = self._begun
+            raise
+        self._finished = self._begun
+
+    return cast(F, count)
+
+
 class TorchTransport:
     """torch.distributed's own collectives on ``group``, which nobody else uses, and which it destroys."""
 
@@ -59,6 +79,7 @@ class TorchTransport:
         self._pid = os.getpid()
         self._broken = ""  # why, once an operation failed
         self._broken_by: int | None = None
+        self._begun = self._finished = 0  # operations; all ranks count alike
         self.rank = group.rank()
         self.size = group.size()
 
@@ -68,6 +89,7 @@ class TorchTransport:
         except RuntimeError as error:  # torch's allocator
             raise MemoryError(f"a tensor of shape {shape} ({dtype}) needed more memory than there is") from error
 
+    @_counted
     def all_reduce(self, x: Any, op: str, timeout: float) -> None:
         tensor = self._look(timeout, lambda: _reducible("x", x, op, writes=True))
         self._agree("all_reduce", tensor, op, 0, timeout)
@@ -78,7 +100,9 @@ class TorchTransport:
         else:
             self._reduce(tensor, op, timeout)
 
+    @_counted
     def run(self, program: Program, x: Any, op: str, timeout: float) -> None:
+
         def look() -> torch.Tensor:
             _require(
                 (program.rank, program.num_ranks) == (self.rank, self.size),
@@ -132,7 +156,9 @@ class TorchTransport:
         if op == "mean":
             tensor.mul_(1.0 / self.size)
 
+    @_counted
     def reduce_scatter(self, out: Any, x: Any, op: str, timeout: float) -> None:
+
         def look() -> tuple[torch.Tensor, torch.Tensor]:
             target, source, _ = self._apart(out, x, (op,))
             _require(
@@ -161,7 +187,9 @@ class TorchTransport:
         if wide:
             target.copy_(result)
 
+    @_counted
     def all_gather(self, out: Any, x: Any, timeout: float) -> None:
+
         def look() -> tuple[torch.Tensor, torch.Tensor, int]:
             target, source, tag = self._apart(out, x)
             _require(
@@ -175,7 +203,9 @@ class TorchTransport:
         self._agree("all_gather", source, "sum", 0, timeout, tag)
         self._gather("all_gather", target.view(torch.uint8), source.view(torch.uint8), timeout)
 
+    @_counted
     def all_to_all(self, out: Any, x: Any, timeout: float) -> None:
+
         def look() -> tuple[torch.Tensor, torch.Tensor, int]:
             target, source, tag = self._apart(out, x)
             elements = _native.HostArray(x, "x", False, True).elements
@@ -196,7 +226,9 @@ class TorchTransport:
         theirs[self.rank].copy_(ours[self.rank])
         self.exchange([(p, ours[p]) for p in peers], [(p, theirs[p]) for p in peers], timeout, "all_to_all")
 
+    @_counted
     def broadcast(self, x: Any, src: int, timeout: float) -> None:
+
         def look() -> tuple[_native.HostArray, int]:
             array = _native.HostArray(x, "x", True, True)
             whole = isinstance(src, SupportsIndex) and not isinstance(src, bool)
@@ -214,10 +246,15 @@ class TorchTransport:
         )
         self._wait("broadcast", work, timeout)
 
+    @_counted
     def barrier(self, timeout: float) -> None:
         self._agree("barrier", torch.empty(0), "sum", 0, timeout)
 
+    @_counted
     def refuse(self, reason: str, timeout: float) -> None:
+        self._stand_in(timeout)
+
+    def _stand_in(self, timeout: float) -> None:
         self._agree("refused", torch.empty(0), "sum", 0, timeout)
 
     @property
@@ -238,7 +275,7 @@ class TorchTransport:
         # With the last reference to it go its connections, which is how peers notice.
         group, self._own = self._own, None
         if group is not None:
-            self._roll_call.leave(None, f"rank {self.rank}: {reason}")
+            self._roll_call.leave(self.rank, f"rank {self.rank}: {reason}", self._finished)
             destroy_group(group)
 
     def _error(self, what: str, operation: str = "use", peer: int | None = None, elapsed: float = 0.0) -> CommError:
@@ -249,8 +286,8 @@ class TorchTransport:
         """What ``look`` comes to; the others are told before its error leaves."""
         try:
             return look()
-        except Exception as error:
-            self.refuse(str(error), timeout)
+        except Exception:
+            self._stand_in(timeout)
             raise
 
     def _apart(self, out: Any, x: Any, ops: tuple[Any, ...] = ()) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -265,11 +302,11 @@ class TorchTransport:
         _require(source.tag == target.tag, "out and x have different dtypes", TypeError)
         _require(source.dtype == target.dtype, f"out has dtype {target.dtype}, wanted {source.dtype} as x", TypeError)
         _require(
-            not target.overlaps(source, self.rank),
+            not target.overlaps(source, self.rank, self.size),
             "out overlaps x, wanted arrays apart, or one that is this rank's part of the other",
         )
         read = _tensor(source)
-        lies_in = target.count > 0 and target.overlaps(source, -1)
+        lies_in = target.count > 0 and target.overlaps(source, -1, self.size)
         return _tensor(target), read.clone() if lies_in else read, source.tag  # not every backend works in place
 
     def _agree(self, kind: str, x: torch.Tensor, op: str, root: int, timeout: float, tag: int = 0) -> None:
@@ -309,14 +346,14 @@ class TorchTransport:
             raise self._look_for_culprit(operation, peer, error, 0.0) from error
 
     def _look_for_culprit(self, operation: str, peer: int | None, error: Exception, elapsed: float) -> CommError:
-        culprit, what = self._roll_call.culprit(peer)
+        culprit, what = self._roll_call.culprit(peer, self._begun)
         return self._fail(operation, culprit, f"{what or 'failed'}; torch.distributed: {error}", elapsed)
 
     def _fail(self, operation: str, peer: int | None, what: str, elapsed: float) -> CommError:
         error = self._error(f"{what} after {elapsed:.2f} s", operation, peer, elapsed)
         if not self._broken:
             self._broken, self._broken_by = str(error), peer
-        self._roll_call.leave(peer, str(error))
+        self._roll_call.leave(peer, str(error), self._finished)
         return error
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from pycomm import CommError, Communicator
+from pycomm import CommError, Communicator, kernels
 from pycomm.transport import choice
 from pycomm.worker import Worker
 from tests.ranks import RankPool
@@ -183,7 +183,9 @@ def mistaken_constructor(transport: str, arguments: dict[str, Any]) -> str:
         ({"timeout": float("inf")}, "timeout is inf"),
         ({"timeout": 1e18}, "timeout is 1e+18"),
         ({"timeout": "soon"}, "timeout is 'soon'"),
+        ({"timeout": [0] * 100_000}, "timeout is [0"),
         ({"transport": "pigeon"}, "transport is 'pigeon'"),
+        ({"transport": b"torch"}, "transport is b'torch'"),
         ({"network": 3}, "network is 3"),
         ({"network": "/dev/zero"}, "wanted an ordinary file"),
     ],
@@ -378,3 +380,35 @@ def test_a_rank_without_sockets_is_an_error_on_all(two_ranks: RankPool) -> None:
     innocent, guilty = two_ranks.run(no_socket)
     assert guilty == "OSError: [Errno 24] Too many open files"
     assert innocent == "ValueError: rank 1 could not take part: [Errno 24] Too many open files"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_in_place_with_one_rank(one_rank_group: None, transport: str) -> None:
+    """As with several: the smaller array is this rank's part of the larger one."""
+    with Communicator(timeout=20, transport=transport) as communicator:
+        x = torch.arange(8.0)
+        communicator.all_gather(x, x[0:8])
+        communicator.reduce_scatter(x, x[0:8])
+        assert torch.equal(x, torch.arange(8.0))
+        with pytest.raises(ValueError, match="out overlaps x"):
+            communicator.all_gather(x[:7], x[1:8])
+
+
+class Restless(torch.Tensor):
+    """Says of every copy that it is not contiguous."""
+
+    def is_contiguous(self, *_: Any, **__: Any) -> bool:
+        return False
+
+    def contiguous(self, *_: Any, **__: Any) -> torch.Tensor:
+        return self
+
+
+def test_a_copy_that_is_none_either() -> None:
+    with pytest.raises(TypeError, match=r"tensors\[0\] is a Restless whose copies are not contiguous"):
+        kernels.absmax([torch.ones(4).as_subclass(Restless)])
+
+
+def test_counts_of_numpy() -> None:
+    values, _ = kernels.topk(torch.arange(9.0), np.int64(3))
+    assert values.tolist() == [6.0, 7.0, 8.0]

@@ -36,6 +36,8 @@ def write_in_a_child() -> None:
 
         def scribble() -> None:
             assert (x == 6).all()
+            assert fork(lambda: x.add_(1.0)) == 0  # whose copy is its own again
+            assert (x == 6).all()
             x.zero_()
             view.fill_(7.0)
             assert x[0] == 0

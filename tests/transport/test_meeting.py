@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 import time
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, PrefixStore
 
 from pycomm import CommError
 from pycomm.transport.meeting import Meeting
@@ -53,6 +54,37 @@ def test_a_rank_that_comes_again_is_waited_for() -> None:
 
     first, second = in_threads([lambda: greet(store, 0, 2, 20.0, me=0), late])
     assert first == second
+
+
+def test_one_that_had_read_all_and_comes_again() -> None:
+    """Three ranks: one gives up after it has said that it has read all, while another still has to read."""
+    store = HashStore()
+    greetings = [{"nonce": f"first of {rank}", "me": rank} for rank in range(3)]
+    for rank in (0, 2):
+        store.set(f"pycomm/hello/{rank}", json.dumps(greetings[rank]))
+    began = time.monotonic()
+
+    def steady() -> Any:
+        return greet(store, 1, 3, 60.0, me=1)
+
+    def comes_again() -> Any:
+        with Meeting(HashStore(), 0, 3, 60.0) as earlier:  # its first attempt, as far as the others can see
+            earlier._store = PrefixStore("pycomm", store)  # type: ignore[assignment]
+            time.sleep(0.3)
+            theirs = json.loads(store.get("pycomm/hello/1"))
+            name = hashlib.sha256(" ".join([greetings[0]["nonce"], theirs["nonce"], greetings[2]["nonce"]]).encode())
+            store.set(f"pycomm/read/{name.hexdigest()[:32]}/0", "")
+        time.sleep(0.3)
+        return greet(store, 0, 3, 60.0, me=0)
+
+    def late() -> Any:
+        time.sleep(1.0)
+        return greet(store, 2, 3, 60.0, me=2)
+
+    outcomes = in_threads([comes_again, steady, late])
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+    assert not isinstance(outcomes[0], Exception)
+    assert time.monotonic() - began < 30
 
 
 def test_a_problem_is_everybodys() -> None:
