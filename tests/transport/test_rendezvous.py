@@ -143,7 +143,7 @@ def test_a_host_is_its_namespaces_too() -> None:
 def test_another_namespace_is_another_host(kind: str) -> None:
     program = "from pycomm.transport.rendezvous import host_identity; print(host_identity())"
     command = ["unshare", kind, "--fork", sys.executable, "-c", program]
-    made = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    made = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd="/")
     if made.returncode != 0 and "unshare" in made.stderr:
         pytest.skip(f"this system makes no namespaces: {made.stderr}")
     assert made.stdout.strip()
