@@ -31,6 +31,9 @@ py::object contiguous_copy(py::handle object, const std::string& name) {
 }
 
 Described describe_as_is(py::handle object, const std::string& name) {
+    if (PyType_Check(object.ptr())) {  // has all attributes that its arrays have
+        throw ArgumentTypeError(name + " is " + shown(object) + ", wanted an array, not its class");
+    }
     if (is_tensor(object)) {
         return describe_tensor(object, name);
     }
