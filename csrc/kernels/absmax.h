@@ -1,5 +1,6 @@
 // absmax: the largest magnitude in many arrays, NaN if any element is NaN; 0 for no elements. Any floating types; the
 // result is rounded to float.
+// What is written overlaps nothing else of the call.
 #pragma once
 
 #include <vector>

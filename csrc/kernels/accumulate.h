@@ -9,6 +9,7 @@
 // together, which lie in them one after the other. An absent residual stands for zeros. Gradients are of any one
 // floating type, weights (for weight decay, with them all or none) of the same. Every product is rounded before the
 // sum. acc and velocity may be exactly their old ones; a gradient of acc's type may lie exactly at its place in acc.
+// Beyond that, what is written overlaps nothing else of the call.
 #pragma once
 
 #include <cstdint>

@@ -8,6 +8,7 @@
 // Of any types, in any mixture. Sums of whole numbers depend on no order, so every instruction set, number of threads
 // and device gives the same bits, and so does an array that lies elsewhere. Equal elements have equal bits, with the
 // exceptions of 0 and -0, and of NaN.
+// What is written overlaps nothing else of the call.
 #pragma once
 
 #include <vector>

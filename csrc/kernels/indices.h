@@ -6,6 +6,7 @@
 //   upper: bit (indices[m] >> low) + m is set for every m, in ceil((count + ((range - 1) >> low) + 1) / 32) words
 // That is fewer than count * (low + 3) bits and two words, whatever the positions: at a density of 0.1 % 12 bits each.
 // The size depends on range and count alone, so that nobody has to be told it. Equal neighbours are allowed.
+// What is written overlaps nothing else of the call.
 #pragma once
 
 #include <cstdint>

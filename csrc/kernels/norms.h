@@ -4,6 +4,7 @@
 // Of any floating types, in any mixture; 0 for an empty array. On the CPU the order of the additions is fixed (32 sums
 // that take turns, over blocks of kNormBlock elements from the array's beginning, see cpu/blocks.h), so every
 // instruction set and number of threads gives the same bits. On a GPU the order is another fixed one.
+// What is written overlaps nothing else of the call.
 #pragma once
 
 #include <vector>

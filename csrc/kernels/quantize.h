@@ -17,6 +17,7 @@
 // second half of error feedback.
 //
 //   dequantize: out[i] = (sum over p of codes[p][i] * units[p][b], in the order of p) * factor
+// x and remainder apart, what is written overlaps nothing else of the call.
 #pragma once
 
 #include <cstdint>

@@ -3,6 +3,7 @@
 // values and out of any floating types. The product is computed in float (double if either side is double) and rounded
 // before the sum, which is rounded to out's dtype each time. Repeated indices add up in order. An index outside out is
 // an ArgumentError, and then nothing is written.
+// What is written overlaps nothing else of the call.
 #pragma once
 
 #include "base/buffer.h"

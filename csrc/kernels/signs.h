@@ -5,6 +5,7 @@
 //   unpack_signs: out[i] = (sum over p of +-magnitudes[p], in the order of p) * factor
 //
 // x, out and magnitudes are float32.
+// x and remainder apart, what is written overlaps nothing else of the call.
 #pragma once
 
 #include <cstdint>

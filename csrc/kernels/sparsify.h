@@ -8,6 +8,7 @@
 // for none. Then what exceeds 0.98 of it is collected in the very pass that makes the sums, and selection reads no more
 // than that. When fewer than k were collected, or more than there is room for, missed[j] says so and topk looks through
 // acc once more. The result does not depend on it. thresholds[j] is left with this step's, where counts[j] > 0.
+// What is written overlaps nothing else of the call.
 #pragma once
 
 #include <cstdint>

@@ -12,6 +12,7 @@
 // low (more than there is room for: ties, adversarial order), the sample is tried where it has not been, and then a
 // radix selection over x itself with a few more reads. The result depends on x and k alone. `threshold`, where not
 // null, is left with the k-th magnitude, rounded to float.
+// What is written overlaps nothing else of the call.
 #pragma once
 
 #include <cstdint>
