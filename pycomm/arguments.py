@@ -1,11 +1,86 @@
-"""What a caller passes to a communicator, looked at."""
+"""What a caller passes, looked at: the value as it is needed, or an error that names the argument."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, SupportsIndex, cast
+
+import numpy as np
+
+_LONGEST_SHOWN = 80  # characters
+
+
+def shown(value: object) -> str:
+    """How Python writes ``value``, where that is short; else what it is."""
+    try:
+        text = repr(value)
+    except Exception:  # whatever a strange object comes to
+        text = ""
+    return text if 0 < len(text) <= _LONGEST_SHOWN and "\n" not in text else f"a {type(value).__name__}"
+
+
+def number(name: str, value: Any) -> float:
+    """``value`` as a float; TypeError or ValueError, with ``name``, for what is none."""
+    if not isinstance(value, str | bytes):
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise ValueError(f"{name} is too large for a float") from error
+        except Exception as error:  # whatever a strange object comes to
+            raise TypeError(f"{name} is a {type(value).__name__}, wanted a number") from error
+    raise TypeError(f"{name} is {value!r}, wanted a number")
+
+
+def count(name: str, value: Any, least: int) -> int:
+    """``value``, of any type that counts, as an int; TypeError or ValueError, with ``name``, where it is none such.
+
+    It fits 64 bits, and is at least ``least``.
+    """
+    try:
+        whole = operator.index(value)
+    except Exception as error:  # whatever a strange object comes to
+        raise TypeError(f"{name} is {shown(value)}, wanted an int") from error
+    if isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}, wanted an int")
+    if whole < least:
+        raise ValueError(f"{name} is {whole}, wanted at least {least}")
+    if whole >= 2**63:
+        raise ValueError(f"{name} is {whole}, wanted less than 2**63")
+    return whole
+
+
+def instance(name: str, value: Any, kind: type) -> None:
+    """TypeError, with ``name``, unless ``value`` is a ``kind``."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} is a {type(value).__name__}, wanted a {kind.__name__}")
+
+
+def pair(name: str, value: Any, of_what: str) -> tuple[Any, Any]:
+    """``value`` as a tuple of two; TypeError, with ``name``, for what is none."""
+    if isinstance(value, tuple | list) and len(value) == 2:
+        return value[0], value[1]
+    raise TypeError(f"{name} is a {type(value).__name__}, wanted a pair: {of_what}")
+
+
+def length(name: str, value: Any) -> int:
+    """The length of a sequence of arrays; TypeError, with ``name``, for what is none."""
+    try:
+        return len(value)
+    except Exception as error:  # whatever a strange object comes to
+        raise TypeError(f"{name} is a {type(value).__name__}, wanted a sequence of arrays") from error
+
+
+def first_of(name: str, arrays: Sequence[Any]) -> Any:
+    """The array by which to make results for ``arrays``; any where there is none, which the kernel refuses."""
+    if length(name, arrays) == 0 or isinstance(arrays, str | bytes | dict):
+        return np.empty(0)
+    try:
+        return arrays[0]
+    except Exception as error:  # whatever a strange object comes to
+        raise TypeError(f"{name} is a {type(arrays).__name__}, wanted a sequence of arrays") from error
+
 
 _LONGEST_TIMEOUT = timedelta(days=366).total_seconds()  # more overflows somewhere below
 

@@ -20,6 +20,13 @@ class CommError(RuntimeError):
         self.operation = operation
         self.elapsed = elapsed
 
+    @classmethod
+    def during(
+        cls, operation: str, what: str, *, rank: int, peer: int | None = None, elapsed: float = 0.0
+    ) -> CommError:
+        """The error of ``rank`` in ``operation``: ``what`` happened."""
+        return cls(f"rank {rank}: {operation}: {what}", rank=rank, peer=peer, operation=operation, elapsed=elapsed)
+
     def __reduce__(self) -> tuple[object, ...]:
         return (
             _rebuild,

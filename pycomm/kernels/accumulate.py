@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pycomm import _native
+from pycomm.arguments import instance, length
 from pycomm.kernels.arrays import empty
-from pycomm.kernels.checks import instance, length
 from pycomm.kernels.scratch import Scratch
 from pycomm.kernels.threads import num_threads
 

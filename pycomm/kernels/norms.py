@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from pycomm import _native
+from pycomm.arguments import first_of
 from pycomm.kernels.arrays import empty
-from pycomm.kernels.checks import first_of
 from pycomm.kernels.scratch import Scratch
 from pycomm.kernels.threads import num_threads
 

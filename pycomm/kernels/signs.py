@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pycomm import _native
-from pycomm.kernels import checks
+from pycomm import _native, arguments
 from pycomm.kernels.arrays import empty, look
 from pycomm.kernels.scratch import Scratch
 from pycomm.kernels.threads import num_threads
@@ -14,7 +13,7 @@ from pycomm.kernels.threads import num_threads
 
 def sign_words(count: int) -> int:
     """How many int32 words the signs of ``count`` elements take."""
-    return -(-checks.count("count", count) // 32)
+    return -(-arguments.count("count", count, 0) // 32)
 
 
 def pack_signs(x: Any, magnitude: Any, out: Any | None = None, *, remainder: Any | None = None) -> Any:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from pycomm import _native
+from pycomm.arguments import length, pair
 from pycomm.kernels.accumulate import Decay, Momentum, arguments_of
 from pycomm.kernels.arrays import empty
-from pycomm.kernels.checks import length, pair
 from pycomm.kernels.scratch import Scratch
 from pycomm.kernels.threads import num_threads
 

@@ -11,17 +11,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm.communicator import DEFAULT_TIMEOUT, Communicator
-from pycomm.compression import Auto, Compression, NoCompression
+from pycomm.compression import Compression
 from pycomm.errors import CommError
 from pycomm.optim.broadcast import broadcast_state, broadcast_tensors, check_same_lines, looks
-from pycomm.optim.buffers import BUFFERS
 from pycomm.optim.fused import fused_step_of
-from pycomm.optim.gradients import require_max_norm
 from pycomm.optim.master import MasterWeights, warn_of_lost_updates
 from pycomm.optim.parameters import check_parameters, names_of, unwrapped
 from pycomm.optim.reducer import Reducer
 from pycomm.optim.registry import refuse_second_attach, register
-from pycomm.optim.settings import Settings
+from pycomm.optim.settings import Settings, checked_settings
 from pycomm.optim.wrappers import refuse_wrapped
 
 _T = TypeVar("_T")
@@ -95,17 +93,18 @@ def attach(
         optimizer = unwrapped(optimizer)
 
     def settings() -> Settings:
-        return Settings(
-            compression=NoCompression() if compression is None else _method(compression),
-            bucket_bytes=int(_positive("bucket_mb", bucket_mb) * 2**20),
-            accumulate=_count("accumulate", accumulate, 1),
+        return checked_settings(
+            model_or_named_parameters,
+            compression=compression,
+            bucket_mb=bucket_mb,
+            accumulate=accumulate,
             average=average,
-            loss_scaler=_scaler(loss_scaler),
-            clip_local_norm=None if clip_local_norm is None else require_max_norm("clip_local_norm", clip_local_norm),
-            algorithm=_name("algorithm", algorithm),
+            loss_scaler=loss_scaler,
+            clip_local_norm=clip_local_norm,
+            algorithm=algorithm,
             all_parameters=all_parameters,
-            check_replicas=_count("check_replicas", check_replicas, 0),
-            buffers=_buffers(buffers, model_or_named_parameters),
+            check_replicas=check_replicas,
+            buffers=buffers,
         )
 
     asked = _ask(settings, optimizer, model_or_named_parameters)
@@ -202,45 +201,3 @@ def _shared(communicator: Communicator, outcome: _T | Exception) -> _T:
         if text:
             raise ValueError(f"rank {rank} could not attach: {text}")
     return outcome
-
-
-def _method(compression: Any) -> Compression:
-    if compression == "auto":
-        return Auto()
-    if isinstance(compression, type) or not isinstance(compression, Compression):
-        raise TypeError(f"compression is {compression!r}, wanted an object such as pycomm.TopK(0.01), 'auto' or None")
-    return compression
-
-
-def _scaler(loss_scaler: Any) -> Any:
-    if loss_scaler is not None and not callable(getattr(loss_scaler, "scale", None)):
-        raise TypeError(f"loss_scaler is {loss_scaler!r}, wanted an object with GradScaler's scale(tensor), or None")
-    return loss_scaler
-
-
-def _name(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{name} is {value!r}, wanted a name")
-    return value
-
-
-def _positive(name: str, value: float) -> float:
-    if not value > 0:
-        raise ValueError(f"{name} is {value}, wanted a positive number")
-    return value
-
-
-def _count(name: str, value: int, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}, wanted an int")
-    if value < least:
-        raise ValueError(f"{name} is {value}, wanted at least {least}")
-    return value
-
-
-def _buffers(how: Any, model: Any) -> str:
-    if how not in BUFFERS:
-        raise ValueError(f"buffers is {how!r}, wanted one of {', '.join(BUFFERS)}")
-    if how != "local" and not isinstance(model, torch.nn.Module):
-        raise ValueError(f"buffers={how!r} wants the module itself, not its named_parameters()")
-    return str(how)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import numbers
-import operator
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -12,6 +11,8 @@ from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
+
+from pycomm.arguments import count
 
 
 def linear_scaled_lr(base_lr: float, batch_size: int, base_batch_size: int = 256) -> float:
@@ -27,7 +28,7 @@ def linear_scaled_lr(base_lr: float, batch_size: int, base_batch_size: int = 256
     Raises:
         TypeError, ValueError: an argument is not positive, or a batch size not an int.
     """
-    return _lr(base_lr) * _count("batch_size", batch_size) / _count("base_batch_size", base_batch_size)
+    return _lr(base_lr) * count("batch_size", batch_size, 1) / count("base_batch_size", base_batch_size, 1)
 
 
 def sqrt_scaled_lr(base_lr: float, batch_size: int, base_batch_size: int = 256) -> float:
@@ -36,7 +37,7 @@ def sqrt_scaled_lr(base_lr: float, batch_size: int, base_batch_size: int = 256) 
     Krizhevsky 2014, "One weird trick for parallelizing convolutional neural networks"; the
     rule of LAMB (You et al. 2020, "Large Batch Optimization for Deep Learning", section 4).
     """
-    return _lr(base_lr) * math.sqrt(_count("batch_size", batch_size) / _count("base_batch_size", base_batch_size))
+    return _lr(base_lr) * math.sqrt(count("batch_size", batch_size, 1) / count("base_batch_size", base_batch_size, 1))
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class CosineDecay:
     final: float = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "total_steps", _count("total_steps", self.total_steps))
+        object.__setattr__(self, "total_steps", count("total_steps", self.total_steps, 1))
         object.__setattr__(self, "final", _part("final", self.final))
 
     def factor(self, step: int, warmup_steps: int) -> float:
@@ -86,7 +87,7 @@ class PolynomialDecay:
     final: float = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "total_steps", _count("total_steps", self.total_steps))
+        object.__setattr__(self, "total_steps", count("total_steps", self.total_steps, 1))
         power = _number("power", self.power, "a positive number", lambda x: 0 < x < math.inf)
         object.__setattr__(self, "power", power)
         object.__setattr__(self, "final", _part("final", self.final))
@@ -162,11 +163,11 @@ class WarmupLR(LRScheduler):
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer is a {type(optimizer).__name__}, wanted a torch.optim.Optimizer")
-        self.warmup_steps = _count("warmup_steps", warmup_steps, 0)
+        self.warmup_steps = count("warmup_steps", warmup_steps, 0)
         self.start_factor = _part("start_factor", start_factor)
         self.decay = decay
         _check_warmup(self.warmup_steps, decay)
-        super().__init__(optimizer, _count("last_epoch", last_epoch, -1))
+        super().__init__(optimizer, count("last_epoch", last_epoch, -1))
 
     def factor(self, step: int) -> float:
         """What lr is multiplied with in optimizer step ``step``."""
@@ -248,10 +249,10 @@ class BatchSizeGrowth:
     """
 
     def __init__(self, initial: int, milestones: Iterable[int], factor: float, maximum: int | None = None) -> None:
-        self.initial = _count("initial", initial)
+        self.initial = count("initial", initial, 1)
         self.milestones = _milestones(milestones)
         self.factor = _number("factor", factor, "a number above 1", lambda x: 1 < x < math.inf)
-        self.maximum = None if maximum is None else _count("maximum", maximum)
+        self.maximum = None if maximum is None else count("maximum", maximum, 1)
         if self.maximum is not None and self.maximum < self.initial:
             raise ValueError(f"maximum is {self.maximum}, wanted at least initial = {self.initial}")
         self.steps = 0
@@ -285,7 +286,7 @@ class BatchSizeGrowth:
         _check_keys(state_dict, self.state_dict(), "BatchSizeGrowth")
         _check_same(state_dict["growth"], self._growth(), "BatchSizeGrowth", "")
         try:
-            self.steps = _count("steps", state_dict["steps"], 0)
+            self.steps = count("steps", state_dict["steps"], 0)
         except TypeError as error:
             raise ValueError(f"state_dict: {error}") from error
 
@@ -338,7 +339,7 @@ def _check_same(saved: Any, own: dict[str, Any], kind: str, advice: str) -> None
 def _milestones(values: Any) -> tuple[int, ...]:
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise TypeError(f"milestones is {values!r}, wanted a sequence of ints")
-    milestones = tuple(_count(f"milestones[{i}]", value) for i, value in enumerate(values))
+    milestones = tuple(count(f"milestones[{i}]", value, 1) for i, value in enumerate(values))
     for i in range(1, len(milestones)):
         if milestones[i] <= milestones[i - 1]:
             raise ValueError(f"milestones[{i}] is {milestones[i]}, wanted more than {milestones[i - 1]} before it")
@@ -360,15 +361,3 @@ def _number(name: str, value: Any, wanted: str, good: Callable[[float], bool]) -
     if not good(number):
         raise ValueError(f"{name} is {value}, wanted {wanted}")
     return number
-
-
-def _count(name: str, value: Any, least: int = 1) -> int:
-    try:
-        count = operator.index(value)  # what numpy counts with is as good as an int
-    except TypeError:
-        count = None
-    if count is None or isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}, wanted an int")
-    if count < least:
-        raise ValueError(f"{name} is {count}, wanted at least {least}")
-    return count

@@ -89,13 +89,8 @@ def _turn_of(group: dist.ProcessGroup, timeout: float) -> Iterator[None]:
     """
     turn = _turns[os.getpid(), group.group_name, group.rank()]  # a forked child has its own
     if not turn.acquire(timeout=timeout):
-        raise CommError(
-            f"rank {group.rank()}: rendezvous: another thread was making a communicator for {timeout:.2f} s",
-            rank=group.rank(),
-            peer=None,
-            operation="rendezvous",
-            elapsed=timeout,
-        )
+        what = f"another thread was making a communicator for {timeout:.2f} s"
+        raise CommError.during("rendezvous", what, rank=group.rank(), elapsed=timeout)
     try:
         yield
     finally:

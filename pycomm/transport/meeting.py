@@ -59,12 +59,8 @@ class Meeting:
 
     def failed(self, peer: int | None, what: str) -> CommError:
         elapsed = time.monotonic() - self._started
-        return CommError(
-            f"rank {self.rank}: rendezvous: {what} after {elapsed:.2f} s",
-            rank=self.rank,
-            peer=peer,
-            operation="rendezvous",
-            elapsed=elapsed,
+        return CommError.during(
+            "rendezvous", f"{what} after {elapsed:.2f} s", rank=self.rank, peer=peer, elapsed=elapsed
         )
 
     def greet(self, mine: dict[str, Any]) -> list[dict[str, Any]]:

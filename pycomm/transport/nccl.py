@@ -224,13 +224,7 @@ def _require_success(rank: int, outcomes: list[dict[str, Any]]) -> None:
     operation = "creating the NCCL communicator"
     for p, outcome in enumerate(outcomes):
         if outcome["problem"] is not None:
-            raise CommError(
-                f"rank {rank}: {operation}: rank {p} failed ({outcome['problem']})",
-                rank=rank,
-                peer=p,
-                operation=operation,
-                elapsed=0.0,
-            )
+            raise CommError.during(operation, f"rank {p} failed ({outcome['problem']})", rank=rank, peer=p)
 
 
 _open: weakref.WeakSet[NcclTransport] = weakref.WeakSet()

@@ -97,13 +97,8 @@ def own_group(group: dist.ProcessGroup, name: str, timeout: float) -> dist.Proce
             timeout=timedelta(seconds=timeout),
         )
     except RuntimeError as error:
-        raise CommError(
-            f"rank {group.rank()}: rendezvous: a process group of pycomm's own could not be made: {error}",
-            rank=group.rank(),
-            peer=None,
-            operation="rendezvous",
-            elapsed=timeout,
-        ) from error
+        what = f"a process group of pycomm's own could not be made: {error}"
+        raise CommError.during("rendezvous", what, rank=group.rank(), elapsed=timeout) from error
     distributed_c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
     return made
 

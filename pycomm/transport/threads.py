@@ -41,13 +41,8 @@ class ThreadsTransport:
                 tensor.copy_(self._links[peer, self.rank].get(timeout=max(0.0, start + timeout - time.monotonic())))
             except Empty:
                 elapsed = time.monotonic() - start
-                raise CommError(
-                    f"rank {self.rank}: timed out waiting for rank {peer} after {elapsed:.2f} s",
-                    rank=self.rank,
-                    peer=peer,
-                    operation="all_reduce",
-                    elapsed=elapsed,
-                ) from None
+                what = f"timed out waiting for rank {peer} after {elapsed:.2f} s"
+                raise CommError.during("all_reduce", what, rank=self.rank, peer=peer, elapsed=elapsed) from None
 
 
 def run_threads(size: int, function: Callable[[ThreadsTransport], Result]) -> list[Result]:

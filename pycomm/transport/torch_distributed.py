@@ -279,8 +279,7 @@ class TorchTransport:
             destroy_group(group)
 
     def _error(self, what: str, operation: str = "use", peer: int | None = None, elapsed: float = 0.0) -> CommError:
-        message = f"rank {self.rank}: {operation}: {what}"
-        return CommError(message, rank=self.rank, peer=peer, operation=operation, elapsed=elapsed)
+        return CommError.during(operation, what, rank=self.rank, peer=peer, elapsed=elapsed)
 
     def _look(self, timeout: float, look: Callable[[], T]) -> T:
         """What ``look`` comes to; the others are told before its error leaves."""
