@@ -16,7 +16,7 @@ import torch
 import pycomm
 from bench.kernel_cases import Arrays, Case
 from pycomm import kernels
-from pycomm.optim import rules
+from pycomm.optim import update_rules
 from pycomm.optim.fused import fused_step_of, step_by_rule
 
 _SCALE = 2.0  # of the loss; a power of two: both sides then get the same gradients
@@ -174,7 +174,7 @@ def _with_copies(models: _Models, kind: Any, states: dict[str, Tensors], factor:
     params = optimizer.param_groups[0]["params"]
     masters = dict(zip(params, models.ours.weights, strict=True))
     grads = dict(zip(params, models.grads, strict=True))
-    rule = rules.RULES[kind]
+    rule = update_rules.RULES[kind]
 
     @torch.no_grad()
     def step() -> None:

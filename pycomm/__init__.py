@@ -43,19 +43,16 @@ from pycomm.optim import (
     LossScaler,
     MasterWeights,
     PolynomialDecay,
-    Reducer,
     Shard,
     StepDecay,
     WarmupLR,
-    attach,
-    broadcast_optimizer_state,
-    broadcast_parameters,
     fuse,
     linear_scaled_lr,
     master_weights,
     shard_batch,
     sqrt_scaled_lr,
 )
+from pycomm.reducer import Reducer, attach, broadcast_optimizer_state, broadcast_parameters
 from pycomm.transport.nccl import nccl_version
 from pycomm.worker import Work
 

@@ -18,7 +18,7 @@ import torch
 
 from pycomm import schedule
 from pycomm.communicator import Communicator
-from pycomm.programs import ranks_per_host
+from pycomm.execute.programs import ranks_per_host
 from pycomm.schedule.network import Link, Network
 from pycomm.schedule.program import Program, program_of
 from pycomm.schedule.table import COPY, REDUCE, Round, Schedule
@@ -76,11 +76,11 @@ def calibrate(communicator: Communicator, sizes: Sequence[int] = SIZES, tell: Te
     measured = _curves(communicator, network, sizes, tell)
     # What rank 0 found is what all go by.
     found = replace(network, measured=measured, measured_ranks=communicator.size).to_json().encode()
-    return Network.from_json(communicator.all_gather_bytes(found)[0].decode())
+    return Network.from_json(communicator.channel.all_gather_bytes(found)[0].decode())
 
 
 def _ranks_per_host(communicator: Communicator) -> int:
-    hosts = [data.decode() for data in communicator.all_gather_bytes(host_identity().encode())]
+    hosts = [data.decode() for data in communicator.channel.all_gather_bytes(host_identity().encode())]
     per_host = ranks_per_host(hosts)
     if per_host is None:
         counts = [hosts.count(host) for host in dict.fromkeys(hosts)]
@@ -184,7 +184,7 @@ def _curves(
 
 
 def _runs(communicator: Communicator, program: Program) -> Call:
-    return lambda x: communicator.run_program(program, x)
+    return lambda x: communicator.channel.run_program(program, x)
 
 
 def _call(communicator: Communicator, name: str) -> Call:
@@ -199,4 +199,4 @@ def _worth_measuring(communicator: Communicator, network: Network, sizes: Sequen
         times = [(ranking.seconds(name, size), ranking.at(size)[0][1]) for size in sizes]
         if any(seconds <= _WORTH_MEASURING * best for seconds, best in times):
             names.append(name)
-    return communicator.all_gather_bytes("\n".join(names).encode())[0].decode().split("\n")
+    return communicator.channel.all_gather_bytes("\n".join(names).encode())[0].decode().split("\n")

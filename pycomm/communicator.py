@@ -7,25 +7,22 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from pycomm.arguments import seconds_of, shape_of
-from pycomm.errors import CommError
-from pycomm.programs import Programs
+from pycomm.channel import Channel
+from pycomm.checks import seconds_of, shape_of
+from pycomm.execute.programs import AlgorithmSelector
 from pycomm.schedule.network import Network
 from pycomm.schedule.program import Program
 from pycomm.schedule.table import Table
-from pycomm.transport.base import Transport, bytes_of
 from pycomm.transport.choice import TRANSPORTS, choose_transport
-from pycomm.transport.gpu import GpuQueue, GpuWork, current_stream, gpu_of
-from pycomm.transport.nccl import NcclTransport
+from pycomm.transport.gpu import GpuWork, gpu_of
 from pycomm.transport.own_group import group_of
-from pycomm.worker import Work, Worker
+from pycomm.worker import Work
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 """How long any one wait for a peer may last. A peer that *dies* is noticed within a second, whatever this is."""
@@ -94,19 +91,18 @@ class Communicator:
                 "torch.distributed is not initialised: call torch.distributed.init_process_group() first "
                 "(under torchrun, or with rank and world_size)"
             )
-        self._transport = choose_transport(group_of(process_group), transport, self._timeout, problem)
-        self.rank: int = self._transport.rank
-        self.size: int = self._transport.size
-        self._worker = Worker(f"pycomm-{self.rank}", self._error_of_worker)
-        self._gpus: dict[int, GpuQueue] = {}
+        transport_used = choose_transport(group_of(process_group), transport, self._timeout, problem)
+        self.channel = Channel(transport_used, self._timeout)
+        """Internal: what pycomm's own parts need besides."""
+        self.rank: int = self.channel.rank
+        self.size: int = self.channel.size
+        self._transport, self._worker = transport_used, self.channel.worker
         # Also when it is dropped, and before the interpreter ends: a communication thread must not be left inside an
         # operation.
-        self._farewell = ["it closed its communicator"]
-        owned = self._transport, self._worker, self._gpus, self._farewell
-        self._finalizer = weakref.finalize(self, _shut_down, os.getpid(), *owned)
-        self._programs = Programs(self.rank, self.size)
+        self._finalizer = weakref.finalize(self, self.channel.close)
+        self._selector = AlgorithmSelector(self.rank, self.size)
         try:
-            self._programs.agree(network, self.transport, self.all_gather_bytes)
+            self._selector.agree(network, self.transport, self.channel.all_gather_bytes)
         except BaseException:
             self.close()
             raise
@@ -170,24 +166,20 @@ class Communicator:
                 stream, and the array's, not the host.
         """
         gpu = gpu_of(x)
-        native = self._programs.native if gpu is None else _NCCL_ALGORITHMS
+        native = self._selector.native if gpu is None else _NCCL_ALGORITHMS
         asks_nothing = isinstance(algorithm, str) and algorithm in native
         program = None if asks_nothing else self._program(algorithm, x)
         if gpu is not None and program is not None:
-            return self._gpu(gpu).run_program(program, x, op, self._timeout, async_op)
+            return self.channel.run_on_gpu(gpu, program, x, op, async_op)
         if gpu is not None:
-            transport = self._gpu(gpu).transport("ring" if algorithm == "ring" else "native")
+            transport = self.channel.gpu(gpu).transport("ring" if algorithm == "ring" else "native")
             return self._on_gpu(gpu, [x], lambda s: transport.all_reduce(x, op, s, self._timeout), async_op)
         if program is not None:
-            return self._enqueue(lambda: self._transport.run(program, x, op, self._timeout), async_op)
+            return self.channel.run_program(program, x, op, async_op)
         if not async_op and self._worker.idle():  # the short way, for latency
             self._transport.all_reduce(x, op, self._timeout)
             return None
-        return self._enqueue(lambda: self._transport.all_reduce(x, op, self._timeout), async_op)
-
-    def run_program(self, program: Program, x: Any, op: str = "sum") -> None:
-        """Run this rank's part of any table on ``x``, in CPU memory; what comes out is for the caller to know."""
-        self._enqueue(lambda: self._transport.run(program, x, op, self._timeout), False)
+        return self.channel.enqueue(lambda: self._transport.all_reduce(x, op, self._timeout), async_op)
 
     def reduce_scatter(self, out: Any, x: Any, op: str = "sum", async_op: bool = False) -> Work | GpuWork | None:
         """Reduce ``x`` over all ranks and leave part ``rank`` of it in ``out``.
@@ -196,19 +188,19 @@ class Communicator:
         """
         gpu = gpu_of(out)
         if gpu is not None:
-            transport = self._gpu(gpu).transport()
+            transport = self.channel.gpu(gpu).transport()
             return self._on_gpu(
                 gpu, [out, x], lambda s: transport.reduce_scatter(out, x, op, s, self._timeout), async_op
             )
-        return self._enqueue(lambda: self._transport.reduce_scatter(out, x, op, self._timeout), async_op)
+        return self.channel.enqueue(lambda: self._transport.reduce_scatter(out, x, op, self._timeout), async_op)
 
     def all_gather(self, out: Any, x: Any, async_op: bool = False) -> Work | GpuWork | None:
         """Write the ``x`` of all ranks, in rank order, into ``out`` (``size`` times as many elements). Any dtype."""
         gpu = gpu_of(out)
         if gpu is not None:
-            transport = self._gpu(gpu).transport()
+            transport = self.channel.gpu(gpu).transport()
             return self._on_gpu(gpu, [out, x], lambda s: transport.all_gather(out, x, s, self._timeout), async_op)
-        return self._enqueue(lambda: self._transport.all_gather(out, x, self._timeout), async_op)
+        return self.channel.enqueue(lambda: self._transport.all_gather(out, x, self._timeout), async_op)
 
     def all_to_all(self, out: Any, x: Any, async_op: bool = False) -> Work | GpuWork | None:
         """Part p of ``x``, of as many equal ones as there are ranks, becomes part ``rank`` of rank p's ``out``.
@@ -217,26 +209,26 @@ class Communicator:
         """
         if gpu_of(x) is not None or gpu_of(out) is not None:
             raise ValueError("all_to_all wants arrays in CPU memory; between GPUs use group(), send() and recv()")
-        return self._enqueue(lambda: self._transport.all_to_all(out, x, self._timeout), async_op)
+        return self.channel.enqueue(lambda: self._transport.all_to_all(out, x, self._timeout), async_op)
 
     def broadcast(self, x: Any, src: int, async_op: bool = False) -> Work | GpuWork | None:
         """Overwrite ``x`` by rank ``src``'s (a rank of this group). Any dtype."""
         gpu = gpu_of(x)
         if gpu is not None:
-            transport = self._gpu(gpu).transport()
+            transport = self.channel.gpu(gpu).transport()
             return self._on_gpu(gpu, [x], lambda s: transport.broadcast(x, src, s, self._timeout), async_op)
-        return self._enqueue(lambda: self._transport.broadcast(x, src, self._timeout), async_op)
+        return self.channel.enqueue(lambda: self._transport.broadcast(x, src, self._timeout), async_op)
 
     def send(self, x: Any, dst: int) -> None:
         """Send ``x``, on a GPU, to rank ``dst``, which calls :meth:`recv`. Any dtype."""
         gpu = self._gpu_of_message(x)
-        transport = self._gpu(gpu).transport()
+        transport = self.channel.gpu(gpu).transport()
         self._on_gpu(gpu, [x], lambda s: transport.send(x, dst, s, self._timeout), False)
 
     def recv(self, x: Any, src: int) -> None:
         """Overwrite ``x``, on a GPU, by what rank ``src`` sends; as many elements. Any dtype."""
         gpu = self._gpu_of_message(x)
-        transport = self._gpu(gpu).transport()
+        transport = self.channel.gpu(gpu).transport()
         self._on_gpu(gpu, [x], lambda s: transport.recv(x, src, s, self._timeout), False)
 
     @contextlib.contextmanager
@@ -247,7 +239,7 @@ class Communicator:
         rank when the block raises.
         """
         index = torch.device("cuda", device).index if isinstance(device, int) else device.index
-        queue = self._gpu(0 if index is None else index)
+        queue = self.channel.gpu(0 if index is None else index)
         with queue.grouped(self._timeout):
             yield
 
@@ -257,99 +249,23 @@ class Communicator:
         Raises:
             CommError: NCCL reported an error, or an operation outlasted the timeout.
         """
-        for queue in self._gpus.values():
-            queue.check()
+        self.channel.check_gpus()
 
     def refuse(self, reason: str) -> None:
         """Stand in for an operation that the others call and this rank cannot; they get a ValueError."""
-        text = reason.encode("utf-8", "replace").decode()  # half a surrogate pair has no UTF-8
-        # After what was called before, which may still be under way.
-        self._enqueue(lambda: self._transport.refuse(text, self._timeout), False)
+        self.channel.refuse(reason)
 
     def barrier(self) -> None:
         """Wait for all ranks, on the host."""
-        self._enqueue(lambda: self._transport.barrier(self._timeout), False)
-
-    @contextlib.contextmanager
-    def trusted(self) -> Iterator[None]:
-        """For a job of :meth:`submit`: operations inside follow from ones that the ranks have compared.
-
-        They are not compared themselves, which over torch.distributed costs a message each. A
-        disagreement would end at the timeout.
-        """
-        assert self._worker.is_current()
-        self._transport.trusts = True
-        try:
-            yield
-        finally:
-            self._transport.trusts = False
-
-    def submit(self, job: Callable[[], Any]) -> Work:
-        """Run ``job`` on the communication thread, after what was submitted before.
-
-        The thread on which ``async_op`` operations run: a job may call this communicator's
-        operations, which then run at once.
-        """
-        return self._worker.submit(job)
-
-    def submit_on_gpu(
-        self, device: torch.device, job: Callable[[], Any], reads: Sequence[torch.Tensor | None], producers: set[int]
-    ) -> GpuWork:
-        """Call ``job`` now, with the communication stream of ``device`` as torch's current stream.
-
-        What the job launches starts after what the streams ``producers`` (``cudaStream_t`` as
-        integers), and torch's current one, have been given so far. They, and the stream that is
-        current then, are held back by ``wait()``. The tensors ``reads`` may be freed at once.
-        """
-        return self._gpu(device.index).run(job, reads, producers)
-
-    @staticmethod
-    def current_stream(device: torch.device) -> int:
-        """torch's current stream as an integer, for :meth:`submit_on_gpu`."""
-        return current_stream(device.index)
-
-    def all_gather_bytes(self, mine: bytes) -> list[bytes]:
-        """Everybody's ``mine``, in rank order; lengths may differ. For small things."""
-        try:
-            content = bytes_of(mine, "mine")
-        except Exception as error:  # whatever a strange object comes to
-            self._refuse(error)
-        lengths = np.empty(self.size, np.int64)
-        self.all_gather(lengths, np.array([len(content)], np.int64))
-        longest = int(lengths.max())
-        padded = np.zeros(longest, np.uint8)
-        padded[: len(content)] = content
-        everyone = np.empty(self.size * longest, np.uint8)
-        self.all_gather(everyone, padded)
-        rows = everyone.reshape(self.size, longest)
-        return [rows[p, : lengths[p]].tobytes() for p in range(self.size)]
-
-    def abandon(self, reason: str, *, in_step: bool) -> None:
-        """Close, and let those who wait for this rank know why, if they can. Returns at once.
-
-        ``in_step``: whether the others' next operation is one that they compare first. Inside
-        :meth:`trusted` they would take for data what is said to them.
-        """
-
-        def leave() -> None:
-            if in_step and not self._transport.interruptible and not self._gpus:  # where closing tells nobody why
-                with contextlib.suppress(Exception):  # they may have gone already
-                    self.refuse(reason)
-            self.close(reason)
-
-        try:
-            self._worker.submit(leave)
-        except RuntimeError:  # no thread can be started
-            leave()
+        self.channel.enqueue(lambda: self._transport.barrier(self._timeout), False)
 
     def close(self, reason: str | None = None) -> None:
         """Give everything back; tensors from :meth:`empty` stay valid. Not collective, idempotent.
 
         Peers that still wait for this rank get a :class:`CommError`, which through shared memory has the ``reason``.
         """
-        if reason is not None:
-            self._farewell[0] = reason
-        self._finalizer()
+        self.channel.close(reason)
+        self._finalizer.detach()
 
     def __enter__(self) -> Communicator:
         return self
@@ -360,37 +276,10 @@ class Communicator:
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, size={self.size}, transport={self.transport!r})"
 
-    def _enqueue(self, job: Callable[[], None], async_op: bool) -> Work | None:
-        if async_op:
-            try:
-                return self._worker.submit(job)
-            except RuntimeError as error:  # no thread can be started, so there is nothing under way
-                self._refuse(RuntimeError(f"no thread could be started for an async operation: {error}"))
-        if self._worker.idle() or self._worker.is_current():
-            job()
-        else:
-            self._worker.submit(job).wait()
-        return None
-
-    def _gpu(self, device: int) -> GpuQueue:
-        if device not in self._gpus:
-            this = weakref.ref(self)  # the queue outlives this object by the time it takes to close it
-
-            def make_transport(device: int, algorithm: str) -> NcclTransport:
-                communicator = this()
-                assert communicator is not None
-                return communicator._make_nccl(device, algorithm)
-
-            self._gpus[device] = GpuQueue(device, make_transport)
-        return self._gpus[device]
-
-    def _make_nccl(self, device: int, algorithm: str) -> NcclTransport:
-        return NcclTransport(self.rank, self.size, device, self.all_gather_bytes, algorithm, self._timeout)
-
     def _on_gpu(
         self, device: int, arrays: Sequence[Any], operation: Callable[[int], None], async_op: bool
     ) -> GpuWork | None:
-        return self._gpu(device).enqueue(arrays, operation, async_op)
+        return self.channel.gpu(device).enqueue(arrays, operation, async_op)
 
     def _gpu_of_message(self, x: Any) -> int:
         gpu = gpu_of(x)
@@ -402,32 +291,6 @@ class Communicator:
 
     def _program(self, algorithm: str | Table, x: Any) -> Program | None:
         try:
-            return self._programs.find(algorithm, x)
+            return self._selector.find(algorithm, x)
         except Exception as error:  # whatever a strange object comes to
-            self._refuse(error)
-
-    @property
-    def _error_of_worker(self) -> Callable[[str], CommError]:
-        rank = self.rank  # not the communicator, which the worker must not keep
-
-        def make(why: str) -> CommError:
-            return CommError(f"rank {rank}: submit: {why}", rank=rank, peer=None, operation="submit", elapsed=0.0)
-
-        return make
-
-    def _refuse(self, error: Exception) -> NoReturn:
-        self.refuse(str(error))
-        raise error
-
-
-def _shut_down(pid: int, transport: Transport, worker: Worker, gpus: dict[int, GpuQueue], farewell: list[str]) -> None:
-    """Give back what a communicator had. Knows nothing of it, so that it can be dropped."""
-    if pid != os.getpid():
-        return  # a forked child does not own it
-    if worker.idle() or not transport.interruptible:
-        worker.stop(patience=5.0)
-    for queue in gpus.values():
-        queue.close()
-    transport.close(farewell[0])
-    if transport.interruptible:
-        worker.stop(patience=5.0)
+            self.channel.refuse_and_raise(error)

@@ -1,4 +1,4 @@
-"""Who may import whom, where import-linter cannot see it: the compiled module, and the C++ directories."""
+"""Layers where import-linter cannot see them: the compiled module, and the C++ directories."""
 
 from __future__ import annotations
 
@@ -20,13 +20,30 @@ def imports_of(path: Path) -> set[str]:
     return names
 
 
-def test_only_kernels_and_transports_use_the_extension() -> None:
+def plain_imports_of(path: Path) -> set[str]:
+    """Return the names of ``import name`` statements."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import)]
+    return {alias.name for node in nodes for alias in node.names}
+
+
+def test_only_kernels_transports_and_executors_use_the_extension() -> None:
     users = {
         str(path.relative_to(ROOT / "pycomm").parts[0])
         for path in (ROOT / "pycomm").rglob("*.py")
         if "pycomm._native" in imports_of(path)
     }
-    assert users == {"__init__.py", "kernels", "transport"}
+    assert users == {"__init__.py", "kernels", "transport", "execute"}
+
+
+def test_nothing_below_the_command_line_imports_the_package_itself() -> None:
+    """What ``pycomm`` offers is made of what is below: see ``ignore_imports`` of import-linter's contracts."""
+    packages = {p.name.removesuffix(".py") for p in (ROOT / "pycomm").iterdir()} | {"_native"}
+    for path in (ROOT / "pycomm").rglob("*.py"):
+        if "cli" not in path.parts:
+            for name in imports_of(path) - {"pycomm"}:
+                root, _, rest = name.partition(".")
+                assert root != "pycomm" or rest.split(".")[0] in packages, f"{path} imports {name}"
+            assert "pycomm" not in plain_imports_of(path), path
 
 
 def test_only_the_demo_needs_its_extra() -> None:

@@ -8,9 +8,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Compression, Exchange, Flag, Scaling, State
-from pycomm.compression.bucket import Bucket
 from pycomm.compression.dgc import DGC
 from pycomm.compression.feedback import FeedbackExchange, FeedbackMethod, Wire
 from pycomm.compression.half import FP16

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 import torch
 
 from pycomm import kernels
+from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag
-from pycomm.compression.bucket import Bucket
 from pycomm.compression.feedback import wide_dtype
 from pycomm.compression.gathered import Layout, Messages
 from pycomm.compression.report import Report

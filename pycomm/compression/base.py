@@ -14,9 +14,9 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
-from pycomm.compression.bucket import Bucket
-from pycomm.compression.report import differing_places
+from pycomm.fingerprint import differing_places
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from dataclasses import KW_ONLY, dataclass
 
 import torch
 
+from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Compression
-from pycomm.compression.bucket import Bucket
 from pycomm.compression.feedback import Correction, FeedbackExchange, FeedbackMethod
 from pycomm.compression.settings import require_flag, require_integer, require_number, require_ratio
 from pycomm.compression.sparse import SparseWire

@@ -24,10 +24,11 @@ from typing import Any, Protocol
 import torch
 
 from pycomm import kernels
+from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag, Method, Scaling, State, as_flag
-from pycomm.compression.bucket import Bucket, laid_out_like
 from pycomm.compression.report import Report, codes_of
+from pycomm.layout import laid_out_like
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
-from pycomm.compression.bucket import Bucket
 from pycomm.compression.report import GatheredReport, num_codes
 
 _ALIGNMENT = 8  # of every array in a message: whatever dtype it has

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import torch
 
 from pycomm import kernels
+from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression.base import DenseExchange, Flag, Method, Scaling, as_flag
-from pycomm.compression.bucket import Bucket, laid_out_like
+from pycomm.layout import laid_out_like
 
 _TOP = 15  # 2**15 is half of what float16 reaches: room for roundings on the way
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression.base import DenseExchange, Method
-from pycomm.compression.bucket import Bucket
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from dataclasses import KW_ONLY, dataclass
 
 import torch
 
+from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag, State
-from pycomm.compression.bucket import Bucket
 from pycomm.compression.feedback import FeedbackExchange, FeedbackMethod, PlainWire, Sums, wide_dtype
 from pycomm.compression.quantised import seed_of
 from pycomm.compression.report import Report

@@ -15,9 +15,9 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Compression, Scaling
-from pycomm.compression.bucket import Bucket
 from pycomm.compression.feedback import FeedbackExchange
 from pycomm.compression.sparse import SparseWire
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 
 from pycomm import kernels
+from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
-from pycomm.compression.bucket import Bucket
 from pycomm.compression.feedback import FeedbackExchange, FeedbackMethod
 from pycomm.compression.quantised import QuantisedWire
 from pycomm.compression.settings import require_integer

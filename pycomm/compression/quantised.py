@@ -7,8 +7,8 @@ import zlib
 import torch
 
 from pycomm import kernels
+from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
-from pycomm.compression.bucket import Bucket
 from pycomm.compression.feedback import PlainWire, Sums, each
 from pycomm.compression.gathered import Messages
 from pycomm.compression.report import Report

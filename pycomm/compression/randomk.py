@@ -7,8 +7,8 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 
 from pycomm import kernels
+from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
-from pycomm.compression.bucket import Bucket
 from pycomm.compression.feedback import FeedbackExchange, FeedbackMethod, PlainWire, Sums
 from pycomm.compression.quantised import seed_of
 from pycomm.compression.report import Report

@@ -4,9 +4,7 @@ For every parameter: was it used here, and was it finite? A message that is gath
 for each parameter. One that is summed carries how many ranks used each parameter, and a place for
 each rank with the number of its first parameter that was not finite.
 
-Behind that travels a fingerprint: bits that must be equal on all ranks. Gathered, they are a byte
-each. In a sum, of any floating dtype, every bit has two places, of which each rank adds 1 to one:
-where both come out other than 0, ranks differ.
+Behind that travels a fingerprint (see fingerprint.py). Gathered, its bits are a byte each.
 """
 
 from __future__ import annotations
@@ -16,11 +14,9 @@ from typing import Protocol
 
 import torch
 
-UNUSED, USED, NOT_FINITE = 0, 1, 2
+from pycomm.fingerprint import FINGERPRINT_BITS, FINGERPRINT_PLACES, differing_places, put_fingerprint
 
-FINGERPRINT_BITS = 32
-FINGERPRINT_PLACES = 2 * FINGERPRINT_BITS
-"""Of a fingerprint in a sum."""
+UNUSED, USED, NOT_FINITE = 0, 1, 2
 
 
 class Report(Protocol):
@@ -37,21 +33,6 @@ class Report(Protocol):
 
     def differing(self) -> torch.Tensor:
         """For each bit of the fingerprint, whether ranks differ in it: bool."""
-
-
-def put_fingerprint(places: torch.Tensor, fingerprint: torch.Tensor | None) -> None:
-    """Write this rank's part of a sum; ``None`` agrees with everything."""
-    if fingerprint is None:
-        places.zero_()
-    else:
-        places[:FINGERPRINT_BITS].copy_(fingerprint)
-        places[FINGERPRINT_BITS:].copy_(~fingerprint)
-
-
-def differing_places(places: torch.Tensor) -> torch.Tensor:
-    """For each bit, whether ranks differ in it, by the sum, or mean, over all ranks: bool."""
-    there = places != 0
-    return there[:FINGERPRINT_BITS] & there[FINGERPRINT_BITS:]
 
 
 def num_codes(num_params: int) -> int:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from pycomm import kernels
+from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag, State
-from pycomm.compression.bucket import Bucket
 from pycomm.compression.feedback import Sums, wide_dtype
 from pycomm.compression.report import Report
 from pycomm.compression.sparse_choice import make_sparse_sum, operations

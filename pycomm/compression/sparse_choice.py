@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression.balanced_sum import BalancedSum, split_room, sum_room
-from pycomm.compression.bucket import Bucket
 from pycomm.compression.feedback import wide_dtype
 from pycomm.compression.sparse_sum import DenseSum, Entries, GatheredSum, SparseSum
 

@@ -11,9 +11,9 @@ from typing import Protocol
 import torch
 
 from pycomm import kernels
+from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag
-from pycomm.compression.bucket import Bucket
 from pycomm.compression.feedback import wide_dtype
 from pycomm.compression.gathered import Messages
 from pycomm.compression.half import agreed_scale

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from pycomm import kernels
+from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
-from pycomm.compression.bucket import Bucket
 from pycomm.compression.feedback import PlainWire, Sums, wide_dtype
 from pycomm.compression.report import Report, SummedReport
 

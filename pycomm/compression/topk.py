@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 
+from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
-from pycomm.compression.bucket import Bucket
 from pycomm.compression.feedback import FeedbackExchange, FeedbackMethod
 from pycomm.compression.settings import require_flag, require_ratio
 from pycomm.compression.sparse import SparseWire

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pycomm import _native
-from pycomm.arguments import first_of
+import pycomm._native as _native
+from pycomm.checks import first_of
 from pycomm.kernels.arrays import empty
 from pycomm.kernels.scratch import Scratch
 from pycomm.kernels.threads import num_threads

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pycomm import _native
-from pycomm.arguments import instance, length
+import pycomm._native as _native
+from pycomm.checks import instance, length
 from pycomm.kernels.arrays import empty
 from pycomm.kernels.scratch import Scratch
 from pycomm.kernels.threads import num_threads

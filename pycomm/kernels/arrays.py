@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from pycomm import _native
+import pycomm._native as _native
 
 DTYPES = ("float32", "float16", "bfloat16", "float64", "int8", "uint8", "int32", "int64")
 """What kernels and reductions know, in the order of csrc/base/dtype.h."""

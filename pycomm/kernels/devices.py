@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pycomm import _native
+import pycomm._native as _native
 
 
 def cuda_devices() -> tuple[int, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pycomm import _native
+import pycomm._native as _native
 from pycomm.kernels.arrays import empty, look
 from pycomm.kernels.scratch import Scratch
 

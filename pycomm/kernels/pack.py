@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from pycomm import _native
+import pycomm._native as _native
 from pycomm.kernels.arrays import empty
 from pycomm.kernels.scratch import Scratch
 from pycomm.kernels.threads import num_threads

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pycomm import _native, arguments
-from pycomm.arguments import instance, pair
+import pycomm._native as _native
+from pycomm import checks
+from pycomm.checks import instance, pair
 from pycomm.kernels.arrays import empty, look
 from pycomm.kernels.scratch import Scratch
 from pycomm.kernels.threads import num_threads
@@ -29,14 +30,14 @@ class Quantization:
 
     def num_blocks(self, count: int) -> int:
         """Of ``count`` elements."""
-        return -(-arguments.count("count", count, 0) // arguments.count("block", self.block, 1))
+        return -(-checks.count("count", count, 0) // checks.count("block", self.block, 1))
 
     def code_bytes(self, count: int) -> int:
         """That the codes of ``count`` elements take."""
-        bits = arguments.count("bits", self.bits, 1)
+        bits = checks.count("bits", self.bits, 1)
         if bits not in (2, 4, 8):
             raise ValueError(f"bits is {bits}, wanted 2, 4 or 8")
-        return -(-arguments.count("count", count, 0) * bits // 8)
+        return -(-checks.count("count", count, 0) * bits // 8)
 
 
 def quantize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pycomm import _native
+import pycomm._native as _native
 from pycomm.kernels.scratch import Scratch
 from pycomm.kernels.threads import num_threads
 

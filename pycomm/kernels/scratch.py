@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pycomm import _native
+import pycomm._native as _native
 
 
 class Scratch(_native.Scratch):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pycomm import _native, arguments
+import pycomm._native as _native
+from pycomm import checks
 from pycomm.kernels.arrays import empty, look
 from pycomm.kernels.scratch import Scratch
 from pycomm.kernels.threads import num_threads
@@ -13,7 +14,7 @@ from pycomm.kernels.threads import num_threads
 
 def sign_words(count: int) -> int:
     """How many int32 words the signs of ``count`` elements take."""
-    return -(-arguments.count("count", count, 0) // 32)
+    return -(-checks.count("count", count, 0) // 32)
 
 
 def pack_signs(x: Any, magnitude: Any, out: Any | None = None, *, remainder: Any | None = None) -> Any:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pycomm import _native
-from pycomm.arguments import length, pair
+import pycomm._native as _native
+from pycomm.checks import length, pair
 from pycomm.kernels.accumulate import Decay, Momentum, arguments_of
 from pycomm.kernels.arrays import empty
 from pycomm.kernels.scratch import Scratch

@@ -21,7 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pycomm import _native, arguments
+import pycomm._native as _native
+from pycomm import checks
 from pycomm.kernels.arrays import empty
 from pycomm.kernels.scratch import Scratch
 from pycomm.kernels.threads import num_threads
@@ -44,11 +45,11 @@ class Moments:
     bias_correction: bool = True
 
     def fill(self, c: _native.Coefficients) -> None:
-        beta1, beta2 = (arguments.number("betas", beta) for beta in arguments.pair("betas", self.betas, "two numbers"))
+        beta1, beta2 = (checks.number("betas", beta) for beta in checks.pair("betas", self.betas, "two numbers"))
         c.keep1, c.beta2, c.keep2, c.eps = 1.0 - beta1, beta2, 1.0 - beta2, self.eps
         if not self.bias_correction:
             return
-        step = arguments.number("step", self.step)
+        step = checks.number("step", self.step)
         if not 1 <= step < math.inf or step != int(step) or not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
             raise ValueError(
                 f"step is {self.step!r} and betas {self.betas!r}, wanted a step of at least 1, 0 <= betas < 1"
@@ -80,8 +81,8 @@ def momentum_step(
     """
     c = _native.Coefficients()
     c.lr, c.momentum, c.nesterov = lr, momentum, nesterov
-    c.decay = arguments.number("weight_decay", weight_decay)
-    c.take = 1.0 - arguments.number("dampening", dampening)
+    c.decay = checks.number("weight_decay", weight_decay)
+    c.take = 1.0 - checks.number("dampening", dampening)
     _run("momentum", c, weights, grads, [buffers], scale, copies, scratch, rates=rates)
 
 
@@ -102,13 +103,13 @@ def adam_step(
 ) -> None:
     """Adam (Kingma and Ba 2015), AdamW where ``decoupled`` (Loshchilov and Hutter 2019), AMSGrad with a third state."""
     c = _native.Coefficients()
-    arguments.instance("moments", moments, Moments)
+    checks.instance("moments", moments, Moments)
     moments.fill(c)
     c.lr = lr
     if decoupled:
-        c.fade = arguments.number("lr", lr) * arguments.number("weight_decay", weight_decay)
+        c.fade = checks.number("lr", lr) * checks.number("weight_decay", weight_decay)
     else:
-        c.decay = arguments.number("weight_decay", weight_decay)
+        c.decay = checks.number("weight_decay", weight_decay)
     _run("adam", c, weights, grads, [exp_avgs, exp_avg_sqs, max_exp_avg_sqs], scale, copies, scratch)
 
 
@@ -131,9 +132,9 @@ def rmsprop_step(
     """RMSprop as torch has it: centered with ``grad_avgs``, with momentum where there are buffers for it."""
     c = _native.Coefficients()
     c.lr, c.eps, c.momentum = lr, eps, momentum
-    c.decay = arguments.number("weight_decay", weight_decay)
-    c.beta2 = arguments.number("alpha", alpha)
-    c.keep2 = 1.0 - arguments.number("alpha", alpha)
+    c.decay = checks.number("weight_decay", weight_decay)
+    c.beta2 = checks.number("alpha", alpha)
+    c.keep2 = 1.0 - checks.number("alpha", alpha)
     _run("rmsprop", c, weights, grads, [square_avgs, momentum_buffers, grad_avgs], scale, copies, scratch)
 
 
@@ -155,10 +156,10 @@ def lamb_moments(
         m / (sqrt(v) + eps) + weight_decay * w.
     """
     c = _native.Coefficients()
-    arguments.instance("moments", moments, Moments)
+    checks.instance("moments", moments, Moments)
     moments.fill(c)
-    c.decay = arguments.number("weight_decay", weight_decay)
-    squares = empty(arguments.first_of("weights", weights), (arguments.length("weights", weights), 2), "float64")
+    c.decay = checks.number("weight_decay", weight_decay)
+    squares = empty(checks.first_of("weights", weights), (checks.length("weights", weights), 2), "float64")
     _run("lamb_moments", c, weights, grads, [exp_avgs, exp_avg_sqs], scale, None, scratch, squares=squares)
     return squares
 
@@ -176,9 +177,9 @@ def lamb_apply(
 ) -> None:
     """The second: each weight moves by -rate times its direction. ``rates``: float64, one for each."""
     c = _native.Coefficients()
-    arguments.instance("moments", moments, Moments)
+    checks.instance("moments", moments, Moments)
     moments.fill(c)
-    c.decay = arguments.number("weight_decay", weight_decay)
+    c.decay = checks.number("weight_decay", weight_decay)
     if rates is None:
         raise TypeError("rates is None, wanted one float64 for each of weights")
     _run("lamb_apply", c, weights, None, [exp_avgs, exp_avg_sqs], 1.0, copies, scratch, rates=rates)

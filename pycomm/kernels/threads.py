@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pycomm import arguments
+from pycomm import checks
 
 _MOST = 4096
 
@@ -24,7 +24,7 @@ def set_num_threads(count: int | None) -> None:
     """
     global _chosen
     if count is not None:
-        count = arguments.count("count", count, 1)
+        count = checks.count("count", count, 1)
         if count > _MOST:
             raise ValueError(f"count is {count}, wanted at most {_MOST}")
     _chosen = count

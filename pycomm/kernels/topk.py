@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from pycomm import _native
-from pycomm.arguments import pair
+import pycomm._native as _native
+from pycomm.checks import pair
 from pycomm.kernels.arrays import empty, look
 from pycomm.kernels.scratch import Scratch
 from pycomm.kernels.threads import num_threads

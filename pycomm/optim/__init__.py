@@ -1,15 +1,10 @@
-"""pycomm in a training loop: ``attach`` and what it returns; optimizers, mixed precision, large batches."""
+"""Optimizer steps: fused rules, LARS and LAMB, master weights, loss scaling, learning rates, shares of a batch."""
 
-from pycomm.optim.attach import attach
-from pycomm.optim.batches import Shard, shard_batch
-from pycomm.optim.broadcast import broadcast_optimizer_state, broadcast_parameters
 from pycomm.optim.fused import fuse
 from pycomm.optim.lamb import LAMB
 from pycomm.optim.lars import LARS
-from pycomm.optim.master import MasterWeights, master_weights
-from pycomm.optim.reducer import Reducer
-from pycomm.optim.scaler import LossScaler
-from pycomm.optim.schedules import (
+from pycomm.optim.loss_scaler import LossScaler
+from pycomm.optim.lr_schedules import (
     BatchSizeGrowth,
     CosineDecay,
     PolynomialDecay,
@@ -18,6 +13,8 @@ from pycomm.optim.schedules import (
     linear_scaled_lr,
     sqrt_scaled_lr,
 )
+from pycomm.optim.master_weights import MasterWeights, master_weights
+from pycomm.optim.shard_batch import Shard, shard_batch
 
 __all__ = [
     "LAMB",
@@ -27,13 +24,9 @@ __all__ = [
     "LossScaler",
     "MasterWeights",
     "PolynomialDecay",
-    "Reducer",
     "Shard",
     "StepDecay",
     "WarmupLR",
-    "attach",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
     "fuse",
     "linear_scaled_lr",
     "master_weights",

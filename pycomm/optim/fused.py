@@ -9,10 +9,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from pycomm.compression.bucket import require_dense
+from pycomm.layout import require_dense
 from pycomm.optim.parameters import optimizer_parameters
-from pycomm.optim.rules import RULES, Batch, Group, Rule, Scratches, Target, flip
-from pycomm.optim.takeover import Takeover, evaluate, takeover_of
+from pycomm.optim.step_override import Takeover, evaluate, takeover_of
+from pycomm.optim.update_rules import RULES, Batch, Group, Rule, Scratches, Target, flip
 
 _O = TypeVar("_O", bound=torch.optim.Optimizer)
 _scratches: WeakKeyDictionary[torch.optim.Optimizer, Scratches] = WeakKeyDictionary()

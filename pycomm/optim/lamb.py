@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pycomm.optim import rules
+from pycomm.optim import update_rules
 from pycomm.optim.fused import step_by_rule
 from pycomm.optim.layerwise import LayerwiseOptimizer, require_not_negative
 
@@ -57,29 +57,29 @@ class LAMB(LayerwiseOptimizer):
         }
         super().__init__(params, defaults, fused)
 
-    def check_group(self, group: rules.Group) -> None:
+    def check_group(self, group: update_rules.Group) -> None:
         require_not_negative(group, "lr", "eps", "weight_decay")
         for i, beta in enumerate(group["betas"]):
             if not 0.0 <= beta < 1.0:
                 raise ValueError(f"betas[{i}] is {beta}, wanted 0 <= beta < 1")
 
     def fused_step(self) -> None:
-        step_by_rule(self, rules.lamb)
+        step_by_rule(self, update_rules.lamb)
 
-    def plain_step(self, group: rules.Group, target: rules.Target) -> None:
+    def plain_step(self, group: update_rules.Group, target: update_rules.Target) -> None:
         w, g = target.weight, target.grad * (-1.0 if group["maximize"] else 1.0)
-        t, (beta1, beta2) = rules.next_step(target), group["betas"]
+        t, (beta1, beta2) = update_rules.next_step(target), group["betas"]
         m = target.buffer("exp_avg").lerp_(g, 1.0 - beta1)
         v = target.buffer("exp_avg_sq").mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
         if group["bias_correction"]:
             m, v = m / (1.0 - beta1**t), v / (1.0 - beta2**t)
         r = m / (v.sqrt() + group["eps"])
         ratio = torch.ones((), dtype=w.dtype, device=w.device)
-        if rules.adapts(group, w):
+        if update_rules.adapts(group, w):
             r = r + group["weight_decay"] * w
             w_norm, r_norm = torch.linalg.vector_norm(w), torch.linalg.vector_norm(r)
             ratio = torch.where((w_norm > 0) & (r_norm != 0), w_norm / r_norm, 1.0)
         target.param.copy_(w - group["lr"] * ratio * r)
 
 
-rules.RULES[LAMB] = rules.lamb
+update_rules.RULES[LAMB] = update_rules.lamb

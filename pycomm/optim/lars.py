@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pycomm.optim import rules
+from pycomm.optim import update_rules
 from pycomm.optim.fused import step_by_rule
 from pycomm.optim.layerwise import LayerwiseOptimizer, require_not_negative
 
@@ -67,18 +67,18 @@ class LARS(LayerwiseOptimizer):
         }
         super().__init__(params, defaults, fused)
 
-    def check_group(self, group: rules.Group) -> None:
+    def check_group(self, group: update_rules.Group) -> None:
         require_not_negative(group, "lr", "momentum", "weight_decay", "trust_coefficient")
         if group["nesterov"] and not group["momentum"] > 0:
             raise ValueError(f"nesterov wants momentum, which is {group['momentum']}")
 
     def fused_step(self) -> None:
-        step_by_rule(self, rules.lars)
+        step_by_rule(self, update_rules.lars)
 
-    def plain_step(self, group: rules.Group, target: rules.Target) -> None:
+    def plain_step(self, group: update_rules.Group, target: update_rules.Target) -> None:
         w, g = target.weight, target.grad * (-1.0 if group["maximize"] else 1.0)
         rate = torch.tensor(float(group["lr"]), dtype=w.dtype, device=w.device)
-        if rules.adapts(group, w):
+        if update_rules.adapts(group, w):
             w_norm, g_norm = torch.linalg.vector_norm(w), torch.linalg.vector_norm(g)
             ratio = group["trust_coefficient"] * w_norm / (g_norm + group["weight_decay"] * w_norm)
             rate = rate * torch.where((w_norm > 0) & (g_norm != 0), ratio, 1.0)
@@ -90,4 +90,4 @@ class LARS(LayerwiseOptimizer):
         target.param.copy_(w - step)
 
 
-rules.RULES[LARS] = rules.lars
+update_rules.RULES[LARS] = update_rules.lars

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from pycomm.optim.parameters import optimizer_parameters
-from pycomm.optim.rules import Group, Target
-from pycomm.optim.takeover import evaluate
+from pycomm.optim.step_override import evaluate
+from pycomm.optim.update_rules import Group, Target
 
 EXCLUSIONS = ("one_dimensional", "all", "none")
 """Which parameters get neither the ratio nor weight decay; biases and norm parameters have one dimension."""

@@ -8,8 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pycomm import _native
-from pycomm.schedule.program import Program
+import pycomm._native as _native
+
+Message = tuple[int, torch.Tensor]
+"""Peer, and what goes there or comes from there: contiguous, one-dimensional, not empty."""
 
 
 class Transport(Protocol):
@@ -23,7 +25,7 @@ class Transport(Protocol):
     name: str
     rank: int
     size: int
-    trusts: bool
+    skip_checks: bool
     """While true, ranks need not compare: what they do follows from what they compared before."""
     sums_half_exactly: bool
     """Whether float16/bfloat16 sums accumulate in float32 and are rounded once."""
@@ -33,9 +35,6 @@ class Transport(Protocol):
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
     def all_reduce(self, x: Any, op: str, timeout: float) -> None: ...
-    def run(self, program: Program, x: Any, op: str, timeout: float) -> None:
-        """All-reduce ``x`` by this rank's part of a schedule that all ranks have."""
-
     def reduce_scatter(self, out: Any, x: Any, op: str, timeout: float) -> None: ...
     def all_gather(self, out: Any, x: Any, timeout: float) -> None: ...
     def all_to_all(self, out: Any, x: Any, timeout: float) -> None: ...

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pycomm import _native
+import pycomm._native as _native
 from pycomm.errors import CommError
 from pycomm.transport.base import Transport
 from pycomm.transport.meeting import Meeting

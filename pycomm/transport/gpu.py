@@ -13,9 +13,7 @@ from typing import Any
 
 import torch
 
-from pycomm import _native
-from pycomm.schedule.program import Program
-from pycomm.transport.gpu_program import GpuProgram
+import pycomm._native as _native
 from pycomm.transport.nccl import NcclTransport
 
 
@@ -126,15 +124,6 @@ class GpuQueue:
         self._kept.append((moment, [*arrays, *kept]))  # nobody may reuse their memory before
         return GpuWork(self, moment, producers, None)
 
-    def run_program(self, program: Program, x: Any, op: str, timeout: float, async_op: bool) -> GpuWork | None:
-        """All-reduce ``x`` by this rank's part of a schedule that all ranks have."""
-        if self._grouped is not None:
-            raise ValueError(
-                "a schedule inside a group, wanted its rounds to be groups of their own: end the group first"
-            )
-        transport, run = self.transport(), GpuProgram(program, x, op)
-        return self.enqueue(run.arrays[:1], lambda stream: run.run(transport, stream, timeout), async_op, run.arrays)
-
     def run(self, job: Callable[[], Any], reads: Sequence[torch.Tensor | None], producers: Collection[int]) -> GpuWork:
         """Call ``job`` with the communication stream as torch's current one, ordered after ``producers``."""
         ours = self._torch_stream()
@@ -146,6 +135,11 @@ class GpuQueue:
             if tensor is not None:
                 tensor.record_stream(ours)  # its memory is not reused before our stream has come here
         return GpuWork(self, self._stream.now(), producers, result)
+
+    @property
+    def has_open_group(self) -> bool:
+        """Whether :meth:`grouped` has begun, and not ended."""
+        return self._grouped is not None
 
     @contextlib.contextmanager
     def grouped(self, timeout: float) -> Iterator[None]:

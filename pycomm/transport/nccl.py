@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from pycomm import _native
+import pycomm._native as _native
 from pycomm.errors import CommError
 
 ALGORITHMS = ("native", "ring")

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pycomm import _native
+import pycomm._native as _native
 from pycomm.transport.meeting import Meeting
 
 _HELLO = struct.Struct("=i")  # the sender's rank

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from pycomm import _native
+import pycomm._native as _native
 from pycomm.transport.rendezvous import host_identity
 from pycomm.worker import Worker
 

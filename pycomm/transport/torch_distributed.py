@@ -17,11 +17,12 @@ from typing import Any, SupportsIndex, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from pycomm import _native, kernels
+import pycomm._native as _native
+from pycomm import kernels
 from pycomm.errors import CommError
 from pycomm.kernels.arrays import DTYPES, FLOATING
 from pycomm.schedule.program import Program
-from pycomm.transport.messages import Message, run_program
+from pycomm.transport.base import Message
 from pycomm.transport.own_group import destroy_group
 from pycomm.transport.roll_call import RollCall
 
@@ -73,7 +74,7 @@ class TorchTransport:
     interruptible = False
 
     def __init__(self, group: dist.ProcessGroup, roll_call: RollCall) -> None:
-        self.trusts = False
+        self.skip_checks = False
         self._own: dist.ProcessGroup | None = group
         self._roll_call = roll_call
         self._pid = os.getpid()
@@ -101,7 +102,10 @@ class TorchTransport:
             self._reduce(tensor, op, timeout)
 
     @_counted
-    def run(self, program: Program, x: Any, op: str, timeout: float) -> None:
+    def run_schedule(
+        self, program: Program, x: Any, op: str, timeout: float, run: Callable[[torch.Tensor], None]
+    ) -> None:
+        """Compare ``program`` and ``x`` with the other ranks', then let ``run`` all-reduce ``x`` by messages."""
 
         def look() -> torch.Tensor:
             _require(
@@ -113,12 +117,12 @@ class TorchTransport:
 
         tensor = self._look(timeout, look)
         self._agree("schedule", tensor, op, program.digest >> 1, timeout)  # 63 bits
-        run_program(program, tensor, op, self, timeout)
+        run(tensor)
 
     def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], timeout: float, operation: str = "all_reduce"
     ) -> None:
-        """See :class:`pycomm.transport.messages.Messenger`."""
+        """See :class:`pycomm.execute.messages.Messenger`."""
         # As bytes: not every backend knows every type.
         group = self._group
 
@@ -309,7 +313,7 @@ class TorchTransport:
         return _tensor(target), read.clone() if lies_in else read, source.tag  # not every backend works in place
 
     def _agree(self, kind: str, x: torch.Tensor, op: str, root: int, timeout: float, tag: int = 0) -> None:
-        if self.trusts and kind != "barrier":  # whose comparison is the waiting
+        if self.skip_checks and kind != "barrier":  # whose comparison is the waiting
             return
         mine = [_KINDS.index(kind), _DTYPES.index(x.dtype), _OPS.index(op), root, x.numel(), tag]
         everyone = torch.empty(self.size * len(mine), dtype=torch.int64)

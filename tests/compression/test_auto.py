@@ -16,8 +16,8 @@ from pycomm.compression.auto import cheapest
 from pycomm.compression.pricing import Costs, Line, MeasuredLink, Operation, rehearse
 from pycomm.schedule.network import Link, Network, load
 from tests.compression.machines import gradients_of
-from tests.optim.models import attached, own_state
 from tests.ranks import RankPool
+from tests.reducer.models import attached, own_state
 
 Pools = Callable[[int], RankPool]
 

@@ -13,8 +13,8 @@ from torch import nn
 
 import pycomm
 from tests.compression.machines import PlainDGC, gradients_of
-from tests.optim.models import attached, own_state
 from tests.ranks import RankPool
+from tests.reducer.models import attached, own_state
 
 Pools = Callable[[int], RankPool]
 

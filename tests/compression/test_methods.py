@@ -15,8 +15,8 @@ from torch import nn
 
 import pycomm
 from tests.compression.machines import Gradients, gradients_of
-from tests.optim.models import attached, own_state
 from tests.ranks import RankPool
+from tests.reducer.models import attached, own_state
 
 Pools = Callable[[int], RankPool]
 

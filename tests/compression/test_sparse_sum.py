@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm import Communicator, kernels
-from pycomm.compression.bucket import Bucket
+from pycomm.bucket import Bucket
 from pycomm.compression.report import codes_of
 from pycomm.compression.sparse_choice import WAYS, choose_way, received_bytes
 from tests.ranks import RankPool

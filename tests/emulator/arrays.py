@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pycomm import _native
+import pycomm._native as _native
 
 float32, float16, bfloat16, float64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 int8, uint8, int32, int64, bool = torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool

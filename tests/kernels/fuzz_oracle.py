@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from pycomm import _native, kernels
+import pycomm._native as _native
+from pycomm import kernels
 from tests.kernels.fuzz_arrays import Slot, materialised
 from tests.kernels.fuzz_calls import Call, Refusal, Wanted, assert_close
 from tests.kernels.fuzz_junk import names_of

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pycomm import _native
+import pycomm._native as _native
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 ALL_DTYPES = (*FLOATS, torch.int8, torch.uint8, torch.int32, torch.int64)

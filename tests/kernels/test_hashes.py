@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pycomm import _native, kernels
+import pycomm._native as _native
+from pycomm import kernels
 from tests.kernels.gpus import EMULATED, Gpu, gpu, requires_gpu
 from tests.kernels.reference import ALL_DTYPES, instruction_sets, simd
 

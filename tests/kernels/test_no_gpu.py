@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pycomm import _native, kernels
+import pycomm._native as _native
+from pycomm import kernels
 
 pytestmark = pytest.mark.skipif(_native.cuda_devices()[0] > 0, reason="there is a GPU")
 
@@ -50,7 +51,7 @@ def test_a_driver_too_old(tmp_path: Path) -> None:
     source.write_text("int cuDriverGetVersion(int *v) { *v = 11040; return 0; } int cuInit(unsigned f) { return 0; }")
     subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", source], check=True, timeout=60)
     asked = subprocess.run(
-        [sys.executable, "-c", "import pycomm; from pycomm import _native; print(_native.cuda_devices()[1])"],
+        [sys.executable, "-c", "import pycomm; import pycomm._native as _native; print(_native.cuda_devices()[1])"],
         env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
         cwd="/",  # where the source tree does not hide the installed package
         capture_output=True,

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pycomm import _native, kernels
+import pycomm._native as _native
+from pycomm import kernels
 from tests.kernels.reference import FLOATS, assert_same_bits, cast, interesting, misaligned, pairs, simd
 
 __all__ = ["simd"]

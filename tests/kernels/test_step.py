@@ -14,7 +14,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from pycomm import _native, kernels
+import pycomm._native as _native
+from pycomm import kernels
 from tests.kernels import bucket
 from tests.kernels.gpus import EMULATED, Gpu, gpu, requires_gpu
 from tests.kernels.reference import assert_same_bits, instruction_sets, misaligned, simd

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, RMSprop, lr_scheduler
 
 import pycomm
-from pycomm.optim.takeover import takeover_of
+from pycomm.optim.step_override import takeover_of
 from tests.optim.stepping import assert_near, give_gradients, parameters, snapshot, take_steps
 
 Fuse = Callable[[Any], Any]

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from tests.optim.models import assert_replicas_equal, attached, rank_and_size
 from tests.ranks import RankPool
+from tests.reducer.models import assert_replicas_equal, attached, rank_and_size
 
 METHODS = {
     "dense": None,

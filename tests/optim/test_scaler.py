@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import pycomm
-from tests.optim.models import assert_replicas_equal, attached, rank_and_size
 from tests.ranks import RankPool
+from tests.reducer.models import assert_replicas_equal, attached, rank_and_size
 
 Pools = Callable[[int], RankPool]
 INTERVAL = 3

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from pycomm.optim.schedules import (
+from pycomm.optim.lr_schedules import (
     BatchSizeGrowth,
     CosineDecay,
     Decay,

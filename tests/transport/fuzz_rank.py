@@ -92,7 +92,7 @@ def _call_of(communicator: Communicator, plan: Plan, given: dict[str, Any]) -> C
     if plan.operation == "all_gather_bytes":
         options = {"mine": plan.data}
     if plan.mode == "submit":
-        return lambda: communicator.submit(lambda: method(**options))
+        return lambda: communicator.channel.submit(lambda: method(**options))
     if plan.mode == "async":
         options["async_op"] = True
     return lambda: method(**options)
@@ -160,7 +160,7 @@ def _look_at_memory(case: Case, rank: int, held: dict[str, Held], before: dict[s
 def _perform_alone(communicator: Communicator, plan: Plan) -> Report:
     """What the others know nothing of."""
     if plan.operation == "job":
-        report, result = _timed(lambda: communicator.submit(lambda: _run_job(plan.data)).wait())
+        report, result = _timed(lambda: communicator.channel.submit(lambda: _run_job(plan.data)).wait())
         right = type(plan.data).__name__ if isinstance(plan.data, Exception) else ""
         if (report.error[0] if report.error else "") != right or (not right and result != plan.data):
             report.problems.append(f"the job came to {report.error or result}")

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from pycomm import _native
+import pycomm._native as _native
 
 requires_emulator = pytest.mark.skipif(
     os.environ.get("PYCOMM_TEST_EMULATOR") != "1",

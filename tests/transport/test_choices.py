@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from pycomm import Communicator, calibration, programs, schedule
+from pycomm import Communicator, calibration, schedule
 from pycomm.calibration import calibrate
-from pycomm.programs import Programs, ranks_per_host
+from pycomm.execute import programs
+from pycomm.execute.programs import AlgorithmSelector, ranks_per_host
 from tests.ranks import PerRank, RankPool
 
 LINK = schedule.Link(alpha=1e-6, beta=1e-9, gamma=0.0)
@@ -19,7 +20,7 @@ NETWORK = schedule.Network(name="here", within_host=LINK, between_hosts=LINK)
 
 
 def chosen(communicator: Communicator, num_elements: int) -> str:
-    program = communicator._programs.find("auto", torch.empty(num_elements))
+    program = communicator._selector.find("auto", torch.empty(num_elements))
     return "native" if program is None else program.name
 
 
@@ -105,7 +106,7 @@ def test_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
         ("aabbcc", "hierarchical(3,2)"),
         ("aaaaaa", "hierarchical(3,2)"),
     ):
-        found = Programs(0, 6)
+        found = AlgorithmSelector(0, 6)
         monkeypatch.setattr(programs, "host_identity", lambda: "mine")
         found.agree(None, "torch", lambda _, hosts=hosts: [json.dumps(["", [], host]).encode() for host in hosts])
         program = found.find("hierarchical", torch.ones(1))

@@ -59,7 +59,7 @@ def use_in_a_child(transport: str) -> None:
     work.wait()
 
     def use() -> None:
-        pending = communicator.submit(lambda: None)
+        pending = communicator.channel.submit(lambda: None)
         for call in (
             lambda: communicator.all_reduce(torch.ones(10)),
             lambda: communicator.all_reduce(torch.ones(10), async_op=True).wait(),  # type: ignore[union-attr]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pycomm import _native
+import pycomm._native as _native
 from tests.transport.nccl_ranks import (
     NOW,
     Fake,

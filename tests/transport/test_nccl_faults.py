@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pycomm import CommError, _native
+import pycomm._native as _native
+from pycomm import CommError
 from tests.transport.nccl_ranks import (
     NOW,
     Fake,

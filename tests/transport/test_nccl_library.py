@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pycomm import _native
+import pycomm._native as _native
 from tests.transport.nccl_ranks import Fake, build_fake, requires_emulator
 
 pytestmark = requires_emulator
@@ -91,7 +91,7 @@ def in_new_process(script: str, *arguments: str, **environment: str) -> str:
     return result.stdout.strip()
 
 
-IMPORT = "from pycomm import _native"
+IMPORT = "import pycomm._native as _native"
 # The extension alone: importing torch takes seconds.
 LOAD = f"""
 import importlib.util

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pycomm import CommError, _native
+import pycomm._native as _native
+from pycomm import CommError
 from pycomm.transport import nccl
 from pycomm.transport.nccl import NcclTransport
 from tests.transport.nccl_ranks import NOW, Fake, contribution, on_device, on_ranks, requires_emulator, run_ranks

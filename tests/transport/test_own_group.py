@@ -83,7 +83,7 @@ def used_after_close() -> None:
         c.all_reduce(torch.ones(3), async_op=True)
         c.barrier()
         c.close()
-        work = c.submit(lambda: 1)
+        work = c.channel.submit(lambda: 1)
         assert work.is_completed()
         with pytest.raises(RuntimeError, match="the communicator is closed"):
             work.wait()
@@ -97,7 +97,7 @@ def abandoned(transport: str) -> str:
     rank = dist.get_rank()
     c = Communicator(timeout=40, transport=transport)
     if rank == 0:
-        c.abandon("it has had enough", in_step=True)
+        c.channel.abandon("it has had enough", in_step=True)
         time.sleep(1.0)
         c.close()
         return ""

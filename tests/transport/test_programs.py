@@ -22,11 +22,11 @@ import pytest
 import torch
 
 from pycomm import CommError, Communicator, schedule
-from pycomm.programs import Programs
+from pycomm.execute.programs import AlgorithmSelector
 from pycomm.schedule import COPY, REDUCE, Round, ScheduleError, verify
 from pycomm.schedule.program import program_of
-from pycomm.transport.threads import ThreadsTransport, run_threads
 from tests.ranks import PerRank, RankPool
+from tests.transport.threads import ThreadsTransport, run_threads
 
 RankPools = Callable[[int], RankPool]
 Edge = tuple[int, int, int, int, int]  # src, dst, first chunk, count, op
@@ -150,7 +150,7 @@ def run_tables(cases: list[tuple[bool, Listed]], transport: str, memory: str) ->
                     assert (wanted == start.sum(0, dtype=np.int32)).all()
                     communicator.all_reduce(x, algorithm=table_of(table))
                 else:
-                    communicator.run_program(program_of(table_of(table), rank), x)
+                    communicator.channel.run_program(program_of(table_of(table), rank), x)
                 assert (x.numpy() == wanted[rank]).all(), (memory, n, table)
 
 
@@ -258,7 +258,7 @@ def test_a_mistake_on_one_rank_is_an_error_on_all(two_ranks: RankPool, transport
 def strange_programs(num_ranks: int, rank: int) -> None:
     with Communicator(timeout=5, transport="shared_memory") as communicator:
         with pytest.raises(ValueError):  # noqa: PT011
-            communicator.run_program(program_of(schedule.by_name("ring", num_ranks), rank), torch.ones(9))
+            communicator.channel.run_program(program_of(schedule.by_name("ring", num_ranks), rank), torch.ones(9))
         require_works(communicator, "ring")
 
 
@@ -269,7 +269,7 @@ def test_a_program_of_another_group_or_rank(new_ranks: RankPools, num_ranks: int
 
 def test_rounds_that_can_be_had_only_once() -> None:
     with contextlib.suppress(ScheduleError):
-        program: Any = Programs(0, 2).find(algorithm_called("rounds only once"), torch.ones(1))
+        program: Any = AlgorithmSelector(0, 2).find(algorithm_called("rounds only once"), torch.ones(1))
         assert len(program.sends) == 1
 
 
@@ -322,13 +322,13 @@ def stopped(table: Listed) -> str:
     communicator = Communicator(transport="shared_memory", timeout=30)
     rank = communicator.rank
     communicator._timeout = 1.0 if rank == last - 1 else 30.0
-    pids = communicator.all_gather_bytes(str(os.getpid()).encode())
+    pids = communicator.channel.all_gather_bytes(str(os.getpid()).encode())
     x = communicator.empty(100_000, torch.int32).fill_(rank)
     if rank == last - 1:
         time.sleep(0.5)  # until the others wait for this rank
         os.kill(int(pids[last]), signal.SIGSTOP)
     try:
-        communicator.run_program(program_of(table_of(table), rank), x)
+        communicator.channel.run_program(program_of(table_of(table), rank), x)
         return f"ended with {x[0]}"
     except CommError as error:
         return str(error)

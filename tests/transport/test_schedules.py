@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from pycomm import Communicator, schedule
 from pycomm.schedule.program import Program, program_of
-from pycomm.transport.threads import ThreadsTransport, run_threads
 from tests.ranks import RankPool
 from tests.transport.test_collectives import DTYPES, contribution
+from tests.transport.threads import ThreadsTransport, run_threads
 
 SOME = (torch.float32, torch.bfloat16, torch.int32)
 LARGE = (torch.float32, torch.uint8)  # for arrays of a million elements

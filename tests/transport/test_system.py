@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-from pycomm import _native
+import pycomm._native as _native
 
 
 def test_states_of_processes() -> None:

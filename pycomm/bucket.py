@@ -1,0 +1,187 @@
+"""A bucket: gradients that travel together, in one flat piece of memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from pycomm import kernels
+from pycomm.fingerprint import FINGERPRINT_PLACES, put_fingerprint
+from pycomm.held import is_held, is_shared, storage_uses
+from pycomm.layout import laid_out_like, on_gpu, view_like
+
+
+class Group(Protocol):
+    """Ranks among which a bucket travels: how many they are, and memory that all of them reach."""
+
+    @property
+    def size(self) -> int: ...
+    def empty(self, shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
+
+
+class Bucket:
+    """The averaged gradients of ``params``, one after the other in ``flat``; ``views[i]`` is the i-th.
+
+    ``flat`` lies in memory that the transport reaches directly. Behind the gradients follow the flags,
+    so that they travel, and are added up, in the same message: one per parameter, whether it was used;
+    one that is not 0 where a rank's gradients are too large for the sum to be sure to be finite; and the
+    places of a fingerprint (see fingerprint.py). ``algorithm`` is how dense sums over the ranks are made.
+
+    The views are handed out as ``.grad``, and what users do with their gradients must not reach the
+    next ones: :meth:`repair` and :meth:`leave_to_users`.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        params: Sequence[torch.Tensor],
+        group: Group,
+        algorithm: str = "auto",
+    ) -> None:
+        self.names = list(names)
+        self.algorithm = algorithm
+        self.numels = [p.numel() for p in params]
+        self.dtype = params[0].dtype
+        self.device = params[0].device
+        self.on_gpu = on_gpu(params[0])
+        self.num_elements = sum(self.numels)
+        self._params = list(params)
+        self._scratch, self._stayed_scratch = kernels.Scratch(), kernels.Scratch()
+        self.num_flags = len(params) + 1 + FINGERPRINT_PLACES
+        self._group = group
+        itemsize = self.dtype.itemsize
+        self._offsets = [itemsize * begin for begin in itertools.accumulate(self.numels, initial=0)][:-1]
+        self._handed_out_uses = 0  # of the storage, when the views were handed out
+        self.use(self._new_memory())
+
+    def _new_memory(self) -> torch.Tensor:
+        return self._group.empty(self.num_elements + self.num_flags, self.dtype, self.device)
+
+    def use(self, memory: torch.Tensor) -> None:
+        """Let the gradients live in ``memory`` from now on: ``num_elements`` + ``num_flags``."""
+        self.memory = memory
+        self.flat = memory[: self.num_elements]
+        self.flags = memory[self.num_elements :]
+        num_params = len(self.numels)
+        self.used_flags, self.too_large_flag = self.flags[:num_params], self.flags[num_params]
+        self.fingerprint_places = self.flags[num_params + 1 :]
+        self._address = memory.data_ptr()
+        self.views = [view_like(part, p) for part, p in zip(self.parts(memory), self._params, strict=True)]
+
+    def params(self) -> list[torch.Tensor]:
+        """The parameters themselves, without gradients."""
+        return [p.detach() for p in self._params]
+
+    def parts(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Memory laid out like the bucket's, cut up by parameter."""
+        return list(torch.split(memory[: self.num_elements], self.numels))
+
+    def holds(self, index: int, grad: torch.Tensor) -> bool:
+        """Whether ``grad`` already lies where the bucket keeps the ``index``-th gradient."""
+        return self._is_in_place(index, grad) and grad.stride() == self.views[index].stride()
+
+    def _is_in_place(self, index: int, tensor: torch.Tensor) -> bool:
+        return tensor.data_ptr() == self._address + self._offsets[index] or tensor.numel() == 0
+
+    def repair(self) -> None:
+        """Replace the views whose memory somebody has exchanged, as ``p.grad.data = ...`` and ``module.to()`` do."""
+        begin = self._address
+        for i, (view, offset) in enumerate(zip(self.views, self._offsets, strict=True)):
+            if view.data_ptr() != begin + offset and self.numels[i] > 0:
+                self.views[i] = view_like(self.parts(self.memory)[i], self._params[i])
+
+    def note_handed_out(self) -> None:
+        """The views are ``.grad`` now; whoever refers to the memory besides them comes later."""
+        self._handed_out_uses = storage_uses(self.memory)
+
+    def leave_to_users(self) -> None:
+        """Before gradients are written: what users kept of the last ones stays as it is.
+
+        A kept view that is ``.grad`` no more gets memory of its own. Where something derived from a view
+        is kept, the whole memory is left to it, and the bucket gets other memory. What still is ``.grad``
+        is written in place, as autograd would.
+        """
+        dropped = [i for i, param in enumerate(self._params) if param.grad is not self.views[i]]
+        if not dropped:
+            return
+        if self._is_aliased() or any(is_shared(self.views[i]) for i in dropped):
+            self.use(self._new_memory())
+            self._handed_out_uses = 0
+            return
+        for i in dropped:
+            if is_held(self.views, i):
+                kept = self.views[i]
+                kept.data = kept.clone(memory_format=torch.preserve_format)
+                del kept
+                self.views[i] = view_like(self.parts(self.memory)[i], self._params[i])
+
+    def is_kept(self) -> bool:
+        """Whether somebody refers to what was handed out, besides ``.grad``."""
+        return self._is_aliased() or any(
+            is_held(self.views, i, is_grad=param.grad is self.views[i]) for i, param in enumerate(self._params)
+        )
+
+    def _is_aliased(self) -> bool:
+        return bool(self._handed_out_uses) and storage_uses(self.memory) > self._handed_out_uses
+
+    def gather(
+        self,
+        grads: Sequence[torch.Tensor | None],
+        scale: float | torch.Tensor = 1.0,
+        fingerprint: torch.Tensor | None = None,
+    ) -> None:
+        """Bring ``grads`` times ``scale`` into ``flat``, zeros for ``None``, and set the flags."""
+        start = end = 0
+        run: list[torch.Tensor] = []
+        fits: list[torch.Tensor] = []
+        stayed: list[torch.Tensor] = []
+        limit = self.limit(self.dtype)
+        scaled = isinstance(scale, torch.Tensor) or scale != 1.0
+
+        def pack_run() -> None:
+            if run:
+                fits.append(kernels.pack(run, self.flat[start:end], scale, limit=limit, scratch=self._scratch))
+                run.clear()
+
+        for i, grad in enumerate(grads):
+            # What lies in its place already is packed only to be scaled.
+            stays = grad is None or (self.holds(i, grad) and not scaled)
+            raw = None if grad is None or stays else laid_out_like(grad, self.views[i])
+            if raw is not None:
+                run.append(raw)
+            else:
+                pack_run()
+                if grad is None:
+                    self.views[i].zero_()
+                else:
+                    stayed.append(self.parts(self.memory)[i])
+                start = end + self.numels[i]
+            end += self.numels[i]
+        pack_run()
+        if stayed:
+            fits.append(kernels.absmax(stayed, scratch=self._stayed_scratch) < limit)
+        self.set_flags(grads, fits, fingerprint)
+
+    def limit(self, dtype: torch.dtype) -> float:
+        """As many magnitudes below it as there are ranks have a sum that is finite in ``dtype``."""
+        return torch.finfo(dtype).max / self._group.size
+
+    def finite(self) -> torch.Tensor:
+        """Whether all gradients of all ranks, and so their sum, are finite: 0-d bool, once the flags have travelled."""
+        return self.too_large_flag == 0.0
+
+    def set_flags(
+        self, grads: Sequence[torch.Tensor | None], fits: Sequence[torch.Tensor], fingerprint: torch.Tensor | None
+    ) -> None:
+        """``fits``: 0-d bools, whether gradients are below the limit. ``fingerprint``: see fingerprint.py."""
+        self.used_flags.fill_(1.0)
+        for i, grad in enumerate(grads):
+            if grad is None:
+                self.flags[i].zero_()  # assigning a number would copy it from the host, and wait
+        self.too_large_flag.zero_()
+        for flag in fits:
+            self.too_large_flag += ~flag
+        put_fingerprint(self.fingerprint_places, fingerprint)

@@ -1,0 +1,126 @@
+"""Running a program between GPUs: NCCL's sends and receives, a group per round, and our kernels for what they bring.
+
+Nothing waits on the host. Everything is enqueued on one stream, so a round's kernels run after its
+messages, and the next round's messages after them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from pycomm import kernels
+from pycomm.execute.messages import rounds_of
+from pycomm.kernels.arrays import DTYPES, FLOATING, Part, dtype_of, empty
+from pycomm.schedule.program import Program
+from pycomm.transport.gpu import GpuQueue, GpuWork
+from pycomm.transport.nccl import NcclTransport
+
+_OPS = ("sum", "mean", "min", "max")
+
+
+class GpuProgram:
+    """An all-reduce of ``x`` by ``program``, ready to be enqueued.
+
+    Means divide the sums in the end; those of half types are summed in float32.
+
+    Attributes:
+        arrays: what must live until the stream has come past it; memory of our own is made here, on
+            the stream that ``x`` is made on.
+
+    Raises:
+        TypeError: a dtype that does not suit ``op``. ValueError: ``x`` is not contiguous, or ``op`` unknown.
+    """
+
+    def __init__(self, program: Program, x: Any, op: str) -> None:
+        dtype, self._count = dtype_of(x), _require_contiguous(x)
+        if op not in _OPS:
+            raise ValueError(f"op is '{op}', wanted one of {', '.join(_OPS)}")
+        if dtype not in DTYPES:
+            raise TypeError(f"x has dtype {dtype}, wanted one of {', '.join(DTYPES)}")
+        if op == "mean" and dtype not in FLOATING:
+            raise TypeError(f"op 'mean' wants a floating dtype, x has {dtype}")
+        self._program = program
+        self._op = op
+        self._x = x
+        widens = op == "mean" and dtype in ("float16", "bfloat16")
+        self._working = empty(x, (self._count,), "float32") if widens else x
+        self._rounds = list(rounds_of(program))
+        room = max((sum(self._length(row) for row in receives if row[3]) for _, receives in self._rounds), default=0)
+        self._incoming = empty(x, (room,), dtype_of(self._working))
+        self._scratch = kernels.Scratch()
+        self.arrays = [x, self._working, self._incoming, self._scratch]
+
+    def run(self, transport: NcclTransport, stream: int, timeout: float) -> None:
+        """Enqueue it."""
+        whole, working = (Part(array, 0, self._count, stream) for array in (self._x, self._working))
+        if self._working is not self._x and self._count:
+            self._scale(whole, working, 1.0)
+        for sends, receives in self._rounds:
+            self._do_round(sends, receives, transport, stream, timeout)
+        if self._op == "mean" and self._count:
+            self._scale(working, whole, 1.0 / self._program.num_ranks)
+
+    def _do_round(
+        self, sends: list[list[int]], receives: list[list[int]], transport: NcclTransport, stream: int, timeout: float
+    ) -> None:
+        sums, used = [], 0
+        with transport.grouped(timeout):
+            for row in receives:
+                own = target = self._part(row, stream)
+                if row[3]:
+                    target = Part(self._incoming, used, len(own), stream)
+                    used += len(own)
+                    sums.append((row[0], own, target))
+                if len(own):
+                    transport.recv(target, row[0], stream, timeout)
+            for row in sends:
+                part = self._part(row, stream)
+                if len(part):
+                    transport.send(part, row[0], stream, timeout)
+        for peer, own, theirs in sums:
+            if len(own):
+                # In the order of the ranks: partners that exchange sums get the same bits, also of zeros and NaNs.
+                operands = [theirs, own] if peer < self._program.rank else [own, theirs]
+                kernels.reduce(own, operands, "sum" if self._op == "mean" else self._op, scratch=self._scratch)
+
+    def _part(self, row: list[int], stream: int) -> Part:
+        return Part(self._working, self._program.border(row[1], self._count), self._length(row), stream)
+
+    def _length(self, row: list[int]) -> int:
+        chunk, count = row[1:3]
+        return self._program.border(chunk + count, self._count) - self._program.border(chunk, self._count)
+
+    def _scale(self, src: Part, out: Part, scale: float) -> None:
+        kernels.unpack(src, [out], scale, scratch=self._scratch)
+
+
+def run_on_gpu(queue: GpuQueue, program: Program, x: Any, op: str, timeout: float, async_op: bool) -> GpuWork | None:
+    """All-reduce ``x``, on the GPU of ``queue``, by this rank's part of a schedule that all ranks have.
+
+    Raises:
+        ValueError: inside a group. Otherwise as :class:`GpuProgram`, and as NCCL's operations.
+    """
+    if queue.has_open_group:
+        raise ValueError("a schedule inside a group, wanted its rounds to be groups of their own: end the group first")
+    transport, run = queue.transport(), GpuProgram(program, x, op)
+    return queue.enqueue(run.arrays[:1], lambda stream: run.run(transport, stream, timeout), async_op, run.arrays)
+
+
+def _require_contiguous(x: Any) -> int:
+    """Its number of elements."""
+    if isinstance(x, torch.Tensor):
+        contiguous, shape = x.is_contiguous(), tuple(x.shape)
+    else:
+        interface = x.__cuda_array_interface__
+        shape, strides = tuple(interface["shape"]), interface.get("strides")
+        if interface["data"][1]:
+            raise ValueError("x is read-only, wanted an array to write to")
+        width = int(interface["typestr"][2:])
+        dense = [width * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        contiguous = strides is None or list(strides) == dense or 0 in shape
+    if not contiguous:
+        raise ValueError("x is not contiguous, wanted a contiguous array to write to")
+    return math.prod(shape)

@@ -1,0 +1,54 @@
+"""Memory layouts of tensors: dense ones, and flat aliases of them."""
+
+from __future__ import annotations
+
+import torch
+
+
+def on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether what is computed from ``tensor`` is not known to the host without waiting for a GPU."""
+    return tensor.is_cuda
+
+
+def view_like(part: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """``part`` shaped as ``param``, in its memory order where that is dense (channels_last, say)."""
+    # .data: a version counter of its own, which tells whether this very gradient was written to.
+    if param.is_contiguous() or not is_dense(param):
+        return part.view(param.shape).data
+    return part.as_strided(param.shape, param.stride()).data
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill one gap-free piece of memory, in any order of the dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def require_dense(param: torch.Tensor) -> None:
+    """ValueError unless the elements of ``param`` fill one piece of memory."""
+    if not param.is_contiguous() and not is_dense(param):
+        raise ValueError(f"a parameter of shape {list(param.shape)} has gaps or overlaps in memory; see .contiguous()")
+
+
+def flat_alias(grad: torch.Tensor, view: torch.Tensor) -> torch.Tensor | None:
+    """``grad``'s memory in the order of ``view``'s, without copying; ``None`` if their layouts differ."""
+    if grad.is_contiguous() and view.is_contiguous():
+        return grad
+    if grad.stride() == view.stride() and is_dense(grad):
+        return grad.as_strided((grad.numel(),), (1,))
+    return None
+
+
+def laid_out_like(grad: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """``grad``'s elements in the memory order of ``view``; a copy only if its own order differs."""
+    raw = flat_alias(grad, view)
+    if raw is None:
+        raw = flat_alias(
+            torch.empty_strided(view.shape, view.stride(), dtype=grad.dtype, device=grad.device).copy_(grad), view
+        )
+    assert raw is not None, "views are dense"
+    return raw

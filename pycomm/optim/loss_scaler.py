@@ -1,0 +1,288 @@
+"""Loss scaling whose verdict the ranks share already."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable
+from enum import Enum, auto
+from typing import Any
+
+import torch
+
+from pycomm import kernels
+from pycomm.optim.attached import reducer_of
+from pycomm.optim.fused import fused_step_of
+from pycomm.optim.master_weights import MasterWeights
+from pycomm.optim.parameters import optimizer_parameters
+
+_LEAST_USEFUL = 2.0**-10  # no gradient of a sound model overflows at such a scale
+
+
+class _Stage(Enum):
+    READY = auto()
+    UNSCALED = auto()
+    STEPPED = auto()
+
+
+class LossScaler:
+    """Multiplies the loss so that small gradients survive half precision; used as ``torch.amp.GradScaler`` is.
+
+    ::
+
+        scaler = pycomm.LossScaler()
+        reducer = pycomm.attach(optimizer, model, loss_scaler=scaler)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)        # where gradients are to be clipped or looked at
+        scaler.step(optimizer)            # skipped where a gradient is not finite, on every rank
+        scaler.update()
+
+    With ``attach``, whether gradients are finite is known from what all ranks received alike: ranks
+    agree on a skip without a message. Where the optimizer steps by pycomm's kernels
+    (:func:`pycomm.fuse`, :func:`pycomm.master_weights`), ``step`` divides by the scale inside the step.
+    Ragged accumulation windows are flushed first (see ``Reducer.flush``: with ``accumulate`` > 1,
+    ``unscale_`` and ``step`` are collective). On a GPU ``step`` waits for the verdict, once.
+
+    The scale is halved after a step that was skipped, and doubled after ``growth_interval`` steps in
+    a row that were not (Micikevicius et al., "Mixed Precision Training", 2018, section 3.2).
+    ``state_dict`` is GradScaler's.
+
+    Args:
+        init_scale: what the loss is multiplied with at first.
+        growth_interval, growth_factor, backoff_factor: as above.
+        dynamic: whether the scale changes at all. A static one still skips steps.
+        enabled: ``False``: every call does as if there were no scaler.
+
+    Attributes:
+        skipped_steps: how many calls of ``step`` did not step, since this object was made.
+
+    Raises:
+        TypeError, ValueError: a number out of range.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_interval: int = 2000,
+        *,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        dynamic: bool = True,
+        enabled: bool = True,
+    ) -> None:
+        if not (init_scale > 0 and math.isfinite(init_scale)):
+            raise ValueError(f"init_scale is {init_scale}, wanted a positive number")
+        if not (growth_factor > 1 and math.isfinite(growth_factor)):
+            raise ValueError(f"growth_factor is {growth_factor}, wanted a number above 1")
+        if not 0 < backoff_factor < 1:
+            raise ValueError(f"backoff_factor is {backoff_factor}, wanted a number between 0 and 1")
+        if isinstance(growth_interval, bool) or not isinstance(growth_interval, int):
+            raise TypeError(f"growth_interval is {growth_interval!r}, wanted an int")
+        if growth_interval < 1:
+            raise ValueError(f"growth_interval is {growth_interval}, wanted at least 1")
+        self._scale = float(init_scale)
+        self._growth_factor, self._backoff_factor = float(growth_factor), float(backoff_factor)
+        self._growth_interval = growth_interval
+        self._growth_tracker = 0
+        self._dynamic, self._enabled = dynamic, enabled
+        self._stages: dict[int, tuple[torch.optim.Optimizer, _Stage, bool]] = {}  # by id; finite where UNSCALED
+        self._verdicts: list[bool] = []
+        self._warned = False
+        self.skipped_steps = 0
+
+    def scale(self, outputs: Any) -> Any:
+        """``outputs``, a tensor or any nesting of iterables of tensors, times the scale."""
+        if not self._enabled:
+            return outputs
+        if isinstance(outputs, torch.Tensor):
+            return outputs * self._scale
+        if isinstance(outputs, Iterable):
+            scaled = map(self.scale, outputs)
+            return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
+        raise TypeError(f"outputs is a {type(outputs).__name__}, wanted a tensor or an iterable of tensors")
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients of ``optimizer``'s parameters by the scale, in place.
+
+        Half-precision parameters with :func:`pycomm.master_weights` keep their scaled gradients, which
+        would underflow; the true ones are in ``.grad`` of ``MasterWeights.parameters()``.
+
+        Raises:
+            RuntimeError: called twice, or after ``step``, since the last ``update``.
+            ValueError: half-precision gradients without master weights.
+        """
+        if not self._enabled:
+            return
+        stage = self._stage(optimizer)
+        if stage is _Stage.UNSCALED:
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+        if stage is _Stage.STEPPED:
+            raise RuntimeError("unscale_() is being called after step().")
+        finite = self._is_finite(optimizer)
+        fused = fused_step_of(optimizer)
+        if isinstance(fused, MasterWeights):
+            fused.unscale(1.0 / self._scale)
+        else:
+            self._unscale_in_place(optimizer)
+        self._stages[id(optimizer)] = (optimizer, _Stage.UNSCALED, finite)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """``optimizer.step(*args, **kwargs)`` with unscaled gradients, unless one is not finite.
+
+        Returns:
+            What ``optimizer.step`` does; ``None`` where it was skipped.
+
+        Raises:
+            RuntimeError: called twice since the last ``update``, or with a closure.
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        if "closure" in kwargs or args:
+            raise RuntimeError("LossScaler.step takes no closure")
+        stage = self._stage(optimizer)
+        if stage is _Stage.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        finite = self._is_finite(optimizer) if stage is _Stage.READY else self._stages[id(optimizer)][2]
+        self._stages[id(optimizer)] = (optimizer, _Stage.STEPPED, finite)
+        self._verdicts.append(finite)
+        fused = fused_step_of(optimizer)
+        if not finite:
+            self.skipped_steps += 1
+            self._warn_of_hopelessness(optimizer)
+            if fused is not None:
+                fused.forget()
+            return None
+        if stage is _Stage.READY:
+            if fused is not None:
+                fused.pending = fused.pending * (1.0 / self._scale)
+            else:
+                self._unscale_in_place(optimizer)
+        return optimizer.step(**kwargs)
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """The scale for the next step, by how the last ones went; or ``new_scale``.
+
+        Raises:
+            RuntimeError: no ``step`` since the last ``update``. ValueError: ``new_scale`` is not positive.
+        """
+        if not self._enabled:
+            return
+        if new_scale is not None:
+            value = float(new_scale)
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"new_scale is {value}, wanted a positive number")
+            self._scale = value
+        else:
+            if not self._verdicts:
+                raise RuntimeError("no step() since the last update()")
+            if self._dynamic:
+                self._adapt(all(self._verdicts))
+        for optimizer, _, _ in self._stages.values():
+            if (fused := fused_step_of(optimizer)) is not None:
+                fused.forget()
+        self._verdicts.clear()
+        self._stages.clear()
+
+    def get_scale(self) -> float:
+        """The scale; known to the host, also when training on a GPU. 1.0 where not enabled."""
+        return self._scale if self._enabled else 1.0
+
+    def get_growth_factor(self) -> float:
+        return self._growth_factor
+
+    def get_backoff_factor(self) -> float:
+        return self._backoff_factor
+
+    def get_growth_interval(self) -> int:
+        return self._growth_interval
+
+    def is_enabled(self) -> bool:
+        return self._enabled
+
+    def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether ``unscale_`` was called on ``optimizer`` in this step; or there is nothing to unscale."""
+        return not self._enabled or self._stage(optimizer) is _Stage.UNSCALED
+
+    def state_dict(self) -> dict[str, Any]:
+        """GradScaler's keys; empty where not enabled."""
+        if not self._enabled:
+            return {}
+        return {
+            "scale": self._scale,
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+            "_growth_tracker": self._growth_tracker,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict`, or GradScaler's, gave.
+
+        Raises:
+            RuntimeError: it is empty, of a scaler that was not enabled. ValueError: a key is missing,
+                or holds no number.
+        """
+        if not self._enabled:
+            return
+        if not isinstance(state_dict, dict):
+            raise ValueError(f"the state is a {type(state_dict).__name__}, wanted what state_dict() returned")
+        if not state_dict:
+            raise RuntimeError("the state is empty: it was saved by a scaler that was not enabled")
+        missing = [key for key in self.state_dict() if key not in state_dict]
+        if missing:
+            raise ValueError(f"the state has no {missing[0]!r}")
+        for key in self.state_dict():
+            value, least = state_dict[key], 0.0 if key == "_growth_tracker" else math.ulp(0.0)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
+                raise ValueError(f"the state's {key!r} is {value!r}, wanted a positive number")
+        self._scale = float(state_dict["scale"])
+        self._growth_factor, self._backoff_factor = state_dict["growth_factor"], state_dict["backoff_factor"]
+        self._growth_interval, self._growth_tracker = state_dict["growth_interval"], state_dict["_growth_tracker"]
+
+    def _stage(self, optimizer: torch.optim.Optimizer) -> _Stage:
+        return self._stages[id(optimizer)][1] if id(optimizer) in self._stages else _Stage.READY
+
+    def _adapt(self, finite: bool) -> None:
+        if not finite:
+            self._scale *= self._backoff_factor
+            self._growth_tracker = 0
+            return
+        self._growth_tracker += 1
+        if self._growth_tracker == self._growth_interval:
+            grown = self._scale * self._growth_factor
+            if grown <= torch.finfo(torch.float32).max:
+                self._scale = grown
+            self._growth_tracker = 0
+
+    def _is_finite(self, optimizer: torch.optim.Optimizer) -> bool:
+        reducer = reducer_of(optimizer)
+        if reducer is not None:
+            return reducer.settle()
+        grads = _gradients(optimizer)
+        return not grads or bool(torch.isfinite(kernels.squared_norms(grads)).all())
+
+    def _unscale_in_place(self, optimizer: torch.optim.Optimizer) -> None:
+        grads = _gradients(optimizer)
+        for grad in grads:
+            if grad.dtype == torch.float16:
+                raise ValueError("gradients in float16 would underflow without the scale: see pycomm.master_weights")
+        if grads:
+            torch._foreach_mul_(grads, 1.0 / self._scale)
+
+    def _warn_of_hopelessness(self, optimizer: torch.optim.Optimizer) -> None:
+        """Halving the scale does not help against NaN: say where it comes from."""
+        if self._warned or self._scale > _LEAST_USEFUL:
+            return
+        self._warned = True
+        reducer = reducer_of(optimizer)
+        where = None if reducer is None else reducer.name_of_not_finite()
+        warnings.warn(
+            f"gradients are not finite at a loss scale of {self._scale:g}: this is no overflow. "
+            + (f"The first is in {where}" if where else "Look for NaN in the loss and the parameters"),
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p.grad for p in optimizer_parameters(optimizer) if p.grad is not None]

@@ -1,0 +1,363 @@
+"""Learning rate and batch size for large batches: how they scale with each other, warm up and decay."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from pycomm.checks import count
+
+
+def linear_scaled_lr(base_lr: float, batch_size: int, base_batch_size: int = 256) -> float:
+    """``base_lr * batch_size / base_batch_size``: the learning rate grows as the global batch does.
+
+    Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 2.1; to be used with warm-up (section 2.2).
+
+    Args:
+        base_lr: the learning rate that was tuned at ``base_batch_size``.
+        batch_size: samples per optimizer step, over all ranks.
+        base_batch_size: as ``batch_size``, in the run where ``base_lr`` was tuned.
+
+    Raises:
+        TypeError, ValueError: an argument is not positive, or a batch size not an int.
+    """
+    return _lr(base_lr) * count("batch_size", batch_size, 1) / count("base_batch_size", base_batch_size, 1)
+
+
+def sqrt_scaled_lr(base_lr: float, batch_size: int, base_batch_size: int = 256) -> float:
+    """``base_lr * sqrt(batch_size / base_batch_size)``, with the arguments of :func:`linear_scaled_lr`.
+
+    Krizhevsky 2014, "One weird trick for parallelizing convolutional neural networks"; the
+    rule of LAMB (You et al. 2020, "Large Batch Optimization for Deep Learning", section 4).
+    """
+    return _lr(base_lr) * math.sqrt(count("batch_size", batch_size, 1) / count("base_batch_size", base_batch_size, 1))
+
+
+@dataclass(frozen=True)
+class CosineDecay:
+    """From 1 at the end of the warm-up to ``final`` at step ``total_steps``, by half a cosine; then constant.
+
+    Loshchilov and Hutter 2017, "SGDR", equation 5 without restarts.
+
+    Args:
+        total_steps: optimizer steps of the run, warm-up included.
+        final: the last learning rate, as a part of the highest one; 0 to 1.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+    """
+
+    total_steps: int
+    final: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "total_steps", count("total_steps", self.total_steps, 1))
+        object.__setattr__(self, "final", _part("final", self.final))
+
+    def factor(self, step: int, warmup_steps: int) -> float:
+        done = _progress(step, warmup_steps, self.total_steps)
+        return self.final + (1 - self.final) * (1 + math.cos(math.pi * done)) / 2
+
+
+@dataclass(frozen=True)
+class PolynomialDecay:
+    """``final + (1 - final) * (1 - t) ** power``, t from 0 at the end of the warm-up to 1 at ``total_steps``.
+
+    Then constant. Power 1 is the linear decay of LAMB; LARS (You et al. 2017, "Large Batch Training of
+    Convolutional Networks", section 5) uses 2.
+
+    Args:
+        total_steps: optimizer steps of the run, warm-up included.
+        power: positive.
+        final: the last learning rate, as a part of the highest one; 0 to 1.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+    """
+
+    total_steps: int
+    power: float = 1.0
+    final: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "total_steps", count("total_steps", self.total_steps, 1))
+        power = _number("power", self.power, "a positive number", lambda x: 0 < x < math.inf)
+        object.__setattr__(self, "power", power)
+        object.__setattr__(self, "final", _part("final", self.final))
+
+    def factor(self, step: int, warmup_steps: int) -> float:
+        done = _progress(step, warmup_steps, self.total_steps)
+        return self.final + (1 - self.final) * math.pow(1 - done, self.power)
+
+
+@dataclass(frozen=True)
+class StepDecay:
+    """``gamma`` to the number of ``milestones`` that have been reached.
+
+    Args:
+        milestones: steps at which the learning rate falls, increasing, counted from the start of the
+            run and none of them inside the warm-up.
+        gamma: above 0, at most 1.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+    """
+
+    milestones: tuple[int, ...]
+    gamma: float = 0.1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "milestones", _milestones(self.milestones))
+        gamma = _number("gamma", self.gamma, "above 0 and at most 1", lambda x: 0 < x <= 1)
+        object.__setattr__(self, "gamma", gamma)
+
+    def factor(self, step: int, warmup_steps: int) -> float:
+        return float(self.gamma ** bisect_right(self.milestones, step))
+
+
+Decay = CosineDecay | PolynomialDecay | StepDecay
+
+
+class WarmupLR(LRScheduler):
+    """Gradual warm-up, then decay: a torch scheduler that is stepped after every optimizer step.
+
+    ``WarmupLR(optimizer, 500, CosineDecay(total_steps=90_000), start_factor=0.1)``. Optimizer step s,
+    counted from 0, is done with the group's own lr times ``start_factor + (1 - start_factor) * s /
+    warmup_steps`` in the warm-up and times what ``decay`` says from step ``warmup_steps`` on. It depends
+    on nothing but s: what else was done to ``group["lr"]`` lasts until the next ``step()``.
+
+    Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 2.2: per iteration, over 5 epochs, from
+    the unscaled learning rate, which is a ``start_factor`` of ``base_batch_size / batch_size``. The
+    momentum correction of section 3 is not needed with torch.optim.SGD, whose velocity is free of lr.
+
+    To resume, construct this first and then load the states of the optimizer (it holds the lr) and of
+    the scheduler. Another schedule from there on needs ``last_epoch`` instead of a state.
+
+    Args:
+        optimizer: any torch optimizer; its groups may differ in lr, and lr may be a tensor.
+        warmup_steps: optimizer steps of the warm-up; 0 for none.
+        decay: :class:`CosineDecay`, :class:`PolynomialDecay`, :class:`StepDecay`, or ``None`` for a
+            constant learning rate after the warm-up.
+        start_factor: where the warm-up starts, as a part of lr; 0 to 1.
+        last_epoch: the last optimizer step that was done, n - 1 after n steps; -1 at the start of a run.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong, or the warm-up reaches into the decay.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        warmup_steps: int,
+        decay: Decay | None = None,
+        *,
+        start_factor: float = 0.0,
+        last_epoch: int = -1,
+    ) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer is a {type(optimizer).__name__}, wanted a torch.optim.Optimizer")
+        self.warmup_steps = count("warmup_steps", warmup_steps, 0)
+        self.start_factor = _part("start_factor", start_factor)
+        self.decay = decay
+        _check_warmup(self.warmup_steps, decay)
+        super().__init__(optimizer, count("last_epoch", last_epoch, -1))
+
+    def factor(self, step: int) -> float:
+        """What lr is multiplied with in optimizer step ``step``."""
+        if step < self.warmup_steps:
+            return self.start_factor + (1 - self.start_factor) * step / self.warmup_steps
+        return 1.0 if self.decay is None else self.decay.factor(step, self.warmup_steps)
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        # Numbers, also where lr is a tensor: LRScheduler would read a tensor back from its device in every step.
+        self.base_lrs = [float(lr) for lr in self.base_lrs]
+        factor = self.factor(self.last_epoch)
+        return [lr * factor for lr in self.base_lrs]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step, the learning rates and the schedule, as plain values for ``torch.load(weights_only=True)``."""
+        own = ("warmup_steps", "start_factor", "decay")
+        state = {key: value for key, value in super().state_dict().items() if key not in own}
+        return {**state, "schedule": self._schedule()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken.
+
+        Raises:
+            ValueError: it is of another schedule or another number of parameter groups; nothing is changed.
+        """
+        _check_keys(state_dict, self.state_dict(), "WarmupLR")
+        state = dict(state_dict)
+        _check_same(
+            state.pop("schedule", None),
+            self._schedule(),
+            "WarmupLR",
+            "; for another schedule, construct it with last_epoch",
+        )
+        groups = len(self.optimizer.param_groups)
+        for key in ("base_lrs", "_last_lr"):
+            if not _are_numbers(state[key]):
+                raise ValueError(f"state_dict[{key!r}] is {state[key]!r}, wanted a list of numbers")
+        if len(state["base_lrs"]) != groups:
+            raise ValueError(f"state_dict has {len(state['base_lrs'])} parameter groups, the optimizer has {groups}")
+        if not isinstance(state["last_epoch"], int) or state["last_epoch"] < -1:
+            raise ValueError(f"state_dict['last_epoch'] is {state['last_epoch']!r}, wanted an int")
+        super().load_state_dict(state)
+
+    def _schedule(self) -> dict[str, Any]:
+        schedule: dict[str, Any] = {"warmup_steps": self.warmup_steps, "start_factor": self.start_factor}
+        if self.decay is None:
+            return {**schedule, "decay": None}
+        schedule |= {"decay": type(self.decay).__name__, **asdict(self.decay)}
+        # A list, as it comes back from JSON.
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in schedule.items()}
+
+
+class BatchSizeGrowth:
+    """A batch that grows by ``factor`` at every milestone, instead of a learning rate that falls by it.
+
+    Smith et al. 2018, "Don't Decay the Learning Rate, Increase the Batch Size", sections 2 and 3: what
+    matters is the noise scale, about lr * dataset size / batch size. ``lr_factor`` is what remains for
+    the learning rate: 1 as long as the batch may grow and the growth is a whole number of samples, less
+    where ``maximum`` stops it, so that after r milestones always::
+
+        lr_factor / batch_size == (1 / factor) ** r / initial
+
+    With :class:`WarmupLR`, which sets the lr anew in every step::
+
+        optimizer.step()
+        scheduler.step()
+        growth.step()
+        for group in optimizer.param_groups:
+            group["lr"] *= growth.lr_factor
+
+    Args:
+        initial: samples per optimizer step at the start, over all ranks.
+        milestones: optimizer steps, increasing, counted from the start of the run.
+        factor: above 1; 10 stands for a decay by 0.1.
+        maximum: the largest batch; ``None`` for no limit.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+    """
+
+    def __init__(self, initial: int, milestones: Iterable[int], factor: float, maximum: int | None = None) -> None:
+        self.initial = count("initial", initial, 1)
+        self.milestones = _milestones(milestones)
+        self.factor = _number("factor", factor, "a number above 1", lambda x: 1 < x < math.inf)
+        self.maximum = None if maximum is None else count("maximum", maximum, 1)
+        if self.maximum is not None and self.maximum < self.initial:
+            raise ValueError(f"maximum is {self.maximum}, wanted at least initial = {self.initial}")
+        self.steps = 0
+
+    def step(self) -> None:
+        """Count one optimizer step."""
+        self.steps += 1
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of the next optimizer step, over all ranks."""
+        size = round(self._wanted())
+        return size if self.maximum is None else min(size, self.maximum)
+
+    @property
+    def lr_factor(self) -> float:
+        """What the learning rate must be multiplied with in the next optimizer step."""
+        # From the batch as it is, not as it should be: this makes up for its rounding as for its limit.
+        return self.batch_size / self._wanted()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step and what was asked for, as plain values. Not ``maximum``: other ranks may hold other batches."""
+        return {"steps": self.steps, "growth": self._growth()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken; ``maximum`` may have changed.
+
+        Raises:
+            ValueError: it is of another growth; nothing is changed.
+        """
+        _check_keys(state_dict, self.state_dict(), "BatchSizeGrowth")
+        _check_same(state_dict["growth"], self._growth(), "BatchSizeGrowth", "")
+        try:
+            self.steps = count("steps", state_dict["steps"], 0)
+        except TypeError as error:
+            raise ValueError(f"state_dict: {error}") from error
+
+    def _wanted(self) -> float:
+        return float(self.initial * self.factor ** bisect_right(self.milestones, self.steps))
+
+    def _growth(self) -> dict[str, Any]:
+        return {"initial": self.initial, "milestones": list(self.milestones), "factor": self.factor}
+
+
+def _progress(step: int, warmup_steps: int, total_steps: int) -> float:
+    """0 at the end of the warm-up, 1 from the end of the run on."""
+    return 1.0 if step >= total_steps else (step - warmup_steps) / (total_steps - warmup_steps)
+
+
+def _check_warmup(warmup_steps: int, decay: Any) -> None:
+    if decay is None:
+        return
+    if not isinstance(decay, Decay):
+        raise TypeError(f"decay is {decay!r}, wanted CosineDecay, PolynomialDecay, StepDecay or None")
+    if isinstance(decay, StepDecay):
+        if decay.milestones and decay.milestones[0] < warmup_steps:
+            raise ValueError(f"milestones[0] is {decay.milestones[0]}, wanted at least warmup_steps = {warmup_steps}")
+    elif decay.total_steps < warmup_steps:
+        raise ValueError(f"warmup_steps is {warmup_steps}, wanted at most total_steps = {decay.total_steps}")
+
+
+def _check_keys(saved: Any, own: dict[str, Any], kind: str) -> None:
+    missing = None if not isinstance(saved, dict) else [key for key in own if key not in saved]
+    if missing is None or missing:
+        lacks = "" if missing is None else f": it has no {missing[0]!r}"
+        raise ValueError(f"state_dict is not of a {kind}, wanted what its state_dict() returned{lacks}")
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, int | float | torch.Tensor) for item in value)
+
+
+def _check_same(saved: Any, own: dict[str, Any], kind: str, advice: str) -> None:
+    if not isinstance(saved, dict):
+        raise ValueError(f"state_dict is not of a {kind}, wanted what its state_dict() returned")
+    for name in [*own, *(saved.keys() - own.keys())]:
+        if saved.get(name) != own.get(name):
+            raise ValueError(
+                f"state_dict was saved with {name} = {saved.get(name)}, this {kind} has {own.get(name)}; "
+                f"wanted the same{advice}"
+            )
+
+
+def _milestones(values: Any) -> tuple[int, ...]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise TypeError(f"milestones is {values!r}, wanted a sequence of ints")
+    milestones = tuple(count(f"milestones[{i}]", value, 1) for i, value in enumerate(values))
+    for i in range(1, len(milestones)):
+        if milestones[i] <= milestones[i - 1]:
+            raise ValueError(f"milestones[{i}] is {milestones[i]}, wanted more than {milestones[i - 1]} before it")
+    return milestones
+
+
+def _lr(base_lr: float) -> float:
+    return _number("base_lr", base_lr, "a positive number", lambda x: 0 < x < math.inf)
+
+
+def _part(name: str, value: float) -> float:
+    return _number(name, value, "0 to 1", lambda x: 0 <= x <= 1)
+
+
+def _number(name: str, value: Any, wanted: str, good: Callable[[float], bool]) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} is {value!r}, wanted a number")
+    number = float(value)
+    if not good(number):
+        raise ValueError(f"{name} is {value}, wanted {wanted}")
+    return number

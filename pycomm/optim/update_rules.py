@@ -1,0 +1,281 @@
+"""How the kernels step for the optimizers that they know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from pycomm import kernels
+from pycomm.layout import laid_out_like
+
+Group = dict[str, Any]
+
+
+class Scratches(dict[str, kernels.Scratch]):
+    """Scratch memory by name, made when it is first asked for."""
+
+    def __missing__(self, name: str) -> kernels.Scratch:
+        self[name] = kernels.Scratch()
+        return self[name]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A parameter in a step.
+
+    Attributes:
+        weight: what is updated, float32 or float64: the parameter, or its master.
+        grad: its gradient, of any floating dtype.
+        states: the optimizer's, of all parameters. param: whose entry in it counts.
+        copy: the half-precision parameter that follows ``weight``.
+    """
+
+    weight: torch.Tensor
+    grad: torch.Tensor
+    states: MutableMapping[Any, dict[str, Any]]
+    param: torch.Tensor
+    copy: torch.Tensor | None = None
+
+    @cached_property
+    def state(self) -> dict[str, Any]:
+        """The parameter's entry, which is made where there is none yet."""
+        return self.states[self.param]
+
+    def has(self, key: str) -> bool:
+        """Whether there is ``key`` in the entry; makes none."""
+        return self.states.get(self.param, {}).get(key) is not None
+
+    def buffer(self, key: str) -> torch.Tensor:
+        """``state[key]`` in the memory order of ``weight``; zeros, kept, where there is none yet."""
+        old: torch.Tensor | None = self.state.get(key)
+        weight = self.weight
+        if old is None:
+            new = torch.zeros_like(weight, memory_format=torch.preserve_format)
+        elif old.shape != weight.shape:
+            raise ValueError(f"{key!r} has shape {list(old.shape)}, its parameter {list(weight.shape)}")
+        elif old.stride() == weight.stride() and old.dtype == weight.dtype:
+            return old
+        else:
+            new = torch.empty_like(weight, memory_format=torch.preserve_format).copy_(old)
+        self.state[key] = new
+        return new
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Targets that are stepped by the same kernel call."""
+
+    targets: Sequence[Target]
+    scale: float | torch.Tensor
+    scratches: Scratches
+    place: str
+    """Tells apart the batches of an optimizer."""
+
+    def scratch(self, name: str) -> kernels.Scratch:
+        """What the kernel called ``name`` keeps from step to step, for this batch."""
+        return self.scratches[f"{self.place} {name}"]
+
+    def weights(self) -> list[torch.Tensor]:
+        return [_flat(t.weight) for t in self.targets]
+
+    def grads(self) -> list[torch.Tensor]:
+        return [
+            t.grad if t.grad.is_contiguous() and t.weight.is_contiguous() else laid_out_like(t.grad, t.weight)
+            for t in self.targets
+        ]
+
+    def buffers(self, key: str) -> list[torch.Tensor]:
+        return [_flat(t.buffer(key)) for t in self.targets]
+
+    def copies(self) -> list[torch.Tensor] | None:
+        copies = [_flat(t.copy) for t in self.targets if t.copy is not None]
+        assert len(copies) in (0, len(self.targets)), "masters and plain parameters are stepped apart"
+        return copies or None
+
+    def common(self, name: str) -> dict[str, Any]:
+        """What every step takes; ``name`` tells apart the kernels that keep scratch memory."""
+        return {"scale": self.scale, "copies": self.copies(), "scratch": self.scratch(name)}
+
+    def split(self, key: Callable[[Target], Any]) -> Iterable[tuple[Any, Batch]]:
+        """By what ``key`` says of each, in order of appearance."""
+        return self.split_by(map(key, self.targets))
+
+    def split_by(self, keys: Iterable[Any]) -> Iterable[tuple[Any, Batch]]:
+        """``keys``: of each target."""
+        parts: dict[Any, list[Target]] = {}
+        for key, target in zip(keys, self.targets, strict=True):
+            parts.setdefault(key, []).append(target)
+        if len(parts) <= 1:
+            yield from ((value, self) for value in parts)
+            return
+        # Numbered, not called by value: values such as a count of steps would ask for new scratch memory every time.
+        for number, (value, targets) in enumerate(parts.items()):
+            yield value, Batch(targets, self.scale, self.scratches, f"{self.place} {number}")
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor if tensor.is_contiguous() else laid_out_like(tensor, tensor)
+
+
+def _sign(group: Group) -> float:
+    return -1.0 if group.get("maximize") else 1.0
+
+
+def next_step(target: Target) -> int:
+    """Counts this step in torch's own way: a float32 tensor on the CPU."""
+    return next_steps([target])[0]
+
+
+def next_steps(targets: Sequence[Target]) -> list[int]:
+    """The same for many, which is faster together."""
+    steps = []
+    for target in targets:
+        step = target.state.get("step")
+        if not isinstance(step, torch.Tensor) or not step.is_cpu:
+            step = torch.tensor(0.0 if step is None else float(step), dtype=torch.float32)
+            target.state["step"] = step
+        steps.append(step)
+    torch._foreach_add_(steps, 1.0)
+    return [int(step) for step in torch.stack(steps).tolist()]
+
+
+def sgd(group: Group, batch: Batch) -> None:
+    momentum = float(group["momentum"])
+    # torch's first momentum is the gradient itself, not damped.
+    for old, part in batch.split(lambda t: t.has("momentum_buffer")):
+        kernels.momentum_step(
+            part.weights(),
+            part.grads(),
+            part.buffers("momentum_buffer") if momentum else None,
+            lr=float(group["lr"]),
+            momentum=momentum,
+            dampening=float(group["dampening"]) if old and momentum else 0.0,
+            weight_decay=float(group["weight_decay"]),
+            nesterov=bool(group["nesterov"]),
+            **part.common("sgd"),
+        )
+
+
+def adam(group: Group, batch: Batch, decoupled: bool = False) -> None:
+    for step, part in list(batch.split_by(next_steps(batch.targets))):
+        kernels.adam_step(
+            part.weights(),
+            part.grads(),
+            part.buffers("exp_avg"),
+            part.buffers("exp_avg_sq"),
+            part.buffers("max_exp_avg_sq") if group["amsgrad"] else None,
+            lr=float(group["lr"]),
+            moments=_moments(group, step),
+            weight_decay=float(group["weight_decay"]),
+            decoupled=decoupled or bool(group.get("decoupled_weight_decay")),
+            **part.common("adam"),
+        )
+
+
+def adamw(group: Group, batch: Batch) -> None:
+    adam(group, batch, decoupled=True)
+
+
+def _moments(group: Group, step: int) -> kernels.Moments:
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    return kernels.Moments((beta1, beta2), float(group["eps"]), step, bool(group.get("bias_correction", True)))
+
+
+def rmsprop(group: Group, batch: Batch) -> None:
+    next_steps(batch.targets)
+    kernels.rmsprop_step(
+        batch.weights(),
+        batch.grads(),
+        batch.buffers("square_avg"),
+        batch.buffers("momentum_buffer") if group["momentum"] else None,
+        batch.buffers("grad_avg") if group["centered"] else None,
+        lr=float(group["lr"]),
+        alpha=float(group["alpha"]),
+        eps=float(group["eps"]),
+        momentum=float(group["momentum"]),
+        weight_decay=float(group["weight_decay"]),
+        **batch.common("rmsprop"),
+    )
+
+
+def adapts(group: Group, weight: torch.Tensor) -> bool:
+    """Whether LARS and LAMB scale the step of ``weight`` by its norm, and decay it."""
+    return bool(group["exclude"] == "none" or (group["exclude"] == "one_dimensional" and weight.dim() > 1))
+
+
+def lars(group: Group, batch: Batch) -> None:
+    for adapted, part in batch.split(lambda t: adapts(group, t.weight)):
+        decay = float(group["weight_decay"]) if adapted else 0.0
+        weights, grads = part.weights(), part.grads()
+        rates = torch.full((len(weights),), float(group["lr"]), dtype=torch.float64, device=weights[0].device)
+        if adapted:
+            rates *= lars_ratios(weights, grads, part, float(group["trust_coefficient"]), decay)
+        kernels.momentum_step(
+            weights,
+            grads,
+            part.buffers("momentum_buffer") if group["momentum"] else None,
+            lr=1.0,  # the rate is inside the momentum: what it holds stays right when the learning rate changes
+            momentum=float(group["momentum"]),
+            weight_decay=decay,
+            nesterov=bool(group["nesterov"]),
+            rates=rates,
+            **part.common("lars"),
+        )
+
+
+def lars_ratios(
+    weights: list[torch.Tensor], grads: list[torch.Tensor], batch: Batch, trust_coefficient: float, decay: float
+) -> torch.Tensor:
+    """||w|| / (||g|| + decay ||w||) times the trust coefficient; 1 where a norm is 0. Float64, one for each."""
+    squares = kernels.squared_norms([*weights, *grads], scratch=batch.scratch("norms"))
+    norms = squares.sqrt()
+    w, g = norms[: len(weights)], norms[len(weights) :] * abs(batch.scale)
+    return torch.where((w > 0) & (g != 0), trust_coefficient * w / (g + decay * w), 1.0)
+
+
+def lamb(group: Group, batch: Batch) -> None:
+    for step, same_step in list(batch.split_by(next_steps(batch.targets))):
+        moments = _moments(group, step)
+        for adapted, part in same_step.split(lambda t: adapts(group, t.weight)):
+            decay = float(group["weight_decay"]) if adapted else 0.0
+            weights, states = part.weights(), (part.buffers("exp_avg"), part.buffers("exp_avg_sq"))
+            common = part.common("lamb")
+            copies = common.pop("copies")
+            squares = kernels.lamb_moments(
+                weights, part.grads(), *states, moments=moments, weight_decay=decay, **common
+            )
+            rates = torch.full((len(weights),), float(group["lr"]), dtype=torch.float64, device=weights[0].device)
+            if adapted:
+                w, r = squares.sqrt().unbind(1)
+                rates *= torch.where((w > 0) & (r != 0), w / r, 1.0)
+            kernels.lamb_apply(
+                weights,
+                *states,
+                rates,
+                moments=moments,
+                weight_decay=decay,
+                copies=copies,
+                scratch=part.scratch("lamb_apply"),
+            )
+
+
+def flip(group: Group, scale: float | torch.Tensor) -> float | torch.Tensor:
+    """``scale``, negative where the group maximizes."""
+    return scale * _sign(group)
+
+
+Rule = Callable[[Group, Batch], None]
+
+RULES: dict[type[torch.optim.Optimizer], Rule] = {
+    torch.optim.SGD: sgd,
+    torch.optim.Adam: adam,
+    torch.optim.AdamW: adamw,
+    torch.optim.RMSprop: rmsprop,
+}
+"""By exact class: a subclass may step another way."""

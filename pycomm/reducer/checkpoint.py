@@ -1,0 +1,150 @@
+"""Saving compression state, and handing it out again, also to another number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pycomm.communicator import Communicator
+from pycomm.compression.base import State
+from pycomm.reducer.buckets import Lane
+from pycomm.reducer.settings import Settings
+
+_FORMAT = 3
+_KEYS = {"format", "method", "world_size", "steps", "ranks"}
+_CONTRIBUTIONS = ("residual", "velocity")
+"""State that counts as its sum over the ranks; any other is equal on all of them."""
+
+
+def _method(settings: Settings) -> str:
+    return type(settings.compression).__name__
+
+
+def _current(lanes: Sequence[Lane]) -> State:
+    return {name: entry for lane in lanes for name, entry in lane.exchange.state().items()}
+
+
+def gather_state(lanes: Sequence[Lane], settings: Settings, communicator: Communicator, steps: int) -> dict[str, Any]:
+    """See ``Reducer.state_dict``.
+
+    What differs between the ranks stands below the rank's number: of what has one name on all ranks,
+    torch.distributed.checkpoint saves one.
+    """
+    state = {
+        name: {key: torch.empty(t.shape, dtype=t.dtype).copy_(t) for key, t in entry.items()}
+        for name, entry in _current(lanes).items()
+    }
+    return {
+        "format": _FORMAT,
+        "method": _method(settings),
+        "world_size": communicator.size,
+        "steps": steps,
+        "ranks": {str(communicator.rank): state},
+    }
+
+
+def select_state(
+    state: dict[str, Any] | list[dict[str, Any]],
+    lanes: Sequence[Lane],
+    settings: Settings,
+    communicator: Communicator,
+    strict: bool,
+) -> tuple[State, int]:
+    """This rank's share of ``state``, checked, and how many steps it comes from; see ``Reducer.load_state_dict``."""
+    saved = list(state) if isinstance(state, list | tuple) else [state]
+    if not saved:
+        raise ValueError("state is an empty list, wanted one or all ranks of one world size")
+    for one in saved:
+        _check_header(one, settings, strict)
+    sizes = {one["world_size"] for one in saved}
+    if len(sizes) != 1:
+        raise ValueError(f"state lists ranks of world sizes {sorted(sizes)}, wanted one or all ranks of one")
+    ranks = [(int(rank), content) for one in saved for rank, content in one["ranks"].items()]
+    mine = _share(ranks, sizes.pop(), communicator)
+    _check_entries(mine, _current(lanes), strict)
+    return mine, saved[0]["steps"]
+
+
+def _check_header(saved: Any, settings: Settings, strict: bool) -> None:
+    if isinstance(saved, dict) and "format" in saved and saved["format"] != _FORMAT:
+        raise ValueError(f"state has format {saved['format']}, this pycomm reads {_FORMAT}")
+    if not isinstance(saved, dict) or not saved.keys() >= _KEYS or not isinstance(saved["ranks"], dict):
+        raise ValueError("state is no Reducer.state_dict() and no list of them")
+    if not all(str(rank).isdecimal() and isinstance(content, dict) for rank, content in saved["ranks"].items()):
+        raise ValueError("state is no Reducer.state_dict(): its 'ranks' are not numbered")
+    for key, least in (("world_size", 1), ("steps", 0)):
+        value = saved[key]
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"state[{key!r}] is {value!r}, wanted an int of at least {least}")
+    for rank, content in saved["ranks"].items():
+        _check_content(f"state['ranks'][{rank!r}]", content)
+    if strict and saved["method"] != _method(settings):
+        raise ValueError(
+            f"state is of compression {saved['method']}, attach was given {_method(settings)} (strict=False loads what "
+            "fits)"
+        )
+
+
+def _check_content(where: str, content: dict[Any, Any]) -> None:
+    """ValueError unless it is tensors with memory, by key, by parameter name."""
+    for name, entry in content.items():
+        if not isinstance(name, str) or not isinstance(entry, dict):
+            raise ValueError(f"{where}[{name!r}] is a {type(entry).__name__}, wanted tensors by key")
+        for key, tensor in entry.items():
+            if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_meta:
+                raise ValueError(f"{where}[{name!r}][{key!r}] is a {type(tensor).__name__}, wanted a dense tensor")
+
+
+def _share(ranks: list[tuple[int, State]], size: int, communicator: Communicator) -> State:
+    """This rank's own, if it was saved by as many ranks; else its share of what all of them saved."""
+    numbers = sorted(rank for rank, _ in ranks)
+    if size == communicator.size and numbers.count(communicator.rank) == 1:
+        return dict(ranks)[communicator.rank]
+    if numbers == list(range(size)):
+        return _reshard(ranks, communicator)
+    raise ValueError(
+        f"state is of rank(s) {numbers} of {size}, this is rank {communicator.rank} of {communicator.size}: pass the "
+        "list of all ranks' state_dicts, or one that has them all (of a distributed checkpoint: "
+        "torch.distributed.checkpoint.format_utils.dcp_to_torch_save)"
+    )
+
+
+def _reshard(ranks: Sequence[tuple[int, State]], communicator: Communicator) -> State:
+    """Old rank ``r``'s state goes to new rank ``r % size``; sums over the ranks are kept."""
+    total: State = {}
+    for rank, state in ranks:
+        takes = rank % communicator.size == communicator.rank
+        for name, entry in state.items():
+            for key, tensor in entry.items():
+                slot = total.setdefault(name, {})
+                if key not in _CONTRIBUTIONS:
+                    slot[key] = tensor
+                    continue
+                share = tensor if takes else torch.zeros_like(tensor)
+                if key in slot and slot[key].shape != share.shape:
+                    raise ValueError(f"state[{name!r}][{key!r}] has different shapes on different ranks")
+                slot[key] = share if key not in slot else slot[key] + share
+    return total
+
+
+def _check_entries(mine: State, wanted: State, strict: bool) -> None:
+    missing, unknown = wanted.keys() - mine.keys(), mine.keys() - wanted.keys()
+    if strict and (missing or unknown):
+        raise ValueError(
+            f"state does not fit the parameters: missing {sorted(missing)}, unknown {sorted(unknown)} "
+            "(strict=False loads what fits)"
+        )
+    for name in sorted(wanted.keys() & mine.keys()):
+        for key in sorted(wanted[name].keys() | mine[name].keys()):
+            tensor, found = wanted[name].get(key), mine[name].get(key)
+            if strict and tensor is None:
+                raise ValueError(f"state[{name!r}] has {key!r}, which {sorted(wanted[name])} do not include")
+            if tensor is None or (found is None and not strict):
+                continue
+            if found is None or found.shape != tensor.shape:
+                there = "nothing" if found is None else list(found.shape)
+                raise ValueError(f"state[{name!r}][{key!r}] is {there}, wanted shape {list(tensor.shape)}")
+            if found.is_complex() or found.is_floating_point() != tensor.is_floating_point():
+                raise ValueError(f"state[{name!r}][{key!r}] has dtype {found.dtype}, wanted {tensor.dtype}")

@@ -1,0 +1,210 @@
+"""Parameters that take part: their names, what they must be, and the buckets they are in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from pycomm.communicator import Communicator
+from pycomm.optim.parameters import optimizer_parameters
+from pycomm.reducer.broadcast import broadcast_tensors, check_same_lines
+from pycomm.reducer.buckets import Lane, Slot, make_lanes
+from pycomm.reducer.settings import Settings
+
+_GRADIENT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+class Roster:
+    """The parameters of ``optimizer``: ``slots`` of those that learn, in ``lanes``; and those that are frozen.
+
+    Args:
+        names: the parameters by name. module: where names of later ones come from, if given.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: dict[str, torch.Tensor],
+        module: torch.nn.Module | None,
+        communicator: Communicator,
+        settings: Settings,
+    ) -> None:
+        self._optimizer, self._module = optimizer, module
+        self._communicator, self._settings = communicator, settings
+        self._slots: dict[int, Slot] = {}
+        self._frozen = {id(param): Slot(name, param) for name, param in names.items()}
+        self.lanes: list[Lane] = []
+        self.device = next((p.device for p in names.values()), torch.device("cpu"))
+
+    def slots(self) -> list[Slot]:
+        return list(self._slots.values())
+
+    def named(self) -> list[tuple[str, torch.Tensor]]:
+        """All parameters, those that learn first."""
+        return [(slot.name, slot.param) for slot in (*self._slots.values(), *self._frozen.values())]
+
+    def require_no_unknown_gradients(self) -> None:
+        """RuntimeError for a gradient that came before its parameter was admitted."""
+        for slot in self.unfrozen():
+            if slot.param.grad is not None:
+                raise RuntimeError(
+                    f"the gradient of {slot.name!r} has not been averaged: it was unfrozen after attach, and no "
+                    "parameter that pycomm already knew took part in this backward; attach the module itself, not its "
+                    "named_parameters()"
+                )
+
+    def require_as_attached(self) -> None:
+        """RuntimeError for a parameter that has become one of another dtype or device, for which its bucket is none."""
+        for lane in self.lanes:
+            dtype, device = lane.bucket.dtype, lane.bucket.device
+            for slot in lane.slots:
+                param = slot.param
+                if param.dtype is not dtype or param.device != device:
+                    raise RuntimeError(
+                        f"parameter {slot.name!r} was {dtype} on {device} when it was attached, and is {param.dtype} "
+                        f"on {param.device} now: detach() before the module is converted or moved, attach() afterwards"
+                    )
+
+    def knows(self, param: torch.Tensor) -> bool:
+        """Whether ``param``'s gradient is averaged here, or will be once it is unfrozen."""
+        return id(param) in self._slots or id(param) in self._frozen
+
+    def unfrozen(self) -> list[Slot]:
+        """Those that learn by now, and have not been admitted."""
+        return [slot for slot in self._frozen.values() if slot.param.requires_grad]
+
+    def admit(self) -> list[Slot]:
+        """Let the unfrozen take part, and return them; they have no lanes yet."""
+        slots = self.unfrozen()
+        for slot in slots:
+            del self._frozen[id(slot.param)]
+            self._slots[id(slot.param)] = slot
+        return slots
+
+    def make_lanes(self, slots: list[Slot]) -> None:
+        how = self._settings
+        self.lanes += make_lanes(slots, how.compression, self._communicator, how.bucket_bytes, how.algorithm)
+
+    def find_new(self) -> bool:
+        """Notice ``add_param_group`` and unfreezing; whether there is someone to admit.
+
+        Runs at the same points of the program on all ranks.
+        """
+        added = [p for p in optimizer_parameters(self._optimizer) if not self.knows(p)]
+        if not added and not self.unfrozen():
+            return False
+        names = {} if self._module is None else {id(p): name for name, p in self._module.named_parameters()}
+        number = len(self._slots) + len(self._frozen)
+        new = {names.get(id(p), f"added.{number + i}"): p for i, p in enumerate(added)}
+        check_parameters(new, self.device)
+        self._frozen.update({id(p): Slot(name, p) for name, p in new.items()})
+        lines = [f"{s.name}: {list(s.param.shape)} {s.param.dtype}" for s in self.unfrozen()] + list(new)
+        check_same_lines(self._communicator, lines, "new parameter")
+        broadcast_tensors(self._communicator, new.values(), src=0)
+        return True
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """By name, those that there are."""
+        return {slot.name: slot.param.grad for slot in self._slots.values() if slot.param.grad is not None}
+
+    def clear(self) -> None:
+        self.lanes.clear()
+        self._slots.clear()
+        self._frozen.clear()
+
+
+def names_of(
+    optimizer: torch.optim.Optimizer,
+    model_or_named_parameters: torch.nn.Module | Iterable[tuple[str, torch.Tensor]],
+    all_parameters: bool = False,
+) -> dict[str, torch.Tensor]:
+    """The optimizer's parameters by name, in the order of the model; or all that have a name.
+
+    Raises:
+        TypeError, ValueError: no names, a name twice, a parameter of the optimizer without a name.
+    """
+    if isinstance(model_or_named_parameters, torch.nn.Module):
+        pairs: list[tuple[str, torch.Tensor]] = list(model_or_named_parameters.named_parameters())
+    else:
+        pairs = [_pair(item) for item in model_or_named_parameters]
+    wanted = {id(p) for p in optimizer_parameters(optimizer)}
+    names: dict[str, torch.Tensor] = {}
+    taken: set[int] = set()
+    for name, param in pairs:
+        if name in names and names[name] is not param:
+            raise ValueError(f"two parameters are called {name!r}")
+        if id(param) in wanted or (all_parameters and id(param) not in taken):
+            names[name] = param
+            taken.add(id(param))
+            wanted.discard(id(param))
+    if wanted:
+        raise ValueError(
+            f"{len(wanted)} parameter(s) of the optimizer are not among model_or_named_parameters, "
+            f"the first of shape {_shape_of(optimizer, wanted)}: was it given another model?"
+        )
+    return names
+
+
+def _pair(item: object) -> tuple[str, torch.Tensor]:
+    if isinstance(item, tuple) and len(item) == 2:
+        name, param = item
+        if isinstance(name, str) and isinstance(param, torch.Tensor):
+            return name, param
+    raise TypeError(
+        f"model_or_named_parameters yields {type(item).__name__}, wanted a torch.nn.Module or (name, tensor) pairs "
+        "as from named_parameters()"
+    )
+
+
+def _shape_of(optimizer: torch.optim.Optimizer, wanted: set[int]) -> list[int]:
+    return next(list(p.shape) for p in optimizer_parameters(optimizer) if id(p) in wanted)
+
+
+def check_parameters(names: dict[str, torch.Tensor], device: torch.device | None = None) -> None:
+    """TypeError or ValueError for a parameter whose gradient cannot travel; all are on one ``device``."""
+    for name, param in names.items():
+        _check_memory(name, param)
+        if param.dtype not in _GRADIENT_DTYPES:
+            wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in _GRADIENT_DTYPES)
+            raise TypeError(f"parameter {name!r} has dtype {param.dtype}, wanted one of {wanted}")
+        if param.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"parameter {name!r} is on device {param.device}, wanted CPU or CUDA memory")
+        device = device or param.device
+        if param.device != device:
+            raise ValueError(
+                f"parameter {name!r} is on device {param.device}, others on {device}; wanted all parameters of a "
+                "process on one device"
+            )
+
+
+def _check_memory(name: str, param: torch.Tensor) -> None:
+    """TypeError for a parameter that is no piece of this process's memory."""
+    kind = type(param).__name__
+    if getattr(param, "_is_flat_param", False) or kind == "FlatParameter":
+        raise TypeError(
+            f"parameter {name!r} is a flat parameter of FullyShardedDataParallel, of which each rank has another "
+            "shard: FSDP averages gradients itself; leave pycomm.attach out"
+        )
+    if hasattr(param, "__tensor_flatten__") or hasattr(param, "device_mesh"):
+        raise TypeError(
+            f"parameter {name!r} is a {kind}, sharded or wrapped around other tensors (fully_shard, tensor "
+            "parallelism): wanted ordinary parameters; FSDP2 averages gradients itself, leave pycomm.attach out"
+        )
+    if param.device.type == "meta" or (param.numel() > 0 and _has_no_memory(param)):
+        raise TypeError(
+            f"parameter {name!r}, a {kind} on device {param.device}, has no memory: wanted parameters that are "
+            "materialised (module.to_empty(device=...), then initialised) and not freed"
+        )
+    if hasattr(param, "_in_backward_optimizers"):
+        raise ValueError(
+            f"parameter {name!r} is stepped in backward (_apply_optimizer_in_backward), before its gradient could be "
+            "averaged: use an ordinary optimizer.step()"
+        )
+
+
+def _has_no_memory(param: torch.Tensor) -> bool:
+    try:
+        return param.data_ptr() == 0
+    except RuntimeError:  # a tensor that only pretends to have any
+        return True

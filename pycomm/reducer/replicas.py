@@ -1,0 +1,249 @@
+"""Whether the ranks are at the same step, with the same parameters: what travels as a fingerprint, and what it says.
+
+Each reduction carries how many steps the optimizer has taken, modulo 16: a rank that ran a backward
+pass of its own is found out in the next reduction, by all. Now and then it also carries hashes of all
+parameters and of the module's buffers (one read of them). When a bit differs, which all ranks see, they
+exchange what the bits were made of, and name what is different and where.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from pycomm import kernels
+from pycomm.communicator import Communicator
+from pycomm.fingerprint import FINGERPRINT_BITS
+from pycomm.kernels.arrays import DTYPES
+from pycomm.reducer.progress import HostCopy
+
+_STEP_BITS = 4
+_BUFFER_BITS = 6
+_STEP = slice(0, _STEP_BITS)
+_PARAMETERS = slice(_STEP_BITS, FINGERPRINT_BITS - _BUFFER_BITS)
+_BUFFERS = slice(FINGERPRINT_BITS - _BUFFER_BITS, FINGERPRINT_BITS)
+_LAST_BITS = 1e-3
+"""How far parameters may be apart, by their largest magnitude, for processors that round differently to explain it."""
+
+_logger = logging.getLogger("pycomm")
+_KNOWN_DTYPES = frozenset(getattr(torch, name) for name in DTYPES)
+
+Named = Sequence[tuple[str, torch.Tensor]]
+
+
+class _Hashes:
+    """The hashes of a changing list of tensors, and one number of them all."""
+
+    def __init__(self, device: torch.device, num_bits: int) -> None:
+        self._device = device
+        self._shifts = torch.arange(64 - num_bits, 64, device=device, dtype=torch.int64)
+        self._scratch = kernels.Scratch()
+        self._weights = self._each = torch.empty(0, dtype=torch.int64, device=device)
+        self._of: list[str] = []
+
+    def bits(self, named: Named) -> torch.Tensor:
+        """Bools that differ, all but certainly, where a tensor does. Nothing waits for a GPU."""
+        named = [(name, tensor) for name, tensor in named if tensor.device == self._device]
+        names = [name for name, _ in named]
+        if names != self._of:
+            weights = [zlib.crc32(name.encode()) << 20 | 2 * i + 1 for i, name in enumerate(names)]
+            on_host = torch.tensor(weights, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+            self._weights = on_host.to(self._device, non_blocking=True)
+            self._each = torch.empty_like(self._weights)
+            self._of = names
+        if named:
+            kernels.hashes([_plain(tensor) for _, tensor in named], out=self._each, scratch=self._scratch)
+        total = (self._each * self._weights).sum()
+        return ((total >> self._shifts) & 1).bool()
+
+    def by_name(self) -> tuple[list[str], np.ndarray]:
+        """The last ones."""
+        return self._of, self._each.cpu().numpy()
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """As the kernels know it."""
+    tensor = tensor.detach()
+    return tensor if tensor.dtype in _KNOWN_DTYPES else tensor.contiguous().view(-1).view(torch.uint8)
+
+
+class Agreement:
+    """What this rank says in its fingerprints, and what the ranks do about a difference.
+
+    Args:
+        interval: reductions from one comparison of parameters to the next; 0 for none.
+        waits: whether the host may wait for what ``device`` has computed.
+        parameters: what there is to be compared, by name, equal on all ranks; asked for each time. buffers: likewise.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        device: torch.device,
+        interval: int,
+        waits: bool,
+        parameters: Callable[[], Named],
+        buffers: Callable[[], Named],
+    ) -> None:
+        self._communicator, self._interval = communicator, interval
+        self._parameters, self._buffers = parameters, buffers
+        steps = torch.arange(1 << _STEP_BITS).unsqueeze(1) >> torch.arange(_STEP_BITS)
+        table = torch.zeros(1 << _STEP_BITS, FINGERPRINT_BITS, dtype=torch.bool)
+        table[:, _STEP] = (steps & 1).bool()
+        self._by_step = table.to(device)
+        self._parameter_hashes = _Hashes(device, FINGERPRINT_BITS - _STEP_BITS - _BUFFER_BITS)
+        self._buffer_hashes = _Hashes(device, _BUFFER_BITS)
+        self._seen = [] if waits else [HostCopy(FINGERPRINT_BITS, device) for _ in range(2)]
+        self._num_seen = 0
+        self._noted = self._warned = False
+
+    def is_due(self, num_reductions: int) -> bool:
+        """Whether parameters are compared in the reduction that follows so many; alike on all ranks."""
+        # Also in the second one: what is set up differently shows after the first step.
+        return (
+            self._interval > 0 and num_reductions > 0 and (num_reductions == 1 or num_reductions % self._interval == 0)
+        )
+
+    def fingerprint(self, num_steps: int, num_reductions: int) -> Callable[[], torch.Tensor]:
+        """What makes it, on the communication thread, or stream; the parameters are not written to meanwhile.
+
+        What is compared is what there is now: the lists may grow before that thread comes to it.
+        """
+        by_step = self._by_step[num_steps % (1 << _STEP_BITS)]
+        if not self.is_due(num_reductions):
+            return lambda: by_step
+        parameters, buffers = self._parameters(), self._buffers()
+
+        def make() -> torch.Tensor:
+            bits = by_step.clone()
+            bits[_PARAMETERS] = self._parameter_hashes.bits(parameters)
+            bits[_BUFFERS] = self._buffer_hashes.bits(buffers)
+            return bits
+
+        return make
+
+    def look(self, differing: torch.Tensor, num_steps: int, num_reductions: int) -> None:
+        """Settle what the ranks differ in: at once, or on a GPU by :meth:`look_back`, so that nobody waits."""
+        if self._seen:
+            self._seen[self._num_seen % 2].put(differing)
+            self._num_seen += 1
+        elif bool(differing.any()):
+            self.settle(differing.tolist(), num_steps, num_reductions)
+
+    def look_back(self, num_steps: int, num_reductions: int) -> None:
+        """At the beginning of each reduction, on all ranks: settle what the one before the last brought on a GPU."""
+        if self._num_seen > 1:
+            differing = self._seen[self._num_seen % 2].get()
+            if any(differing):
+                self.settle(differing, num_steps, num_reductions)
+
+    def settle(self, differing: Sequence[bool], num_steps: int, num_reductions: int) -> None:
+        """Raise, warn or note what the ranks differ in. Collective; all ranks come to the same.
+
+        Raises:
+            RuntimeError: the ranks are at different steps, or their parameters differ.
+        """
+        if any(differing[_STEP]):
+            raise RuntimeError(self._out_of_step(num_steps))
+        if any(differing[_PARAMETERS]):
+            self._settle_parameters(num_reductions)
+        if any(differing[_BUFFERS]) and not self._noted:
+            self._noted = True
+            name, ranks, count = self._first_difference(self._buffer_hashes)
+            _logger.warning(
+                "buffer %r%s differs between the ranks (not on rank 0 as on %s): each rank keeps its own. "
+                'attach(..., buffers="broadcast") or "average" makes them equal after each reduction',
+                name,
+                f", and {count - 1} more," if count > 1 else "",
+                _ranks(ranks),
+            )
+
+    def _out_of_step(self, num_steps: int) -> str:
+        everyone = [json.loads(text) for text in self._share(json.dumps(num_steps))]
+        most = max(everyone)
+        behind = [rank for rank, steps in enumerate(everyone) if steps < most]
+        counts = ", ".join(f"rank {rank}: {steps}" for rank, steps in enumerate(everyone))
+        return (
+            f"the ranks are out of step: averages that optimizer.step() has used before this reduction: {counts}. "
+            f"{_ranks(behind).capitalize()} ran a backward() that the others did not, or left out a step. The last "
+            "averages were of different passes. A pass that is not a training step of all ranks (a saliency map, a "
+            "penalty, validation) belongs into `with reducer.paused():`"
+        )
+
+    def _settle_parameters(self, num_reductions: int) -> None:
+        name, ranks, count = self._first_difference(self._parameter_hashes)
+        processors = self._share(_processor())
+        apart, largest = self._distance()
+        alike = len(set(processors)) == 1
+        more = f" ({count} parameters differ)" if count > 1 else ""
+        says = (
+            f"the replicas differ after {num_reductions} reductions: parameter {name!r} on {_ranks(ranks)} is not what "
+            f"it is on the other ranks{more}; the largest difference is {apart:.3g}, the largest magnitude "
+            f"{largest:.3g}"
+        )
+        if alike or not apart <= _LAST_BITS * largest:
+            raise RuntimeError(
+                f"{says}. Something updates them differently: a learning rate, data that decides whether a step is "
+                "taken, code that writes to parameters, gradients that were never averaged. "
+                "pycomm.broadcast_parameters(model) makes them equal again; attach(..., check_replicas=0) does not look"
+            )
+        if not self._warned:
+            self._warned = True
+            kinds = ", ".join(sorted(set(processors)))
+            warnings.warn(
+                f"{says}. The ranks' processors ({kinds}) round differently in optimizer.step(), which explains it",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _distance(self) -> tuple[float, float]:
+        """The largest difference between the ranks' parameters, and the largest magnitude. Collective."""
+        found = torch.zeros(2, dtype=torch.float64)
+        for _, parameter in self._parameters():
+            if parameter.numel() == 0:
+                continue
+            highest, lowest = parameter.detach().double().clone(), parameter.detach().double().clone()
+            self._communicator.all_reduce(highest, "max")
+            self._communicator.all_reduce(lowest, "min")
+            here = torch.stack([(highest - lowest).max(), torch.maximum(highest.abs(), lowest.abs()).max()]).cpu()
+            found = torch.where(found >= here, found, here)  # what is not a number stays
+        return float(found[0]), float(found[1])
+
+    def _first_difference(self, hashes: _Hashes) -> tuple[str, list[int], int]:
+        """The first name, the ranks that have something else than most, and how many names there are. Collective."""
+        names, mine = hashes.by_name()
+        everyone = np.stack(
+            [np.frombuffer(data, np.int64) for data in self._communicator.channel.all_gather_bytes(mine.tobytes())]
+        )
+        differing = np.flatnonzero((everyone != everyone[0]).any(axis=0))
+        if len(differing) == 0:  # on a GPU they may have been taken again since
+            return "?", [], 0
+        column = everyone[:, differing[0]].tolist()
+        usual = Counter(column).most_common(1)[0][0]
+        return names[differing[0]], [rank for rank, value in enumerate(column) if value != usual], len(differing)
+
+    def _share(self, text: str) -> list[str]:
+        return [data.decode() for data in self._communicator.channel.all_gather_bytes(text.encode())]
+
+
+def _processor() -> str:
+    """What decides how floating point numbers are rounded here."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return f"{model}, {torch.backends.cpu.get_cpu_capability()}{gpu}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

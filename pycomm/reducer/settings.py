@@ -1,0 +1,110 @@
+"""What a reducer was told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pycomm.checks import count
+from pycomm.compression import Auto, Compression, NoCompression
+from pycomm.reducer.module_buffers import BUFFERS
+from pycomm.reducer.norms import require_max_norm
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What ``attach`` was told; equal on all ranks."""
+
+    compression: Compression
+    bucket_bytes: int
+    accumulate: int
+    average: bool
+    loss_scaler: Any
+    clip_local_norm: float | None = None
+    algorithm: str = "auto"
+    all_parameters: bool = False
+    check_replicas: int = 0
+    buffers: str = "local"
+
+    def lines(self) -> list[str]:
+        return [
+            f"compression={self.compression!r}",
+            f"bucket_mb={self.bucket_bytes / 2**20}",
+            f"accumulate={self.accumulate}",
+            f"average={self.average}",
+            f"loss_scaler={type(self.loss_scaler).__name__}",
+            f"clip_local_norm={self.clip_local_norm}",
+            f"algorithm={self.algorithm}",
+            f"all_parameters={self.all_parameters}",
+            f"check_replicas={self.check_replicas}",
+            f"buffers={self.buffers}",
+        ]
+
+
+def checked_settings(
+    model: Any,
+    *,
+    compression: Any,
+    bucket_mb: float,
+    accumulate: int,
+    average: bool,
+    loss_scaler: Any,
+    clip_local_norm: float | None,
+    algorithm: str,
+    all_parameters: bool,
+    check_replicas: int,
+    buffers: str,
+) -> Settings:
+    """What ``attach`` was given, checked.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; it is named.
+    """
+    return Settings(
+        compression=NoCompression() if compression is None else _method(compression),
+        bucket_bytes=int(_positive("bucket_mb", bucket_mb) * 2**20),
+        accumulate=count("accumulate", accumulate, 1),
+        average=average,
+        loss_scaler=_scaler(loss_scaler),
+        clip_local_norm=None if clip_local_norm is None else require_max_norm("clip_local_norm", clip_local_norm),
+        algorithm=_name("algorithm", algorithm),
+        all_parameters=all_parameters,
+        check_replicas=count("check_replicas", check_replicas, 0),
+        buffers=_buffers(buffers, model),
+    )
+
+
+def _method(compression: Any) -> Compression:
+    if compression == "auto":
+        return Auto()
+    if isinstance(compression, type) or not isinstance(compression, Compression):
+        raise TypeError(f"compression is {compression!r}, wanted an object such as pycomm.TopK(0.01), 'auto' or None")
+    return compression
+
+
+def _scaler(loss_scaler: Any) -> Any:
+    if loss_scaler is not None and not callable(getattr(loss_scaler, "scale", None)):
+        raise TypeError(f"loss_scaler is {loss_scaler!r}, wanted an object with GradScaler's scale(tensor), or None")
+    return loss_scaler
+
+
+def _name(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {value!r}, wanted a name")
+    return value
+
+
+def _positive(name: str, value: float) -> float:
+    if not value > 0:
+        raise ValueError(f"{name} is {value}, wanted a positive number")
+    return value
+
+
+def _buffers(how: Any, model: Any) -> str:
+    if how not in BUFFERS:
+        raise ValueError(f"buffers is {how!r}, wanted one of {', '.join(BUFFERS)}")
+    if how != "local" and not isinstance(model, torch.nn.Module):
+        raise ValueError(f"buffers={how!r} wants the module itself, not its named_parameters()")
+    return str(how)

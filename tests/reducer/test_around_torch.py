@@ -1,0 +1,361 @@
+"""torch.compile, compiled autograd, default dtypes, meshes, trainers' optimizers, odd hyperparameters, float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import pycomm
+from tests.ranks import RankPool
+from tests.reducer.models import (
+    assert_replicas_equal,
+    attached,
+    average_gradients,
+    close,
+    explode,
+    loss_of,
+    losses_at,
+    make_model,
+    own_state,
+)
+
+Pools = Callable[[int], RankPool]
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+# torch.compile
+
+
+def compiled(order: str, compression: Any) -> None:
+    """The whole model is one graph, and gradients are averages; also for what is unfrozen later."""
+    rank = dist.get_rank()
+    model, plain = make_model(), make_model()
+    optimizer = sgd(model)
+    fast: Any = torch.compile(model, fullgraph=True, backend="aot_eager") if order == "before" else None
+    with attached(optimizer, fast if order == "before" else model, compression=compression, bucket_mb=0.001) as reducer:
+        if fast is None:
+            fast = torch.compile(model, fullgraph=True, backend="aot_eager")
+        for step in range(4):
+            if step == 2:
+                model[0].requires_grad_(False)
+            if step == 3:
+                model[0].requires_grad_(True)
+            optimizer.zero_grad()
+            plain.load_state_dict(model.state_dict())
+            loss_of(fast, rank, step).backward()
+            wanted = average_gradients(plain, losses_at(step))
+            for name, p in model.named_parameters():
+                if p.requires_grad:
+                    close(p.grad, wanted[name], 1e-9)
+            optimizer.step()
+        assert reducer.stats()["steps"] == 4
+        assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_compile_has_no_graph_break(two_ranks: RankPool, order: str) -> None:
+    two_ranks.run(compiled, order, None, timeout=110)
+
+
+def test_compile_with_error_feedback(two_ranks: RankPool) -> None:
+    two_ranks.run(compiled, "after", pycomm.TopK(1.0), timeout=110)
+
+
+def abandoned_under_compile() -> None:
+    """No forward hook sees that the last backward ended with an exception."""
+    rank = dist.get_rank()
+    model = make_model()
+    with attached(sgd(model), model.named_parameters()):
+        for step in range(3):
+            explode(model)
+            model.zero_grad()
+            loss_of(model, rank, step).backward()
+            wanted = average_gradients(make_model(), losses_at(step))
+            for name, p in model.named_parameters():
+                close(p.grad, wanted[name])
+            model.zero_grad()
+
+
+def test_an_exception_that_no_forward_notices(two_ranks: RankPool) -> None:
+    two_ranks.run(abandoned_under_compile)
+
+
+def compiled_autograd(fullgraph: bool) -> str:
+    from torch._dynamo import compiled_autograd as ca
+
+    model = make_model()
+    reducer = pycomm.attach(sgd(model), model, timeout=30)
+    with ca._enable(torch.compile(backend="eager", fullgraph=fullgraph)):
+        with pytest.raises(RuntimeError, match="compiled autograd does not call pycomm's hooks") as raised:
+            loss_of(model, dist.get_rank(), 0).backward()
+    reducer.detach()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_compiled_autograd_is_refused(new_ranks: Pools, fullgraph: bool) -> None:
+    for says in new_ranks(2).run(compiled_autograd, fullgraph, timeout=110):
+        assert "compiled autograd does not call pycomm's hooks as backward() goes: leave it off" in says
+
+
+# Default dtypes
+
+METHODS: list[Any] = [
+    None,
+    pycomm.FP16(),
+    pycomm.TopK(0.2),
+    pycomm.TopK(0.2, half_values=True),
+    pycomm.DGC(0.2, 0.9, warmup_steps=2, clip_norm=1.0),
+    pycomm.PowerSGD(1),
+    pycomm.Int8(),
+    pycomm.OneBit(),
+    pycomm.RandomK(0.2),
+    pycomm.QSGD(7),
+    pycomm.TernGrad(),
+    "auto",
+]
+
+
+def run_under(default: torch.dtype, compression: Any) -> tuple[list[torch.Tensor], Any]:
+    rank = dist.get_rank()
+    model = make_model(dtype=torch.float32)
+    torch.set_default_dtype(default)
+    try:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with attached(optimizer, model, compression=compression, clip_local_norm=5.0) as reducer:
+            for step in range(4):
+                optimizer.zero_grad()
+                loss_of(model, rank, step).backward()
+                reducer.clip_grad_norm(1.0)
+                optimizer.step()
+            assert_replicas_equal(model)
+            state = None if compression in (None, "auto") else own_state(reducer)
+        return [p.detach().clone() for p in model.parameters()], state
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def same_under_all(compression: Any) -> None:
+    wanted, state = run_under(torch.float32, compression)
+    for default in (torch.float64, torch.bfloat16):
+        got, other = run_under(default, compression)
+        for a, b in zip(wanted, got, strict=True):
+            if compression == "auto":  # what it chooses goes by the clock
+                assert torch.isfinite(b).all()
+            else:
+                assert torch.equal(a, b)
+        for name, entry in (state or {}).items():
+            for key, tensor in entry.items():
+                assert torch.equal(tensor, other[name][key])
+
+
+@pytest.mark.parametrize("compression", METHODS, ids=repr)
+def test_default_dtypes_change_nothing(two_ranks: RankPool, compression: Any) -> None:
+    two_ranks.run(same_under_all, compression)
+
+
+# Meshes
+
+
+def on_a_mesh() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    model = make_model()
+    with attached(sgd(model), model, process_group=mesh["dp"]):
+        loss_of(model, rank, 0).backward()
+        close(model[0].weight.grad, average_gradients(make_model(), losses_at(0))["0.weight"])
+    with attached(sgd(model), model, process_group=mesh["tp"]) as reducer:
+        assert reducer.stats()["num_buckets"] == 0  # alone
+    with pytest.raises(ValueError, match=r"process_group is a DeviceMesh of 2 dimensions \('dp', 'tp'\), wanted one"):
+        pycomm.attach(sgd(model), model, process_group=mesh)
+
+
+def test_a_device_mesh(two_ranks: RankPool) -> None:
+    two_ranks.run(on_a_mesh)
+
+
+# Proxies of optimizers
+
+
+def proxy_of(optimizer: torch.optim.Optimizer, how: str) -> Any:
+    if how == "accelerate":
+
+        class Accelerated(torch.optim.Optimizer):
+            """As AcceleratedOptimizer: everything is the inner one's."""
+
+            def __init__(self, inner: torch.optim.Optimizer) -> None:
+                self.optimizer = inner
+
+            state = property(lambda self: self.optimizer.state)  # type: ignore[assignment]
+            param_groups = property(lambda self: self.optimizer.param_groups)  # type: ignore[assignment]
+            defaults = property(lambda self: self.optimizer.defaults)  # type: ignore[assignment]
+
+            def zero_grad(self, set_to_none: bool = True) -> None:
+                self.optimizer.zero_grad(set_to_none)
+
+            def step(self, closure: Any = None) -> Any:
+                return self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+
+        return Accelerated(optimizer)
+
+    class Proxy:
+        """As Fabric's and Lightning's: a class made for each optimizer, with a copy of its attributes."""
+
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.__dict__.update({k: v for k, v in vars(inner).items() if k not in ("step", "__del__")})
+            self.__class__ = type("Proxy" + type(inner).__name__, (self.__class__, type(inner)), {})
+            self._inner = inner
+
+        @property
+        def optimizer(self) -> torch.optim.Optimizer:
+            return self._inner
+
+        def step(self, closure: Any = None) -> Any:
+            return self._inner.step(closure) if closure is not None else self._inner.step()
+
+    return Proxy(optimizer)
+
+
+def proxies(how: str) -> None:
+    rank = dist.get_rank()
+    model = make_model()
+    inner = sgd(model)
+    outer = proxy_of(inner, how)
+    scaler = pycomm.LossScaler(4.0)
+    with attached(outer, model, accumulate=2, loss_scaler=scaler) as reducer:
+        assert reducer.optimizer is inner
+        for step in range(2):
+            outer.zero_grad()
+            for i in range(2):
+                (scaler.scale(loss_of(model, rank, 2 * step + i)) / 2).backward()
+                if i == 0:
+                    with pytest.raises(RuntimeError, match=r"step\(\) after 1 of 2 backward passes"):
+                        outer.step()
+            scaler.step(outer)
+            scaler.update()
+        assert_replicas_equal(model)
+        with pytest.raises(ValueError, match="parameter '0.weight' is attached already"):
+            pycomm.attach(inner, model)
+
+
+@pytest.mark.parametrize("how", ["accelerate", "fabric"])
+def test_trainers_optimizers_are_unwrapped(two_ranks: RankPool, how: str) -> None:
+    two_ranks.run(proxies, how)
+
+
+def lookahead() -> None:
+    """An optimizer with one inside, and state of its own, is the optimizer."""
+
+    class Lookahead(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            super().__init__(inner.param_groups, {})
+            self.optimizer = inner
+            for group in self.param_groups:
+                for p in group["params"]:
+                    self.state[p]["slow"] = p.detach().clone()
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.optimizer.step()
+
+    model = make_model(seed=dist.get_rank())
+    outer = Lookahead(sgd(model))
+    with attached(outer, model) as reducer:
+        assert reducer.optimizer is outer
+        assert torch.equal(outer.state[model[0].weight]["slow"], make_model(seed=0)[0].weight)
+
+
+def test_optimizers_around_optimizers_are_not(two_ranks: RankPool) -> None:
+    two_ranks.run(lookahead)
+
+
+# What optimizers keep
+
+
+class Odd:
+    """An object that cannot be sent."""
+
+
+def odd_hyperparameters() -> None:
+    rank = dist.get_rank()
+    model = make_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (rank + 1))
+    optimizer.param_groups[0]["rule"] = lambda step: step * (rank + 1)
+    optimizer.param_groups[0]["nested"] = {"a": [1, (2.5, None)], "t": torch.tensor(float(rank))}
+    if rank == 0:
+        loss_of(model, 0, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with attached(optimizer, model):
+        group = optimizer.param_groups[0]
+        assert group["lr"] == 0.1
+        assert group["rule"](1) == rank + 1  # its own
+        assert group["nested"]["a"] == [1, (2.5, None)]
+        assert float(group["nested"]["t"]) == 0.0
+        assert all(float(optimizer.state[p]["step"]) == 1.0 for p in model.parameters())
+        loss_of(model, rank, 1).backward()
+        optimizer.step()
+        assert_replicas_equal(model)
+    for p in model.parameters():
+        if rank == 0:
+            optimizer.state[p]["odd"] = [Odd()]
+    with pytest.raises(ValueError, match=r"rank 0 does not fit rank 1: \['odd'\]\[0\] is a .*Odd, which cannot be"):
+        pycomm.attach(optimizer, model, timeout=30)
+
+
+def test_functions_among_hyperparameters(two_ranks: RankPool) -> None:
+    two_ranks.run(odd_hyperparameters)
+
+
+def lbfgs_resumed() -> None:
+    """Lists of tensors travel; only rank 0 has any."""
+    rank = dist.get_rank()
+    model = make_model()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+    if rank == 0:
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, 0, 0)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    with attached(optimizer, model):
+        state = optimizer.state[model[0].weight]
+        mine = [state["n_iter"], [t.tolist() for t in state["old_dirs"]], state["d"].tolist(), state["prev_loss"]]
+        everyone: list[Any] = [None, None]
+        dist.all_gather_object(everyone, mine)
+        assert everyone[0] == everyone[1]
+
+
+def test_lists_of_tensors_travel(two_ranks: RankPool) -> None:
+    two_ranks.run(lbfgs_resumed)
+
+
+# float64
+
+
+def clip_in_float64() -> None:
+    rank = dist.get_rank()
+    model = make_model()
+    with attached(sgd(model), model) as reducer:
+        loss_of(model, rank, 0).backward()
+        wanted = average_gradients(make_model(), losses_at(0))
+        norm = torch.stack([g.norm() for g in wanted.values()]).norm()
+        reducer.clip_grad_norm(0.001)
+        for name, p in model.named_parameters():
+            close(p.grad, wanted[name] * (0.001 / (norm + 1e-6)), 1e-14)
+
+
+def test_clipping_keeps_float64(two_ranks: RankPool) -> None:
+    two_ranks.run(clip_in_float64)

@@ -1,0 +1,99 @@
+"""attach on a real GPU. What is the same on all devices is tested elsewhere; here: streams, memory and autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import pycomm
+from tests.kernels.gpus import requires_cuda
+from tests.ranks import RankPool
+from tests.reducer.models import attached, average_gradients, close, make_model, own_state
+from tests.transport.test_nccl_on_gpu import requires_nccl, requires_shared_gpu, sharing
+
+__all__ = ["sharing"]
+pytestmark = [requires_cuda, requires_nccl]
+
+
+def gpu_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """As ``loss_of``, there."""
+    x = torch.randn(64, 12, generator=torch.Generator().manual_seed(100 * step + rank)).cuda()
+    return (model(x) ** 2).mean()
+
+
+@pytest.mark.usefixtures("one_rank_group")
+@pytest.mark.parametrize("compression", [pycomm.TopK(1.0), pycomm.TopK(0.1)])
+def test_backward_does_not_wait(compression: Any) -> None:
+    """Also with a loss scale, autocast and overflow; TopK is at work with one rank too."""
+    model = make_model(dtype=torch.float32).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cuda")
+    with attached(optimizer, model, compression=compression, loss_scaler=scaler) as reducer:
+        for step in range(6):
+            optimizer.zero_grad()
+            with torch.autocast("cuda", torch.float16):
+                loss = gpu_loss(model, 0, step)
+            scaled = scaler.scale(loss * (torch.inf if step == 2 else 1.0))
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                scaled.backward()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            scaler.step(optimizer)
+            scaler.update()
+        assert reducer.stats()["nonfinite_steps"] == 1
+        assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
+        for entry in own_state(reducer).values():
+            assert bool(torch.isfinite(entry["residual"]).all())
+
+
+@pytest.mark.usefixtures("one_rank_group")
+def test_everything_sent_is_the_plain_gradient() -> None:
+    model = make_model(dtype=torch.float32).cuda()
+    plain = make_model(dtype=torch.float32).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attached(optimizer, model, compression=pycomm.TopK(1.0)):
+        for step in range(4):
+            optimizer.zero_grad()
+            gpu_loss(model, 0, step).backward()
+            wanted = torch.autograd.grad(gpu_loss(plain, 0, step), list(plain.parameters()))
+            for p, w in zip(model.parameters(), wanted, strict=True):
+                close(p.grad, w, 1e-6)
+
+
+def train(compression: Any, tolerance: float) -> None:
+    size = dist.get_world_size()
+    model = make_model(dtype=torch.float32).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with attached(optimizer, model, compression=compression, bucket_mb=0.002):
+        for step in range(5):
+            losses: list[Callable[[nn.Module], torch.Tensor]] = [
+                lambda m, r=rank, s=step: gpu_loss(m, r, s)  # type: ignore[misc]
+                for rank in range(size)
+            ]
+            wanted = average_gradients(model, losses)
+            optimizer.zero_grad()
+            gpu_loss(model, dist.get_rank(), step).backward()
+            for name, p in model.named_parameters():
+                close(p.grad, wanted[name], tolerance)
+            optimizer.step()
+
+
+@requires_shared_gpu
+@pytest.mark.parametrize(
+    ("compression", "tolerance"), [(None, 1e-6), (pycomm.FP16(), 1e-3), (pycomm.BF16(), 1e-2), (pycomm.TopK(1.0), 1e-6)]
+)
+def test_two_ranks(sharing: RankPool, compression: Any, tolerance: float) -> None:
+    sharing.run(train, compression, tolerance)
+
+
+@pytest.mark.usefixtures("one_rank_group")
+def test_cpu_and_gpu_parameters_together_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).cuda())
+    with pytest.raises(ValueError, match=r"parameter '1.weight' is on device cuda:0, others on cpu"):
+        pycomm.attach(torch.optim.SGD(model.parameters(), lr=0.1), model)

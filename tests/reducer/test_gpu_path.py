@@ -1,0 +1,196 @@
+"""What attach does for parameters on a GPU, told apart from where they lie.
+
+The ranks pretend that CPU memory is a GPU's: work that is handed to the communication stream is done
+as late as it may be, when somebody waits for it, and whoever looks at a tensor's value on the host
+during backward is found out. Results must be those of the ordinary path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pycomm
+from pycomm.channel import Channel
+from pycomm.communicator import Communicator
+from tests.ranks import RankPool
+from tests.reducer.models import attached, loss_of, make_model, own_state
+
+STREAM = 7
+
+
+class LateWork:
+    """As a stream that is as slow as it may be."""
+
+    def __init__(self, job: Callable[[], Any]) -> None:
+        self.job = job
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> Any:
+        return self.job()
+
+
+HOST_READS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "numpy", "cpu", "nonzero")
+
+
+@contextmanager
+def no_host_reads() -> Iterator[None]:
+    """Refuses what would make the host wait for a GPU."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("the host read a tensor's value")
+
+    with pytest.MonkeyPatch.context() as context:
+        for name in HOST_READS:
+            context.setattr(torch.Tensor, name, refuse)
+        yield
+
+
+@contextmanager
+def pretended_gpu() -> Iterator[list[set[int]]]:
+    """Yields the streams that each job followed."""
+    followed: list[set[int]] = []
+
+    def submit(
+        self: Communicator, device: torch.device, job: Callable[[], Any], reads: Sequence[Any], producers: set[int]
+    ) -> LateWork:
+        followed.append(set(producers))
+        return LateWork(job)
+
+    patch = pytest.MonkeyPatch()
+    with patch.context() as context:
+        context.setattr("pycomm.bucket.on_gpu", lambda _: True)
+        context.setattr("pycomm.reducer.engine.on_gpu", lambda _: True)
+        context.setattr(Channel, "submit_on_gpu", submit)
+        context.setattr(Channel, "current_stream", staticmethod(lambda _: STREAM))
+        yield followed
+
+
+class Scaler:
+    """As GradScaler, with a scale of its own per step."""
+
+    def __init__(self) -> None:
+        self.value = 1.0
+
+    def scale(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.value
+
+
+def train(rank: int, compression: Any, pretend: bool, dtype: torch.dtype, options: dict[str, Any]) -> dict[str, Any]:
+    """Some steps, one of which overflows on rank 1 and one in which rank 0 lacks a gradient."""
+    options = dict(options)
+    weight = options.pop("weight", None)
+    model, scaler = make_model(dtype=dtype), Scaler()
+    model.append(nn.Linear(5, 5).to(dtype))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: dict[str, Any] = {"grads": [], "broken": []}
+    options.update(compression=compression, loss_scaler=scaler, bucket_mb=0.002)
+    with attached(optimizer, model, **options) as reducer:
+        for step in range(7):
+            optimizer.zero_grad()
+            scaler.value = 2.0**step
+            complete = step != 5 or rank != 0
+            if weight is not None:
+                reducer.set_weight(weight + rank)
+            loss = scaler.scale(loss_of(model if complete else model[:-1], rank, step))
+            if step == 3 and rank == 1:
+                loss = loss * torch.inf
+            if pretend and complete:
+                with no_host_reads():
+                    loss.backward()
+            else:
+                loss.backward()
+            grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            if step == 3:
+                seen["broken"] = [bool(torch.isfinite(g).all()) for g in grads]
+                continue
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad.div_(scaler.value)
+            seen["grads"].append(grads)
+            optimizer.step()
+        seen["state"] = own_state(reducer)
+        seen["stats"] = {k: v for k, v in reducer.stats().items() if k not in ("wait_seconds", "transport")}
+        seen["parameters"] = [p.detach().clone() for p in model.parameters()]
+    return seen
+
+
+def compare(compression: Any, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    rank = torch.distributed.get_rank()
+    wanted = train(rank, compression, False, dtype, options)
+    with pretended_gpu() as followed:
+        got = train(rank, compression, True, dtype, options)
+    assert followed[0] == {STREAM}
+    # Factors that are no powers of two are float32 on the device and float64 on the host.
+    tolerance = 0.0 if not options else 2e-3 if isinstance(compression, pycomm.FP16) else 1e-5
+    for a, b in zip(wanted["grads"], got["grads"], strict=True):
+        for x, y in zip(a, b, strict=True):
+            torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
+    for x, y in zip(wanted["parameters"], got["parameters"], strict=True):
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
+    assert not any(wanted["broken"])
+    assert not any(got["broken"])
+    assert wanted["state"].keys() == got["state"].keys()
+    for name, entry in wanted["state"].items():
+        assert entry.keys() == got["state"][name].keys()
+        for key, value in entry.items():
+            torch.testing.assert_close(value, got["state"][name][key], rtol=tolerance, atol=tolerance)
+    assert wanted["stats"] == got["stats"]
+    if compression.transactional:
+        assert got["stats"]["nonfinite_steps"] == 1
+        assert got["stats"]["last_nonfinite"].endswith("on rank 1")
+
+
+METHODS = {
+    "none": pycomm.NoCompression(),
+    "fp16": pycomm.FP16(),
+    "bf16": pycomm.BF16(),
+    "topk": pycomm.TopK(0.2),
+    "topk_without_feedback": pycomm.TopK(0.2, error_feedback=False),
+    "topk_half": pycomm.TopK(0.2, half_values=True),
+    "dgc": pycomm.DGC(0.2, 0.9, clip_norm=0.1, weight_decay=0.01),
+    "dgc_nesterov": pycomm.DGC(0.2, 0.9, nesterov=True),
+    "int8": pycomm.Int8(),
+    "onebit": pycomm.OneBit(),
+    "qsgd": pycomm.QSGD(7),
+    "terngrad": pycomm.TernGrad(),
+    "randomk": pycomm.RandomK(0.2),
+    "powersgd": pycomm.PowerSGD(1),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_same_results_without_a_look_at_the_host(two_ranks: RankPool, method: str, dtype: torch.dtype) -> None:
+    two_ranks.run(compare, METHODS[method], dtype, {})
+
+
+@pytest.mark.parametrize(
+    "options", [{"weight": 3.0}, {"clip_local_norm": 0.3}, {"weight": 2.0, "clip_local_norm": 0.3}]
+)
+@pytest.mark.parametrize("method", ["none", "fp16", "dgc"])
+def test_weights_and_clipping(two_ranks: RankPool, method: str, options: dict[str, Any]) -> None:
+    two_ranks.run(compare, METHODS[method], torch.float32, options)
+
+
+def test_half_parameters(two_ranks: RankPool) -> None:
+    """Residuals of their own, in float32."""
+    two_ranks.run(compare, METHODS["topk"], torch.bfloat16, {})
+
+
+def look_in_backward() -> None:
+    x = torch.ones((), requires_grad=True)
+    x.register_post_accumulate_grad_hook(lambda p: print(bool(p.grad)))
+    with no_host_reads(), pytest.raises(AssertionError, match="the host read a tensor's value"):
+        (x * 2).backward()
+
+
+def test_the_watch_notices(two_ranks: RankPool) -> None:
+    two_ranks.run(look_in_backward)

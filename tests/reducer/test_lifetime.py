@@ -1,0 +1,218 @@
+"""What attach leaves behind: nothing after a failure, nothing when the model is dropped; what exceptions do."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import pycomm
+from tests.ranks import RankPool
+from tests.reducer.models import attached, average_gradients, close, explode, loss_of, losses_at, make_model, over_torch
+
+Pools = Callable[[int], RankPool]
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def num_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def dropped(compression: Any, torch_transport: bool, named: bool) -> None:
+    with over_torch(torch_transport):
+        counts = []
+        gc.collect()
+        for _ in range(4):
+            model = make_model()
+            optimizer = sgd(model)
+            reducer = pycomm.attach(
+                optimizer, model.named_parameters() if named else model, compression=compression, timeout=30
+            )
+            for step in range(2):
+                optimizer.zero_grad()
+                loss_of(model, dist.get_rank(), step).backward()
+                optimizer.step()
+            watched = [weakref.ref(thing) for thing in (model, model[0].weight, optimizer, reducer)]
+            del model, optimizer, reducer
+            gc.collect()
+            assert [ref() for ref in watched] == [None] * 4
+            time.sleep(0.05)
+            counts.append((num_descriptors(), threading.active_count()))
+        assert counts[1:] == counts[:1] * 3
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("torch_transport", [False, True])
+def test_a_dropped_model_takes_everything_with_it(two_ranks: RankPool, torch_transport: bool, named: bool) -> None:
+    two_ranks.run(dropped, None, torch_transport, named)
+
+
+@pytest.mark.parametrize("compression", [pycomm.TopK(0.1), pycomm.PowerSGD(1), "auto", pycomm.FP16()], ids=repr)
+def test_a_dropped_model_with_compression(two_ranks: RankPool, compression: Any) -> None:
+    two_ranks.run(dropped, compression, False, False)
+
+
+def kept_by_the_module_or_the_optimizer() -> None:
+    """A Reducer that nobody keeps goes on; without optimizer and module, gradients are not silently local."""
+    rank = dist.get_rank()
+    model = make_model()
+    optimizer: Any = sgd(model)
+    pycomm.attach(optimizer, model, timeout=30)
+    del optimizer
+    gc.collect()
+    loss_of(model, rank, 0).backward()
+    close(model[0].weight.grad, average_gradients(make_model(), losses_at(0))["0.weight"])
+    model = make_model()
+    optimizer = sgd(model)
+    pycomm.attach(optimizer, model.named_parameters(), timeout=30)
+    gc.collect()
+    loss_of(model, rank, 0).backward()
+    close(model[0].weight.grad, average_gradients(make_model(), losses_at(0))["0.weight"])
+    optimizer = sgd(model)
+    gc.collect()
+    with pytest.raises(RuntimeError, match="is not averaged any more: the optimizer that was attached is gone"):
+        loss_of(model, rank, 1).backward()
+    optimizer.zero_grad()
+    with attached(optimizer, model):
+        loss_of(model, rank, 1).backward()
+        close(model[0].weight.grad, average_gradients(make_model(), losses_at(1))["0.weight"])
+
+
+def test_it_lives_as_long_as_optimizer_or_module(two_ranks: RankPool) -> None:
+    two_ranks.run(kept_by_the_module_or_the_optimizer)
+
+
+def attached_anew() -> None:
+    """The old optimizer is dropped; whether a garbage collector has been there does not matter."""
+    rank = dist.get_rank()
+    model = make_model()
+    gc.disable()
+    try:
+        for step in range(3):
+            optimizer = sgd(model)
+            pycomm.attach(optimizer, model.named_parameters(), timeout=30)
+            model.zero_grad()
+            loss_of(model, rank, step).backward()
+            close(model[0].weight.grad, average_gradients(make_model(), losses_at(step))["0.weight"])
+            del optimizer
+    finally:
+        gc.enable()
+
+
+def test_attached_anew_without_a_collection(two_ranks: RankPool) -> None:
+    two_ranks.run(attached_anew)
+
+
+class Broken(pycomm.NoCompression):
+    """Fails when its bucket is made, on one rank."""
+
+    def make(self, bucket: Any, communicator: Any) -> Any:
+        if communicator.rank == 1:
+            raise MemoryError("no room for this bucket")
+        return super().make(bucket, communicator)
+
+
+def fails(how: str) -> str:
+    rank = dist.get_rank()
+    model = make_model()
+    optimizer = sgd(model)
+    gc.collect()
+    before = num_descriptors(), threading.active_count()
+    options: dict[str, Any] = {}
+    if how == "while it is made":
+        options["compression"] = Broken()
+    elif how == "by an argument of one rank":
+        options["accumulate"] = 0 if rank == 1 else 1
+    elif how == "by a setting":
+        options["bucket_mb"] = 1 + rank
+    elif how == "by an algorithm":
+        options["algorithm"] = "rong"
+    with pytest.raises((ValueError, MemoryError)) as raised:
+        pycomm.attach(optimizer, model, timeout=30, **options)
+    said = f"{type(raised.value).__name__}: {raised.value}"
+    del raised  # whose traceback knows a lot
+    gc.collect()
+    time.sleep(0.05)
+    assert all(not p._post_accumulate_grad_hooks for p in model.parameters())  # type: ignore[attr-defined]
+    assert not model._forward_pre_hooks
+    assert not optimizer._optimizer_step_pre_hooks
+    assert (num_descriptors(), threading.active_count()) == before
+    with attached(optimizer, model):
+        loss_of(model, rank, 0).backward()
+        close(model[0].weight.grad, average_gradients(make_model(), losses_at(0))["0.weight"])
+    return said
+
+
+FAILURES = {
+    "while it is made": ("rank 1 could not attach: no room for this bucket", "MemoryError: no room for this bucket"),
+    "by an argument of one rank": ("rank 1 could not attach: accumulate is 0", "ValueError: accumulate is 0"),
+    "by a setting": ("the ranks disagree: setting 1", "the ranks disagree: setting 1"),
+    "by an algorithm": ("algorithm is 'rong', wanted one of", "algorithm is 'rong', wanted one of"),
+}
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_a_failed_attach_leaves_nothing(two_ranks: RankPool, how: str) -> None:
+    for said, wanted in zip(two_ranks.run(fails, how), FAILURES[how], strict=True):
+        assert wanted in said
+
+
+def interrupted(torch_transport: bool) -> float:
+    """Rank 0 waits in attach for a rank that does not come; Ctrl-C ends that, and leaves nothing."""
+    model = make_model()
+    optimizer = sgd(model)
+    if dist.get_rank() == 1:
+        return 0.0
+    gc.collect()
+    before = num_descriptors(), threading.active_count()
+    timer = threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT))
+    started = time.monotonic()
+    timer.start()
+    with over_torch(torch_transport), pytest.raises(KeyboardInterrupt):
+        pycomm.attach(optimizer, model, timeout=60)
+    took = time.monotonic() - started
+    timer.join()
+    gc.collect()
+    assert (num_descriptors(), threading.active_count()) == before
+    assert not optimizer._optimizer_step_pre_hooks
+    return took
+
+
+@pytest.mark.parametrize("torch_transport", [False, True])
+def test_control_c_during_attach(new_ranks: Pools, torch_transport: bool) -> None:
+    took = new_ranks(2).run(interrupted, torch_transport)[0]
+    assert took < 40  # of the timeout's 60
+
+
+def one_rank_goes_on() -> None:
+    model = make_model()
+    optimizer = sgd(model)
+    with attached(optimizer, model, compression=pycomm.TopK(1.0), bucket_mb=0.0001) as reducer:
+        for step in range(4):
+            optimizer.zero_grad()
+            explode(model)
+            optimizer.zero_grad()
+            wanted = average_gradients(model, losses_at(step))
+            loss_of(model, 0, step).backward()
+            for name, p in model.named_parameters():
+                close(p.grad, wanted[name])
+            optimizer.step()
+        assert reducer.stats()["steps"] == 4
+
+
+def test_an_exception_in_backward_with_one_rank(rank_pools: Pools) -> None:
+    rank_pools(1).run(one_rank_goes_on)

@@ -1,0 +1,270 @@
+"""What goes wrong around attach: an error on every rank, or one that says what happened here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pycomm
+from tests.ranks import PerRank, RankPool
+from tests.reducer.models import attached, close, explode, loss_of, make_model
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def make(kind: str) -> tuple[nn.Module, dict[str, Any]]:
+    model = make_model()
+    options: dict[str, Any] = {}
+    if kind == "wider":
+        model = nn.Sequential(nn.Linear(12, 41, dtype=torch.float64), *list(model)[1:])
+    elif kind == "float32":
+        model = model.float()
+    elif kind == "deeper":
+        model.append(nn.Linear(5, 5, dtype=torch.float64))
+    elif kind == "frozen":
+        model[2].requires_grad_(False)
+    elif kind == "renamed":
+        model = nn.Sequential(*list(model))
+        model = nn.Sequential(model[0], model[1], nn.Sequential(*list(model)[2:]))
+    elif kind == "topk":
+        options["compression"] = pycomm.TopK(0.5)
+    elif kind == "topk 10 %":
+        options["compression"] = pycomm.TopK(0.1)
+    elif kind == "accumulate":
+        options["accumulate"] = 2
+    elif kind == "small buckets":
+        options["bucket_mb"] = 1
+    return model, options
+
+
+def attach_differently(kind: str) -> str:
+    model, options = make(kind)
+    with pytest.raises(ValueError, match="the ranks disagree") as caught:
+        pycomm.attach(sgd(model), model, timeout=20, **options)
+    dist.barrier()
+    model, _ = make("same")
+    with attached(sgd(model), model):
+        loss_of(model, dist.get_rank(), 0).backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "says"),
+    [
+        (["same", "wider"], "parameter 0 is '0.weight: [41, 12] torch.float64' on rank 1, '0.weight: [40, 12]"),
+        (["same", "float32"], "torch.float32' on rank 1"),
+        (["same", "deeper"], "parameter 6 is '5.weight: [5, 5] torch.float64' on rank 1, 'nothing' on rank 0"),
+        (["same", "frozen"], "'2.weight: [30, 40] torch.float64 frozen' on rank 1"),
+        (["same", "renamed"], "'2.0.weight: [30, 40] torch.float64' on rank 1"),
+        (
+            ["same", "topk"],
+            "setting 0 is 'compression=TopK(ratio=0.5, error_feedback=True, half_",
+        ),
+        (["topk", "topk 10 %"], "ratio=0.1"),
+        (["same", "accumulate"], "'accumulate=2' on rank 1, 'accumulate=1' on rank 0"),
+        (["same", "small buckets"], "'bucket_mb=1.0' on rank 1, 'bucket_mb=25.0' on rank 0"),
+    ],
+)
+def test_ranks_that_differ(two_ranks: RankPool, kinds: list[str], says: str) -> None:
+    messages = two_ranks.run(attach_differently, PerRank(kinds))
+    assert messages[0] == messages[1]
+    assert says in messages[0]
+
+
+def wrong_arguments() -> None:
+    model = make_model()
+    optimizer = sgd(model)
+    bad: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        (TypeError, "optimizer is a Sequential", lambda: pycomm.attach(model, model)),  # type: ignore[arg-type]
+        (TypeError, "wanted a torch.nn.Module or", lambda: pycomm.attach(optimizer, list(model.parameters()))),  # type: ignore[arg-type]
+        (ValueError, "6 parameter.* are not among", lambda: pycomm.attach(optimizer, make_model())),
+        (ValueError, "bucket_mb is 0", lambda: pycomm.attach(optimizer, model, bucket_mb=0)),
+        (ValueError, "'nope'.*native.*ring", lambda: pycomm.attach(optimizer, model, algorithm="nope")),
+        (TypeError, "algorithm is 3, wanted a name", lambda: pycomm.attach(optimizer, model, algorithm=3)),  # type: ignore[arg-type]
+        (ValueError, "accumulate is 0", lambda: pycomm.attach(optimizer, model, accumulate=0)),
+        (TypeError, "accumulate is 1.5", lambda: pycomm.attach(optimizer, model, accumulate=1.5)),  # type: ignore[arg-type]
+        (ValueError, "timeout is -1", lambda: pycomm.attach(optimizer, model, timeout=-1)),
+        (TypeError, "compression is 'topk'", lambda: pycomm.attach(optimizer, model, compression="topk")),  # type: ignore[arg-type]
+        (TypeError, r"compression is <class .*TopK", lambda: pycomm.attach(optimizer, model, compression=pycomm.TopK)),  # type: ignore[arg-type]
+        (TypeError, "loss_scaler is 1024", lambda: pycomm.attach(optimizer, model, loss_scaler=1024.0)),
+        (ValueError, "ratio is 0", lambda: pycomm.TopK(0)),
+        (ValueError, "ratio is 1.5, wanted 0 < ratio <= 1", lambda: pycomm.TopK(1.5)),
+        (ValueError, "ratio is nan", lambda: pycomm.TopK(float("nan"))),
+        (TypeError, "ratio is '1%'", lambda: pycomm.TopK("1%")),  # type: ignore[arg-type]
+        (
+            ValueError,
+            "belongs to a DistributedDataParallel, which averages gradients itself",
+            lambda: pycomm.attach(optimizer, DistributedDataParallel(model)),
+        ),
+    ]
+    for kind, says, call in bad:
+        with pytest.raises(kind, match=says):
+            call()
+    other = nn.Linear(2, 2).to(torch.complex64)
+    with pytest.raises(TypeError, match="parameter 'weight' has dtype torch.complex64"):
+        pycomm.attach(sgd(other), other)
+    elsewhere = nn.Linear(2, 2, device="meta")
+    with pytest.raises(TypeError, match="parameter 'weight', a Parameter on device meta, has no memory"):
+        pycomm.attach(sgd(elsewhere), elsewhere)
+    twice = [("same", p) for p in model.parameters()]
+    with pytest.raises(ValueError, match="two parameters are called 'same'"):
+        pycomm.attach(optimizer, twice)
+    with attached(optimizer, model):
+        with pytest.raises(ValueError, match="parameter '0.weight' is attached already"):
+            pycomm.attach(optimizer, model, timeout=20)
+    with attached(optimizer, model):
+        pass
+
+
+def test_wrong_arguments(two_ranks: RankPool) -> None:
+    two_ranks.run(wrong_arguments)
+
+
+def wrong_on_one_rank() -> str:
+    rank = dist.get_rank()
+    model = make_model()
+    with pytest.raises(ValueError, match="are not among") as caught:
+        pycomm.attach(sgd(model if rank == 0 else make_model()), model, timeout=20)
+    with attached(sgd(model), model):
+        return str(caught.value)
+
+
+def test_a_mistake_on_one_rank_is_an_error_on_all(two_ranks: RankPool) -> None:
+    innocent, guilty = two_ranks.run(wrong_on_one_rank)
+    assert guilty.startswith("6 parameter(s) of the optimizer are not among")
+    assert innocent == f"rank 1 could not attach: {guilty}"
+
+
+def test_without_a_process_group() -> None:
+    model = make_model()
+    with pytest.raises(RuntimeError, match=r"call torch.distributed.init_process_group\(\) first"):
+        pycomm.attach(sgd(model), model)
+
+
+def backward_twice(options: dict[str, Any]) -> None:
+    model = make_model()
+    optimizer = sgd(model)
+    with attached(optimizer, model, **options):
+        for clear in (True, False):
+            optimizer.zero_grad(set_to_none=clear)
+            loss_of(model, dist.get_rank(), 0).backward()
+        with pytest.raises(RuntimeError, match=r"backward\(\) ran again on the averaged gradient of '4.*accumulate=n"):
+            loss_of(model, dist.get_rank(), 1).backward()
+
+
+@pytest.mark.parametrize("kind", ["topk", "sum"])
+def test_backward_twice_where_that_means_nothing(two_ranks: RankPool, kind: str) -> None:
+    two_ranks.run(backward_twice, {"compression": pycomm.TopK(0.5)} if kind == "topk" else {"average": False})
+
+
+def backward_twice_means() -> None:
+    """For plain means the average of an average plus fresh gradients is right."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, plain = make_model(), make_model()
+    with attached(sgd(model), model):
+        for step in range(2):
+            loss_of(model, rank, step).backward()
+        total = sum(loss_of(plain, r, step) for r in range(size) for step in range(2)) / size
+        total.backward()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert q.grad is not None
+            close(p.grad, q.grad)
+
+
+def test_backward_twice_is_right_for_means(two_ranks: RankPool) -> None:
+    two_ranks.run(backward_twice_means)
+
+
+def exception_in_backward() -> None:
+    rank = dist.get_rank()
+    model = make_model()
+    optimizer = sgd(model)
+    with attached(optimizer, model):
+        loss_of(model, rank, 0).backward()  # learns
+        optimizer.zero_grad()
+        explode(model)
+        # One bucket, not launched: the pass is forgotten on all ranks and the next one is whole.
+        optimizer.zero_grad()
+        loss_of(model, rank, 1).backward()
+        grad = make_model()
+        sum(loss_of(grad, r, 1) for r in range(2)).backward()
+        assert grad[0].weight.grad is not None
+        close(model[0].weight.grad, grad[0].weight.grad / 2)
+    with attached(optimizer, model, bucket_mb=0.0001) as reducer:
+        loss_of(model, rank, 0).backward()
+        explode(model)
+        with pytest.raises(RuntimeError, match="ended with an exception after part of its gradients had been sent"):
+            model(torch.ones(1, 12, dtype=torch.float64))
+        assert reducer.stats()["steps"] == 1
+
+
+def test_an_exception_in_backward(two_ranks: RankPool) -> None:
+    two_ranks.run(exception_in_backward)
+
+
+def sparse_gradient() -> None:
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True))
+    with attached(sgd(model), model):
+        with pytest.raises(ValueError, match="the gradient of '0.weight' is sparse"):
+            model(torch.tensor([1, 2])).sum().backward()
+
+
+def test_sparse_gradients_are_refused(two_ranks: RankPool) -> None:
+    two_ranks.run(sparse_gradient)
+
+
+def unknown_unfrozen() -> None:
+    model = make_model()
+    model[0].requires_grad_(False)
+    optimizer = sgd(model)
+    with attached(optimizer, model.named_parameters()):
+        model[0].requires_grad_(True)
+        torch.tanh(model[0](torch.ones(1, 12, dtype=torch.float64))).sum().backward()  # nothing that is hooked
+        with pytest.raises(RuntimeError, match="the gradient of '0.weight' has not been averaged"):
+            optimizer.step()
+
+
+def test_a_gradient_that_nobody_averaged_is_not_stepped_on(two_ranks: RankPool) -> None:
+    two_ranks.run(unknown_unfrozen)
+
+
+def die_in_backward(compression: Any) -> str:
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(600, 600) for _ in range(6)])
+    optimizer = sgd(model)
+    reducer = pycomm.attach(optimizer, model, compression=compression, timeout=60, bucket_mb=1)
+    step = 0
+    started = time.monotonic()
+    try:
+        while time.monotonic() - started < 40:
+            optimizer.zero_grad()
+            if rank == 1 and step == 5:
+                model[2].weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
+            model(torch.ones(16, 600)).sum().backward()
+            optimizer.step()
+            step += 1
+    except pycomm.CommError as error:
+        reducer.detach()
+        return f"{step} {error.peer} {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize("compression", [None, pycomm.TopK(0.01)])
+def test_a_rank_that_dies_in_backward(new_ranks: Callable[[int], RankPool], compression: Any) -> None:
+    started = time.monotonic()
+    outcomes = new_ranks(2).outcomes(die_in_backward, compression)
+    assert time.monotonic() - started < 30
+    assert outcomes[0].result.startswith("5 1 rank 0: "), outcomes[0]
+    assert "rank 1 died" in outcomes[0].result

@@ -1,0 +1,216 @@
+"""Parameters that something else averages, or owns: found out in whatever order, and never a wrong gradient."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pycomm
+from pycomm.reducer.wrappers import wrapper_of
+from tests.ranks import RankPool
+from tests.reducer.models import attached, average_gradients, close, loss_of, losses_at, make_model
+
+SAYS = "belongs to a DistributedDataParallel.*which averages gradients itself.*[Tt]rain the module without"
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+class Outer(nn.Module):
+    """As trainers' wrappers."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.inner(x)
+
+
+GIVEN: dict[str, Callable[[nn.Module, DistributedDataParallel], Any]] = {
+    "the wrapper": lambda model, ddp: ddp,
+    "a wrapper around it": lambda model, ddp: Outer(ddp),
+    "what it wraps": lambda model, ddp: model,
+    "the names": lambda model, ddp: model.named_parameters(),
+    "a part": lambda model, ddp: model[0],
+    "torch.compile of it": lambda model, ddp: torch.compile(ddp, backend="eager"),
+}
+
+
+def ddp_before(given: str) -> None:
+    model = make_model()
+    ddp = DistributedDataParallel(model)
+    kept = Outer(ddp)  # somebody holds it
+    optimizer = sgd(model[0] if given == "a part" else model)
+    with pytest.raises(ValueError, match=SAYS):
+        pycomm.attach(optimizer, GIVEN[given](model, ddp))
+    loss_of(kept, dist.get_rank(), 0).backward()  # DistributedDataParallel goes on as if nothing had been
+    wanted = average_gradients(make_model(), losses_at(0))
+    for name, p in model.named_parameters():
+        close(p.grad, wanted[name])
+    del kept, ddp
+    with attached(optimizer, model[0] if given == "a part" else model):  # nobody has it any more
+        pass
+
+
+@pytest.mark.parametrize("given", GIVEN)
+def test_ddp_before_attach(two_ranks: RankPool, given: str) -> None:
+    two_ranks.run(ddp_before, given)
+
+
+def ddp_after(how: str) -> None:
+    model = make_model()
+
+    def wrap() -> None:
+        if how == "replicate":
+            from torch.distributed._composable import replicate
+
+            replicate(model)
+            loss_of(model, dist.get_rank(), 0).backward()
+        else:
+            DistributedDataParallel(model[0] if how == "a part" else Outer(model))
+
+    with attached(sgd(model), model.named_parameters() if how == "names" else model):
+        with pytest.raises(ValueError, match=SAYS):
+            wrap()
+        if how != "replicate":
+            gc.collect()
+            loss_of(model, dist.get_rank(), 0).backward()
+            wanted = average_gradients(make_model(), losses_at(0))
+            for name, p in model.named_parameters():
+                close(p.grad, wanted[name])
+    DistributedDataParallel(make_model())  # other parameters are nobody's business
+    DistributedDataParallel(model) if how != "replicate" else None
+
+
+@pytest.mark.parametrize("how", ["module", "names", "a part", "replicate"])
+def test_ddp_after_attach(two_ranks: RankPool, how: str) -> None:
+    two_ranks.run(ddp_after, how)
+
+
+def ddp_unseen() -> None:
+    """Made where nothing could notice: its forward is noticed, and without that its gradients are right."""
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pycomm.reducer.wrappers.wrapper_of", lambda _: None)
+        model = make_model()
+        reducer = pycomm.attach(sgd(model), model, timeout=30)
+        ddp = DistributedDataParallel(model)
+        with pytest.MonkeyPatch.context() as restored:
+            restored.setattr("pycomm.reducer.wrappers.wrapper_of", wrapper_of)
+            with pytest.raises(ValueError, match=SAYS):
+                loss_of(ddp, rank, 0)
+        reducer.detach()
+        named = make_model()
+        reducer = pycomm.attach(sgd(named), named.named_parameters(), timeout=30, bucket_mb=0.001)
+        ddp = DistributedDataParallel(named, gradient_as_bucket_view=False)
+        for step in range(4):
+            for p in named.parameters():
+                p.grad = None
+            loss_of(ddp, rank, step).backward()
+            wanted = average_gradients(make_model(), losses_at(step))
+            for name, p in named.named_parameters():
+                close(p.grad, wanted[name])
+        reducer.detach()
+
+
+def test_ddp_that_nothing_noticed(two_ranks: RankPool) -> None:
+    two_ranks.run(ddp_unseen)
+
+
+def fsdp_is_refused() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    for original in (False, True):
+        model = make_model(dtype=torch.float32)
+        wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=original)
+        says = "belongs to a FullyShardedDataParallel" if original else "flat parameter of FullyShardedDataParallel"
+        for given in (wrapped, list(wrapped.named_parameters())):
+            with pytest.raises((TypeError, ValueError), match=says):
+                pycomm.attach(sgd(wrapped), given)
+    model = make_model(dtype=torch.float32)
+    fully_shard(model)
+    with pytest.raises(
+        TypeError, match=r"parameter '0.weight' is a DTensor, sharded .* FSDP2 averages gradients itself"
+    ):
+        pycomm.attach(sgd(model), model)
+    model = make_model(dtype=torch.float32)
+    with attached(sgd(model), model), pytest.raises(ValueError, match="belongs to a FullyShardedDataParallel"):
+        FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+
+def test_sharded_parameters_are_refused(two_ranks: RankPool) -> None:
+    two_ranks.run(fsdp_is_refused)
+
+
+def odd_memory() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    freed = make_model()
+    freed[0].weight.untyped_storage().resize_(0)
+    with FakeTensorMode():
+        fake = nn.Linear(3, 3)
+    for model, name in ((freed, "0.weight"), (nn.Linear(2, 2, device="meta"), "weight"), (fake, "weight")):
+        with pytest.raises(
+            TypeError, match=f"parameter '{name}', a .* has no memory: wanted parameters that are mater"
+        ):
+            pycomm.attach(sgd(model), model)
+    stepped = make_model()
+    for p in stepped.parameters():
+        p._in_backward_optimizers = []  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="parameter '0.weight' is stepped in backward"):
+        pycomm.attach(sgd(stepped), stepped)
+
+
+def test_parameters_without_memory_are_refused(two_ranks: RankPool) -> None:
+    two_ranks.run(odd_memory)
+
+
+def other_hooks() -> None:
+    """Hooks that were registered after attach see, and may change, this rank's gradient before it is averaged."""
+    rank = dist.get_rank()
+    model = make_model()
+    seen: dict[str, torch.Tensor] = {}
+    with attached(sgd(model), model, bucket_mb=0.001):
+        for name, p in model.named_parameters():
+
+            def hook(p: torch.Tensor, name: str = name) -> None:
+                assert p.grad is not None
+                seen[name] = p.grad.clone()
+                p.grad.mul_(0.5)
+
+            p.register_post_accumulate_grad_hook(hook)
+        for step in range(3):
+            for p in model.parameters():
+                p.grad = None
+            loss_of(model, rank, step).backward()
+            own = average_gradients(make_model(), [lambda m, step=step: loss_of(m, rank, step)])
+            wanted = average_gradients(make_model(), losses_at(step))
+            for name, p in model.named_parameters():
+                close(seen[name], own[name])
+                close(p.grad, wanted[name] / 2)
+
+
+def test_hooks_of_others_come_first(two_ranks: RankPool) -> None:
+    two_ranks.run(other_hooks)
+
+
+def steps_in_backward() -> None:
+    """An optimizer in a hook of its own that comes first: it moves the replica by its own gradient."""
+    model = make_model()
+    model[0].bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    with attached(sgd(model), model):
+        with pytest.raises(RuntimeError, match="the gradient of '0.bias' has been taken away by another hook"):
+            loss_of(model, 0, 0).backward()
+
+
+def test_a_gradient_that_another_hook_takes_is_an_error(two_ranks: RankPool) -> None:
+    two_ranks.run(steps_in_backward)

@@ -1,0 +1,271 @@
+"""Replicas are compared now and then; buffers kept equal if asked; parameters that nobody averages are named."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import pycomm
+from tests.ranks import RankPool
+from tests.reducer.models import (
+    assert_replicas_equal,
+    attached,
+    average_gradients,
+    close,
+    loss_of,
+    losses_at,
+    make_model,
+)
+
+Pools = Callable[[int], RankPool]
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def drift(where: str, at: int, options: dict[str, Any], compression: Any) -> tuple[int, str]:
+    """Rank 1 changes something by itself after ``at`` steps."""
+    rank = dist.get_rank()
+    model = make_model(dtype=torch.float32)
+    optimizer = sgd(model)
+    steps = 0
+
+    def change() -> None:
+        if where == "lr":
+            optimizer.param_groups[0]["lr"] *= 0.5
+        else:
+            flat = model.get_parameter(where).detach().view(-1).view(torch.int32)
+            flat[3] ^= 1  # the last bit
+
+    def run() -> None:
+        nonlocal steps
+        for step in range(12):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+            steps += 1
+            if steps == at and rank == 1:
+                change()
+
+    with attached(optimizer, model, compression=compression, **options):
+        with pytest.raises(RuntimeError, match="the replicas differ") as raised:
+            run()
+    return steps, str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "compression", [None, pycomm.FP16(), pycomm.TopK(0.1), pycomm.PowerSGD(1), pycomm.TopK(1.0)], ids=repr
+)
+def test_a_last_bit_is_found(two_ranks: RankPool, compression: Any) -> None:
+    for steps, says in two_ranks.run(drift, "2.weight", 5, {"check_replicas": 4}, compression):
+        assert steps == 8
+        assert "the replicas differ after 8 reductions: parameter '" in says
+        assert "the largest difference is" in says
+
+
+def test_the_parameter_and_the_rank_are_named(rank_pools: Pools) -> None:
+    for steps, says in rank_pools(2).run(drift, "2.weight", 5, {"check_replicas": 1}, None):
+        assert steps == 5
+        assert "parameter '2.weight' on rank 1 is not what it is on the other ranks; the largest" in says
+    for steps, says in rank_pools(3).run(drift, "lr", 3, {"check_replicas": 2}, None):
+        assert steps == 4
+        assert "parameter '0.weight' on rank 1 is not what it is on the other ranks (6 parameters differ)" in says
+        assert "a learning rate" in says
+
+
+def test_what_is_set_up_differently_shows_after_one_step(two_ranks: RankPool) -> None:
+    for steps, says in two_ranks.run(drift, "0.bias", 1, {}, None):  # as it is by default
+        assert steps == 1
+        assert "the replicas differ after 1 reductions: parameter '0.bias' on rank 1" in says
+
+
+def not_asked() -> None:
+    rank = dist.get_rank()
+    model = make_model()
+    optimizer = sgd(model)
+    with attached(optimizer, model, check_replicas=0):
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+            if rank == 1:
+                model[0].weight.data += 1.0
+    with pytest.raises(ValueError, match="check_replicas is -1, wanted at least 0"):
+        pycomm.attach(optimizer, model, check_replicas=-1)
+    with pytest.raises(ValueError, match="the ranks disagree: setting 8 is 'check_replicas=6' on rank 1"):
+        pycomm.attach(optimizer, model, check_replicas=5 + rank)
+
+
+def test_not_looked_where_not_asked(two_ranks: RankPool) -> None:
+    two_ranks.run(not_asked)
+
+
+def other_processors(factor: float) -> list[str]:
+    """Ranks that say they have another processor: last bits are a warning, once; more is an error."""
+    rank = dist.get_rank()
+    model = make_model(dtype=torch.float32)
+    optimizer = sgd(model)
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pycomm.reducer.replicas._processor", lambda: f"processor {rank}")
+        with attached(optimizer, model, check_replicas=2):
+            for step in range(9):
+                optimizer.zero_grad()
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    loss_of(model, rank, step).backward()
+                said += [str(w.message) for w in caught]
+                optimizer.step()
+                if rank == 1:
+                    with torch.no_grad():
+                        model[0].weight.mul_(factor)
+    return said
+
+
+def test_last_bits_of_other_processors_are_a_warning(two_ranks: RankPool) -> None:
+    for said in two_ranks.run(other_processors, 1.0 + 2.0**-20):
+        assert len(said) == 1
+        assert "the ranks' processors (processor 0, processor 1) round differently" in said[0].lower()
+        assert "the largest difference is" in said[0]
+    for error in two_ranks.errors(other_processors, 1.1):
+        assert "the replicas differ after 1 reductions: parameter '0.weight'" in str(error)
+
+
+def unfreezing_and_all_kinds() -> None:
+    """Nothing is found where nothing is wrong: several dtypes, frozen parameters, channels_last, empty ones."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    model = nn.ModuleList([nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last), nn.Linear(3, 2).bfloat16()])
+    model.register_parameter("nothing", nn.Parameter(torch.empty(0, 3)))
+    model[0].bias.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of half-precision parameters
+        reducer = pycomm.attach(optimizer, model, check_replicas=1, timeout=30)
+    for step in range(6):
+        if step == 3:
+            model[0].bias.requires_grad_(True)
+        optimizer.zero_grad()
+        x = torch.randn(2, 2, 3, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+        model[1](model[0](x).flatten(1).bfloat16()).float().pow(2).sum().backward()
+        optimizer.step()
+    assert_replicas_equal(model)
+    reducer.detach()
+
+
+def test_no_false_alarm(two_ranks: RankPool) -> None:
+    two_ranks.run(unfreezing_and_all_kinds)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.norm = nn.Linear(12, 5), nn.BatchNorm1d(5)
+        self.register_buffer("flags", torch.tensor([True, False]))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.norm(self.body(x))
+
+
+def buffers(how: str) -> tuple[list[str], dict[str, list[float]], int]:
+    rank = dist.get_rank()
+    model = Normed()
+    optimizer = sgd(model)
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("pycomm").addHandler(handler)
+    own = nn.BatchNorm1d(5)
+    with attached(optimizer, model, buffers=how, check_replicas=2) as reducer:
+        for step in range(5):
+            optimizer.zero_grad()
+            x = torch.randn(6, 12, generator=torch.Generator().manual_seed(10 * step + rank)) + rank
+            with torch.no_grad():
+                own.load_state_dict(model.norm.state_dict())
+                own(model.body(x))  # what this rank alone comes to from here
+            model(x).pow(2).mean().backward()
+            wanted = own.running_mean.clone()
+            if how == "broadcast":
+                dist.broadcast(wanted, 0)
+            elif how == "average":
+                dist.all_reduce(wanted)
+                wanted /= dist.get_world_size()
+            torch.testing.assert_close(model.norm.running_mean, wanted)
+            assert int(model.norm.num_batches_tracked) == step + 1
+            optimizer.step()
+        steps = reducer.stats()["steps"]
+    logging.getLogger("pycomm").removeHandler(handler)
+    return logged, {name: b.double().tolist() for name, b in model.named_buffers()}, steps
+
+
+def test_buffers(two_ranks: RankPool) -> None:
+    (noted, first, _), (_, second, _) = two_ranks.run(buffers, "local")
+    assert first != second
+    assert len(noted) == 1
+    assert "buffer 'norm.running_mean', and 1 more, differs between the ranks" in noted[0]
+    for how in ("broadcast", "average"):
+        (noted, first, steps), (_, second, _) = two_ranks.run(buffers, how)
+        assert first == second
+        assert noted == []
+        assert steps == 5
+
+
+def bad_buffers() -> None:
+    model = Normed()
+    with pytest.raises(ValueError, match="buffers is 'sum', wanted one of local, broadcast, average"):
+        pycomm.attach(sgd(model), model, buffers="sum")
+    with pytest.raises(ValueError, match="buffers='average' wants the module itself"):
+        pycomm.attach(sgd(model), model.named_parameters(), buffers="average")
+
+
+def test_bad_buffers(two_ranks: RankPool) -> None:
+    two_ranks.run(bad_buffers)
+
+
+def part_of_the_model(how: str) -> list[str]:
+    """The optimizer has the head; gradients of the body are each rank's own."""
+    rank = dist.get_rank()
+    model = make_model()
+    if how == "frozen":
+        model[:4].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[4].parameters(), lr=0.1)
+    said: list[str] = []
+    options: dict[str, Any] = {"all_parameters": True} if how == "all" else {}
+    reducers = [pycomm.attach(optimizer, model, timeout=30, **options)]
+    if how == "two attaches":
+        reducers.append(pycomm.attach(torch.optim.Adam(model[:4].parameters()), model, timeout=30))
+    for step in range(3):
+        model.zero_grad()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss_of(model, rank, step).backward()
+        said += [str(w.message) for w in caught]
+        if how in ("all", "two attaches"):
+            wanted = average_gradients(model, losses_at(step))
+            for name, p in model.named_parameters():
+                close(p.grad, wanted[name])
+        if how == "all":
+            norm = torch.stack([g.norm() for g in wanted.values()]).norm()
+            close(reducers[0].clip_grad_norm(0.01), norm, 1e-9)
+        optimizer.step()
+    for reducer in reducers:
+        reducer.detach()
+    return said
+
+
+def test_gradients_that_nobody_averages_are_named(two_ranks: RankPool) -> None:
+    for said in two_ranks.run(part_of_the_model, "a part"):
+        assert len(said) == 1
+        assert "'2.bias', '2.weight', '0.bias', '0.weight'" in said[0] or "'0.weight'" in said[0]
+        assert "all_parameters=True" in said[0]
+    for how in ("frozen", "two attaches", "all"):
+        assert two_ranks.run(part_of_the_model, how) == [[], []]

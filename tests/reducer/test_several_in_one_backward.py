@@ -1,0 +1,137 @@
+"""Several Reducers in one backward pass, and the user's own collectives beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import pycomm
+from tests.ranks import RankPool
+from tests.reducer.models import (
+    average_gradients,
+    close,
+    loss_of,
+    make_model,
+    over_torch,
+)
+
+Pools = Callable[[int], RankPool]
+
+
+def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def two_optimizers(torch_transport: bool, uneven: bool) -> None:
+    """Muon beside AdamW: two attaches, one backward. Ranks may begin with either."""
+    rank = dist.get_rank()
+    model, plain = make_model(), make_model()
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    first, second = torch.optim.SGD(matrices, lr=0.1), torch.optim.SGD(vectors, lr=0.1)
+    with over_torch(torch_transport):
+        reducers = [pycomm.attach(o, model, timeout=30, bucket_mb=0.001) for o in (first, second)]
+
+    def loss(module: nn.Module, rank: int, step: int) -> torch.Tensor:
+        if uneven and rank == 0:  # the last layer's bias takes no part here, so that the other reducer hears first
+            x = module[:4](torch.ones(3, 12, dtype=torch.float64) * (step + 1))
+            return (x @ module[4].weight.t()).pow(2).mean()  # type: ignore[union-attr]
+        return loss_of(module, rank, step)
+
+    for step in range(5):
+        for o in (first, second):
+            o.zero_grad()
+        loss(model, rank, step).backward()
+        wanted = average_gradients(plain, [partial(loss, rank=r, step=step) for r in range(2)])
+        for name, p in model.named_parameters():
+            close(p.grad, wanted[name])
+    for reducer in reducers:
+        reducer.detach()
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("torch_transport", [False, True])
+def test_two_attaches_in_one_backward(two_ranks: RankPool, torch_transport: bool, uneven: bool) -> None:
+    two_ranks.run(two_optimizers, torch_transport, uneven)
+
+
+class Normed(nn.Module):
+    """A matrix for one optimizer, vectors and statistics beside it for another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.norm = nn.Linear(12, 5), nn.BatchNorm1d(5)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.norm(self.body(x))
+
+
+def two_that_keep_buffers(torch_transport: bool) -> None:
+    """Both exchange buffers; the order in which gradients come differs: nobody waits for the other's turn."""
+    rank = dist.get_rank()
+    model = Normed()
+    first = torch.optim.SGD([model.body.weight], lr=0.1)
+    second = torch.optim.SGD([model.body.bias, *model.norm.parameters()], lr=0.1)
+    with over_torch(torch_transport):
+        reducers = [pycomm.attach(o, model, timeout=20, buffers="average") for o in (first, second)]
+    for step in range(6):
+        model.zero_grad()
+        x = torch.randn(6, 12, generator=torch.Generator().manual_seed(10 * step + rank))
+        # What was used last comes first: the matrix on rank 0, the vectors on rank 1.
+        loss = model(x).pow(2).mean()
+        last = model.body.weight if rank == 0 else model.norm.weight
+        (loss + 0 * last.sum()).backward()
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, [b.tolist() for b in model.buffers()])
+    assert everyone[0] == everyone[1]
+    for reducer in reducers:
+        reducer.detach()
+
+
+class GatherAll(torch.autograd.Function):
+    """CLIP's: features of all ranks, with a collective in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        everyone = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, x.contiguous())
+        return torch.cat(everyone)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        grad = grad.contiguous()
+        dist.all_reduce(grad)
+        return grad.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+@pytest.mark.parametrize("torch_transport", [False, True])
+def test_two_attaches_that_keep_buffers(two_ranks: RankPool, torch_transport: bool) -> None:
+    two_ranks.run(two_that_keep_buffers, torch_transport)
+
+
+def clip_like(torch_transport: bool) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, plain = make_model(), make_model()
+    with over_torch(torch_transport):
+        reducer = pycomm.attach(sgd(model), model, timeout=30, bucket_mb=0.0001)
+    for step in range(10):
+        model.zero_grad()
+        x = [torch.randn(4, 12, generator=torch.Generator().manual_seed(10 * step + r)).double() for r in range(size)]
+        middle = GatherAll.apply(model[:2](x[rank]))
+        model[2:](middle).pow(2).mean().backward()
+        grads = torch.autograd.grad(plain[2:](plain[:2](torch.cat(x))).pow(2).mean(), list(plain.parameters()))
+        for p, grad in zip(model.parameters(), grads, strict=True):
+            close(p.grad, grad, 1e-9)
+    reducer.detach()
+
+
+@pytest.mark.parametrize("torch_transport", [False, True])
+def test_the_users_own_collectives_in_backward(two_ranks: RankPool, torch_transport: bool) -> None:
+    two_ranks.run(clip_like, torch_transport)

@@ -1,0 +1,132 @@
+"""set_weight: every sample counts the same, whoever had it, with every method that sends gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import pycomm
+from tests.ranks import RankPool
+from tests.reducer.models import attached, rank_and_size
+
+Pools = Callable[[int], RankPool]
+
+
+def gradients_of(options: dict[str, Any], weights: list[list[float]], nan_at: tuple[int, int] = (-1, -1)) -> None:
+    """weights[rank]: of its passes. The gradient of pass q on rank r is 10 r + q + 1, or NaN."""
+    rank, size = rank_and_size()
+    p = torch.nn.Parameter(torch.zeros(3, 5, dtype=torch.float64))
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    with attached(optimizer, [("p", p)], **options) as reducer:
+        for _ in range(3):  # from the second on gradients live in the bucket
+            optimizer.zero_grad()
+            if not weights[rank]:
+                reducer.set_weight(0)
+            for q, weight in enumerate(weights[rank]):
+                reducer.set_weight(weight)
+                value = float("nan") if nan_at == (rank, q) else 10.0 * rank + q + 1
+                (p * value).sum().backward()
+            if options.get("accumulate", 1) > 1:
+                reducer.flush()
+            pairs = [(w, 10.0 * r + q + 1) for r in range(size) for q, w in enumerate(weights[r]) if w > 0]
+            wanted = sum(w * v for w, v in pairs) / sum(w for w, _ in pairs)
+            if options.get("average", True) is False:
+                wanted *= size
+            assert p.grad is not None
+            torch.testing.assert_close(p.grad, torch.full_like(p, wanted), rtol=options_tolerance(options), atol=0)
+
+
+def options_tolerance(options: dict[str, Any]) -> float:
+    return {"FP16": 2e-3, "BF16": 2e-2}.get(type(options.get("compression")).__name__, 1e-6)
+
+
+METHODS = [None, pycomm.FP16(), pycomm.BF16(), pycomm.DGC(1.0, momentum=0.0), pycomm.TopK(1.0), pycomm.RandomK(1.0)]
+
+
+@pytest.mark.parametrize("compression", METHODS, ids=lambda method: type(method).__name__)
+@pytest.mark.parametrize("average", [True, False])
+def test_one_pass(two_ranks: RankPool, compression: Any, average: bool) -> None:
+    two_ranks.run(gradients_of, {"compression": compression, "average": average}, [[3], [5]])
+
+
+@pytest.mark.parametrize("compression", METHODS, ids=lambda method: type(method).__name__)
+def test_windows_of_several_lengths(rank_pools: Pools, compression: Any) -> None:
+    weights = [[3.0, 3.0, 1.5], [2.0], [4.0, 0.5]]
+    rank_pools(3).run(gradients_of, {"compression": compression, "accumulate": 3}, weights)
+
+
+def test_one_rank(rank_pools: Pools) -> None:
+    rank_pools(1).run(gradients_of, {"accumulate": 2}, [[np.int64(3), np.float32(1)]])
+
+
+@pytest.mark.parametrize("compression", METHODS, ids=lambda method: type(method).__name__)
+def test_a_rank_without_samples_may_have_nan(two_ranks: RankPool, compression: Any) -> None:
+    two_ranks.run(gradients_of, {"compression": compression}, [[4], [0]], (1, 0))
+
+
+def test_a_window_may_begin_without_samples(two_ranks: RankPool) -> None:
+    two_ranks.run(gradients_of, {"accumulate": 2}, [[4, 4], [0, 3]], (1, 0))
+
+
+def test_a_rank_may_have_no_pass(two_ranks: RankPool) -> None:
+    two_ranks.run(gradients_of, {"accumulate": 2}, [[4, 2], []])
+
+
+def weigh_nothing() -> None:
+    p = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    with attached(optimizer, [("p", p)]) as reducer:
+        for _ in range(2):
+            reducer.set_weight(0)
+            with pytest.raises(ValueError, match="the weights of this step sum to zero over all ranks"):
+                p.sum().backward()
+            optimizer.zero_grad()
+        reducer.set_weight(2)
+        p.sum().backward()
+        assert p.grad is not None
+        assert p.grad.tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_weights_that_sum_to_zero(rank_pools: Pools, size: int) -> None:
+    """An error on every rank; the step after it is an ordinary one."""
+    rank_pools(size).run(weigh_nothing)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "match"),
+    [
+        (-1, ValueError, "num_samples is -1, wanted a finite number that is not negative"),
+        (float("nan"), ValueError, "num_samples is nan"),
+        (float("inf"), ValueError, "num_samples is inf"),
+        (True, TypeError, "num_samples is True, wanted a number"),
+        ("3", TypeError, "num_samples is '3', wanted a number"),
+        (torch.tensor(3), TypeError, "wanted a number"),
+    ],
+)
+@pytest.mark.usefixtures("one_rank_group")
+def test_no_weight(value: Any, error: type[Exception], match: str) -> None:
+    p = torch.nn.Parameter(torch.zeros(3))
+    with attached(torch.optim.SGD([p], lr=1.0), [("p", p)]) as reducer:
+        with pytest.raises(error, match=match):
+            reducer.set_weight(value)
+
+
+@pytest.mark.usefixtures("one_rank_group")
+def test_not_in_the_middle_of_a_window() -> None:
+    p = torch.nn.Parameter(torch.zeros(3))
+    with attached(torch.optim.SGD([p], lr=1.0), [("p", p)], accumulate=3, compression=pycomm.TopK(0.5)) as reducer:
+        p.sum().backward()
+        with pytest.raises(ValueError, match="inside an accumulation window that began without it"):
+            reducer.set_weight(3)
+        reducer.flush()
+        p.grad = None
+        reducer.set_weight(3)
+        p.sum().backward()
+        with pytest.raises(ValueError, match="num_samples is 0 inside an accumulation window"):
+            reducer.set_weight(0)
+        reducer.flush()
