@@ -10,8 +10,9 @@ import torch
 
 from pycomm import kernels
 from pycomm.fingerprint import FINGERPRINT_PLACES, put_fingerprint
-from pycomm.held import is_held, is_shared, storage_uses
+from pycomm.held import is_held, is_shared
 from pycomm.layout import laid_out_like, on_gpu, view_like
+from pycomm.torch_internals import storage_uses
 
 
 class Group(Protocol):

@@ -11,6 +11,8 @@ import sys
 
 import torch
 
+from pycomm.torch_internals import uses_outside_python
+
 
 def _references(tensors: list[torch.Tensor], index: int) -> int:
     tensor = tensors[index]
@@ -35,11 +37,5 @@ def is_held(tensors: list[torch.Tensor], index: int, is_grad: bool = False) -> b
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
-    """Whether something outside Python refers to ``tensor``, which is no ``.grad``: DLPack's consumers, a graph."""
-    return tensor._use_count() > 1  # type: ignore[attr-defined,no-any-return]
-
-
-def storage_uses(tensor: torch.Tensor) -> int:
-    """How many tensors, and other owners, share the storage of ``tensor``."""
-    uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return uses
+    """Return whether DLPack's consumers or a graph, outside Python, refer to ``tensor``, which is no ``.grad``."""
+    return uses_outside_python(tensor) > 1

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from pycomm.optim import update_rules
-from pycomm.optim.fused import step_by_rule
 from pycomm.optim.layerwise import LayerwiseOptimizer, require_not_negative
 
 
@@ -46,16 +45,17 @@ class LAMB(LayerwiseOptimizer):
         maximize: bool = False,
         fused: bool | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "exclude": exclude,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults, fused)
+        super().__init__(
+            params,
+            fused,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            bias_correction=bias_correction,
+            exclude=exclude,
+            maximize=maximize,
+        )
 
     def check_group(self, group: update_rules.Group) -> None:
         require_not_negative(group, "lr", "eps", "weight_decay")
@@ -64,7 +64,7 @@ class LAMB(LayerwiseOptimizer):
                 raise ValueError(f"betas[{i}] is {beta}, wanted 0 <= beta < 1")
 
     def fused_step(self) -> None:
-        step_by_rule(self, update_rules.lamb)
+        update_rules.step_by_rule(self, update_rules.lamb)
 
     def plain_step(self, group: update_rules.Group, target: update_rules.Target) -> None:
         w, g = target.weight, target.grad * (-1.0 if group["maximize"] else 1.0)
@@ -80,6 +80,3 @@ class LAMB(LayerwiseOptimizer):
             w_norm, r_norm = torch.linalg.vector_norm(w), torch.linalg.vector_norm(r)
             ratio = torch.where((w_norm > 0) & (r_norm != 0), w_norm / r_norm, 1.0)
         target.param.copy_(w - group["lr"] * ratio * r)
-
-
-update_rules.RULES[LAMB] = update_rules.lamb

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from pycomm.optim import update_rules
-from pycomm.optim.fused import step_by_rule
 from pycomm.optim.layerwise import LayerwiseOptimizer, require_not_negative
 
 
@@ -56,16 +55,17 @@ class LARS(LayerwiseOptimizer):
         maximize: bool = False,
         fused: bool | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "trust_coefficient": trust_coefficient,
-            "nesterov": nesterov,
-            "exclude": exclude,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults, fused)
+        super().__init__(
+            params,
+            fused,
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            trust_coefficient=trust_coefficient,
+            nesterov=nesterov,
+            exclude=exclude,
+            maximize=maximize,
+        )
 
     def check_group(self, group: update_rules.Group) -> None:
         require_not_negative(group, "lr", "momentum", "weight_decay", "trust_coefficient")
@@ -73,7 +73,7 @@ class LARS(LayerwiseOptimizer):
             raise ValueError(f"nesterov wants momentum, which is {group['momentum']}")
 
     def fused_step(self) -> None:
-        step_by_rule(self, update_rules.lars)
+        update_rules.step_by_rule(self, update_rules.lars)
 
     def plain_step(self, group: update_rules.Group, target: update_rules.Target) -> None:
         w, g = target.weight, target.grad * (-1.0 if group["maximize"] else 1.0)
@@ -88,6 +88,3 @@ class LARS(LayerwiseOptimizer):
             v = target.buffer("momentum_buffer").mul_(group["momentum"]).add_(step)
             step = step + group["momentum"] * v if group["nesterov"] else v
         target.param.copy_(w - step)
-
-
-update_rules.RULES[LARS] = update_rules.lars

@@ -18,7 +18,7 @@ EXCLUSIONS = ("one_dimensional", "all", "none")
 class LayerwiseOptimizer(torch.optim.Optimizer):
     """Steps by pycomm's kernels or by torch's operations; see ``fused`` of :class:`LARS`."""
 
-    def __init__(self, params: Any, defaults: dict[str, Any], fused: bool | None) -> None:
+    def __init__(self, params: Any, fused: bool | None, **defaults: Any) -> None:
         self._fused = fused
         super().__init__(params, defaults)
 

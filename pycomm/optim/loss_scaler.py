@@ -12,9 +12,8 @@ import torch
 
 from pycomm import kernels
 from pycomm.optim.attached import reducer_of
-from pycomm.optim.fused import fused_step_of
-from pycomm.optim.master_weights import MasterWeights
-from pycomm.optim.parameters import optimizer_parameters
+from pycomm.optim.parameters import gradients_of
+from pycomm.optim.step_override import Factor, stepper_of
 
 _LEAST_USEFUL = 2.0**-10  # no gradient of a sound model overflows at such a scale
 
@@ -119,11 +118,7 @@ class LossScaler:
         if stage is _Stage.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
         finite = self._is_finite(optimizer)
-        fused = fused_step_of(optimizer)
-        if isinstance(fused, MasterWeights):
-            fused.unscale(1.0 / self._scale)
-        else:
-            self._unscale_in_place(optimizer)
+        stepper_of(optimizer).unscale(1.0 / self._scale)
         self._stages[id(optimizer)] = (optimizer, _Stage.UNSCALED, finite)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -145,18 +140,14 @@ class LossScaler:
         finite = self._is_finite(optimizer) if stage is _Stage.READY else self._stages[id(optimizer)][2]
         self._stages[id(optimizer)] = (optimizer, _Stage.STEPPED, finite)
         self._verdicts.append(finite)
-        fused = fused_step_of(optimizer)
+        stepper = stepper_of(optimizer)
         if not finite:
             self.skipped_steps += 1
             self._warn_of_hopelessness(optimizer)
-            if fused is not None:
-                fused.forget()
+            stepper.forget()
             return None
-        if stage is _Stage.READY:
-            if fused is not None:
-                fused.pending = fused.pending * (1.0 / self._scale)
-            else:
-                self._unscale_in_place(optimizer)
+        if stage is _Stage.READY and not stepper.leave_factor(1.0 / self._scale):
+            stepper.unscale(1.0 / self._scale)
         return optimizer.step(**kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -178,8 +169,7 @@ class LossScaler:
             if self._dynamic:
                 self._adapt(all(self._verdicts))
         for optimizer, _, _ in self._stages.values():
-            if (fused := fused_step_of(optimizer)) is not None:
-                fused.forget()
+            stepper_of(optimizer).forget()
         self._verdicts.clear()
         self._stages.clear()
 
@@ -258,16 +248,8 @@ class LossScaler:
         reducer = reducer_of(optimizer)
         if reducer is not None:
             return reducer.settle()
-        grads = _gradients(optimizer)
+        grads = gradients_of(optimizer)
         return not grads or bool(torch.isfinite(kernels.squared_norms(grads)).all())
-
-    def _unscale_in_place(self, optimizer: torch.optim.Optimizer) -> None:
-        grads = _gradients(optimizer)
-        for grad in grads:
-            if grad.dtype == torch.float16:
-                raise ValueError("gradients in float16 would underflow without the scale: see pycomm.master_weights")
-        if grads:
-            torch._foreach_mul_(grads, 1.0 / self._scale)
 
     def _warn_of_hopelessness(self, optimizer: torch.optim.Optimizer) -> None:
         """Halving the scale does not help against NaN: say where it comes from."""
@@ -284,5 +266,56 @@ class LossScaler:
         )
 
 
-def _gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p.grad for p in optimizer_parameters(optimizer) if p.grad is not None]
+class LossScale:
+    """Factor that the loss, and so every gradient, was multiplied with; this one, where there is no scaler: 1."""
+
+    def current(self, device: torch.device, on_gpu: bool) -> Factor:
+        """Return the factor of the step that is being computed; on a GPU a 0-d float32 tensor, if nobody else knows."""
+        return 1.0
+
+    def left_in(self, optimizer: torch.optim.Optimizer) -> float:
+        """Return what the gradients of ``optimizer`` still have to be divided by."""
+        return 1.0
+
+
+class _OwnLossScale(LossScale):
+    def __init__(self, scaler: LossScaler) -> None:
+        self._scaler = scaler
+
+    def current(self, device: torch.device, on_gpu: bool) -> Factor:
+        return self._scaler.get_scale()
+
+    def left_in(self, optimizer: torch.optim.Optimizer) -> float:
+        return 1.0 if self._scaler.is_unscaled(optimizer) else self._scaler.get_scale()
+
+
+class _ForeignLossScale(LossScale):
+    """Loss scale of GradScaler, or of anything that has its ``scale``."""
+
+    def __init__(self, scaler: Any) -> None:
+        self._scaler = scaler
+
+    def current(self, device: torch.device, on_gpu: bool) -> Factor:
+        # GradScaler.get_scale() would wait for the GPU; this is the same number, there.
+        scaled = self._scaler.scale(torch.ones((), dtype=torch.float32, device=device))
+        return scaled.float() if on_gpu else float(scaled)
+
+    def left_in(self, optimizer: torch.optim.Optimizer) -> float:
+        """Return 1: that ``unscale_`` has been called is up to the user.
+
+        Raises:
+            RuntimeError: the optimizer has master weights, whose gradients only LossScaler unscales.
+        """
+        if stepper_of(optimizer).has_masters:
+            raise RuntimeError(
+                f"with a {type(self._scaler).__name__} the gradients of half-precision parameters stay scaled: use "
+                "pycomm.LossScaler"
+            )
+        return 1.0
+
+
+def loss_scale_of(scaler: Any) -> LossScale:
+    """Return the loss scale of ``scaler``: a LossScaler, something with GradScaler's ``scale``, or ``None``."""
+    if scaler is None:
+        return LossScale()
+    return _OwnLossScale(scaler) if isinstance(scaler, LossScaler) else _ForeignLossScale(scaler)

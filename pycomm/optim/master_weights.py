@@ -17,10 +17,11 @@ import torch
 
 from pycomm import kernels
 from pycomm.layout import laid_out_like, require_dense
-from pycomm.optim.fused import Factor, FusedStep, fused_step_of, rule_of, step_by_rule
+from pycomm.optim.fused import RULES, KernelStep, rule_of
 from pycomm.optim.parameters import optimizer_parameters
-from pycomm.optim.step_override import evaluate, own_step
-from pycomm.optim.update_rules import RULES
+from pycomm.optim.step_override import Factor, evaluate, own_step, stepper_of
+from pycomm.optim.update_rules import step_by_rule
+from pycomm.torch_internals import leave_scale_to_step, undo_leave_scale_to_step, version_of
 
 HALF = (torch.float16, torch.bfloat16)
 KEY = "master_weight"
@@ -52,8 +53,10 @@ def master_weights(optimizer: torch.optim.Optimizer) -> MasterWeights:
     return MasterWeights(optimizer)
 
 
-class MasterWeights(FusedStep):
-    """Made by :func:`master_weights`."""
+class MasterWeights(KernelStep):
+    """Handle of an optimizer with float32 masters, made by :func:`master_weights`."""
+
+    has_masters = True
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._masters: dict[torch.Tensor, torch.Tensor] = {}
@@ -66,8 +69,7 @@ class MasterWeights(FusedStep):
         super().__init__(optimizer)
         self._add_new(optimizer_parameters(optimizer))
         # GradScaler.unscale_() refuses float16; with this mark its step() leaves the factor to ours.
-        self._took_scale = vars(optimizer).get("_step_supports_amp_scaling")
-        vars(optimizer)["_step_supports_amp_scaling"] = True
+        self._took_scale = leave_scale_to_step(optimizer)
         vars(optimizer)["load_state_dict"] = self._load_state_dict
         self._hook = optimizer.register_state_dict_post_hook(self._add_masters)
 
@@ -99,9 +101,8 @@ class MasterWeights(FusedStep):
         """Give the optimizer its own ``step`` back, and its state the dtypes which that wants. Idempotent."""
         attributes = vars(self.optimizer)
         if attributes.get("load_state_dict") is not None:
-            del attributes["load_state_dict"], attributes["_step_supports_amp_scaling"]
-            if self._took_scale is not None:
-                attributes["_step_supports_amp_scaling"] = self._took_scale
+            del attributes["load_state_dict"]
+            undo_leave_scale_to_step(self.optimizer, self._took_scale)
             self._hook.remove()
             for param in self._masters:
                 self._cast_state(param, param.dtype)
@@ -148,19 +149,20 @@ class MasterWeights(FusedStep):
                 wide = torch.empty_like(master)
                 kernels.pack([laid_out_like(param.grad, master)], laid_out_like(wide, master), factor)
                 master.grad = wide
-                self._unscaled[param] = _Unscaled(wide, param.grad, param.grad._version)
+                self._unscaled[param] = _Unscaled(wide, param.grad, version_of(param.grad))
             else:
                 param.grad.mul_(factor)
 
-    def unscaled(self) -> list[torch.Tensor]:
-        """The gradients that :meth:`unscale` left, of all parameters."""
+    def unscaled(self) -> list[torch.Tensor] | None:
         grads = self._unscaled_grads()
+        if not grads:
+            return None
         return [grads.get(p, p.grad) for p in optimizer_parameters(self.optimizer) if p.grad is not None]
 
     def _unscaled_grads(self) -> dict[torch.Tensor, torch.Tensor]:
         """By parameter, of those whose ``.grad`` is still the one that was unscaled: no step may have used it up."""
         current = {param: unscaled for param, unscaled in self._unscaled.items() if unscaled.of is param.grad}
-        if any(unscaled.of._version != unscaled.version for unscaled in current.values()):
+        if any(version_of(unscaled.of) != unscaled.version for unscaled in current.values()):
             raise RuntimeError(
                 "the gradient of a half-precision parameter was written to after unscale_(): what counts is that of "
                 "its master, in MasterWeights.parameters()"
@@ -302,7 +304,7 @@ class _Unscaled:
 
 def _stamp(param: torch.Tensor) -> tuple[int, int]:
     """Changes when ``param`` is written to, or lies elsewhere."""
-    return param._version, param.data_ptr()
+    return version_of(param), param.data_ptr()
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -321,7 +323,7 @@ def _become(param: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None) 
 
 def warn_of_lost_updates(optimizer: torch.optim.Optimizer, names: Mapping[str, torch.Tensor]) -> None:
     """Once for an optimizer that updates half-precision parameters themselves."""
-    if isinstance(fused_step_of(optimizer), MasterWeights):
+    if stepper_of(optimizer).has_masters:
         return
     name = next((name for name, p in names.items() if p.dtype in HALF and p.requires_grad), None)
     if name is None or vars(optimizer).get("_pycomm_warned"):

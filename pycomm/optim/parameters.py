@@ -28,3 +28,8 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         if not same and type(optimizer).__module__.split(".")[0] not in _TRAINERS:
             return optimizer
         optimizer = inner
+
+
+def gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the gradients that there are, in the order of the groups."""
+    return [p.grad for p in optimizer_parameters(optimizer) if p.grad is not None]

@@ -1,4 +1,4 @@
-"""An optimizer that stays the same object and steps another way.
+"""How an optimizer steps: by its own ``step``, or by one that pycomm has put in its place.
 
 Only the instance changes: its class, its hooks, its state and its hyperparameters are torch's, and a
 copy or a pickle of it is an ordinary optimizer again.
@@ -7,56 +7,97 @@ copy or a pickle of it is an ordinary optimizer again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 from weakref import WeakSet
 
 import torch
 
+from pycomm.optim.parameters import gradients_of
+from pycomm.torch_internals import is_schedulers_wrapper, replace_step, unhooked_step
+
 _ATTRIBUTE = "_pycomm_step"
 _steps: WeakSet[Any] = WeakSet()
 """All functions that have ever taken the place of a ``step``."""
 
+Factor = float | torch.Tensor
 
-class Takeover:
-    """From now on ``optimizer.step()`` calls :meth:`run`, between the optimizer's own hooks.
+
+class Stepper:
+    """What the rest of pycomm asks of an optimizer's step; this one, of a step that is the optimizer's own.
+
+    Attributes:
+        has_masters: whether half-precision parameters follow float32 masters.
+    """
+
+    has_masters = False
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def leave_factor(self, factor: Factor) -> bool:
+        """Let the next step multiply gradients with ``factor``; returns whether it will."""
+        return False
+
+    def forget(self) -> None:
+        """Drop what was left for a step that will not be taken."""
+
+    def masters(self) -> list[torch.Tensor]:
+        """Return the float32 masters, with what was written to the parameters since."""
+        return []
+
+    def restore(self) -> None:
+        """Cast all masters back to their parameters, after they were written to."""
+
+    def unscale(self, factor: Factor) -> None:
+        """Multiply the gradients with ``factor``, in place.
+
+        Raises:
+            ValueError: a gradient in float16 would underflow.
+        """
+        grads = gradients_of(self.optimizer)
+        if any(grad.dtype == torch.float16 for grad in grads):
+            raise ValueError("gradients in float16 would underflow without the scale: see pycomm.master_weights")
+        if grads:
+            torch._foreach_mul_(grads, factor)
+
+    def unscaled(self) -> list[torch.Tensor] | None:
+        """Return the gradients that :meth:`unscale` left; ``None`` where they are in ``.grad``."""
+        return None
+
+
+class StepOverride(Stepper):
+    """Lets ``optimizer.step()`` call :meth:`run` from now on, between the optimizer's own hooks.
 
     Raises:
         RuntimeError: something else has replaced ``step`` already.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
+        super().__init__(optimizer)
         self._before = before = vars(optimizer).get("step")
-        if takeover_of(optimizer) is not None:
+        if step_override_of(optimizer) is not None:
             raise RuntimeError(f"the step of this {type(optimizer).__name__} is pycomm's already")
         if before is not None and not _is_schedulers(before, optimizer):
             raise RuntimeError(
                 f"the step of this {type(optimizer).__name__} has been replaced by {before!r}: let pycomm have it first"
             )
-        scheduled = before is not None
 
-        def step(self_: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            if scheduled:
-                self_._opt_called = True  # type: ignore[attr-defined]  # a scheduler asks for it
-            if takeover_of(self_) is not self:  # detached, inside a wrapper that somebody else has put around this
+        def step(self_: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:
+            if step_override_of(self_) is not self:  # detached, inside a wrapper that somebody has put around this
                 return own_step(self_, closure)
             return self.run(closure)
 
-        hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
-        if scheduled:
-            hooked._wrapped_by_lr_sched = True  # a scheduler warns where its mark is gone
-        _steps.add(hooked)
-        self._step = vars(optimizer)["step"] = MethodType(hooked, optimizer)
+        self._step = replace_step(optimizer, step, under_scheduler=before is not None)
+        _steps.add(self._step.__func__)
         vars(optimizer)[_ATTRIBUTE] = self
 
     def run(self, closure: Callable[[], Any] | None) -> Any:
-        """One step; returns what ``closure`` does."""
+        """Take one step; returns what ``closure`` does."""
         raise NotImplementedError
 
     def detach(self) -> None:
         """Give the optimizer its own ``step`` back. Idempotent."""
-        if takeover_of(self.optimizer) is not self:
+        if step_override_of(self.optimizer) is not self:
             return
         attributes = vars(self.optimizer)
         del attributes[_ATTRIBUTE]
@@ -69,27 +110,30 @@ class Takeover:
 
 
 def _is_schedulers(step: Any, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``step`` is what a scheduler has put around the optimizer's own, to see it called."""
+    """Return whether ``step`` is what a scheduler has put around the optimizer's own."""
     wrapped = getattr(step, "__wrapped__", None)
-    return hasattr(step, "_wrapped_by_lr_sched") and (wrapped is type(optimizer).step or wrapped in _steps)
+    return is_schedulers_wrapper(step) and (wrapped is type(optimizer).step or wrapped in _steps)
 
 
 def own_step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:
-    """A step as the optimizer's class defines it, without hooks, which have run already."""
-    step: Any = type(optimizer).step
-    if getattr(step, "hooked", False):
-        step = step.__wrapped__
+    """Take a step as the optimizer's class defines it, without hooks, which have run already."""
+    step = unhooked_step(type(optimizer))
     return step(optimizer) if closure is None else step(optimizer, closure)
 
 
-def takeover_of(optimizer: torch.optim.Optimizer) -> Takeover | None:
-    """Who steps for ``optimizer``, if not it itself."""
-    found: Takeover | None = vars(optimizer).get(_ATTRIBUTE)
+def step_override_of(optimizer: torch.optim.Optimizer) -> StepOverride | None:
+    """Return what steps for ``optimizer``; ``None`` where it does so itself."""
+    found: StepOverride | None = vars(optimizer).get(_ATTRIBUTE)
     return found
 
 
+def stepper_of(optimizer: torch.optim.Optimizer) -> Stepper:
+    """Return what steps for ``optimizer``: an override, or its own ``step``."""
+    return step_override_of(optimizer) or Stepper(optimizer)
+
+
 def evaluate(closure: Callable[[], Any] | None) -> Any:
-    """What ``closure`` returns, with gradients, as torch's optimizers call it."""
+    """Return what ``closure`` does, computed with gradients, as torch's optimizers call it."""
     if closure is None:
         return None
     with torch.enable_grad():

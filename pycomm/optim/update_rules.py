@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from pycomm import kernels
-from pycomm.layout import laid_out_like
+from pycomm.layout import laid_out_like, require_dense
 
 Group = dict[str, Any]
 
@@ -272,10 +274,50 @@ def flip(group: Group, scale: float | torch.Tensor) -> float | torch.Tensor:
 
 Rule = Callable[[Group, Batch], None]
 
-RULES: dict[type[torch.optim.Optimizer], Rule] = {
-    torch.optim.SGD: sgd,
-    torch.optim.Adam: adam,
-    torch.optim.AdamW: adamw,
-    torch.optim.RMSprop: rmsprop,
-}
-"""By exact class: a subclass may step another way."""
+
+_scratches: WeakKeyDictionary[torch.optim.Optimizer, Scratches] = WeakKeyDictionary()
+
+
+def step_by_rule(
+    optimizer: torch.optim.Optimizer,
+    rule: Rule,
+    factor: float | torch.Tensor = 1.0,
+    masters: Mapping[torch.Tensor, torch.Tensor] | None = None,
+    grads: Mapping[torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """One step of every parameter that has a gradient.
+
+    Args:
+        factor: gradients are multiplied with this first.
+        masters: of parameters, those that are updated in their place, and cast back.
+        grads: instead of ``.grad``, for parameters that are in here.
+    """
+    scratches = _scratches.setdefault(optimizer, Scratches())
+    for number, group in enumerate(optimizer.param_groups):
+        written: list[torch.Tensor] = []
+        for key, targets in _targets(optimizer, group, masters or {}, grads or {}).items():
+            rule(group, Batch(targets, flip(group, factor), scratches, f"{number} {key}"))
+            written += [t for target in targets for t in (target.weight, target.copy) if t is not None]
+        for tensor in written:
+            torch.autograd.graph.increment_version(tensor)
+
+
+def _targets(
+    optimizer: torch.optim.Optimizer,
+    group: Group,
+    masters: Mapping[torch.Tensor, torch.Tensor],
+    grads: Mapping[torch.Tensor, torch.Tensor],
+) -> dict[Any, list[Target]]:
+    """Those with a gradient, by what one kernel call can take."""
+    targets: dict[Any, list[Target]] = defaultdict(list)
+    for p in group["params"]:
+        grad = grads.get(p, p.grad)
+        if grad is None:
+            continue
+        if grad.layout != torch.strided:
+            raise ValueError(f"a gradient of shape {list(p.shape)} is sparse; fused steps want dense ones")
+        require_dense(p)
+        weight = masters.get(p, p)
+        target = Target(weight, grad, optimizer.state, p, p.detach() if p in masters else None)
+        targets[weight.dtype, p.device, p in masters].append(target)
+    return targets

@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 import pycomm._native as _native
 from pycomm.errors import CommError
+from pycomm.torch_internals import store_of
 from pycomm.transport.base import Transport
 from pycomm.transport.meeting import Meeting
-from pycomm.transport.own_group import cpu_backend_of, own_group, require_own_group, store_of
+from pycomm.transport.own_group import cpu_backend_of, own_group, require_own_group
 from pycomm.transport.rendezvous import exchange_memory, introduction, listen
 from pycomm.transport.roll_call import RollCall
 from pycomm.transport.shared_memory import SharedMemoryTransport

@@ -16,9 +16,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from torch._C._distributed_c10d import PrefixStore, Store
-
 from pycomm.errors import CommError
+from pycomm.torch_internals import PrefixStore, Store
 from pycomm.worker import Worker
 
 _SLOWEST_POLL = 0.2  # seconds

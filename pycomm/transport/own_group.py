@@ -3,26 +3,15 @@
 Operations of one group must be called in one order on all ranks. A communicator works on a thread of
 its own, so on the user's group its operations would mix with the user's, and with those of other
 communicators: a hang or, over Gloo, the end of the process.
-
-``torch.distributed.new_group(..., use_local_synchronization=True)`` is the public way for a group whose
-members alone call. It names the group by how many groups the process has; so a group that follows
-another that was destroyed finds that one's addresses in the store, and members that differ in how many
-groups they have do not meet. Hence the function under it, with a name that is never used twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from datetime import timedelta
-
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm.errors import CommError
-
-_make_group: Callable[..., tuple[dist.ProcessGroup, Store]] = distributed_c10d._new_process_group_helper
+from pycomm.torch_internals import make_process_group, number_process_group, owns_process_group
 
 
 def group_of(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
@@ -56,13 +45,6 @@ def cpu_backend_of(group: dist.ProcessGroup) -> str:
     return names["cpu"]
 
 
-def store_of(group: dist.ProcessGroup) -> Store:
-    """``group``'s part of the store that its ranks met in."""
-    if hasattr(group, "get_group_store"):
-        return group.get_group_store()
-    return distributed_c10d._get_process_group_store(group)  # torch < 2.7 has no public way
-
-
 def require_own_group(group: dist.ProcessGroup) -> None:
     """ValueError if the backend has no groups that only some of all ranks make, and ``group`` is one."""
     if cpu_backend_of(group) == dist.Backend.MPI and group.size() < dist.get_world_size():
@@ -87,23 +69,15 @@ def own_group(group: dist.ProcessGroup, name: str, timeout: float) -> dist.Proce
     require_own_group(group)
     ranks = dist.get_process_group_ranks(group)
     try:
-        made, _ = _make_group(
-            group.size(),
-            group.rank(),
-            ranks,
-            dist.Backend(backend),
-            PrefixStore(name, store_of(group)),
-            group_name=name,
-            timeout=timedelta(seconds=timeout),
-        )
+        made = make_process_group(group, backend, name, timeout)
     except RuntimeError as error:
         what = f"a process group of pycomm's own could not be made: {error}"
         raise CommError.during("rendezvous", what, rank=group.rank(), elapsed=timeout) from error
-    distributed_c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
+    number_process_group(made, ranks)
     return made
 
 
 def destroy_group(group: dist.ProcessGroup) -> None:
     """Give ``group`` back, unless all groups went with ``destroy_process_group()``."""
-    if dist.is_initialized() and group in distributed_c10d._world.pg_map:
+    if owns_process_group(group):
         dist.destroy_process_group(group)

@@ -14,9 +14,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, Store
-
 import pycomm._native as _native
+from pycomm.torch_internals import PrefixStore, Store
 from pycomm.transport.rendezvous import host_identity
 from pycomm.worker import Worker
 
