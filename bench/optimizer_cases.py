@@ -16,8 +16,9 @@ import torch
 import pycomm
 from bench.kernel_cases import Arrays, Case
 from pycomm import kernels
-from pycomm.optim import update_rules
-from pycomm.optim.fused import fused_step_of, step_by_rule
+from pycomm.optim.fused import RULES
+from pycomm.optim.step_override import stepper_of
+from pycomm.optim.update_rules import step_by_rule
 
 _SCALE = 2.0  # of the loss; a power of two: both sides then get the same gradients
 _MOMENTUM, _DECAY, _TRUST = 0.9, 1e-2, 1e-3
@@ -174,7 +175,7 @@ def _with_copies(models: _Models, kind: Any, states: dict[str, Tensors], factor:
     params = optimizer.param_groups[0]["params"]
     masters = dict(zip(params, models.ours.weights, strict=True))
     grads = dict(zip(params, models.grads, strict=True))
-    rule = update_rules.RULES[kind]
+    rule = RULES[kind]
 
     @torch.no_grad()
     def step() -> None:
@@ -228,16 +229,17 @@ def _fused_adam(models: _Models, grads: Tensors, **options: Any) -> Any:
 
 
 def _our_adam(models: _Models) -> Any:
-    return pycomm.fuse(_make(torch.optim.Adam, models.ours.weights, models.grads, _moments(models.ours), **_ADAM))
+    optimizer = _make(torch.optim.Adam, models.ours.weights, models.grads, _moments(models.ours), **_ADAM)
+    pycomm.fuse(optimizer)
+    return optimizer
 
 
 def _unscaled_step(optimizer: Any) -> Callable[[], None]:
     """As ``LossScaler.step`` does it: the factor is left to the step."""
-    taken = fused_step_of(optimizer)
-    assert taken is not None
+    stepper = stepper_of(optimizer)
 
     def step() -> None:
-        taken.pending = 1.0 / _SCALE
+        stepper.leave_factor(1.0 / _SCALE)
         optimizer.step()
 
     return step
@@ -328,7 +330,8 @@ def _plain(
     options: dict[str, float],
 ) -> Case:
     """Against the fastest ``variant`` that torch has of the same optimizer."""
-    ours = pycomm.fuse(_make(kind, models.ours.weights, models.grads, states(models.ours), **options))
+    ours = _make(kind, models.ours.weights, models.grads, states(models.ours), **options)
+    pycomm.fuse(ours)
     peer = _make(kind, models.theirs.weights, models.grads, states(models.theirs), **options, **{variant: True})
     name = f"{kind.__name__}.step{', momentum' if 'momentum' in options else ''}"
     return models.case(name, ours.step, f"{kind.__name__}({variant}=True).step", peer.step, bytes_each)

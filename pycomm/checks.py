@@ -51,6 +51,15 @@ def count(name: str, value: Any, least: int) -> int:
     return whole
 
 
+def positive(name: str, value: Any) -> float:
+    """Return ``value`` as a float; TypeError or ValueError, with ``name``, unless it is a positive number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is {value!r}, wanted a number")
+    if not value > 0:
+        raise ValueError(f"{name} is {value}, wanted a positive number")
+    return float(value)
+
+
 def instance(name: str, value: Any, kind: type) -> None:
     """TypeError, with ``name``, unless ``value`` is a ``kind``."""
     if not isinstance(value, kind):

@@ -14,10 +14,10 @@ from pycomm.communicator import DEFAULT_TIMEOUT, Communicator
 from pycomm.compression import Compression
 from pycomm.errors import CommError
 from pycomm.optim.attached import refuse_second_attach, register
-from pycomm.optim.fused import fused_step_of
-from pycomm.optim.master_weights import MasterWeights, warn_of_lost_updates
+from pycomm.optim.master_weights import warn_of_lost_updates
 from pycomm.optim.parameters import unwrapped
-from pycomm.reducer.broadcast import broadcast_state, broadcast_tensors, check_same_lines, looks
+from pycomm.optim.step_override import stepper_of
+from pycomm.reducer.broadcast import broadcast_state, broadcast_tensors, check_same_lines, signature
 from pycomm.reducer.parameters import check_parameters, names_of
 from pycomm.reducer.reducer import Reducer
 from pycomm.reducer.settings import Settings, checked_settings
@@ -179,15 +179,12 @@ def _make_equal(
     communicator.all_reduce(
         torch.zeros(1, dtype=torch.float32), algorithm=settings.algorithm
     )  # a name that is none is an error here
-    lines = [f"{name}: {looks(p)}{'' if p.requires_grad else ' frozen'}" for name, p in names.items()]
+    lines = [f"{name}: {signature(p)}{'' if p.requires_grad else ' frozen'}" for name, p in names.items()]
     check_same_lines(communicator, lines, "parameter")
     tensors = list(names.values()) if module is None else [*module.parameters(), *module.buffers()]
-    masters = fused_step_of(optimizer)
-    if isinstance(masters, MasterWeights):
-        tensors += masters.masters()
-    broadcast_tensors(communicator, tensors, src=0)
-    if isinstance(masters, MasterWeights):
-        masters.restore()
+    stepper = stepper_of(optimizer)
+    broadcast_tensors(communicator, [*tensors, *stepper.masters()], src=0)
+    stepper.restore()
     broadcast_state(communicator, optimizer, src=0)
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+
+from pycomm.reducer.uncovered import Uncovered
+from pycomm.torch_internals import accumulation_hooks
 
 
 class ForwardHook:
@@ -32,7 +35,49 @@ class ForwardHook:
         return ForwardHook, (None,)
 
 
-def before_step(check: Callable[[], None], begin: Callable[[], None]) -> Callable[..., Any]:
+class Watcher(Protocol):
+    """What is to be kept alive by the hooks of a module, and asked before its forward."""
+
+    def before_forward(self) -> None: ...
+    def knows(self, param: torch.Tensor) -> bool: ...
+
+
+class ModelHooks:
+    """Hooks on an optimizer and its module, which hold what they call.
+
+    Args:
+        before_step: called before each step, but after its closure.
+        stepped: called before a closure runs for the first time.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        module: torch.nn.Module | None,
+        before_step: Callable[[], None],
+        stepped: Callable[[], None],
+        watcher: Watcher,
+    ) -> None:
+        self._handles: list[Any] = [optimizer.register_step_pre_hook(step_hook(before_step, stepped))]
+        self._uncovered: Uncovered | None = None
+        if module is not None:
+            self._handles.append(module.register_forward_pre_hook(ForwardHook(watcher.before_forward)))
+            self._uncovered = Uncovered(module, watcher.knows)
+
+    def warn_of_uncovered(self) -> None:
+        """Warn of gradients that nobody averages; once."""
+        if self._uncovered is not None:
+            self._uncovered.warn()
+
+    def remove(self) -> None:
+        """Leave optimizer and module as they were."""
+        for handle in self._handles:
+            handle.remove()
+        if self._uncovered is not None:
+            self._uncovered.close()
+
+
+def step_hook(check: Callable[[], None], begin: Callable[[], None]) -> Callable[..., Any]:
     """A pre-hook for ``optimizer.step`` that calls ``check``: after its closure, if it has one, each time that runs.
 
     A closure runs the last backward pass of a window itself. Before the first time ``begin`` is called: some
@@ -88,7 +133,7 @@ class GradientHook:
 
     def is_last(self, param: torch.Tensor) -> bool:
         """Whether no other hook of ``param``, which may change the gradient, is called after this one."""
-        hooks: Any = param._post_accumulate_grad_hooks
+        hooks = accumulation_hooks(param)
         return len(hooks) == 1 or next(reversed(hooks)) == self._handle.id
 
     def remove(self) -> None:
@@ -97,7 +142,6 @@ class GradientHook:
 
 def _drop_orphans(param: torch.Tensor) -> None:
     """Those of optimizers that are gone: ``param`` is about to be attached again."""
-    hooks: Any = getattr(param, "_post_accumulate_grad_hooks", None) or {}
-    for hook in list(hooks.values()):
+    for hook in list(accumulation_hooks(param).values()):
         if isinstance(hook, GradientHook) and hook.orphaned:
             hook.remove()

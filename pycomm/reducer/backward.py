@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable
-from typing import Any
 
-import torch
-from torch.autograd import Variable
+from pycomm.torch_internals import compiles_autograd, current_graph_task, current_node, queue_final_callback
 
 
 class BackwardWatch:
@@ -43,7 +40,7 @@ class BackwardWatch:
         """A gradient has been accumulated, in whatever task is running."""
         if not self._active:
             _refuse_compiled_autograd()
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task()
         if task in self._tasks:
             return
         if not self._active:
@@ -51,7 +48,7 @@ class BackwardWatch:
             self._active = True
             _active.add(self)
         self._tasks.add(task)
-        Variable._execution_engine.queue_callback(_TaskEnd(self, task))
+        queue_final_callback(_TaskEnd(self, task))
 
     def abandoned(self) -> bool:
         """Whether a pass ended with an exception since this was asked last."""
@@ -59,7 +56,7 @@ class BackwardWatch:
         return abandoned
 
     def task_ended(self, task: int) -> None:
-        enclosing: Any = torch._C._current_autograd_node()
+        enclosing = current_node()
         if enclosing is not None:
             enclosing.register_hook(self.touch)
             return
@@ -111,8 +108,7 @@ class _TaskEnd:
 
 
 def _refuse_compiled_autograd() -> None:
-    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
-    if torch.compiler.is_compiling() or getattr(compiled, "in_compiled_autograd_region", False):
+    if compiles_autograd():
         raise RuntimeError(
             "compiled autograd does not call pycomm's hooks as backward() goes: leave it off "
             "(torch._dynamo.config.compiled_autograd = False); torch.compile of the model is fine"

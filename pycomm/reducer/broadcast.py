@@ -68,11 +68,11 @@ def named_tensors(model_or_state_dict: torch.nn.Module | Mapping[str, Any]) -> d
 
 def check_same_tensors(communicator: Communicator, tensors: Mapping[str, torch.Tensor]) -> None:
     """ValueError, on every rank, naming the first place where a rank's list differs from rank 0's."""
-    lines = [f"{name}: {looks(t)}" for name, t in tensors.items()]
+    lines = [f"{name}: {signature(t)}" for name, t in tensors.items()]
     check_same_lines(communicator, lines, "parameter or buffer")
 
 
-def looks(tensor: torch.Tensor) -> str:
+def signature(tensor: torch.Tensor) -> str:
     """What must be equal on all ranks, for :func:`check_same_lines`."""
     where = "" if tensor.is_cpu else f" on {tensor.device.type}"
     return f"{list(tensor.shape)} {tensor.dtype}{where}"

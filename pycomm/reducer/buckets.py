@@ -1,4 +1,4 @@
-"""Sorting parameters into buckets."""
+"""Parameters sorted into buckets, and how far each bucket has come."""
 
 from __future__ import annotations
 
@@ -11,79 +11,85 @@ from pycomm import kernels
 from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression, NoCompression
-from pycomm.compression.base import Exchange
+from pycomm.compression.base import Exchange, Flag
 from pycomm.reducer.autograd_hooks import GradientHook
+from pycomm.torch_internals import version_of
 from pycomm.transport.gpu import GpuWork
 from pycomm.worker import Work
 
 
 @dataclass(eq=False)
 class Slot:
-    """A parameter and where its gradient is in the current pass."""
+    """A parameter, and where its gradient is in the current pass."""
 
     name: str
     param: torch.Tensor
-    lane: Lane | None = None
+    flight: BucketInFlight | None = None
     index: int = 0
-    """Of the parameter in its lane's bucket."""
+    """Place of the parameter in its bucket."""
     expected: int = 0
     """How often its gradient is accumulated in one pass; 0 until one pass has been seen."""
     fired: int = 0
     version: int = -1
-    """Of the averaged gradient, when it was handed out."""
+    """Version counter of the averaged gradient when it was handed out."""
     hook: GradientHook | None = None
 
     def fire(self) -> None:
-        """Its gradient has been accumulated, once more."""
+        """Note that its gradient has been accumulated, once more."""
         self.fired += 1
-        lane = self.lane
-        if self.fired == self.expected and lane is not None and lane.num_awaited is not None:
-            lane.num_awaited -= 1
+        flight = self.flight
+        if self.fired == self.expected and flight is not None and flight.num_awaited is not None:
+            flight.num_awaited -= 1
 
     def adopt(self) -> None:
         """Let later passes of this window accumulate in the bucket itself."""
-        grad, lane = self.param.grad, self.lane
+        grad, flight = self.param.grad, self.flight
         assert grad is not None
-        assert lane is not None
-        view = lane.bucket.views[self.index]
-        if grad is not view and not lane.bucket.holds(self.index, grad):
+        assert flight is not None
+        view = flight.bucket.views[self.index]
+        if grad is not view and not flight.bucket.holds(self.index, grad):
             view.copy_(grad)
             self.param.grad = view
 
     def show_bucket(self) -> None:
         """Let ``.grad``, if there is one, be what lies in the bucket."""
-        if self.param.grad is not None and self.lane is not None:
-            self.param.grad = self.lane.bucket.views[self.index]
+        if self.param.grad is not None and self.flight is not None:
+            self.param.grad = self.flight.bucket.views[self.index]
+
+    def leave_bucket(self) -> None:
+        """Give ``.grad`` memory of its own, if it lies in the bucket."""
+        if self.flight is not None and self.param.grad is self.flight.bucket.views[self.index]:
+            self.param.grad = self.param.grad.clone(memory_format=torch.preserve_format)
 
     def untouched(self) -> bool:
-        """Whether ``.grad`` is what was handed out last."""
+        """Return whether ``.grad`` is what was handed out last."""
         grad = self.param.grad
-        if grad is None or self.lane is None:
+        if grad is None or self.flight is None:
             return grad is None
-        bucket = self.lane.bucket
-        same = grad is bucket.views[self.index] and grad._version == self.version
+        bucket = self.flight.bucket
+        same = grad is bucket.views[self.index] and version_of(grad) == self.version
         return same and bucket.holds(self.index, grad)  # .grad.data may be something else by now
 
 
 @dataclass(eq=False)
-class Lane:
+class BucketInFlight:
     """A bucket on its way: who is in it, how it travels, how far it has come in this pass."""
 
     slots: list[Slot]
     bucket: Bucket
     exchange: Exchange
-    compressed: bool
-    work: Work | GpuWork | None = field(default=None)
+    work: Work | GpuWork | None = None
     producers: set[int] = field(default_factory=set)
-    """The streams, as integers, that this pass's gradients came from; on a GPU."""
+    """Streams, as integers, that this pass's gradients came from; on a GPU."""
     squares: torch.Tensor | None = None
-    """The squared norm of each gradient, as it was received, if ``measured`` in this step; float64."""
+    """Squared norm of each gradient, as it was received, if ``measured`` in this step; float64."""
     measured: bool = False
     norm_scratch: kernels.Scratch = field(default_factory=kernels.Scratch)
     num_awaited: int | None = None
     """Gradients that this pass has yet to bring; ``None`` while it is unknown how often they come."""
 
     def begin_pass(self) -> None:
+        """Expect the gradients of another pass."""
         self.measured = False
         known = True
         for slot in self.slots:
@@ -94,30 +100,40 @@ class Lane:
         self.bucket.leave_to_users()
 
     def ready(self) -> bool:
+        """Return whether all gradients are there."""
         return self.num_awaited == 0
 
+    def hand_out(self, finite: Flag) -> None:
+        """Commit the exchange's state if ``finite``, and let the averages be ``.grad``."""
+        self.exchange.finish(finite)
+        self.bucket.repair()
+        for slot, view, used in zip(self.slots, self.bucket.views, self.exchange.used(), strict=True):
+            slot.param.grad = view if used else None
+            slot.version = version_of(view)
+        self.bucket.note_handed_out()
 
-def make_lanes(
+
+def make_buckets(
     slots: Sequence[Slot],
     compression: Compression,
     communicator: Communicator,
     bucket_bytes: int,
     algorithm: str = "auto",
-) -> list[Lane]:
-    """Buckets in the reverse order of ``slots``, which is about the order in which gradients come.
+) -> list[BucketInFlight]:
+    """Sort ``slots`` into buckets, in reverse order, which is about the order in which gradients come.
 
     A function of the parameters alone, so all ranks make the same buckets. Each holds parameters of
     one dtype that travel one way, up to ``bucket_bytes`` (or one larger parameter).
     """
-    lanes = []
+    flights = []
     for members, compressed in _groups(reversed(slots), compression, bucket_bytes):
         bucket = Bucket([s.name for s in members], [s.param for s in members], communicator, algorithm)
         method = compression if compressed else compression.otherwise or NoCompression()
-        lane = Lane(members, bucket, method.make(bucket, communicator), compressed)
+        flight = BucketInFlight(members, bucket, method.make(bucket, communicator))
         for index, slot in enumerate(members):
-            slot.lane, slot.index = lane, index
-        lanes.append(lane)
-    return lanes
+            slot.flight, slot.index = flight, index
+        flights.append(flight)
+    return flights
 
 
 def _groups(slots: Iterable[Slot], compression: Compression, bucket_bytes: int) -> list[tuple[list[Slot], bool]]:
@@ -135,17 +151,17 @@ def _groups(slots: Iterable[Slot], compression: Compression, bucket_bytes: int) 
     return closed + [(members, compressed) for (_, compressed), members in open_.items()]
 
 
-def method_stats(lanes: Iterable[Lane]) -> dict[str, float]:
-    """What the exchanges have counted, added up, and how often selection missed."""
+def method_stats(flights: Iterable[BucketInFlight]) -> dict[str, float]:
+    """Return what the exchanges have counted, added up, and how often selection missed."""
     total: dict[str, float] = {}
-    for lane in lanes:
-        for key, value in lane.exchange.stats().items():
+    for flight in flights:
+        for key, value in flight.exchange.stats().items():
             total[key] = total.get(key, 0) + value
     if total.get("selections"):
         total["miss_rate"] = total["selections_missed"] / total["selections"]
     return total
 
 
-def blame(lanes: Iterable[Lane]) -> str:
-    """Where the non-finite values of the last step that had any came from."""
-    return next((found for lane in lanes if (found := lane.exchange.blame())), "a sum over the ranks")
+def nonfinite_source(flights: Iterable[BucketInFlight]) -> str | None:
+    """Return where the non-finite values of the last step that had any came from, if an exchange knows."""
+    return next((found for flight in flights if (found := flight.exchange.blame())), None)

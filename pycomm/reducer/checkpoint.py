@@ -9,7 +9,7 @@ import torch
 
 from pycomm.communicator import Communicator
 from pycomm.compression.base import State
-from pycomm.reducer.buckets import Lane
+from pycomm.reducer.buckets import BucketInFlight
 from pycomm.reducer.settings import Settings
 
 _FORMAT = 3
@@ -22,11 +22,13 @@ def _method(settings: Settings) -> str:
     return type(settings.compression).__name__
 
 
-def _current(lanes: Sequence[Lane]) -> State:
-    return {name: entry for lane in lanes for name, entry in lane.exchange.state().items()}
+def _current(flights: Sequence[BucketInFlight]) -> State:
+    return {name: entry for flight in flights for name, entry in flight.exchange.state().items()}
 
 
-def gather_state(lanes: Sequence[Lane], settings: Settings, communicator: Communicator, steps: int) -> dict[str, Any]:
+def gather_state(
+    flights: Sequence[BucketInFlight], settings: Settings, communicator: Communicator, steps: int
+) -> dict[str, Any]:
     """See ``Reducer.state_dict``.
 
     What differs between the ranks stands below the rank's number: of what has one name on all ranks,
@@ -34,7 +36,7 @@ def gather_state(lanes: Sequence[Lane], settings: Settings, communicator: Commun
     """
     state = {
         name: {key: torch.empty(t.shape, dtype=t.dtype).copy_(t) for key, t in entry.items()}
-        for name, entry in _current(lanes).items()
+        for name, entry in _current(flights).items()
     }
     return {
         "format": _FORMAT,
@@ -47,7 +49,7 @@ def gather_state(lanes: Sequence[Lane], settings: Settings, communicator: Commun
 
 def select_state(
     state: dict[str, Any] | list[dict[str, Any]],
-    lanes: Sequence[Lane],
+    flights: Sequence[BucketInFlight],
     settings: Settings,
     communicator: Communicator,
     strict: bool,
@@ -63,7 +65,7 @@ def select_state(
         raise ValueError(f"state lists ranks of world sizes {sorted(sizes)}, wanted one or all ranks of one")
     ranks = [(int(rank), content) for one in saved for rank, content in one["ranks"].items()]
     mine = _share(ranks, sizes.pop(), communicator)
-    _check_entries(mine, _current(lanes), strict)
+    _check_entries(mine, _current(flights), strict)
     return mine, saved[0]["steps"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pycomm.reducer.buckets import Slot
 from pycomm.reducer.settings import Settings
+from pycomm.torch_internals import version_of
 
 
 def require_sendable(slot: Slot) -> None:
@@ -16,7 +17,7 @@ def require_sendable(slot: Slot) -> None:
         )
     if grad.is_sparse:
         raise ValueError(f"the gradient of {slot.name!r} is sparse; pycomm reduces dense gradients")
-    if slot.lane is not None and slot.lane.work is not None:
+    if slot.flight is not None and slot.flight.work is not None:
         raise RuntimeError(
             f"the gradient of {slot.name!r} was accumulated {slot.fired} times in one backward pass, where earlier "
             f"passes had {slot.expected}, and had been sent already; detach() and attach() again to learn anew"
@@ -31,10 +32,10 @@ def require_no_average(slot: Slot, settings: Settings) -> None:
     linear = settings.average and not settings.compression.transactional and settings.clip_local_norm is None
     if linear or slot.fired > 1:
         return
-    grad, lane = slot.param.grad, slot.lane
+    grad, flight = slot.param.grad, slot.flight
     assert grad is not None
-    assert lane is not None
-    if grad is lane.bucket.views[slot.index] and grad._version == slot.version + 1:
+    assert flight is not None
+    if grad is flight.bucket.views[slot.index] and version_of(grad) == slot.version + 1:
         raise RuntimeError(
             f"backward() ran again on the averaged gradient of {slot.name!r}. Several passes of one step want "
             "attach(..., accumulate=n); a pass that is not a step of this optimizer (a generator's through its "

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from pycomm.reducer.buckets import Slot
+from pycomm.torch_internals import version_of
 
 
 class LocalPasses:
@@ -25,7 +26,7 @@ class LocalPasses:
         """The gradient of ``slot`` has been accumulated by a pass that is not averaged."""
         grad = slot.param.grad
         assert grad is not None
-        self._left[slot] = weakref.ref(grad), grad._version
+        self._left[slot] = weakref.ref(grad), version_of(grad)
 
     def require_gone(self, why: str, firing: Slot | None = None) -> None:
         """RuntimeError if such a gradient still is in ``.grad``.
@@ -53,4 +54,4 @@ class LocalPasses:
         grad = slot.param.grad
         if grad is None or reference() is not grad:
             return False
-        return not added_to or grad._version == version + 1  # else it was zeroed before this pass added to it
+        return not added_to or version_of(grad) == version + 1  # else it was zeroed before this pass added to it

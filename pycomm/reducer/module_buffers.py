@@ -9,6 +9,7 @@ import torch
 
 from pycomm.communicator import Communicator
 from pycomm.reducer.broadcast import broadcast_tensors
+from pycomm.torch_internals import buffers_of
 
 BUFFERS = ("local", "broadcast", "average")
 
@@ -28,7 +29,7 @@ class BufferSync:
         self._places: list[tuple[torch.nn.Module, str]] = []
         for owner in module.modules():
             takers = _taken.setdefault(owner, {})
-            for name in owner._buffers:
+            for name in buffers_of(owner):
                 if name not in takers or takers[name]() is None:
                     takers[name] = weakref.ref(self)
                     self._places.append((owner, name))
@@ -39,7 +40,7 @@ class BufferSync:
         """Each once."""
         seen: set[int] = set()
         for owner, name in self._places:
-            buffer = owner._buffers.get(name)
+            buffer = buffers_of(owner).get(name)
             if buffer is not None and id(buffer) not in seen:
                 seen.add(id(buffer))
                 yield buffer

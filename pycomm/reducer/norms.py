@@ -7,26 +7,26 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from pycomm import kernels
-from pycomm.reducer.buckets import Lane, Slot
+from pycomm.reducer.buckets import BucketInFlight, Slot
 
 
-def measure(lane: Lane) -> None:
-    """Take the norms of what ``lane`` has received, where it received it; on the communication thread, or stream."""
-    lane.squares = kernels.squared_norms(
-        lane.bucket.parts(lane.bucket.memory), out=lane.squares, scratch=lane.norm_scratch
+def measure(flight: BucketInFlight) -> None:
+    """Take the norms of what ``flight`` has received, where it received it; on the communication thread, or stream."""
+    flight.squares = kernels.squared_norms(
+        flight.bucket.parts(flight.bucket.memory), out=flight.squares, scratch=flight.norm_scratch
     )
-    lane.measured = True
+    flight.measured = True
 
 
-def squared_norm(lanes: Iterable[Lane], slots: Iterable[Slot]) -> torch.Tensor:
+def squared_norm(flights: Iterable[BucketInFlight], slots: Iterable[Slot]) -> torch.Tensor:
     """Of all gradients together: 0-d float64 on their device, and the same on all ranks once they are averaged."""
-    parts = [lane.squares.sum() for lane in lanes if _as_measured(lane) and lane.squares is not None]
-    rest = [slot.param.grad for slot in slots if slot.param.grad is not None and not _as_measured(slot.lane)]
+    parts = [flight.squares.sum() for flight in flights if _as_measured(flight) and flight.squares is not None]
+    rest = [slot.param.grad for slot in slots if slot.param.grad is not None and not _as_measured(slot.flight)]
     return total([*parts, *([kernels.squared_norms(rest).sum()] if rest else [])])
 
 
-def _as_measured(lane: Lane | None) -> bool:
-    return lane is not None and lane.measured and all(slot.untouched() for slot in lane.slots)
+def _as_measured(flight: BucketInFlight | None) -> bool:
+    return flight is not None and flight.measured and all(slot.untouched() for slot in flight.slots)
 
 
 def total(squares: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -49,12 +49,3 @@ def first_not_finite(grads: Mapping[str, torch.Tensor]) -> str | None:
         return None
     finite = torch.isfinite(kernels.squared_norms(list(grads.values()))).tolist()
     return next((name for name, good in zip(grads, finite, strict=True) if not good), None)
-
-
-def require_max_norm(name: str, value: float) -> float:
-    """ValueError or TypeError unless it is a positive number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} is {value!r}, wanted a number")
-    if not value > 0:
-        raise ValueError(f"{name} is {value}, wanted a positive number")
-    return float(value)

@@ -7,19 +7,26 @@ from collections.abc import Iterable
 import torch
 
 from pycomm.communicator import Communicator
+from pycomm.layout import on_gpu
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.reducer.broadcast import broadcast_tensors, check_same_lines
-from pycomm.reducer.buckets import Lane, Slot, make_lanes
+from pycomm.reducer.buckets import BucketInFlight, Slot, make_buckets
 from pycomm.reducer.settings import Settings
+from pycomm.torch_internals import is_flat_parameter, steps_in_backward
 
 _GRADIENT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
-class Roster:
-    """The parameters of ``optimizer``: ``slots`` of those that learn, in ``lanes``; and those that are frozen.
+class ParameterTable:
+    """Parameters of an optimizer: ``slots`` of those that learn, sorted into buckets; and those that are frozen.
 
     Args:
-        names: the parameters by name. module: where names of later ones come from, if given.
+        names: the parameters by name.
+        module: where names of later ones come from, if given.
+
+    Attributes:
+        flights: the buckets.
+        device: where all parameters are. on_gpu: whether that is a GPU.
     """
 
     def __init__(
@@ -34,60 +41,52 @@ class Roster:
         self._communicator, self._settings = communicator, settings
         self._slots: dict[int, Slot] = {}
         self._frozen = {id(param): Slot(name, param) for name, param in names.items()}
-        self.lanes: list[Lane] = []
+        self.flights: list[BucketInFlight] = []
         self.device = next((p.device for p in names.values()), torch.device("cpu"))
+        self.on_gpu = any(on_gpu(p) for p in names.values())
 
     def slots(self) -> list[Slot]:
+        """Return the slots of all parameters that learn."""
         return list(self._slots.values())
 
     def named(self) -> list[tuple[str, torch.Tensor]]:
-        """All parameters, those that learn first."""
+        """Return all parameters with their names, those that learn first."""
         return [(slot.name, slot.param) for slot in (*self._slots.values(), *self._frozen.values())]
 
-    def require_no_unknown_gradients(self) -> None:
-        """RuntimeError for a gradient that came before its parameter was admitted."""
-        for slot in self.unfrozen():
-            if slot.param.grad is not None:
-                raise RuntimeError(
-                    f"the gradient of {slot.name!r} has not been averaged: it was unfrozen after attach, and no "
-                    "parameter that pycomm already knew took part in this backward; attach the module itself, not its "
-                    "named_parameters()"
-                )
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Return the gradients that there are, by name."""
+        return {slot.name: slot.param.grad for slot in self._slots.values() if slot.param.grad is not None}
 
-    def require_as_attached(self) -> None:
-        """RuntimeError for a parameter that has become one of another dtype or device, for which its bucket is none."""
-        for lane in self.lanes:
-            dtype, device = lane.bucket.dtype, lane.bucket.device
-            for slot in lane.slots:
-                param = slot.param
-                if param.dtype is not dtype or param.device != device:
-                    raise RuntimeError(
-                        f"parameter {slot.name!r} was {dtype} on {device} when it was attached, and is {param.dtype} "
-                        f"on {param.device} now: detach() before the module is converted or moved, attach() afterwards"
-                    )
+    def drop_gradients(self) -> None:
+        """Let no parameter that learns have a gradient."""
+        for slot in self._slots.values():
+            slot.param.grad = None
 
     def knows(self, param: torch.Tensor) -> bool:
-        """Whether ``param``'s gradient is averaged here, or will be once it is unfrozen."""
+        """Return whether the gradient of ``param`` is averaged here, or will be once it is unfrozen."""
         return id(param) in self._slots or id(param) in self._frozen
 
     def unfrozen(self) -> list[Slot]:
-        """Those that learn by now, and have not been admitted."""
+        """Return the slots of parameters that learn by now, and have not been admitted."""
         return [slot for slot in self._frozen.values() if slot.param.requires_grad]
 
     def admit(self) -> list[Slot]:
-        """Let the unfrozen take part, and return them; they have no lanes yet."""
+        """Let the unfrozen take part, and return them; they have no buckets yet."""
         slots = self.unfrozen()
         for slot in slots:
             del self._frozen[id(slot.param)]
             self._slots[id(slot.param)] = slot
         return slots
 
-    def make_lanes(self, slots: list[Slot]) -> None:
-        how = self._settings
-        self.lanes += make_lanes(slots, how.compression, self._communicator, how.bucket_bytes, how.algorithm)
+    def make_buckets(self, slots: list[Slot]) -> None:
+        """Sort ``slots`` into new buckets."""
+        settings = self._settings
+        self.flights += make_buckets(
+            slots, settings.compression, self._communicator, settings.bucket_bytes, settings.algorithm
+        )
 
     def find_new(self) -> bool:
-        """Notice ``add_param_group`` and unfreezing; whether there is someone to admit.
+        """Notice ``add_param_group`` and unfreezing; returns whether there is someone to admit.
 
         Runs at the same points of the program on all ranks.
         """
@@ -104,12 +103,31 @@ class Roster:
         broadcast_tensors(self._communicator, new.values(), src=0)
         return True
 
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """By name, those that there are."""
-        return {slot.name: slot.param.grad for slot in self._slots.values() if slot.param.grad is not None}
+    def require_no_unknown_gradients(self) -> None:
+        """Raise RuntimeError for a gradient that came before its parameter was admitted."""
+        for slot in self.unfrozen():
+            if slot.param.grad is not None:
+                raise RuntimeError(
+                    f"the gradient of {slot.name!r} has not been averaged: it was unfrozen after attach, and no "
+                    "parameter that pycomm already knew took part in this backward; attach the module itself, not its "
+                    "named_parameters()"
+                )
+
+    def require_as_attached(self) -> None:
+        """Raise RuntimeError for a parameter whose dtype or device is no longer that of its bucket."""
+        for flight in self.flights:
+            dtype, device = flight.bucket.dtype, flight.bucket.device
+            for slot in flight.slots:
+                param = slot.param
+                if param.dtype is not dtype or param.device != device:
+                    raise RuntimeError(
+                        f"parameter {slot.name!r} was {dtype} on {device} when it was attached, and is {param.dtype} "
+                        f"on {param.device} now: detach() before the module is converted or moved, attach() afterwards"
+                    )
 
     def clear(self) -> None:
-        self.lanes.clear()
+        """Forget everything, and give the memory of the buckets back."""
+        self.flights.clear()
         self._slots.clear()
         self._frozen.clear()
 
@@ -119,7 +137,7 @@ def names_of(
     model_or_named_parameters: torch.nn.Module | Iterable[tuple[str, torch.Tensor]],
     all_parameters: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """The optimizer's parameters by name, in the order of the model; or all that have a name.
+    """Return the optimizer's parameters by name, in the order of the model; or all that have a name.
 
     Raises:
         TypeError, ValueError: no names, a name twice, a parameter of the optimizer without a name.
@@ -162,7 +180,7 @@ def _shape_of(optimizer: torch.optim.Optimizer, wanted: set[int]) -> list[int]:
 
 
 def check_parameters(names: dict[str, torch.Tensor], device: torch.device | None = None) -> None:
-    """TypeError or ValueError for a parameter whose gradient cannot travel; all are on one ``device``."""
+    """Raise TypeError or ValueError for a parameter whose gradient cannot travel, or that is not on ``device``."""
     for name, param in names.items():
         _check_memory(name, param)
         if param.dtype not in _GRADIENT_DTYPES:
@@ -179,9 +197,9 @@ def check_parameters(names: dict[str, torch.Tensor], device: torch.device | None
 
 
 def _check_memory(name: str, param: torch.Tensor) -> None:
-    """TypeError for a parameter that is no piece of this process's memory."""
+    """Raise TypeError for a parameter that is no piece of this process's memory."""
     kind = type(param).__name__
-    if getattr(param, "_is_flat_param", False) or kind == "FlatParameter":
+    if is_flat_parameter(param):
         raise TypeError(
             f"parameter {name!r} is a flat parameter of FullyShardedDataParallel, of which each rank has another "
             "shard: FSDP averages gradients itself; leave pycomm.attach out"
@@ -196,7 +214,7 @@ def _check_memory(name: str, param: torch.Tensor) -> None:
             f"parameter {name!r}, a {kind} on device {param.device}, has no memory: wanted parameters that are "
             "materialised (module.to_empty(device=...), then initialised) and not freed"
         )
-    if hasattr(param, "_in_backward_optimizers"):
+    if steps_in_backward(param):
         raise ValueError(
             f"parameter {name!r} is stepped in backward (_apply_optimizer_in_backward), before its gradient could be "
             "averaged: use an ordinary optimizer.step()"

@@ -1,4 +1,4 @@
-"""What ``attach`` returns."""
+"""What ``attach`` returns: the public face of averaging, and the hooks on optimizer and module that keep it alive."""
 
 from __future__ import annotations
 
@@ -9,23 +9,87 @@ from typing import Any
 
 import torch
 
-from pycomm import kernels
+from pycomm import checks
+from pycomm.communicator import Communicator
 from pycomm.optim.attached import forget
-from pycomm.optim.fused import fused_step_of
-from pycomm.optim.loss_scaler import LossScaler
-from pycomm.optim.master_weights import MasterWeights
-from pycomm.reducer import norms
-from pycomm.reducer.buckets import blame, method_stats
+from pycomm.reducer import clipping, norms
+from pycomm.reducer.autograd_hooks import ModelHooks
+from pycomm.reducer.buckets import method_stats, nonfinite_source
 from pycomm.reducer.checkpoint import gather_state, select_state
-from pycomm.reducer.engine import Reduction
+from pycomm.reducer.engine import Engine
+from pycomm.reducer.module_buffers import BufferSync
+from pycomm.reducer.parameters import ParameterTable
+from pycomm.reducer.passes import Passes
+from pycomm.reducer.settings import Settings
 from pycomm.reducer.wrappers import unwatch_constructions
 
 
-class Reducer(Reduction):
-    """Averages gradients over the ranks while backward runs. Made by :func:`pycomm.attach`."""
+class Reducer:
+    """Averages gradients over the ranks while backward runs. Made by :func:`pycomm.attach`.
+
+    It lives as long as the optimizer, or the module that was given: their hooks hold it, those of the
+    parameters do not.
+    """
 
     _detached = False
     _last_stats: Mapping[str, Any] = MappingProxyType({})
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: dict[str, torch.Tensor],
+        module: torch.nn.Module | None,
+        communicator: Communicator,
+        settings: Settings,
+    ) -> None:
+        self.optimizer = optimizer
+        self.module = module  # that attach was given, unless it was names
+        self._communicator, self._settings = communicator, settings
+        self._table = table = ParameterTable(optimizer, names, module, communicator, settings)
+        self._engine = engine = Engine(table, module, communicator, settings)
+        self._window, self._progress = engine.window, engine.progress
+        self._passes = Passes(optimizer, communicator, settings, engine)
+        # One rank that compresses nothing has nothing to do.
+        self._idle = communicator.size == 1 and not settings.compression.transactional and not settings.clip_local_norm
+        if self._idle:
+            table.admit()
+            return
+        try:
+            self._install()
+        except BaseException:
+            self._uninstall()
+            raise
+
+    def _install(self) -> None:
+        self._idle = False
+        self._passes.hook(self._table.slots())
+        self._passes.hook(self._table.admit())
+        self._passes.model_hooks = ModelHooks(
+            self.optimizer, self.module, self._before_step, self._progress.stepped, self
+        )
+        if self.module is not None and self._settings.buffers != "local":
+            self._engine.buffers = BufferSync(self.module, self._settings.buffers, self._communicator)
+
+    def _uninstall(self) -> None:
+        self._passes.unhook()
+        self._engine.buffers = None
+
+    # Methods of this object, so that the hooks hold it, and not only the parts that are called.
+
+    def _before_step(self) -> None:
+        self._passes.require_averaged()
+
+    def before_forward(self) -> None:
+        """Look for new parameters, and for something else that averages these; a hook of the module calls it."""
+        self._passes.before_forward()
+
+    def knows(self, param: torch.Tensor) -> bool:
+        """Return whether the gradient of ``param`` is averaged here, or will be once it is unfrozen."""
+        return self._table.knows(param)
+
+    def named_parameters(self) -> dict[str, torch.Tensor]:
+        """Return all parameters that are averaged here, or will be once they are unfrozen."""
+        return dict(self._table.named())
 
     def flush(self) -> None:
         """Reduce a ragged last accumulation window; before unscaling, clipping and ``step``. Collective.
@@ -35,10 +99,10 @@ class Reducer(Reduction):
         few as each other otherwise.
         """
         self._require_attached()
-        if self._idle or self._complete:
-            self._complete = False
+        if self._idle or self._window.complete:
+            self._window.complete = False
             return
-        self._flush()
+        self._passes.flush()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -54,7 +118,7 @@ class Reducer(Reduction):
             RuntimeError: an accumulation window is open.
         """
         self._require_attached()
-        with self._pausing():
+        with self._passes.paused():
             yield
 
     def skip_step(self) -> None:
@@ -84,12 +148,12 @@ class Reducer(Reduction):
                 rank, where the weights of all ranks sum to zero.
         """
         self._require_attached()
-        self._forget_abandoned_pass()
-        factor = self._units.weights.set(num_samples, self._num_passes)
+        self._passes.forget_abandoned()
+        factor = self._window.weights.set(num_samples, self._window.num_passes)
         if self._idle:
             self._install()
         if factor != 1.0:
-            for grad in self._roster.gradients().values():
+            for grad in self._table.gradients().values():
                 grad.zero_() if factor == 0.0 else grad.mul_(factor)  # of no samples it may be NaN
 
     @torch.no_grad()
@@ -113,25 +177,14 @@ class Reducer(Reduction):
             RuntimeError: the norm is not finite, naming a parameter; an accumulation window is open.
         """
         self._require_attached()
-        max_norm = norms.require_max_norm("max_norm", max_norm)
-        if self._num_passes > 0:
+        max_norm = checks.positive("max_norm", max_norm)
+        if self._window.is_open:
             raise RuntimeError("clip_grad_norm inside an accumulation window: call flush() first")
-        self._measures = True
-        fused, scaler = fused_step_of(self.optimizer), self._settings.loss_scaler
-        unscaled = not isinstance(scaler, LossScaler) or scaler.is_unscaled(self.optimizer)
-        if isinstance(fused, MasterWeights) and scaler is not None and not isinstance(scaler, LossScaler):
-            raise RuntimeError(
-                f"with a {type(scaler).__name__} the gradients of half-precision parameters stay scaled: use "
-                "pycomm.LossScaler"
-            )
-        norm = self._squared_norm(unscaled).sqrt() / (1.0 if unscaled else scaler.get_scale())
+        self._engine.measures = True
+        norm = clipping.unscaled_norm(self.optimizer, self._table, self._settings.loss_scaler)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RuntimeError(f"the norm of the gradients is {norm.item()}: see {self.name_of_not_finite()}")
-        factor = norms.narrowed(norms.clip_factor(norm, max_norm), self._roster.slots())
-        if fused is not None:
-            fused.pending = fused.pending * (factor.float() if self._on_gpu else float(factor))
-        elif self._on_gpu or float(factor) != 1.0:
-            torch._foreach_mul_(list(self._roster.gradients().values()), factor)
+        clipping.clip(self.optimizer, self._table, norm, max_norm)
         return norm
 
     def settle(self) -> bool:
@@ -141,27 +194,21 @@ class Reducer(Reduction):
         """
         if self._settings.accumulate > 1:
             self.flush()
-        if self._idle:
-            return bool(torch.isfinite(self._squared_norm(False)))
-        if self._finite is None:
-            self._finite = all(bool(lane.exchange.finite()) for lane in self._roster.lanes)
-        return bool(self._finite)
+        return (
+            bool(torch.isfinite(norms.squared_norm(self._table.flights, self._table.slots())))
+            if self._idle
+            else self._engine.settle()
+        )
 
     def name_of_not_finite(self) -> str | None:
-        """Where the first value that is not finite is, or came from; ``None`` if there is none. Waits for a GPU."""
-        if self._finite is not None and not bool(self._finite):
-            found = next((found for lane in self._roster.lanes if (found := lane.exchange.blame())), None)
+        """Return where the first value that is not finite is, or came from; ``None`` if all are. Waits for a GPU."""
+        finite = self._engine.finite
+        if finite is not None and not bool(finite):
+            found = nonfinite_source(self._table.flights)
             if found is not None:
                 return found
-        name = norms.first_not_finite(self._roster.gradients())
+        name = norms.first_not_finite(self._table.gradients())
         return None if name is None else f"parameter {name!r}"
-
-    def _squared_norm(self, unscaled: bool) -> torch.Tensor:
-        """Of ``.grad``; of what master weights step by, where they have been unscaled."""
-        fused = fused_step_of(self.optimizer)
-        if isinstance(fused, MasterWeights) and unscaled and self._settings.loss_scaler is not None:
-            return norms.total([kernels.squared_norms(fused.unscaled()).sum()])
-        return norms.squared_norm(self._roster.lanes, self._roster.slots())
 
     def stats(self) -> dict[str, Any]:
         """Counters since ``attach``.
@@ -177,17 +224,20 @@ class Reducer(Reduction):
         """
         if self._detached:
             return dict(self._last_stats)
-        nonfinite_steps = int(self._nonfinite_steps.item())
+        nonfinite_steps = int(self._engine.nonfinite_steps.item())
         return {
-            "bytes_sent": sum(lane.exchange.bytes_sent for lane in self._roster.lanes),
+            "bytes_sent": sum(flight.exchange.bytes_sent for flight in self._table.flights),
             "steps": self._progress.num_reductions,
-            "wait_seconds": self._wait_seconds,
+            "wait_seconds": self._engine.wait_seconds,
             "nonfinite_steps": nonfinite_steps,
-            "last_nonfinite": blame(self._roster.lanes) if nonfinite_steps > 0 else None,
-            "num_buckets": len(self._roster.lanes),
-            "transport": "nccl" if self._on_gpu else self._communicator.transport,
-            **method_stats(self._roster.lanes),
+            "last_nonfinite": self._last_nonfinite() if nonfinite_steps > 0 else None,
+            "num_buckets": len(self._table.flights),
+            "transport": "nccl" if self._table.on_gpu else self._communicator.transport,
+            **method_stats(self._table.flights),
         }
+
+    def _last_nonfinite(self) -> str:
+        return nonfinite_source(self._table.flights) or "a sum over the ranks"
 
     def state_dict(self) -> dict[str, Any]:
         """What compression carries from step to step on *this* rank.
@@ -202,7 +252,7 @@ class Reducer(Reduction):
         every rank's.
         """
         self._require_attached()
-        return gather_state(self._roster.lanes, self._settings, self._communicator, int(self._committed_steps))
+        return gather_state(self._table.flights, self._settings, self._communicator, int(self._engine.committed_steps))
 
     def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]], *, strict: bool = True) -> None:
         """Take back what :meth:`state_dict` gave.
@@ -218,10 +268,10 @@ class Reducer(Reduction):
                 that do not fit.
         """
         self._require_attached()
-        chosen, steps = select_state(state, self._roster.lanes, self._settings, self._communicator, strict)
-        for lane in self._roster.lanes:
-            lane.exchange.load_state(chosen)
-        self._committed_steps.fill_(steps)
+        chosen, steps = select_state(state, self._table.flights, self._settings, self._communicator, strict)
+        for flight in self._table.flights:
+            flight.exchange.load_state(chosen)
+        self._engine.committed_steps.fill_(steps)
 
     def detach(self) -> None:
         """Undo ``attach``: no hooks, ``.grad`` in ordinary memory, shared memory given back. Idempotent."""
@@ -230,14 +280,13 @@ class Reducer(Reduction):
         self._last_stats = self.stats()
         self._detached = True
         self._uninstall()
-        for slot in self._roster.slots():
-            if slot.lane is not None and slot.param.grad is slot.lane.bucket.views[slot.index]:
-                slot.param.grad = slot.param.grad.clone(memory_format=torch.preserve_format)
+        for slot in self._table.slots():
+            slot.leave_bucket()
         forget(self)
         unwatch_constructions(self)
-        self._communicator.close(self._stopped or None)
+        self._communicator.close(self._passes.stopped or None)
         # The shared memory goes with its last view, not when a garbage collector gets to this object.
-        self._roster.clear()
+        self._table.clear()
 
     def _require_attached(self) -> None:
         if self._detached:

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from pycomm.checks import count
+from pycomm.checks import count, positive
 from pycomm.compression import Auto, Compression, NoCompression
 from pycomm.reducer.module_buffers import BUFFERS
-from pycomm.reducer.norms import require_max_norm
 
 
 @dataclass(frozen=True)
@@ -64,11 +63,11 @@ def checked_settings(
     """
     return Settings(
         compression=NoCompression() if compression is None else _method(compression),
-        bucket_bytes=int(_positive("bucket_mb", bucket_mb) * 2**20),
+        bucket_bytes=int(positive("bucket_mb", bucket_mb) * 2**20),
         accumulate=count("accumulate", accumulate, 1),
         average=average,
         loss_scaler=_scaler(loss_scaler),
-        clip_local_norm=None if clip_local_norm is None else require_max_norm("clip_local_norm", clip_local_norm),
+        clip_local_norm=None if clip_local_norm is None else positive("clip_local_norm", clip_local_norm),
         algorithm=_name("algorithm", algorithm),
         all_parameters=all_parameters,
         check_replicas=count("check_replicas", check_replicas, 0),
@@ -93,12 +92,6 @@ def _scaler(loss_scaler: Any) -> Any:
 def _name(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{name} is {value!r}, wanted a name")
-    return value
-
-
-def _positive(name: str, value: float) -> float:
-    if not value > 0:
-        raise ValueError(f"{name} is {value}, wanted a positive number")
     return value
 
 

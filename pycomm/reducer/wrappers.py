@@ -17,7 +17,8 @@ from typing import Any, Protocol
 
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
-from torch.nn.parallel import DistributedDataParallel
+
+from pycomm.torch_internals import active_ddp_module, children_of, has_parts
 
 _WRAPPERS = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "averages gradients itself",
@@ -56,7 +57,7 @@ def refuse_wrapped(names: Mapping[str, torch.Tensor], model: Any, hint: str = ""
 
 def refuse_active_wrapper(names_of: Callable[[], Mapping[str, torch.Tensor]]) -> None:
     """ValueError if DistributedDataParallel's forward is running around these parameters."""
-    active = DistributedDataParallel._active_ddp_module
+    active = active_ddp_module()
     if active is not None:
         name = _common(active, names_of())
         if name is not None:
@@ -131,7 +132,7 @@ def _first_conflict(names: Mapping[str, torch.Tensor]) -> tuple[torch.nn.Module,
 
 def _common(module: torch.nn.Module, names: Mapping[str, torch.Tensor]) -> str | None:
     """The first of ``names`` whose parameter ``module`` has."""
-    if "_modules" not in vars(module):
+    if not has_parts(module):
         return None  # half made, or half gone
     ids = {id(p) for p in module.parameters()}
     return next((name for name, p in names.items() if id(p) in ids), None)
@@ -150,7 +151,7 @@ def _parent_of(wrapper: torch.nn.Module) -> torch.nn.Module | None:
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.nn.Module):
             module: torch.nn.Module = thing
-            if any(child is wrapper for child in vars(module).get("_modules", {}).values()):
+            if any(child is wrapper for child in children_of(module).values()):
                 return module
     return None
 

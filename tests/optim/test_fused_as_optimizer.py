@@ -18,11 +18,11 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, RMSprop, lr_scheduler
 
 import pycomm
-from pycomm.optim.step_override import takeover_of
+from pycomm.optim.step_override import step_override_of
 from tests.optim.stepping import assert_near, give_gradients, parameters, snapshot, take_steps
 
 Fuse = Callable[[Any], Any]
-FUSES = [pycomm.fuse, lambda optimizer: pycomm.master_weights(optimizer).optimizer]
+FUSES = [pycomm.fuse, pycomm.master_weights]
 
 
 def one_parameter() -> nn.Parameter:
@@ -32,7 +32,7 @@ def one_parameter() -> nn.Parameter:
 
 
 def detach(optimizer: torch.optim.Optimizer) -> None:
-    taken = takeover_of(optimizer)
+    taken = step_override_of(optimizer)
     assert taken is not None
     taken.detach()
 
@@ -83,7 +83,7 @@ def test_detach_leaves_schedulers_alone(fuse: Fuse, before: bool) -> None:
         fuse(optimizer)
     for _ in range(2):  # and taken over again
         detach(optimizer)
-        assert takeover_of(optimizer) is None
+        assert step_override_of(optimizer) is None
         optimizer.step()
         fuse(optimizer)
     detach(optimizer)
@@ -117,7 +117,8 @@ def test_hooks_run_once_in_order(fuse: Fuse) -> None:
 @pytest.mark.parametrize("fuse", FUSES)
 def test_closures(fuse: Fuse) -> None:
     param = one_parameter()
-    optimizer = fuse(SGD([param], lr=0.5))
+    optimizer = SGD([param], lr=0.5)
+    fuse(optimizer)
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -142,19 +143,21 @@ def test_closures(fuse: Fuse) -> None:
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
 @pytest.mark.parametrize("build", [SGD, functools.partial(SGD, momentum=0.9), Adam, AdamW, RMSprop])
 def test_copies_are_ordinary_optimizers(build: Callable[..., Any], duplicate: Callable[[Any], Any]) -> None:
-    optimizer = pycomm.fuse(build(parameters(), lr=0.01))
+    optimizer = build(parameters(), lr=0.01)
+    pycomm.fuse(optimizer)
     lr_scheduler.StepLR(optimizer, 5)
     take_steps(optimizer, range(4))
     other = duplicate(optimizer)
     assert type(other) is type(optimizer)
-    assert takeover_of(other) is None
+    assert step_override_of(other) is None
     assert "step" not in vars(other)
     params = other.param_groups[0]["params"]
     assert params[0] is not optimizer.param_groups[0]["params"][0]
     take_steps(other, range(4, 8))
     take_steps(optimizer, range(4, 8))
     assert_near(optimizer.param_groups[0]["params"], params, 1e-12)
-    assert takeover_of(pycomm.fuse(other)) is not None
+    handle = pycomm.fuse(other)
+    assert step_override_of(other) is handle
 
 
 @pytest.mark.parametrize("build", [functools.partial(SGD, momentum=0.9), Adam, AdamW, RMSprop])
@@ -175,17 +178,17 @@ def test_detach_and_go_on(build: Callable[..., Any]) -> None:
 
 
 def test_detach_is_idempotent() -> None:
-    optimizer = pycomm.fuse(SGD([one_parameter()], lr=1.0))
-    taken = takeover_of(optimizer)
-    assert taken is not None
-    taken.detach()
-    second = takeover_of(pycomm.fuse(optimizer))
-    taken.detach()  # of the first, which has nothing to say any more
-    assert takeover_of(optimizer) is second
+    optimizer = SGD([one_parameter()], lr=1.0)
+    first = pycomm.fuse(optimizer)
+    first.detach()
+    second = pycomm.fuse(optimizer)
+    first.detach()  # of the first, which has nothing to say any more
+    assert step_override_of(optimizer) is second
 
 
 def test_nothing_keeps_the_optimizer_alive() -> None:
-    optimizer = pycomm.fuse(Adam([one_parameter()]))
+    optimizer = Adam([one_parameter()])
+    pycomm.fuse(optimizer)
     optimizer.step()
     gone = weakref.ref(optimizer)
     del optimizer
@@ -199,7 +202,9 @@ def test_autograd_notices(fuse: Fuse, build: Callable[..., Any]) -> None:
     used, unused = one_parameter(), one_parameter()
     unused.grad = None
     loss, other = (used * used).sum(), (unused * unused).sum()
-    fuse(build([used, unused], lr=0.1)).step()
+    optimizer = build([used, unused], lr=0.1)
+    fuse(optimizer)
+    optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
     other.backward()
@@ -254,7 +259,8 @@ def test_patched_steps_are_not_dropped() -> None:
 
 @pytest.mark.parametrize("fuse", FUSES)
 def test_twice(fuse: Fuse) -> None:
-    optimizer = fuse(SGD([one_parameter()], lr=1.0))
+    optimizer = SGD([one_parameter()], lr=1.0)
+    fuse(optimizer)
     for _ in range(2):
         for again in FUSES:
             with pytest.raises(RuntimeError, match="the step of this SGD is pycomm's already"):
@@ -280,17 +286,29 @@ def test_what_cannot_be_fused() -> None:
             pycomm.fuse(SGD([param, nn.Parameter(torch.ones(2, dtype=dtype))], lr=1.0))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        optimizer = pycomm.fuse(SGD([param], lr=1.0))  # nothing is left of the attempts
+        optimizer = SGD([param], lr=1.0)  # nothing is left of the attempts
+        pycomm.fuse(optimizer)
     optimizer.step()
 
 
 def test_what_cannot_be_stepped() -> None:
     table = nn.Embedding(4, 3, sparse=True)
-    optimizer = pycomm.fuse(SGD(table.parameters(), lr=1.0))
+    optimizer = SGD(table.parameters(), lr=1.0)
+    pycomm.fuse(optimizer)
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(ValueError, match=r"a gradient of shape \[4, 3\] is sparse"):
         optimizer.step()
     gaps = nn.Parameter(torch.ones(4, 6)[:, ::2])
     gaps.grad = torch.ones(4, 3)
     with pytest.raises(ValueError, match=r"a parameter of shape \[4, 3\] has gaps"):
-        pycomm.fuse(SGD([gaps], lr=1.0)).step()
+        pycomm.fuse(SGD([gaps], lr=1.0))
+
+
+def test_the_handle_still_passes_for_the_optimizer_with_a_warning() -> None:
+    optimizer = SGD([one_parameter()], lr=1.0)
+    handle = pycomm.fuse(optimizer)
+    with pytest.warns(DeprecationWarning, match="returns a handle"):
+        assert handle.param_groups is optimizer.param_groups
+    with pytest.raises(AttributeError):
+        _ = handle._nothing
+    assert copy.copy(handle).optimizer is optimizer

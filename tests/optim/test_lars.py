@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 import pycomm
-from pycomm.optim import lamb, lars
+from pycomm.optim import update_rules
 from tests.optim.stepping import (
     Params,
     assert_equal,
@@ -117,12 +116,11 @@ def test_formulas(cls: Build, formula: Formula, options: dict[str, Any]) -> None
             assert_near(params, wanted, tolerance)
 
 
-@pytest.mark.parametrize("module", [lars, lamb])
-def test_who_steps(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cls", [pycomm.LARS, pycomm.LAMB])
+def test_who_steps(cls: type[torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels, unless told otherwise or one parameter is in half precision."""
     calls: list[Any] = []
-    monkeypatch.setattr(module, "step_by_rule", lambda *arguments: calls.append(arguments))
-    cls = pycomm.LARS if module is lars else pycomm.LAMB
+    monkeypatch.setattr(update_rules, "step_by_rule", lambda *arguments: calls.append(arguments))
     for fused, dtype, by_kernel in (
         (None, torch.float32, True),
         (None, torch.float64, True),

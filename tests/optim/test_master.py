@@ -34,7 +34,9 @@ def test_as_in_float32(name: str, dtype: torch.dtype) -> None:
         assert_near(handle.parameters(), wide, 1e-6)
     if name in ("SGD", "Adam", "AdamW", "RMSprop", "LARS", "LAMB"):
         fused = parameters_for(name, torch.float32)
-        step_on(pycomm.fuse(ALL[name](fused)), fused, range(20), dtype)
+        optimizer = ALL[name](fused)
+        pycomm.fuse(optimizer)
+        step_on(optimizer, fused, range(20), dtype)
         assert_equal(handle.parameters(), snapshot(fused))
 
 

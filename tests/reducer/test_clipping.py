@@ -168,7 +168,8 @@ def test_nothing_happens_within_the_bound(two_ranks: RankPool) -> None:
 def forget_what_was_left() -> None:
     """The factor of a step that did not come is not the next step's."""
     params = parameters()
-    optimizer = pycomm.fuse(torch.optim.SGD([p for _, p in params], lr=1.0))
+    optimizer = torch.optim.SGD([p for _, p in params], lr=1.0)
+    pycomm.fuse(optimizer)
     with attached(optimizer, params) as reducer:
         for _ in range(2):
             optimizer.zero_grad()

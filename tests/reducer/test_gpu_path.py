@@ -67,7 +67,7 @@ def pretended_gpu() -> Iterator[list[set[int]]]:
     patch = pytest.MonkeyPatch()
     with patch.context() as context:
         context.setattr("pycomm.bucket.on_gpu", lambda _: True)
-        context.setattr("pycomm.reducer.engine.on_gpu", lambda _: True)
+        context.setattr("pycomm.reducer.parameters.on_gpu", lambda _: True)
         context.setattr(Channel, "submit_on_gpu", submit)
         context.setattr(Channel, "current_stream", staticmethod(lambda _: STREAM))
         yield followed

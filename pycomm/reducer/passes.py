@@ -1,0 +1,187 @@
+"""Backward passes as they are noticed: what happens when gradients come, when all have come, and at the end."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from pycomm.communicator import Communicator
+from pycomm.optim.step_override import stepper_of
+from pycomm.reducer.autograd_hooks import GradientHook, ModelHooks
+from pycomm.reducer.backward import BackwardWatch
+from pycomm.reducer.buckets import Slot
+from pycomm.reducer.engine import Engine
+from pycomm.reducer.local_passes import LocalPasses
+from pycomm.reducer.settings import Settings
+from pycomm.reducer.wrappers import refuse_active_wrapper
+from pycomm.torch_internals import current_graph_task
+
+_HALF_SENT = (
+    "the last backward() ended with an exception after part of its gradients had been sent: the ranks are out of step; "
+    "restart from a checkpoint"
+)
+
+
+class Passes:
+    """Drives the engine by what autograd tells: a hook on each parameter, and the end of each backward pass.
+
+    Attributes:
+        model_hooks: hooks on the optimizer and the module, once there are any.
+        stopped: why this rank takes part no more.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        communicator: Communicator,
+        settings: Settings,
+        engine: Engine,
+    ) -> None:
+        self._optimizer, self._communicator, self._settings = optimizer, communicator, settings
+        self._engine, self._table, self._window, self._progress = engine, engine.table, engine.window, engine.progress
+        self._watch = BackwardWatch(self._begin, self._gradients_are_there, self._end, self._failed)
+        self._local = LocalPasses()
+        self._hooks: list[GradientHook] = []
+        self.model_hooks: ModelHooks | None = None
+        self.stopped = ""
+
+    # Parameters.
+
+    def hook(self, slots: list[Slot]) -> None:
+        """Give ``slots`` buckets, and listen to their gradients."""
+        self._table.make_buckets(slots)
+        for slot in slots:
+            slot.hook = GradientHook(self, Passes._on_gradient, slot, slot.param)
+            self._hooks.append(slot.hook)
+
+    def unhook(self) -> None:
+        """Listen no more."""
+        for hook in self._hooks:
+            hook.remove()
+        if self.model_hooks is not None:
+            self.model_hooks.remove()
+
+    def find_new_parameters(self) -> None:
+        """Admit parameters that were added or unfrozen. Collective, if there are any."""
+        if self._table.find_new():
+            self.hook(self._table.admit())
+
+    def before_forward(self) -> None:
+        """Look for something else that averages these parameters; for new ones, where a window may begin."""
+        if current_graph_task() != -1:
+            return  # a checkpoint recomputes inside backward
+        refuse_active_wrapper(lambda: dict(self._table.named()))
+        self.forget_abandoned()
+        if not self._window.is_open and not self.stopped and not self._local.depth:
+            self.find_new_parameters()
+
+    # Passes of this rank alone.
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let passes inside be this rank's alone; see ``Reducer.paused``."""
+        if self._window.is_open:
+            raise RuntimeError("paused() inside an accumulation window: its gradients would be mixed; flush() first")
+        self._local.depth += 1
+        try:
+            yield
+        finally:
+            self._local.depth -= 1
+
+    def require_averaged(self) -> None:
+        """Raise RuntimeError if ``optimizer.step()`` would use gradients that have not been averaged.
+
+        Sends nothing: distributed checkpointing calls step() on its own to create optimizer state.
+        """
+        self.forget_abandoned()
+        if self._window.is_open:
+            raise RuntimeError(
+                f"optimizer.step() after {self._window.num_passes} of {self._settings.accumulate} backward passes: "
+                "these gradients have not been averaged; call reducer.flush() first"
+            )
+        self._local.require_gone("optimizer.step() would move this rank's parameters alone")
+        self._table.require_no_unknown_gradients()
+        self._progress.stepped()
+
+    # What autograd tells.
+
+    def _on_gradient(self, slot: Slot) -> None:
+        if self._local.depth > 0:
+            self._local.note(slot)
+            return
+        self._engine.firing = slot
+        try:
+            self._watch.touch()
+            self._engine.take(slot)
+        except (RuntimeError, ValueError) as error:
+            self._stop(error)
+            raise
+        finally:
+            self._engine.firing = None
+
+    def _begin(self) -> None:
+        self.forget_abandoned()
+        self._window.begin_pass()
+        self._require_right_pass()
+        self._engine.begin_pass()
+
+    def _gradients_are_there(self) -> None:
+        if self._window.sending:
+            # What is known goes first: ranks differ in what they have launched by now, but not in this order.
+            self._engine.launch_rest()
+
+    def _end(self) -> None:
+        for slot in self._table.slots():
+            slot.expected = max(slot.expected, slot.fired)
+        self._window.end_pass()
+        if self._window.sending:
+            self.find_new_parameters()
+            self._engine.reduce(stepper_of(self._optimizer))
+            self._window.complete = True
+        if self.model_hooks is not None:
+            self.model_hooks.warn_of_uncovered()
+
+    def _failed(self) -> None:
+        if self._engine.has_launched():
+            self._stop(RuntimeError(_HALF_SENT))
+
+    def flush(self) -> None:
+        """Reduce a ragged last window; see ``Reducer.flush``."""
+        self.require_taking_part()
+        if not self._window.end_early(self._engine.committed_steps):
+            return
+        if not self._window.is_open:  # others have gradients: take part without any
+            self._table.drop_gradients()
+        self._engine.expect_gradients()
+        self._engine.reduce(stepper_of(self._optimizer))
+
+    # Errors.
+
+    def require_taking_part(self) -> None:
+        """Raise RuntimeError after an error that kept this rank from a reduction."""
+        if self.stopped:
+            raise RuntimeError(f"this Reducer takes part no more since an earlier error: {self.stopped}")
+
+    def _require_right_pass(self) -> None:
+        self.require_taking_part()
+        self._local.require_gone("this backward() would add to it", self._engine.firing)
+        if not self._window.is_open and not self._settings.all_parameters:  # whose optimizers are several
+            self._progress.require_used()
+        self._table.require_as_attached()
+
+    def _stop(self, error: Exception) -> None:
+        """Tell the other ranks, who are on their way to this reduction or in it, and leave."""
+        if self.stopped or self._communicator.size == 1 or torch.compiler.is_compiling():
+            return
+        self.stopped = str(error)
+        self._communicator.channel.abandon(self.stopped, in_step=not self._engine.is_waited_for())
+
+    def forget_abandoned(self) -> None:
+        """Recover from a pass that ended with an exception, where that is possible."""
+        if not self._watch.abandoned() or not self._engine.has_launched():
+            return
+        if self._communicator.size > 1:
+            raise RuntimeError(_HALF_SENT)
+        self._engine.drop_launched()

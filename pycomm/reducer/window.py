@@ -1,0 +1,107 @@
+"""Accumulation window: the backward passes between two optimizer steps, and what their gradients are scaled by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from pycomm.communicator import Communicator
+from pycomm.compression.base import Scaling
+from pycomm.optim.loss_scaler import loss_scale_of
+from pycomm.reducer import norms
+from pycomm.reducer.buckets import Slot
+from pycomm.reducer.sample_weights import SampleWeights
+from pycomm.reducer.settings import Settings
+
+
+class AccumulationWindow:
+    """Passes of one optimizer step, the last of which sends; the scales are fixed when that one begins.
+
+    Attributes:
+        num_passes: how many have ended in this window.
+        sending: whether the pass that runs, or ran last, is the last of its window.
+        complete: whether a full window has ended, and nothing has happened since.
+        weights: of the samples behind each pass.
+        scaling: of the window that is being sent; without this rank's share of the samples, which only
+            a job on the communication thread waits for.
+        streams: on a GPU, those on which the scales were computed, as integers.
+    """
+
+    def __init__(self, communicator: Communicator, settings: Settings, device: torch.device, on_gpu: bool) -> None:
+        self._communicator, self._settings = communicator, settings
+        self._device, self._on_gpu = device, on_gpu
+        self._loss_scale = loss_scale_of(settings.loss_scaler)
+        self.num_passes = 0
+        self.sending = False
+        self.complete = False
+        self.weights = SampleWeights(communicator)
+        self.scaling = Scaling(communicator.size)
+        self.streams: set[int] = set()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether passes have ended whose gradients have not been sent."""
+        return self.num_passes > 0
+
+    def begin_pass(self) -> None:
+        """Note that a pass begins, and whether it is the last of the window."""
+        self.complete = False
+        self.sending = self.num_passes + 1 >= self._settings.accumulate
+
+    def end_pass(self) -> None:
+        """Note that a pass has ended."""
+        self.num_passes += 1
+        if not self.sending:
+            self.weights.note_pass()
+
+    def close(self) -> None:
+        """Note that the gradients of the window have been handed out, or lost."""
+        self.num_passes = 0
+
+    def fix_scales(self, *, with_next: bool, step: torch.Tensor) -> None:
+        """Fix the scales of the window, which ends with the next pass or has ended. Collective if weights are in use.
+
+        Args:
+            with_next: whether the next pass belongs to it.
+            step: how many steps were committed before this one, 0-d int64.
+        """
+        if self.weights.in_use:
+            self.weights.share(self.num_passes, with_next)
+        loss_scale = self._loss_scale.current(self._device, self._on_gpu)
+        if self._on_gpu and isinstance(loss_scale, torch.Tensor):
+            self.streams = {self._communicator.channel.current_stream(self._device)}
+        # A number of its own for this step: the count goes on while the step may still be read from.
+        number = step.clone() if self._on_gpu else int(step)
+        average, size = self._settings.average, self._communicator.size
+        self.scaling = Scaling(size, loss_scale=loss_scale, average=average, number=number)
+
+    def fix_clipping(self, slots: Sequence[Slot]) -> None:
+        """Fix the factor that brings this rank's own gradient in bounds; before anything is sent."""
+        max_norm = self._settings.clip_local_norm
+        if max_norm is None:
+            return
+        squares = norms.squared_norm([], slots)
+        norm = squares.sqrt() * self.weights.mean_factor() / self.scaling.loss_scale
+        # What is not finite stays so, and is found where it always is.
+        factor = norms.narrowed(torch.where(torch.isfinite(norm), norms.clip_factor(norm, max_norm), 1.0), slots)
+        self.scaling = replace(self.scaling, clip=factor.float() if self._on_gpu else float(factor))
+        if self._on_gpu:
+            self.streams.add(self._communicator.channel.current_stream(self._device))
+
+    def end_early(self, step: torch.Tensor) -> bool:
+        """End the window before it is full, and fix its scales. Collective; waits.
+
+        Returns:
+            Whether any rank has had a pass in it, so that there is something to send.
+        """
+        if self.weights.in_use:
+            self.fix_scales(with_next=False, step=step)
+            return self.weights.anybody()
+        waiting = torch.tensor([self.num_passes], dtype=torch.int64)
+        self._communicator.all_reduce(waiting, "max")
+        if waiting.item() == 0:
+            return False
+        self.fix_scales(with_next=False, step=step)
+        return True
