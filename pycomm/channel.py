@@ -114,6 +114,19 @@ class Channel:
     def _make_nccl(self, device: int, algorithm: str) -> NcclTransport:
         return NcclTransport(self.rank, self.size, device, self.all_gather_bytes, algorithm, self.timeout)
 
+    def on_gpu(
+        self,
+        device: int,
+        arrays: Sequence[Any],
+        operation: Callable[[NcclTransport, int, float], None],
+        async_op: bool = False,
+        algorithm: str = "native",
+    ) -> GpuWork | None:
+        """Enqueue ``operation(transport, stream, timeout)``, which works on ``arrays``, on the GPU ``device``."""
+        queue = self.gpu(device)
+        transport = queue.transport(algorithm)
+        return queue.enqueue(arrays, lambda stream: operation(transport, stream, self.timeout), async_op)
+
     def run_on_gpu(self, device: int, program: Program, x: Any, op: str, async_op: bool) -> GpuWork | None:
         """As :meth:`run_program`, for ``x`` on the GPU ``device``."""
         return run_on_gpu(self.gpu(device), program, x, op, self.timeout, async_op)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -112,11 +112,6 @@ class Communicator:
         """How arrays in CPU memory travel: "shared_memory" or "torch"."""
         return self._transport.name
 
-    @property
-    def sums_half_exactly(self) -> bool:
-        """Whether float16/bfloat16 *sums* in CPU memory accumulate in float32; means always do."""
-        return self._transport.sums_half_exactly
-
     def empty(
         self,
         shape: int | tuple[int, ...],
@@ -172,8 +167,13 @@ class Communicator:
         if gpu is not None and program is not None:
             return self.channel.run_on_gpu(gpu, program, x, op, async_op)
         if gpu is not None:
-            transport = self.channel.gpu(gpu).transport("ring" if algorithm == "ring" else "native")
-            return self._on_gpu(gpu, [x], lambda s: transport.all_reduce(x, op, s, self._timeout), async_op)
+            return self.channel.on_gpu(
+                gpu,
+                [x],
+                lambda nccl, *when: nccl.all_reduce(x, op, *when),
+                async_op,
+                "ring" if algorithm == "ring" else "native",
+            )
         if program is not None:
             return self.channel.run_program(program, x, op, async_op)
         if not async_op and self._worker.idle():  # the short way, for latency
@@ -188,9 +188,8 @@ class Communicator:
         """
         gpu = gpu_of(out)
         if gpu is not None:
-            transport = self.channel.gpu(gpu).transport()
-            return self._on_gpu(
-                gpu, [out, x], lambda s: transport.reduce_scatter(out, x, op, s, self._timeout), async_op
+            return self.channel.on_gpu(
+                gpu, [out, x], lambda nccl, *when: nccl.reduce_scatter(out, x, op, *when), async_op
             )
         return self.channel.enqueue(lambda: self._transport.reduce_scatter(out, x, op, self._timeout), async_op)
 
@@ -198,8 +197,7 @@ class Communicator:
         """Write the ``x`` of all ranks, in rank order, into ``out`` (``size`` times as many elements). Any dtype."""
         gpu = gpu_of(out)
         if gpu is not None:
-            transport = self.channel.gpu(gpu).transport()
-            return self._on_gpu(gpu, [out, x], lambda s: transport.all_gather(out, x, s, self._timeout), async_op)
+            return self.channel.on_gpu(gpu, [out, x], lambda nccl, *when: nccl.all_gather(out, x, *when), async_op)
         return self.channel.enqueue(lambda: self._transport.all_gather(out, x, self._timeout), async_op)
 
     def all_to_all(self, out: Any, x: Any, async_op: bool = False) -> Work | GpuWork | None:
@@ -215,21 +213,16 @@ class Communicator:
         """Overwrite ``x`` by rank ``src``'s (a rank of this group). Any dtype."""
         gpu = gpu_of(x)
         if gpu is not None:
-            transport = self.channel.gpu(gpu).transport()
-            return self._on_gpu(gpu, [x], lambda s: transport.broadcast(x, src, s, self._timeout), async_op)
+            return self.channel.on_gpu(gpu, [x], lambda nccl, *when: nccl.broadcast(x, src, *when), async_op)
         return self.channel.enqueue(lambda: self._transport.broadcast(x, src, self._timeout), async_op)
 
     def send(self, x: Any, dst: int) -> None:
         """Send ``x``, on a GPU, to rank ``dst``, which calls :meth:`recv`. Any dtype."""
-        gpu = self._gpu_of_message(x)
-        transport = self.channel.gpu(gpu).transport()
-        self._on_gpu(gpu, [x], lambda s: transport.send(x, dst, s, self._timeout), False)
+        self.channel.on_gpu(self._gpu_of_message(x), [x], lambda nccl, *when: nccl.send(x, dst, *when))
 
     def recv(self, x: Any, src: int) -> None:
         """Overwrite ``x``, on a GPU, by what rank ``src`` sends; as many elements. Any dtype."""
-        gpu = self._gpu_of_message(x)
-        transport = self.channel.gpu(gpu).transport()
-        self._on_gpu(gpu, [x], lambda s: transport.recv(x, src, s, self._timeout), False)
+        self.channel.on_gpu(self._gpu_of_message(x), [x], lambda nccl, *when: nccl.recv(x, src, *when))
 
     @contextlib.contextmanager
     def group(self, device: torch.device | int) -> Iterator[None]:
@@ -244,11 +237,7 @@ class Communicator:
             yield
 
     def check(self) -> None:
-        """Raise what went wrong on GPUs meanwhile.
-
-        Raises:
-            CommError: NCCL reported an error, or an operation outlasted the timeout.
-        """
+        """Raise CommError for what went wrong on GPUs meanwhile: NCCL's errors, operations beyond the timeout."""
         self.channel.check_gpus()
 
     def refuse(self, reason: str) -> None:
@@ -275,11 +264,6 @@ class Communicator:
 
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, size={self.size}, transport={self.transport!r})"
-
-    def _on_gpu(
-        self, device: int, arrays: Sequence[Any], operation: Callable[[int], None], async_op: bool
-    ) -> GpuWork | None:
-        return self.channel.gpu(device).enqueue(arrays, operation, async_op)
 
     def _gpu_of_message(self, x: Any) -> int:
         gpu = gpu_of(x)

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag
 from pycomm.optim.step_override import Stepper
 from pycomm.reducer import norms
-from pycomm.reducer.buckets import BucketInFlight, Slot
+from pycomm.reducer.buckets import BucketInFlight, Slot, method_stats, nonfinite_source
 from pycomm.reducer.gradient_checks import require_no_average, require_sendable
 from pycomm.reducer.module_buffers import BufferSync
 from pycomm.reducer.parameters import ParameterTable
@@ -236,6 +237,32 @@ class Engine:
         self.nonfinite_steps += ~finite
         self.committed_steps += finite
         return finite if self.table.on_gpu else bool(finite)
+
+    # What users ask.
+
+    def stats(self) -> dict[str, Any]:
+        """Return the counters of ``Reducer.stats``."""
+        nonfinite_steps = int(self.nonfinite_steps.item())
+        last_nonfinite = nonfinite_source(self.table.flights) or "a sum over the ranks" if nonfinite_steps else None
+        return {
+            "bytes_sent": sum(flight.exchange.bytes_sent for flight in self.table.flights),
+            "steps": self.progress.num_reductions,
+            "wait_seconds": self.wait_seconds,
+            "nonfinite_steps": nonfinite_steps,
+            "last_nonfinite": last_nonfinite,
+            "num_buckets": len(self.table.flights),
+            "transport": "nccl" if self.table.on_gpu else self._communicator.transport,
+            **method_stats(self.table.flights),
+        }
+
+    def name_of_not_finite(self) -> str | None:
+        """Return where the first value that is not finite is, or came from; ``None`` if all are. Waits for a GPU."""
+        if self.finite is not None and not bool(self.finite):
+            found = nonfinite_source(self.table.flights)
+            if found is not None:
+                return found
+        name = norms.first_not_finite(self.table.gradients())
+        return None if name is None else f"parameter {name!r}"
 
     def settle(self) -> bool:
         """Return whether the last gradients are finite, alike on all ranks. Waits for a GPU."""

@@ -14,7 +14,6 @@ from pycomm.communicator import Communicator
 from pycomm.optim.attached import forget
 from pycomm.reducer import clipping, norms
 from pycomm.reducer.autograd_hooks import ModelHooks
-from pycomm.reducer.buckets import method_stats, nonfinite_source
 from pycomm.reducer.checkpoint import gather_state, select_state
 from pycomm.reducer.engine import Engine
 from pycomm.reducer.module_buffers import BufferSync
@@ -202,13 +201,7 @@ class Reducer:
 
     def name_of_not_finite(self) -> str | None:
         """Return where the first value that is not finite is, or came from; ``None`` if all are. Waits for a GPU."""
-        finite = self._engine.finite
-        if finite is not None and not bool(finite):
-            found = nonfinite_source(self._table.flights)
-            if found is not None:
-                return found
-        name = norms.first_not_finite(self._table.gradients())
-        return None if name is None else f"parameter {name!r}"
+        return self._engine.name_of_not_finite()
 
     def stats(self) -> dict[str, Any]:
         """Counters since ``attach``.
@@ -224,20 +217,7 @@ class Reducer:
         """
         if self._detached:
             return dict(self._last_stats)
-        nonfinite_steps = int(self._engine.nonfinite_steps.item())
-        return {
-            "bytes_sent": sum(flight.exchange.bytes_sent for flight in self._table.flights),
-            "steps": self._progress.num_reductions,
-            "wait_seconds": self._engine.wait_seconds,
-            "nonfinite_steps": nonfinite_steps,
-            "last_nonfinite": self._last_nonfinite() if nonfinite_steps > 0 else None,
-            "num_buckets": len(self._table.flights),
-            "transport": "nccl" if self._table.on_gpu else self._communicator.transport,
-            **method_stats(self._table.flights),
-        }
-
-    def _last_nonfinite(self) -> str:
-        return nonfinite_source(self._table.flights) or "a sum over the ranks"
+        return self._engine.stats()
 
     def state_dict(self) -> dict[str, Any]:
         """What compression carries from step to step on *this* rank.

@@ -27,8 +27,6 @@ class Transport(Protocol):
     size: int
     skip_checks: bool
     """While true, ranks need not compare: what they do follows from what they compared before."""
-    sums_half_exactly: bool
-    """Whether float16/bfloat16 sums accumulate in float32 and are rounded once."""
 
     interruptible: bool
     """Whether :meth:`close` ends an operation that is in progress on another thread."""

@@ -1,0 +1,55 @@
+"""Announcements: 48 bytes in which each rank says what it is about to do, so that ranks that disagree get an error."""
+
+from __future__ import annotations
+
+import torch
+
+from pycomm.kernels.arrays import DTYPES
+from pycomm.transport.host_tensors import OPS
+from pycomm.transport.torch_group import TorchGroup
+
+_KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier", "refused", "schedule", "all_to_all")
+_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
+
+
+def agree(group: TorchGroup, kind: str, x: torch.Tensor, op: str, root: int, timeout: float, tag: int = 0) -> None:
+    """Compare what the ranks are about to do. Collective.
+
+    Raises:
+        ValueError: on every rank: they differ, or one cannot take part.
+        CommError: a rank announced what cannot be, or as from any collective.
+    """
+    mine = [_KINDS.index(kind), _DTYPES.index(x.dtype), OPS.index(op), root, x.numel(), tag]
+    everyone = torch.empty(group.size * len(mine), dtype=torch.int64)
+    group.gather(kind, everyone, torch.tensor(mine, dtype=torch.int64), timeout)
+    rows = everyone.view(group.size, len(mine)).tolist()
+    for p, row in enumerate(rows):
+        if not _is_possible(row):
+            raise group.fail(kind, p, f"rank {p} announced what cannot be", 0.0)
+    if kind == "refused":
+        return  # this rank has its own error to report
+    for p, row in enumerate(rows):
+        if _KINDS[row[0]] == "refused":
+            raise ValueError(f"{kind}: rank {p} could not take part: its arguments were wrong (its own error says how)")
+    for p, row in enumerate(rows):
+        if row != rows[0]:
+            raise ValueError(
+                f"the ranks disagree: rank {p} called {_describe(row)} where rank 0 called {_describe(rows[0])}"
+            )
+
+
+def _is_possible(row: list[int]) -> bool:
+    kind, dtype, op, _, count, _ = row
+    return 0 <= kind < len(_KINDS) and 0 <= dtype < len(_DTYPES) and 0 <= op < len(OPS) and count >= 0
+
+
+def _describe(row: list[int]) -> str:
+    kind, dtype, op, root, count, tag = row
+    what = f"{count} elements of {DTYPES[dtype] if tag == 0 else 'bytes of another dtype'}"
+    if _KINDS[kind] in ("all_reduce", "reduce_scatter"):
+        return f'{_KINDS[kind]}({what}, op="{OPS[op]}")'
+    if _KINDS[kind] == "schedule":
+        return f'all_reduce({what}, op="{OPS[op]}", algorithm=a schedule with digest {root:x})'
+    if _KINDS[kind] == "broadcast":
+        return f"broadcast({what}, src={root})"
+    return f"{_KINDS[kind]}({what if _KINDS[kind] in ('all_gather', 'all_to_all') else ''})"

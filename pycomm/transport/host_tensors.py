@@ -1,0 +1,76 @@
+"""Arrays in CPU memory as tensors of one dimension, checked for what an operation does to them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+import pycomm._native as _native
+from pycomm.kernels.arrays import FLOATING
+
+OPS = ("sum", "mean", "min", "max")
+
+
+class Pair(NamedTuple):
+    """What an operation writes and reads: flat tensors, the tag of their dtype, and how many elements ``x`` has."""
+
+    out: torch.Tensor
+    x: torch.Tensor
+    tag: int
+    elements: int
+
+
+def require(good: bool, problem: str, kind: type[Exception] = ValueError) -> None:
+    """Raise a ``kind`` that says ``problem``, unless all is ``good``."""
+    if not good:
+        raise kind(problem)
+
+
+def require_op(op: object, dtype: str, name: str) -> None:
+    """Raise TypeError or ValueError unless ``op`` is a reduction, and one for elements of ``dtype``."""
+    wanted = "wanted 'sum', 'mean', 'min' or 'max'"
+    require(isinstance(op, str), f"op is {op!r}, {wanted}", TypeError)
+    require(op in OPS, f"op is {op!r}, {wanted}")
+    floating = op != "mean" or dtype in FLOATING
+    require(floating, f"op 'mean' wants a floating dtype, {name} has {dtype}", TypeError)
+
+
+def reducible(name: str, x: Any, op: object, writes: bool) -> torch.Tensor:
+    """Return ``x`` as a flat tensor for the reduction ``op``.
+
+    Raises:
+        TypeError, ValueError: it suits no reduction, or not this one.
+    """
+    array = _native.HostArray(x, name, writes, False)
+    require_op(op, array.dtype, name)
+    return tensor_of(array)
+
+
+def tensor_of(array: _native.HostArray) -> torch.Tensor:
+    """Return the memory of ``array`` as a tensor of one dimension, which keeps it."""
+    dtype: torch.dtype = getattr(torch, array.dtype)
+    return torch.frombuffer(array, dtype=dtype) if array.count > 0 else torch.empty(0, dtype=dtype)
+
+
+def apart(out: Any, x: Any, rank: int, size: int, ops: tuple[Any, ...] = ()) -> Pair:
+    """Check two arrays of one dtype, which ``ops`` can do, that must not overlap.
+
+    Raises:
+        TypeError, ValueError: they do not suit the operation, or each other.
+    """
+    moves = not ops
+    target, source = _native.HostArray(out, "out", True, moves), _native.HostArray(x, "x", False, moves)
+    for op in ops:
+        require_op(op, source.dtype, "x")
+        require(source.dtype == target.dtype, f"x has dtype {source.dtype}, wanted {target.dtype} as out", TypeError)
+    require(source.tag == target.tag, "out and x have different dtypes", TypeError)
+    require(source.dtype == target.dtype, f"out has dtype {target.dtype}, wanted {source.dtype} as x", TypeError)
+    require(
+        not target.overlaps(source, rank, size),
+        "out overlaps x, wanted arrays apart, or one that is this rank's part of the other",
+    )
+    read = tensor_of(source)
+    if target.count > 0 and target.overlaps(source, -1, size):
+        read = read.clone()  # not every backend works in place
+    return Pair(tensor_of(target), read, source.tag, source.elements)
