@@ -1,4 +1,4 @@
-"""Development tasks: `nox -s tests`, `lint`, `sanitize`, `fuzz`, `chaos`, `bench -- collectives`."""
+"""Development tasks: `nox -s tests`, `newest_torch`, `lint`, `sanitize`, `fuzz`, `chaos`, `bench -- collectives`."""
 
 import nox
 
@@ -10,6 +10,13 @@ def tests(session: nox.Session) -> None:
     """The whole test suite, against the installed package."""
     session.install("-c", "constraints.txt", ".[demo,test]")
     session.run("pytest", *session.posargs)
+
+
+@nox.session
+def newest_torch(session: nox.Session) -> None:
+    """What pycomm takes of torch's private names, and its tests of attach, on the newest release for CPUs."""
+    session.install(".[test]", "torch", "--upgrade", "--extra-index-url", "https://download.pytorch.org/whl/cpu")
+    session.run("pytest", *(session.posargs or ("tests/test_torch_internals.py", "tests/reducer", "tests/optim")))
 
 
 @nox.session

@@ -149,10 +149,12 @@ def train(setting: Setting, samples: Samples, epochs: int, seed: int) -> tuple[n
     scaler = pycomm.LossScaler(enabled=half)
     reducer = pycomm.attach(optimizer, model, loss_scaler=scaler, algorithm="auto")
     steps = setting.num_steps(samples, epochs)
-    decay = pycomm.PolynomialDecay(steps, POWER)
-    schedule = pycomm.WarmupLR(optimizer, round(setting.warmup * steps), decay, start_factor=START)
+    decay = pycomm.optim.PolynomialDecay(steps, POWER)
+    schedule = pycomm.optim.WarmupLR(optimizer, round(setting.warmup * steps), decay, start_factor=START)
     for batch in global_batches(samples, setting.batch, epochs, seed):
-        shard = pycomm.shard_batch(batch)  # the last batch is smaller, and may be odd: every sample counts the same
+        shard = pycomm.optim.shard_batch(
+            batch
+        )  # the last batch is smaller, and may be odd: every sample counts the same
         x, y = shard.data
         reducer.set_weight(shard.num_samples)
         optimizer.zero_grad()
@@ -169,7 +171,7 @@ def train(setting: Setting, samples: Samples, epochs: int, seed: int) -> tuple[n
 @torch.no_grad()
 def evaluate(model: nn.Module, samples: Samples, communicator: pycomm.Communicator) -> tuple[float, float]:
     """Mean loss and accuracy; to the bit the same on every rank, since what is done next depends on them."""
-    x, y = pycomm.shard_batch(samples).data
+    x, y = pycomm.optim.shard_batch(samples).data
     out = outputs(model, x)
     loss = nn.functional.cross_entropy(out, y, reduction="sum")
     sums = torch.stack([loss.double(), (out.argmax(1) == y).sum().double()])
@@ -245,7 +247,7 @@ def run(plan: Plan) -> None:
         comparisons = []
         for batch in plan.batches:
             _, baseline = table.tuned(NESTEROV, batch)
-            rate = pycomm.linear_scaled_lr(small.rate, batch, plan.reference)
+            rate = pycomm.optim.linear_scaled_lr(small.rate, batch, plan.reference)
             table.row(replace(small, batch=batch, rate=rate), "linear scaling")
             setting, recipe = table.tuned(RECIPE, batch)
             table.row(replace(setting, way=RECIPE_FLOAT32), "as chosen for float16")

@@ -8,6 +8,7 @@ See :func:`attach` for training, :class:`Communicator` for collectives, :mod:`py
 the kernels under both.
 """
 
+import warnings
 from typing import Any
 
 try:
@@ -18,7 +19,7 @@ except ModuleNotFoundError as error:
         "`pip install .`, and start python where the directory `pycomm` does not hide the installed package."
     ) from error
 
-from pycomm import kernels, optim, schedule
+from pycomm import compression, kernels, optim, schedule
 from pycomm.communicator import Communicator
 from pycomm.compression import (
     BF16,
@@ -38,21 +39,14 @@ from pycomm.errors import CommError
 from pycomm.optim import (
     LAMB,
     LARS,
-    BatchSizeGrowth,
-    CosineDecay,
+    FusedStep,
     LossScaler,
     MasterWeights,
-    PolynomialDecay,
-    Shard,
-    StepDecay,
-    WarmupLR,
     fuse,
-    linear_scaled_lr,
     master_weights,
-    shard_batch,
-    sqrt_scaled_lr,
 )
 from pycomm.reducer import Reducer, attach, broadcast_optimizer_state, broadcast_parameters
+from pycomm.transport.gpu import GpuWork
 from pycomm.transport.nccl import nccl_version
 from pycomm.worker import Work
 
@@ -66,37 +60,31 @@ __all__ = [
     "LARS",
     "QSGD",
     "Auto",
-    "BatchSizeGrowth",
     "CommError",
     "Communicator",
-    "CosineDecay",
+    "FusedStep",
+    "GpuWork",
     "Int8",
     "LossScaler",
     "MasterWeights",
     "NoCompression",
     "OneBit",
-    "PolynomialDecay",
     "PowerSGD",
     "RandomK",
     "Reducer",
-    "Shard",
-    "StepDecay",
     "TernGrad",
     "TopK",
-    "WarmupLR",
     "Work",
     "attach",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "build_info",
+    "compression",
     "fuse",
     "kernels",
-    "linear_scaled_lr",
     "master_weights",
     "optim",
     "schedule",
-    "shard_batch",
-    "sqrt_scaled_lr",
 ]
 
 
@@ -110,3 +98,24 @@ def build_info() -> dict[str, Any]:
     """
     nccl = nccl_version()
     return {**_native_build_info(), "nccl": None if nccl is None else nccl[0]}
+
+
+_MOVED = (
+    "BatchSizeGrowth",
+    "CosineDecay",
+    "PolynomialDecay",
+    "Shard",
+    "StepDecay",
+    "WarmupLR",
+    "linear_scaled_lr",
+    "shard_batch",
+    "sqrt_scaled_lr",
+)
+"""Names that live in :mod:`pycomm.optim`, and are found here for one release more."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MOVED:
+        warnings.warn(f"pycomm.{name} is pycomm.optim.{name} now", DeprecationWarning, stacklevel=2)
+        return getattr(optim, name)
+    raise AttributeError(f"module 'pycomm' has no attribute {name!r}")

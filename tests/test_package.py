@@ -40,6 +40,36 @@ def test_names_that_scripts_rely_on() -> None:
     assert set(pycomm.__all__) <= set(dir(pycomm))
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "BatchSizeGrowth",
+        "CosineDecay",
+        "PolynomialDecay",
+        "Shard",
+        "StepDecay",
+        "WarmupLR",
+        "linear_scaled_lr",
+        "shard_batch",
+        "sqrt_scaled_lr",
+    ],
+)
+def test_names_that_moved_are_still_found_with_a_warning(name: str) -> None:
+    with pytest.warns(DeprecationWarning, match=f"pycomm.{name} is pycomm.optim.{name} now"):
+        assert getattr(pycomm, name) is getattr(pycomm.optim, name)
+    assert name not in pycomm.__all__
+
+
+def test_names_that_never_were() -> None:
+    with pytest.raises(AttributeError, match="module 'pycomm' has no attribute 'nonsense'"):
+        _ = pycomm.nonsense
+
+
+def test_what_is_returned_is_exported() -> None:
+    for name in ("Reducer", "Work", "GpuWork", "MasterWeights", "FusedStep"):
+        assert name in pycomm.__all__
+
+
 def test_build_info() -> None:
     info = pycomm.build_info()
     assert info.keys() == {"version", "cuda", "nccl", "simd", "compiler"}

@@ -1,6 +1,6 @@
 """Optimizer steps: fused rules, LARS and LAMB, master weights, loss scaling, learning rates, shares of a batch."""
 
-from pycomm.optim.fused import fuse
+from pycomm.optim.fused import FusedStep, fuse
 from pycomm.optim.lamb import LAMB
 from pycomm.optim.lars import LARS
 from pycomm.optim.loss_scaler import LossScaler
@@ -21,6 +21,7 @@ __all__ = [
     "LARS",
     "BatchSizeGrowth",
     "CosineDecay",
+    "FusedStep",
     "LossScaler",
     "MasterWeights",
     "PolynomialDecay",

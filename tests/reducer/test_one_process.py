@@ -64,7 +64,7 @@ def together(name: str, sizes: Sizes, options: dict[str, Any], weighted: bool, f
         for passes in batches(sizes):
             optimizer.zero_grad()
             for x, y in passes:
-                share = pycomm.shard_batch((x, y), rank=rank, world_size=size)
+                share = pycomm.optim.shard_batch((x, y), rank=rank, world_size=size)
                 if weighted:
                     reducer.set_weight(share.num_samples)
                 nn.functional.cross_entropy(model(share.data[0]), share.data[1]).backward()

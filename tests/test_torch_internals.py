@@ -1,0 +1,197 @@
+"""Private names of torch: each does what pycomm needs of it, and only one file uses any.
+
+`nox -s newest_torch` runs this on the newest release, to find out early what has changed.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pycomm import torch_internals
+
+PACKAGE = Path(torch_internals.__file__).parent
+OURS = re.compile(r"_pycomm|_native$|^__\w+__$")
+PRIVATE = {
+    "_version",
+    "_use_count",
+    "_cdata",
+    "_is_flat_param",
+    "_in_backward_optimizers",
+    "_execution_engine",
+    "_post_accumulate_grad_hooks",
+    "_modules",
+    "_buffers",
+    "_parameters",
+    "_active_ddp_module",
+    "_opt_called",
+    "_wrapped_by_lr_sched",
+    "_step_supports_amp_scaling",
+    "_new_process_group_helper",
+    "_get_process_group_store",
+    "_world",
+}
+
+
+def private_names(path: Path) -> set[str]:
+    """Return the private names that a file takes from torch: attributes, imports, and names in strings."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            found |= {part for part in parts if part.startswith("_")}
+        elif isinstance(node, ast.Attribute):
+            root = ast.unparse(node.value).split(".")[0]
+            public_operation = node.attr.startswith("_foreach_")
+            if (node.attr in PRIVATE and root != "self") or (
+                node.attr.startswith("_") and root in ("torch", "dist") and not public_operation
+            ):
+                found.add(node.attr)
+        elif isinstance(node, ast.Constant) and node.value in PRIVATE:
+            found.add(str(node.value))
+    return {name for name in found if not OURS.search(name)}
+
+
+def test_only_one_file_uses_private_names() -> None:
+    users = {path.name: names for path in PACKAGE.rglob("*.py") if (names := private_names(path))}
+    assert users.keys() == {"torch_internals.py"}, users
+
+
+def test_every_name_is_tested_here() -> None:
+    source = Path(__file__).read_text()
+    untested = [name for name in torch_internals.__all__ if f"torch_internals.{name}" not in source]
+    assert untested == []
+
+
+def test_tensors() -> None:
+    x = torch.zeros(3)
+    before = torch_internals.version_of(x)
+    x.add_(1.0)
+    assert torch_internals.version_of(x) == before + 1
+    assert torch_internals.uses_outside_python(x) == 1
+    kept = torch.utils.dlpack.to_dlpack(x)
+    assert torch_internals.uses_outside_python(x) + torch_internals.storage_uses(x) > 2
+    del kept
+    uses = torch_internals.storage_uses(x)
+    view = x[1:]
+    assert torch_internals.storage_uses(x) == uses + 1
+    del view
+    assert torch_internals.storage_uses(x) == uses
+
+
+def test_parameters_that_others_own() -> None:
+    param = nn.Parameter(torch.zeros(3))
+    assert not torch_internals.is_flat_parameter(param)
+    assert not torch_internals.steps_in_backward(param)
+    from torch.distributed.fsdp._flat_param import FlatParameter
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    assert torch_internals.is_flat_parameter(FlatParameter(torch.zeros(3)))  # type: ignore[no-untyped-call]
+    _apply_optimizer_in_backward(torch.optim.SGD, [param], {"lr": 0.1})
+    assert torch_internals.steps_in_backward(param)
+
+
+def test_autograd_tells_what_it_does() -> None:
+    assert torch_internals.current_graph_task() == -1
+    assert torch_internals.current_node() is None
+    assert not torch_internals.compiles_autograd()
+    param, seen = nn.Parameter(torch.ones(3)), []
+
+    def hook(_: torch.Tensor) -> None:
+        seen.append(torch_internals.current_graph_task())
+        assert torch_internals.current_node() is not None
+        torch_internals.queue_final_callback(lambda: seen.append("end"))
+
+    handle = param.register_post_accumulate_grad_hook(hook)
+    assert list(torch_internals.accumulation_hooks(param).values()) == [hook]
+    (param * 2).sum().backward()
+    assert seen[0] != -1
+    assert seen[1:] == ["end"]
+    handle.remove()
+    assert not torch_internals.accumulation_hooks(param)
+
+
+def test_modules() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(3))
+    assert torch_internals.has_parts(module)
+    assert not torch_internals.has_parts(nn.Module.__new__(nn.Module))
+    assert torch_internals.children_of(module)["0"] is module[0]
+    assert torch_internals.children_of(nn.Module.__new__(nn.Module)) == {}
+    assert set(torch_internals.buffers_of(module[0])) == {"running_mean", "running_var", "num_batches_tracked"}
+
+
+@pytest.mark.usefixtures("one_rank_group")
+def test_the_forward_of_ddp() -> None:
+    inside = []
+
+    class Looks(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inside.append(torch_internals.active_ddp_module())
+            return super().forward(x)
+
+    wrapped = DistributedDataParallel(Looks(2, 2))
+    wrapped(torch.ones(1, 2))
+    assert inside == [wrapped]
+    assert torch_internals.active_ddp_module() is None
+
+
+@pytest.mark.parametrize("under_scheduler", [True, False])
+def test_a_step_in_the_place_of_the_optimizers_own(under_scheduler: bool) -> None:
+    param, calls = nn.Parameter(torch.ones(1)), []
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=1.0) if under_scheduler else None
+    assert torch_internals.is_schedulers_wrapper(optimizer.step) == under_scheduler
+    optimizer.register_step_pre_hook(lambda *_: calls.append("hook"))
+    torch_internals.replace_step(optimizer, lambda _, closure: calls.append(closure), under_scheduler)
+    optimizer.step()
+    if scheduler is not None:
+        scheduler.step()  # warns, which is an error here, where it does not find its marks
+    assert calls == ["hook", None]
+    param.grad = torch.ones(1)
+    torch_internals.unhooked_step(torch.optim.SGD)(optimizer)
+    assert calls == ["hook", None]
+    assert param.item() == 0.0
+
+
+@pytest.mark.parametrize("before", [None, True])
+def test_grad_scaler_leaves_its_factor_to_the_step(before: bool | None) -> None:
+    param = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    if before is not None:
+        vars(optimizer)["_step_supports_amp_scaling"] = before
+    undo = torch_internals.leave_scale_to_step(optimizer)
+    taken = []
+    torch_internals.replace_step(optimizer, lambda o, _: taken.append(torch_internals.take_scale(o)), False)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    assert taken == [(8.0, False)]
+    assert param.grad is not None
+    assert param.grad.item() == 8.0  # not divided
+    assert torch_internals.take_scale(optimizer) == (1.0, False)
+    torch_internals.undo_leave_scale_to_step(optimizer, undo)
+    assert vars(optimizer).get("_step_supports_amp_scaling") == before
+
+
+@pytest.mark.usefixtures("one_rank_group")
+def test_process_groups() -> None:
+    world = dist.group.WORLD
+    assert world is not None
+    store = torch_internals.store_of(world)
+    assert isinstance(store, torch_internals.Store)
+    torch_internals.PrefixStore("pycomm", store).set("key", "value")
+    made = torch_internals.make_process_group(world, "gloo", "pycomm/test", 10.0)
+    torch_internals.number_process_group(made, [0])
+    assert dist.get_global_rank(made, 0) == 0
+    x = torch.ones(2)
+    dist.all_reduce(x, group=made)
+    assert torch_internals.owns_process_group(made)
+    dist.destroy_process_group(made)
+    assert not torch_internals.owns_process_group(made)
