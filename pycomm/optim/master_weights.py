@@ -8,7 +8,6 @@ keeps its half-precision parameters; the optimizer works on float32 copies, and 
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +18,10 @@ from pycomm import kernels
 from pycomm.layout import laid_out_like, require_dense
 from pycomm.optim.fused import RULES, KernelStep, rule_of
 from pycomm.optim.parameters import optimizer_parameters
-from pycomm.optim.step_override import Factor, evaluate, own_step, stepper_of
+from pycomm.optim.step_override import HALF, Factor, evaluate, own_step
 from pycomm.optim.update_rules import step_by_rule
 from pycomm.torch_internals import leave_scale_to_step, undo_leave_scale_to_step, version_of
 
-HALF = (torch.float16, torch.bfloat16)
 KEY = "master_weight"
 """In the state of a parameter, as ``state_dict()`` has it."""
 
@@ -319,20 +317,3 @@ def _become(param: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None) 
     param.grad = None  # which must have the dtype of its parameter at all times
     param.data = data
     param.grad = grad
-
-
-def warn_of_lost_updates(optimizer: torch.optim.Optimizer, names: Mapping[str, torch.Tensor]) -> None:
-    """Once for an optimizer that updates half-precision parameters themselves."""
-    if stepper_of(optimizer).has_masters:
-        return
-    name = next((name for name, p in names.items() if p.dtype in HALF and p.requires_grad), None)
-    if name is None or vars(optimizer).get("_pycomm_warned"):
-        return
-    vars(optimizer)["_pycomm_warned"] = True
-    dtype = str(names[name].dtype).removeprefix("torch.")
-    warnings.warn(
-        f"{type(optimizer).__name__} updates parameter {name!r} in {dtype}: updates below about "
-        f"{torch.finfo(names[name].dtype).eps:.1g} of a weight are lost. pycomm.master_weights(optimizer), before "
-        "attach, keeps float32 masters",
-        stacklevel=3,
-    )

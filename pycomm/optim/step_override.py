@@ -6,7 +6,8 @@ copy or a pickle of it is an ordinary optimizer again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -20,6 +21,7 @@ _steps: WeakSet[Any] = WeakSet()
 """All functions that have ever taken the place of a ``step``."""
 
 Factor = float | torch.Tensor
+HALF = (torch.float16, torch.bfloat16)
 
 
 class Stepper:
@@ -47,6 +49,20 @@ class Stepper:
 
     def restore(self) -> None:
         """Cast all masters back to their parameters, after they were written to."""
+
+    def warn_of_lost_updates(self, names: Mapping[str, torch.Tensor]) -> None:
+        """Warn, once, if the optimizer updates half-precision parameters themselves; ``names``: the parameters."""
+        name = next((name for name, p in names.items() if p.dtype in HALF and p.requires_grad), None)
+        if self.has_masters or name is None or vars(self.optimizer).get("_pycomm_warned"):
+            return
+        vars(self.optimizer)["_pycomm_warned"] = True
+        dtype = names[name].dtype
+        warnings.warn(
+            f"{type(self.optimizer).__name__} updates parameter {name!r} in {str(dtype).removeprefix('torch.')}: "
+            f"updates below about {torch.finfo(dtype).eps:.1g} of a weight are lost. "
+            "pycomm.master_weights(optimizer), before attach, keeps float32 masters",
+            stacklevel=5,
+        )
 
     def unscale(self, factor: Factor) -> None:
         """Multiply the gradients with ``factor``, in place.

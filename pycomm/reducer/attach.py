@@ -14,11 +14,9 @@ from pycomm.communicator import DEFAULT_TIMEOUT, Communicator
 from pycomm.compression import Compression
 from pycomm.errors import CommError
 from pycomm.optim.attached import refuse_second_attach, register
-from pycomm.optim.master_weights import warn_of_lost_updates
 from pycomm.optim.parameters import unwrapped
-from pycomm.optim.step_override import stepper_of
 from pycomm.reducer.broadcast import broadcast_state, broadcast_tensors, check_same_lines, signature
-from pycomm.reducer.parameters import check_parameters, names_of
+from pycomm.reducer.parameters import ParameterTable, table_of
 from pycomm.reducer.reducer import Reducer
 from pycomm.reducer.settings import Settings, checked_settings
 from pycomm.reducer.wrappers import refuse_wrapped, watch_constructions
@@ -111,39 +109,38 @@ def attach(
     asked = _ask(settings, optimizer, model_or_named_parameters)
     communicator = Communicator(process_group, timeout)
     try:
-        return _join(communicator, asked, optimizer, model_or_named_parameters)
+        return _join(communicator, asked)
     except BaseException:
         communicator.close()
         raise
 
 
-_Asked = tuple[Settings, dict[str, torch.Tensor]] | Exception
+_Asked = tuple[Settings, ParameterTable] | Exception
 
 
 def _ask(settings_of: Callable[[], Settings], optimizer: Any, model_or_named_parameters: Any) -> _Asked:
-    """The settings and the parameters by name; or what is wrong with them.
+    """Return the settings and the parameters; or what is wrong with them.
 
     Not raised yet: the others are told first, who are on their way to the same rendezvous.
     """
     try:
         settings = settings_of()
-        names = _names(optimizer, model_or_named_parameters, settings.all_parameters)
-        settings.compression.check(optimizer)
+        table = table_of(optimizer, model_or_named_parameters, settings.all_parameters)
+        names = dict(table.named())
+        refuse_wrapped(names, model_or_named_parameters)
+        refuse_second_attach(names)
+        settings.compression.check(table.optimizer)
     except (TypeError, ValueError) as error:
         return error
-    return settings, names
+    return settings, table
 
 
-def _join(
-    communicator: Communicator, asked: _Asked, optimizer: torch.optim.Optimizer, model_or_named_parameters: Any
-) -> Reducer:
-    """What all ranks do together."""
-    settings, names = _shared(communicator, asked)
-    warn_of_lost_updates(optimizer, names)
-    module = model_or_named_parameters if isinstance(model_or_named_parameters, torch.nn.Module) else None
-    _make_equal(communicator, optimizer, names, module, settings)
+def _join(communicator: Communicator, asked: _Asked) -> Reducer:
+    """Make a Reducer on all ranks, or on none."""
+    settings, table = _shared(communicator, asked)
+    _make_equal(communicator, table, settings)
     try:
-        made: Reducer | Exception = Reducer(optimizer, names, module, communicator, settings)
+        made: Reducer | Exception = Reducer(table, communicator, settings)
     except Exception as error:
         made = error
     try:
@@ -157,35 +154,21 @@ def _join(
         raise
 
 
-def _names(optimizer: Any, model_or_named_parameters: Any, all_parameters: bool) -> dict[str, torch.Tensor]:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}, wanted a torch.optim.Optimizer")
-    names = names_of(optimizer, model_or_named_parameters, all_parameters)
-    check_parameters(names)
-    refuse_wrapped(names, model_or_named_parameters)
-    refuse_second_attach(names)
-    return names
-
-
-def _make_equal(
-    communicator: Communicator,
-    optimizer: torch.optim.Optimizer,
-    names: dict[str, torch.Tensor],
-    module: torch.nn.Module | None,
-    settings: Settings,
-) -> None:
+def _make_equal(communicator: Communicator, table: ParameterTable, settings: Settings) -> None:
     """Refuse ranks that differ in what must be given alike; then give all of them what rank 0 has."""
     check_same_lines(communicator, settings.lines(), "setting")
     communicator.all_reduce(
         torch.zeros(1, dtype=torch.float32), algorithm=settings.algorithm
     )  # a name that is none is an error here
+    names = dict(table.named())
     lines = [f"{name}: {signature(p)}{'' if p.requires_grad else ' frozen'}" for name, p in names.items()]
     check_same_lines(communicator, lines, "parameter")
+    module, stepper = table.module, table.stepper
+    stepper.warn_of_lost_updates(names)
     tensors = list(names.values()) if module is None else [*module.parameters(), *module.buffers()]
-    stepper = stepper_of(optimizer)
     broadcast_tensors(communicator, [*tensors, *stepper.masters()], src=0)
     stepper.restore()
-    broadcast_state(communicator, optimizer, src=0)
+    broadcast_state(communicator, table.optimizer, src=0)
 
 
 def _shared(communicator: Communicator, outcome: _T | Exception) -> _T:

@@ -8,28 +8,27 @@ import torch
 
 from pycomm import kernels
 from pycomm.optim.loss_scaler import loss_scale_of
-from pycomm.optim.step_override import stepper_of
 from pycomm.reducer.norms import clip_factor, narrowed, squared_norm, total
 from pycomm.reducer.parameters import ParameterTable
 
 
-def unscaled_norm(optimizer: torch.optim.Optimizer, table: ParameterTable, loss_scaler: Any) -> torch.Tensor:
+def unscaled_norm(table: ParameterTable, loss_scaler: Any) -> torch.Tensor:
     """Return the norm of all gradients together, without the loss scale: 0-d float64 where they are.
 
     Raises:
         RuntimeError: the scaler leaves gradients of half-precision parameters scaled.
     """
-    scale = loss_scale_of(loss_scaler).left_in(optimizer)
-    unscaled = stepper_of(optimizer).unscaled()
+    scale = loss_scale_of(loss_scaler).left_in(table.optimizer)
+    unscaled = table.stepper.unscaled()
     if unscaled is not None:
         return total([kernels.squared_norms(unscaled).sum()]).sqrt() / scale
     return squared_norm(table.flights, table.slots()).sqrt() / scale
 
 
-def clip(optimizer: torch.optim.Optimizer, table: ParameterTable, norm: torch.Tensor, max_norm: float) -> None:
+def clip(table: ParameterTable, norm: torch.Tensor, max_norm: float) -> None:
     """Scale gradients of that ``norm`` to at most ``max_norm``: in the next step if it can, else here."""
     factor = narrowed(clip_factor(norm, max_norm), table.slots())
-    if stepper_of(optimizer).leave_factor(factor.float() if table.on_gpu else float(factor)):
+    if table.stepper.leave_factor(factor.float() if table.on_gpu else float(factor)):
         return
     if table.on_gpu or float(factor) != 1.0:
         torch._foreach_mul_(list(table.gradients().values()), factor)

@@ -12,7 +12,6 @@ import torch
 
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag
-from pycomm.optim.step_override import Stepper
 from pycomm.reducer import norms
 from pycomm.reducer.buckets import BucketInFlight, Slot, method_stats, nonfinite_source
 from pycomm.reducer.gradient_checks import require_no_average, require_sendable
@@ -39,9 +38,6 @@ class Engine:
     ``backward()`` was called waits: the host goes on. It waits only in steps in which this rank has no
     gradient for some parameter, to learn whether another has.
 
-    Args:
-        module: whose buffers are compared between the ranks, if it was given.
-
     Attributes:
         table: of parameters and their buckets. window: of the passes that make a step.
         progress: reductions and steps.
@@ -56,11 +52,10 @@ class Engine:
     def __init__(
         self,
         table: ParameterTable,
-        module: torch.nn.Module | None,
         communicator: Communicator,
         settings: Settings,
     ) -> None:
-        self._module, self._communicator, self._settings = module, communicator, settings
+        self._communicator, self._settings = communicator, settings
         self.table = table
         self.window = AccumulationWindow(communicator, settings, table.device, table.on_gpu)
         self.progress = Progress(table.device if table.on_gpu else None)
@@ -80,7 +75,8 @@ class Engine:
 
     def _named_buffers(self) -> list[tuple[str, torch.Tensor]]:
         """Return the buffers that nothing makes equal; the others differ until the reduction ends."""
-        return [] if self._module is None or self.buffers is not None else list(self._module.named_buffers())
+        module = self.table.module
+        return [] if module is None or self.buffers is not None else list(module.named_buffers())
 
     # A pass.
 
@@ -196,7 +192,7 @@ class Engine:
 
     # Receiving.
 
-    def reduce(self, stepper: Stepper) -> None:
+    def reduce(self) -> None:
         """Launch what is left, wait for all, hand out."""
         self.launch_rest()
         start = time.perf_counter()
@@ -208,7 +204,7 @@ class Engine:
             if self._buffer_work is not None:
                 self._buffer_work.wait()
             self._hand_out()
-            stepper.forget()  # whatever was left for a step that did not come was of other gradients
+            self.table.stepper.forget()  # whatever was left for a step that did not come was of other gradients
         except BaseException:
             self.table.drop_gradients()  # no average, and nobody is to take it for one
             raise

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from pycomm.communicator import Communicator
 from pycomm.layout import on_gpu
 from pycomm.optim.parameters import optimizer_parameters
+from pycomm.optim.step_override import Stepper, stepper_of
 from pycomm.reducer.broadcast import broadcast_tensors, check_same_lines
 from pycomm.reducer.buckets import BucketInFlight, Slot, make_buckets
 from pycomm.reducer.settings import Settings
@@ -22,7 +24,7 @@ class ParameterTable:
 
     Args:
         names: the parameters by name.
-        module: where names of later ones come from, if given.
+        module: that attach was given, unless it was names; where names of later ones come from.
 
     Attributes:
         flights: the buckets.
@@ -34,16 +36,18 @@ class ParameterTable:
         optimizer: torch.optim.Optimizer,
         names: dict[str, torch.Tensor],
         module: torch.nn.Module | None,
-        communicator: Communicator,
-        settings: Settings,
     ) -> None:
-        self._optimizer, self._module = optimizer, module
-        self._communicator, self._settings = communicator, settings
+        self.optimizer, self.module = optimizer, module
         self._slots: dict[int, Slot] = {}
         self._frozen = {id(param): Slot(name, param) for name, param in names.items()}
         self.flights: list[BucketInFlight] = []
         self.device = next((p.device for p in names.values()), torch.device("cpu"))
         self.on_gpu = any(on_gpu(p) for p in names.values())
+
+    @property
+    def stepper(self) -> Stepper:
+        """How the optimizer steps now."""
+        return stepper_of(self.optimizer)
 
     def slots(self) -> list[Slot]:
         """Return the slots of all parameters that learn."""
@@ -78,29 +82,28 @@ class ParameterTable:
             self._slots[id(slot.param)] = slot
         return slots
 
-    def make_buckets(self, slots: list[Slot]) -> None:
+    def make_buckets(self, slots: list[Slot], communicator: Communicator, settings: Settings) -> None:
         """Sort ``slots`` into new buckets."""
-        settings = self._settings
         self.flights += make_buckets(
-            slots, settings.compression, self._communicator, settings.bucket_bytes, settings.algorithm
+            slots, settings.compression, communicator, settings.bucket_bytes, settings.algorithm
         )
 
-    def find_new(self) -> bool:
+    def find_new(self, communicator: Communicator) -> bool:
         """Notice ``add_param_group`` and unfreezing; returns whether there is someone to admit.
 
         Runs at the same points of the program on all ranks.
         """
-        added = [p for p in optimizer_parameters(self._optimizer) if not self.knows(p)]
+        added = [p for p in optimizer_parameters(self.optimizer) if not self.knows(p)]
         if not added and not self.unfrozen():
             return False
-        names = {} if self._module is None else {id(p): name for name, p in self._module.named_parameters()}
+        names = {} if self.module is None else {id(p): name for name, p in self.module.named_parameters()}
         number = len(self._slots) + len(self._frozen)
         new = {names.get(id(p), f"added.{number + i}"): p for i, p in enumerate(added)}
         check_parameters(new, self.device)
         self._frozen.update({id(p): Slot(name, p) for name, p in new.items()})
         lines = [f"{s.name}: {list(s.param.shape)} {s.param.dtype}" for s in self.unfrozen()] + list(new)
-        check_same_lines(self._communicator, lines, "new parameter")
-        broadcast_tensors(self._communicator, new.values(), src=0)
+        check_same_lines(communicator, lines, "new parameter")
+        broadcast_tensors(communicator, new.values(), src=0)
         return True
 
     def require_no_unknown_gradients(self) -> None:
@@ -132,10 +135,24 @@ class ParameterTable:
         self._frozen.clear()
 
 
-def names_of(
+def table_of(optimizer: Any, model_or_named_parameters: Any, all_parameters: bool) -> ParameterTable:
+    """Return the parameters of ``optimizer``, checked, with the names that the model gives them.
+
+    Raises:
+        TypeError, ValueError: it is no optimizer, or a parameter has no name, or cannot be averaged.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}, wanted a torch.optim.Optimizer")
+    names = _names_of(optimizer, model_or_named_parameters, all_parameters)
+    check_parameters(names)
+    module = model_or_named_parameters if isinstance(model_or_named_parameters, torch.nn.Module) else None
+    return ParameterTable(optimizer, names, module)
+
+
+def _names_of(
     optimizer: torch.optim.Optimizer,
     model_or_named_parameters: torch.nn.Module | Iterable[tuple[str, torch.Tensor]],
-    all_parameters: bool = False,
+    all_parameters: bool,
 ) -> dict[str, torch.Tensor]:
     """Return the optimizer's parameters by name, in the order of the model; or all that have a name.
 

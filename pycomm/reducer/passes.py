@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import torch
 
 from pycomm.communicator import Communicator
-from pycomm.optim.step_override import stepper_of
 from pycomm.reducer.autograd_hooks import GradientHook, ModelHooks
 from pycomm.reducer.backward import BackwardWatch
 from pycomm.reducer.buckets import Slot
@@ -34,12 +33,11 @@ class Passes:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
         communicator: Communicator,
         settings: Settings,
         engine: Engine,
     ) -> None:
-        self._optimizer, self._communicator, self._settings = optimizer, communicator, settings
+        self._communicator, self._settings = communicator, settings
         self._engine, self._table, self._window, self._progress = engine, engine.table, engine.window, engine.progress
         self._watch = BackwardWatch(self._begin, self._gradients_are_there, self._end, self._failed)
         self._local = LocalPasses()
@@ -51,7 +49,7 @@ class Passes:
 
     def hook(self, slots: list[Slot]) -> None:
         """Give ``slots`` buckets, and listen to their gradients."""
-        self._table.make_buckets(slots)
+        self._table.make_buckets(slots, self._communicator, self._settings)
         for slot in slots:
             slot.hook = GradientHook(self, Passes._on_gradient, slot, slot.param)
             self._hooks.append(slot.hook)
@@ -65,7 +63,7 @@ class Passes:
 
     def find_new_parameters(self) -> None:
         """Admit parameters that were added or unfrozen. Collective, if there are any."""
-        if self._table.find_new():
+        if self._table.find_new(self._communicator):
             self.hook(self._table.admit())
 
     def before_forward(self) -> None:
@@ -138,7 +136,7 @@ class Passes:
         self._window.end_pass()
         if self._window.sending:
             self.find_new_parameters()
-            self._engine.reduce(stepper_of(self._optimizer))
+            self._engine.reduce()
             self._window.complete = True
         if self.model_hooks is not None:
             self.model_hooks.warn_of_uncovered()
@@ -155,7 +153,7 @@ class Passes:
         if not self._window.is_open:  # others have gradients: take part without any
             self._table.drop_gradients()
         self._engine.expect_gradients()
-        self._engine.reduce(stepper_of(self._optimizer))
+        self._engine.reduce()
 
     # Errors.
 

@@ -35,19 +35,16 @@ class Reducer:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
-        names: dict[str, torch.Tensor],
-        module: torch.nn.Module | None,
+        table: ParameterTable,
         communicator: Communicator,
         settings: Settings,
     ) -> None:
-        self.optimizer = optimizer
-        self.module = module  # that attach was given, unless it was names
+        self.optimizer, self.module = table.optimizer, table.module
         self._communicator, self._settings = communicator, settings
-        self._table = table = ParameterTable(optimizer, names, module, communicator, settings)
-        self._engine = engine = Engine(table, module, communicator, settings)
+        self._table = table
+        self._engine = engine = Engine(table, communicator, settings)
         self._window, self._progress = engine.window, engine.progress
-        self._passes = Passes(optimizer, communicator, settings, engine)
+        self._passes = Passes(communicator, settings, engine)
         # One rank that compresses nothing has nothing to do.
         self._idle = communicator.size == 1 and not settings.compression.transactional and not settings.clip_local_norm
         if self._idle:
@@ -180,10 +177,10 @@ class Reducer:
         if self._window.is_open:
             raise RuntimeError("clip_grad_norm inside an accumulation window: call flush() first")
         self._engine.measures = True
-        norm = clipping.unscaled_norm(self.optimizer, self._table, self._settings.loss_scaler)
+        norm = clipping.unscaled_norm(self._table, self._settings.loss_scaler)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RuntimeError(f"the norm of the gradients is {norm.item()}: see {self.name_of_not_finite()}")
-        clipping.clip(self.optimizer, self._table, norm, max_norm)
+        clipping.clip(self._table, norm, max_norm)
         return norm
 
     def settle(self) -> bool:
