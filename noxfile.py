@@ -1,4 +1,4 @@
-"""Development tasks: `nox -s tests`, `lint`, `sanitize`, `fuzz`, `chaos`, `bench -- collectives`."""
+"""Development tasks: `nox -s tests`, `lint`, `sanitize`, `fuzz`, `chaos`, `bench -- collectives`, `docs`."""
 
 import nox
 
@@ -15,7 +15,7 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Everything that reads the sources without running them."""
-    session.install("-c", "constraints.txt", ".[demo,test,dev]")
+    session.install("-c", "constraints.txt", ".[demo,test,dev,docs]")
     session.run("bash", ".ci/lint", external=True)
 
 
@@ -47,3 +47,10 @@ def bench(session: nox.Session) -> None:
     session.install("-c", "constraints.txt", ".[bench]")
     name, *rest = session.posargs or ["kernels"]
     session.run("python", "-m", f"bench.{name}", *rest)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The documentation as a web site under site/: `nox -s docs`, or `nox -s docs -- serve` to watch it while writing."""
+    session.install("-c", "constraints.txt", ".[docs]")
+    session.run("mkdocs", *(session.posargs or ["build", "--strict"]))
