@@ -32,23 +32,23 @@ def surroundings(folder: str) -> dict[str, Any]:
     model = Net()
     batches = [(torch.randn(8, 16), torch.randint(4, (8,))) for _ in range(6)]
     x, y = batches[0]
-    return dict(
-        __name__="docs",
-        torch=torch,
-        dist=dist,
-        nn=nn,
-        pycomm=pycomm,
-        kernels=kernels,
-        schedule=schedule,
-        Net=Net,
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
-        loss_fn=nn.CrossEntropyLoss(),
-        batches=batches,
-        x=x,
-        y=y,
-        folder=folder,
-    )
+    return {
+        "__name__": "docs",
+        "torch": torch,
+        "dist": dist,
+        "nn": nn,
+        "pycomm": pycomm,
+        "kernels": kernels,
+        "schedule": schedule,
+        "Net": Net,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.01),
+        "loss_fn": nn.CrossEntropyLoss(),
+        "batches": batches,
+        "x": x,
+        "y": y,
+        "folder": folder,
+    }
 
 
 def run_blocks(blocks: Sequence[Block]) -> None:
