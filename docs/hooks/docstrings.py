@@ -1,7 +1,8 @@
-"""Shows docstrings on the site as they are meant.
+"""Shows names and docstrings on the site as they are meant.
 
-A role becomes a link where its target has an entry in the reference, code elsewhere; and a line of a section that does not
-begin an item continues the one before, whether or not it is indented further.
+``pycomm.kernels.pack`` is a function for whoever imports pycomm, and the module that defines it for whoever reads the
+sources: the reference wants the function. A role becomes a link where its target has an entry in the reference, code
+elsewhere. A line of a section that does not begin an item continues the one before, however it is indented.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from griffe import Extension, Object
+from griffe import Alias, Extension, Module, Object
 
 _ROLE = re.compile(r":(?:class|func|meth|mod|attr|data|exc):`~?([\w.]+)`")
 _ENTRY = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
@@ -56,8 +57,43 @@ def _hanging_lines(lines: list[str]) -> Iterator[str]:
         yield line
 
 
+def shadow_modules(package: Module) -> None:
+    """Let a name that a package exports be what it imports, where a module beside it has that name, too."""
+    moved: dict[str, str] = {}
+    for module in _modules_in(package):
+        for name, inner in _own_modules(module).items():
+            if name in (module.exports or ()) and name in inner.members:
+                hidden = f"_{name}"
+                module.members[hidden] = inner
+                module.members[name] = Alias(name, inner.members[name], parent=module)
+                moved[f"{module.path}.{name}."] = f"{module.path}.{hidden}."
+    for module in _modules_in(package):
+        for name, member in list(module.members.items()):
+            if isinstance(member, Alias) and (path := _moved(member.target_path, moved)) != member.target_path:
+                module.members[name] = Alias(name, path, parent=module)
+
+
+def _own_modules(module: Module) -> dict[str, Module]:
+    return {name: member for name, member in module.members.items() if isinstance(member, Module)}
+
+
+def _modules_in(module: Module) -> Iterator[Module]:
+    yield module
+    for inner in _own_modules(module).values():
+        yield from _modules_in(inner)
+
+
+def _moved(path: str, moved: dict[str, str]) -> str:
+    for old, new in moved.items():
+        if path.startswith(old):
+            return new + path.removeprefix(old)
+        if path == old.removesuffix("."):  # the name that shadows the module
+            return f"{new}{path.rpartition('.')[2]}"
+    return path
+
+
 class Docstrings(Extension):
-    """Rewrites every docstring that is read."""
+    """Rewrites every docstring that is read, and what names mean once a package is."""
 
     def __init__(self) -> None:
         self._known = entries()
@@ -66,3 +102,7 @@ class Docstrings(Extension):
         """Rewrite the docstring of one object."""
         if obj.docstring is not None:
             obj.docstring.value = with_hanging_lines(without_roles(obj.docstring.value, self._known))
+
+    def on_package(self, *, pkg: Module, **_: Any) -> None:
+        """Rewrite the names of one package."""
+        shadow_modules(pkg)
