@@ -51,6 +51,6 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """The documentation as a web site under site/: `nox -s docs`, or `nox -s docs -- serve` to watch it while writing."""
+    """The documentation as a web site under site/; `nox -s docs -- serve` shows it while you write."""
     session.install("-c", "constraints.txt", ".[docs]")
     session.run("mkdocs", *(session.posargs or ["build", "--strict"]))

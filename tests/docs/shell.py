@@ -9,6 +9,7 @@ import re
 import runpy
 import shlex
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.util import find_spec
@@ -123,7 +124,8 @@ def _options(words: list[str], known: str, whose: str) -> None:
 def help_of(module: str) -> str:
     """Return what ``python -m module --help`` prints."""
     said = io.StringIO()
-    with patch.object(sys, "argv", [module, "--help"]), contextlib.redirect_stdout(said):
+    with patch.object(sys, "argv", [module, "--help"]), contextlib.redirect_stdout(said), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # that another test has imported it before
         with contextlib.suppress(SystemExit):
             runpy.run_module(module, run_name="__main__")
     return said.getvalue()
