@@ -1,4 +1,4 @@
-"""Development tasks: `nox -s tests`, `newest_torch`, `lint`, `sanitize`, `fuzz`, `chaos`, `bench -- collectives`."""
+"""Development tasks: `nox -s tests`, `newest_torch`, `lint`, `sanitize`, `fuzz`, `chaos`, `docs`, `bench -- collectives`."""
 
 import nox
 
@@ -22,7 +22,7 @@ def newest_torch(session: nox.Session) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Everything that reads the sources without running them."""
-    session.install("-c", "constraints.txt", ".[demo,test,dev]")
+    session.install("-c", "constraints.txt", ".[demo,test,dev,docs]")
     session.run("bash", ".ci/lint", external=True)
 
 
@@ -54,3 +54,10 @@ def bench(session: nox.Session) -> None:
     session.install("-c", "constraints.txt", ".[bench]")
     name, *rest = session.posargs or ["kernels"]
     session.run("python", "-m", f"bench.{name}", *rest)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The documentation as a web site under site/; `nox -s docs -- serve` shows it while you write."""
+    session.install("-c", "constraints.txt", ".[docs]")
+    session.run("mkdocs", *(session.posargs or ["build", "--strict"]))

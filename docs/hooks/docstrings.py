@@ -1,0 +1,108 @@
+"""Shows names and docstrings on the site as they are meant.
+
+``pycomm.kernels.pack`` is a function for whoever imports pycomm, and the module that defines it for whoever reads the
+sources: the reference wants the function. A role becomes a link where its target has an entry in the reference, code
+elsewhere. A line of a section that does not begin an item continues the one before, however it is indented.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from griffe import Alias, Extension, Module, Object
+
+_ROLE = re.compile(r":(?:class|func|meth|mod|attr|data|exc):`~?([\w.]+)`")
+_ENTRY = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
+_SECTION = re.compile(r"( *)(?:Args|Attributes|Raises):$")
+_ITEM = re.compile(r"[\w*.]+(?:, [\w*.]+)*: ")
+_REFERENCE = Path(__file__).resolve().parent.parent / "reference"
+
+
+def entries() -> set[str]:
+    """Return the names that have an entry of their own in the reference."""
+    return {name for page in _REFERENCE.glob("*.md") for name in _ENTRY.findall(page.read_text(encoding="utf-8"))}
+
+
+def without_roles(text: str, known: set[str]) -> str:
+    """Return ``text`` with a link, or code, for every role."""
+
+    def shown(match: re.Match[str]) -> str:
+        name = match[1]
+        for full in (name, f"pycomm.{name}"):
+            if full in known:
+                return f"[`{name}`][{full}]"
+        return f"`{name}`"
+
+    return _ROLE.sub(shown, text)
+
+
+def with_hanging_lines(text: str) -> str:
+    """Return ``text`` with the lines of a section indented that continue an item."""
+    return "\n".join(_hanging_lines(text.splitlines()))
+
+
+def _hanging_lines(lines: list[str]) -> Iterator[str]:
+    indent: str | None = None  # of the items of the section that this line is in
+    for line in lines:
+        section = _SECTION.match(line)
+        if section is not None:
+            indent = section[1] + "    "
+        elif line.strip() and (indent is None or not line.startswith(indent)):
+            indent = None
+        elif indent is not None and line.strip() and line[len(indent)] != " " and not _ITEM.match(line[len(indent) :]):
+            line = f"    {line}"
+        yield line
+
+
+def shadow_modules(package: Module) -> None:
+    """Let a name that a package exports be what it imports, where a module beside it has that name, too."""
+    moved: dict[str, str] = {}
+    for module in _modules_in(package):
+        for name, inner in _own_modules(module).items():
+            if name in (module.exports or ()) and name in inner.members:
+                hidden = f"_{name}"
+                module.members[hidden] = inner
+                module.members[name] = Alias(name, inner.members[name], parent=module)
+                moved[f"{module.path}.{name}."] = f"{module.path}.{hidden}."
+    for module in _modules_in(package):
+        for name, member in list(module.members.items()):
+            if isinstance(member, Alias) and (path := _moved(member.target_path, moved)) != member.target_path:
+                module.members[name] = Alias(name, path, parent=module)
+
+
+def _own_modules(module: Module) -> dict[str, Module]:
+    return {name: member for name, member in module.members.items() if isinstance(member, Module)}
+
+
+def _modules_in(module: Module) -> Iterator[Module]:
+    yield module
+    for inner in _own_modules(module).values():
+        yield from _modules_in(inner)
+
+
+def _moved(path: str, moved: dict[str, str]) -> str:
+    for old, new in moved.items():
+        if path.startswith(old):
+            return new + path.removeprefix(old)
+        if path == old.removesuffix("."):  # the name that shadows the module
+            return f"{new}{path.rpartition('.')[2]}"
+    return path
+
+
+class Docstrings(Extension):
+    """Rewrites every docstring that is read, and what names mean once a package is."""
+
+    def __init__(self) -> None:
+        self._known = entries()
+
+    def on_object(self, *, obj: Object, **_: Any) -> None:
+        """Rewrite the docstring of one object."""
+        if obj.docstring is not None:
+            obj.docstring.value = with_hanging_lines(without_roles(obj.docstring.value, self._known))
+
+    def on_package(self, *, pkg: Module, **_: Any) -> None:
+        """Rewrite the names of one package."""
+        shadow_modules(pkg)
