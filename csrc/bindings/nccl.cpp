@@ -9,7 +9,7 @@
 #include "bindings/bindings.h"
 #include "bindings/collectives.h"
 #include "bindings/reduce_op.h"
-#include "transport/nccl_group.h"
+#include "transport/nccl/group.h"
 
 namespace pycomm {
 namespace {

@@ -9,7 +9,7 @@
 #include "bindings/scalars.h"
 #include "execute/run.h"
 #include "transport/process.h"
-#include "transport/shared_memory.h"
+#include "transport/shared_memory/group.h"
 
 namespace pycomm {
 namespace {

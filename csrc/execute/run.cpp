@@ -7,7 +7,7 @@
 
 #include "base/error.h"
 #include "base/parallel.h"
-#include "transport/call.h"
+#include "transport/shared_memory/call.h"
 
 namespace pycomm {
 namespace {

@@ -20,7 +20,7 @@
 #include "base/buffer.h"
 #include "execute/program.h"
 #include "kernels/reduce.h"
-#include "transport/shared_memory.h"
+#include "transport/shared_memory/group.h"
 
 namespace pycomm {
 

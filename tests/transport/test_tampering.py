@@ -76,7 +76,7 @@ def announce_impossibly(field: str) -> str:
     if communicator.rank == 1:
         communicator.barrier()
         page = mmap.mmap(own_memory_file(), 4096)
-        # As csrc/transport/call.h has it: the clock, then two announcements of 40 bytes.
+        # As csrc/transport/shared_memory/call.h has it: the clock, then two announcements of 40 bytes.
         offsets = {"kind": 0, "dtype": 1, "op": 2, "count": 8, "offset": 24, "twin": 32}
         done = threading.Event()
 

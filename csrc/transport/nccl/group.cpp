@@ -1,4 +1,4 @@
-#include "transport/nccl_group.h"
+#include "transport/nccl/group.h"
 
 #include <unistd.h>
 
@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "device/runtime.h"
-#include "transport/wait.h"
+#include "transport/shared_memory/wait.h"
 
 namespace pycomm {
 namespace {

@@ -1,4 +1,4 @@
-#include "transport/nccl_operation.h"
+#include "transport/nccl/operation.h"
 
 namespace pycomm::nccl {
 namespace {

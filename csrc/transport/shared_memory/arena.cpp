@@ -1,4 +1,4 @@
-#include "transport/memory.h"
+#include "transport/shared_memory/arena.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>

@@ -32,9 +32,9 @@
 #include "base/buffer.h"
 #include "base/descriptor.h"
 #include "kernels/reduce.h"
-#include "transport/at_fork.h"
-#include "transport/memory.h"
-#include "transport/wait.h"
+#include "transport/shared_memory/arena.h"
+#include "transport/shared_memory/at_fork.h"
+#include "transport/shared_memory/wait.h"
 
 namespace pycomm {
 

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <string>
 
-#include "transport/call.h"
+#include "transport/shared_memory/call.h"
 
 namespace pycomm {
 

@@ -17,7 +17,7 @@
 #include <string>
 
 #include "base/descriptor.h"
-#include "transport/at_fork.h"
+#include "transport/shared_memory/at_fork.h"
 
 namespace pycomm {
 

@@ -1,4 +1,4 @@
-#include "transport/shared_memory.h"
+#include "transport/shared_memory/group.h"
 
 #include <poll.h>
 #include <unistd.h>
@@ -6,9 +6,9 @@
 #include <algorithm>
 #include <utility>
 
-#include "transport/call.h"
 #include "transport/process.h"
-#include "transport/texts.h"
+#include "transport/shared_memory/call.h"
+#include "transport/shared_memory/texts.h"
 
 namespace pycomm {
 namespace {

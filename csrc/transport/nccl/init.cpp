@@ -1,4 +1,4 @@
-#include "transport/nccl_init.h"
+#include "transport/nccl/init.h"
 
 #include <sched.h>
 #include <stdlib.h>
@@ -16,7 +16,7 @@
 
 #include "base/error.h"
 #include "device/runtime.h"
-#include "transport/wait.h"
+#include "transport/shared_memory/wait.h"
 
 namespace pycomm::nccl {
 namespace {

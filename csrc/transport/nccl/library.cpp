@@ -1,4 +1,4 @@
-#include "transport/nccl_library.h"
+#include "transport/nccl/library.h"
 
 #include <dlfcn.h>
 #include <sys/stat.h>

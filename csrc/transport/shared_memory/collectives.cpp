@@ -1,9 +1,9 @@
-// The collectives of SharedMemoryGroup, written in the words of Call. See shared_memory.h for how each moves.
+// The collectives of SharedMemoryGroup, written in the words of Call. See group.h for how each moves.
 
 #include <algorithm>
 
 #include "base/parallel.h"
-#include "transport/call.h"
+#include "transport/shared_memory/call.h"
 
 namespace pycomm {
 namespace {

@@ -1,4 +1,4 @@
-#include "transport/wait.h"
+#include "transport/shared_memory/wait.h"
 
 #include <linux/futex.h>
 #include <sched.h>

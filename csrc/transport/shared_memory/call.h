@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "base/error.h"
-#include "transport/shared_memory.h"
+#include "transport/shared_memory/group.h"
 
 namespace pycomm {
 

@@ -3,7 +3,7 @@
 
 #include <functional>
 
-#include "transport/nccl_library.h"
+#include "transport/nccl/library.h"
 
 namespace pycomm::nccl {
 

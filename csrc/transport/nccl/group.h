@@ -1,7 +1,7 @@
 // Collectives between GPUs, by NCCL, on streams.
 //
 // An operation is enqueued on the caller's stream and the call returns. NCCL's communicator is one that does not block
-// (see nccl_init.h), so also getting an operation under way, for which NCCL may first connect to its peers, ends at the
+// (see init.h), so also getting an operation under way, for which NCCL may first connect to its peers, ends at the
 // timeout. Behind each operation an event is recorded. While events are outstanding, a thread (the watchdog) looks
 // every 50 ms whether NCCL reports an error, and whether an operation is older than its timeout.
 //
@@ -28,8 +28,8 @@
 #include "base/buffer.h"
 #include "base/error.h"
 #include "device/stream.h"
-#include "transport/nccl_init.h"
-#include "transport/nccl_operation.h"
+#include "transport/nccl/init.h"
+#include "transport/nccl/operation.h"
 
 namespace pycomm {
 

@@ -6,7 +6,7 @@
 
 #include "base/dtype.h"
 #include "device/stream.h"
-#include "transport/nccl_library.h"
+#include "transport/nccl/library.h"
 
 namespace pycomm::nccl {
 

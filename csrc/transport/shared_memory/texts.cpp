@@ -1,4 +1,4 @@
-#include "transport/texts.h"
+#include "transport/shared_memory/texts.h"
 
 #include <algorithm>
 #include <cstring>
