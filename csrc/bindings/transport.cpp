@@ -8,6 +8,7 @@
 #include "bindings/reduce_op.h"
 #include "bindings/scalars.h"
 #include "execute/run.h"
+#include "transport/memory.h"
 #include "transport/process.h"
 #include "transport/shared_memory/group.h"
 

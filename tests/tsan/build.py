@@ -35,7 +35,11 @@ SOURCES = (
     *(
         f"csrc/transport/{name}.cpp"
         for name in (
-            *(f"shared_memory/{part}" for part in ("arena", "at_fork", "collectives", "group", "texts", "wait")),
+            *(
+                f"shared_memory/{part}"
+                for part in ("arena", "at_fork", "call", "collectives", "group", "texts", "wait")
+            ),
+            "memory",
             "process",
         )
     ),

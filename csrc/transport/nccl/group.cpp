@@ -6,8 +6,9 @@
 #include <chrono>
 #include <utility>
 
+#include "base/time.h"
 #include "device/runtime.h"
-#include "transport/shared_memory/wait.h"
+#include "transport/process.h"
 
 namespace pycomm {
 namespace {
@@ -64,7 +65,7 @@ void NcclGroup::recv(const Buffer& x, int src, Stream stream, double timeout) {
 }
 
 void NcclGroup::group_start() {
-    require_own_process("group_start");
+    require_own_process(rank(), "group_start", pid_);
     std::lock_guard order(order_);
     {
         std::lock_guard lock(watch_->mutex);
@@ -76,7 +77,7 @@ void NcclGroup::group_start() {
 }
 
 void NcclGroup::group_end(double timeout) {
-    require_own_process("group_end");
+    require_own_process(rank(), "group_end", pid_);
     std::lock_guard order(order_);
     if (!group_is_open_) throw ArgumentError("group_end: no group is open, wanted group_start() first");
     group_is_open_ = false;
@@ -90,7 +91,7 @@ void NcclGroup::group_abandon() {
 
 void NcclGroup::submit(const nccl::Operation& operation, double timeout) {
     std::string name = nccl::name_of(operation.kind);
-    require_own_process(name);
+    require_own_process(rank(), name, pid_);
     std::lock_guard order(order_);
     if (!group_is_open_) {
         bool to_peer = operation.kind == nccl::Kind::kSend || operation.kind == nccl::Kind::kRecv;
@@ -207,7 +208,7 @@ void NcclGroup::watch() {
 }
 
 void NcclGroup::check() {
-    require_own_process("check");
+    require_own_process(rank(), "check", pid_);
     std::optional<CommFailure> found;
     {
         device::Guard guard(device());
@@ -217,14 +218,6 @@ void NcclGroup::check() {
     if (!found) return;
     break_for_good(*found);
     throw *found;
-}
-
-void NcclGroup::require_own_process(const std::string& name) const {
-    if (getpid() == pid_) return;
-    throw CommFailure(rank(), -1, name, 0.0,
-                      format("%s: this communicator belongs to process %d and was inherited by a fork; make one in the "
-                             "new process",
-                             name.c_str(), pid_));
 }
 
 void NcclGroup::require_usable(const std::string& name) const {

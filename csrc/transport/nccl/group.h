@@ -57,7 +57,7 @@ class NcclGroup {
     void send(const Buffer& x, int dst, Stream stream, double timeout);
     void recv(const Buffer& x, int src, Stream stream, double timeout);
 
-    // What is called between these two is kept and given to NCCL at the end, as one operation: sends and receives that
+    // Calls between these two are collected and given to NCCL at the end, as one operation: sends and receives that
     // need each other. All on one stream; the timeouts in between do not count. One thread's business.
     void group_start();
     void group_end(double timeout);
@@ -93,7 +93,6 @@ class NcclGroup {
     CommFailure failure_of(const std::string& name, double started, const std::string& what) const;
     void break_for_good(const CommFailure& failure);
     [[noreturn]] void fail(const std::string& name, double started, const std::string& what);
-    void require_own_process(const std::string& name) const;
 
     // Apart, so that a forked child can leave it alone: it has no such thread, and the locks may be held for ever.
     struct Watch {

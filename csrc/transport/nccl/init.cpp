@@ -15,8 +15,8 @@
 #include <thread>
 
 #include "base/error.h"
+#include "base/time.h"
 #include "device/runtime.h"
-#include "transport/shared_memory/wait.h"
 
 namespace pycomm::nccl {
 namespace {

@@ -1,4 +1,4 @@
-// The life of one NCCL communicator: made without blocking, ended without hanging.
+// Creation and end of an NCCL communicator: it is made without blocking and ended without hanging.
 #pragma once
 
 #include <functional>

@@ -67,7 +67,7 @@ std::string path_of(const Library& library, const std::string& otherwise) {
     return known ? info.dli_fname : otherwise;
 }
 
-// What `handle` offers; a DeviceError where that is not enough.
+// Functions that `handle` offers; a DeviceError where some are missing.
 Library look_into(void* handle, const std::string& asked_for) {
     Library found;
     std::string missing = resolve_all(handle, found);

@@ -11,7 +11,7 @@
 
 #include "base/dtype.h"
 #include "device/stream.h"
-#include "kernels/reduce.h"
+#include "kernels/reduce_op.h"
 
 namespace pycomm::nccl {
 
@@ -35,7 +35,7 @@ struct UniqueId {
     char bytes[kUniqueIdBytes];
 };
 
-// As it was in 2.14. Newer versions read `size` bytes of it, and set what `version` did not know yet to its default.
+// ncclConfig_t as of 2.14. Newer versions read `size` bytes of it, and give fields that are newer their defaults.
 struct Config {
     size_t size = sizeof(Config);
     unsigned magic = 0xcafebeef;

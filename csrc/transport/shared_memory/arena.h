@@ -14,7 +14,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <string>
 
 #include "base/descriptor.h"
 #include "transport/shared_memory/at_fork.h"
@@ -40,10 +39,6 @@ class Mapping {
     int64_t num_bytes_;
 };
 
-// Bytes of memory this process may still use, as far as the kernel and its control groups (versions 1 and 2, all
-// levels) say. `root` is put before the names of the system's files, for tests.
-int64_t available_memory(const std::string& root = "");
-
 // The allocator of this rank's own file. Blocks may outlive the group: they keep the mapping.
 class Arena : private ForkAware {
    public:
@@ -58,7 +53,7 @@ class Arena : private ForkAware {
     void release(char* block);
 
     char* data() const { return mapping_->data(); }
-    // Which outlives the arena where somebody keeps it.
+    // May outlive the arena.
     const std::shared_ptr<Mapping>& mapping() const { return mapping_; }
 
    private:

@@ -1,5 +1,5 @@
-// What has to happen to shared memory and sockets when the process forks (a DataLoader worker, say): the child must
-// neither write what its parent's peers read, nor keep a connection open whose end they wait for.
+// Forks of the process (for a DataLoader worker, say): the child must neither write to memory that its parent's peers
+// read, nor keep a connection open whose end they wait for.
 #pragma once
 
 namespace pycomm {

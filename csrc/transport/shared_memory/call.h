@@ -1,4 +1,4 @@
-// What ranks write for one another, and one operation in progress. For transport/ and execute/.
+// Layout of the memory that ranks write for one another, and one operation in progress. For transport/ and execute/.
 #pragma once
 
 #include <cstring>
@@ -29,9 +29,9 @@ struct Operation {
     int64_t count = 0;      // of the elements of x
     uint64_t schedule = 0;  // for kProgram: a digest of the table that all ranks must have
     int64_t offset = -1;    // of x in the announcing rank's file, -1: not there
-    int64_t twin = -1;      // for kProgram: of the array's twin, see execute/run.h
+    int64_t shadow = -1;    // for kProgram: of the array's shadow, see execute/run.h
 
-    // Of the array that `offset` and `twin` are about. Means of half types are summed as floats by a program.
+    // Bytes of an element of the array at `offset`, or at `shadow`. A program sums means of half types as floats.
     int64_t array_width() const {
         bool widened = kind == Kind::kProgram && op == ReduceOp::kMean && size_of(dtype) == 2;
         return widened ? size_of(DType::kF32) : size_of(dtype);
@@ -48,9 +48,9 @@ struct Control {
     Operation announced[2];
     alignas(64) std::atomic<uint32_t> sleepers;
     std::atomic<uint32_t> gave_up;
-    // Valid once gave_up is set: the step that this rank did not end, whose fault it was (-1: its own), and why.
+    // Valid once gave_up is set: the step that this rank did not end, the rank that failed (-1: itself), and why.
     uint32_t failed_step;
-    int32_t blamed;
+    int32_t failed_peer;
     char why[512];
     char refusal[2][512];   // goes with announced[i] of Kind::kRefused
     char algorithm[2][64];  // goes with announced[i] of Kind::kProgram
@@ -77,13 +77,13 @@ static_assert(sizeof(Control) <= kControlBytes);
 // Everything in a peer's file may change at any moment, if the peer wants. What is acted upon is copied once, checked,
 // and taken from the copy; counters of messages decide when something is read or written, never where.
 
-// Where the arena begins.
+// Offset of the arena.
 inline int64_t header_bytes(int size) {
     constexpr int64_t kPage = 4096;
     return kChannelsAt + (size * static_cast<int64_t>(sizeof(Channel)) + kPage - 1) / kPage * kPage;
 }
 
-// One operation: the lock, the steps and the errors. Its methods are the words in which collectives.cpp is written.
+// One operation: the lock, the steps and the errors. The collectives are written with its methods.
 class Call {
    public:
     Call(SharedMemoryGroup& group, const char* name, double timeout);
@@ -107,23 +107,23 @@ class Call {
     // gave up in it, this one's call fails too: what it took may have been written after that.
     void begin_messages();
     void end_messages();
-    // What `owner` counts of its messages with `peer`; one of them is this rank.
+    // Counters of `owner` for its messages with `peer`; one of them is this rank.
     Channel& channel(int owner, int peer) const {
         return reinterpret_cast<Channel*>(group_.base(owner) + kChannelsAt)[peer];
     }
     // Tells p to look at its channels, after a sequentially consistent store to one of them.
     void ring(int p) const { bell_of(p).ring(); }
-    // Returns when done(), which only messages make true. peer(): one that is waited for, as things stand.
+    // Returns when done(), which only messages make true. peer(): a rank that is waited for at the moment.
     void await_messages(const std::function<int()>& peer, const std::function<bool()>& done);
 
     Control& control(int p) const { return group_.control(p); }
-    // As it was when all had announced theirs, and is possible.
+    // Copy of p's announcement, checked.
     const Operation& announced(int p) const { return group_.announced_[static_cast<size_t>(p)]; }
-    // p said something that no honest rank says.
+    // Fails because p announced what no correct rank does.
     [[noreturn]] void distrust(int p);
     bool all_in_arenas() const;
     char* in_arena(int p) const { return group_.base(p) + announced(p).offset; }
-    char* twin(int p) const { return group_.base(p) + announced(p).twin; }
+    char* shadow(int p) const { return group_.base(p) + announced(p).shadow; }
     void name_algorithm(const std::string& name);  // for the next announcement
     // This call's mailbox; the next call has the other one.
     char* mailbox(int p) const { return group_.base(p) + kControlBytes + slot_ * kMailboxBytes; }

@@ -17,8 +17,8 @@
 // pull.
 //
 // Every wait ends with an error when a peer died (end-of-file on its socket, or a process that dumps its core), gave
-// up, or the timeout passed. Who gives up says whom it blames, so that all name the same rank. After that the group is
-// broken for good: the ranks no longer agree on the step.
+// up, or the timeout passed. A rank that gives up names the rank that failed, so that all report the same one. After
+// that the group is broken for good: the ranks no longer agree on the step.
 #pragma once
 
 #include <atomic>
@@ -31,7 +31,7 @@
 
 #include "base/buffer.h"
 #include "base/descriptor.h"
-#include "kernels/reduce.h"
+#include "kernels/reduce_op.h"
 #include "transport/shared_memory/arena.h"
 #include "transport/shared_memory/at_fork.h"
 #include "transport/shared_memory/wait.h"
@@ -69,7 +69,7 @@ class SharedMemoryGroup : private ForkAware {
     void refuse(const std::string& reason, double timeout);
 
     std::shared_ptr<Arena> arena() const;
-    // Of an array in this rank's file, -1 if it does not lie there. For operations.
+    // Offset of an array in this rank's file, -1 if it does not lie there. For operations.
     int64_t offset_of(const Buffer& x) const;
 
     // Idempotent. Peers that are waiting for this rank, now or later, get a CommFailure. `why` is quoted to them. From
@@ -83,7 +83,7 @@ class SharedMemoryGroup : private ForkAware {
     char* base(int p) const { return bases_[static_cast<size_t>(p)]; }
     Control& control(int p) const;
     void lock_for_operation(std::unique_lock<std::mutex>& lock, const char* name);
-    void break_for_good(uint32_t failed_step, int blamed, const std::string& why);
+    void break_for_good(uint32_t failed_step, int failed_peer, const std::string& why);
     void close_with_lock(const std::string& why);
     void before_fork() override {}
     void after_fork_in_parent() override {}
@@ -107,7 +107,7 @@ class SharedMemoryGroup : private ForkAware {
     int pid_;
     bool closed_ = false;
     std::string broken_;         // why, once an operation failed
-    int broken_by_ = -1;         // whose fault that was, -1: nobody's, or this rank's own
+    int failed_peer_ = -1;       // the rank whose failure that was, -1: none, or this rank itself
     std::string closed_within_;  // why, where an operation's own thread has closed
 };
 

@@ -8,7 +8,7 @@
 namespace pycomm {
 namespace {
 
-// How many bytes the UTF-8 character at `text` has, 0 where there is none.
+// Number of bytes of the UTF-8 character at `text`, 0 where there is none.
 size_t character_at(const char* text, size_t room) {
     auto lead = static_cast<unsigned char>(*text);
     size_t length = lead < 0x80 ? 1 : lead >> 5 == 6 ? 2 : lead >> 4 == 14 ? 3 : lead >> 3 == 30 ? 4 : 0;

@@ -8,9 +8,9 @@
 
 namespace pycomm {
 
-// What a peer wrote there, or is just writing: of at most `room` bytes, and printable in Python.
+// Text of at most `room` bytes that a peer wrote there, or is just writing; printable in Python.
 std::string text_of(const char* from, size_t room);
-// As much of `text` as fits, ended by a 0.
+// Writes as much of `text` as fits, ended by a 0.
 void copy_text(char* to, size_t room, const std::string& text);
 // The call that an announcement stands for, for errors.
 std::string describe(const Operation& operation, const std::string& algorithm);

@@ -8,6 +8,8 @@
 
 #include <climits>
 
+#include "base/time.h"
+
 namespace pycomm {
 namespace {
 
@@ -29,12 +31,6 @@ long futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const tim
 
 }  // namespace
 
-double monotonic_seconds() {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
-}
-
 void Clock::wake() const { futex(&value, FUTEX_WAKE, INT_MAX, nullptr); }
 
 void Clock::post(uint32_t target) const {
@@ -49,7 +45,7 @@ void Bell::ring() const {
     futex(&rings, FUTEX_WAKE, INT_MAX, nullptr);
 }
 
-void wait_until(const Bed& bed, const std::function<bool()>& done, const std::function<void(double)>& check) {
+void wait_until(const WaitPoint& point, const std::function<bool()>& done, const std::function<void(double)>& check) {
     for (int i = 0; i < kPauses; ++i) {
         if (done()) return;
         pause_briefly();
@@ -61,13 +57,13 @@ void wait_until(const Bed& bed, const std::function<bool()>& done, const std::fu
     } while (monotonic_seconds() - start < kYieldSeconds);
     while (!done()) {
         check(monotonic_seconds() - start);
-        bed.sleepers.fetch_add(1, std::memory_order_seq_cst);
-        uint32_t seen = bed.word.load(std::memory_order_seq_cst);
+        point.sleepers.fetch_add(1, std::memory_order_seq_cst);
+        uint32_t seen = point.word.load(std::memory_order_seq_cst);
         if (!done()) {
             timespec slice{0, kSliceNanoseconds};
-            futex(&bed.word, FUTEX_WAIT, seen, &slice);
+            futex(&point.word, FUTEX_WAIT, seen, &slice);
         }
-        bed.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+        point.sleepers.fetch_sub(1, std::memory_order_seq_cst);
     }
 }
 

@@ -11,8 +11,8 @@
 
 namespace pycomm {
 
-// Something to sleep on. `sleepers` keeps the waker from a system call when nobody sleeps.
-struct Bed {
+// A word in shared memory on which to sleep. `sleepers` keeps the waker from a system call when nobody sleeps.
+struct WaitPoint {
     std::atomic<uint32_t>& word;  // changes before anybody is woken
     std::atomic<uint32_t>& sleepers;
 };
@@ -20,7 +20,7 @@ struct Bed {
 // Returns when done(). check(seconds waited so far) is called before each sleep; what it throws ends the wait. Whoever
 // makes done() true does so, then looks for sleepers, then changes the word and wakes them; the first two sequentially
 // consistent, so that either the waker sees the sleeper or the sleeper sees what it waits for.
-void wait_until(const Bed& bed, const std::function<bool()>& done, const std::function<void(double)>& check);
+void wait_until(const WaitPoint& point, const std::function<bool()>& done, const std::function<void(double)>& check);
 
 // A clock that one rank advances and the others wait for. Lives in shared memory; `sleepers` stands apart so that
 // counting sleepers does not disturb who reads the value.
@@ -43,8 +43,6 @@ struct Bell {
     void ring() const;  // after a sequentially consistent store of the news
 };
 static_assert(std::atomic<uint32_t>::is_always_lock_free);
-
-double monotonic_seconds();
 
 void wait_until_reached(const Clock& clock, uint32_t target, const std::function<void(double)>& check);
 

@@ -12,11 +12,10 @@
 
 #include "base/dtype.h"
 #include "kernels/quantization.h"
+#include "kernels/reduce_op.h"
 #include "kernels/rules.h"
 
 namespace pycomm {
-
-enum class ReduceOp : uint8_t { kSum, kMean, kMin, kMax };
 
 inline constexpr double kNoLimit = __builtin_inf();
 
