@@ -44,11 +44,6 @@ Array movable(const NcclGroup& group, py::handle object, const char* name) {
     return array;
 }
 
-void check_python_signals() {
-    py::gil_scoped_acquire gil;
-    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-}
-
 py::tuple describe(const nccl::Library& library) { return py::make_tuple(library.version(), library.path); }
 
 py::tuple nccl_library(const Paths& paths) {

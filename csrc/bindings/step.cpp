@@ -1,9 +1,9 @@
+#include "kernels/step.h"
+
 #include <pybind11/stl.h>
 
 #include "bindings/bindings.h"
 #include "bindings/kernel_arguments.h"
-#include "kernels/norms.h"
-#include "kernels/step.h"
 
 namespace pycomm {
 namespace {
@@ -17,7 +17,7 @@ Rule rule_named(const std::string& name) {
     throw ArgumentError("rule is " + name + ", wanted momentum, adam, rmsprop, lamb_moments or lamb_apply");
 }
 
-// What a rule's states are called, as pycomm/kernels/step.py has it.
+// Names of a rule's states, as pycomm/kernels/step.py has them.
 const char* name_of_state(Rule rule, size_t s) {
     static constexpr const char* kMomentum[] = {"buffers", "states", "states"};
     static constexpr const char* kRmsprop[] = {"square_avgs", "momentum_buffers", "grad_avgs"};
@@ -26,7 +26,7 @@ const char* name_of_state(Rule rule, size_t s) {
     return rule == Rule::kRmsprop ? kRmsprop[s] : kAdam[s];
 }
 
-// How many of them, the first ones, it cannot do without.
+// Number of states that a rule cannot do without, the first ones.
 size_t states_needed(Rule rule) {
     if (rule == Rule::kMomentum) return 0;
     return rule == Rule::kRmsprop ? 1 : 2;
@@ -46,7 +46,7 @@ class PerWeight {
     void are_read(Arguments& arguments) const { arguments.reads(arrays_, name_); }
     void are_written(Arguments& arguments) const { arguments.writes(arrays_, name_); }
 
-    // As many as weights, each as long as its weight.
+    // Requires as many arrays as weights, each as long as its weight.
     void require_shape_of(const std::vector<Buffer>& weights) const {
         if (!given_) return;
         require_count(static_cast<int64_t>(arrays_.size()), static_cast<int64_t>(weights.size()), name_,
@@ -64,7 +64,7 @@ class PerWeight {
         }
     }
 
-    std::string name_of_one(size_t j) const { return name_ + "[" + std::to_string(j) + "]"; }
+    std::string name_of_one(size_t j) const { return name_of_item(name_, j); }
 
    private:
     std::string name_;
@@ -167,44 +167,13 @@ void step_arrays(const std::string& rule, const Coefficients& coefficients, cons
     arrays.add_to(arguments);
     factor.add_to(arguments);
     arguments.require_apart();
-    if constexpr (kHasCuda) {
-        if (on_gpu(arguments)) {
-            DeviceCall call(arguments);
+    dispatch(
+        arguments,
+        [&](auto& call) {
             cuda::Workspace& workspace = call.workspace(memory, cuda::step_workspace_bytes(arrays.job));
-            without_gil([&] { cuda::step(arrays.job, factor.scale, workspace, call.stream()); });
-            return call.finish();
-        }
-    }
-    require_number(factor);
-    py::gil_scoped_release release;
-    step(arrays.job, factor.scale.value, num_threads);
-}
-
-void norms_arrays(py::handle tensors, py::handle squares, py::handle scratch, int num_threads) {
-    Scratch* const memory = scratch_of(scratch);
-    std::vector<Array> sources = as_arrays(tensors, "tensors", Access::kRead);
-    Array target = as_exactly(squares, "squares", Access::kWrite, DType::kF64, static_cast<int64_t>(sources.size()),
-                              "one float64 for each of tensors");
-    std::vector<Buffer> buffers = buffers_of(sources);
-    for (size_t j = 0; j < buffers.size(); ++j) {
-        require_floating(buffers[j], "tensors[" + std::to_string(j) + "]");
-        require_aligned(buffers[j], "tensors[" + std::to_string(j) + "]");
-    }
-    Arguments arguments;
-    arguments.writes(target, "squares");
-    arguments.reads(sources, "tensors");
-    arguments.require_apart();
-    auto answer = static_cast<double*>(target.buffer.data);
-    if constexpr (kHasCuda) {
-        if (on_gpu(arguments)) {
-            DeviceCall call(arguments);
-            cuda::Workspace& workspace = call.workspace(memory, cuda::norms_workspace_bytes(buffers));
-            without_gil([&] { cuda::norms(buffers, answer, workspace, call.stream()); });
-            return call.finish();
-        }
-    }
-    py::gil_scoped_release release;
-    norms(buffers, answer, num_threads);
+            cuda::step(arrays.job, factor.on_gpu(), workspace, call.stream());
+        },
+        [&] { step(arrays.job, factor.on_cpu(), num_threads); });
 }
 
 void define_number(py::class_<Coefficients>& type, const char* name, double Coefficients::* field) {
@@ -215,29 +184,26 @@ void define_number(py::class_<Coefficients>& type, const char* name, double Coef
 
 }  // namespace
 
-void bind_steps(py::module_& module) {
+void bind_step(py::module_& module) {
     py::class_<Coefficients> coefficients(module, "Coefficients");
     coefficients.def(py::init<>());
     define_number(coefficients, "decay", &Coefficients::decay);
-    define_number(coefficients, "fade", &Coefficients::fade);
+    define_number(coefficients, "decoupled_decay", &Coefficients::decoupled_decay);
     define_number(coefficients, "lr", &Coefficients::lr);
     define_number(coefficients, "momentum", &Coefficients::momentum);
-    define_number(coefficients, "take", &Coefficients::take);
-    define_number(coefficients, "keep1", &Coefficients::keep1);
+    define_number(coefficients, "one_minus_dampening", &Coefficients::one_minus_dampening);
+    define_number(coefficients, "one_minus_beta1", &Coefficients::one_minus_beta1);
     define_number(coefficients, "beta2", &Coefficients::beta2);
-    define_number(coefficients, "keep2", &Coefficients::keep2);
-    define_number(coefficients, "unbias1", &Coefficients::unbias1);
-    define_number(coefficients, "unroot2", &Coefficients::unroot2);
+    define_number(coefficients, "one_minus_beta2", &Coefficients::one_minus_beta2);
+    define_number(coefficients, "inverse_bias_correction1", &Coefficients::inverse_bias_correction1);
+    define_number(coefficients, "inverse_sqrt_bias_correction2", &Coefficients::inverse_sqrt_bias_correction2);
     define_number(coefficients, "eps", &Coefficients::eps);
     coefficients.def_property(
         "nesterov", [](const Coefficients& c) { return c.nesterov; },
         [](Coefficients& c, py::handle value) { c.nesterov = as_flag(value, "nesterov"); });
-    auto scratch = py::arg("scratch");
-    auto num_threads = py::arg("num_threads");
     module.def("step", &step_arrays, py::arg("rule"), py::arg("coefficients"), py::arg("weights"), py::arg("grads"),
-               py::arg("copies"), py::arg("states"), py::arg("rates"), py::arg("squares"), py::arg("scale"), scratch,
-               num_threads);
-    module.def("norms", &norms_arrays, py::arg("tensors"), py::arg("squares"), scratch, num_threads);
+               py::arg("copies"), py::arg("states"), py::arg("rates"), py::arg("squares"), py::arg("scale"),
+               py::arg("scratch"), py::arg("num_threads"));
 }
 
 }  // namespace pycomm
