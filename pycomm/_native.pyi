@@ -81,13 +81,13 @@ def quantize(
     bits: int,
     norm: str,
     seed: Any | None,
-    units: Any,
+    scales: Any,
     codes: Any,
     remainder: Any | None,
     num_threads: int,
 ) -> None: ...
 def dequantize(
-    units: Sequence[Any],
+    scales: Sequence[Any],
     codes: Sequence[Any],
     block: int,
     levels: int,
@@ -108,15 +108,15 @@ def norms(tensors: Sequence[Any], squares: Any, scratch: Scratch | None, num_thr
 
 class Coefficients:
     decay: float
-    fade: float
+    decoupled_decay: float
     lr: float
     momentum: float
-    take: float
-    keep1: float
+    one_minus_dampening: float
+    one_minus_beta1: float
     beta2: float
-    keep2: float
-    unbias1: float
-    unroot2: float
+    one_minus_beta2: float
+    inverse_bias_correction1: float
+    inverse_sqrt_bias_correction2: float
     eps: float
     nesterov: bool
     def __init__(self) -> None: ...

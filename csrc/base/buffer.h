@@ -1,4 +1,4 @@
-// What a kernel or a collective is handed: where, how many, of what. Never owns.
+// View of an array that a kernel or a collective works on: address, count and type. It owns nothing.
 #pragma once
 
 #include <cstdint>

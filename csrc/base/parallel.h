@@ -25,7 +25,7 @@ inline Range piece_of(int64_t count, int index, int pieces, int64_t align) {
     return {border(index), border(index + 1)};
 }
 
-// How many threads `num_bytes` of memory traffic are worth: below 256 KiB each, waking one costs more than it saves.
+// Number of threads for `num_bytes` of memory traffic: below 256 KiB each, waking one costs more than it saves.
 inline int useful_threads(int64_t num_bytes, int num_threads) {
     int64_t useful = num_bytes / (256 << 10);
     return useful < 1 ? 1 : useful < num_threads ? static_cast<int>(useful) : num_threads;

@@ -1,4 +1,4 @@
-// Where an array of Python becomes a Buffer. Torch tensors are asked directly (a handful of attribute reads, no
+// Python's arrays as Buffers. Torch tensors are asked directly (a handful of attribute reads, no
 // DLPack capsule), numpy and its like through the buffer protocol, cupy and its like through the CUDA array interface,
 // everything else through torch.from_dlpack or numpy's array interface.
 #pragma once
@@ -40,7 +40,7 @@ Array as_array(py::handle object, const std::string& name, Access access);
 // The same for arrays that are only moved: any dtype, as bytes where the kernels do not know it.
 Array as_movable(py::handle object, const std::string& name, Access access);
 
-// How many elements of what: no copy is made.
+// Number and type of the elements; nothing is copied.
 std::pair<int64_t, DType> look(py::handle object, const std::string& name);
 
 std::vector<Array> as_arrays(py::handle sequence, const std::string& name, Access access);

@@ -1,4 +1,4 @@
-// What module.cpp puts together.
+// Parts of the compiled module, which module.cpp puts together; one for each of kernels/*.h.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -6,12 +6,23 @@
 namespace pycomm {
 
 void bind_errors();
-void bind_kernels(pybind11::module_& module);
-void bind_accumulation(pybind11::module_& module);
-void bind_codes(pybind11::module_& module);
+void bind_kernel_arguments(pybind11::module_& module);
+void bind_absmax(pybind11::module_& module);
+void bind_accumulate(pybind11::module_& module);
 void bind_hashes(pybind11::module_& module);
-void bind_steps(pybind11::module_& module);
+void bind_indices(pybind11::module_& module);
+void bind_norms(pybind11::module_& module);
+void bind_pack(pybind11::module_& module);
+void bind_quantize(pybind11::module_& module);
+void bind_reduce(pybind11::module_& module);
+void bind_scatter_add(pybind11::module_& module);
+void bind_signs(pybind11::module_& module);
+void bind_sparsify(pybind11::module_& module);
+void bind_step(pybind11::module_& module);
+void bind_topk(pybind11::module_& module);
+void bind_unpack(pybind11::module_& module);
 void bind_transport(pybind11::module_& module);
+void bind_shared_memory(pybind11::module_& module);
 void bind_nccl(pybind11::module_& module);     // only in builds with CUDA
 void bind_streams(pybind11::module_& module);  // likewise
 void bind_build_info(pybind11::module_& module);

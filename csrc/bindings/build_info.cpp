@@ -22,7 +22,14 @@ void bind_build_info(py::module_& module) {
         info["compiler"] = PYCOMM_COMPILER;
         return info;
     });
-    // How many GPUs the kernels can use, and why none where there are none.
+    module.def("simd", [] { return std::string(loops().name); });
+    module.def(
+        "select_simd",
+        [](const std::string& name) {
+            if (!select_loops(name.c_str())) throw ArgumentError("this build or processor has no " + name);
+        },
+        py::arg("name"));
+    // Number of GPUs that the kernels can use, and why there are none.
     module.def("cuda_devices", [] {
 #if defined(PYCOMM_CUDA_VERSION)
         int devices = device::count();

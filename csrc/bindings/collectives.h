@@ -1,20 +1,28 @@
-// What the arguments of collectives must be like, whatever the transport.
+// Shared by the bindings of transports: checks of arguments, and of signals.
 #pragma once
+
+#include <pybind11/pybind11.h>
 
 #include <string>
 
 #include "base/buffer.h"
 #include "base/error.h"
-#include "kernels/reduce.h"
+#include "kernels/reduce_op.h"
 
 namespace pycomm {
+
+// For waits without the interpreter's lock: throws what Python's signal handlers raise.
+inline void check_python_signals() {
+    pybind11::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
+}
 
 inline void require_reducible(const Buffer& x, ReduceOp op) {
     if (op != ReduceOp::kMean || is_floating(x.dtype)) return;
     throw ArgumentTypeError(format("op 'mean' wants a floating dtype, x has %s", name_of(x.dtype)));
 }
 
-// One of them holds a part per rank.
+// Requires that `whole` holds a part per rank.
 inline void require_ratio(const Buffer& whole, const char* whole_name, const Buffer& part, const char* part_name,
                           int size) {
     if (whole.tag != part.tag) {
@@ -38,7 +46,7 @@ inline void require_rank(int64_t rank, const char* name, int size) {
     throw ArgumentError(format("%s is %lld, wanted 0 <= %s < %d", name, static_cast<long long>(rank), name, size));
 }
 
-// out and x have no bytes in common, or the smaller one is exactly this rank's part of the other.
+// Requires that out and x have no bytes in common, or that the smaller one is exactly this rank's part of the other.
 inline void require_apart(const Buffer& out, const Buffer& x, int rank, int size) {
     if (out.count == 0 || x.count == 0) return;
     if (out.bytes() >= x.bytes() + x.num_bytes() || x.bytes() >= out.bytes() + out.num_bytes()) return;

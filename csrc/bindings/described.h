@@ -1,4 +1,4 @@
-// How each kind of array is asked what it is. Parts of arrays.cpp.
+// Descriptions of arrays, asked of each kind in its own way. Parts of arrays.cpp.
 #pragma once
 
 #include <optional>
@@ -18,7 +18,7 @@ struct Described {
     bool lazy = false;  // conjugated or negated when it is read only
 };
 
-// Whether it is a torch tensor; torch may not have been imported.
+// Returns whether it is a torch tensor; torch may not have been imported.
 bool is_tensor(py::handle object);
 
 // Throw as as_array does, whatever the object comes up with.
@@ -31,7 +31,7 @@ Described describe_dlpack(py::handle object, const std::string& name);
 // Throws unless this build, and the machine, can work on arrays of a GPU.
 void require_device(const std::string& name, const std::string& where);
 
-// What a Python exception says, its type first.
+// Type and text of a Python exception.
 std::string reason(py::error_already_set& error);
 
 }  // namespace pycomm

@@ -76,7 +76,7 @@ void Arguments::require_apart() const {
     }
     auto before = [](const Extent* a, const Extent* b) { return a->begin < b->begin; };
     if (!std::is_sorted(in_order.begin(), in_order.end(), before)) std::sort(in_order.begin(), in_order.end(), before);
-    // Of those that begin before, the one that ends last: if that one does not reach an array, none does.
+    // The one that ends last of those that begin earlier: if it does not reach an array, none of them does.
     const Extent *written = nullptr, *read = nullptr;
     for (const Extent* extent : in_order) {
         const Extent* other = written != nullptr && written->end > extent->begin ? written : nullptr;
@@ -135,6 +135,7 @@ cuda::Workspace& DeviceCall::workspace(Scratch* scratch, int64_t num_bytes) {
     Scratch& chosen = scratch == nullptr ? own_ : *scratch;
     if (chosen.device != arguments_.device() || chosen.workspace.num_bytes < num_bytes) {
         constexpr int64_t kAlignment = 256;
+        py::gil_scoped_acquire gil;
         py::object allocate = py::module_::import("pycomm.kernels.arrays").attr("device_bytes");
         chosen.owner = allocate(arguments_.example()->owner, num_bytes + kAlignment);
         Array memory = as_movable(chosen.owner, "scratch memory", Access::kWrite);

@@ -86,7 +86,8 @@ class DeviceCall {
     DeviceCall& operator=(const DeviceCall&) = delete;
 
     Stream stream() const { return stream_; }
-    // At least this many bytes: `scratch`'s, or, where that is null, some that live as long as this object.
+    // At least this many bytes: `scratch`'s, or, where that is null, some that live as long as this object. With or
+    // without the interpreter's lock.
     cuda::Workspace& workspace(Scratch* scratch, int64_t num_bytes);
     // With PYCOMM_SYNC=1, waits for the kernels and reports what went wrong in them.
     void finish();

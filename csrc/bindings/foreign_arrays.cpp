@@ -22,7 +22,7 @@ std::optional<DType> dtype_of_format(std::string format, int64_t itemsize) {
     return std::nullopt;
 }
 
-// What torch calls it, where there is something like that.
+// Torch's name for it, where torch has such a type.
 std::string name_of_format(const std::string& format, int64_t itemsize) {
     std::string letter = format;
     if (!letter.empty() && (letter[0] == '=' || letter[0] == '@' || letter[0] == '<')) letter.erase(0, 1);
@@ -35,7 +35,7 @@ std::string name_of_format(const std::string& format, int64_t itemsize) {
     return "of format '" + format + "'";
 }
 
-// Whether there are addresses among the elements: objects, or pointers.
+// Returns whether there are addresses among the elements: objects, or pointers.
 bool holds_addresses(const std::string& format) {
     bool in_name = false;
     for (char c : format) {
@@ -56,7 +56,7 @@ bool is_contiguous(const std::vector<int64_t>& shape, const std::vector<int64_t>
     return true;
 }
 
-// What a producer flags as read-only (DLPack 1.0), torch would take for writable.
+// Returns whether the producer says so (DLPack 1.0); torch would take the array for writable.
 bool is_read_only(py::handle capsule) {
     constexpr const char* kName = "dltensor_versioned";
     if (PyCapsule_IsValid(capsule.ptr(), kName) == 0) return false;

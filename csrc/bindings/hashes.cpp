@@ -17,16 +17,13 @@ void hashes_arrays(py::handle tensors, py::handle out, py::handle scratch, int n
     arguments.reads(sources, "tensors");
     arguments.require_apart();
     auto answer = static_cast<uint64_t*>(target.buffer.data);
-    if constexpr (kHasCuda) {
-        if (on_gpu(arguments)) {
-            DeviceCall call(arguments);
+    dispatch(
+        arguments,
+        [&](auto& call) {
             cuda::Workspace& workspace = call.workspace(memory, cuda::hashes_workspace_bytes(buffers));
-            without_gil([&] { cuda::hashes(buffers, answer, workspace, call.stream()); });
-            return call.finish();
-        }
-    }
-    py::gil_scoped_release release;
-    hashes(buffers, answer, num_threads);
+            cuda::hashes(buffers, answer, workspace, call.stream());
+        },
+        [&] { hashes(buffers, answer, num_threads); });
 }
 
 }  // namespace

@@ -1,8 +1,8 @@
-// What the bindings of kernels have in common: checks, answers, factors.
+// Shared by the bindings of kernels: checks of arrays, factors, and the choice of the device.
 #pragma once
 
-#include <cstring>
 #include <string>
+#include <vector>
 
 #include "base/error.h"
 #include "bindings/arrays.h"
@@ -12,105 +12,78 @@
 
 namespace pycomm {
 
-template <class F>
-void without_gil(F&& f) {
+// Calls gpu(DeviceCall&) if the arguments lie on a GPU, else cpu(); neither holds the interpreter's lock. gpu takes
+// `auto&`, so that it is not compiled where there are no CUDA kernels to link with.
+template <class Gpu, class Cpu>
+void dispatch(const Arguments& arguments, [[maybe_unused]] Gpu&& gpu, Cpu&& cpu) {
+    if constexpr (kHasCuda) {
+        if (arguments.device() != Buffer::kHost) {
+            DeviceCall call(arguments);
+            {
+                py::gil_scoped_release release;
+                gpu(call);
+            }
+            return call.finish();
+        }
+    }
     py::gil_scoped_release release;
-    f();
+    cpu();
 }
 
-inline void require_same(const Buffer& buffer, const std::string& name, const Buffer& wanted, const char* wanted_name) {
-    if (buffer.dtype != wanted.dtype) {
-        throw ArgumentTypeError(format("%s has dtype %s, wanted %s as %s", name.c_str(), name_of(buffer.dtype),
-                                       name_of(wanted.dtype), wanted_name));
-    }
-    if (buffer.count != wanted.count) {
-        throw ArgumentError(format("%s has %lld elements, wanted %lld as %s", name.c_str(),
-                                   static_cast<long long>(buffer.count), static_cast<long long>(wanted.count),
-                                   wanted_name));
-    }
-}
+// A number, or an array with one float32 that may lie on a GPU.
+class Factor {
+   public:
+    explicit Factor(py::handle object);
 
-// A 0-d array that a kernel writes its answer to, or another one's that it reads.
-inline Array as_answer(py::handle object, const std::string& name, int64_t itemsize, Access access = Access::kWrite) {
-    Array array = as_movable(object, name, access);
-    if (array.buffer.num_bytes() == itemsize) return array;
-    throw ArgumentError(format("%s has %lld bytes, wanted one element of %lld", name.c_str(),
-                               static_cast<long long>(array.buffer.num_bytes()), static_cast<long long>(itemsize)));
-}
+    void add_to(Arguments& arguments) const;
+    // For the kernels of each device. ArgumentError for a host kernel's factor that lies on a GPU.
+    cuda::Scale on_gpu() const { return scale_; }
+    double on_cpu() const;
 
-// A factor: a number, or an array with one float32 that may lie on a GPU.
-struct Factor {
-    cuda::Scale scale;
-    Array array;
-
-    explicit Factor(py::handle object) {
-        bool number = PyFloat_Check(object.ptr()) || PyLong_Check(object.ptr());
-        if (number && !PyBool_Check(object.ptr())) {
-            scale.value = as_number(object, "scale");
-            return;
-        }
-        if (object.is_none() || PyBool_Check(object.ptr())) {
-            throw ArgumentTypeError("scale is " + shown(object) + ", wanted a number, or one float32");
-        }
-        array = as_array(object, "scale", Access::kRead);
-        require_same(array.buffer, "scale", Buffer{nullptr, 1, DType::kF32}, "a number, or one float32");
-        if (array.on_device()) {
-            scale.on_device = static_cast<const float*>(array.buffer.data);
-        } else {
-            float value;  // it may not be aligned
-            std::memcpy(&value, array.buffer.data, sizeof value);
-            scale.value = value;
-        }
-    }
-
-    void add_to(Arguments& arguments) const {
-        if (scale.on_device != nullptr) {
-            arguments.reads(array, "scale");
-        } else {
-            arguments.was_read(array, "scale");
-        }
-    }
+   private:
+    cuda::Scale scale_;
+    Array array_;
 };
 
+// "tensors[3]"
+std::string name_of_item(const std::string& name, size_t index);
+
+// ArgumentTypeError or ArgumentError unless `buffer` has the dtype and the count of `wanted`, or this count.
+void require_same(const Buffer& buffer, const std::string& name, const Buffer& wanted, const char* wanted_name);
+void require_count(int64_t count, int64_t wanted, const std::string& name, const char* of_what);
+void require_aligned(const Buffer& buffer, const std::string& name);
+void require_all_floating(const std::vector<Buffer>& buffers, const std::string& name);
+// ArgumentError unless `flat` has as many elements as all parts together; all are of floating types.
+void require_total(const std::vector<Buffer>& parts, const char* parts_name, const Buffer& flat, const char* flat_name);
+
+// A 0-d array that a kernel writes its answer to, or reads another one's answer from.
+Array as_answer(py::handle object, const std::string& name, int64_t itemsize, Access access = Access::kWrite);
+// An array of `count` elements of one type, aligned to them.
+Array as_exactly(py::handle object, const std::string& name, Access access, DType dtype, int64_t count,
+                 const char* of_what);
+// An array of any number of float32, aligned to them. `wanted`: by what, for errors.
+Array as_floats(py::handle object, const char* name, Access access, const char* wanted = "wanted here");
+// An array that a kernel writes the rest of x to, which may be x itself; for None an empty one, whose data is null.
+Array as_remainder(const py::object& object, const Array& x);
+// To be called when x has been added.
+void add_remainder(Arguments& arguments, const Array& remainder, const Array& x);
+
 // Parts that already lie at their places in the flat array, with its type.
-inline void excuse_in_place(Arguments& arguments, const std::vector<Array>& parts, const Array& flat) {
-    std::vector<const Array*> in_place;
-    const char* place = flat.buffer.bytes();
-    for (const Array& part : parts) {
-        bool there = part.buffer.dtype == flat.buffer.dtype && part.buffer.bytes() == place;
-        if (there && part.buffer.count > 0) in_place.push_back(&part);
-        place += part.buffer.count * size_of(flat.buffer.dtype);
+void excuse_in_place(Arguments& arguments, const std::vector<Array>& parts, const Array& flat);
+
+// Pointers to the elements of arrays that must all look alike.
+template <class T>
+std::vector<const T*> pointers_of(const std::vector<Array>& arrays, const std::string& name, DType dtype, int64_t count,
+                                  const char* of_what) {
+    std::vector<const T*> pointers;
+    for (size_t p = 0; p < arrays.size(); ++p) {
+        const std::string each = name_of_item(name, p);
+        require_same(arrays[p].buffer, each, Buffer{nullptr, arrays[p].buffer.count, dtype}, of_what);
+        require_count(arrays[p].buffer.count, count, each, of_what);
+        require_aligned(arrays[p].buffer, each);
+        pointers.push_back(static_cast<const T*>(arrays[p].buffer.data));
     }
-    arguments.excuse(in_place);
-}
-
-inline bool on_gpu(const Arguments& arguments) { return arguments.device() != Buffer::kHost; }
-
-inline void require_number(const Factor& factor) {
-    if (factor.scale.on_device == nullptr) return;
-    throw ArgumentError("scale is on " + device_name(factor.array.buffer.device) + ", the other arrays on cpu");
-}
-
-inline void require_count(int64_t count, int64_t wanted, const std::string& name, const char* of_what) {
-    if (count == wanted) return;
-    throw ArgumentError(format("%s has %lld elements, wanted %lld: %s", name.c_str(), static_cast<long long>(count),
-                               static_cast<long long>(wanted), of_what));
-}
-
-inline void require_aligned(const Buffer& buffer, const std::string& name) {
-    if (buffer.count == 0) return;
-    if (reinterpret_cast<uintptr_t>(buffer.data) % static_cast<uintptr_t>(size_of(buffer.dtype)) == 0) return;
-    throw ArgumentError(name + " is not aligned to its elements");
-}
-
-// An array of `count` elements of one type, as `name` wants it.
-inline Array as_exactly(py::handle object, const std::string& name, Access access, DType dtype, int64_t count,
-                        const char* of_what) {
-    Array array = as_array(object, name, access);
-    require_same(array.buffer, name, Buffer{nullptr, array.buffer.count, dtype}, of_what);
-    require_count(array.buffer.count, count, name, of_what);
-    require_aligned(array.buffer, name);
-    return array;
+    return pointers;
 }
 
 }  // namespace pycomm

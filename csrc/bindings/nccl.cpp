@@ -9,7 +9,7 @@
 #include "bindings/bindings.h"
 #include "bindings/collectives.h"
 #include "bindings/reduce_op.h"
-#include "transport/nccl_group.h"
+#include "transport/nccl/group.h"
 
 namespace pycomm {
 namespace {
@@ -42,11 +42,6 @@ Array movable(const NcclGroup& group, py::handle object, const char* name) {
     Array array = as_movable(object, name, Access::kWrite);
     require_device(group, array.buffer, name);
     return array;
-}
-
-void check_python_signals() {
-    py::gil_scoped_acquire gil;
-    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
 py::tuple describe(const nccl::Library& library) { return py::make_tuple(library.version(), library.path); }

@@ -1,11 +1,11 @@
-// The names of the reductions.
+// Reductions by name.
 #pragma once
 
 #include <string>
 
 #include "base/error.h"
 #include "bindings/scalars.h"
-#include "kernels/reduce.h"
+#include "kernels/reduce_op.h"
 
 namespace pycomm {
 

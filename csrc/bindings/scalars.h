@@ -1,5 +1,5 @@
-// Arguments that are no arrays. Taken as they come, so that what is wrong with them is said in our words, naming them,
-// and can be told to other ranks; pybind11's own conversion would answer with a list of signatures.
+// Arguments that are no arrays. They are taken as Python objects, so that our own error names the argument and can be
+// sent to other ranks; pybind11's conversion would answer with a list of signatures.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -18,7 +18,7 @@ bool as_flag(py::handle object, const std::string& name);
 // `wanted`: for the error, such as "'sum' or 'max'".
 std::string as_text(py::handle object, const std::string& name, const char* wanted);
 
-// How Python writes it, shortened.
+// Python's repr of it, shortened.
 std::string shown(py::handle object);
 std::string type_name(py::handle object);
 

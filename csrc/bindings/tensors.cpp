@@ -58,7 +58,7 @@ py::object attribute(py::handle object, PyObject* name) {
 
 PyObject* interned(const char* text) { return PyUnicode_InternFromString(text); }
 
-// Where the elements are. A tensor may have none: freed, or one of those that functorch or a tracer passes around.
+// Address of the elements. A tensor may have none: freed, or one of those that functorch or a tracer passes around.
 void* address_of(py::handle tensor, const std::string& name, int64_t count) {
     static PyObject* const kDataPtr = interned("data_ptr");
     py::object address = call_method(tensor, kDataPtr);

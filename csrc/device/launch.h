@@ -12,7 +12,7 @@ namespace pycomm::device {
 // Throws a DeviceError that says what failed.
 void check(cudaError_t status, const char* what);
 
-// How many threads a kernel written for any number of them (a multiple of 32, at most kMaxThreads) gets per block.
+// Number of threads per block of a kernel written for any number of them (a multiple of 32, at most kMaxThreads).
 inline int threads_per_block() { return 256; }
 
 namespace detail {
@@ -36,7 +36,7 @@ void launch(const char* name, void (*kernel)(Parameters...), int64_t blocks, Str
     detail::launch_by<Parameters...>(cudaLaunchKernel, name, kernel, blocks, stream, arguments...);
 }
 
-// How many blocks of `kernel` run at once on the current device: what a kernel with grid barriers may be given.
+// Number of blocks of `kernel` that run at once on the current device: the most that grid barriers allow.
 template <class... Parameters>
 int max_resident_blocks(const char* name, void (*kernel)(Parameters...)) {
     int device = 0, per_multiprocessor = 0;

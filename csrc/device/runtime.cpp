@@ -14,7 +14,7 @@ namespace {
 cudaStream_t raw(Stream stream) { return static_cast<cudaStream_t>(stream); }
 cudaEvent_t raw_event(Event event) { return static_cast<cudaEvent_t>(event); }
 
-// Whether this process has a context on `device`. Asked of the driver that the runtime has loaded.
+// Returns whether this process has a context on `device`, which it asks the driver that the runtime has loaded.
 bool has_context(int device) {
     using Ask = int (*)(int device, unsigned* flags, int* active);  // cuDevicePrimaryCtxGetState
     static const Ask ask = [] {

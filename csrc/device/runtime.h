@@ -1,4 +1,4 @@
-// What the host side uses of the CUDA runtime. Every call is checked: a failure is a DeviceError that names it.
+// The part of the CUDA runtime that the host side uses. A call that fails throws a DeviceError that names it.
 //
 // tests/emulator/device/runtime.cpp implements the same functions for the host; launch.h has what is a template.
 #pragma once
@@ -53,7 +53,7 @@ bool has_happened(Event event);
 // Memory of the host that kernels can write to; zeros. Never given back.
 void* allocate_mapped(int64_t num_bytes);
 
-// Whether PYCOMM_SYNC=1 was set when first asked: every call then waits for its kernels and reports their failures.
+// Returns whether PYCOMM_SYNC=1 was set at the first call: kernels are then waited for, and their failures reported.
 bool sync_wanted();
 
 }  // namespace pycomm::device

@@ -12,21 +12,21 @@ namespace pycomm {
 struct Send {
     int peer;
     int64_t chunk, count;
-    // A message of the same round changes these chunks: the peer reads them from the twin (see run.h).
+    // A message of the same round changes these chunks: the peer reads them from the shadow (see run.h).
     bool conflict;
-    // The twin has to be written; otherwise an earlier message of the same round has written it.
+    // The shadow has to be written; otherwise an earlier message of the same round has written it.
     bool fresh;
     int64_t after_received;  // the last of which writes these chunks
-    int64_t after_taken;     // sends whose place in the twin this one reuses
+    int64_t after_taken;     // sends whose place in the shadow this one reuses
 };
 
 struct Receive {
     int peer;
     int64_t chunk, count;
     bool reduces;
-    bool from_twin;       // the peer's send is in conflict
+    bool from_shadow;     // the peer's send is in conflict
     int64_t after_taken;  // sends of these chunks, in place, of earlier rounds
-    int64_t after_sent;   // sends of these chunks, of this or earlier rounds, that must be in the twin if they go there
+    int64_t after_sent;   // sends of these chunks, of this or earlier rounds: those via the shadow must be there
 };
 
 struct Program {

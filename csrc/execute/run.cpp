@@ -7,7 +7,9 @@
 
 #include "base/error.h"
 #include "base/parallel.h"
-#include "transport/call.h"
+#include "kernels/cpu/loops/loops.h"
+#include "kernels/reduce.h"
+#include "transport/shared_memory/call.h"
 
 namespace pycomm {
 namespace {
@@ -15,7 +17,7 @@ namespace {
 // Half of a small second-level cache: two ranks' segments and the result stay there.
 constexpr int64_t kPieceBytes = 128 << 10;
 
-// Memory of this rank's that the others reach.
+// Memory of this rank that the others reach.
 class Block {
    public:
     Block(std::shared_ptr<Arena> arena, int64_t num_bytes)
@@ -34,7 +36,7 @@ class Block {
     char* data_;
 };
 
-// What a run needs: memory, all of it before the others are told. The array that is summed is x, or, for means of half
+// Memory of a run, all of it reserved before the others are told. The array that is summed is x, or, for means of half
 // types, whose sums may not fit, a float copy of it.
 struct Working {
     Working(const SharedMemoryGroup& group, const Program& program, const Buffer& x, ReduceOp op)
@@ -42,15 +44,15 @@ struct Working {
           wide(group.arena(), widens ? x.count * size_of(DType::kF32) : 0),
           array(widens ? Buffer{wide.data(), x.count, DType::kF32} : x),
           offset(group.offset_of(array)),
-          twin(group.arena(),
-               !program.sends.empty() && (offset < 0 || program.has_conflicts()) ? array.num_bytes() : 0),
+          shadow(group.arena(),
+                 !program.sends.empty() && (offset < 0 || program.has_conflicts()) ? array.num_bytes() : 0),
           posted_until(program.sends.size()) {}
 
     const bool widens;
     const Block wide;
     const Buffer array;
     const int64_t offset;  // in the arena
-    const Block twin;
+    const Block shadow;
     std::vector<uint32_t> posted_until;  // by message: its channel's count when all of it was offered
 };
 
@@ -69,7 +71,7 @@ class Run {
           piece_(kPieceBytes / width_),
           // A mean is a sum until all is there.
           op_(op == ReduceOp::kMean ? ReduceOp::kSum : op),
-          twin_(working.twin.data()),
+          shadow_(working.shadow.data()),
           in_arena_(working.offset >= 0),
           posted_until_(working.posted_until) {}
 
@@ -102,7 +104,7 @@ class Run {
     Range elements(const Message& message) const {
         return {program_.border(message.chunk, x_.count), program_.border(message.chunk + message.count, x_.count)};
     }
-    // What is next of a message of which `done` elements have moved.
+    // Next piece of a message of which `done_elements` have moved.
     Range next_piece(Range whole, int64_t done_elements) const {
         int64_t begin = whole.begin + done_elements;
         return {begin, std::min(whole.end, begin + piece_)};
@@ -136,7 +138,7 @@ class Run {
         Range whole = elements(message), piece = next_piece(whole, sent_elements_);
         if (piece.size() > 0) {
             if (copies(&message) && message.fresh) {
-                std::memcpy(twin_ + piece.begin * width_, at(piece.begin), bytes_of(piece));
+                std::memcpy(shadow_ + piece.begin * width_, at(piece.begin), bytes_of(piece));
             }
             std::atomic<uint32_t>& posted = call_.channel(call_.rank(), message.peer).posted;
             posted.store(posted.load(std::memory_order_relaxed) + 1, std::memory_order_seq_cst);
@@ -180,9 +182,9 @@ class Run {
         Range whole = elements(message), piece = next_piece(whole, received_elements_);
         if (piece.size() > 0) {
             const Operation& announced = call_.announced(message.peer);
-            bool from_twin = message.from_twin || announced.offset < 0;
-            if (from_twin && announced.twin < 0) call_.distrust(message.peer);
-            const char* theirs = from_twin ? call_.twin(message.peer) : call_.in_arena(message.peer);
+            bool from_shadow = message.from_shadow || announced.offset < 0;
+            if (from_shadow && announced.shadow < 0) call_.distrust(message.peer);
+            const char* theirs = from_shadow ? call_.shadow(message.peer) : call_.in_arena(message.peer);
             take(message, theirs + piece.begin * width_, piece);
             std::atomic<uint32_t>& taken = call_.channel(call_.rank(), message.peer).taken;
             taken.store(taken.load(std::memory_order_relaxed) + 1, std::memory_order_seq_cst);
@@ -203,13 +205,13 @@ class Run {
         // In the order of the ranks: partners that exchange sums get the same bits, also of zeros and NaNs.
         const void* operands[2] = {mine, theirs};
         if (message.peer < call_.rank()) std::swap(operands[0], operands[1]);
-        reduce_range(&mine, 1, operands, 2, x_.dtype, op_, piece.size(), Store::kCached);
+        reduce_range(&mine, 1, operands, 2, x_.dtype, op_, piece.size());
     }
 
     char* at(int64_t element) const { return x_.bytes() + element * width_; }
     size_t bytes_of(Range piece) const { return static_cast<size_t>(piece.size() * width_); }
 
-    // Of the ranks that something waits for, one that has to move first.
+    // One of the ranks that this one waits for.
     int awaited_peer() const {
         const Receive* message = receiving();
         bool for_message =
@@ -222,7 +224,7 @@ class Run {
     const Buffer& x_;
     const int64_t width_, piece_;
     const ReduceOp op_;
-    char* const twin_;
+    char* const shadow_;
     const bool in_arena_;
     std::vector<uint32_t>& posted_until_;
     int64_t sent_ = 0, sent_elements_ = 0;          // messages offered, and elements of the next one
@@ -249,7 +251,7 @@ void run_program(SharedMemoryGroup& group, const NamedProgram& named, const Buff
                    .count = x.count,
                    .schedule = named.digest,
                    .offset = working->offset,
-                   .twin = working->twin.offset()});
+                   .shadow = working->shadow.offset()});
     if (working->widens) convert(array, x, 1.0);
     call.begin_messages();
     Run(call, named.program, *working, op).finish();

@@ -1,6 +1,7 @@
-// absmax: the largest magnitude in many arrays, NaN if any element is NaN; 0 for no elements. Any floating types; the
-// result is rounded to float.
-// What is written overlaps nothing else of the call.
+// absmax: finds the largest magnitude in many arrays of any floating types, rounded to float: NaN if any element is
+// NaN, 0 if there are no elements.
+//
+// An output overlaps no other array of the call.
 #pragma once
 
 #include <vector>

@@ -1,15 +1,16 @@
-// accumulate: a bucket of gradients into what is kept of earlier ones, in one pass.
+// accumulate: adds a bucket of gradients to the residual and the velocity of earlier ones, in one pass.
 //
 //   g[i] = grads[j][i] * (scale * factors[j])  (+ weights[j][i] * decay)
 //   acc[i] = residual[i] + g[i]                                                       error feedback
 //   velocity[i] = momentum * old_velocity[i] + g[i],  acc[i] = residual[i] + velocity[i]    with momentum correction
 //   velocity[i] = momentum * (old_velocity[i] + g[i]),  acc[i] = (residual[i] + velocity[i]) + g[i]        Nesterov's
 //
-// acc and the three others are flat, float32, or float64 where the gradients are, and as long as all gradients
-// together, which lie in them one after the other. An absent residual stands for zeros. Gradients are of any one
-// floating type, weights (for weight decay, with them all or none) of the same. Every product is rounded before the
-// sum. acc and velocity may be exactly their old ones; a gradient of acc's type may lie exactly at its place in acc.
-// Beyond that, what is written overlaps nothing else of the call.
+// acc, residual, velocity and old_velocity are flat, float32, or float64 where the gradients are, and as long as all
+// gradients together, which lie in them one after the other. An absent residual stands for zeros. All gradients are of
+// one floating type, and so are the weights, which are given for all gradients or for none. Every product is rounded
+// before the sum. acc may be exactly residual, velocity exactly old_velocity, and a gradient of acc's type may lie
+// exactly at its place in acc.
+// Beyond that, an output overlaps no other array of the call.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +34,7 @@ struct Accumulation {
     bool nesterov = false;
 };
 
-// finite[j]: whether everything that gradient j led to is.
+// finite[j]: whether all sums of gradient j are.
 void accumulate(const Accumulation& job, double scale, bool* finite, int num_threads);
 
 namespace cuda {

@@ -1,14 +1,13 @@
-// hashes: for each of many arrays a 64-bit hash of its elements' bits, so that replicas can be compared by 8 bytes.
+// hashes: hashes the bits of the elements of each of many arrays to 64 bits, so that replicas compare 8 bytes.
 //
 // The sum, modulo 2^64, over the elements i of (low(x[i]) + a(i)) * (high(x[i]) + b(i)), where low and high are the two
 // halves of the element's bits as a 64-bit number and a, b follow from i alone (hash_term in random.h). 0 for an empty
 // array. After NH (Black et al., "UMAC", 1999, section 3), with keys that are no secret: against errors, not against
 // forgers.
 //
-// Of any types, in any mixture. Sums of whole numbers depend on no order, so every instruction set, number of threads
-// and device gives the same bits, and so does an array that lies elsewhere. Equal elements have equal bits, with the
-// exceptions of 0 and -0, and of NaN.
-// What is written overlaps nothing else of the call.
+// The arrays may be of any types, in any mixture. Sums of whole numbers depend on no order, so every instruction set,
+// number of threads and device gives the same bits, and so does an array that lies elsewhere. Equal elements have equal
+// bits, with the exceptions of 0 and -0, and of NaN. An output overlaps no other array of the call.
 #pragma once
 
 #include <vector>

@@ -1,10 +1,10 @@
-// norms: for each of many arrays the sum of its elements' squares, in double: finite exactly where all elements are
-// (float64 elements beyond 1e154 in magnitude count as infinite; so do their squares).
+// norms: sums the squares of the elements of each of many arrays, in double. A sum is finite exactly where all elements
+// are (float64 elements beyond 1e154 in magnitude count as infinite, as their squares are).
 //
-// Of any floating types, in any mixture; 0 for an empty array. On the CPU the order of the additions is fixed (32 sums
-// that take turns, over blocks of kNormBlock elements from the array's beginning, see cpu/blocks.h), so every
-// instruction set and number of threads gives the same bits. On a GPU the order is another fixed one.
-// What is written overlaps nothing else of the call.
+// The arrays may be of any floating types, in any mixture; an empty one gives 0. On the CPU the order of the additions
+// is fixed (32 sums that take turns, over blocks of kNormBlock elements from the array's beginning, see cpu/blocks.h),
+// so every instruction set and number of threads gives the same bits. On a GPU the order is another fixed one. An
+// output overlaps no other array of the call.
 #pragma once
 
 #include <vector>

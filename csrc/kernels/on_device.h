@@ -1,4 +1,4 @@
-// What the kernels on a GPU are handed besides arrays.
+// Arguments of kernels on a GPU besides arrays: factors and scratch memory.
 //
 // Launchers take a stream, allocate nothing and never wait for the device. Scratch memory is asked for with
 // <kernel>_workspace_bytes() and passed in. A launch that fails throws DeviceError; what a kernel finds wrong while it

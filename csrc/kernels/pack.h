@@ -1,12 +1,12 @@
-// pack: many arrays into one, cast and scaled, and whether all of it is finite.
+// pack: casts and scales many arrays into one, and checks that all of it is finite.
 //
 //   out[offset_j + i] = cast(srcs[j][i] * scale),  offset_j = count_0 + ... + count_{j-1}
 //
-// Floating types in any combination. Computed in float, in double where either side is double; one rounding to the
-// nearest even per conversion (double to a half type rounds through float). Finite means: every value *written* is, so
-// an overflow in the cast counts; and src * scale is below `limit` in magnitude, where that is given (as a float,
-// unless computed in double). srcs and out may be empty and of any alignment; out overlaps no source, except a source
-// that already lies exactly at its place in out with out's dtype.
+// The arrays are of floating types, in any combination. The product is computed in float, or in double where either
+// side is double, and rounded once per conversion, to the nearest even (double to a half type rounds through float).
+// The result is finite if every value *written* is, so an overflow in the cast counts, and if every src * scale is
+// below `limit` in magnitude, where that is given (as a float, unless computed in double). srcs and out may be empty
+// and of any alignment. out overlaps no source, except one of out's dtype that lies exactly at its place in out.
 #pragma once
 
 #include <vector>

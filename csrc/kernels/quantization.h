@@ -1,4 +1,4 @@
-// How floats become small integers; see quantize.h.
+// Format of floats as small integers; see quantize.h.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ struct Quantization {
     Norm norm = Norm::kMax;
 };
 
-// Units below this are written as 0: their inverse would be no number.
-inline constexpr float kSmallestUnit = 0x1p-100f;
+// Scales below this are written as 0: their inverse would not be finite.
+inline constexpr float kSmallestScale = 0x1p-100f;
 
 }  // namespace pycomm

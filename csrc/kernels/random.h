@@ -40,7 +40,7 @@ PYCOMM_EVERYWHERE float uniform(const Seed& seed, int64_t i) {
     return static_cast<float>(scrambled(x + seed.parts[1]) >> 8) * 0x1p-24f;
 }
 
-// What the element with these bits contributes as the i-th one to the hash of its array; see hashes.h.
+// Term of the element with these bits, the i-th one, in the hash of its array; see hashes.h.
 PYCOMM_EVERYWHERE uint64_t hash_term(uint64_t bits, int64_t i) {
     uint32_t a = scrambled(static_cast<uint32_t>(i));
     uint32_t b = a * 0x9e3779b1u + 0x85ebca6bu;

@@ -1,4 +1,4 @@
-// reduce: many arrays of one type into one, element by element.
+// reduce: combines many arrays of one type into one, element by element.
 //
 //   outs[j][i] = op(inputs[0][i], ..., inputs[n-1][i]) for every j
 //
@@ -12,16 +12,17 @@
 #include <vector>
 
 #include "base/buffer.h"
-#include "kernels/cpu/loops/loops.h"
 #include "kernels/on_device.h"
+#include "kernels/reduce_op.h"
 
 namespace pycomm {
 
-// The serial form, for callers that bring their own threads and know where the output goes next.
-void reduce_range(void* const* outs, int num_outs, const void* const* inputs, int num_inputs, DType dtype, ReduceOp op,
-                  int64_t count, Store store);
-
 void reduce(const Buffer& out, const std::vector<Buffer>& inputs, ReduceOp op, int num_threads);
+
+// The same for a range of elements, in the calling thread, with several outputs that will be read soon: they are left
+// in the caches.
+void reduce_range(void* const* outs, int num_outs, const void* const* inputs, int num_inputs, DType dtype, ReduceOp op,
+                  int64_t count);
 
 namespace cuda {
 

@@ -1,7 +1,7 @@
-// What one element of a parameter goes through in a step of an optimizer, on every device; see step.h.
+// Arithmetic of one element of a parameter in a step of an optimizer, on every device; see step.h.
 //
-// Every product, quotient and root is rounded by itself, so that all devices give the same bits. `Ops` says what a
-// number is: Ops::Value, with of(double) and add, sub, mul, div, root, maximum.
+// Every product, quotient and root is rounded by itself, so that all devices give the same bits. `Ops` defines
+// the numbers: Ops::Value, with of(double) and add, sub, mul, div, root, maximum.
 #pragma once
 
 #include <cstdint>
@@ -18,18 +18,18 @@ enum class Rule : uint8_t { kMomentum, kAdam, kRmsprop, kLambMoments, kLambApply
 
 inline constexpr int kMostStates = 3;
 
-// Those that a rule does not name are not looked at.
+// Settings of a step, and what follows from them; a rule ignores those that it does not name.
 struct Coefficients {
-    double decay = 0.0;  // the weight times this joins the gradient
-    double fade = 0.0;   // the weight times this is taken from it (decoupled decay); 1 - fade would lose digits of it
-    double lr = 0.0;     // what the direction is multiplied with
+    double decay = 0.0;            // this times the weight is added to the gradient
+    double decoupled_decay = 0.0;  // lr * weight decay: this times the weight is subtracted from it
+    double lr = 0.0;               // factor of the direction
     double momentum = 0.0;
-    double take = 1.0;     // what a gradient is multiplied with before it joins the momentum
-    double keep1 = 0.0;    // 1 - beta1
-    double beta2 = 0.0;    // RMSprop's alpha
-    double keep2 = 0.0;    // 1 - beta2
-    double unbias1 = 1.0;  // 1 / (1 - beta1^t)
-    double unroot2 = 1.0;  // 1 / sqrt(1 - beta2^t)
+    double one_minus_dampening = 1.0;  // factor of a gradient that is added to the momentum
+    double one_minus_beta1 = 0.0;
+    double beta2 = 0.0;  // RMSprop's alpha
+    double one_minus_beta2 = 0.0;
+    double inverse_bias_correction1 = 1.0;       // 1 / (1 - beta1^t)
+    double inverse_sqrt_bias_correction2 = 1.0;  // 1 / sqrt(1 - beta2^t)
     double eps = 0.0;
     bool nesterov = false;
 };
@@ -38,14 +38,25 @@ struct Coefficients {
 template <class Ops>
 struct Constants {
     using V = typename Ops::Value;
-    V scale, decay, fade, lr, momentum, take, keep1, beta2, keep2, unbias1, unroot2, eps;
+    V scale, decay, decoupled_decay, lr, momentum, one_minus_dampening, one_minus_beta1, beta2, one_minus_beta2,
+        inverse_bias_correction1, inverse_sqrt_bias_correction2, eps;
     bool nesterov;
 
-    // scale: what gradients are multiplied with first.
+    // scale: factor of the gradients, applied first.
     PYCOMM_RULE Constants of(const Coefficients& c, double scale) {
-        return {Ops::of(scale),     Ops::of(c.decay), Ops::of(c.fade),  Ops::of(c.lr),    Ops::of(c.momentum),
-                Ops::of(c.take),    Ops::of(c.keep1), Ops::of(c.beta2), Ops::of(c.keep2), Ops::of(c.unbias1),
-                Ops::of(c.unroot2), Ops::of(c.eps),   c.nesterov};
+        return {Ops::of(scale),
+                Ops::of(c.decay),
+                Ops::of(c.decoupled_decay),
+                Ops::of(c.lr),
+                Ops::of(c.momentum),
+                Ops::of(c.one_minus_dampening),
+                Ops::of(c.one_minus_beta1),
+                Ops::of(c.beta2),
+                Ops::of(c.one_minus_beta2),
+                Ops::of(c.inverse_bias_correction1),
+                Ops::of(c.inverse_sqrt_bias_correction2),
+                Ops::of(c.eps),
+                c.nesterov};
     }
 };
 
@@ -66,7 +77,7 @@ struct Update<Rule::kMomentum, Ops> {
     using V = typename Ops::Value;
     PYCOMM_RULE void apply(const Constants<Ops>& c, const bool* has, V rate, Element<Ops>& x) {
         V g = Ops::add(Ops::mul(x.grad, c.scale), Ops::mul(x.weight, c.decay));
-        V d = Ops::mul(Ops::mul(rate, c.take), g);
+        V d = Ops::mul(Ops::mul(rate, c.one_minus_dampening), g);
         if (has[0]) {
             V taken = d;
             d = Ops::add(Ops::mul(c.momentum, x.states[0]), taken);
@@ -77,17 +88,17 @@ struct Update<Rule::kMomentum, Ops> {
     }
 };
 
-// What Adam and LAMB have in common. states: the first and the second moment.
+// Moments of Adam and LAMB. states: the first and the second moment.
 template <class Ops>
 struct Moments {
     using V = typename Ops::Value;
     PYCOMM_RULE void apply(const Constants<Ops>& c, V g, Element<Ops>& x) {
-        x.states[0] = Ops::add(x.states[0], Ops::mul(c.keep1, Ops::sub(g, x.states[0])));
-        x.states[1] = Ops::add(Ops::mul(c.beta2, x.states[1]), Ops::mul(c.keep2, Ops::mul(g, g)));
+        x.states[0] = Ops::add(x.states[0], Ops::mul(c.one_minus_beta1, Ops::sub(g, x.states[0])));
+        x.states[1] = Ops::add(Ops::mul(c.beta2, x.states[1]), Ops::mul(c.one_minus_beta2, Ops::mul(g, g)));
     }
     // first / (sqrt(second) / sqrt(1 - beta2^t) + eps)
     PYCOMM_RULE V ratio(const Constants<Ops>& c, V first, V second) {
-        return Ops::div(first, Ops::add(Ops::mul(Ops::root(second), c.unroot2), c.eps));
+        return Ops::div(first, Ops::add(Ops::mul(Ops::root(second), c.inverse_sqrt_bias_correction2), c.eps));
     }
 };
 
@@ -100,8 +111,8 @@ struct Update<Rule::kAdam, Ops> {
         Moments<Ops>::apply(c, g, x);
         V second = x.states[1];
         if (has[2]) second = x.states[2] = Ops::maximum(x.states[2], second);
-        V d = Moments<Ops>::ratio(c, Ops::mul(x.states[0], c.unbias1), second);
-        x.weight = Ops::sub(x.weight, Ops::add(Ops::mul(c.fade, x.weight), Ops::mul(c.lr, d)));
+        V d = Moments<Ops>::ratio(c, Ops::mul(x.states[0], c.inverse_bias_correction1), second);
+        x.weight = Ops::sub(x.weight, Ops::add(Ops::mul(c.decoupled_decay, x.weight), Ops::mul(c.lr, d)));
     }
 };
 
@@ -111,10 +122,10 @@ struct Update<Rule::kRmsprop, Ops> {
     using V = typename Ops::Value;
     PYCOMM_RULE void apply(const Constants<Ops>& c, const bool* has, V, Element<Ops>& x) {
         V g = Ops::add(Ops::mul(x.grad, c.scale), Ops::mul(x.weight, c.decay));
-        V square = x.states[0] = Ops::add(Ops::mul(c.beta2, x.states[0]), Ops::mul(c.keep2, Ops::mul(g, g)));
+        V square = x.states[0] = Ops::add(Ops::mul(c.beta2, x.states[0]), Ops::mul(c.one_minus_beta2, Ops::mul(g, g)));
         if (has[2]) {
-            V mean = x.states[2] = Ops::add(x.states[2], Ops::mul(c.keep2, Ops::sub(g, x.states[2])));
-            // Of a gradient that never changes the variance may round to below 0.
+            V mean = x.states[2] = Ops::add(x.states[2], Ops::mul(c.one_minus_beta2, Ops::sub(g, x.states[2])));
+            // The variance of a gradient that never changes may round to below 0.
             square = Ops::maximum(Ops::sub(square, Ops::mul(mean, mean)), Ops::of(0.0));
         }
         V d = Ops::div(g, Ops::add(Ops::root(square), c.eps));
@@ -128,7 +139,7 @@ template <class Ops>
 struct LambDirection {
     using V = typename Ops::Value;
     PYCOMM_RULE V of(const Constants<Ops>& c, const Element<Ops>& x) {
-        V adam = Moments<Ops>::ratio(c, Ops::mul(x.states[0], c.unbias1), x.states[1]);
+        V adam = Moments<Ops>::ratio(c, Ops::mul(x.states[0], c.inverse_bias_correction1), x.states[1]);
         return Ops::add(adam, Ops::mul(x.weight, c.decay));
     }
 };

@@ -1,9 +1,10 @@
-// scatter_add: out[indices[j]] += values[j] * scale, j in ascending order.
+// scatter_add: computes out[indices[j]] += values[j] * scale, in ascending order of j.
 //
-// values and out of any floating types. The product is computed in float (double if either side is double) and rounded
-// before the sum, which is rounded to out's dtype each time. Repeated indices add up in order. An index outside out is
-// an ArgumentError, and then nothing is written.
-// What is written overlaps nothing else of the call.
+// values and out are of any floating types. The product is computed in float (double if either side is double) and
+// rounded before the sum, which is rounded to out's dtype each time. Repeated indices add up in order. An index outside
+// out is an ArgumentError, and then nothing is written.
+//
+// An output overlaps no other array of the call.
 #pragma once
 
 #include "base/buffer.h"

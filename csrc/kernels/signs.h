@@ -1,11 +1,11 @@
-// pack_signs, unpack_signs: one bit per element and one magnitude for all.
+// pack_signs, unpack_signs: floats as one bit per element and one magnitude for all.
 //
-//   pack_signs: bit i % 32 of word i / 32 is set where x[i] is negative (-0 and NaN by their sign bit); the bits behind
+//   pack_signs: bit i % 32 of word i / 32 is set where x[i] is negative (-0 and NaN by their sign bit); the bits after
 //   the last element are 0. With `remainder`, which may be x itself, remainder[i] = x[i] - (+-magnitude).
 //   unpack_signs: out[i] = (sum over p of +-magnitudes[p], in the order of p) * factor
 //
 // x, out and magnitudes are float32.
-// x and remainder apart, what is written overlaps nothing else of the call.
+// Except for remainder and x, an output overlaps no other array of the call.
 #pragma once
 
 #include <cstdint>

@@ -1,14 +1,15 @@
-// sparsify: accumulate.h, and of the sums of every gradient the k of largest magnitude, exactly.
+// sparsify: accumulate.h, then the k sums of largest magnitude of every gradient, exactly.
 //
-// indices are positions in acc, ascending, gradient by gradient; values[m] = acc[indices[m]]. What is selected is what
-// topk.h selects from each gradient's part of acc. counts[j] says how many of gradient j: 0 <= counts[j] <= its size;
-// acc holds at most 2^31 - 1 elements.
+// indices are positions in acc, ascending, gradient by gradient; values[m] = acc[indices[m]]. The selection of each
+// gradient is that of topk.h from its part of acc. counts[j] is the k of gradient j: 0 <= counts[j] <= its size; acc
+// holds at most 2^31 - 1 elements.
 //
-// thresholds[j] holds the magnitude of the last one selected at an earlier similar step, or nothing positive and finite
-// for none. Then what exceeds 0.98 of it is collected in the very pass that makes the sums, and selection reads no more
-// than that. When fewer than k were collected, or more than there is room for, missed[j] says so and topk looks through
-// acc once more. The result does not depend on it. thresholds[j] is left with this step's, where counts[j] > 0.
-// What is written overlaps nothing else of the call.
+// thresholds[j] is the smallest selected magnitude of an earlier similar step; a number that is not positive and finite
+// stands for none. The sums that exceed 0.98 of it are collected in the pass that computes them, and the selection
+// reads only these. If fewer than k were collected, or more than there is room for, missed[j] is set and topk reads acc
+// once more. The result does not depend on the threshold. thresholds[j] is set to this step's, where counts[j] > 0.
+//
+// An output overlaps no other array of the call.
 #pragma once
 
 #include <cstdint>

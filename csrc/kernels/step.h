@@ -1,18 +1,21 @@
-// step: one step of an optimizer for many parameters, every array touched once. Of each element, with
-// g = grads[j][i] * scale + decay * w:
+// step: one step of an optimizer for many parameters, every array touched once. For each element, with
+// g = grads[j][i] * scale + decay * w, and with the coefficients of rules.h:
 //
 //   kMomentum   (SGD, without rates; LARS, with lr 1 and the rate inside the momentum)
-//               d = (rates[j] * take) * g;  with a state: v = momentum * v + d, and d = v, Nesterov's d + momentum * v
-//               w -= lr * d
+//               d = (rates[j] * (1 - dampening)) * g;
+//               with a state: v = momentum * v + d, then d = v, or Nesterov's d + momentum * v;  w -= lr * d
 //   kAdam       (and AdamW)
 //               m += (1 - beta1) * (g - m);  v = beta2 * v + (1 - beta2) * g^2;  [u = max(u, v)]
-//               w -= fade * w + lr * (m * unbias1) / (sqrt(v or u) * unroot2 + eps)
+//               w -= decoupled_decay * w + lr * m' / (sqrt(v' or u') + eps), where
+//               m' = m / (1 - beta1^t), sqrt(v') = sqrt(v) / sqrt(1 - beta2^t), and sqrt(u') likewise
 //   kRmsprop    q = alpha * q + (1 - alpha) * g^2;  [a += (1 - alpha) * (g - a)]
 //               d = g / (sqrt(q [- a^2, or 0]) + eps);  [b = momentum * b + d, d = b];  w -= lr * d
 //   kLambMoments  Adam's m and v, of g without decay; weights are read only;
 //               squares[2j], squares[2j + 1]: sums of the squares of w and of r, where
-//               r = (m * unbias1) / (sqrt(v) * unroot2 + eps) + decay * w
+//               r = m' / (sqrt(v') + eps) + decay * w, with m' and v' as in kAdam
 //   kLambApply  w -= rates[j] * r, with r as above; grads are not read, states not written
+//
+// Both corrections of the bias are products with the inverses that the coefficients hold.
 //
 // Weights and states are of one type, float32 or float64, in which everything is computed; gradients of any floating
 // types. copies[j], where there are copies, gets w rounded to its half type (weights are float32 then). Arrays of

@@ -1,18 +1,19 @@
-// topk: the k elements of largest magnitude, exactly.
+// topk: selects the k elements of largest magnitude, exactly.
 //
 //   indices ascending; values[j] = x[indices[j]], signs kept, dtype of x.
 //
 // Ties go to the lowest index; every NaN counts as equal to every other and above inf; -0 equals +0. 1 <= k <= count,
 // count <= 2^31 - 1, x of any floating type and alignment.
 //
-// About one read of x (float32 on the CPU, all types on a GPU): a guess at a threshold a little below the k-th
-// magnitude, one pass that collects what reaches it, and a radix selection among those candidates. The guess comes from
-// a sample at fixed places, or, where `threshold` holds the k-th magnitude of an earlier similar x, is 0.98 of that (a
-// number that is not positive and finite counts as none). When the guess was too high (fewer than k candidates) or too
-// low (more than there is room for: ties, adversarial order), the sample is tried where it has not been, and then a
-// radix selection over x itself with a few more reads. The result depends on x and k alone. `threshold`, where not
-// null, is left with the k-th magnitude, rounded to float.
-// What is written overlaps nothing else of the call.
+// It takes about one read of x (float32 on the CPU, all types on a GPU): a guess at a threshold a little below the k-th
+// magnitude, one pass that collects the elements that reach it, and a radix selection among these candidates. The guess
+// is 0.98 of `threshold`, where that holds the k-th magnitude of an earlier similar x, positive and finite; otherwise
+// it comes from a sample at fixed places. If the guess was too high (fewer than k candidates) or too low (more than
+// there is room for: ties, adversarial order), the sample is tried if it has not been, and then a radix selection over
+// x itself, with a few more reads. The result depends on x and k alone. `threshold`, where it is not null, is set to
+// the k-th magnitude, rounded to float.
+//
+// An output overlaps no other array of the call.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// unpack: the inverse of pack.
+// unpack: casts and scales one array into many, the inverse of pack.
 //
 //   outs[j][i] = cast(flat[offset_j + i] * scale)
 //

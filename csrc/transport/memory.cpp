@@ -1,25 +1,10 @@
 #include "transport/memory.h"
 
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
 #include <fstream>
-#include <string>
-#include <utility>
-
-#include "base/error.h"
 
 namespace pycomm {
 namespace {
-
-constexpr int64_t kPage = 4096;
-constexpr double kMiB = 1 << 20;
-
-int64_t round_up(int64_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
 // The number behind `key` in a file of "key value" lines, -1 if there is none.
 int64_t field_of(const std::string& path, const std::string& key) {
@@ -39,7 +24,7 @@ int64_t number_in(const std::string& path) {
     return file >> value ? value : -1;  // "max" is no number
 }
 
-// What one control group leaves, INT64_MAX where it has no limit.
+// Bytes that one control group leaves, INT64_MAX where it has no limit.
 int64_t left_in(const std::string& directory, const char* limit_file, const char* usage_file, const char* cached_key) {
     int64_t limit = number_in(directory + "/" + limit_file);
     int64_t usage = number_in(directory + "/" + usage_file);
@@ -87,100 +72,10 @@ int64_t left_in_control_groups(const std::string& root) {
 
 }  // namespace
 
-Mapping::Mapping(const Descriptor& file, int64_t num_bytes) : num_bytes_(num_bytes) {
-    void* data = mmap(nullptr, static_cast<size_t>(num_bytes), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE,
-                      file.get(), 0);
-    if (data == MAP_FAILED) {
-        throw OutOfMemory(
-            format("shared memory: mapping %.0f MiB of address space failed (%s); is a limit on address "
-                   "space (ulimit -v) in force?",
-                   static_cast<double>(num_bytes) / kMiB, std::strerror(errno)));
-    }
-    data_ = static_cast<char*>(data);
-    // Both are hints: huge pages where the system allows them for shared memory, and no gradients in core dumps.
-    madvise(data, static_cast<size_t>(num_bytes), MADV_HUGEPAGE);
-    madvise(data, static_cast<size_t>(num_bytes), MADV_DONTDUMP);
-}
-
-Mapping::~Mapping() { munmap(data_, static_cast<size_t>(num_bytes_)); }
-
-void Mapping::withdraw(const Descriptor& file, int64_t private_bytes) noexcept {
-    constexpr int kOver = MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE;
-    auto all = static_cast<size_t>(num_bytes_), kept = static_cast<size_t>(private_bytes);
-    // Where there is too little to make it private, it goes too: better the child's end than its parent's gradients.
-    if (kept > 0 && mmap(data_, kept, PROT_READ | PROT_WRITE, kOver, file.get(), 0) == MAP_FAILED) kept = 0;
-    if (kept < all) mmap(data_ + kept, all - kept, PROT_NONE, kOver | MAP_ANONYMOUS, -1, 0);
-    if (kept > 0) madvise(data_, kept, MADV_DONTDUMP);
-}
-
 int64_t available_memory(const std::string& root) {
     int64_t kilobytes = field_of(root + "/proc/meminfo", "MemAvailable:");
     int64_t system = kilobytes < 0 ? INT64_MAX : kilobytes * 1024;
     return std::max<int64_t>(0, std::min(system, left_in_control_groups(root)));
-}
-
-Arena::Arena(Descriptor file, int64_t num_bytes, int64_t begin)
-    : file_(std::move(file)), mapping_(std::make_shared<Mapping>(file_, num_bytes)) {
-    reserve(begin, begin);
-    free_[begin] = num_bytes - begin;
-    watch_forks(this);
-}
-
-Arena::~Arena() { unwatch_forks(this); }
-
-void Arena::after_fork_in_child() {
-    if (file_.is_open()) mapping_->withdraw(file_, reserved_);  // else it is a child's child, whose copies are private
-    file_.close();
-    mutex_.unlock();
-}
-
-void Arena::reserve(int64_t end, int64_t wanted) {
-    if (end <= reserved_) return;
-    int64_t found = available_memory();
-    int error = end - reserved_ > found ? ENOMEM : posix_fallocate(file_.get(), reserved_, end - reserved_);
-    if (error != 0) {
-        throw OutOfMemory(format("shared memory: %.1f MiB needed for a block of %.1f MiB, %.1f MiB found (%s)",
-                                 static_cast<double>(end - reserved_) / kMiB, static_cast<double>(wanted) / kMiB,
-                                 static_cast<double>(found) / kMiB, std::strerror(error)));
-    }
-    reserved_ = end;
-}
-
-char* Arena::allocate(int64_t num_bytes) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    const int64_t most = mapping_->num_bytes();  // what exceeds it, by how much ever, is not rounded
-    int64_t size = num_bytes > most ? num_bytes : std::max(kPage, round_up(num_bytes));
-    auto hole = std::find_if(free_.begin(), free_.end(), [&](const auto& entry) { return entry.second >= size; });
-    if (hole == free_.end()) {
-        throw OutOfMemory(format("shared memory: %.1f MiB needed, the arena of %.0f MiB has no such hole left",
-                                 static_cast<double>(size) / kMiB, static_cast<double>(mapping_->num_bytes()) / kMiB));
-    }
-    auto [offset, length] = *hole;
-    reserve(offset + size, size);
-    free_.erase(hole);
-    if (length > size) free_[offset + size] = length - size;
-    used_[offset] = size;
-    return mapping_->data() + offset;
-}
-
-void Arena::release(char* block) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    auto entry = used_.find(block - mapping_->data());
-    auto [offset, size] = *entry;
-    used_.erase(entry);
-    auto next = free_.lower_bound(offset);
-    if (next != free_.end() && next->first == offset + size) {
-        size += next->second;
-        next = free_.erase(next);
-    }
-    if (next != free_.begin()) {
-        auto previous = std::prev(next);
-        if (previous->first + previous->second == offset) {
-            previous->second += size;
-            return;
-        }
-    }
-    free_[offset] = size;
 }
 
 }  // namespace pycomm

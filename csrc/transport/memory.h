@@ -1,78 +1,13 @@
-// One rank's shared memory: an anonymous file, mapped by every rank of the group.
-//
-//   | control | mailboxes | staging | arena ... |
-//
-// The file has no name, so nothing is left behind when its last holder dies, and no /dev/shm limit applies. Its pages
-// are reserved (posix_fallocate) before use: a shortage is an error here and not a SIGBUS somewhere else. The address
-// range is much larger than what is ever reserved, so that an arena grows without telling the peers.
-//
-// In a forked child the owner's blocks are private: what it writes nobody else sees. A page that it has not written it
-// still reads as the parent has it. Peers' files are out of its reach.
+// Memory of the machine, as the kernel accounts for it.
 #pragma once
 
 #include <cstdint>
-#include <map>
-#include <memory>
-#include <mutex>
 #include <string>
-
-#include "base/descriptor.h"
-#include "transport/at_fork.h"
 
 namespace pycomm {
 
-class Mapping {
-   public:
-    Mapping(const Descriptor& file, int64_t num_bytes);
-    ~Mapping();
-    Mapping(const Mapping&) = delete;
-    Mapping& operator=(const Mapping&) = delete;
-
-    char* data() const { return data_; }
-    int64_t num_bytes() const { return num_bytes_; }
-
-    // For a forked child. What was shared is private from now on in the first `private_bytes`, and beyond them gone: an
-    // access there ends the process. The address range stays taken.
-    void withdraw(const Descriptor& file, int64_t private_bytes) noexcept;
-
-   private:
-    char* data_;
-    int64_t num_bytes_;
-};
-
 // Bytes of memory this process may still use, as far as the kernel and its control groups (versions 1 and 2, all
-// levels) say. `root` is put before the names of the system's files, for tests.
+// levels) say. `root` is prepended to the paths of the system's files, for tests.
 int64_t available_memory(const std::string& root = "");
-
-// The allocator of this rank's own file. Blocks may outlive the group: they keep the mapping.
-class Arena : private ForkAware {
-   public:
-    // Bytes [0, begin) are reserved at once and never handed out.
-    Arena(Descriptor file, int64_t num_bytes, int64_t begin);
-    ~Arena();
-    Arena(const Arena&) = delete;
-    Arena& operator=(const Arena&) = delete;
-
-    // Page-aligned block of at least one page. Throws OutOfMemory saying what was needed and found.
-    char* allocate(int64_t num_bytes);
-    void release(char* block);
-
-    char* data() const { return mapping_->data(); }
-    // Which outlives the arena where somebody keeps it.
-    const std::shared_ptr<Mapping>& mapping() const { return mapping_; }
-
-   private:
-    void reserve(int64_t end, int64_t wanted);
-    void before_fork() override { mutex_.lock(); }
-    void after_fork_in_parent() override { mutex_.unlock(); }
-    void after_fork_in_child() override;
-
-    Descriptor file_;
-    std::shared_ptr<Mapping> mapping_;
-    std::mutex mutex_;
-    std::map<int64_t, int64_t> free_;  // offset -> bytes, no two adjacent
-    std::map<int64_t, int64_t> used_;
-    int64_t reserved_ = 0;  // bytes [0, reserved_) have their pages
-};
 
 }  // namespace pycomm

@@ -1,10 +1,13 @@
 #include "transport/process.h"
 
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <fstream>
 #include <string>
+
+#include "base/error.h"
 
 namespace pycomm {
 
@@ -34,6 +37,14 @@ pid_t peer_of(int socket) {
     socklen_t length = sizeof credentials;
     if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &credentials, &length) != 0) return 0;
     return credentials.pid;
+}
+
+void require_own_process(int rank, const std::string& operation, pid_t owner) {
+    if (getpid() == owner) return;
+    throw CommFailure(rank, -1, operation, 0.0,
+                      format("%s: this communicator belongs to process %d and was inherited by a fork; make one in the "
+                             "new process",
+                             operation.c_str(), owner));
 }
 
 }  // namespace pycomm

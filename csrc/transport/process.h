@@ -1,7 +1,9 @@
-// What the system says of another process.
+// State of the processes behind the ranks, and of this one.
 #pragma once
 
 #include <sys/types.h>
+
+#include <string>
 
 namespace pycomm {
 
@@ -20,5 +22,8 @@ ProcessState state_of(pid_t pid);
 // The process at the other end of a Unix socket when it was connected; 0 where it is in no namespace of ours, or
 // unknown.
 pid_t peer_of(int socket);
+
+// Throws CommFailure in a process that inherited, by a fork, a communicator of process `owner`.
+void require_own_process(int rank, const std::string& operation, pid_t owner);
 
 }  // namespace pycomm

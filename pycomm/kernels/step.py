@@ -46,7 +46,7 @@ class Moments:
 
     def fill(self, c: _native.Coefficients) -> None:
         beta1, beta2 = (checks.number("betas", beta) for beta in checks.pair("betas", self.betas, "two numbers"))
-        c.keep1, c.beta2, c.keep2, c.eps = 1.0 - beta1, beta2, 1.0 - beta2, self.eps
+        c.one_minus_beta1, c.beta2, c.one_minus_beta2, c.eps = 1.0 - beta1, beta2, 1.0 - beta2, self.eps
         if not self.bias_correction:
             return
         step = checks.number("step", self.step)
@@ -54,8 +54,8 @@ class Moments:
             raise ValueError(
                 f"step is {self.step!r} and betas {self.betas!r}, wanted a step of at least 1, 0 <= betas < 1"
             )
-        c.unbias1 = 1.0 / (1.0 - beta1**step)
-        c.unroot2 = 1.0 / math.sqrt(1.0 - beta2**step)
+        c.inverse_bias_correction1 = 1.0 / (1.0 - beta1**step)
+        c.inverse_sqrt_bias_correction2 = 1.0 / math.sqrt(1.0 - beta2**step)
 
 
 def momentum_step(
@@ -82,7 +82,7 @@ def momentum_step(
     c = _native.Coefficients()
     c.lr, c.momentum, c.nesterov = lr, momentum, nesterov
     c.decay = checks.number("weight_decay", weight_decay)
-    c.take = 1.0 - checks.number("dampening", dampening)
+    c.one_minus_dampening = 1.0 - checks.number("dampening", dampening)
     _run("momentum", c, weights, grads, [buffers], scale, copies, scratch, rates=rates)
 
 
@@ -107,7 +107,7 @@ def adam_step(
     moments.fill(c)
     c.lr = lr
     if decoupled:
-        c.fade = checks.number("lr", lr) * checks.number("weight_decay", weight_decay)
+        c.decoupled_decay = checks.number("lr", lr) * checks.number("weight_decay", weight_decay)
     else:
         c.decay = checks.number("weight_decay", weight_decay)
     _run("adam", c, weights, grads, [exp_avgs, exp_avg_sqs, max_exp_avg_sqs], scale, copies, scratch)
@@ -134,7 +134,7 @@ def rmsprop_step(
     c.lr, c.eps, c.momentum = lr, eps, momentum
     c.decay = checks.number("weight_decay", weight_decay)
     c.beta2 = checks.number("alpha", alpha)
-    c.keep2 = 1.0 - checks.number("alpha", alpha)
+    c.one_minus_beta2 = 1.0 - checks.number("alpha", alpha)
     _run("rmsprop", c, weights, grads, [square_avgs, momentum_buffers, grad_avgs], scale, copies, scratch)
 
 

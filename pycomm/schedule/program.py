@@ -15,7 +15,7 @@ import numpy as np
 from pycomm.schedule.table import REDUCE, Ints, Round, Table
 
 SEND_COLUMNS = ("peer", "chunk", "count", "conflict", "fresh", "after_received", "after_taken")
-RECEIVE_COLUMNS = ("peer", "chunk", "count", "reduces", "from_twin", "after_taken", "after_sent")
+RECEIVE_COLUMNS = ("peer", "chunk", "count", "reduces", "from_shadow", "after_taken", "after_sent")
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +107,7 @@ class _Builder:
             chunk, count = int(r.chunk[edge]), int(r.count[edge])
             chunks = slice(chunk, chunk + count)
             conflict = bool(changing[chunks].any())
-            # What others were sent in this round already, all of it from the twin, lies there.
+            # What others were sent in this round already, all of it from the shadow, lies there.
             fresh = not ((self._sent_in_conflict if conflict else self._sent)[chunks] > first).all()
             row = [int(r.dst[edge]), chunk, count, int(conflict), int(fresh)]
             self.sends.append([*row, int(self._received[chunks].max()), int(earlier[chunks].max())])

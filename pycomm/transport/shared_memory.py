@@ -1,4 +1,4 @@
-"""Collectives between the processes of one host. The work is done in csrc/transport/shared_memory.h."""
+"""Collectives between the processes of one host. The work is done in csrc/transport/shared_memory/group.h."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ void check_squares(std::mt19937& random) {
     for (float& number : numbers) number = static_cast<float>(random() % 9);
     pycomm::Step job;
     job.rule = pycomm::Rule::kLambMoments;
-    job.coefficients.keep1 = job.coefficients.eps = 1.0;  // the direction is the gradient
+    job.coefficients.one_minus_beta1 = job.coefficients.eps = 1.0;  // the direction is the gradient
     std::vector<double> wanted, twice;
     for (int64_t begin = 0; int64_t size : {600, 700, 3, 0, 9000, 513, 40, 1040, 1040, 1040, 1040, 1040}) {
         float* from = numbers.data() + begin;

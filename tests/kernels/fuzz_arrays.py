@@ -13,7 +13,7 @@ import torch
 
 from tests.kernels.fuzz_memory import Block, Rng, block_of, owned_block
 from tests.kernels.reference import interesting
-from tests.kernels.test_others import OnlyInterface
+from tests.kernels.test_arrays import OnlyInterface
 
 SIZES = (0, 1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 257)
 NUMPY = {

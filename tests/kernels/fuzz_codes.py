@@ -29,7 +29,7 @@ from tests.kernels.fuzz_memory import Rng
 from tests.kernels.reference import assert_same_bits
 
 LARGEST = test_indices.LARGEST
-_HOWS = [(64, 7, 4), (256, 127, 8), (128, 1, 2), (192, 3, 8), (2112, 5, 4), (4096, 100, 8), (2**40, 2, 4)]
+_CONFIGS = [(64, 7, 4), (256, 127, 8), (128, 1, 2), (192, 3, 8), (2112, 5, 4), (4096, 100, 8), (2**40, 2, 4)]
 
 
 def _some_indices(rng: Rng) -> tuple[int, torch.Tensor]:
@@ -111,80 +111,82 @@ def _decoded(words: torch.Tensor, limit: int, count: int) -> list[int] | None:
     return found if ascending else None
 
 
-def _how(rng: Rng) -> kernels.Quantization:
-    return kernels.Quantization(*rng.choice(_HOWS), rng.choice(["max", "euclidean"]))
+def _config(rng: Rng) -> kernels.Quantization:
+    return kernels.Quantization(*rng.choice(_CONFIGS), rng.choice(["max", "euclidean"]))
 
 
-def _small(how: kernels.Quantization, count: int) -> kernels.Quantization:
+def _small(config: kernels.Quantization, count: int) -> kernels.Quantization:
     """The same for so few elements, with blocks that references can hold."""
-    return kernels.Quantization(min(how.block, -(-max(count, 1) // 64) * 64), how.levels, how.bits, how.norm)
+    return kernels.Quantization(
+        min(config.block, -(-max(count, 1) // 64) * 64), config.levels, config.bits, config.norm
+    )
 
 
 def quantize(rng: Rng) -> Call:
-    how, size = _how(rng), some_size(rng)
+    config, size = _config(rng), some_size(rng)
     values = some_values(rng, size, torch.float32, finite=rng.chance(0.8)) * rng.choice([1.0, 1e-29, 1e15])
-    if how.norm == "euclidean":
+    if config.norm == "euclidean":
         values = torch.where(values.abs() < 1e-12, torch.zeros_like(values), values.clamp(-1e15, 1e15))
     given = rng.chance(0.5)
     x = array("x", values, aligned=True, sized=False, flat=not given)
     out = None
     if given:
-        units = output(rng, "units", how.num_blocks(size), torch.float32, aligned=True)
-        out = units, output(rng, "codes", how.code_bytes(size), torch.uint8)
+        scales = output(rng, "scales", config.num_blocks(size), torch.float32, aligned=True)
+        out = scales, output(rng, "codes", config.code_bytes(size), torch.uint8)
     numbers = torch.tensor([rng.randrange(-(2**63), 2**63) for _ in range(2)])
     seed = array("seed", numbers, aligned=True) if rng.chance(0.5) else None
     left = output(rng, "remainder", size, torch.float32, aligned=True) if rng.chance(0.5) else None
 
     def wanted(read: Read) -> Wanted:
         held = read(x).numpy()
-        fair = _small(how, size)
+        fair = _small(config, size)
         sizes = np.abs(held[held != 0])
-        if how.norm == "euclidean" and not ((sizes >= 1e-12) & (sizes <= 1e15)).all():
+        if config.norm == "euclidean" and not ((sizes >= 1e-12) & (sizes <= 1e15)).all():
             # Squares are added as floats: what comes of what lies where another array was may be anything.
             return Wanted(unknown=[slot for slot in (*(out or ()), left) if slot is not None])
         with np.errstate(all="ignore"):
-            units = torch.from_numpy(test_quantize.units_of(held, fair))
+            scales = torch.from_numpy(test_quantize.scales_of(held, fair))
         random = None if seed is None else tuple(read(seed).tolist())
-        return _quantized(held, fair, random, units, out, left)
+        return _quantized(held, fair, random, scales, out, left)
 
-    arguments = {"x": x, "how": how, "out": out, "seed": seed, "remainder": left}
+    arguments = {"x": x, "config": config, "out": out, "seed": seed, "remainder": left}
     return Call("quantize", arguments, wanted, shared=[] if left is None else [(left, x, 0)])
 
 
 def _quantized(
     x: np.ndarray,
-    how: kernels.Quantization,
+    config: kernels.Quantization,
     seed: Any,
-    units: torch.Tensor,
+    scales: torch.Tensor,
     out: tuple[Slot, Slot] | None,
     left: Slot | None,
 ) -> Wanted:
-    """Codes and remainders follow from the very units that were found, which another order of a sum may change."""
-    rtol = 0.0 if how.norm == "max" else 1e-5
+    """Codes and remainders follow from the very scales that were found, which another order of a sum may change."""
+    rtol = 0.0 if config.norm == "max" else 1e-5
 
     def codes(found: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(test_quantize.packed(test_quantize.reference(x, how, seed, found)[0], how.bits))
+        return torch.from_numpy(test_quantize.packed(test_quantize.reference(x, config, seed, found)[0], config.bits))
 
     def remainder(found: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(test_quantize.reference(x, how, seed, found)[1])
+        return torch.from_numpy(test_quantize.reference(x, config, seed, found)[1])
 
-    if not np.isfinite(x).all() or not bool(units.isfinite().all()):
+    if not np.isfinite(x).all() or not bool(scales.isfinite().all()):
         written = [slot for slot in (*(out or ()), left) if slot is not None]
-        finite = units.isfinite()
+        finite = scales.isfinite()
 
-        def check_units(result: Any) -> None:
+        def check_scales(result: Any) -> None:
             found = as_tensor(result[0]).flatten() if out is None else out[0].read()
-            expect(bool((found.isfinite() == finite).all()), f"units are {found}, finite should be {finite}")
+            expect(bool((found.isfinite() == finite).all()), f"scales are {found}, finite should be {finite}")
 
-        return Wanted(result=check_units, unknown=written)
+        return Wanted(result=check_scales, unknown=written)
     if out is None:
 
         def check_all(result: Any) -> None:
-            assert_close(as_tensor(result[0]), units, rtol)
+            assert_close(as_tensor(result[0]), scales, rtol)
             assert_same_bits(as_tensor(result[1]), codes(as_tensor(result[0]).numpy()))
 
         return Wanted(result=check_all, unknown=[] if left is None else [left])
-    outputs = [Output(out[0], units, rtol), Output(out[1], lambda: codes(out[0].read().numpy()))]
+    outputs = [Output(out[0], scales, rtol), Output(out[1], lambda: codes(out[0].read().numpy()))]
     outputs += [] if left is None else [Output(left, lambda: remainder(out[0].read().numpy()))]
     return Wanted(outputs)
 
@@ -197,25 +199,25 @@ def _levels(codes: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 
 
 def dequantize(rng: Rng) -> Call:
-    how, size, parts = _how(rng), some_size(rng), rng.choice([1, 1, 2, 3, 6])
-    units, codes = [], []
+    config, size, parts = _config(rng), some_size(rng), rng.choice([1, 1, 2, 3, 6])
+    scales, codes = [], []
     for p in range(parts):
-        unit = some_values(rng, how.num_blocks(size), torch.float32).abs()
-        units.append(array(f"units[{p}]", unit, aligned=True))
-        codes.append(array(f"codes[{p}]", some_values(rng, how.code_bytes(size), torch.uint8)))
+        of_blocks = some_values(rng, config.num_blocks(size), torch.float32).abs()
+        scales.append(array(f"scales[{p}]", of_blocks, aligned=True))
+        codes.append(array(f"codes[{p}]", some_values(rng, config.code_bytes(size), torch.uint8)))
     out = output(rng, "out", size, torch.float32, aligned=True, sized=False)
     scale = some_scale(rng)
 
     def wanted(read: Read) -> Wanted:
-        fair = _small(how, size)
+        fair = _small(config, size)
         total = torch.zeros(size)
-        for unit, code in zip(units, codes, strict=True):
-            each = read(unit).repeat_interleave(fair.block)[:size]
-            total = total + _levels(read(code), how.bits, size) * each
+        for of_blocks, code in zip(scales, codes, strict=True):
+            each = read(of_blocks).repeat_interleave(fair.block)[:size]
+            total = total + _levels(read(code), config.bits, size) * each
         return Wanted([Output(out, total * torch.tensor(number_of(scale, read), dtype=torch.float32))])
 
-    arguments = {"units": units, "codes": codes, "how": how, "out": out, "scale": scale}
-    return Call("dequantize", arguments, wanted, paired=("units", "codes"))
+    arguments = {"scales": scales, "codes": codes, "config": config, "out": out, "scale": scale}
+    return Call("dequantize", arguments, wanted, paired=("scales", "codes"))
 
 
 def _magnitude(rng: Rng) -> torch.Tensor:

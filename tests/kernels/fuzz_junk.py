@@ -32,9 +32,9 @@ SIGNATURES: dict[str, dict[str, str]] = {
     "accumulate": {**_ACCUMULATE, "grads": "grads"},
     "adam_step": {**_STEP, **_MOMENTS, "max_exp_avg_sqs": "arrays?", "lr": "number", "decoupled": "bool"},
     "dequantize": {
-        "units": "arrays",
+        "scales": "arrays",
         "codes": "arrays",
-        "how": "how",
+        "config": "config",
         "out": "array",
         "scale": "factor",
         "scratch": "scratch",
@@ -63,7 +63,7 @@ SIGNATURES: dict[str, dict[str, str]] = {
     "pack_indices": {"indices": "array", "limit": "integer", "out": "array?"},
     "pack_signs": {"x": "array", "magnitude": "array", "out": "array?", "remainder": "array?"},
     "packed_words": {"limit": "integer", "count": "integer"},
-    "quantize": {"x": "array", "how": "how", "out": "pair?", "seed": "array?", "remainder": "array?"},
+    "quantize": {"x": "array", "config": "config", "out": "pair?", "seed": "array?", "remainder": "array?"},
     "reduce": {"out": "array", "inputs": "arrays", "op": "text", "scratch": "scratch"},
     "rmsprop_step": {
         **_STEP,
@@ -96,17 +96,17 @@ FIELDS: dict[str, dict[str, str]] = {
     "momentum": {"velocity": "array?", "old_velocity": "array?", "factor": "number", "nesterov": "bool"},
     "decay": {"weights": "arrays", "factor": "number"},
     "moments": {"betas": "betas", "eps": "number", "step": "integer", "bias_correction": "bool"},
-    "how": {"block": "integer", "levels": "integer", "bits": "integer", "norm": "text"},
+    "config": {"block": "integer", "levels": "integer", "bits": "integer", "norm": "text"},
 }
 ALIASES: dict[str, tuple[str, ...]] = {
-    "out": ("words", "indices", "values", "units", "codes", "squares", "out"),
+    "out": ("words", "indices", "values", "scales", "codes", "squares", "out"),
     "limit": ("range", "limit"),
     "count": ("indices", "count"),
     "factor": ("factor", "decay", "momentum"),
     "words": ("words", "out"),
     "values": ("values", "out"),
     "indices": ("indices", "out"),
-    "units": ("units", "out"),
+    "scales": ("scales", "out"),
     "codes": ("codes", "out"),
 }
 """What messages call arguments besides."""
@@ -155,7 +155,7 @@ JUNK: dict[str, list[Callable[[], Any]]] = {
     "text": [*_junk("", "median", "Sum", "sum\0", "\ud800", 3, 1.5, [], ["sum"]), object],
     "scratch": [*_ANYTHING, *_junk(3, [], True), lambda: torch.ones(300)],
     "pair": [*_junk("text", 3, 1.5, object(), (), [None], (None, None), (1, 2), "ab", {}), lambda: torch.ones(3)],
-    "how": [*_ANYTHING, *_junk(3, "max", (256, 127, 8, "max"))],
+    "config": [*_ANYTHING, *_junk(3, "max", (256, 127, 8, "max"))],
     "momentum": [*_ANYTHING, *_junk(0.9, True)],
     "decay": [*_ANYTHING, *_junk(0.1, [])],
     "moments": [*_ANYTHING, *_junk(0.9, (0.9, 0.999))],

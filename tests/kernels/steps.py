@@ -187,8 +187,8 @@ def _moments(g: torch.Tensor, m: State, v: State, moments: kernels.Moments) -> t
 
 def ratio(m: torch.Tensor, v: torch.Tensor, moments: kernels.Moments) -> torch.Tensor:
     beta1, beta2 = moments.betas
-    unbias, unroot = 1.0 / (1.0 - beta1**moments.step), 1.0 / math.sqrt(1.0 - beta2**moments.step)
-    return m * _number(unbias, m) / (_root(v) * _number(unroot, m) + _number(moments.eps, m))
+    inverse_correction1, inverse_root2 = 1.0 / (1.0 - beta1**moments.step), 1.0 / math.sqrt(1.0 - beta2**moments.step)
+    return m * _number(inverse_correction1, m) / (_root(v) * _number(inverse_root2, m) + _number(moments.eps, m))
 
 
 def _adam(
@@ -208,8 +208,8 @@ def _adam(
     if u is not None:
         u = torch.where(u.isnan() | (u > v), u, v)
     d = ratio(m, v if u is None else u, moments)
-    fade = _number(lr * weight_decay if decoupled else 0.0, w)
-    return w - (fade * w + _number(lr, w) * d), [m, v, u], d
+    decoupled_decay = _number(lr * weight_decay if decoupled else 0.0, w)
+    return w - (decoupled_decay * w + _number(lr, w) * d), [m, v, u], d
 
 
 def _rmsprop(
@@ -225,12 +225,12 @@ def _rmsprop(
     weight_decay: float = 0.0,
 ) -> After:
     g = g + w * _number(weight_decay, w)
-    keep = _number(1.0 - alpha, w)
+    one_minus_alpha = _number(1.0 - alpha, w)
     q, b, a = states
     assert q is not None
-    q = spread = _number(alpha, w) * q + keep * (g * g)
+    q = spread = _number(alpha, w) * q + one_minus_alpha * (g * g)
     if a is not None:
-        a = a + keep * (g - a)
+        a = a + one_minus_alpha * (g - a)
         spread = (q - a * a).clamp(min=0)
     d = g / (_root(spread) + _number(eps, w))
     if b is not None:

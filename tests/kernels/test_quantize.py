@@ -17,7 +17,7 @@ from tests.kernels.reference import assert_same_bits, misaligned, simd
 
 __all__ = ["gpu", "simd"]
 
-HOWS = [
+CONFIGS = [
     Quantization(),
     Quantization(64, 7, 4),
     Quantization(128, 1, 2),
@@ -49,26 +49,28 @@ def random_numbers(seed: tuple[int, int], count: int) -> np.ndarray:
 
 
 def reference(
-    x: np.ndarray, how: Quantization, seed: tuple[int, int] | None, units: np.ndarray
+    x: np.ndarray, config: Quantization, seed: tuple[int, int] | None, scales: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The codes as whole numbers, and the remainders, given the units."""
-    unit = units.repeat(how.block)[: len(x)]
+    """The codes as whole numbers, and the remainders, given the scales."""
+    scale = scales.repeat(config.block)[: len(x)]
     with np.errstate(divide="ignore"):
-        inverse = np.where(unit == 0, np.float32(0), np.float32(1) / unit)
+        inverse = np.where(scale == 0, np.float32(0), np.float32(1) / scale)
     level = np.abs(x * inverse)
     level = np.rint(level) if seed is None else np.trunc(level + random_numbers(seed, len(x)))
-    code = np.copysign(np.minimum(level, np.float32(how.levels)), x)
-    return code.astype(np.int64), x - code * unit
+    code = np.copysign(np.minimum(level, np.float32(config.levels)), x)
+    return code.astype(np.int64), x - code * scale
 
 
-def units_of(x: np.ndarray, how: Quantization) -> np.ndarray:
-    starts = np.arange(0, len(x), how.block)
-    if how.norm == "max":
-        norms = np.array([np.abs(x[at : at + how.block]).max() for at in starts], np.float32)
+def scales_of(x: np.ndarray, config: Quantization) -> np.ndarray:
+    starts = np.arange(0, len(x), config.block)
+    if config.norm == "max":
+        norms = np.array([np.abs(x[at : at + config.block]).max() for at in starts], np.float32)
     else:
-        norms = np.array([np.sqrt((x[at : at + how.block].astype(np.float64) ** 2).sum()) for at in starts], np.float32)
-    units = norms * (np.float32(1) / np.float32(how.levels))
-    return np.where(units < np.float32(2.0**-100), np.float32(0), units)
+        norms = np.array(
+            [np.sqrt((x[at : at + config.block].astype(np.float64) ** 2).sum()) for at in starts], np.float32
+        )
+    scales = norms * (np.float32(1) / np.float32(config.levels))
+    return np.where(scales < np.float32(2.0**-100), np.float32(0), scales)
 
 
 def packed(codes: np.ndarray, bits: int) -> np.ndarray:
@@ -91,34 +93,34 @@ def seed_array(seed: tuple[int, int] | None) -> torch.Tensor | None:
     return None if seed is None else torch.tensor(seed)
 
 
-def check(x: Any, how: Quantization, seed: tuple[int, int] | None) -> None:
+def check(x: Any, config: Quantization, seed: tuple[int, int] | None) -> None:
     """On the CPU."""
     as_numpy = np.asarray(x)
     left = np.full(len(x), 77, np.float32)
-    units, codes = kernels.quantize(x, how, seed=seed_array(seed), remainder=left)
-    units, codes = np.asarray(units), np.asarray(codes)
-    wanted = units_of(as_numpy, how)
-    if how.norm == "max":
-        assert np.array_equal(units, wanted)
+    scales, codes = kernels.quantize(x, config, seed=seed_array(seed), remainder=left)
+    scales, codes = np.asarray(scales), np.asarray(codes)
+    wanted = scales_of(as_numpy, config)
+    if config.norm == "max":
+        assert np.array_equal(scales, wanted)
     else:
-        assert np.allclose(units, wanted, rtol=1e-5, atol=0)
-    numbers, remainder = reference(as_numpy, how, seed, units)
-    assert np.array_equal(codes, packed(numbers, how.bits))
+        assert np.allclose(scales, wanted, rtol=1e-5, atol=0)
+    numbers, remainder = reference(as_numpy, config, seed, scales)
+    assert np.array_equal(codes, packed(numbers, config.bits))
     assert_same_bits(torch.from_numpy(left), torch.from_numpy(remainder))
-    assert np.abs(left).max(initial=0) <= units.max(initial=0) * (1.0 if seed else 0.501)
+    assert np.abs(left).max(initial=0) <= scales.max(initial=0) * (1.0 if seed else 0.501)
     out = np.full(len(x), 77, np.float32)
-    kernels.dequantize([units], [codes], how, out)
-    assert np.array_equal(out, (numbers * units.repeat(how.block)[: len(x)]).astype(np.float32))
+    kernels.dequantize([scales], [codes], config, out)
+    assert np.array_equal(out, (numbers * scales.repeat(config.block)[: len(x)]).astype(np.float32))
 
 
 @pytest.mark.usefixtures("simd")
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("norm", ["max", "euclidean"])
 @pytest.mark.parametrize("seed", [None, SEED])
-def test_against_numpy(how: Quantization, norm: str, seed: tuple[int, int] | None) -> None:
-    how = Quantization(how.block, how.levels, how.bits, norm)
+def test_against_numpy(config: Quantization, norm: str, seed: tuple[int, int] | None) -> None:
+    config = Quantization(config.block, config.levels, config.bits, norm)
     for count in SIZES:
-        check(some(count), how, seed)
+        check(some(count), config, seed)
 
 
 @pytest.mark.usefixtures("simd")
@@ -140,8 +142,8 @@ def test_halves_go_to_the_even_level() -> None:
 def test_tiny_blocks_are_zeros() -> None:
     x = torch.cat([torch.full((64,), 2.0**-95), torch.full((64,), -(2.0**-92)), torch.zeros(5)])
     left = torch.empty(133)
-    units, codes = kernels.quantize(x, Quantization(64, 127, 8), remainder=left)
-    assert units.tolist() == [0.0, (torch.tensor(1 / 127) * 2.0**-92).item(), 0.0]
+    scales, codes = kernels.quantize(x, Quantization(64, 127, 8), remainder=left)
+    assert scales.tolist() == [0.0, (torch.tensor(1 / 127) * 2.0**-92).item(), 0.0]
     assert codes.view(torch.int8).tolist() == [0] * 64 + [-127] * 64 + [0] * 5
     assert_same_bits(left[:64], x[:64])
 
@@ -151,18 +153,18 @@ def test_what_is_not_finite_spoils_its_unit_alone(bad: float) -> None:
     x = torch.ones(300)
     x[100] = bad
     for norm in ("max", "euclidean"):
-        units, _ = kernels.quantize(x, Quantization(64, 7, 4, norm))
-        assert units.isfinite().tolist() == [True, False, True, True, True]
+        scales, _ = kernels.quantize(x, Quantization(64, 7, 4, norm))
+        assert scales.isfinite().tolist() == [True, False, True, True, True]
 
 
 def test_stochastic_rounding_has_no_bias() -> None:
     x = torch.linspace(-1.0, 1.0, 256)
-    how = Quantization(256, 1, 2)
+    config = Quantization(256, 1, 2)
     total = torch.zeros(256, dtype=torch.float64)
     for step in range(2000):
-        units, codes = kernels.quantize(x, how, seed=torch.tensor([9, step]))
+        scales, codes = kernels.quantize(x, config, seed=torch.tensor([9, step]))
         out = torch.empty(256)
-        kernels.dequantize([units], [codes], how, out)
+        kernels.dequantize([scales], [codes], config, out)
         total += out
     assert (total / 2000 - x).abs().max() < 4 * 0.5 / 2000**0.5  # four standard deviations
     assert abs((total / 2000 - x).mean()) < 4 * 0.5 / (2000 * 256) ** 0.5
@@ -170,30 +172,30 @@ def test_stochastic_rounding_has_no_bias() -> None:
 
 def test_threads_in_place() -> None:
     x = some(3_000_001)
-    how = Quantization(256, 7, 4)
-    wanted, (units, codes) = x.clone(), kernels.quantize(x, how, seed=torch.tensor(SEED))
+    config = Quantization(256, 7, 4)
+    wanted, (scales, codes) = x.clone(), kernels.quantize(x, config, seed=torch.tensor(SEED))
     kernels.set_num_threads(2)
     try:
-        again = kernels.quantize(x, how, seed=torch.tensor(SEED), remainder=x)
+        again = kernels.quantize(x, config, seed=torch.tensor(SEED), remainder=x)
         out = torch.empty_like(x)
-        kernels.dequantize([units, units], [codes, codes], how, out, 0.5)
+        kernels.dequantize([scales, scales], [codes, codes], config, out, 0.5)
     finally:
         kernels.set_num_threads(None)
-    assert torch.equal(again[0], units)
+    assert torch.equal(again[0], scales)
     assert torch.equal(again[1], codes)
     assert torch.equal(wanted - out, x)
 
 
 @pytest.mark.usefixtures("simd")
-@pytest.mark.parametrize("how", HOWS)
-def test_the_sum_of_several(how: Quantization) -> None:
+@pytest.mark.parametrize("config", CONFIGS)
+def test_the_sum_of_several(config: Quantization) -> None:
     for count in SIZES:
-        parts = [kernels.quantize(some(count, seed), how) for seed in range(5)]
+        parts = [kernels.quantize(some(count, seed), config) for seed in range(5)]
         single = [torch.empty(count) for _ in parts]
-        for (units, codes), one in zip(parts, single, strict=True):
-            kernels.dequantize([units], [codes], how, one)
+        for (scales, codes), one in zip(parts, single, strict=True):
+            kernels.dequantize([scales], [codes], config, one)
         out = torch.full((count,), 77.0)
-        kernels.dequantize([units for units, _ in parts], [codes for _, codes in parts], how, out, 0.3)
+        kernels.dequantize([scales for scales, _ in parts], [codes for _, codes in parts], config, out, 0.3)
         wanted = torch.zeros(count)
         for one in single:
             wanted = wanted + one
@@ -217,20 +219,20 @@ def test_bad_settings(message: str) -> None:
 
 
 def test_bad_arrays() -> None:
-    x, how = torch.ones(100), Quantization(64)
-    units, codes = kernels.quantize(x, how)
+    x, config = torch.ones(100), Quantization(64)
+    scales, codes = kernels.quantize(x, config)
     cases: list[tuple[str, Any]] = [
-        ("x has dtype float64", lambda: kernels.quantize(x.double(), how)),
-        ("units has 1 elements, wanted 2", lambda: kernels.quantize(x, how, (units[:1], codes))),
-        ("codes has 99 elements, wanted 100", lambda: kernels.quantize(x, how, (units, codes[:99]))),
-        ("codes has dtype int8", lambda: kernels.quantize(x, how, (units, codes.view(torch.int8)))),
-        ("seed has dtype int32, wanted int64", lambda: kernels.quantize(x, how, seed=torch.ones(2).int())),
-        ("seed has 3 elements, wanted 2", lambda: kernels.quantize(x, how, seed=torch.ones(3).long())),
-        ("remainder has 5 elements, wanted 100", lambda: kernels.quantize(x, how, remainder=x[:5])),
-        ("units[1] has 1 elements", lambda: kernels.dequantize([units, units[:1]], [codes] * 2, how, x)),
-        ("codes[0] has 9 elements", lambda: kernels.dequantize([units], [codes[:9]], how, x)),
-        ("codes has 1 elements, wanted 2", lambda: kernels.dequantize([units] * 2, [codes], how, x)),
-        ("out has dtype float16", lambda: kernels.dequantize([units], [codes], how, x.half())),
+        ("x has dtype float64", lambda: kernels.quantize(x.double(), config)),
+        ("scales has 1 elements, wanted 2", lambda: kernels.quantize(x, config, (scales[:1], codes))),
+        ("codes has 99 elements, wanted 100", lambda: kernels.quantize(x, config, (scales, codes[:99]))),
+        ("codes has dtype int8", lambda: kernels.quantize(x, config, (scales, codes.view(torch.int8)))),
+        ("seed has dtype int32, wanted int64", lambda: kernels.quantize(x, config, seed=torch.ones(2).int())),
+        ("seed has 3 elements, wanted 2", lambda: kernels.quantize(x, config, seed=torch.ones(3).long())),
+        ("remainder has 5 elements, wanted 100", lambda: kernels.quantize(x, config, remainder=x[:5])),
+        ("scales[1] has 1 elements", lambda: kernels.dequantize([scales, scales[:1]], [codes] * 2, config, x)),
+        ("codes[0] has 9 elements", lambda: kernels.dequantize([scales], [codes[:9]], config, x)),
+        ("codes has 1 elements, wanted 2", lambda: kernels.dequantize([scales] * 2, [codes], config, x)),
+        ("out has dtype float16", lambda: kernels.dequantize([scales], [codes], config, x.half())),
     ]
     for message, call in cases:
         with pytest.raises((TypeError, ValueError)) as raised:
@@ -239,46 +241,46 @@ def test_bad_arrays() -> None:
 
 
 @requires_gpu
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("seed", [None, SEED])
-def test_gpu(gpu: Gpu, how: Quantization, seed: tuple[int, int] | None) -> None:
+def test_gpu(gpu: Gpu, config: Quantization, seed: tuple[int, int] | None) -> None:
     for count, gap in ((0, 0), (1, 0), (67, 1), (300, 0), (1001, 3), (5003, 0)):
         x = some(count + gap)[gap:]
         left = torch.full((count,), 77.0)
-        units, codes = kernels.quantize(x, how, seed=seed_array(seed), remainder=left)
+        scales, codes = kernels.quantize(x, config, seed=seed_array(seed), remainder=left)
         on_gpu = gpu.put(x)
-        out = gpu.garbage(len(units), torch.float32), gpu.put(torch.zeros(len(codes) + gap, dtype=torch.uint8)[gap:])
+        out = gpu.garbage(len(scales), torch.float32), gpu.put(torch.zeros(len(codes) + gap, dtype=torch.uint8)[gap:])
         numbers = None if seed is None else gpu.put(torch.tensor(seed))
-        kernels.quantize(on_gpu, how, out, seed=numbers, remainder=on_gpu)
-        assert_same_bits(gpu.get(out[0]), units)
+        kernels.quantize(on_gpu, config, out, seed=numbers, remainder=on_gpu)
+        assert_same_bits(gpu.get(out[0]), scales)
         assert_same_bits(gpu.get(out[1]), codes)
         assert_same_bits(gpu.get(on_gpu), left)
 
 
 @requires_gpu
-@pytest.mark.parametrize("how", HOWS)
-def test_gpu_euclidean(gpu: Gpu, how: Quantization) -> None:
-    how = Quantization(how.block, how.levels, how.bits, "euclidean")
+@pytest.mark.parametrize("config", CONFIGS)
+def test_gpu_euclidean(gpu: Gpu, config: Quantization) -> None:
+    config = Quantization(config.block, config.levels, config.bits, "euclidean")
     x = some(5003)
     left = gpu.garbage(5003, torch.float32)
-    arrays = kernels.quantize(gpu.put(x), how, seed=gpu.put(torch.tensor(SEED)), remainder=left)
-    units, codes = gpu.get(arrays[0]).numpy(), gpu.get(arrays[1]).numpy()
-    assert np.allclose(units, units_of(x.numpy(), how), rtol=1e-5, atol=0)
-    numbers, remainder = reference(x.numpy(), how, SEED, units)
-    assert np.array_equal(codes, packed(numbers, how.bits))
+    arrays = kernels.quantize(gpu.put(x), config, seed=gpu.put(torch.tensor(SEED)), remainder=left)
+    scales, codes = gpu.get(arrays[0]).numpy(), gpu.get(arrays[1]).numpy()
+    assert np.allclose(scales, scales_of(x.numpy(), config), rtol=1e-5, atol=0)
+    numbers, remainder = reference(x.numpy(), config, SEED, scales)
+    assert np.array_equal(codes, packed(numbers, config.bits))
     assert_same_bits(gpu.get(left), torch.from_numpy(remainder))
 
 
 @requires_gpu
-@pytest.mark.parametrize("how", HOWS)
-def test_gpu_the_sum_of_several(gpu: Gpu, how: Quantization) -> None:
+@pytest.mark.parametrize("config", CONFIGS)
+def test_gpu_the_sum_of_several(gpu: Gpu, config: Quantization) -> None:
     scratch = kernels.Scratch()
     scale = torch.tensor(0.3)
     for count, gap in ((0, 0), (1, 0), (67, 1), (5003, 3)):
-        parts = [kernels.quantize(some(count, seed), how) for seed in range(6)]
-        units, codes = [units for units, _ in parts], [codes for _, codes in parts]
+        parts = [kernels.quantize(some(count, seed), config) for seed in range(6)]
+        scales, codes = [scales for scales, _ in parts], [codes for _, codes in parts]
         wanted = torch.empty(count)
-        kernels.dequantize(units, codes, how, wanted, scale.item())
+        kernels.dequantize(scales, codes, config, wanted, scale.item())
         out = gpu.put(torch.full((count + gap,), 77.0)[gap:])
-        kernels.dequantize(gpu.puts(units), gpu.puts(codes), how, out, gpu.put(scale), scratch=scratch)
+        kernels.dequantize(gpu.puts(scales), gpu.puts(codes), config, out, gpu.put(scale), scratch=scratch)
         assert_same_bits(gpu.get(out), wanted)

@@ -1,6 +1,6 @@
 // A stand-in for NCCL on host memory, for ranks that are threads of one process, with switches to make it fail.
 //
-// It has NCCL's own binary interface (see csrc/transport/nccl_library.h) and computes what NCCL computes. A call
+// It has NCCL's own binary interface (see csrc/transport/nccl/library.h) and computes what NCCL computes. A call
 // returns ncclInProgress, and the communicator stays in that state until all ranks have made the matching call: as if
 // the results had to be there for an operation to be under way. Using a communicator after its end, or while something
 // is in progress, is counted as misuse, which the tests want to be none.

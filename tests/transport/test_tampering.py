@@ -76,8 +76,8 @@ def announce_impossibly(field: str) -> str:
     if communicator.rank == 1:
         communicator.barrier()
         page = mmap.mmap(own_memory_file(), 4096)
-        # As csrc/transport/call.h has it: the clock, then two announcements of 40 bytes.
-        offsets = {"kind": 0, "dtype": 1, "op": 2, "count": 8, "offset": 24, "twin": 32}
+        # As csrc/transport/shared_memory/call.h has it: the clock, then two announcements of 40 bytes.
+        offsets = {"kind": 0, "dtype": 1, "op": 2, "count": 8, "offset": 24, "shadow": 32}
         done = threading.Event()
 
         def overwrite() -> None:
@@ -85,14 +85,14 @@ def announce_impossibly(field: str) -> str:
                 for announcement in (8, 48):
                     at = announcement + offsets[field]
                     page[at : at + 1] = b"\xee"
-                    if field in ("count", "offset", "twin"):
+                    if field in ("count", "offset", "shadow"):
                         page[at : at + 8] = (2**62).to_bytes(8, "little")
 
         thread = threading.Thread(target=overwrite)
         thread.start()
         try:
             while True:
-                communicator.all_reduce(x, algorithm="ring" if field == "twin" else "native")
+                communicator.all_reduce(x, algorithm="ring" if field == "shadow" else "native")
         except CommError as error:
             said = str(error)
         done.set()
@@ -101,13 +101,13 @@ def announce_impossibly(field: str) -> str:
         try:
             communicator.barrier()  # rank 1 may be out of it, and at its work, already
             while True:
-                communicator.all_reduce(x, algorithm="ring" if field == "twin" else "native")
+                communicator.all_reduce(x, algorithm="ring" if field == "shadow" else "native")
         except (CommError, ValueError) as error:
             said = str(error)
     communicator.close()
     return said
 
 
-@pytest.mark.parametrize("field", ["kind", "dtype", "op", "offset", "twin"])
+@pytest.mark.parametrize("field", ["kind", "dtype", "op", "offset", "shadow"])
 def test_what_cannot_be_is_refused(new_ranks: NewRanks, field: str) -> None:
     assert "rank 1 announced what cannot be" in new_ranks(2).run(announce_impossibly, field, timeout=50)[0]

@@ -34,7 +34,14 @@ SOURCES = (
     *(f"csrc/kernels/cpu/loops/{name}.cpp" for name in (*_LOOPS, "dispatch")),
     *(
         f"csrc/transport/{name}.cpp"
-        for name in ("at_fork", "collectives", "memory", "process", "shared_memory", "texts", "wait")
+        for name in (
+            *(
+                f"shared_memory/{part}"
+                for part in ("arena", "at_fork", "call", "collectives", "group", "texts", "wait")
+            ),
+            "memory",
+            "process",
+        )
     ),
     *("csrc/execute/program.cpp", "csrc/execute/run.cpp", "csrc/base/parallel.cpp", "csrc/kernels/cpu/reduce.cpp"),
     "tests/tsan/driver.cpp",

@@ -17,7 +17,7 @@
 
 #include "base/error.h"
 #include "execute/run.h"
-#include "transport/call.h"
+#include "transport/shared_memory/call.h"
 
 namespace {
 

@@ -50,9 +50,9 @@ class Bug:
 
 
 COLLECTIVES, CALL, WAIT, RUN = (
-    "csrc/transport/collectives.cpp",
-    "csrc/transport/call.h",
-    "csrc/transport/wait.h",
+    "csrc/transport/shared_memory/collectives.cpp",
+    "csrc/transport/shared_memory/call.h",
+    "csrc/transport/shared_memory/wait.h",
     "csrc/execute/run.cpp",
 )
 BUGS = {
@@ -74,7 +74,7 @@ BUGS = {
     "one staging segment instead of two": Bug(CALL, "return staging(p, segment % 2); }", "return staging(p, 0); }"),
     "one mailbox instead of two": Bug(CALL, "kControlBytes + slot_ * kMailboxBytes", "kControlBytes"),
     "one announcement instead of two": Bug(
-        "csrc/transport/shared_memory.cpp", "slot_ = group.num_calls_ & 1;", "slot_ = 0;"
+        "csrc/transport/shared_memory/call.cpp", "slot_ = group.num_calls_ & 1;", "slot_ = 0;"
     ),
     "a clock that is read without acquiring": Bug(
         WAIT, "value.load(std::memory_order_acquire) - target", "value.load(std::memory_order_relaxed) - target"
@@ -92,10 +92,10 @@ BUGS = {
     "receiving in place before what lies there was taken": Bug(
         RUN, "if (in_arena_ && retired_ < message->after_taken) return false;", "", (3,)
     ),
-    "sending from the twin before it was written": Bug(
+    "sending from the shadow before it was written": Bug(
         RUN, "if (copies(&message) && message.fresh) {", "if (copies(&message) && message.fresh && false) {"
     ),
-    "writing the twin before it was taken": Bug(
+    "writing the shadow before it was taken": Bug(
         RUN, "return !copies(message) || !message->fresh || retired_ >= message->after_taken;", "return true;"
     ),
 }

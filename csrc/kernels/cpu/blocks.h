@@ -20,7 +20,7 @@ class Blocks {
     }
 
     int64_t count() const { return first_.back(); }
-    // Those of array j.
+    // Blocks of array j.
     Range of(size_t j) const { return {first_[j], first_[j + 1]}; }
 
     // Calls block(j, range of array j, number of the block) for every block, cut over threads by elements.

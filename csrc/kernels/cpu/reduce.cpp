@@ -1,16 +1,11 @@
 #include "kernels/reduce.h"
 
-#include "base/parallel.h"
+#include "kernels/cpu/loops/loops.h"
+#include "kernels/cpu/pieces.h"
 
 namespace pycomm {
 
-void reduce_range(void* const* outs, int num_outs, const void* const* inputs, int num_inputs, DType dtype, ReduceOp op,
-                  int64_t count, Store store) {
-    loops().reduce(outs, num_outs, inputs, num_inputs, dtype, op, count, store);
-}
-
 void reduce(const Buffer& out, const std::vector<Buffer>& inputs, ReduceOp op, int num_threads) {
-    constexpr int64_t kStreamingBytes = 8 << 20;
     Store store = out.num_bytes() >= kStreamingBytes ? Store::kStreaming : Store::kCached;
     int threads = useful_threads(out.num_bytes(), num_threads);
     parallel_for(threads, threads, [&](int thread) {
@@ -19,8 +14,13 @@ void reduce(const Buffer& out, const std::vector<Buffer>& inputs, ReduceOp op, i
         std::vector<const void*> from;
         for (const Buffer& input : inputs) from.push_back(input.bytes() + offset);
         void* to = out.bytes() + offset;
-        reduce_range(&to, 1, from.data(), static_cast<int>(from.size()), out.dtype, op, mine.size(), store);
+        loops().reduce(&to, 1, from.data(), static_cast<int>(from.size()), out.dtype, op, mine.size(), store);
     });
+}
+
+void reduce_range(void* const* outs, int num_outs, const void* const* inputs, int num_inputs, DType dtype, ReduceOp op,
+                  int64_t count) {
+    loops().reduce(outs, num_outs, inputs, num_inputs, dtype, op, count, Store::kCached);
 }
 
 }  // namespace pycomm

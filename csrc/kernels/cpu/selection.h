@@ -1,4 +1,4 @@
-// What topk and sparsify share: the choice among candidates that were collected already.
+// Selection among collected candidates, which topk and sparsify share.
 #pragma once
 
 #include <cstdint>

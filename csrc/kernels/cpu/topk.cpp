@@ -150,7 +150,7 @@ struct Candidates {
     int64_t count;
 };
 
-// What exceeds `threshold`, in order of index; none when that is fewer than k, or more than there is room for.
+// Candidates above `threshold`, in order of index; none when they are fewer than k, or more than there is room for.
 std::optional<Candidates> candidates_above(const Buffer& x, uint32_t threshold, int64_t k, int num_threads) {
     int threads = useful_threads(x.num_bytes(), num_threads);
     std::vector<Collected> lists;

@@ -48,7 +48,7 @@ struct Gradient {
     }
 };
 
-// What kCount sums are made of.
+// Operands of kCount sums.
 template <class Acc, class Grad, int kCount>
 struct Terms {
     Packet<Grad, kCount> grads, weights;

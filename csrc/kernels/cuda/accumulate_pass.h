@@ -11,13 +11,13 @@
 
 namespace pycomm::cuda {
 
-// Which sums exceed 0.98 of their gradient's threshold, where that is positive and finite, as bits. For float32.
+// Bits of the sums that exceed 0.98 of their gradient's threshold, where that is positive and finite. For float32.
 struct Marks {
     uint32_t* words = nullptr;  // bit i % 32 of word i / 32 is element i - shift_of(acc); null: no marks are wanted
     const float* thresholds = nullptr;
 };
 
-// How many elements acc lies behind a border of 16 bytes. The pass counts from there.
+// Number of elements from a border of 16 bytes to acc. The pass counts from there.
 inline int64_t shift_of(const Buffer& acc) {
     auto address = reinterpret_cast<uintptr_t>(acc.data);
     auto size = static_cast<uintptr_t>(size_of(acc.dtype));
@@ -27,7 +27,7 @@ inline int64_t shift_of(const Buffer& acc) {
 // Words for any shift.
 inline int64_t words_of_marks(int64_t count) { return (count / kChunkElems + 2) * kChunkWords; }
 
-// What the table of a bucket begins with.
+// First arrays in the table of a bucket.
 inline std::vector<Buffer> arrays_of(const Accumulation& job) {
     std::vector<Buffer> arrays = job.grads;
     arrays.insert(arrays.end(), job.weights.begin(), job.weights.end());

@@ -1,4 +1,4 @@
-// What kernels find wrong while they run, told to the host without anyone waiting.
+// Mistakes that kernels find while they run, reported to the host without a wait.
 #pragma once
 
 #include <cstdint>

@@ -58,7 +58,7 @@ PYCOMM_DEVICE void sum_blocks(const T* values, uint64_t* before, uint64_t* total
     scan_block(mine, total);
 }
 
-// What a thread needs to meet all others of a kernel started by launch_together.
+// Barrier of all threads of a kernel started by launch_together.
 struct Grid {
     uint32_t* arrived;        // on the device; starts as 0
     uint32_t generation = 0;  // meetings so far

@@ -1,4 +1,4 @@
-// What launchers share.
+// Helpers of launchers.
 #pragma once
 
 #include <cstdint>

@@ -17,9 +17,9 @@ using Floats = Packet<float, kCount>;
 struct Quantizing {
     const char* x;
     int64_t count;
-    Quantization how;
+    Quantization config;
     const int64_t* seed;
-    float* units;
+    float* scales;
     char* codes;
     char* remainder;
 };
@@ -37,7 +37,7 @@ PYCOMM_DEVICE void store_floats(char* x, int64_t at, int64_t end, const Floats& 
     for (int e = 0; at + e < end; ++e) store_element(x, at + e, floats.values[e]);
 }
 
-// What a block's norm is made of, and how two such parts become one. Magnitudes go by their bits: NaN ranks highest.
+// Part of a block's norm, and how two parts become one. Magnitudes go by their bits: NaN ranks highest.
 struct PartOfNorm {
     Norm norm;
     float sum;
@@ -80,7 +80,7 @@ PYCOMM_DEVICE float norm_of_all(PartOfNorm mine) {
 
 // The code of one element as a number, and by how much it falls short.
 struct Encoder {
-    float unit, inverse, most;
+    float scale, inverse, most;
     bool random;
     Seed seed;
 
@@ -112,22 +112,22 @@ PYCOMM_KERNEL quantize_kernel(Quantizing job) {
     int lane = device::thread_index() % device::kWarpSize, warp = device::thread_index() / device::kWarpSize;
     int warps = device::num_threads() / device::kWarpSize;
     int64_t number = kBlock ? device::block_index() : static_cast<int64_t>(device::block_index()) * warps + warp;
-    int64_t begin = number * job.how.block;
+    int64_t begin = number * job.config.block;
     if (begin >= job.count) return;  // all of them
-    int64_t end = begin + job.how.block < job.count ? begin + job.how.block : job.count;
+    int64_t end = begin + job.config.block < job.count ? begin + job.config.block : job.count;
     int first = kCount * (kBlock ? device::thread_index() : lane);
     int stride = kCount * (kBlock ? device::num_threads() : device::kWarpSize);
-    PartOfNorm mine{job.how.norm, 0.0f, 0};
+    PartOfNorm mine{job.config.norm, 0.0f, 0};
 #pragma unroll 4
     for (int64_t at = begin + first; at < end; at += stride) {
         Floats x = load_floats(job.x, at, end);
         for (int e = 0; e < kCount; ++e) mine.take(x.values[e]);
     }
-    float unit = norm_of_all<kBlock>(mine) * (1.0f / static_cast<float>(job.how.levels));
-    if (unit < kSmallestUnit) unit = 0.0f;
-    if (first == 0) job.units[number] = unit;
+    float scale = norm_of_all<kBlock>(mine) * (1.0f / static_cast<float>(job.config.levels));
+    if (scale < kSmallestScale) scale = 0.0f;
+    if (first == 0) job.scales[number] = scale;
     Encoder encoder{
-        unit, unit == 0.0f ? 0.0f : 1.0f / unit, static_cast<float>(job.how.levels), job.seed != nullptr, {}};
+        scale, scale == 0.0f ? 0.0f : 1.0f / scale, static_cast<float>(job.config.levels), job.seed != nullptr, {}};
     if (encoder.random) encoder.seed = mixed(job.seed);
     // Every thread meets its own elements again, and nobody else's: the remainder may lie where x does.
     for (int64_t at = begin + first; at < end; at += stride) {
@@ -136,10 +136,11 @@ PYCOMM_KERNEL quantize_kernel(Quantizing job) {
 #pragma unroll
         for (int e = 0; e < kCount; ++e) {
             float code = encoder.code_of(x.values[e], at + e);
-            packed |= (static_cast<uint32_t>(static_cast<int>(code)) & ((1u << job.how.bits) - 1)) << e * job.how.bits;
-            x.values[e] = x.values[e] - code * unit;
+            packed |= (static_cast<uint32_t>(static_cast<int>(code)) & ((1u << job.config.bits) - 1))
+                      << e * job.config.bits;
+            x.values[e] = x.values[e] - code * scale;
         }
-        store_codes(job.codes, at, end, job.how.bits, packed);
+        store_codes(job.codes, at, end, job.config.bits, packed);
         if (job.remainder != nullptr) store_floats(job.remainder, at, end, x);
     }
 }
@@ -156,56 +157,57 @@ PYCOMM_DEVICE uint32_t load_codes(const char* codes, int64_t at, int64_t end, in
     return out;
 }
 
-// `units` and `codes`: an entry for each contribution.
-PYCOMM_KERNEL dequantize_kernel(const Entry* units, const Entry* codes, int num_contributions, Quantization how,
-                                char* out, int64_t count, Scale scale) {
+// `scales` and `codes`: an entry for each contribution.
+PYCOMM_KERNEL dequantize_kernel(const Entry* scales, const Entry* codes, int num_contributions, Quantization config,
+                                char* out, int64_t count, Scale factor) {
     auto thread = static_cast<int64_t>(device::block_index()) * device::num_threads() + device::thread_index();
     int64_t at = thread * kCount;
     if (at >= count) return;
-    int64_t block = at / how.block;
+    int64_t block = at / config.block;
     Floats sum = {};
 #pragma unroll 4
     for (int p = 0; p < num_contributions; ++p) {
-        float unit = reinterpret_cast<const float*>(units[p].data)[block];
-        uint32_t packed = load_codes(codes[p].data, at, count, how.bits);
+        float scale = reinterpret_cast<const float*>(scales[p].data)[block];
+        uint32_t packed = load_codes(codes[p].data, at, count, config.bits);
 #pragma unroll
         for (int e = 0; e < kCount; ++e) {
             // Moved to the top, so that its sign comes down with it.
-            auto code = static_cast<int32_t>(packed << (32 - how.bits * (e + 1))) >> (32 - how.bits);
-            sum.values[e] = sum.values[e] + static_cast<float>(code) * unit;
+            auto code = static_cast<int32_t>(packed << (32 - config.bits * (e + 1))) >> (32 - config.bits);
+            sum.values[e] = sum.values[e] + static_cast<float>(code) * scale;
         }
     }
-    auto factor = factor_of<float>(scale);
+    auto by = factor_of<float>(factor);
 #pragma unroll
-    for (int e = 0; e < kCount; ++e) sum.values[e] = sum.values[e] * factor;
+    for (int e = 0; e < kCount; ++e) sum.values[e] = sum.values[e] * by;
     store_floats(out, at, count, sum);
 }
 
 }  // namespace
 
-void quantize(const Buffer& x, const Quantization& how, const int64_t* seed, float* units, uint8_t* codes,
+void quantize(const Buffer& x, const Quantization& config, const int64_t* seed, float* scales, uint8_t* codes,
               float* remainder, Stream stream) {
     if (x.count == 0) return;
     Quantizing job{
-        x.bytes(), x.count, how, seed, units, reinterpret_cast<char*>(codes), reinterpret_cast<char*>(remainder)};
-    int64_t blocks = num_blocks(how, x.count);
-    if (how.block > kOfWarp) return device::launch("quantize", quantize_kernel<true>, blocks, stream, job);
+        x.bytes(), x.count, config, seed, scales, reinterpret_cast<char*>(codes), reinterpret_cast<char*>(remainder)};
+    int64_t blocks = num_blocks(config, x.count);
+    if (config.block > kOfWarp) return device::launch("quantize", quantize_kernel<true>, blocks, stream, job);
     device::launch("quantize", quantize_kernel<false>,
                    blocks_for(blocks, device::threads_per_block() / device::kWarpSize), stream, job);
 }
 
 int64_t dequantize_workspace_bytes(std::size_t num_contributions) { return table_bytes(2 * num_contributions); }
 
-void dequantize(const std::vector<const float*>& units, const std::vector<const uint8_t*>& codes,
-                const Quantization& how, const Buffer& out, Scale factor, Workspace& workspace, Stream stream) {
+void dequantize(const std::vector<const float*>& scales, const std::vector<const uint8_t*>& codes,
+                const Quantization& config, const Buffer& out, Scale factor, Workspace& workspace, Stream stream) {
     if (out.count == 0) return;
     std::vector<Buffer> arrays;
-    for (const float* p : units) arrays.push_back({const_cast<float*>(p), num_blocks(how, out.count), DType::kF32});
-    for (const uint8_t* p : codes) arrays.push_back({const_cast<uint8_t*>(p), code_bytes(how, out.count), DType::kU8});
+    for (const float* p : scales) arrays.push_back({const_cast<float*>(p), num_blocks(config, out.count), DType::kF32});
+    for (const uint8_t* p : codes)
+        arrays.push_back({const_cast<uint8_t*>(p), code_bytes(config, out.count), DType::kU8});
     const Entry* entries = upload(arrays, workspace, stream).entries;
-    const auto num_contributions = static_cast<int>(units.size());
+    const auto num_contributions = static_cast<int>(scales.size());
     device::launch("dequantize", dequantize_kernel, blocks_for(out.count, device::threads_per_block() * kCount), stream,
-                   entries, entries + num_contributions, num_contributions, how, out.bytes(), out.count, factor);
+                   entries, entries + num_contributions, num_contributions, config, out.bytes(), out.count, factor);
 }
 
 }  // namespace pycomm::cuda

@@ -8,7 +8,7 @@
 namespace pycomm::cuda {
 namespace {
 
-// What a sum of Ts is kept in: integers wrap around, which only unsigned ones may.
+// Type of a sum of Ts: integers wrap around, which only unsigned ones may.
 template <class T, class = void>
 struct SumOf {
     using Type = Wide<T>;

@@ -1,4 +1,4 @@
-// How it goes, in two kernels:
+// Two kernels:
 //
 //   accumulate   the sums, and a bit for each that exceeds what its gradient's last threshold suggests
 //   select       one block per gradient: a list of the elements that have a bit, in order, and of that list the exact
@@ -100,7 +100,7 @@ PYCOMM_KERNEL select_kernel(Choice job) {
     if (device::thread_index() == 0) job.thresholds[j] = K::float_of(threshold.key);
 }
 
-// Where things lie in the workspace, behind the table.
+// Layout of the workspace, behind the table.
 struct Layout {
     int64_t words, keys, indices, num_bytes;
 

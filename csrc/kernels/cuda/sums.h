@@ -54,7 +54,7 @@ PYCOMM_DEVICE Sums<kWidth, T> sum_block(const Sums<kWidth, T>& mine) {
     return sums;
 }
 
-// What the threads that share a segment of `entry` in this block's tile have summed up. All of them must call it.
+// Stores the sums of the threads that share a segment of `entry` in this block's tile. All of them must call it.
 template <int kWidth, class T>
 PYCOMM_DEVICE void store_sums(const Table& table, const Entry& entry, Share share, Sums<kWidth, T> mine,
                               Sums<kWidth, T>* slots) {

@@ -1,4 +1,4 @@
-// How it goes, in one kernel whose blocks all run at once and meet at grid barriers:
+// One kernel, whose blocks all run at once and meet at grid barriers:
 //
 //   guess    a threshold: 0.98 of an earlier one, or from the histogram of a sample
 //   mark     one read of x: a bit per element that reaches the threshold, a count per tile of 1,024
@@ -43,7 +43,7 @@ PYCOMM_KERNEL topk_kernel(Job<Keys<T>> job) {
     select(job, counts, listed, grid);
 }
 
-// Where things lie in the workspace.
+// Layout of the workspace.
 struct Layout {
     uint32_t sample_rank, capacity;
     int64_t words, tile_counts, keys, indices, num_bytes;

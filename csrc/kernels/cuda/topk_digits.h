@@ -5,7 +5,7 @@
 
 namespace pycomm::cuda::selection {
 
-// How often each digit (12 bits from `low` on) occurs among the keys of `part` whose bits under `decided` equal
+// Counts how often each digit (12 bits from `low` on) occurs among the keys of `part` whose bits under `decided` equal
 // `prefix`. `counts`: kBins of the block's shared memory; between two calls lies a barrier.
 template <class Key, class KeyAt>
 PYCOMM_DEVICE void count_digits_in_block(uint32_t* counts, Part part, int low, Key decided, Key prefix,

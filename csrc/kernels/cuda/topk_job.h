@@ -1,4 +1,4 @@
-// What the phases of topk.cu share: the arguments, x in packets, and each block's part of the work.
+// Shared by the phases of topk.cu: the arguments, x in packets, and each block's part of the work.
 #pragma once
 
 #include <cstdint>

@@ -4,7 +4,7 @@
 namespace pycomm::PYCOMM_ISA {
 namespace {
 
-// What one element, of a vector or alone, goes through. Written once for floats in vectors and doubles alone.
+// Arithmetic of one element, written once for floats in vectors and for single doubles.
 template <class V, class Add, class Mul>
 inline V corrected(const Terms& terms, V g, V weight, V residual, V velocity, V scale, V decay, V momentum, V* out,
                    Add&& plus, Mul&& times) {
@@ -130,7 +130,7 @@ class Floats {
                         a_.old_velocity == nullptr ? zero : load_partial(a_.old_velocity + i, n), &velocity);
             store_partial(a_.acc + i, v, n);
             if (a_.velocity != nullptr) store_partial(a_.velocity + i, velocity, n);
-            // What lies behind a partial vector's end is zero, and no limit is below that.
+            // Lanes behind a partial vector's end are zero, and no limit is below that.
             if (collector_ != nullptr) append(*collector_, v, not_at_most(magnitude(v), limit_), i);
         }
     }

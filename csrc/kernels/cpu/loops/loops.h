@@ -12,11 +12,10 @@
 
 #include "base/dtype.h"
 #include "kernels/quantization.h"
+#include "kernels/reduce_op.h"
 #include "kernels/rules.h"
 
 namespace pycomm {
-
-enum class ReduceOp : uint8_t { kSum, kMean, kMin, kMax };
 
 inline constexpr double kNoLimit = __builtin_inf();
 
@@ -102,10 +101,10 @@ struct Loops {
                        int64_t capacity, int64_t* num_collected);
 
     // kernels/quantize.h for the elements from `first` on, where a block begins.
-    void (*quantize)(const float* x, int64_t count, int64_t first, const Quantization& how, const int64_t* seed,
-                     float* units, uint8_t* codes, float* remainder);
-    void (*dequantize)(const float* const* units, const uint8_t* const* codes, int num_contributions,
-                       const Quantization& how, float* out, int64_t count, float factor);
+    void (*quantize)(const float* x, int64_t count, int64_t first, const Quantization& config, const int64_t* seed,
+                     float* scales, uint8_t* codes, float* remainder);
+    void (*dequantize)(const float* const* scales, const uint8_t* const* codes, int num_contributions,
+                       const Quantization& config, float* out, int64_t count, float factor);
 
     // kernels/signs.h.
     void (*pack_signs)(const float* x, int64_t count, float magnitude, uint32_t* words, float* remainder);

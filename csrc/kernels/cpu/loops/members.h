@@ -1,4 +1,4 @@
-// What each instruction set's namespace defines; table.cpp puts them into its Loops.
+// Functions that each instruction set's namespace defines; table.cpp puts them into its Loops.
 #pragma once
 
 #include <type_traits>
@@ -18,10 +18,10 @@ void reduce(void* const* outs, int num_outs, const void* const* inputs, int num_
             int64_t count, Store mode);
 int64_t collect(const float* x, int64_t count, uint32_t threshold, uint32_t first_index, Candidate* out,
                 int64_t capacity, int64_t* num_collected);
-void quantize(const float* x, int64_t count, int64_t first, const Quantization& how, const int64_t* seed, float* units,
-              uint8_t* codes, float* remainder);
-void dequantize(const float* const* units, const uint8_t* const* codes, int num_contributions, const Quantization& how,
-                float* out, int64_t count, float factor);
+void quantize(const float* x, int64_t count, int64_t first, const Quantization& config, const int64_t* seed,
+              float* scales, uint8_t* codes, float* remainder);
+void dequantize(const float* const* scales, const uint8_t* const* codes, int num_contributions,
+                const Quantization& config, float* out, int64_t count, float factor);
 void pack_signs(const float* x, int64_t count, float magnitude, uint32_t* words, float* remainder);
 void unpack_signs(const uint32_t* const* words, const float* magnitudes, int num_contributions, float* out,
                   int64_t count, float factor);

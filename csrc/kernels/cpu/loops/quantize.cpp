@@ -16,9 +16,9 @@ inline void random_group(const Seed& seed, int64_t first, float* out) {
 
 // The codes of 64 elements in 64 bytes, and what is left of each.
 template <bool kRandom>
-inline void encode_group(const float* x, float inverse, float unit, int levels, const float* random, int8_t* codes,
+inline void encode_group(const float* x, float inverse, float scale, int levels, const float* random, int8_t* codes,
                          float* remainder) {
-    const Vec by = splat(inverse), most = splat(static_cast<float>(levels)), size = splat(unit);
+    const Vec by = splat(inverse), most = splat(static_cast<float>(levels)), size = splat(scale);
     const Vec magic = splat(0x1.8p23f);  // adding and taking it away rounds to the nearest whole number, ties to even
     for (int u = 0; u < kVecs; ++u) {
         Vec v = load(x + u * kLanes);
@@ -87,14 +87,14 @@ inline float norm_of(const float* x, int64_t count, Norm norm) {
 inline int64_t bytes_of(int bits, int64_t count) { return (count * bits + 7) / 8; }
 
 template <bool kRandom>
-void quantize_block(const float* x, int64_t count, int64_t first, const Quantization& how, const Seed& seed, float unit,
-                    uint8_t* codes, float* remainder) {
-    const float inverse = unit == 0.0f ? 0.0f : 1.0f / unit;
+void quantize_block(const float* x, int64_t count, int64_t first, const Quantization& config, const Seed& seed,
+                    float scale, uint8_t* codes, float* remainder) {
+    const float inverse = scale == 0.0f ? 0.0f : 1.0f / scale;
     for (int64_t i = 0; i < count; i += kGroup) {
         float random[kGroup];
         if (kRandom) random_group(seed, first + i, random);
-        if (count - i >= kGroup && how.bits == 8) {
-            encode_group<kRandom>(x + i, inverse, unit, how.levels, random, reinterpret_cast<int8_t*>(codes + i),
+        if (count - i >= kGroup && config.bits == 8) {
+            encode_group<kRandom>(x + i, inverse, scale, config.levels, random, reinterpret_cast<int8_t*>(codes + i),
                                   remainder == nullptr ? nullptr : remainder + i);
             continue;
         }
@@ -103,61 +103,61 @@ void quantize_block(const float* x, int64_t count, int64_t first, const Quantiza
         int8_t wide[kGroup];
         uint8_t narrow_codes[kGroup];
         __builtin_memcpy(padded, x + i, static_cast<size_t>(n) * sizeof(float));
-        encode_group<kRandom>(padded, inverse, unit, how.levels, random, wide, left);
+        encode_group<kRandom>(padded, inverse, scale, config.levels, random, wide, left);
         if (remainder != nullptr) __builtin_memcpy(remainder + i, left, static_cast<size_t>(n) * sizeof(float));
-        if (how.bits == 8) {
+        if (config.bits == 8) {
             __builtin_memcpy(narrow_codes, wide, sizeof wide);
         } else {
-            squeeze(wide, how.bits, narrow_codes);
+            squeeze(wide, config.bits, narrow_codes);
         }
-        __builtin_memcpy(codes + i * how.bits / 8, narrow_codes, static_cast<size_t>(bytes_of(how.bits, n)));
+        __builtin_memcpy(codes + i * config.bits / 8, narrow_codes, static_cast<size_t>(bytes_of(config.bits, n)));
     }
 }
 
 }  // namespace
 
-void quantize(const float* x, int64_t count, int64_t first, const Quantization& how, const int64_t* seed, float* units,
-              uint8_t* codes, float* remainder) {
+void quantize(const float* x, int64_t count, int64_t first, const Quantization& config, const int64_t* seed,
+              float* scales, uint8_t* codes, float* remainder) {
     Seed numbers = {};
     if (seed != nullptr) numbers = mixed(seed);
-    const float share = 1.0f / static_cast<float>(how.levels);
-    for (int64_t begin = 0; begin < count; begin += how.block) {
-        int64_t n = count - begin < how.block ? count - begin : how.block;
-        float unit = norm_of(x + begin, n, how.norm) * share;
-        if (unit < kSmallestUnit) unit = 0.0f;
-        __builtin_memcpy(units + begin / how.block, &unit, sizeof unit);
-        uint8_t* to = codes + begin * how.bits / 8;
+    const float share = 1.0f / static_cast<float>(config.levels);
+    for (int64_t begin = 0; begin < count; begin += config.block) {
+        int64_t n = count - begin < config.block ? count - begin : config.block;
+        float scale = norm_of(x + begin, n, config.norm) * share;
+        if (scale < kSmallestScale) scale = 0.0f;
+        __builtin_memcpy(scales + begin / config.block, &scale, sizeof scale);
+        uint8_t* to = codes + begin * config.bits / 8;
         float* left = remainder == nullptr ? nullptr : remainder + begin;
         if (seed != nullptr) {
-            quantize_block<true>(x + begin, n, first + begin, how, numbers, unit, to, left);
+            quantize_block<true>(x + begin, n, first + begin, config, numbers, scale, to, left);
         } else {
-            quantize_block<false>(x + begin, n, first + begin, how, numbers, unit, to, left);
+            quantize_block<false>(x + begin, n, first + begin, config, numbers, scale, to, left);
         }
     }
 }
 
-void dequantize(const float* const* units, const uint8_t* const* codes, int num_contributions, const Quantization& how,
-                float* out, int64_t count, float factor) {
+void dequantize(const float* const* scales, const uint8_t* const* codes, int num_contributions,
+                const Quantization& config, float* out, int64_t count, float factor) {
     const Vec by = splat(factor);
     for (int64_t i = 0; i < count; i += kGroup) {
         int64_t n = count - i < kGroup ? count - i : kGroup;
         Vec sums[kVecs];
         for (int u = 0; u < kVecs; ++u) sums[u] = splat(0.0f);
         for (int p = 0; p < num_contributions; ++p) {
-            const Vec unit = splat(units[p][i / how.block]);
-            const uint8_t* from = codes[p] + i * how.bits / 8;
+            const Vec scale = splat(scales[p][i / config.block]);
+            const uint8_t* from = codes[p] + i * config.bits / 8;
             int8_t wide[kGroup] = {};
             const int8_t* all = wide;
-            if (how.bits == 8 && n == kGroup) {
+            if (config.bits == 8 && n == kGroup) {
                 all = reinterpret_cast<const int8_t*>(from);
-            } else if (how.bits == 8) {
+            } else if (config.bits == 8) {
                 __builtin_memcpy(wide, from, static_cast<size_t>(n));
             } else {
                 uint8_t narrow_codes[kGroup] = {};
-                __builtin_memcpy(narrow_codes, from, static_cast<size_t>(bytes_of(how.bits, n)));
-                spread(narrow_codes, how.bits, wide);
+                __builtin_memcpy(narrow_codes, from, static_cast<size_t>(bytes_of(config.bits, n)));
+                spread(narrow_codes, config.bits, wide);
             }
-            for (int u = 0; u < kVecs; ++u) sums[u] = add(sums[u], mul(load_bytes(all + u * kLanes), unit));
+            for (int u = 0; u < kVecs; ++u) sums[u] = add(sums[u], mul(load_bytes(all + u * kLanes), scale));
         }
         float padded[kGroup];
         float* to = n == kGroup ? out + i : padded;

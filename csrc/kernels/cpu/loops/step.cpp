@@ -26,7 +26,7 @@ struct Doubles {
     static double maximum(double a, double b) { return a != a || a > b ? a : b; }
 };
 
-// Which states there are.
+// States that the parameter has.
 struct Kept {
     bool has[kMostStates];
     explicit Kept(const StepTerms& terms) {
@@ -34,7 +34,7 @@ struct Kept {
     }
 };
 
-// How many states a rule usually keeps, the first ones.
+// Number of states that a rule usually keeps, the first ones.
 constexpr int usual_states(Rule rule) { return rule == Rule::kMomentum || rule == Rule::kRmsprop ? 1 : 2; }
 
 bool is_usual(const StepTerms& terms) {
@@ -43,7 +43,7 @@ bool is_usual(const StepTerms& terms) {
     return usual;
 }
 
-// Which states there are where that is known when this is compiled.
+// States that the parameter has, where that is known at compile time.
 template <Rule kRule>
 struct UsuallyKept {
     static constexpr bool has[kMostStates] = {true, usual_states(kRule) > 1, false};
@@ -83,7 +83,7 @@ class FloatStep {
         kWhole ? store(to + at, v) : store_partial(to + at, v, left(at));
     }
 
-    // How much of a vector there is from `at` on.
+    // Number of elements of the vector at `at`.
     int64_t left(int64_t at) const { return part_of(terms_.count - at, 0); }
 
     template <bool kWhole>
@@ -95,7 +95,7 @@ class FloatStep {
         });
     }
 
-    // Of doubles, which have no vector here; what lies behind the first n is 0.
+    // Gradients in double, which have no vector here; lanes behind the first n are 0.
     Vec rounded_gradient(int64_t at, int64_t n) const {
         float lanes[kLanes] = {};
         for (int64_t i = 0; i < n; ++i) {
@@ -152,7 +152,7 @@ class FloatStep {
             }
         }
         if constexpr (!writes_weights(kRule)) {
-            // What lies behind the end is 0, its direction 0 / (0 + eps): not a number where eps is 0.
+            // A lane behind the end is 0, its direction 0 / (0 + eps): not a number where eps is 0.
             if (!kWhole) {
                 for (int u = 0; u < kSquaredGroup; ++u)
                     directions[u] = first(directions[u], part_of(terms_.count - i, u));

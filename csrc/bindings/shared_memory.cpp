@@ -1,0 +1,197 @@
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include "base/error.h"
+#include "bindings/arrays.h"
+#include "bindings/bindings.h"
+#include "bindings/collectives.h"
+#include "bindings/reduce_op.h"
+#include "bindings/scalars.h"
+#include "execute/run.h"
+#include "transport/shared_memory/group.h"
+
+namespace pycomm {
+namespace {
+
+// Memory of an arena as an object with the buffer protocol: who holds a view of it keeps it.
+class Block {
+   public:
+    Block(std::shared_ptr<Arena> arena, int64_t num_bytes)
+        : arena_(std::move(arena)), data_(arena_->allocate(num_bytes)), num_bytes_(num_bytes) {}
+    ~Block() { arena_->release(data_); }
+    Block(const Block&) = delete;
+    Block& operator=(const Block&) = delete;
+
+    py::buffer_info info() const { return {reinterpret_cast<unsigned char*>(data_), num_bytes_}; }
+
+   private:
+    std::shared_ptr<Arena> arena_;
+    char* data_;
+    int64_t num_bytes_;
+};
+
+// Takes over the descriptors that Python passes, -1 where there is none.
+std::vector<Descriptor> owned(const std::vector<int>& descriptors) {
+    std::vector<Descriptor> owners;
+    for (int fd : descriptors) owners.emplace_back(fd);
+    return owners;
+}
+
+std::unique_ptr<SharedMemoryGroup> make_group(int rank, const std::vector<int>& memory, const std::vector<int>& sockets,
+                                              int64_t file_bytes) {
+    std::vector<Descriptor> files = owned(memory), connections = owned(sockets);
+    const int size = static_cast<int>(files.size());
+    if (rank < 0 || rank >= size || connections.size() != files.size()) {
+        throw ArgumentError("memory and sockets want one descriptor for each rank");
+    }
+    std::shared_ptr<Arena> arena;
+    std::vector<std::shared_ptr<Mapping>> peers;
+    for (int p = 0; p < size; ++p) {
+        Descriptor file = std::move(files[static_cast<size_t>(p)]);  // closed once it is mapped
+        peers.push_back(p == rank ? nullptr : std::make_shared<Mapping>(file, file_bytes));
+        if (p == rank) arena = make_arena(std::move(file), size, file_bytes);
+    }
+    return std::make_unique<SharedMemoryGroup>(rank, std::move(arena), std::move(peers), std::move(connections),
+                                               &check_python_signals);
+}
+
+// Looks at the arguments; when they are wrong, the other ranks of the group are told before the error leaves.
+template <class Look>
+auto look_at(SharedMemoryGroup& group, double timeout, Look&& look) {
+    try {
+        return look();
+    } catch (const std::exception& error) {
+        std::string reason = error.what();  // may need the interpreter
+        py::gil_scoped_release release;
+        group.refuse(reason, timeout);
+        throw;
+    }
+}
+
+std::pair<Array, ReduceOp> look_at_reduction(SharedMemoryGroup& group, py::handle x, py::handle op_name,
+                                             double timeout) {
+    return look_at(group, timeout, [&] {
+        Array seen = as_array(x, "x", Access::kWrite);
+        require_host(seen, "x");
+        ReduceOp named = reduce_op_named(op_name);
+        require_reducible(seen.buffer, named);
+        return std::pair{std::move(seen), named};
+    });
+}
+
+void all_reduce(SharedMemoryGroup& group, py::handle x, py::handle op_name, double timeout) {
+    auto [array, op] = look_at_reduction(group, x, op_name, timeout);
+    py::gil_scoped_release release;
+    group.all_reduce(array.buffer, op, timeout);
+}
+
+NamedProgram make_program(py::array_t<int64_t, py::array::c_style> words, int rank, int size, std::string name,
+                          uint64_t digest) {
+    return {parse_program(words.data(), words.size(), rank, size), std::move(name), digest};
+}
+
+void run(SharedMemoryGroup& group, const NamedProgram& program, py::handle x, py::handle op_name, double timeout) {
+    look_at(group, timeout, [&] {
+        const Program& mine = program.program;
+        if (mine.rank == group.rank() && mine.size == group.size()) return;
+        throw ArgumentError(format("the program is of rank %d of %d, wanted one of rank %d of %d", mine.rank, mine.size,
+                                   group.rank(), group.size()));
+    });
+    auto [array, op] = look_at_reduction(group, x, op_name, timeout);
+    py::gil_scoped_release release;
+    run_program(group, program, array.buffer, op, timeout);
+}
+
+void reduce_scatter(SharedMemoryGroup& group, py::handle out, py::handle x, py::handle op_name, double timeout) {
+    auto [target, source, op] = look_at(group, timeout, [&] {
+        Array seen = as_array(out, "out", Access::kWrite);
+        Array read = as_array(x, "x", Access::kRead);
+        require_host(seen, "out");
+        require_host(read, "x");
+        ReduceOp named = reduce_op_named(op_name);
+        require_reducible(read.buffer, named);
+        require_ratio(read.buffer, "x", seen.buffer, "out", group.size());
+        require_apart(seen.buffer, read.buffer, group.rank(), group.size());
+        return std::tuple{std::move(seen), std::move(read), named};
+    });
+    py::gil_scoped_release release;
+    group.reduce_scatter(target.buffer, source.buffer, op, timeout);
+}
+
+// Two arrays whose elements are only moved; `check` sees both.
+template <class Check>
+std::pair<Array, Array> look_at_movement(SharedMemoryGroup& group, py::handle out, py::handle x, double timeout,
+                                         Check&& check) {
+    return look_at(group, timeout, [&] {
+        Array seen = as_movable(out, "out", Access::kWrite);
+        Array read = as_movable(x, "x", Access::kRead);
+        require_host(seen, "out");
+        require_host(read, "x");
+        check(seen, read);
+        require_apart(seen.buffer, read.buffer, group.rank(), group.size());
+        return std::pair{std::move(seen), std::move(read)};
+    });
+}
+
+void all_gather(SharedMemoryGroup& group, py::handle out, py::handle x, double timeout) {
+    auto [target, source] = look_at_movement(group, out, x, timeout, [&](const Array& seen, const Array& read) {
+        require_ratio(seen.buffer, "out", read.buffer, "x", group.size());
+    });
+    py::gil_scoped_release release;
+    group.all_gather(target.buffer, source.buffer, timeout);
+}
+
+void all_to_all(SharedMemoryGroup& group, py::handle out, py::handle x, double timeout) {
+    auto [target, source] = look_at_movement(group, out, x, timeout, [&](const Array& seen, const Array& read) {
+        require_ratio(seen.buffer, "out", read.buffer, "x", 1);
+        const int64_t elements = read.buffer.count / read.unit;
+        if (elements % group.size() == 0) return;
+        throw ArgumentError(format("x has %lld elements, wanted a multiple of the %d ranks",
+                                   static_cast<long long>(elements), group.size()));
+    });
+    py::gil_scoped_release release;
+    group.all_to_all(target.buffer, source.buffer, timeout);
+}
+
+void broadcast(SharedMemoryGroup& group, py::handle x, py::handle src, double timeout) {
+    auto [array, root] = look_at(group, timeout, [&] {
+        Array seen = as_movable(x, "x", Access::kWrite);
+        require_host(seen, "x");
+        int64_t rank = as_integer(src, "src");
+        require_rank(rank, "src", group.size());
+        return std::pair{std::move(seen), static_cast<int>(rank)};
+    });
+    py::gil_scoped_release release;
+    group.broadcast(array.buffer, root, timeout);
+}
+
+}  // namespace
+
+void bind_shared_memory(py::module_& module) {
+    module.def("shared_file_bytes", &shared_file_bytes, py::arg("size"));
+    py::class_<Block>(module, "Block", py::buffer_protocol()).def_buffer(&Block::info);
+    py::class_<NamedProgram>(module, "Program")
+        .def(py::init(&make_program), py::arg("words"), py::arg("rank"), py::arg("size"), py::arg("name"),
+             py::arg("digest"));
+    py::class_<SharedMemoryGroup>(module, "SharedMemoryGroup")
+        .def(py::init(&make_group), py::arg("rank"), py::arg("memory"), py::arg("sockets"), py::arg("file_bytes"))
+        .def("all_reduce", &all_reduce, py::arg("x"), py::arg("op"), py::arg("timeout"))
+        .def("run", &run, py::arg("program"), py::arg("x"), py::arg("op"), py::arg("timeout"))
+        .def("reduce_scatter", &reduce_scatter, py::arg("out"), py::arg("x"), py::arg("op"), py::arg("timeout"))
+        .def("all_gather", &all_gather, py::arg("out"), py::arg("x"), py::arg("timeout"))
+        .def("all_to_all", &all_to_all, py::arg("out"), py::arg("x"), py::arg("timeout"))
+        .def("broadcast", &broadcast, py::arg("x"), py::arg("src"), py::arg("timeout"))
+        .def("barrier", &SharedMemoryGroup::barrier, py::arg("timeout"), py::call_guard<py::gil_scoped_release>())
+        .def("refuse", &SharedMemoryGroup::refuse, py::arg("reason"), py::arg("timeout"),
+             py::call_guard<py::gil_scoped_release>())
+        .def(
+            "allocate",
+            [](SharedMemoryGroup& group, int64_t num_bytes) {
+                py::gil_scoped_release release;
+                return std::make_unique<Block>(group.arena(), num_bytes);
+            },
+            py::arg("num_bytes"))
+        .def("close", &SharedMemoryGroup::close, py::arg("why"), py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace pycomm

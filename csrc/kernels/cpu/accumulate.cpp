@@ -1,0 +1,69 @@
+#include "kernels/accumulate.h"
+
+#include "kernels/cpu/accumulation_pass.h"
+#include "kernels/cpu/pieces.h"
+
+namespace pycomm {
+namespace {
+
+Store store_of(const Accumulation& job) {
+    int64_t out_bytes = job.acc.num_bytes() * (job.velocity == nullptr ? 1 : 2);
+    return out_bytes >= kStreamingBytes ? Store::kStreaming : Store::kCached;
+}
+
+int64_t traffic_of(const Accumulation& job) { return job.acc.num_bytes() * (job.velocity == nullptr ? 2 : 4); }
+
+}  // namespace
+
+AccumulationPass::AccumulationPass(const Accumulation& job, double scale, int num_threads)
+    : job_(job),
+      scale_(scale),
+      offsets_(offsets_of(job.grads)),
+      store_(store_of(job)),
+      threads_(useful_threads(traffic_of(job), num_threads)) {}
+
+bool AccumulationPass::sum(size_t j, Range part, Collector* collector) const {
+    const int64_t wide = size_of(job_.acc.dtype) * part.begin, from = part.begin - offsets_[j];
+    auto at = [&](const void* flat) {
+        return flat == nullptr ? nullptr : const_cast<char*>(static_cast<const char*>(flat)) + wide;
+    };
+    double scale = job_.factors == nullptr ? scale_ : scale_ * static_cast<double>(job_.factors[j]);
+    Terms terms{.grad = element_of(job_.grads[j], from),
+                .weight = job_.weights.empty() ? nullptr : element_of(job_.weights[j], from),
+                .residual = at(job_.residual),
+                .old_velocity = at(job_.old_velocity),
+                .acc = at(job_.acc.data),
+                .velocity = at(job_.velocity),
+                .dtype = job_.acc.dtype,
+                .grad_dtype = job_.grads[j].dtype,
+                .count = part.size(),
+                .scale = scale,
+                .decay = job_.decay,
+                .momentum = job_.momentum,
+                .nesterov = job_.nesterov};
+    return loops().accumulate(terms, store_, collector);
+}
+
+void AccumulationPass::run(bool* finite, const std::function<bool(int, size_t, Range)>& sum_part) const {
+    const size_t num_grads = job_.grads.size();
+    std::vector<uint8_t> infinite(num_grads * static_cast<size_t>(threads_), 0);
+    parallel_for(threads_, threads_, [&](int thread) {
+        uint8_t* bad = infinite.data() + num_grads * static_cast<size_t>(thread);
+        for_pieces_of(offsets_, range_of(thread), [&](size_t j, Range part) {
+            if (!sum_part(thread, j, part)) bad[j] = 1;
+        });
+    });
+    for (size_t j = 0; j < num_grads; ++j) {
+        finite[j] = true;
+        for (size_t at = j; at < infinite.size(); at += num_grads) {
+            if (infinite[at] != 0) finite[j] = false;
+        }
+    }
+}
+
+void accumulate(const Accumulation& job, double scale, bool* finite, int num_threads) {
+    AccumulationPass pass(job, scale, num_threads);
+    pass.run(finite, [&](int, size_t j, Range part) { return pass.sum(j, part, nullptr); });
+}
+
+}  // namespace pycomm

@@ -1,0 +1,239 @@
+#include "transport/shared_memory/call.h"
+
+#include <poll.h>
+#include <unistd.h>
+
+#include "transport/process.h"
+#include "transport/shared_memory/texts.h"
+
+namespace pycomm {
+namespace {
+
+constexpr double kFirstLookSeconds = 0.1, kLookSeconds = 0.1;
+
+bool connection_closed(int socket) {
+    pollfd state{socket, POLLRDHUP, 0};
+    return poll(&state, 1, 0) > 0 && (state.revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0;
+}
+
+bool is_possible(const Operation& operation, int size, int64_t file_bytes) {
+    if (operation.kind > Kind::kAllToAll || static_cast<int>(operation.dtype) >= kNumDTypes) return false;
+    if (operation.op > ReduceOp::kMax || operation.count < 0) return false;
+    if (operation.kind == Kind::kBroadcast && (operation.root < 0 || operation.root >= size)) return false;
+    const int64_t width = operation.array_width();
+    auto lies_in_arena = [&](int64_t offset) {
+        if (offset == -1) return true;
+        if (offset < header_bytes(size) || offset > file_bytes) return false;
+        return operation.count <= (file_bytes - offset) / width;
+    };
+    return lies_in_arena(operation.offset) && lies_in_arena(operation.shadow);
+}
+
+}  // namespace
+
+Call::Call(SharedMemoryGroup& group, const char* name, double timeout)
+    : group_(group), name_(name), timeout_(timeout), slot_(0), next_look_(kFirstLookSeconds) {
+    group.lock_for_operation(lock_, name);
+    try {
+        if (!group.broken_.empty()) {
+            throw CommFailure(
+                rank(), group.failed_peer_, name, 0.0,
+                format("%s: this communicator is %s (%s)", name,
+                       group.closed_ ? "closed" : "broken since an earlier failure", group.broken_.c_str()));
+        }
+        slot_ = group.num_calls_ & 1;
+        await_all();  // at once, except after a refusal that nobody had come for: its announcement must be read first
+    } catch (...) {
+        leave();
+        throw;
+    }
+}
+
+Call::~Call() { leave(); }
+
+void Call::leave() {
+    group_.busy_ = std::thread::id();
+    if (!group_.closed_within_.empty()) group_.close_with_lock(group_.closed_within_);
+}
+
+void Call::post_announcement(Operation mine) {
+    ++group_.num_calls_;
+    control(rank()).announced[slot_] = mine;
+    clock_of(rank()).post(++group_.clock_);
+}
+
+void Call::announce(Operation mine) {
+    post_announcement(mine);
+    await_all();
+    take_announcements(mine);
+    compare();
+}
+
+void Call::take_announcements(const Operation& mine) {
+    for (int p = 0; p < size(); ++p) {
+        Operation& taken = group_.announced_[static_cast<size_t>(p)];
+        if (p == rank()) {
+            taken = mine;
+            continue;
+        }
+        std::memcpy(&taken, &control(p).announced[slot_], sizeof taken);
+        if (is_possible(taken, size(), group_.file_bytes_)) continue;
+        distrust(p);
+    }
+}
+
+void Call::step() {
+    clock_of(rank()).post(++group_.clock_);
+    await_all();
+}
+
+void Call::await_all() {
+    for (int p = 0; p < size(); ++p) {
+        if (has_arrived(p)) continue;
+        next_look_ = kFirstLookSeconds;
+        wait_until_reached(clock_of(p), group_.clock_, [&](double waited) { check(p, waited); });
+        control(rank()).awaited.store(-1, std::memory_order_relaxed);
+    }
+    require_nobody_gave_up();
+}
+
+void Call::require_nobody_gave_up() {
+    // All reads of others' memory come before this look: a rank that gave up may write there again.
+    std::atomic_thread_fence(std::memory_order_acquire);
+    // A peer may have taken part in this step without living to see its end. Its own call failed, so this one does too.
+    for (int p = 0; p < size(); ++p) {
+        if (p != rank() && gave_up_by_now(p)) fail_with(p, 0.0);
+    }
+}
+
+void Call::begin_messages() { ++group_.clock_; }
+
+void Call::end_messages() {
+    // Earlier reads are not younger than what is seen now; the other fence is in break_for_good.
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    require_nobody_gave_up();
+    clock_of(rank()).post(group_.clock_);
+}
+
+void Call::await_messages(const std::function<int()>& peer, const std::function<bool()>& done) {
+    const Bell bell = bell_of(rank());
+    next_look_ = kFirstLookSeconds;
+    wait_until({bell.rings, bell.sleepers}, done, [&](double waited) { check(peer(), waited); });
+    control(rank()).awaited.store(-1, std::memory_order_relaxed);
+}
+
+void Call::refuse(const std::string& reason) {
+    copy_text(control(rank()).refusal[slot_], sizeof control(rank()).refusal[0], reason);
+    post_announcement({.kind = Kind::kRefused});
+}
+
+void Call::name_algorithm(const std::string& name) {
+    copy_text(control(rank()).algorithm[slot_], sizeof control(rank()).algorithm[0], name);
+}
+
+bool Call::gave_up_by_now(int p) const {
+    // A peer that ended this step and then closed its communicator is no failure of this step.
+    const Control& theirs = control(p);
+    return theirs.gave_up.load(std::memory_order_acquire) != 0 &&
+           static_cast<int32_t>(theirs.failed_step - group_.clock_) <= 0;
+}
+
+// The rank whose failure made p give up; p itself if it names none.
+int Call::cause_of(int p) const {
+    int peer = control(p).failed_peer;
+    return peer >= 0 && peer < size() && peer != rank() ? peer : p;
+}
+
+void Call::check(int waiting_for, double waited) {
+    control(rank()).awaited.store(waiting_for, std::memory_order_relaxed);
+    int gave_up = -1, died = -1;
+    for (int p = 0; p < size(); ++p) {
+        if (p == rank()) continue;
+        bool closed = connection_closed(group_.sockets_[static_cast<size_t>(p)].get());
+        bool says_so = control(p).gave_up.load(std::memory_order_acquire) != 0;
+        // Looked at last: a peer that ended this step and then left is no failure of this step.
+        if (has_arrived(p)) continue;
+        if (says_so && gave_up < 0) gave_up = p;
+        if (closed && !says_so && died < 0) died = p;
+    }
+    // A death is why others gave up, not the other way round.
+    if (died >= 0) fail(died, waited, format("rank %d died (its connection is closed)", died));
+    if (gave_up >= 0) fail_with(gave_up, waited);
+    if (group_.closing_) fail(-1, waited, "the communicator was closed meanwhile");
+    if (waited > timeout_) time_out(waiting_for, waited);
+    if (waited > next_look_) look_at_processes(waited);
+    try {
+        group_.check_signals_();
+        require_own_process(rank(), name_, group_.pid_);  // a handler may have forked
+    } catch (...) {
+        if (getpid() != group_.pid_) throw;
+        group_.break_for_good(group_.clock_, -1, format("rank %d: interrupted in %s", rank(), name_));
+        throw;
+    }
+}
+
+// A process that dumps its core keeps its connections until that is written.
+void Call::look_at_processes(double waited) {
+    next_look_ = waited + kLookSeconds;
+    for (int p = 0; p < size(); ++p) {
+        if (has_arrived(p)) continue;
+        if (state_of(group_.pids_[static_cast<size_t>(p)]) != ProcessState::kDumpingCore) continue;
+        fail(p, waited, format("rank %d is dumping core", p));
+    }
+}
+
+void Call::time_out(int waiting_for, double waited) {
+    for (int p = 0; p < size(); ++p) {
+        if (has_arrived(p) || state_of(group_.pids_[static_cast<size_t>(p)]) != ProcessState::kStopped) continue;
+        fail(p, waited, format("timed out waiting for rank %d, whose process is stopped,", p));
+    }
+    // A rank that is waited for may itself wait for another: the last of the chain is the one that does something else.
+    int last = waiting_for;
+    std::vector<bool> seen(static_cast<size_t>(size()), false);
+    while (!seen[static_cast<size_t>(last)]) {
+        seen[static_cast<size_t>(last)] = true;
+        int next = control(last).awaited.load(std::memory_order_relaxed);
+        if (next >= 0 && next < size() && next != rank() && !has_arrived(next)) last = next;
+    }
+    fail(last, waited, format("timed out waiting for rank %d", last));
+}
+
+void Call::distrust(int p) {
+    fail(p, 0.0, format("rank %d announced what cannot be: its memory was damaged, or tampered with", p));
+}
+
+void Call::fail_with(int p, double waited) {
+    fail(cause_of(p), waited,
+         format("rank %d gave up (%s)", p, text_of(control(p).why, sizeof control(p).why).c_str()));
+}
+
+void Call::fail(int peer, double waited, const std::string& what) {
+    std::string text = format("rank %d: %s: %s after %.2f s", rank(), name_, what.c_str(), waited);
+    group_.break_for_good(group_.clock_, peer, text);
+    throw CommFailure(rank(), peer, name_, waited, text);
+}
+
+void Call::compare() const {
+    for (int p = 0; p < size(); ++p) {
+        if (announced(p).kind != Kind::kRefused) continue;
+        std::string reason = text_of(control(p).refusal[slot_], sizeof control(p).refusal[0]);
+        throw ArgumentError(format("%s: rank %d could not take part: %s", name_, p, reason.c_str()));
+    }
+    for (int p = 1; p < size(); ++p) {
+        if (announced(p).agrees_with(announced(0))) continue;
+        auto call_of = [&](int q) {
+            return describe(announced(q), text_of(control(q).algorithm[slot_], sizeof control(q).algorithm[0]));
+        };
+        throw ArgumentError(format("the ranks disagree: rank %d called %s where rank 0 called %s", p,
+                                   call_of(p).c_str(), call_of(0).c_str()));
+    }
+}
+
+bool Call::all_in_arenas() const {
+    for (int p = 0; p < size(); ++p) {
+        if (announced(p).offset < 0) return false;
+    }
+    return true;
+}
+
+}  // namespace pycomm

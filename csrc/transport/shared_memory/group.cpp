@@ -1,0 +1,134 @@
+#include "transport/shared_memory/group.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "base/error.h"
+#include "transport/process.h"
+#include "transport/shared_memory/call.h"
+#include "transport/shared_memory/texts.h"
+
+namespace pycomm {
+namespace {
+
+constexpr unsigned kLockPollMicroseconds = 1000;
+
+}  // namespace
+
+int64_t shared_file_bytes(int size) {
+    if (size < 1) throw ArgumentError(format("size is %d, wanted at least 1", size));
+    // A rank can never use more than the machine has; all ranks' files together must fit in the address space.
+    int64_t physical = static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
+    constexpr int64_t kHuge = 2 << 20;
+    int64_t limit = (int64_t{1} << 45) / size;
+    return std::min(physical + header_bytes(size), limit) / kHuge * kHuge;
+}
+
+std::shared_ptr<Arena> make_arena(Descriptor file, int size, int64_t file_bytes) {
+    if (file_bytes <= header_bytes(size)) throw ArgumentError("file_bytes is too small for a group of this size");
+    return std::make_shared<Arena>(std::move(file), file_bytes, header_bytes(size));
+}
+
+SharedMemoryGroup::SharedMemoryGroup(int rank, std::shared_ptr<Arena> arena,
+                                     std::vector<std::shared_ptr<Mapping>> peers, std::vector<Descriptor> sockets,
+                                     std::function<void()> check_signals)
+    : rank_(rank),
+      size_(static_cast<int>(peers.size())),
+      sockets_(std::move(sockets)),
+      peers_(std::move(peers)),
+      file_bytes_(arena->mapping()->num_bytes()),
+      check_signals_(std::move(check_signals)),
+      arena_(std::move(arena)),
+      announced_(peers_.size()),
+      pid_(getpid()) {
+    for (int p = 0; p < size_; ++p) {
+        bases_.push_back(p == rank ? arena_->data() : peers_[static_cast<size_t>(p)]->data());
+        pids_.push_back(peer_of(sockets_[static_cast<size_t>(p)].get()));
+    }
+    control(rank).awaited = -1;
+    watch_forks(this);
+}
+
+SharedMemoryGroup::~SharedMemoryGroup() {
+    close("it dropped its communicator");
+    unwatch_forks(this);
+}
+
+Control& SharedMemoryGroup::control(int p) const { return *reinterpret_cast<Control*>(base(p)); }
+
+void SharedMemoryGroup::break_for_good(uint32_t failed_step, int failed_peer, const std::string& why) {
+    if (!broken_.empty()) return;  // the first reason is the one to tell
+    broken_ = why;
+    failed_peer_ = failed_peer;
+    Control& mine = control(rank_);
+    mine.failed_step = failed_step;
+    mine.failed_peer = failed_peer;
+    copy_text(mine.why, sizeof mine.why, why);
+    mine.gave_up.store(1, std::memory_order_release);
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // before the caller writes over what others read
+    Clock{mine.clock, mine.sleepers}.wake();
+}
+
+void SharedMemoryGroup::after_fork_in_child() {
+    for (Descriptor& socket : sockets_) socket.close();
+    for (const std::shared_ptr<Mapping>& peer : peers_) {
+        if (peer != nullptr) peer->withdraw(Descriptor(), 0);
+    }
+}
+
+void SharedMemoryGroup::close(const std::string& why) {
+    if (getpid() != pid_) return;  // a forked child: the parent's group is not its to close
+    closing_ = true;
+    if (busy_ == std::this_thread::get_id()) {
+        if (closed_within_.empty()) closed_within_ = why;
+        return;
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    close_with_lock(why);
+}
+
+void SharedMemoryGroup::close_with_lock(const std::string& why) {
+    if (closed_) return;
+    closed_ = true;
+    break_for_good(clock_ + 1, -1, "rank " + std::to_string(rank_) + ": " + why);
+    unwatch_forks(this);
+    sockets_.clear();
+    peers_.clear();
+    std::lock_guard<std::mutex> lock(arena_mutex_);
+    arena_.reset();  // its blocks keep it, if there are any
+}
+
+std::shared_ptr<Arena> SharedMemoryGroup::arena() const {
+    require_own_process(rank_, "empty", pid_);
+    std::lock_guard<std::mutex> lock(arena_mutex_);
+    if (arena_ != nullptr) return arena_;
+    throw CommFailure(rank_, -1, "empty", 0.0, "empty: this communicator is closed");
+}
+
+int64_t SharedMemoryGroup::offset_of(const Buffer& x) const {
+    int64_t offset = x.bytes() - base(rank_);
+    return offset >= 0 && offset <= file_bytes_ - x.num_bytes() ? offset : -1;
+}
+
+void SharedMemoryGroup::lock_for_operation(std::unique_lock<std::mutex>& lock, const char* name) {
+    require_own_process(rank_, name, pid_);
+    if (busy_ == std::this_thread::get_id()) {
+        throw CommFailure(rank_, -1, name, 0.0,
+                          format("%s: called by a signal handler while this thread is in another operation", name));
+    }
+    lock = std::unique_lock(mutex_, std::try_to_lock);
+    while (!lock.owns_lock()) {  // a mutex's own wait would let no signal through
+        usleep(kLockPollMicroseconds);
+        check_signals_();
+        lock.try_lock();
+    }
+    busy_ = std::this_thread::get_id();
+}
+
+void SharedMemoryGroup::refuse(const std::string& reason, double timeout) {
+    Call(*this, "refuse", timeout).refuse(reason);
+}
+
+}  // namespace pycomm
