@@ -146,6 +146,6 @@ def method_stats(lanes: Iterable[Lane]) -> dict[str, float]:
     return total
 
 
-def blame(lanes: Iterable[Lane]) -> str:
+def nonfinite_source(lanes: Iterable[Lane]) -> str:
     """Where the non-finite values of the last step that had any came from."""
-    return next((found for lane in lanes if (found := lane.exchange.blame())), "a sum over the ranks")
+    return next((found for lane in lanes if (found := lane.exchange.nonfinite_source())), "a sum over the ranks")

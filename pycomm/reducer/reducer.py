@@ -15,7 +15,7 @@ from pycomm.optim.fused import fused_step_of
 from pycomm.optim.loss_scaler import LossScaler
 from pycomm.optim.master_weights import MasterWeights
 from pycomm.reducer import norms
-from pycomm.reducer.buckets import blame, method_stats
+from pycomm.reducer.buckets import method_stats, nonfinite_source
 from pycomm.reducer.checkpoint import gather_state, select_state
 from pycomm.reducer.engine import Reduction
 from pycomm.reducer.wrappers import unwatch_constructions
@@ -150,7 +150,7 @@ class Reducer(Reduction):
     def name_of_not_finite(self) -> str | None:
         """Where the first value that is not finite is, or came from; ``None`` if there is none. Waits for a GPU."""
         if self._finite is not None and not bool(self._finite):
-            found = next((found for lane in self._roster.lanes if (found := lane.exchange.blame())), None)
+            found = next((found for lane in self._roster.lanes if (found := lane.exchange.nonfinite_source())), None)
             if found is not None:
                 return found
         name = norms.first_not_finite(self._roster.gradients())
@@ -183,7 +183,7 @@ class Reducer(Reduction):
             "steps": self._progress.num_reductions,
             "wait_seconds": self._wait_seconds,
             "nonfinite_steps": nonfinite_steps,
-            "last_nonfinite": blame(self._roster.lanes) if nonfinite_steps > 0 else None,
+            "last_nonfinite": nonfinite_source(self._roster.lanes) if nonfinite_steps > 0 else None,
             "num_buckets": len(self._roster.lanes),
             "transport": "nccl" if self._on_gpu else self._communicator.transport,
             **method_stats(self._roster.lanes),

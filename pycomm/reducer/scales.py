@@ -46,9 +46,9 @@ class Units:
             if self._on_gpu:
                 self.streams = {self._communicator.channel.current_stream(self._device)}
         # A number of its own for this step: the count goes on while the step may still be read from.
-        number = committed_steps.clone() if self._on_gpu else int(committed_steps)
+        step = committed_steps.clone() if self._on_gpu else int(committed_steps)
         average, size = self._settings.average, self._communicator.size
-        self.scaling = Scaling(size, loss_scale=loss_scale, average=average, number=number)
+        self.scaling = Scaling(size, loss_scale=loss_scale, average=average, step=step)
 
     def fix_clip(self, slots: Sequence[Slot]) -> None:
         """Before anything is sent: the whole gradient must be known."""

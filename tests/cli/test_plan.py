@@ -15,7 +15,7 @@ from pycomm import schedule
 from pycomm.cli.main import main
 from pycomm.cli.plan.compression import verdict
 from pycomm.cli.plan.report import size_text, time_text
-from pycomm.compression.planning import Priced
+from pycomm.cost.planning import Priced
 from pycomm.schedule.choose import Ranking
 from tests.cli.processes import left_behind
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pycomm import Communicator, kernels
 from pycomm.bucket import Bucket
 from pycomm.compression.report import codes_of
-from pycomm.compression.sparse_choice import WAYS, choose_way, received_bytes
+from pycomm.compression.sparse.choice import WAYS, choose_way, received_bytes
 from tests.ranks import RankPool
 
 Pools = Callable[[int], RankPool]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from pycomm.cli.plan.report import print_table, size_text, time_text
-from pycomm.compression.planning import Priced, price
+from pycomm.cost.planning import Priced, price
 from pycomm.schedule.network import Network
 
 _WORTH = 0.8
