@@ -16,11 +16,11 @@ from pycomm.kernels.threads import num_threads
 
 @dataclass(frozen=True)
 class Quantization:
-    """Configuration: blocks of ``block`` elements (a multiple of 64), magnitudes as 0 ... ``levels`` times a scale.
+    """How: blocks of ``block`` elements (a multiple of 64), magnitudes as 0 ... ``levels`` times a unit.
 
     Attributes:
-        levels: at most 127. bits: size of a code, 2, 4 or 8; ``levels < 2 ** (bits - 1)``.
-        norm: what ``levels`` times the scale is: the "max" magnitude of the block, or its "euclidean" length.
+        levels: at most 127. bits: of a code, 2, 4 or 8; ``levels < 2 ** (bits - 1)``.
+        norm: what ``levels`` units are: the "max" magnitude of the block, or its "euclidean" length.
     """
 
     block: int = 256
@@ -29,11 +29,11 @@ class Quantization:
     norm: str = "max"
 
     def num_blocks(self, count: int) -> int:
-        """Return how many blocks ``count`` elements have."""
+        """Of ``count`` elements."""
         return -(-checks.count("count", count, 0) // checks.count("block", self.block, 1))
 
     def code_bytes(self, count: int) -> int:
-        """Return how many bytes the codes of ``count`` elements take."""
+        """That the codes of ``count`` elements take."""
         bits = checks.count("bits", self.bits, 1)
         if bits not in (2, 4, 8):
             raise ValueError(f"bits is {bits}, wanted 2, 4 or 8")
@@ -42,52 +42,50 @@ class Quantization:
 
 def quantize(
     x: Any,
-    config: Quantization,
+    how: Quantization,
     out: tuple[Any, Any] | None = None,
     *,
     seed: Any | None = None,
     remainder: Any | None = None,
 ) -> tuple[Any, Any]:
-    """Quantize ``x``: return the scales of its blocks and the codes of its elements.
+    """The units of the blocks of ``x`` and the codes of its elements.
 
     Args:
-        x: float32 array. config: see :class:`Quantization`.
-        out: ``(scales, codes)`` to write to: float32, one per block; uint8, ``config.code_bytes``.
+        x: float32 array. how: see :class:`Quantization`.
+        out: ``(units, codes)`` to write to: float32, one per block; uint8, ``how.code_bytes``.
         seed: int64 array of two numbers: levels are then rounded stochastically, without bias, by
-            random numbers that depend on them and the position only. ``None``: to the nearest.
-        remainder: float32 array of ``x``'s size, which may be ``x`` itself, to write the rounding errors to.
+            random numbers that follow from them and the position alone. ``None``: to the nearest.
+        remainder: float32 array of ``x``'s size, ``x`` itself even: is given what the codes leave over.
 
     Returns:
-        ``(scales, codes)``.
+        ``(units, codes)``.
 
     Raises:
-        TypeError, ValueError: a wrong dtype or size, or settings out of range.
+        TypeError, ValueError: a wrong dtype or size, settings out of range.
     """
-    instance("config", config, Quantization)
+    instance("how", how, Quantization)
     if out is None:
         count, _ = look("x", x)
-        out = empty(x, (config.num_blocks(count),), "float32"), empty(x, (config.code_bytes(count),), "uint8")
-    scales, codes = pair("out", out, "scales and codes")
-    _native.quantize(
-        x, config.block, config.levels, config.bits, config.norm, seed, scales, codes, remainder, num_threads()
-    )
-    return scales, codes
+        out = empty(x, (how.num_blocks(count),), "float32"), empty(x, (how.code_bytes(count),), "uint8")
+    units, codes = pair("out", out, "units and codes")
+    _native.quantize(x, how.block, how.levels, how.bits, how.norm, seed, units, codes, remainder, num_threads())
+    return units, codes
 
 
 def dequantize(
-    scales: Sequence[Any],
+    units: Sequence[Any],
     codes: Sequence[Any],
-    config: Quantization,
+    how: Quantization,
     out: Any,
     scale: Any = 1.0,
     *,
     scratch: Scratch | None = None,
 ) -> None:
-    """Write the sum of several arrays that were quantized, times ``scale``, to ``out`` (float32).
+    """Write the sum of several arrays that :func:`quantize` took apart, times ``scale``, to ``out`` (float32).
 
     Raises:
         TypeError, ValueError: as :func:`quantize`.
     """
-    instance("config", config, Quantization)
-    settings = (config.block, config.levels, config.bits, config.norm)
-    _native.dequantize(scales, codes, *settings, out, scale, scratch, num_threads())
+    instance("how", how, Quantization)
+    settings = (how.block, how.levels, how.bits, how.norm)
+    _native.dequantize(units, codes, *settings, out, scale, scratch, num_threads())
