@@ -154,6 +154,19 @@ class Compression(Protocol):
         """Make the exchange of a bucket of parameters that the method applies to."""
 
 
+class Defaults:
+    """Base of exchanges and codecs: no state, no counters, the same operations among any number of ranks."""
+
+    def operations_among(self, size: int) -> list[Operation] | None:
+        return None
+
+    def stats(self) -> dict[str, int]:
+        return {}
+
+    def state(self) -> State:
+        return {}
+
+
 class Method:
     """Base of methods: suits every optimizer and parameter, and carries no state."""
 

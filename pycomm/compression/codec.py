@@ -11,7 +11,7 @@ import torch
 
 from pycomm import kernels
 from pycomm.bucket import Bucket
-from pycomm.compression.base import Flag, Operation, State
+from pycomm.compression.base import Defaults, Flag, Operation, State
 from pycomm.compression.report import Report
 
 
@@ -62,8 +62,8 @@ class Codec(Protocol):
     def state(self) -> State: ...
 
 
-class BaseCodec:
-    """Base of codecs: accumulates and does no more, and keeps no state unless a subclass does."""
+class BaseCodec(Defaults):
+    """Base of codecs: accumulates, and has nothing to prepare or to commit."""
 
     def __init__(self) -> None:
         self.bytes_sent = 0
@@ -77,15 +77,6 @@ class BaseCodec:
 
     def commit(self, finite: Flag) -> None:
         pass
-
-    def operations_among(self, size: int) -> list[Operation] | None:
-        return None
-
-    def stats(self) -> dict[str, int]:
-        return {}
-
-    def state(self) -> State:
-        return {}
 
 
 def wide_dtype(bucket: Bucket) -> torch.dtype:

@@ -8,11 +8,11 @@ import torch
 
 from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
-from pycomm.compression.base import Flag, Operation, Scaling, State, as_flag
+from pycomm.compression.base import Defaults, Flag, Scaling, State, as_flag
 from pycomm.fingerprint import differing_places
 
 
-class DenseExchange:
+class DenseExchange(Defaults):
     """Exchange without state: one in-place all-reduce of the bucket."""
 
     transactional = False
@@ -46,15 +46,6 @@ class DenseExchange:
 
     def nonfinite_source(self) -> str | None:
         return None
-
-    def operations_among(self, size: int) -> list[Operation] | None:
-        return None
-
-    def stats(self) -> dict[str, int]:
-        return {}
-
-    def state(self) -> State:
-        return {}
 
     def load_state(self, state: State) -> None:
         pass

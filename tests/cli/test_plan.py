@@ -90,7 +90,7 @@ def test_nobody_reads_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--ranks", "0"], "'0', wanted a whole number of at least 1"),
+        (["--ranks", "0"], "--ranks: 0, wanted at least 1"),
         (["--ranks", "4", "--bytes", "much"], "'much', wanted a size such as 100MB"),
         ([], "--ranks is missing"),
         (["--calibrate"], "--ranks is missing"),
