@@ -20,7 +20,7 @@ from pycomm.communicator import Communicator
 
 @dataclass(frozen=True)
 class Scaling:
-    """Factors of one reduction, and what all ranks must have in common in it.
+    """Scaling of one reduction, and the bits that its ranks must agree on.
 
     Attributes:
         size: number of ranks.

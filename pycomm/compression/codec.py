@@ -17,7 +17,7 @@ from pycomm.compression.report import Report
 
 @dataclass(frozen=True)
 class Accumulated:
-    """Gradients added to what earlier steps left: what a codec sends a part of.
+    """Gradients added to what earlier steps left unsent; a codec sends part of them.
 
     Attributes:
         flat: the sums, one flat tensor for the bucket: float32 or float64. The codec takes out what it

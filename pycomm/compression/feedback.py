@@ -259,7 +259,7 @@ class StatefulMethod(Method):
 
 
 class CodecMethod(StatefulMethod):
-    """Base of methods that are a codec: what they send is accumulated with error feedback."""
+    """Base of methods that are a codec: it sends what was accumulated, with error feedback or without."""
 
     @property
     def error_feedback(self) -> bool:

@@ -13,7 +13,7 @@ from pycomm.compression.report import Report
 
 
 class QuantizedCodec(BaseCodec):
-    """Blocks of the bucket as small integers with a scale each, gathered and added up by every rank.
+    """Codec of blocks as small integers with a scale each, gathered and added up by every rank.
 
     Args:
         config: how blocks are quantized.

@@ -12,7 +12,7 @@ from pycomm.compression.report import Report
 
 
 class WholeCodec(BaseCodec):
-    """All that was accumulated, as it is: what compression at density 1 comes to."""
+    """Codec of everything that was accumulated, as it is: compression at density 1."""
 
     def __init__(self, bucket: Bucket, communicator: Communicator) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ GOALS = ("all_reduce", "reduce_scatter", "all_gather")
 
 
 class Round(NamedTuple):
-    """Round: edges that read the same state, as columns of equal length."""
+    """Edges that read the same state, as columns of equal length."""
 
     src: Ints
     dst: Ints

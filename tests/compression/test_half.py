@@ -1,4 +1,4 @@
-"""The scale that float16 buckets travel with."""
+"""Scale that float16 buckets travel with."""
 
 from __future__ import annotations
 

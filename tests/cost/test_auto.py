@@ -1,4 +1,4 @@
-"""compression="auto": what it takes on which link, that all ranks take the same, and that changing loses nothing."""
+"""compression="auto": the choice for a link, the same on all ranks, and changes that lose nothing."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_the_cheapest() -> None:
     assert cheapest(COSTS, FAST, "dgc") == "dense"
 
 
-class SlowThenFast:
-    """Stands in for measuring: a link that gets fast after the first look."""
+class ScriptedLinks:
+    """Stand-in for measuring: links in the order in which they are to be found."""
 
     def __init__(self, links: list[MeasuredLink]) -> None:
         self._links = links
@@ -50,7 +50,7 @@ class SlowThenFast:
 
 
 def priced(method: Any, *_: Any) -> Costs:
-    """Stands in for a rehearsal."""
+    """Stand in for a rehearsal."""
     name = {pycomm.DGC: "dgc", pycomm.FP16: "fp16"}.get(type(method), "dense")
     if isinstance(method, pycomm.PowerSGD):
         return Costs(1.0)
@@ -58,9 +58,9 @@ def priced(method: Any, *_: Any) -> Costs:
 
 
 def changes_and_loses_nothing(links: list[MeasuredLink], momentum: float) -> list[int]:
-    """Over every change the sum of what was applied and what is left is what came."""
+    """Check over every change that what was applied and what is left add up to what came."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    vars(auto).update(measure_link=SlowThenFast(list(links)), rehearse=priced, _INTERVAL=4)
+    vars(auto).update(measure_link=ScriptedLinks(list(links)), rehearse=priced, _INTERVAL=4)
     try:
         torch.manual_seed(0)
         params: dict[str, torch.Tensor] = {"w": nn.Parameter(torch.zeros(300, 400)), "b": nn.Parameter(torch.zeros(7))}

@@ -16,7 +16,7 @@ from pycomm.compression.report import Report
 
 
 class SignCodec(BaseCodec):
-    """A magnitude and the signs of every parameter, gathered by every rank."""
+    """Codec of the signs of every parameter and one magnitude, gathered by every rank."""
 
     def __init__(self, bucket: Bucket, communicator: Communicator) -> None:
         super().__init__()

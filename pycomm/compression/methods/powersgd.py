@@ -18,7 +18,7 @@ from pycomm.compression.report import Report
 
 
 class LowRankCodec(BaseCodec):
-    """Every parameter as a matrix M, first dimension by the rest: M ~ P Q^T with ``rank`` columns each.
+    """Codec of every parameter as a matrix M, first dimension by the rest: M ~ P Q^T with ``rank`` columns each.
 
     P = M Q is summed over the ranks and orthogonalized, then Q = M^T P is summed; the next step begins
     with it. What this rank has sent is P Q^T with its own Q: over all ranks that adds up to what all

@@ -18,7 +18,7 @@ _BITS = 31  # of a random number, so that products with the size of a stratum st
 
 
 class RandomCodec(BaseCodec):
-    """One random entry of each of k strata, of almost equal size, of every parameter: k distinct ones, in order.
+    """Codec of a random entry of each of k strata, almost equal in size, of every parameter: k distinct ones, in order.
 
     Args:
         unbiased: multiply what is sent by the size of its stratum, so that its expectation is the

@@ -21,7 +21,7 @@ Density = Callable[[int | torch.Tensor], float]
 
 
 class SparseCodec:
-    """Selection in the pass that accumulates, and a sparse sum over the ranks of what was selected.
+    """Codec that selects entries in the pass that accumulates, and sums them over the ranks.
 
     Where an entry is sent, its velocity is zeroed (momentum factor masking), unless the whole parameter
     is sent: there is nothing to mask then, and momentum would vanish.

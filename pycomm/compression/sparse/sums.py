@@ -1,4 +1,4 @@
-"""Sums over the ranks of the entries that each has selected. choice.py says which is taken.
+"""Sparse sums: over the ranks, of the entries that each has selected. choice.py says which is taken.
 
 Here: every rank gathers all entries, k of each of P ranks; or there are so many that a dense sum is
 less. balanced.py has the third way.
