@@ -52,7 +52,7 @@ def sizes_of(ranks: int) -> list[int]:
 
 
 def best_bytes(ranks: int) -> Fraction:
-    """Return the bytes up, then down: a block has its sums once it has halved, and has the next smaller one's pieces."""
+    """Return the bytes up, then down: a block has its sums once it has halved and got the next smaller one's pieces."""
     sizes = sizes_of(ranks)
     up = 1 - Fraction(1, sizes[-1])
     for larger, smaller in reversed(list(itertools.pairwise(sizes))):
