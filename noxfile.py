@@ -1,4 +1,4 @@
-"""Development tasks: `nox -s tests`, `newest_torch`, `lint`, `sanitize`, `fuzz`, `chaos`, `docs`, `bench -- collectives`."""
+"""Development tasks: `nox -s tests`, `newest_torch`, `lint`, `sanitize`, `fuzz`, `chaos`, `docs`, `bench -- gpu`."""
 
 import nox
 

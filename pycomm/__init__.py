@@ -26,7 +26,6 @@ from pycomm.compression import (
     DGC,
     FP16,
     QSGD,
-    Auto,
     Int8,
     NoCompression,
     OneBit,
@@ -35,6 +34,7 @@ from pycomm.compression import (
     TernGrad,
     TopK,
 )
+from pycomm.cost.auto import Auto
 from pycomm.errors import CommError
 from pycomm.optim import (
     LAMB,

@@ -1,4 +1,4 @@
-"""A bucket: gradients that travel together, in one flat piece of memory."""
+"""Bucket: gradients that travel together, in one flat piece of memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pycomm.torch_internals import storage_uses
 
 
 class Group(Protocol):
-    """Ranks among which a bucket travels: how many they are, and memory that all of them reach."""
+    """Group of ranks that a bucket is reduced over: their number, and memory that all of them can reach."""
 
     @property
     def size(self) -> int: ...
@@ -24,15 +24,15 @@ class Group(Protocol):
 
 
 class Bucket:
-    """The averaged gradients of ``params``, one after the other in ``flat``; ``views[i]`` is the i-th.
+    """Bucket of the averaged gradients of ``params``, one after the other in ``flat``; ``views[i]`` is the i-th.
 
-    ``flat`` lies in memory that the transport reaches directly. Behind the gradients follow the flags,
-    so that they travel, and are added up, in the same message: one per parameter, whether it was used;
-    one that is not 0 where a rank's gradients are too large for the sum to be sure to be finite; and the
-    places of a fingerprint (see fingerprint.py). ``algorithm`` is how dense sums over the ranks are made.
+    ``flat`` lies in memory that the transport can reach directly. The gradients are followed by flags,
+    which travel, and are added up, in the same message: one per parameter, whether it was used; one that
+    is not 0 if a rank's gradients are so large that the sum might overflow; and the places of a
+    fingerprint (see fingerprint.py). ``algorithm`` makes dense sums over the ranks.
 
-    The views are handed out as ``.grad``, and what users do with their gradients must not reach the
-    next ones: :meth:`repair` and :meth:`leave_to_users`.
+    The views are handed out as ``.grad``, and whatever users do with their gradients must not affect the
+    next ones: see :meth:`repair` and :meth:`leave_to_users`.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class Bucket:
         self._group = group
         itemsize = self.dtype.itemsize
         self._offsets = [itemsize * begin for begin in itertools.accumulate(self.numels, initial=0)][:-1]
-        self._handed_out_uses = 0  # of the storage, when the views were handed out
+        self._handed_out_uses = 0  # references to the storage when the views were handed out
         self.use(self._new_memory())
 
     def _new_memory(self) -> torch.Tensor:
         return self._group.empty(self.num_elements + self.num_flags, self.dtype, self.device)
 
     def use(self, memory: torch.Tensor) -> None:
-        """Let the gradients live in ``memory`` from now on: ``num_elements`` + ``num_flags``."""
+        """Keep the gradients in ``memory``, of ``num_elements`` + ``num_flags``, from now on."""
         self.memory = memory
         self.flat = memory[: self.num_elements]
         self.flags = memory[self.num_elements :]
@@ -73,36 +73,36 @@ class Bucket:
         self.views = [view_like(part, p) for part, p in zip(self.parts(memory), self._params, strict=True)]
 
     def params(self) -> list[torch.Tensor]:
-        """The parameters themselves, without gradients."""
+        """Return the parameters, detached."""
         return [p.detach() for p in self._params]
 
     def parts(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """Memory laid out like the bucket's, cut up by parameter."""
+        """Split memory that is laid out like the bucket's by parameter."""
         return list(torch.split(memory[: self.num_elements], self.numels))
 
     def holds(self, index: int, grad: torch.Tensor) -> bool:
-        """Whether ``grad`` already lies where the bucket keeps the ``index``-th gradient."""
+        """Return whether ``grad`` already lies where the bucket keeps the ``index``-th gradient."""
         return self._is_in_place(index, grad) and grad.stride() == self.views[index].stride()
 
     def _is_in_place(self, index: int, tensor: torch.Tensor) -> bool:
         return tensor.data_ptr() == self._address + self._offsets[index] or tensor.numel() == 0
 
     def repair(self) -> None:
-        """Replace the views whose memory somebody has exchanged, as ``p.grad.data = ...`` and ``module.to()`` do."""
+        """Replace views whose memory was exchanged, as ``p.grad.data = ...`` and ``module.to()`` do."""
         begin = self._address
         for i, (view, offset) in enumerate(zip(self.views, self._offsets, strict=True)):
             if view.data_ptr() != begin + offset and self.numels[i] > 0:
                 self.views[i] = view_like(self.parts(self.memory)[i], self._params[i])
 
     def note_handed_out(self) -> None:
-        """The views are ``.grad`` now; whoever refers to the memory besides them comes later."""
+        """Note that the views are ``.grad`` now: any further reference to the memory is a user's."""
         self._handed_out_uses = storage_uses(self.memory)
 
     def leave_to_users(self) -> None:
-        """Before gradients are written: what users kept of the last ones stays as it is.
+        """Leave what users kept of the last gradients to them, before new ones are written.
 
-        A kept view that is ``.grad`` no more gets memory of its own. Where something derived from a view
-        is kept, the whole memory is left to it, and the bucket gets other memory. What still is ``.grad``
+        A kept view that is no longer ``.grad`` gets memory of its own. If something derived from a view is
+        kept, the whole memory is left to it, and the bucket gets new memory. A view that still is ``.grad``
         is written in place, as autograd would.
         """
         dropped = [i for i, param in enumerate(self._params) if param.grad is not self.views[i]]
@@ -120,7 +120,7 @@ class Bucket:
                 self.views[i] = view_like(self.parts(self.memory)[i], self._params[i])
 
     def is_kept(self) -> bool:
-        """Whether somebody refers to what was handed out, besides ``.grad``."""
+        """Return whether anything besides ``.grad`` refers to the gradients that were handed out."""
         return self._is_aliased() or any(
             is_held(self.views, i, is_grad=param.grad is self.views[i]) for i, param in enumerate(self._params)
         )
@@ -134,7 +134,7 @@ class Bucket:
         scale: float | torch.Tensor = 1.0,
         fingerprint: torch.Tensor | None = None,
     ) -> None:
-        """Bring ``grads`` times ``scale`` into ``flat``, zeros for ``None``, and set the flags."""
+        """Write ``grads`` times ``scale`` to ``flat``, zeros for ``None``, and set the flags."""
         start = end = 0
         run: list[torch.Tensor] = []
         fits: list[torch.Tensor] = []
@@ -148,7 +148,7 @@ class Bucket:
                 run.clear()
 
         for i, grad in enumerate(grads):
-            # What lies in its place already is packed only to be scaled.
+            # A gradient that is in its place already is packed only if it is scaled.
             stays = grad is None or (self.holds(i, grad) and not scaled)
             raw = None if grad is None or stays else laid_out_like(grad, self.views[i])
             if raw is not None:
@@ -167,17 +167,23 @@ class Bucket:
         self.set_flags(grads, fits, fingerprint)
 
     def limit(self, dtype: torch.dtype) -> float:
-        """As many magnitudes below it as there are ranks have a sum that is finite in ``dtype``."""
+        """Return the bound below which magnitudes, one of each rank, have a sum that is finite in ``dtype``."""
         return torch.finfo(dtype).max / self._group.size
 
     def finite(self) -> torch.Tensor:
-        """Whether all gradients of all ranks, and so their sum, are finite: 0-d bool, once the flags have travelled."""
+        """Return whether the gradients of all ranks, and so their sum, are finite: 0-d bool; once flags are summed."""
         return self.too_large_flag == 0.0
 
     def set_flags(
         self, grads: Sequence[torch.Tensor | None], fits: Sequence[torch.Tensor], fingerprint: torch.Tensor | None
     ) -> None:
-        """``fits``: 0-d bools, whether gradients are below the limit. ``fingerprint``: see fingerprint.py."""
+        """Set the flags.
+
+        Args:
+            grads: ``None`` for unused parameters.
+            fits: 0-d bools, whether gradients are below the limit.
+            fingerprint: see fingerprint.py.
+        """
         self.used_flags.fill_(1.0)
         for i, grad in enumerate(grads):
             if grad is None:

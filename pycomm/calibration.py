@@ -1,10 +1,10 @@
-"""Measuring what :mod:`pycomm.schedule` needs to know about the network that a group runs on.
+"""Calibration: measures the network of a group for :mod:`pycomm.schedule`.
 
-What a message costs is measured where it will be paid: by programs of two ranks that exchange arrays,
+The cost of a message is measured under real conditions: by programs of two ranks that exchange arrays,
 run by the same executor as any schedule, all pairs of a class at once and in both directions, since in
 a collective all ranks talk at once. Then the algorithms themselves are measured at a few sizes, because
-no model of three numbers knows caches, or ranks that outnumber cores; a choice for as many ranks goes by
-these.
+a model of three numbers knows nothing of caches, or of ranks that outnumber cores; choices for as many
+ranks go by these.
 """
 
 from __future__ import annotations
@@ -19,38 +19,39 @@ import torch
 from pycomm import schedule
 from pycomm.communicator import Communicator
 from pycomm.execute.programs import ranks_per_host
+from pycomm.schedule.collective import Schedule
 from pycomm.schedule.network import Link, Network
 from pycomm.schedule.program import Program, program_of
-from pycomm.schedule.table import COPY, REDUCE, Round, Schedule
+from pycomm.schedule.table import COPY, REDUCE, Round
 from pycomm.transport.rendezvous import host_identity
 
 SIZES = tuple(4**i for i in range(5, 13))
-"""Bytes at which algorithms are measured unless told otherwise: 1 KiB to 16 MiB."""
+"""Default sizes, in bytes, at which algorithms are measured: 1 KiB to 16 MiB."""
 
 _MESSAGES = tuple(4**i for i in range(4, 12))  # bytes of a message: 256 B to 4 MiB
-_EXCHANGES = 16  # of one program, so that what a collective costs besides is a small part
-_ROUNDS = 7  # of measurements at least; medians are taken
+_EXCHANGES = 16  # in one program, so that the overhead of a collective is a small part
+_ROUNDS = 7  # the fewest rounds of measurements; medians are taken
 _MOST_ROUNDS = 31
-_ENOUGH_SECONDS = 1.5  # after which there are no more than at least
-_BLOCK_SECONDS = 2e-3  # calls that take less are timed several together
+_ENOUGH_SECONDS = 1.5  # after which there are no more rounds than the fewest
+_BLOCK_SECONDS = 2e-3  # calls that take less are timed several at a time
 _LARGEST_BLOCK = 20
-_WORTH_MEASURING = 4.0  # times the best simulated one
+_PROMISING = 4.0  # algorithms within this factor of the best simulated time are measured
 
 Tell = Callable[[str], None]
 Call = Callable[[torch.Tensor], object]
 Case = tuple[Call, int]
-"""What is called, and how many bytes its array has."""
+"""Function to be timed, and the size of its array in bytes."""
 
 
 def calibrate(communicator: Communicator, sizes: Sequence[int] = SIZES, tell: Tell = lambda line: None) -> Network:
     """Describe the network of ``communicator``'s group. Collective; takes seconds; the same result on all ranks.
 
     Args:
-        sizes: bytes at which algorithms are measured.
-        tell: is given a line now and then, on rank 0.
+        sizes: sizes in bytes at which algorithms are measured.
+        tell: called with a line of progress now and then.
 
     Raises:
-        ValueError: the group has one rank, or hosts do not have equally many consecutive ranks.
+        ValueError: the group has one rank, or hosts do not have the same number of consecutive ranks each.
         CommError: as from any collective.
     """
     if communicator.size == 1:
@@ -74,7 +75,7 @@ def calibrate(communicator: Communicator, sizes: Sequence[int] = SIZES, tell: Te
         transport=communicator.transport,
     )
     measured = _curves(communicator, network, sizes, tell)
-    # What rank 0 found is what all go by.
+    # All ranks use what rank 0 found.
     found = replace(network, measured=measured, measured_ranks=communicator.size).to_json().encode()
     return Network.from_json(communicator.channel.all_gather_bytes(found)[0].decode())
 
@@ -89,10 +90,10 @@ def _ranks_per_host(communicator: Communicator) -> int:
 
 
 def _exchange(communicator: Communicator, distance: int, per_host: int, rounds: int, op: int = COPY) -> Program:
-    """Pairs of ranks ``distance`` apart pass two chunks to and fro, one each way at any time."""
+    """Make a program in which pairs of ranks ``distance`` apart exchange two chunks, one each way at any time."""
     rank = np.arange(communicator.size)
     unit = rank // distance
-    # Neighbours of one host, or the same place on neighbouring hosts; who is left over stays out.
+    # Neighbours on one host, or the same place on neighbouring hosts; ranks left over stay out.
     near = rank[(unit % 2 == 0) & (rank + distance < communicator.size)]
     if distance < per_host:
         near = near[(near % per_host) % 2 == 0]
@@ -105,21 +106,21 @@ def _exchange(communicator: Communicator, distance: int, per_host: int, rounds: 
             chunk = np.repeat([0, 1], len(near))
             yield Round.of(np.concatenate([there, back]), np.concatenate([back, there]), chunk, 1, op)
 
-    # No collective, so nobody could prove it; it only takes time.
+    # No collective, so there is nothing to prove; it only takes time.
     return program_of(Schedule("exchange", communicator.size, 2, generate), communicator.rank)
 
 
 def _measure(communicator: Communicator, cases: Sequence[Case]) -> list[float]:
-    """Seconds of one call of each: the slowest rank's, the median of rounds in which all have a turn."""
+    """Return the seconds of one call of each case: the slowest rank's, medians over rounds that do all cases."""
     blocks = [1] * len(cases)
     taken: list[list[float]] = [[] for _ in cases]
     spent, number = 0.0, 0
-    # All ranks have the same figures, so all go on for as long.
+    # All ranks have the same figures, so all stop at the same round.
     while number <= _ROUNDS or (number <= _MOST_ROUNDS and spent < _ENOUGH_SECONDS):
         for i, (call, num_bytes) in enumerate(cases):
             seconds = _slowest(communicator, call, num_bytes, blocks[i])
             spent += seconds * blocks[i]
-            if number == 0:  # warms up, and tells how many calls it takes to be worth a look at the clock
+            if number == 0:  # warms up, and tells how many calls to time together
                 blocks[i] = int(min(_LARGEST_BLOCK, max(1, _BLOCK_SECONDS / max(seconds, 1e-9))))
             else:
                 taken[i].append(seconds)
@@ -139,7 +140,7 @@ def _slowest(communicator: Communicator, call: Call, num_bytes: int, calls: int)
 
 
 def _link(communicator: Communicator, distance: int, per_host: int, overhead: float) -> Link:
-    """alpha and beta from exchanges of several sizes, gamma from what reducing adds to the largest."""
+    """Measure a class of links: alpha and beta by exchanges of several sizes, gamma by what reducing adds."""
     copy, reduce = (_exchange(communicator, distance, per_host, _EXCHANGES, op) for op in (COPY, REDUCE))
     # Two messages are under way at a time, a chunk each.
     cases = [(_runs(communicator, copy), 2 * num_bytes) for num_bytes in _MESSAGES]
@@ -151,15 +152,15 @@ def _link(communicator: Communicator, distance: int, per_host: int, overhead: fl
 
 
 def _line(sizes: Sequence[int], times: Sequence[float]) -> tuple[float, float]:
-    """The line of time by size through the last point that is off the others by the smallest factors in sum.
+    """Return start and slope of the line of time by size through the last point, with the least sum of relative errors.
 
-    Through the last, since the largest message is what noise disturbs least, and what large arrays go by. Factors,
-    since small messages count as much as others; their sum, not that of squares, since times make no line where a
-    link still works while its sender prepares the next message, or where a rank had to wait for a core, and the
-    few points that are far off must not bend it for all. Neither part is negative.
+    Through the last point, since noise disturbs the largest message least, and large arrays go by it. Errors are
+    factors, since small messages count as much as others; their sum is minimized, not that of their squares, since
+    times make no line if a link still works while its sender prepares the next message, or if a rank had to wait
+    for a core, and the few points that are far off must not bend it for all. Neither part is negative.
     """
     x, y = np.array(sizes, np.float64), np.maximum(times, 1e-9)
-    # The best one goes through another point, too, or through the origin.
+    # The best line goes through another point, too, or through the origin.
     alphas = np.append(((y * x[-1] - y[-1] * x)[:-1] / (x[-1] - x[:-1])).clip(0, y[-1]), 0.0)
     betas = (y[-1] - alphas) / x[-1]
     off = np.abs(np.log((alphas[:, None] + betas[:, None] * x) / y)).sum(1)
@@ -170,9 +171,9 @@ def _line(sizes: Sequence[int], times: Sequence[float]) -> tuple[float, float]:
 def _curves(
     communicator: Communicator, network: Network, sizes: Sequence[int], tell: Tell
 ) -> dict[str, tuple[tuple[float, float], ...]]:
-    """The transport's own algorithm, and those that simulation does not rule out, at ``sizes``."""
+    """Time the transport's own algorithm, and those that simulation does not rule out, at ``sizes``."""
     wanted = sorted(set(sizes))
-    names = ["native", *_worth_measuring(communicator, network, wanted)]
+    names = ["native", *_promising_algorithms(communicator, network, wanted)]
     curves: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for size in wanted:
         tell(f"{len(names)} algorithms at {size} bytes")
@@ -191,12 +192,12 @@ def _call(communicator: Communicator, name: str) -> Call:
     return lambda x: communicator.all_reduce(x, algorithm=name)
 
 
-def _worth_measuring(communicator: Communicator, network: Network, sizes: Sequence[float]) -> list[str]:
-    """Rank 0's opinion, which all ranks need to share."""
+def _promising_algorithms(communicator: Communicator, network: Network, sizes: Sequence[float]) -> list[str]:
+    """Return the algorithms to measure: rank 0's choice, for all ranks."""
     ranking = schedule.rank_algorithms(communicator.size, network, sizes)
     names = []
     for name in ranking.curves:
         times = [(ranking.seconds(name, size), ranking.at(size)[0][1]) for size in sizes]
-        if any(seconds <= _WORTH_MEASURING * best for seconds, best in times):
+        if any(seconds <= _PROMISING * best for seconds, best in times):
             names.append(name)
     return communicator.channel.all_gather_bytes("\n".join(names).encode())[0].decode().split("\n")

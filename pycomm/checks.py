@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -128,3 +129,44 @@ def shape_of(shape: object) -> tuple[int, ...]:
     if dims and max(dims) >= 2**63:
         raise MemoryError(f"a tensor of shape {dims} is needed, more than can be addressed")
     return dims
+
+
+def integer(name: str, value: object, least: int, most: int | None = None) -> None:
+    """Raise TypeError or ValueError, with ``name``, unless ``value`` is an int from ``least`` to ``most``.
+
+    For settings that ranks compare as Python writes them: numpy's integers, which it writes in its own
+    way, are refused.
+    """
+    wanted = f"an integer >= {least}" if most is None else f"an integer from {least} to {most}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}, wanted {wanted}")
+    if value < least or (most is not None and value > most):
+        raise ValueError(f"{name} is {value}, wanted {wanted}")
+
+
+def real(name: str, value: object, least: float, below: float = math.inf, *, or_equal: bool = True) -> None:
+    """Raise TypeError or ValueError, with ``name``, unless ``value`` is a number within bounds.
+
+    Args:
+        least: the least value; not allowed itself unless ``or_equal``.
+        below: the least value that is too large.
+    """
+    bounds = f"{name} {'>=' if or_equal else '>'} {least:g}" + ("" if below == math.inf else f" and < {below:g}")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is {value!r}, wanted a number, {bounds}")
+    if not (least <= value if or_equal else least < value) or not value < below:
+        raise ValueError(f"{name} is {value}, wanted {bounds}")
+
+
+def fraction(name: str, value: object) -> None:
+    """Raise TypeError or ValueError, with ``name``, unless 0 < ``value`` <= 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is {value!r}, wanted a number in (0, 1]")
+    if not 0.0 < value <= 1.0:
+        raise ValueError(f"{name} is {value}, wanted 0 < {name} <= 1")
+
+
+def flag(name: str, value: object) -> None:
+    """Raise TypeError, with ``name``, unless ``value`` is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}, wanted True or False")

@@ -1,8 +1,8 @@
-"""Whether somebody besides its owner refers to a tensor, or to its memory.
+"""References to a tensor, or to its memory, besides its owner's.
 
 Gradients are handed out as views of memory that the next reduction writes to. Plain autograd makes a
-new gradient after ``zero_grad()``, so one that was kept stays as it is; to promise the same without a
-copy of every gradient, one has to know which were kept.
+new gradient after ``zero_grad()``, so a kept one stays as it is; promising the same without copying
+every gradient takes knowing which ones were kept.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ def _references(tensors: list[torch.Tensor], index: int) -> int:
 
 
 def _usual_references() -> tuple[int, int]:
-    """Of a tensor that a list holds and nobody else; and of one that is a ``.grad`` besides."""
+    """Return the reference counts of a tensor that only a list holds, and of one that is also a ``.grad``."""
     tensors, param = [torch.empty(1)], torch.nn.Parameter(torch.empty(1))
     alone = _references(tensors, 0)
     param.grad = tensors[0]
     return alone, _references(tensors, 0)
 
 
-_ALONE, _AS_GRAD = _usual_references()
-"""Releases of Python and torch differ in what they count."""
+_ALONE, _AS_GRAD = _usual_references()  # releases of Python and torch count differently
 
 
 def is_held(tensors: list[torch.Tensor], index: int, is_grad: bool = False) -> bool:
-    """Whether there are references in Python to ``tensors[index]`` besides this list's, and ``.grad`` if it is one."""
+    """Return whether Python refers to ``tensors[index]`` besides in this list, and as ``.grad`` if it is one."""
     return _references(tensors, index) > (_AS_GRAD if is_grad else _ALONE)
 
 

@@ -6,20 +6,20 @@ import torch
 
 
 def on_gpu(tensor: torch.Tensor) -> bool:
-    """Whether what is computed from ``tensor`` is not known to the host without waiting for a GPU."""
+    """Return whether the host must wait for a GPU to know what is computed from ``tensor``."""
     return tensor.is_cuda
 
 
 def view_like(part: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """``part`` shaped as ``param``, in its memory order where that is dense (channels_last, say)."""
-    # .data: a version counter of its own, which tells whether this very gradient was written to.
+    """Return ``part`` in the shape of ``param``, and in its memory order if that is dense (channels_last, say)."""
+    # .data has a version counter of its own, which tells whether this very gradient was written to.
     if param.is_contiguous() or not is_dense(param):
         return part.view(param.shape).data
     return part.as_strided(param.shape, param.stride()).data
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one gap-free piece of memory, in any order of the dimensions."""
+    """Return whether the elements fill one gap-free piece of memory, in any order of the dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -29,13 +29,13 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def require_dense(param: torch.Tensor) -> None:
-    """ValueError unless the elements of ``param`` fill one piece of memory."""
+    """Raise ValueError unless the elements of ``param`` fill one piece of memory."""
     if not param.is_contiguous() and not is_dense(param):
         raise ValueError(f"a parameter of shape {list(param.shape)} has gaps or overlaps in memory; see .contiguous()")
 
 
 def flat_alias(grad: torch.Tensor, view: torch.Tensor) -> torch.Tensor | None:
-    """``grad``'s memory in the order of ``view``'s, without copying; ``None`` if their layouts differ."""
+    """Return ``grad`` as a flat tensor in the memory order of ``view``, uncopied; ``None`` if their layouts differ."""
     if grad.is_contiguous() and view.is_contiguous():
         return grad
     if grad.stride() == view.stride() and is_dense(grad):
@@ -44,7 +44,7 @@ def flat_alias(grad: torch.Tensor, view: torch.Tensor) -> torch.Tensor | None:
 
 
 def laid_out_like(grad: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-    """``grad``'s elements in the memory order of ``view``; a copy only if its own order differs."""
+    """Return ``grad``'s elements, flat, in the memory order of ``view``; a copy only if its own order differs."""
     raw = flat_alias(grad, view)
     if raw is None:
         raw = flat_alias(

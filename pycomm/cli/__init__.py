@@ -1,1 +1,1 @@
-"""The command line: ``pycomm info`` and ``pycomm demo``."""
+"""Command line: ``pycomm info``, ``pycomm demo`` and ``pycomm plan``."""

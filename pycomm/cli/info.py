@@ -1,4 +1,4 @@
-"""``pycomm info``: what a bug report should begin with."""
+"""``pycomm info``: the facts that a bug report should begin with."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def run(_arguments: argparse.Namespace) -> int:
 
 
 def collect() -> dict[str, str]:
+    """Return the facts by name."""
     build = pycomm.build_info()
     return {
         "pycomm": build["version"],
@@ -52,7 +53,7 @@ def _gpus() -> str:
 
 
 def transports() -> list[str]:
-    """What ``Communicator`` could choose on this machine."""
+    """Return the transports that ``Communicator`` could use on this machine."""
     found = []
     if _has_anonymous_memory():
         found.append("shared_memory (ranks of one host)")
@@ -68,7 +69,7 @@ def transports() -> list[str]:
 
 
 def _has_anonymous_memory() -> bool:
-    # Tried, not looked up: sandboxes forbid the call where the kernel has it.
+    # Tried, not looked up: sandboxes forbid the call even if the kernel has it.
     try:
         os.close(os.memfd_create("pycomm-info", os.MFD_CLOEXEC))
     except OSError:

@@ -1,4 +1,4 @@
-"""``pycomm``: one parser, one command per module."""
+"""``pycomm``: the parser, and a command per module."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code.
+    """Run one command and return the exit code.
 
-    0 done, 1 failed, 2 wrong arguments, 130 interrupted, 141 nobody reads the output any more.
+    0 done, 1 failed, 2 wrong arguments, 130 interrupted, 141 the reader of the output has gone.
     """
     arguments = build_parser().parse_args(argv)
     try:
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("pycomm: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever reads, as `head` does, has read enough
+    except BrokenPipeError:  # the reader, such as `head`, has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return code

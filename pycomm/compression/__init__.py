@@ -1,29 +1,37 @@
-"""How a bucket of gradients travels: one file per method.
+"""Gradient compression: how a bucket of gradients travels.
 
-A method is a frozen configuration (``NoCompression``, ``FP16``, ``DGC`` ...) that makes an
-``Exchange`` for every bucket; the exchange holds the state, if there is any. Methods with error
-feedback are a ``FeedbackExchange`` (feedback.py) around a ``Wire`` of their own.
+A gradient meets four things on its way to bytes:
+
+- ``Bucket`` (pycomm/bucket.py): gradients that travel together, in one flat piece of memory.
+- ``Exchange`` (base.py): one bucket's reduction, step by step, with the state it keeps between steps.
+  Either it sends the gradients as they are (``DenseExchange``), or it adds them to what earlier steps
+  left unsent and sends a part of the sum (``CodecExchange``, feedback.py).
+- ``Codec`` (codec.py): the form in which that part is sent.
+- ``Messages`` (messages.py): the bytes, gathered from all ranks (``GatheredMessages``) or summed over
+  them (``SummedMessage``).
+
+A method, such as ``FP16`` or ``DGC``, is a frozen configuration that makes the exchange of a bucket;
+``methods/`` has a file for each. ``sparse/`` has the codec of those that send selected entries, and the
+three ways to sum such entries over the ranks. What a method costs on a network is pycomm.cost's subject.
 """
 
-from pycomm.compression.auto import Auto
 from pycomm.compression.base import Compression
-from pycomm.compression.dgc import DGC
-from pycomm.compression.half import BF16, FP16
-from pycomm.compression.int8 import Int8
-from pycomm.compression.none import NoCompression
-from pycomm.compression.onebit import OneBit
-from pycomm.compression.powersgd import PowerSGD
-from pycomm.compression.qsgd import QSGD
-from pycomm.compression.randomk import RandomK
-from pycomm.compression.terngrad import TernGrad
-from pycomm.compression.topk import TopK
+from pycomm.compression.methods.dgc import DGC
+from pycomm.compression.methods.half import BF16, FP16
+from pycomm.compression.methods.int8 import Int8
+from pycomm.compression.methods.none import NoCompression
+from pycomm.compression.methods.onebit import OneBit
+from pycomm.compression.methods.powersgd import PowerSGD
+from pycomm.compression.methods.qsgd import QSGD
+from pycomm.compression.methods.randomk import RandomK
+from pycomm.compression.methods.terngrad import TernGrad
+from pycomm.compression.methods.topk import TopK
 
 __all__ = [
     "BF16",
     "DGC",
     "FP16",
     "QSGD",
-    "Auto",
     "Compression",
     "Int8",
     "NoCompression",

@@ -1,4 +1,4 @@
-"""What a compression method is to the reducer.
+"""Interface between compression methods and the reducer.
 
 One reduction runs in two halves. ``exchange`` runs on the communication thread while backward still
 computes; it may change nothing that a non-finite gradient elsewhere would forbid. ``finish`` runs
@@ -16,25 +16,24 @@ import torch
 
 from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
-from pycomm.fingerprint import differing_places
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """The units of one reduction, and what its ranks must have in common.
+    """Scaling of one reduction, and the bits that its ranks must agree on.
 
     Attributes:
-        size: how many ranks there are.
-        relative: how much this rank counts, where 1 is as much as the average rank.
-        clip: what this rank's gradient is multiplied with beforehand, so that its norm is in bounds. On
-            a GPU a 0-d float32 tensor there, so that nobody waits for it.
-        loss_scale: what the loss was multiplied by; state is kept without it. As ``clip``.
+        size: number of ranks.
+        relative: weight of this rank, where 1 is the weight of an average rank.
+        clip: factor that this rank's gradient is multiplied by beforehand, to bring its norm within
+            bounds. On a GPU a 0-d float32 tensor there, so that nobody waits for it.
+        loss_scale: factor that the loss was multiplied by; state is kept without it. A tensor as ``clip``.
         average: whether ``.grad`` gets the average over the ranks, or ``size`` times that, the sum.
-        number: of the step: how many were finite, and so committed, before it. On a GPU a 0-d int64
-            tensor there. What changes in the course of training, and random numbers, follow from it:
+        step: number of finite, and so committed, steps before this one. On a GPU a 0-d int64 tensor
+            there. Whatever changes in the course of training, and all random numbers, follow from it:
             a step that is not finite leaves no trace in them.
-        fingerprint: bits that are to be equal on all ranks: ``FINGERPRINT_BITS`` bools, where the bucket
-            lies. ``None``, on all ranks alike: nothing is compared.
+        fingerprint: bits that must be equal on all ranks: ``FINGERPRINT_BITS`` bools, on the bucket's
+            device. ``None``, on all ranks alike: nothing is compared.
     """
 
     size: int
@@ -42,74 +41,92 @@ class Scaling:
     clip: float | torch.Tensor = 1.0
     loss_scale: float | torch.Tensor = 1.0
     average: bool = True
-    number: int | torch.Tensor = 0
+    step: int | torch.Tensor = 0
     fingerprint: torch.Tensor | None = None
 
     @property
     def weight(self) -> float:
-        """A gradient in bounds times this is this rank's contribution to the average."""
+        """Factor that turns this rank's clipped gradient into its contribution to the average."""
         return self.relative / self.size
 
     @property
     def local(self) -> float | torch.Tensor:
-        """A gradient times this is what the ranks' plain mean is of."""
+        """Factor to apply to this rank's gradient before the plain mean over the ranks."""
         return self.relative * self.clip
 
     @property
     def result(self) -> float:
-        """The average times this is what ``.grad`` gets."""
+        """Factor that turns the average into what ``.grad`` gets."""
         return 1.0 if self.average else float(self.size)
 
     def to_state(self) -> float | torch.Tensor:
-        """A gradient times this is what state is made of."""
+        """Return the factor that brings a gradient into the units of state."""
         return self.weight * self.clip / self.loss_scale
 
     def from_state(self) -> float | torch.Tensor:
-        """A sum over the ranks of what state is made of, times this, is what ``.grad`` gets."""
+        """Return the factor that turns a sum over the ranks, in units of state, into what ``.grad`` gets."""
         return self.result * self.loss_scale
 
 
 Flag = bool | torch.Tensor
-"""A 0-d bool tensor on the GPU for buckets there: the host must not wait to know it. A bool for others."""
+"""Truth value; for buckets on a GPU a 0-d bool tensor there, so that the host need not wait to know it."""
 
 State = dict[str, dict[str, torch.Tensor]]
-"""Parameter name -> name of the state -> tensor."""
+"""Tensors by parameter name, then by the name of the state."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Collective that a rank takes part in, and how many bytes it hands over.
+
+    Attributes:
+        kind: "all_reduce", "all_gather" or "all_to_all".
+    """
+
+    kind: str
+    num_bytes: int
 
 
 class Exchange(Protocol):
-    """One bucket's way over the wire, with its state. On a GPU nothing here waits, but where it says so."""
+    """Reduction of one bucket, with its state. On a GPU no method waits, unless it says so."""
 
     @property
     def transactional(self) -> bool:
-        """Whether it must know, in this step, if the step is finite before it finishes. Equal on all ranks."""
+        """Whether ``finish`` must be told, in this step, if the step is finite. Equal on all ranks."""
 
     @property
     def bytes_sent(self) -> int:
         """Payload bytes that this rank has handed to the transport."""
 
     def exchange(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
-        """Send ``grads`` (``None``: unused here) and receive; on the communication thread, or stream."""
+        """Send ``grads`` (``None``: unused on this rank) and receive; on the communication thread, or stream."""
 
     def finite(self) -> Flag:
-        """Whether all that this bucket brought, from every rank, is finite. Equal on all ranks."""
+        """Return whether everything this bucket received, from every rank, is finite. Equal on all ranks."""
 
     def differing(self) -> torch.Tensor:
-        """For each bit of the fingerprint, whether ranks differ in it: bool. Equal on all ranks."""
+        """Return, for each bit of the fingerprint, whether ranks differ in it: bool. Equal on all ranks."""
 
     def finish(self, finite: Flag) -> None:
-        """Leave the gradients in the bucket's views and commit state, if ``finite``: every bucket is, everywhere."""
+        """Leave the gradients in the bucket's views; commit state if ``finite``, which is about all buckets."""
 
     def used(self) -> list[bool]:
-        """For each parameter, whether any rank had a gradient. Waits where this rank lacks one."""
+        """Return, for each parameter, whether any rank had a gradient. Waits if this rank lacks one."""
 
-    def blame(self) -> str | None:
-        """Where the non-finite values of the last step that had any came from, if known. Waits."""
+    def nonfinite_source(self) -> str | None:
+        """Name the parameter and rank that made the last non-finite step non-finite, if known. Waits."""
+
+    def operations_among(self, size: int) -> list[Operation] | None:
+        """Return the collectives that the last step would need among ``size`` ranks.
+
+        ``None`` if they are the same for any number of ranks: then they are those it has made.
+        """
 
     def stats(self) -> dict[str, int]:
-        """Counters of this method's own, which add up over buckets. Waits."""
+        """Return the method's own counters, which add up over buckets. Waits."""
 
     def state(self) -> State:
-        """What is carried from step to step (not copied)."""
+        """Return what is carried from step to step (not copied)."""
 
     def load_state(self, state: State) -> None:
         """Take back what :meth:`state` gave; entries that are missing stay as they are."""
@@ -117,7 +134,7 @@ class Exchange(Protocol):
 
 @runtime_checkable
 class Compression(Protocol):
-    """A method and its settings."""
+    """Compression method with its settings."""
 
     @property
     def transactional(self) -> bool:
@@ -125,20 +142,33 @@ class Compression(Protocol):
 
     @property
     def otherwise(self) -> Compression | None:
-        """How parameters travel that this one does not apply to; ``None``: as they are."""
+        """Method for the parameters that this one does not apply to; ``None``: they travel as they are."""
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """ValueError where the method does not go with ``optimizer``; says what to do."""
+        """Raise ValueError if the method does not suit ``optimizer``, and say what to do."""
 
     def applies_to(self, param: torch.Tensor) -> bool:
-        """Whether ``param`` travels this way."""
+        """Return whether ``param`` travels by this method."""
 
     def make(self, bucket: Bucket, communicator: Communicator) -> Exchange:
-        """The way of one bucket, whose parameters it applies to."""
+        """Make the exchange of a bucket of parameters that the method applies to."""
+
+
+class Defaults:
+    """Base of exchanges and codecs: no state, no counters, the same operations among any number of ranks."""
+
+    def operations_among(self, size: int) -> list[Operation] | None:
+        return None
+
+    def stats(self) -> dict[str, int]:
+        return {}
+
+    def state(self) -> State:
+        return {}
 
 
 class Method:
-    """What most methods have in common: they suit every optimizer and parameter, and carry no state."""
+    """Base of methods: suits every optimizer and parameter, and carries no state."""
 
     @property
     def transactional(self) -> bool:
@@ -156,49 +186,5 @@ class Method:
 
 
 def as_flag(finite: torch.Tensor, bucket: Bucket) -> Flag:
+    """Return ``finite`` as the flag of ``bucket``: read, unless it lies on a GPU."""
     return finite if bucket.on_gpu else bool(finite)
-
-
-class DenseExchange:
-    """The gradients as they are: one in-place all-reduce of the bucket."""
-
-    transactional = False
-
-    def __init__(self, bucket: Bucket, communicator: Communicator) -> None:
-        self.bytes_sent = 0
-        self._bucket = bucket
-        self._communicator = communicator
-        self._all_used_here = True
-
-    def exchange(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
-        self._all_used_here = all(grad is not None for grad in grads)
-        self._bucket.gather(grads, scaling.local, scaling.fingerprint)
-        op = "mean" if scaling.average else "sum"
-        self._communicator.all_reduce(self._bucket.memory, op, self._bucket.algorithm)
-        self.bytes_sent += self._bucket.memory.nbytes
-
-    def finite(self) -> Flag:
-        return as_flag(self._bucket.finite(), self._bucket)
-
-    def differing(self) -> torch.Tensor:
-        return differing_places(self._bucket.fingerprint_places)
-
-    def finish(self, finite: Flag) -> None:
-        pass
-
-    def used(self) -> list[bool]:
-        if self._all_used_here:
-            return [True] * len(self._bucket.names)
-        return [flag != 0.0 for flag in self._bucket.used_flags.tolist()]
-
-    def blame(self) -> str | None:
-        return None
-
-    def stats(self) -> dict[str, int]:
-        return {}
-
-    def state(self) -> State:
-        return {}
-
-    def load_state(self, state: State) -> None:
-        pass

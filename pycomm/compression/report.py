@@ -1,8 +1,8 @@
-"""What ranks tell each other about a bucket's gradients, inside the message that carries them.
+"""Report: what ranks tell each other about a bucket's gradients, inside the message that carries them.
 
-For every parameter: was it used here, and was it finite? A message that is gathered carries a byte
-for each parameter. One that is summed carries how many ranks used each parameter, and a place for
-each rank with the number of its first parameter that was not finite.
+For every parameter: was it used here, and was it finite? A gathered message carries a byte for each
+parameter. A summed one carries how many ranks used each parameter, and for each rank a place with the
+number of its first parameter that was not finite.
 
 Behind that travels a fingerprint (see fingerprint.py). Gathered, its bits are a byte each.
 """
@@ -20,31 +20,35 @@ UNUSED, USED, NOT_FINITE = 0, 1, 2
 
 
 class Report(Protocol):
-    """About one step, from all ranks."""
+    """Report of all ranks about one step."""
 
     def used(self) -> torch.Tensor:
-        """For each parameter, whether any rank had a gradient: bool."""
+        """Return, for each parameter, whether any rank had a gradient: bool."""
 
     def finite(self) -> torch.Tensor:
-        """Whether all gradients were finite: a 0-d bool."""
+        """Return whether all gradients were finite: a 0-d bool."""
 
-    def guilty(self) -> torch.Tensor:
-        """For each rank, one more than the number of its first parameter that was not finite, or 0: int64."""
+    def nonfinite_sources(self) -> torch.Tensor:
+        """Return, for each rank, one more than the number of its first non-finite parameter, or 0: int64."""
 
     def differing(self) -> torch.Tensor:
-        """For each bit of the fingerprint, whether ranks differ in it: bool."""
+        """Return, for each bit of the fingerprint, whether ranks differ in it: bool."""
 
 
 def num_codes(num_params: int) -> int:
+    """Return how many codes a rank's report has."""
     return num_params + FINGERPRINT_BITS
 
 
 def codes_of(
     grads: Sequence[torch.Tensor | None], finite: torch.Tensor, fingerprint: torch.Tensor | None
 ) -> torch.Tensor:
-    """One uint8 per parameter, by whether there is a gradient and whether what it led to is ``finite``; then the bits.
+    """Return this rank's codes: uint8, one per parameter, then the bits of the fingerprint.
 
-    Without ``fingerprint`` they are 0, as they must be on all ranks then.
+    Args:
+        grads: ``None`` for unused parameters.
+        finite: for each parameter, whether what its gradient led to is finite.
+        fingerprint: ``None`` on all ranks alike: its bits are 0.
     """
     codes = torch.zeros(num_codes(len(grads)), dtype=torch.uint8, device=finite.device)
     codes[: len(grads)] = torch.where(finite, USED, NOT_FINITE)
@@ -62,7 +66,11 @@ def _first_not_finite(codes: torch.Tensor) -> torch.Tensor:
 
 
 class GatheredReport:
-    """``codes``: uint8, a row for each rank."""
+    """Report out of gathered messages.
+
+    Args:
+        codes: uint8, a row for each rank.
+    """
 
     def __init__(self, codes: torch.Tensor) -> None:
         self._codes, self._bits = codes[:, :-FINGERPRINT_BITS], codes[:, -FINGERPRINT_BITS:]
@@ -73,7 +81,7 @@ class GatheredReport:
     def finite(self) -> torch.Tensor:
         return (self._codes != NOT_FINITE).all()
 
-    def guilty(self) -> torch.Tensor:
+    def nonfinite_sources(self) -> torch.Tensor:
         return _first_not_finite(self._codes)
 
     def differing(self) -> torch.Tensor:
@@ -81,32 +89,37 @@ class GatheredReport:
 
 
 class SummedReport:
-    """``places``: floating, :meth:`num_places` of them, part of what is summed."""
+    """Report in an array that is summed over the ranks.
+
+    Args:
+        places: the :meth:`num_places` floating elements, part of that array, which hold it.
+    """
 
     def __init__(self, places: torch.Tensor, num_params: int) -> None:
         self._used, rest = places[:num_params], places[num_params:]
-        self._guilty, self._bits = rest[:-FINGERPRINT_PLACES], rest[-FINGERPRINT_PLACES:]
+        self._nonfinite_sources, self._bits = rest[:-FINGERPRINT_PLACES], rest[-FINGERPRINT_PLACES:]
 
     @staticmethod
     def num_places(num_params: int, size: int) -> int:
+        """Return how many elements the report takes among ``size`` ranks."""
         return num_params + size + FINGERPRINT_PLACES
 
     def fill(self, codes: torch.Tensor, rank: int) -> None:
-        """This rank's part, before the sum."""
+        """Write this rank's part, before the sum."""
         of_params, bits = codes[:-FINGERPRINT_BITS], codes[-FINGERPRINT_BITS:]
         self._used.copy_(of_params != UNUSED)
-        self._guilty.zero_()
-        self._guilty[rank].copy_(_first_not_finite(of_params))
+        self._nonfinite_sources.zero_()
+        self._nonfinite_sources[rank].copy_(_first_not_finite(of_params))
         put_fingerprint(self._bits, bits != 0)
 
     def used(self) -> torch.Tensor:
         return self._used != 0
 
     def finite(self) -> torch.Tensor:
-        return (self._guilty == 0).all()
+        return (self._nonfinite_sources == 0).all()
 
-    def guilty(self) -> torch.Tensor:
-        return self._guilty.long()
+    def nonfinite_sources(self) -> torch.Tensor:
+        return self._nonfinite_sources.long()
 
     def differing(self) -> torch.Tensor:
         return differing_places(self._bits)

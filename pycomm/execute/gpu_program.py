@@ -1,4 +1,4 @@
-"""Running a program between GPUs: NCCL's sends and receives, a group per round, and our kernels for what they bring.
+"""Execution of a program between GPUs: NCCL's sends and receives, a group per round, and our kernels to add them up.
 
 Nothing waits on the host. Everything is enqueued on one stream, so a round's kernels run after its
 messages, and the next round's messages after them.
@@ -22,16 +22,16 @@ _OPS = ("sum", "mean", "min", "max")
 
 
 class GpuProgram:
-    """An all-reduce of ``x`` by ``program``, ready to be enqueued.
+    """All-reduce of ``x`` by ``program``, ready to be enqueued.
 
-    Means divide the sums in the end; those of half types are summed in float32.
+    For means the sums are divided at the end; half types are summed in float32.
 
     Attributes:
-        arrays: what must live until the stream has come past it; memory of our own is made here, on
-            the stream that ``x`` is made on.
+        arrays: arrays that must live until the stream has passed the program; memory of our own is made
+            here, on the stream that ``x`` is made on.
 
     Raises:
-        TypeError: a dtype that does not suit ``op``. ValueError: ``x`` is not contiguous, or ``op`` unknown.
+        TypeError: the dtype does not suit ``op``. ValueError: ``x`` is not contiguous, or ``op`` unknown.
     """
 
     def __init__(self, program: Program, x: Any, op: str) -> None:
@@ -54,7 +54,7 @@ class GpuProgram:
         self.arrays = [x, self._working, self._incoming, self._scratch]
 
     def run(self, transport: NcclTransport, stream: int, timeout: float) -> None:
-        """Enqueue it."""
+        """Enqueue the all-reduce on ``stream``."""
         whole, working = (Part(array, 0, self._count, stream) for array in (self._x, self._working))
         if self._working is not self._x and self._count:
             self._scale(whole, working, 1.0)
@@ -101,7 +101,7 @@ def run_on_gpu(queue: GpuQueue, program: Program, x: Any, op: str, timeout: floa
     """All-reduce ``x``, on the GPU of ``queue``, by this rank's part of a schedule that all ranks have.
 
     Raises:
-        ValueError: inside a group. Otherwise as :class:`GpuProgram`, and as NCCL's operations.
+        ValueError: a group of operations is open. Also the errors of :class:`GpuProgram` and of NCCL's operations.
     """
     if queue.has_open_group:
         raise ValueError("a schedule inside a group, wanted its rounds to be groups of their own: end the group first")
@@ -110,7 +110,7 @@ def run_on_gpu(queue: GpuQueue, program: Program, x: Any, op: str, timeout: floa
 
 
 def _require_contiguous(x: Any) -> int:
-    """Its number of elements."""
+    """Return the number of elements of ``x``; raise ValueError unless it is contiguous and writable."""
     if isinstance(x, torch.Tensor):
         contiguous, shape = x.is_contiguous(), tuple(x.shape)
     else:

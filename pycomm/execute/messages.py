@@ -1,4 +1,4 @@
-"""Running a program by messages: over anything that can send and receive."""
+"""Execution of a program by messages, over anything that can send and receive."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Messenger(Protocol):
     """Messages between this rank and its peers."""
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], timeout: float) -> None:
-        """Do all of it at once, and return when all is done.
+        """Send and receive all messages at once, and return when all is done.
 
         Messages between the same two ranks arrive in the order of the lists.
 
         Raises:
-            CommError: a peer failed, or one did not come in ``timeout`` seconds.
+            CommError: a peer failed, or did not take part within ``timeout`` seconds.
         """
 
 
 def run_program(program: Program, x: torch.Tensor, op: str, messenger: Messenger, timeout: float) -> None:
-    """All-reduce ``x``, contiguous, in place. Means divide the sums in the end; half types' in float32."""
+    """All-reduce contiguous ``x`` in place. For means the sums, of half types in float32, are divided at the end."""
     if op == "mean" and x.dtype in _HALVES:
         wide = x.float()  # the sum may not fit the half type although the mean does
         run_program(program, wide, op, messenger, timeout)
@@ -43,7 +43,7 @@ def run_program(program: Program, x: torch.Tensor, op: str, messenger: Messenger
 
 
 def rounds_of(program: Program) -> Iterator[tuple[list[list[int]], list[list[int]]]]:
-    """The sends and the receives of each round in which this rank has any."""
+    """Iterate over the rounds in which this rank has any messages: its sends and its receives."""
     rows: list[dict[int, list[list[int]]]] = []
     for numbers, table in ((program.send_rounds, program.sends), (program.receive_rounds, program.receives)):
         numbered = zip(numbers.tolist(), table.tolist(), strict=True)

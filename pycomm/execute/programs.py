@@ -1,4 +1,4 @@
-"""From the name of an algorithm to what this rank does."""
+"""Selection of algorithms: from a name to this rank's program."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_KNOWN = 256
 
 
 class _Kept:
-    """A table with the rounds that it had when they were first asked for: what is proven is what is run."""
+    """Table that keeps the rounds of its first generation, so that the proven rounds are those that run."""
 
     def __init__(self, table: Table) -> None:
         self.num_ranks, self.num_chunks = table.num_ranks, table.num_chunks
@@ -43,10 +43,10 @@ class _Kept:
 
 
 class AlgorithmSelector:
-    """Every schedule that rank ``rank`` of ``size`` was asked for: proven, and projected, once.
+    """Selector of the programs of rank ``rank`` of ``size``; proves and projects each schedule once.
 
     Attributes:
-        native: what is known, without a look at the array, to be what the transport does by itself.
+        native: names that mean the transport's own algorithm, whatever the array.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -68,7 +68,7 @@ class AlgorithmSelector:
         On the way the ranks learn who shares a host, for grids whose rows are hosts.
 
         Raises:
-            ValueError: on every rank: some rank's network is none.
+            ValueError: on every rank: some rank's network is not valid.
         """
         problem, choices = "", []
         mistake: Exception | None = None
@@ -93,10 +93,10 @@ class AlgorithmSelector:
         self._per_host = None if per_host in (1, self._size) else per_host  # else a grid would have one row or column
 
     def find(self, algorithm: str | Table, x: Any) -> Program | None:
-        """What this rank does for the array ``x``; ``None``: what the transport does by itself.
+        """Return this rank's program for the array ``x``; ``None``: the transport's own algorithm.
 
         Raises:
-            ValueError: there is no such algorithm for so many ranks, or the schedule is wrong.
+            ValueError: there is no such algorithm for this number of ranks, or the schedule is wrong.
         """
         if algorithm == "auto" and self._choices:
             num_bytes = _bytes_of(x)
@@ -128,7 +128,10 @@ class AlgorithmSelector:
 
 
 def ranks_per_host(hosts: Sequence[str]) -> int | None:
-    """How many ranks each host has, by each rank's host; ``None`` unless as many on each, with consecutive numbers."""
+    """Return the number of ranks per host, given each rank's host.
+
+    ``None`` unless all hosts have the same number of consecutive ranks.
+    """
     count = hosts.count(hosts[0])
     expected = [hosts[rank // count * count] for rank in range(len(hosts))]
     regular = len(hosts) % count == 0 and list(hosts) == expected and len(set(hosts)) == len(hosts) // count
@@ -136,7 +139,7 @@ def ranks_per_host(hosts: Sequence[str]) -> int | None:
 
 
 def _bytes_of(x: Any) -> int:
-    """What ``x`` takes; 0 for what is no array, which is refused later."""
+    """Return the size of ``x`` in bytes; 0 if it is not an array, which is refused later."""
     if hasattr(x, "nbytes"):
         return int(x.nbytes)
     return from_dlpack(x).nbytes if hasattr(x, "__dlpack__") else 0

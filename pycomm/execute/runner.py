@@ -1,4 +1,4 @@
-"""Running this rank's program on arrays in CPU memory: which executor goes with which transport."""
+"""Executors of programs on arrays in CPU memory, one for each kind of transport."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Runner(Protocol):
 
 
 class CompiledRunner:
-    """Runs programs in C++ (csrc/execute) over shared memory."""
+    """Executor in C++ (csrc/execute) over shared memory."""
 
     def __init__(self, transport: SharedMemoryTransport) -> None:
         self._transport = transport
@@ -42,7 +42,7 @@ class CompiledRunner:
 
 
 class MessageRunner:
-    """Runs programs round by round through the sends and receives of torch.distributed."""
+    """Executor that goes round by round through the sends and receives of torch.distributed."""
 
     def __init__(self, transport: TorchTransport) -> None:
         self._transport = transport

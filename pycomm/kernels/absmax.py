@@ -1,4 +1,4 @@
-"""The largest magnitude. Contract: csrc/kernels/absmax.h."""
+"""Largest magnitude. Contract: csrc/kernels/absmax.h."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pycomm.kernels.threads import num_threads
 
 
 def absmax(tensors: Sequence[Any], *, scratch: Scratch | None = None) -> Any:
-    """The largest magnitude in ``tensors`` as a 0-d float32 array on their device; NaN if any element is.
+    """Return the largest magnitude in ``tensors`` as a 0-d float32 array on their device; NaN if any element is.
 
     Args:
         tensors: at least one floating array, all on one device.

@@ -1,4 +1,4 @@
-"""Gradients into what is kept of earlier ones. Contract: csrc/kernels/accumulate.h."""
+"""Accumulation of gradients into what is left of earlier ones. Contract: csrc/kernels/accumulate.h."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Momentum:
     """Momentum correction (Lin et al., "Deep Gradient Compression", 2018, section 3.2).
 
     Attributes:
-        velocity, old_velocity: flat arrays like ``acc``; may be the same one.
-        factor: m, 0 <= m < 1. nesterov: Nesterov's momentum.
+        velocity, old_velocity: flat arrays like ``acc``, may be the same one: the new and the old velocity.
+        factor: m, 0 <= m < 1. nesterov: use Nesterov's momentum.
     """
 
     velocity: Any
@@ -30,7 +30,7 @@ class Momentum:
 
 @dataclass(frozen=True)
 class Decay:
-    """Weight decay: ``factor`` times ``weights``, one array for each gradient, is added to the gradients."""
+    """Weight decay: adds ``factor`` times ``weights``, one array for each gradient, to the gradients."""
 
     weights: Sequence[Any]
     factor: float
@@ -47,23 +47,23 @@ def accumulate(
     decay: Decay | None = None,
     scratch: Scratch | None = None,
 ) -> Any:
-    """``acc = residual + grads * scale`` in one pass; ``residual=None`` stands for zeros.
+    """Compute ``acc = residual + grads * scale`` in one pass; ``residual=None`` stands for zeros.
 
     Args:
         acc: contiguous float32 array (float64 if the gradients are) with as many elements as they.
         residual: like ``acc``; may be ``acc``.
         grads: a floating array, or several of one dtype, which lie one after the other in ``acc``.
         scale: a number, or an array of one float32, also on the GPU, that is read when the kernel runs.
-        factors: float32 array, for each gradient what it is multiplied with besides.
-        momentum: what is accumulated is then the velocity.
-        decay: see :class:`Decay`; not multiplied with ``scale``.
+        factors: float32 array with another factor for each gradient.
+        momentum: accumulate the velocity instead of the gradient.
+        decay: see :class:`Decay`; not multiplied by ``scale``.
 
     Returns:
         A bool array on ``acc``'s device: whether everything written is finite; one for each gradient,
         0-d for a single one.
 
     Raises:
-        TypeError, ValueError: dtypes or sizes that do not match.
+        TypeError, ValueError: dtypes or sizes do not match.
     """
     several = isinstance(grads, list | tuple)
     finite = empty(acc, (len(grads),) if several else (), "bool")
@@ -76,7 +76,7 @@ def accumulate(
 def arguments_of(
     factors: Any, acc: Any, residual: Any, momentum: Momentum | None, decay: Decay | None, finite: Any, scale: Any
 ) -> dict[str, Any]:
-    """What the extension's accumulate and sparsify have in common, behind the gradients."""
+    """Return the arguments that the extension's accumulate and sparsify share, besides the gradients."""
     if momentum is not None:
         instance("momentum", momentum, Momentum)
     if decay is not None:

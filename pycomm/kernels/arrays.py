@@ -1,8 +1,9 @@
-"""Making results in the library that the arguments came from."""
+"""Arrays: results in the library that the arguments came from, and parts of device arrays."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,19 +11,20 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 import pycomm._native as _native
+from pycomm.checks import first_of
 
 DTYPES = ("float32", "float16", "bfloat16", "float64", "int8", "uint8", "int32", "int64")
-"""What kernels and reductions know, in the order of csrc/base/dtype.h."""
+"""Names of the dtypes of kernels and reductions, in the order of csrc/base/dtype.h."""
 
 FLOATING = DTYPES[:4]
 _CUDA_TYPES = dict(zip(DTYPES, ("<f4", "<f2", "<V2", "<f8", "|i1", "|u1", "<i4", "<i8"), strict=True))
 
 
 class Part:
-    """``count`` elements of a contiguous device array, from ``first`` on, for use on ``stream`` (as an integer).
+    """Part of a contiguous device array: ``count`` elements from ``first`` on, for use on ``stream`` (as an integer).
 
     Attributes:
-        whole: the array. dtype: its dtype's name.
+        whole: the array. dtype: the name of its dtype.
     """
 
     def __init__(self, whole: Any, first: int, count: int, stream: int) -> None:
@@ -50,7 +52,7 @@ class Part:
 
 
 def address_of(array: Any) -> int:
-    """Where a device array begins."""
+    """Return the address of a device array."""
     if isinstance(array, torch.Tensor):
         return array.data_ptr()
     address: int = array.__cuda_array_interface__["data"][0]
@@ -58,7 +60,7 @@ def address_of(array: Any) -> int:
 
 
 def empty(array: Any, shape: tuple[int, ...], dtype: str) -> Any:
-    """An uninitialised array of ``array``'s library, on its device; ``dtype`` is a name."""
+    """Return an uninitialized array of ``array``'s library, on its device; ``dtype`` is a name."""
     if isinstance(array, Part):
         array = array.whole
     try:
@@ -76,34 +78,39 @@ def empty(array: Any, shape: tuple[int, ...], dtype: str) -> Any:
 def _has(array: Any, attribute: str) -> bool:
     try:
         return hasattr(array, attribute)
-    except Exception:  # whatever a strange object comes to
+    except Exception:  # a strange object may raise anything
         return False
 
 
 def _device_of(array: Any) -> torch.device:
-    """Where the tensor is that ``array`` gives; the CPU where it gives none, which the kernel refuses."""
+    """Return the device of the tensor that ``array`` exports; the CPU if it exports none, which the kernel refuses."""
     try:
         return from_dlpack(array).device
-    except Exception:  # whatever a strange object comes to
+    except Exception:  # a strange object may raise anything
         return torch.device("cpu")
 
 
 def look(name: str, array: Any) -> tuple[int, str]:
-    """How many elements ``array`` has, and the name of its dtype, one of ``DTYPES``.
+    """Return the number of elements of ``array`` and the name of its dtype, one of ``DTYPES``.
 
     Raises:
-        TypeError, ValueError: it is none that kernels take; with ``name``.
+        TypeError, ValueError: kernels do not take such an array; the error has ``name``.
     """
     return _native.look(array, name)
 
 
 def dtype_of(array: Any) -> str:
-    """The name of ``array``'s dtype."""
+    """Return the name of ``array``'s dtype."""
     return str(array.dtype).removeprefix("torch.")
 
 
+def one_for_each(tensors: Sequence[Any], dtype: str, out: Any) -> Any:
+    """Return ``out`` or, if it is ``None``, a new array with an element for each of ``tensors``, on their device."""
+    return empty(first_of("tensors", tensors), (len(tensors),), dtype) if out is None else out
+
+
 def device_bytes(array: Any, num_bytes: int) -> Any:
-    """Scratch memory beside ``array``. Called by the extension."""
+    """Return scratch memory on the device of ``array``. Called by the extension."""
     return empty(array, (num_bytes,), "uint8")
 
 

@@ -1,4 +1,4 @@
-"""Which GPUs there are for the kernels."""
+"""GPUs that the kernels can use."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import pycomm._native as _native
 
 
 def cuda_devices() -> tuple[int, str]:
-    """How many GPUs the kernels can use; where there are none, also why, and what to install. Never raises."""
+    """Return how many GPUs the kernels can use and, if none, why and what to install. Never raises."""
     return _native.cuda_devices()

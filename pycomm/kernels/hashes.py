@@ -6,16 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import pycomm._native as _native
-from pycomm.checks import first_of
-from pycomm.kernels.arrays import empty
+from pycomm.kernels.arrays import one_for_each
 from pycomm.kernels.scratch import Scratch
 from pycomm.kernels.threads import num_threads
 
 
 def hashes(tensors: Sequence[Any], *, out: Any = None, scratch: Scratch | None = None) -> Any:
-    """A 64-bit hash of each of ``tensors``: an int64 array on their device, one element for each.
+    """Return a 64-bit hash of each of ``tensors``: an int64 array on their device, one element for each.
 
-    Equal for equal elements, in logical order, wherever they lie and whatever device they are on. By bits:
+    Equal for equal elements in logical order, wherever they lie and on whatever device. Bits are compared:
     0 and -0 differ, and so may two NaNs. Against errors, not against forgers.
 
     Args:
@@ -25,9 +24,8 @@ def hashes(tensors: Sequence[Any], *, out: Any = None, scratch: Scratch | None =
         scratch: see :class:`Scratch`.
 
     Raises:
-        TypeError: wrong dtype. ValueError: on several devices, or ``out`` has another length.
+        TypeError: wrong dtype. ValueError: tensors on several devices, or ``out`` has another length.
     """
-    if out is None:
-        out = empty(first_of("tensors", tensors), (len(tensors),), "int64")
+    out = one_for_each(tensors, "int64", out)
     _native.hashes(tensors, out, scratch, num_threads())
     return out

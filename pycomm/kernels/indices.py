@@ -1,4 +1,4 @@
-"""Ascending positions as bits. Contract: csrc/kernels/indices.h."""
+"""Ascending indices as bits. Contract: csrc/kernels/indices.h."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from pycomm.kernels.scratch import Scratch
 
 
 def packed_words(limit: int, count: int) -> int:
-    """How many int32 words ``count`` positions below ``limit`` take: about 2 + lg(limit / count) bits each."""
+    """Return how many int32 words ``count`` indices below ``limit`` take: about 2 + lg(limit / count) bits each."""
     return _native.packed_words(limit, count)
 
 
 def pack_indices(indices: Any, limit: int, out: Any | None = None) -> Any:
-    """Ascending ``indices``, int32, all below ``limit``, as ``packed_words(limit, len(indices))`` int32 words.
+    """Pack ascending int32 ``indices``, all below ``limit``, into ``packed_words(limit, len(indices))`` int32 words.
 
-    The code is Elias and Fano's: at most 3 bits more than lg(limit / count) for every index, wherever
-    they lie, so the size is known beforehand to everybody.
+    The code is Elias and Fano's: at most 3 bits more than lg(limit / count) for every index, whatever
+    they are, so all ranks know the size beforehand.
 
     Raises:
-        ValueError: no indices, or some that do not ascend or are too large. On a GPU the call has
+        ValueError: there are no indices, or some do not ascend or are too large. On a GPU the call has
             returned before that is known: a later call of any kernel raises it, or this one if
-            ``PYCOMM_SYNC=1`` was set. TypeError: not int32.
+            ``PYCOMM_SYNC=1`` is set. TypeError: not int32.
     """
     if out is None:
         out = empty(indices, (_native.packed_words(limit, look("indices", indices)[0]),), "int32")
@@ -34,10 +34,10 @@ def pack_indices(indices: Any, limit: int, out: Any | None = None) -> Any:
 def unpack_indices(
     words: Any, limit: int, count: int, out: Any | None = None, *, scratch: Scratch | None = None
 ) -> Any:
-    """The inverse of :func:`pack_indices`.
+    """Unpack what :func:`pack_indices` packed.
 
     Raises:
-        ValueError: ``words`` are too few or too many, or hold no ``count`` ascending indices; on a
+        ValueError: ``words`` are too few or too many, or do not hold ``count`` ascending indices; on a
             GPU as for :func:`pack_indices`.
     """
     if out is None:

@@ -1,4 +1,4 @@
-"""Many arrays into one and back, cast and scaled on the way. Contract: csrc/kernels/pack.h."""
+"""Packing many arrays into one and back, cast and scaled on the way. Contract: csrc/kernels/pack.h."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def pack(
         out: contiguous array of one of these dtypes with as many elements as all of ``tensors``.
         scale: a number, or an array of one float32, also on the GPU, that is read when the kernel
             runs. Computed in float32, in float64 where either side is float64.
-        limit: what reaches it in magnitude, before the cast, counts as not finite.
-        unless: a 0-d bool array on ``out``'s device; where it is true, nothing is written.
+        limit: magnitudes that reach it, before the cast, count as not finite.
+        unless: a 0-d bool array on ``out``'s device; if it is true, nothing is written.
         scratch: see :class:`Scratch`. With it, calls on a GPU with the same ``tensors`` do not send
             their addresses again.
 
     Returns:
         A 0-d bool array on ``out``'s device: whether everything *written* is finite (an overflow
-        in the cast makes it false) and below ``limit``. Reading it on the host is the caller's choice.
+        in the cast makes it false) and below ``limit``.
 
     Raises:
         TypeError: a wrong dtype or no array. ValueError: ``tensors`` is empty, sizes do not match,
@@ -47,7 +47,7 @@ def pack(
 
 
 def unpack(flat: Any, tensors: Sequence[Any], scale: Any = 1.0, *, scratch: Scratch | None = None) -> None:
-    """The inverse of :func:`pack`: fill ``tensors`` from ``flat``, times ``scale``, cast.
+    """Fill ``tensors`` from ``flat``, times ``scale``, cast: the inverse of :func:`pack`.
 
     Raises:
         TypeError, ValueError: as :func:`pack`.

@@ -1,4 +1,4 @@
-"""Adding sparse values to a dense array. Contract: csrc/kernels/scatter_add.h."""
+"""Addition of sparse values to a dense array. Contract: csrc/kernels/scatter_add.h."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pycomm.kernels.scratch import Scratch
 
 
 def scatter_add(out: Any, indices: Any, values: Any, scale: Any = 1.0, *, scratch: Scratch | None = None) -> None:
-    """``out[indices[j]] += values[j] * scale`` for ascending ``j``; repeated indices add up.
+    """Do ``out[indices[j]] += values[j] * scale`` for ascending ``j``; repeated indices add up.
 
     Args:
         out: contiguous floating array, read as flat. indices: int32, as many as ``values``.
@@ -20,6 +20,6 @@ def scatter_add(out: Any, indices: Any, values: Any, scale: Any = 1.0, *, scratc
     Raises:
         TypeError: wrong dtype. ValueError: lengths differ, or an index lies outside ``out`` (then
         nothing is written). On a GPU the call has returned before that is known: the error is
-        raised by a later call of any kernel, or by this one if ``PYCOMM_SYNC=1`` was set.
+        raised by a later call of any kernel, or by this one if ``PYCOMM_SYNC=1`` is set.
     """
     _native.scatter_add(out, indices, values, scale, scratch)

@@ -13,17 +13,17 @@ from pycomm.kernels.threads import num_threads
 
 
 def sign_words(count: int) -> int:
-    """How many int32 words the signs of ``count`` elements take."""
+    """Return how many int32 words the signs of ``count`` elements take."""
     return -(-checks.count("count", count, 0) // 32)
 
 
 def pack_signs(x: Any, magnitude: Any, out: Any | None = None, *, remainder: Any | None = None) -> Any:
-    """The sign bits of ``x`` (float32), 32 to an int32 word.
+    """Pack the sign bits of ``x`` (float32), 32 to an int32 word.
 
     Args:
-        magnitude: array of one float32, which every element will stand for.
+        magnitude: array of one float32: the magnitude that each sign stands for.
         out: ``sign_words(len(x))`` int32 words to write to.
-        remainder: float32 array, ``x`` itself even: is given ``x - sign(x) * magnitude``.
+        remainder: float32 array, which may be ``x`` itself, to write ``x - sign(x) * magnitude`` to.
 
     Raises:
         TypeError, ValueError: a wrong dtype or size.

@@ -27,22 +27,22 @@ def sparsify(
     decay: Decay | None = None,
     scratch: Scratch | None = None,
 ) -> tuple[Any, Any]:
-    """As :func:`accumulate`, and what of every gradient's sums is largest in magnitude, exactly.
+    """Accumulate as :func:`accumulate` does, and select the largest sums of every gradient, exactly.
 
     Args:
-        counts: how many of each gradient, from 0 to all.
-        out: ``(values, indices)`` to write to, contiguous, as many as all ``counts``: ``indices``
-            int32, ascending, into flat ``acc``; ``values`` of ``acc``'s dtype. Ties go to the lowest
-            index; NaN ranks above inf.
+        counts: how many sums to select of each gradient, from 0 to all.
+        out: ``(values, indices)`` to write to, contiguous, as many as all ``counts`` together:
+            ``indices`` int32, ascending, into flat ``acc``; ``values`` of ``acc``'s dtype. Ties go to
+            the lowest index; NaN ranks above inf.
         thresholds: float32 array, one for each gradient, zeros at first and kept by the caller from
-            step to step: where to look. It never changes the result.
+            step to step: the last step's smallest selected magnitudes. It never changes the result.
 
     Returns:
-        Two bool arrays, one for each gradient: whether all sums are finite, and whether its threshold
-        was none to go by, so that the sums had to be read again.
+        Two bool arrays with an element for each gradient: whether all sums are finite, and whether its
+        threshold was of no use, so that the sums had to be read again.
 
     Raises:
-        TypeError, ValueError: dtypes, sizes or counts that do not fit.
+        TypeError, ValueError: dtypes, sizes or counts do not match.
     """
     number = length("grads", grads)
     finite, missed = empty(acc, (number,), "bool"), empty(acc, (number,), "bool")

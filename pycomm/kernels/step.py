@@ -1,17 +1,17 @@
-"""Steps of optimizers, every array touched once. Contract: csrc/kernels/step.h.
+"""Steps of optimizers that touch every array once. Contract: csrc/kernels/step.h.
 
-What all of them have in common:
+All of them share:
 
 Args:
     weights: float32, or all float64, arrays of any shapes; updated in place, contiguous, on one device.
     grads: floating arrays with as many elements each.
-    scale: gradients are multiplied with this first: a number, or an array of one float32, also on the
-        GPU, that is read when the kernel runs. Negative to maximize.
-    copies: float16 or bfloat16 arrays that get the new weights, rounded; of float32 weights only.
+    scale: factor of the gradients: a number, or an array of one float32, also on the GPU, that is
+        read when the kernel runs. Negative to maximize.
+    copies: float16 or bfloat16 arrays to write the new weights to, rounded; for float32 weights only.
     scratch: see :class:`Scratch`.
 
 Raises:
-    TypeError, ValueError: dtypes, sizes or devices that do not fit, naming the array.
+    TypeError, ValueError: dtypes, sizes or devices do not match; the array is named.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Arrays = Sequence[Any]
 
 @dataclass(frozen=True)
 class Moments:
-    """What Adam and LAMB know of a parameter group.
+    """Moments of Adam and LAMB: the settings of a parameter group.
 
     Attributes:
-        step: how many steps there have been, with this one.
+        step: number of steps, including this one.
         bias_correction: whether the moments are divided by 1 - beta^step.
     """
 
@@ -45,6 +45,7 @@ class Moments:
     bias_correction: bool = True
 
     def fill(self, c: _native.Coefficients) -> None:
+        """Set what follows from the moments in ``c``."""
         beta1, beta2 = (checks.number("betas", beta) for beta in checks.pair("betas", self.betas, "two numbers"))
         c.one_minus_beta1, c.beta2, c.one_minus_beta2, c.eps = 1.0 - beta1, beta2, 1.0 - beta2, self.eps
         if not self.bias_correction:
@@ -56,6 +57,13 @@ class Moments:
             )
         c.inverse_bias_correction1 = 1.0 / (1.0 - beta1**step)
         c.inverse_sqrt_bias_correction2 = 1.0 / math.sqrt(1.0 - beta2**step)
+
+
+def _coefficients_of(moments: Moments) -> _native.Coefficients:
+    checks.instance("moments", moments, Moments)
+    coefficients = _native.Coefficients()
+    moments.fill(coefficients)
+    return coefficients
 
 
 def momentum_step(
@@ -73,7 +81,7 @@ def momentum_step(
     copies: Arrays | None = None,
     scratch: Scratch | None = None,
 ) -> None:
-    """SGD, and LARS: ``v = momentum * v + rate * (1 - dampening) * g``, ``w -= lr * v``, g with decay.
+    """Do a step of SGD or LARS: ``v = momentum * v + rate * (1 - dampening) * g``, ``w -= lr * v``, g with decay.
 
     Args:
         buffers: v for each weight; ``None``: no momentum.
@@ -101,10 +109,11 @@ def adam_step(
     copies: Arrays | None = None,
     scratch: Scratch | None = None,
 ) -> None:
-    """Adam (Kingma and Ba 2015), AdamW where ``decoupled`` (Loshchilov and Hutter 2019), AMSGrad with a third state."""
-    c = _native.Coefficients()
-    checks.instance("moments", moments, Moments)
-    moments.fill(c)
+    """Do a step of Adam (Kingma and Ba 2015), of AdamW if ``decoupled`` (Loshchilov and Hutter 2019).
+
+    With a third state, ``max_exp_avg_sqs``, it is AMSGrad.
+    """
+    c = _coefficients_of(moments)
     c.lr = lr
     if decoupled:
         c.decoupled_decay = checks.number("lr", lr) * checks.number("weight_decay", weight_decay)
@@ -129,7 +138,7 @@ def rmsprop_step(
     copies: Arrays | None = None,
     scratch: Scratch | None = None,
 ) -> None:
-    """RMSprop as torch has it: centered with ``grad_avgs``, with momentum where there are buffers for it."""
+    """Do a step of RMSprop as torch has it: centered if there are ``grad_avgs``, with momentum if there are buffers."""
     c = _native.Coefficients()
     c.lr, c.eps, c.momentum = lr, eps, momentum
     c.decay = checks.number("weight_decay", weight_decay)
@@ -149,15 +158,13 @@ def lamb_moments(
     scale: Any = 1.0,
     scratch: Scratch | None = None,
 ) -> Any:
-    """The first pass of LAMB: updates the moments; weights are only read.
+    """Do the first pass of LAMB, which updates the moments; weights are only read.
 
     Returns:
         Squared norms, float64 of shape (len(weights), 2): of each weight and of its direction
         m / (sqrt(v) + eps) + weight_decay * w.
     """
-    c = _native.Coefficients()
-    checks.instance("moments", moments, Moments)
-    moments.fill(c)
+    c = _coefficients_of(moments)
     c.decay = checks.number("weight_decay", weight_decay)
     squares = empty(checks.first_of("weights", weights), (checks.length("weights", weights), 2), "float64")
     _run("lamb_moments", c, weights, grads, [exp_avgs, exp_avg_sqs], scale, None, scratch, squares=squares)
@@ -175,10 +182,8 @@ def lamb_apply(
     copies: Arrays | None = None,
     scratch: Scratch | None = None,
 ) -> None:
-    """The second: each weight moves by -rate times its direction. ``rates``: float64, one for each."""
-    c = _native.Coefficients()
-    checks.instance("moments", moments, Moments)
-    moments.fill(c)
+    """Do the second pass of LAMB: move each weight by -rate times its direction. ``rates``: float64, one for each."""
+    c = _coefficients_of(moments)
     c.decay = checks.number("weight_decay", weight_decay)
     if rates is None:
         raise TypeError("rates is None, wanted one float64 for each of weights")

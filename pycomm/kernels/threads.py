@@ -1,4 +1,4 @@
-"""How many threads the CPU kernels use."""
+"""Number of threads of the CPU kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _chosen: int | None = None
 
 
 def num_threads() -> int:
-    """Threads per kernel call: what :func:`set_num_threads` chose, else torch's own number."""
+    """Return the number of threads per kernel call: as :func:`set_num_threads` chose, else torch's own number."""
     return torch.get_num_threads() if _chosen is None else _chosen
 
 
@@ -20,7 +20,7 @@ def set_num_threads(count: int | None) -> None:
     """Use ``count`` threads per kernel call; ``None`` follows ``torch.get_num_threads()`` again.
 
     Raises:
-        ValueError: ``count`` is not positive, or absurd. TypeError: it is no int.
+        ValueError: ``count`` is not positive, or absurdly large. TypeError: it is not an int.
     """
     global _chosen
     if count is not None:

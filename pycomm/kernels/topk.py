@@ -16,15 +16,15 @@ from pycomm.kernels.threads import num_threads
 def topk(
     x: Any, k: int, out: tuple[Any, Any] | None = None, *, threshold: Any = None, scratch: Scratch | None = None
 ) -> tuple[Any, Any]:
-    """The ``k`` elements of ``x`` of largest magnitude, exactly.
+    """Select exactly the ``k`` elements of ``x`` of largest magnitude.
 
     Args:
         x: array of float32, float16, bfloat16 or float64, read as flat; at most 2**31 - 1 elements.
         k: 1 <= k <= number of elements.
         out: ``(values, indices)`` to write to, contiguous, of ``k`` elements each.
-        threshold: an array of one float32 on ``x``'s device, kept by the caller from call to call:
-            holds the k-th magnitude of an earlier, similar ``x`` (0 for none), which saves work, and
-            is given that of this one. It never changes the result.
+        threshold: an array of one float32 on ``x``'s device, kept by the caller from call to call: the
+            k-th magnitude of an earlier, similar ``x`` (0 for none), which saves work; replaced by that
+            of this one. It never changes the result.
         scratch: see :class:`Scratch`.
 
     Returns:

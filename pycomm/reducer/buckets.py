@@ -164,4 +164,4 @@ def method_stats(flights: Iterable[BucketInFlight]) -> dict[str, float]:
 
 def nonfinite_source(flights: Iterable[BucketInFlight]) -> str | None:
     """Return where the non-finite values of the last step that had any came from, if an exchange knows."""
-    return next((found for flight in flights if (found := flight.exchange.blame())), None)
+    return next((found for flight in flights if (found := flight.exchange.nonfinite_source())), None)

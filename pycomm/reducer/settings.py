@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from pycomm.checks import count, positive
-from pycomm.compression import Auto, Compression, NoCompression
+from pycomm.compression import Compression, NoCompression
+from pycomm.cost.auto import Auto
 from pycomm.reducer.module_buffers import BUFFERS
 
 

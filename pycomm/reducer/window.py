@@ -75,7 +75,7 @@ class AccumulationWindow:
         # A number of its own for this step: the count goes on while the step may still be read from.
         number = step.clone() if self._on_gpu else int(step)
         average, size = self._settings.average, self._communicator.size
-        self.scaling = Scaling(size, loss_scale=loss_scale, average=average, number=number)
+        self.scaling = Scaling(size, loss_scale=loss_scale, average=average, step=number)
 
     def fix_clipping(self, slots: Sequence[Slot]) -> None:
         """Fix the factor that brings this rank's own gradient in bounds; before anything is sent."""

@@ -1,4 +1,4 @@
-"""Collectives as data: made, proven, priced and chosen. Needs numpy only.
+"""Schedules: collectives as data, which are generated, proven, priced and chosen. Needs numpy only.
 
     s = schedule.binary_blocks(600)            # who sends what to whom, round by round
     schedule.verify(s)                         # every rank ends with every contribution exactly once
@@ -22,9 +22,10 @@ from pycomm.schedule.algorithms import (
     torus,
 )
 from pycomm.schedule.choose import Ranking, candidates, choose, rank_algorithms
+from pycomm.schedule.collective import Schedule, Stats
 from pycomm.schedule.network import DEFAULT_NETWORK, NETWORKS, Link, Network, load
 from pycomm.schedule.simulate import simulate
-from pycomm.schedule.table import COPY, REDUCE, Round, Schedule, Stats
+from pycomm.schedule.table import COPY, REDUCE, Round
 from pycomm.schedule.verify import ScheduleError, verify
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Which algorithm, for how many ranks, how many bytes, on which network."""
+"""Choice of an algorithm, by the number of ranks, the size of the array and the network."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SIZES = tuple(float(2 ** (10 + 2.5 * i)) for i in range(9))
 
 _FLAT = ("ring", "recursive_doubling", "halving_doubling", "binary_blocks", "circulant", "direct")
 _TREES = ("double_tree(2)", "double_tree", "double_tree(128)")
-_STEPS = 200  # of size, in which crossovers are looked for
+_STEPS = 200  # sizes at which crossovers are looked for
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """Seconds of several algorithms as functions of size.
+    """Ranking of algorithms: the seconds of each as a function of size.
 
     Attributes:
         curves: algorithm -> (sizes in bytes, increasing; seconds).
@@ -40,7 +40,10 @@ class Ranking:
     measured: bool
 
     def seconds(self, name: str, nbytes: float) -> float:
-        """Linear in size between what is known, by the last two points beyond it, constant before the first."""
+        """Return the time of ``name`` for ``nbytes``.
+
+        Linear between the known sizes, by the last two points beyond them, constant before the first.
+        """
         sizes, times = self.curves[name]
         if nbytes <= sizes[-1] or len(sizes) == 1:
             return float(np.interp(nbytes, sizes, times))
@@ -48,11 +51,11 @@ class Ranking:
         return float(times[-1] + slope * (nbytes - sizes[-1]))
 
     def at(self, nbytes: float) -> list[tuple[str, float]]:
-        """(algorithm, seconds), the fastest first."""
+        """Return (algorithm, seconds), the fastest first."""
         return sorted(((name, self.seconds(name, nbytes)) for name in self.curves), key=lambda pair: pair[1])
 
     def crossovers(self, tolerance: float = 0.05) -> list[tuple[float, str]]:
-        """(size, algorithm): what to take from that size on; the first size is 0.
+        """Return (size, algorithm): the algorithm to take from that size on; the first size is 0.
 
         An algorithm is kept as long as it takes at most ``tolerance`` more than the fastest, so that
         noise and ties make no crossovers.
@@ -70,10 +73,10 @@ class Ranking:
 
 
 def candidates(num_ranks: int, per_host: int | None = None) -> list[str]:
-    """Names, for :func:`by_name`, of the algorithms worth looking at among ``num_ranks`` ranks.
+    """Return the names, for :func:`by_name`, of the algorithms to consider among ``num_ranks`` ranks.
 
-    Grids with rows or groups of ``per_host`` ranks where these divide, of the divisor next to the square
-    root, and, for masters, of all that take at most three times the fewest steps.
+    Grids have rows or groups of ``per_host`` ranks if that is a divisor, of the divisor closest to the
+    square root, and, with masters, of every divisor that takes at most three times the fewest steps.
     """
     num_ranks = require_ranks(num_ranks)
     if num_ranks == 1:
@@ -100,10 +103,10 @@ def rank_algorithms(
     sizes: Sequence[float] = SIZES,
     names: Sequence[str] | None = None,
 ) -> Ranking:
-    """What each algorithm takes on ``network``: as measured there, if it was with as many ranks; else simulated.
+    """Rank algorithms on ``network``: as measured there, if that was with as many ranks, else by simulation.
 
     Args:
-        sizes: bytes, increasing; for simulation. names: what to simulate; :func:`candidates` if ``None``.
+        sizes: bytes to simulate, increasing. names: algorithms to simulate; :func:`candidates` if ``None``.
 
     Raises:
         ValueError: ``num_ranks`` < 1, unknown names, or a network that :func:`load` refuses.
@@ -121,9 +124,9 @@ def rank_algorithms(
 
 
 def choose(num_ranks: int, nbytes: float, network: Network | str | os.PathLike[str] | None = None) -> str:
-    """The fastest algorithm for an array of ``nbytes`` among ``num_ranks`` ranks, as a name for :func:`by_name`.
+    """Return the name, for :func:`by_name`, of the fastest algorithm for ``nbytes`` among ``num_ranks`` ranks.
 
-    On a network that was measured with as many ranks it may also be "native": the transport's own.
+    On a network measured with as many ranks it may also be "native": the transport's own.
 
     Raises:
         ValueError: ``num_ranks`` < 1, a negative size, or a network that :func:`load` refuses.

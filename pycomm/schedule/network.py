@@ -1,4 +1,4 @@
-"""Networks: what a message costs, within a host and between hosts."""
+"""Networks: the cost of a message within a host and between hosts."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _KEYS = ("alpha", "beta", "gamma")
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One class of links.
+    """Class of links.
 
     Attributes:
-        alpha: seconds per message. beta: seconds per byte. gamma: seconds per byte that is added to
-            what the receiver has.
+        alpha: seconds per message. beta: seconds per byte. gamma: seconds to add a byte to the
+            receiver's own.
     """
 
     alpha: float
@@ -42,18 +42,17 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Hosts with ``per_host`` consecutive ranks each. Every rank has one sending and one receiving port.
+    """Network of hosts with ``per_host`` consecutive ranks each; every rank has a sending and a receiving port.
 
     Attributes:
-        name: for people.
+        name: a name for people.
         per_host: ranks on a host; ``None``: all of them.
         within_host, between_hosts: the two classes of links.
         overhead: seconds that a collective takes before it sends anything.
-        measured: algorithm -> ((bytes, seconds), ...), increasing in bytes: what was measured among
-            ``measured_ranks`` ranks, which is believed before any simulation. "native" is what the
-            transport does by itself.
-        measured_ranks: 0 where nothing was measured.
-        transport: what it was calibrated over, "" for a description.
+        measured: algorithm -> ((bytes, seconds), ...), increasing in bytes, as measured among
+            ``measured_ranks`` ranks; preferred to simulation. "native" is the transport's own algorithm.
+        measured_ranks: 0 if nothing was measured.
+        transport: the transport it was calibrated over; "" for a description.
     """
 
     name: str
@@ -79,29 +78,29 @@ class Network:
                 raise ValueError(f"measured[{algorithm!r}] is {curve!r}, wanted (bytes, seconds), increasing in bytes")
 
     def links(self, src: Ints, dst: Ints) -> Ints:
-        """The class of each pair of ranks: 0 within a host, 1 between hosts."""
+        """Return the class of link of each pair of ranks: 0 within a host, 1 between hosts."""
         if self.per_host is None:
             return np.zeros(len(src), np.int64)
         return np.not_equal(src // self.per_host, dst // self.per_host).astype(np.int64)
 
     def costs(self) -> dict[str, npt.NDArray[np.float64]]:
-        """alpha, beta and gamma by class."""
+        """Return alpha, beta and gamma by class of link."""
         return {key: np.array([getattr(self.within_host, key), getattr(self.between_hosts, key)]) for key in _KEYS}
 
     def with_hosts_of(self, per_host: int | None) -> Network:
-        """The same links among hosts of ``per_host`` ranks; as it is for ``None``."""
+        """Return the same links among hosts of ``per_host`` ranks; the network as it is for ``None``."""
         return self if per_host is None else replace(self, per_host=per_host)
 
     def to_json(self) -> str:
-        """What :func:`load` reads."""
+        """Return the text that :func:`load` reads."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str, source: str = "the network") -> Network:
-        """The inverse of :meth:`to_json`.
+        """Make a network of the text that :meth:`to_json` returned.
 
         Raises:
-            ValueError: it is no JSON, an entry is missing, negative or unknown; ``source`` is named.
+            ValueError: ``text`` is no JSON, or an entry is missing, negative or unknown; names ``source``.
         """
         try:
             data = json.loads(text)
@@ -166,7 +165,10 @@ def _require_entries(data: Any, wanted: tuple[str, ...], optional: tuple[str, ..
 
 
 def _ethernet(gigabits: float, alpha: float) -> Network:
-    """Hosts without GPUs, one rank each: shared memory within, if there are more, TCP between; a core adds 5 GB/s."""
+    """Describe hosts without GPUs, of one rank each: TCP between, shared memory within if there are more ranks.
+
+    A core adds 5 GB/s.
+    """
     gamma = 1 / 5e9
     return Network(
         name=f"ethernet-{gigabits:g}g",
@@ -177,7 +179,7 @@ def _ethernet(gigabits: float, alpha: float) -> Network:
 
 
 def _infiniband(gigabits: float) -> Network:
-    """Hosts of 8 GPUs: NVLink within, an adapter per GPU between; a GPU adds at the speed of its memory."""
+    """Describe hosts of 8 GPUs: NVLink within, an adapter per GPU between; a GPU adds at its memory's speed."""
     gamma = 1 / 500e9
     return Network(
         name=f"infiniband-{gigabits:g}g",
@@ -189,17 +191,17 @@ def _infiniband(gigabits: float) -> Network:
 
 _KNOWN = [_ethernet(1, 60e-6), _ethernet(10, 40e-6), _ethernet(25, 30e-6), _infiniband(100), _infiniband(400)]
 NETWORKS: dict[str, Network] = {network.name: network for network in _KNOWN}
-"""Described from data sheets, not measured: orders of magnitude. Calibrate for figures of your own."""
+"""Networks described from data sheets, not measured: orders of magnitude. Calibrate for figures of your own."""
 
 DEFAULT_NETWORK = "ethernet-10g"
 
 
 def load(network: Network | str | os.PathLike[str] | None) -> Network:
-    """A network itself, by its name in ``NETWORKS``, from a file, or the default one for ``None``.
+    """Load a network: itself, by its name in ``NETWORKS``, from a file, or the default one for ``None``.
 
     Raises:
         ValueError: there is no network of that name and no such file, or what the file says is wrong.
-        TypeError: it is neither a network nor a name or path.
+        TypeError: ``network`` is neither a network nor a name or path.
     """
     if isinstance(network, Network):
         return network
@@ -213,13 +215,13 @@ def load(network: Network | str | os.PathLike[str] | None) -> Network:
 
 
 def _text_of(path: str | os.PathLike[str]) -> str:
-    """What a file holds; a pipe or a device might keep the reader for ever."""
+    """Return the text of an ordinary file; a pipe or a device might block the reader for ever."""
     problem = f"network is {str(path)!r}: no such file that can be read, and none of {', '.join(NETWORKS)}"
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, encoding="utf-8") as file:
-            looks = os.fstat(descriptor)
-            if not stat.S_ISREG(looks.st_mode) or looks.st_size > _LARGEST_FILE:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_FILE:
                 raise ValueError(f"network is {str(path)!r}, wanted an ordinary file of at most {_LARGEST_FILE} bytes")
             return file.read(_LARGEST_FILE)
     except (OSError, UnicodeDecodeError) as error:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from pycomm.schedule.table import REDUCE, Round, Schedule
+from pycomm.schedule.collective import Schedule
+from pycomm.schedule.table import REDUCE, Round
 
 _IDLE = "."
 _GAP = "   "
 
 
 def picture(schedule: Schedule) -> str:
-    """Who sends what to whom: a row per round, a column per rank that sends.
+    """Draw who sends what to whom: a row per round, a column per sending rank.
 
     "c2 +> 1" in the column of rank 0: rank 0 sends chunk 2 to rank 1, which adds it to its own (REDUCE).
-    "c0-1 -> 3": it sends chunks 0 and 1 to rank 3, which overwrites its own by them (COPY). "all" is every
-    chunk, "." nothing. Several messages of one rank in one round stand below each other, in their order.
+    "c0-1 -> 3": it sends chunks 0 and 1 to rank 3, which overwrites its own with them (COPY). "all" is every
+    chunk, "." nothing. Several messages of one rank in one round stand below each other, in order.
     """
     title = f"{schedule.name}: {_plural(schedule.num_ranks, 'rank')}, {_plural(schedule.num_chunks, 'chunk')}"
     rows = [["round", *(f"rank {rank}" for rank in range(schedule.num_ranks))]]
@@ -27,7 +28,7 @@ def picture(schedule: Schedule) -> str:
 
 
 def _rows_of(r: Round, number: int, schedule: Schedule) -> list[list[str]]:
-    """One row, and another for every further message of the rank that sends the most."""
+    """Return as many rows as the rank that sends the most has messages, at least one."""
     messages: list[list[str]] = [[] for _ in range(schedule.num_ranks)]
     for src, dst, chunk, count, op in r.edges():
         arrow = "+>" if op == REDUCE else "->"

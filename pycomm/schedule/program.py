@@ -1,8 +1,8 @@
-"""One rank's part of a schedule: what it sends and receives, in the order of the table, and what has to wait for what.
+"""Program: one rank's part of a schedule, its sends and receives in the order of the table, and their dependencies.
 
-The receiver of an edge is the same edge that the sender has, so a send without its receive cannot be
-written down. Columns of what is returned are named below; csrc/execute/program.h says what each means
-for the ranks of one host, transport/messages.py uses the first of them.
+Sender and receiver project the same edge, so a send without its receive cannot be written down. The
+columns of a program are named below; csrc/execute/program.h says what each means for the ranks of one
+host, execute/messages.py uses the first of them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ RECEIVE_COLUMNS = ("peer", "chunk", "count", "reduces", "from_shadow", "after_ta
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """What one rank does.
+    """Program of one rank.
 
     Attributes:
         sends, receives: rows of ``SEND_COLUMNS`` / ``RECEIVE_COLUMNS``.
-        send_rounds, receive_rounds: the round of each, increasing.
-        digest: of the whole table, the same on all ranks.
+        send_rounds, receive_rounds: the round of each row, increasing.
+        digest: digest of the whole table, the same on all ranks.
     """
 
     name: str
@@ -39,17 +39,17 @@ class Program:
     digest: int
 
     def words(self) -> Ints:
-        """Everything as the one array that the extension takes."""
+        """Return the whole program as the one array that the extension takes."""
         header = [self.num_chunks, len(self.sends), len(self.receives)]
         return np.concatenate([header, self.sends.ravel(), self.receives.ravel()]).astype(np.int64)
 
     def border(self, chunk: int, num_elements: int) -> int:
-        """Where ``chunk`` of an array of ``num_elements`` begins."""
+        """Return where ``chunk`` of an array of ``num_elements`` begins."""
         return num_elements * chunk // self.num_chunks
 
 
 def program_of(schedule: Table, rank: int) -> Program:
-    """The part of ``rank`` in ``schedule``, which must be right (:func:`pycomm.schedule.verify`)."""
+    """Project ``schedule``, which must be right (:func:`pycomm.schedule.verify`), on ``rank``."""
     num_ranks, num_chunks = int(schedule.num_ranks), int(schedule.num_chunks)
     build = _Builder(rank, num_chunks)
     digest = hashlib.blake2b(digest_size=8)
@@ -78,11 +78,11 @@ def _rows(rows: list[list[int]], width: int) -> Ints:
 
 
 class _Builder:
-    """Goes through the rounds and keeps, for each chunk of this rank, who touched it last."""
+    """Builder of a program, round by round; keeps for each chunk of this rank the last message that touched it."""
 
     def __init__(self, rank: int, num_chunks: int) -> None:
         self._rank = rank
-        # One more than the number of the last one; 0: none.
+        # One more than the number of the last message; 0: none.
         self._received = np.zeros(num_chunks, np.int64)
         self._sent = np.zeros(num_chunks, np.int64)
         self._sent_in_place = np.zeros(num_chunks, np.int64)
@@ -129,7 +129,7 @@ class _Builder:
 
 
 def _written_by(r: Round, rank: int, num_chunks: int) -> Ints:
-    """By chunk: whether this round writes it at ``rank``."""
+    """Return, for each chunk, whether this round writes it at ``rank``."""
     written = np.zeros(num_chunks, np.int64)
     for edge in np.flatnonzero(r.dst == rank).tolist():
         written[r.chunk[edge] : r.chunk[edge] + r.count[edge]] = 1

@@ -1,19 +1,19 @@
-"""What a schedule costs: on a described network, and whatever the network.
+"""Simulation: the time that a schedule takes on a described network.
 
 The model. Each rank has one sending and one receiving port, and both work at once. A message of b
 bytes over a link (alpha, beta, gamma) holds the sender's port for alpha + beta b seconds, and the
 receiver's, which begins at the same time, for as long and another gamma b if it is reduced. It begins
-once both ports are free, which they become in the order of the table, and once what it sends is final
-for its round: once every earlier round's message into those chunks of the sender has been received.
-There are no barriers between rounds.
+once both ports are free, which serve messages in the order of the table, and once what it sends is
+final for its round: once every earlier round's message into those chunks of the sender has been
+received. There are no barriers between rounds.
 
-With segments of s bytes a message costs alpha for each of them; what forwards chunks that one message
-brought, from its first chunk on, begins when its first segment is there, and ends no sooner than
-one segment after it.
+With segments of s bytes a message costs alpha for each of them; a message that forwards chunks which
+one earlier message brought, from its first chunk on, begins when the first segment of that is there,
+and ends no sooner than one segment after it.
 
-All times carry an axis of sizes, so a curve over many sizes is one pass over the table. What a message
-waits for does not depend on sizes: for each edge it is the last message before it on either port and
-the last one that wrote what it sends, whose number a first pass over the table finds.
+All times have an axis of sizes, so a curve over many sizes is one pass over the table. What a message
+waits for does not depend on sizes: the last message before it on either port, and the last one that
+wrote what it sends, whose number a first pass over the table finds.
 """
 
 from __future__ import annotations
@@ -26,25 +26,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pycomm.schedule.network import Link, Network, load
-from pycomm.schedule.table import REDUCE, Ints, Round, Schedule, Stats
-from pycomm.schedule.verify import expand
+from pycomm.schedule.network import Network, load
+from pycomm.schedule.table import REDUCE, Ints, Round, Table, expand
 
 Floats = npt.NDArray[np.float64]
 
 
 def simulate(
-    schedule: Schedule,
+    schedule: Table,
     nbytes: Any,
     network: Network | str | os.PathLike[str] | None = None,
     segment_bytes: float | None = None,
 ) -> Any:
-    """Seconds that ``schedule`` takes for an array of ``nbytes`` bytes on ``network``. A simulation, not a measurement.
+    """Simulate how many seconds ``schedule`` takes for an array of ``nbytes`` bytes on ``network``.
 
     Args:
         nbytes: a number, or an array of sizes that are priced together.
-        network: itself, the name of one in ``NETWORKS``, a file, or the default one if ``None``.
-        segment_bytes: what messages are cut into; ``None``: they are not.
+        network: a network, the name of one in ``NETWORKS``, a file, or the default one if ``None``.
+        segment_bytes: size of the segments that messages are cut into; ``None``: they are not.
 
     Returns:
         A float for a number, an array of float64 of the same shape for an array.
@@ -63,37 +62,14 @@ def simulate(
     return float(times[0]) if np.ndim(nbytes) == 0 else times
 
 
-def stats_of(schedule: Schedule) -> Stats:
-    """See :class:`Stats`."""
-    num_ranks = schedule.num_ranks
-    steps = 0
-    messages, sent, received = (np.zeros(num_ranks) for _ in range(3))
-    for r in schedule.rounds():
-        steps += 1
-        share = r.count / schedule.num_chunks
-        messages += np.bincount(r.src, minlength=num_ranks)
-        sent += np.bincount(r.src, share, num_ranks)
-        received += np.bincount(r.dst, share, num_ranks)
-    byte_a_second = Link(alpha=0, beta=1, gamma=0)
-    network = Network(name="byte-a-second", within_host=byte_a_second, between_hosts=byte_a_second)
-    return Stats(
-        steps=steps,
-        messages=int(messages.max()),
-        total=float(sent.sum()),
-        max_sent=float(sent.max()),
-        max_received=float(received.max()),
-        critical=simulate(schedule, 1.0, network),
-    )
-
-
 class _Part:
-    """The edges that have to be looked at: all; or, where the table turns and hosts do too, those that one host sends.
+    """Part of the table to simulate: all edges or, if the table and the hosts turn, those that one host sends.
 
-    Then what happens at a rank happens at the ranks of the same place on all hosts, to chunks that are as many places
+    Then the same happens at the ranks of the same place on all hosts, to chunks that are as many places
     further on, and ``num_ranks`` is the ranks of a host.
     """
 
-    def __init__(self, schedule: Schedule, network: Network, segmented: bool) -> None:
+    def __init__(self, schedule: Table, network: Network, segmented: bool) -> None:
         self._schedule = schedule
         self.num_chunks = schedule.num_chunks
         self.num_ranks = schedule.num_ranks
@@ -111,11 +87,11 @@ class _Part:
                 yield Round(*(column[kept] for column in r))
 
     def home(self, rank: Ints) -> Ints:
-        """Who of those that are looked at stands for ``rank``."""
+        """Return the simulated rank that stands for ``rank``."""
         return rank if self._whole else rank % self.num_ranks
 
     def moves(self, r: Round) -> tuple[Ints, Ints, Ints]:
-        """As :func:`expand`."""
+        """Expand the edges as :func:`expand` does."""
         if self._whole:
             return expand(r, self.num_chunks)
         home = self.home(r.dst)
@@ -125,14 +101,14 @@ class _Part:
 
 @dataclass
 class _Waits:
-    """What the edges of one round wait for, and which of them somebody waits for.
+    """Dependencies of the edges of one round.
 
     Attributes:
-        writer: by edge, the last edge that wrote what it sends, -1 for none.
-        forwards: by edge, whether that edge brought all it sends, from the same chunk on; ``None`` where
-            nobody cares.
-        memory: by edge, where the times of its end are kept, -1 if nobody asks for them.
-        oldest: what this round and later ones still ask for begins there.
+        writer: for each edge, the last edge that wrote what it sends, -1 for none.
+        forwards: for each edge, whether that edge brought all that it sends, from the same chunk on;
+            ``None`` without segments.
+        memory: for each edge, the place where the times of its end are kept, -1 if no edge needs them.
+        oldest: the first place that this round and later ones still need.
     """
 
     writer: npt.NDArray[np.int32]
@@ -142,10 +118,13 @@ class _Waits:
 
 
 def _waits(part: _Part, segmented: bool) -> list[_Waits]:
-    """By round. Edges are numbered through the whole table; then only those that somebody waits for are."""
+    """Return the dependencies of each round.
+
+    Edges are numbered through the whole table; in the end only those that others wait for are.
+    """
     num_chunks = part.num_chunks
     last = np.full(part.num_ranks * num_chunks, -1, np.int32)
-    # With which chunk that edge began, and how many it had.
+    # The first chunk of the last edge that wrote a place, and how many it had.
     begins, counts = (np.full(len(last) if segmented else 0, -1, np.int32) for _ in range(2))
     waits, base = [], 0
     for r in part.rounds():
@@ -177,9 +156,9 @@ def _waits(part: _Part, segmented: bool) -> list[_Waits]:
 
 
 class _Clock:
-    """Runs the table and keeps the time."""
+    """Clock that runs the table and keeps the time of every port."""
 
-    def __init__(self, schedule: Schedule, sizes: Floats, network: Network, segment_bytes: float | None) -> None:
+    def __init__(self, schedule: Table, sizes: Floats, network: Network, segment_bytes: float | None) -> None:
         self._part = _Part(schedule, network, segment_bytes is not None)
         self._chunk_bytes = sizes / schedule.num_chunks
         self._network = network
@@ -201,7 +180,7 @@ class _Clock:
         return np.asarray(ends.max(0)) + self._network.overhead
 
     def _make_room(self, wait: _Waits) -> None:
-        """Forget what nobody will ask for any more, and begin to remember this round's."""
+        """Forget times that no later edge needs, and make room for this round's."""
         gone = min(wait.oldest - self._memory_from, len(self._last))
         room = np.zeros((np.count_nonzero(wait.memory >= 0), len(self._chunk_bytes)))
         self._last = np.concatenate([self._last[gone:], room])
@@ -210,7 +189,7 @@ class _Clock:
         self._memory_from += gone
 
     def _move(self, r: Round, wave: Ints | slice, wait: _Waits) -> None:
-        """Edges of which no two share a port."""
+        """Move the edges of ``wave``, of which no two share a port."""
         src, dst, writer = r.src[wave], self._part.home(r.dst[wave]), wait.writer[wave]
         start = np.maximum(self._sending.take(src, 0), self._receiving.take(dst, 0))
         depends = np.flatnonzero(writer >= 0)
@@ -236,7 +215,7 @@ class _Clock:
         self._receiving[dst] = received
 
     def _durations(self, r: Round, wave: Ints | slice) -> tuple[Floats, Floats]:
-        """How long each message holds the sender's port, and how much longer the receiver's."""
+        """Return how long each message holds the sender's port, and how much longer the receiver's."""
         link, count, op = self._network.links(r.src[wave], r.dst[wave]), r.count[wave], r.op[wave]
         alpha, beta, gamma = (self._costs[key][:, None] for key in ("alpha", "beta", "gamma"))
         if count.min() == count.max() and op.min() == op.max():  # then a row per class says it all
@@ -250,7 +229,7 @@ class _Clock:
     def _in_segments(
         self, r: Round, wave: Ints | slice, start: Floats, depends: Ints, memory: npt.NDArray[np.int32]
     ) -> tuple[Floats, Floats, Floats]:
-        """When the messages that begin at ``start`` are sent and received, and when their first segments are."""
+        """Return when the messages that begin at ``start`` are sent and received, and their first segments received."""
         assert self._segment_bytes is not None
         link = self._network.links(r.src[wave], r.dst[wave])
         alpha, beta, gamma = (self._costs[key][link][:, None] for key in ("alpha", "beta", "gamma"))
@@ -267,7 +246,7 @@ class _Clock:
 
 
 def _waves(src: Ints, dst: Ints) -> Iterator[Ints | slice]:
-    """The edges of a round in groups of which no two share a port, so that ports are taken in the table's order."""
+    """Split the edges of a round into waves in which no two share a port; ports keep the table's order."""
     if len(src) == 0:
         return
     if np.bincount(src).max() == 1 and np.bincount(dst).max() == 1:
@@ -287,7 +266,7 @@ def _waves(src: Ints, dst: Ints) -> Iterator[Ints | slice]:
 
 
 def _earlier(port: Ints) -> tuple[Ints, Ints]:
-    """For each edge the last one before it with the same port, -1 for none, and how many there are."""
+    """Return, for each edge, the last one before it at the same port, -1 for none, and how many came before."""
     small = port.astype(np.uint16) if port.max() < 1 << 16 else port  # which numpy sorts in linear time
     order = np.argsort(small, kind="stable")
     same = np.append(False, small[order][1:] == small[order][:-1])

@@ -1,10 +1,10 @@
 """Proof that a schedule computes what it claims.
 
-The state of the ranks is run through the table, with contributions instead of numbers: in each place
-(rank, chunk) a vector that says how often each rank's contribution is in it: never, once, or more often.
-For many ranks the vectors are replaced by two numbers: how many contributions there are, at most one more
-than there are ranks, and a fingerprint: rank r contributes a random number modulo a prime near 2^50, and
-a place is right if it holds the sum of those it should. A wrong place with the right number of
+The state of the ranks is run through the table, with contributions instead of numbers: each place
+(rank, chunk) has a vector that says how often each rank's contribution is in it: never, once, or more
+often. For many ranks two numbers take the vector's place: how many contributions there are, counted to
+one more than there are ranks, and a fingerprint: rank r contributes a random number modulo a prime near
+2^50, and a place is right if it holds the sum of those it should. A wrong place with the right number of
 contributions has the right fingerprint with a probability of about 2^-50, whatever the table, since its
 error is a combination of the random numbers whose factors are smaller than the prime and not all zero.
 
@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from pycomm.schedule.table import COPY, GOALS, REDUCE, Ints, Round, Table
+from pycomm.schedule.table import COPY, GOALS, REDUCE, Ints, Round, Table, expand
 
 _PRIME = (1 << 50) - 27
 _TERMS = 1 << 13  # so many residues, and more, fit 64 bits
@@ -36,29 +36,29 @@ Residues = npt.NDArray[np.uint64]
 
 
 class ScheduleError(ValueError):
-    """A table that does not do what it claims; the message names round, edge and chunk where there is one."""
+    """Table does not do what it claims; the message names round, edge and chunk if there is one."""
 
 
 def verify(schedule: Table, exact: bool | None = None, seed: int = 0) -> None:
-    """Raise unless the table is right.
+    """Raise ScheduleError unless the table is right.
 
     Args:
-        schedule: a :class:`Schedule`, or any object with ``num_ranks``, ``num_chunks`` and ``rounds()``,
+        schedule: a schedule, or any object with ``num_ranks``, ``num_chunks`` and ``rounds()``,
             which then claims to be an all-reduce.
         exact: follow each contribution (memory: ranks^2 x chunks) instead of a fingerprint of them;
             ``None``: up to 64 ranks.
-        seed: of the fingerprints.
+        seed: seed of the fingerprints.
 
     Raises:
         ScheduleError: a rank does not end with each contribution it wants exactly once in each chunk; a
             COPY writes a place that another edge of its round reads or writes; an index is out of range;
-            a rank meets itself; what should be a table is none.
+            a rank sends to itself; ``schedule`` is not a table.
     """
     try:
         _verify(schedule, exact, seed)
     except ScheduleError:
         raise
-    except Exception as error:  # whatever strange objects, and sizes, come to
+    except Exception as error:  # strange objects, and sizes, may raise anything
         raise ScheduleError(f"this is no table that can be verified: {_told(error)}") from error
 
 
@@ -110,12 +110,12 @@ def _claim(schedule: Any, num_chunks: int, num_ranks: int) -> tuple[str, Ints | 
 
 
 class _Values:
-    """What is in a place: [K] numbers, and how they are added.
+    """Values of places: [K] numbers, and their addition.
 
     Attributes:
-        contributions: [P, K]. Exactly: unit vectors, whose sums stop at 2. Otherwise a residue, and a
+        contributions: [P, K]. If exact, unit vectors, whose sums stop at 2. Otherwise a residue, and a
             count that stops at P + 1.
-        total: [K], of each contribution once.
+        total: [K], the sum of each contribution once.
     """
 
     def __init__(self, num_ranks: int, exact: bool, seed: int) -> None:
@@ -129,7 +129,7 @@ class _Values:
         self.total = self.sums(self.contributions, np.zeros(num_ranks, np.int64))[0][0]
 
     def settle(self, sums: Residues, terms: int) -> Residues:
-        """Sums of up to ``terms`` <= ``_TERMS`` values as values, in place."""
+        """Turn sums of up to ``terms`` <= ``_TERMS`` values into values, in place."""
         if self.exact:
             return np.minimum(sums, self._limit, out=sums)
         residues, counts = sums[:, 0], sums[:, 1]
@@ -141,7 +141,7 @@ class _Values:
         return sums
 
     def sums(self, moved: Residues, written: Ints) -> tuple[Residues, Ints]:
-        """The sums of what goes into each place, and the places."""
+        """Return the sum of what goes into each place, and the places."""
         order = np.argsort(written, kind="stable")
         moved, written = moved[order], written[order]
         while True:
@@ -163,7 +163,7 @@ def _rounds(schedule: Any) -> Iterator[Any]:
 
 
 def _checked(edges: Any, number: int, num_ranks: int, num_chunks: int) -> Round:
-    """``edges`` as a round whose columns are integers in range."""
+    """Return ``edges`` as a round whose columns are integers in range."""
     try:
         columns = list(edges)
     except Exception as error:
@@ -210,19 +210,8 @@ def _fail(r: Round, number: int, edge: int, chunk: int | None, why: str) -> NoRe
     )
 
 
-def expand(r: Round, num_chunks: int) -> tuple[Ints, Ints, Ints]:
-    """Chunk by chunk: the edge it belongs to, the place (rank * num_chunks + chunk) it is read from and written to."""
-    if r.num_edges and int(r.count.max()) == 1:
-        edge, chunk = np.arange(r.num_edges), r.chunk
-    else:
-        edge = np.repeat(np.arange(r.num_edges), r.count)
-        first = np.cumsum(r.count) - r.count
-        chunk = r.chunk[edge] + np.arange(len(edge)) - first[edge]
-    return edge, r.src[edge] * num_chunks + chunk, r.dst[edge] * num_chunks + chunk
-
-
 class _Places:
-    """Who last read and wrote each place; stamps, so that nothing has to be cleared between rounds."""
+    """Last reader and writer of each place, as stamps, so that nothing has to be cleared between rounds."""
 
     def __init__(self, num_places: int) -> None:
         self._read = np.full(num_places, -1, np.int64)
@@ -230,8 +219,7 @@ class _Places:
         self._base = 0
 
     def require_no_conflict(self, r: Round, number: int, moves: tuple[Ints, Ints, Ints], num_chunks: int) -> Ints:
-        """Raise if a COPY writes what another edge reads or writes. Returns which moves are not the last into their
-        place."""
+        """Raise if a COPY writes what another edge reads or writes; return the moves that a later one overwrites."""
         edge, read, written = moves
         stamp = self._base + np.arange(len(edge))
         self._read[read] = self._base

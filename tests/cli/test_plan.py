@@ -15,7 +15,7 @@ from pycomm import schedule
 from pycomm.cli.main import main
 from pycomm.cli.plan.compression import verdict
 from pycomm.cli.plan.report import size_text, time_text
-from pycomm.compression.planning import Priced
+from pycomm.cost.planning import Priced
 from pycomm.schedule.choose import Ranking
 from tests.cli.processes import left_behind
 
@@ -90,7 +90,7 @@ def test_nobody_reads_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--ranks", "0"], "'0', wanted a whole number of at least 1"),
+        (["--ranks", "0"], "--ranks: 0, wanted at least 1"),
         (["--ranks", "4", "--bytes", "much"], "'much', wanted a size such as 100MB"),
         ([], "--ranks is missing"),
         (["--calibrate"], "--ranks is missing"),

@@ -14,12 +14,12 @@ Gradients = list[dict[str, torch.Tensor]]
 
 
 def largest(x: torch.Tensor, k: int) -> torch.Tensor:
-    """Where the k largest magnitudes of x are, flat; ties go to the lowest index."""
+    """Return the indices of the k largest magnitudes of x, flat; ties go to the lowest index."""
     return torch.sort(x.flatten().abs(), descending=True, stable=True).indices[:k].sort().values
 
 
 def gradients_of(params: dict[str, torch.Tensor], size: int, step: int, seed: int = 0) -> Gradients:
-    """Something random that every rank can compute of every other; steps are alike, as in training."""
+    """Make random gradients that every rank can compute for every other; steps are alike, as in training."""
     everyone = []
     for rank in range(size):
         generator = torch.Generator().manual_seed(7919 * seed + 101 * step + rank)
@@ -46,22 +46,22 @@ class PlainDGC:
     v: Gradients = field(default_factory=list)
     committed: int = 0
     sent: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    """Of the last step: by rank, the indices."""
+    """Indices sent in the last step, by rank."""
 
     def __post_init__(self) -> None:
         for state in (self.u, self.v):
             state.extend({n: torch.zeros_like(p) for n, p in self.params.items()} for _ in range(self.size))
 
     def density(self) -> float:
-        how = self.method
-        if self.committed >= how.warmup_steps:
-            return how.ratio
+        config = self.method
+        if self.committed >= config.warmup_steps:
+            return config.ratio
         return max(
-            how.ratio, (0.25, 0.0625, 0.015625, 0.00390625, 0.0009765625)[5 * self.committed // how.warmup_steps]
+            config.ratio, (0.25, 0.0625, 0.015625, 0.00390625, 0.0009765625)[5 * self.committed // config.warmup_steps]
         )
 
     def step(self, gradients: Gradients) -> dict[str, torch.Tensor] | None:
-        """The average, or None where something was not finite: then nothing has happened."""
+        """Return the average, or None if something was not finite: then nothing has happened."""
         if not all(torch.isfinite(g).all() for each in gradients for g in each.values()):
             return None
         average = {name: torch.zeros_like(p) for name, p in self.params.items()}
@@ -76,20 +76,20 @@ class PlainDGC:
         return average
 
     def _local(self, rank: int, name: str, gradient: torch.Tensor, density: float) -> tuple[torch.Tensor, torch.Tensor]:
-        how, p = self.method, self.params[name]
+        config, p = self.method, self.params[name]
         factor = 1.0
-        if how.clip_norm is not None:
+        if config.clip_norm is not None:
             norm = torch.linalg.vector_norm(gradient) * (1.0 / self.size)
-            factor = min(1.0, float(how.clip_norm / math.sqrt(self.size) / norm))
+            factor = min(1.0, float(config.clip_norm / math.sqrt(self.size) / norm))
         g = gradient * torch.tensor(1.0 / self.size * factor, dtype=p.dtype)
-        if how.weight_decay:
-            g = g + p * torch.tensor(how.weight_decay / self.size, dtype=p.dtype)
-        m = torch.tensor(how.momentum, dtype=torch.float32).to(p.dtype)
+        if config.weight_decay:
+            g = g + p * torch.tensor(config.weight_decay / self.size, dtype=p.dtype)
+        m = torch.tensor(config.momentum, dtype=torch.float32).to(p.dtype)
         u, v = self.u[rank], self.v[rank]
-        if how.nesterov:
+        if config.nesterov:
             u[name] = m * (u[name] + g)
             v[name] = (v[name] + u[name]) + g
-        elif how.momentum:
+        elif config.momentum:
             u[name] = m * u[name] + g
             v[name] = v[name] + u[name]
         else:

@@ -35,7 +35,7 @@ def parameters(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
 
 
 def loss_with(params: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor]) -> Any:
-    """Whose gradients these are."""
+    """Return a loss that has these gradients."""
     return torch.stack([(p * gradients[name]).sum() for name, p in params.items()]).sum()
 
 
@@ -90,7 +90,7 @@ def test_on_one_and_three_ranks_and_in_small_buckets(rank_pools: Pools, name: st
 
 
 def density_one(nesterov: bool) -> None:
-    """Against torch's own SGD with momentum, of averaged gradients."""
+    """Compare with torch's own SGD with momentum, of averaged gradients."""
     rank, size = dist.get_rank(), dist.get_world_size()
     params, plain = parameters(torch.float64), parameters(torch.float64)
     optimizer = torch.optim.SGD(params.values(), lr=0.01)
@@ -176,7 +176,7 @@ def test_settings_out_of_range(options: dict[str, Any], error: type[Exception], 
 
 
 def odd_parameters() -> None:
-    """Empty ones, scalars, and one element in two dimensions."""
+    """Reduce empty parameters, scalars, and one element in two dimensions."""
     shapes = {"none": (0, 4), "empty": (0,), "scalar": (), "one": (1, 1), "w": (20, 30)}
     params: dict[str, torch.Tensor] = {name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
     optimizer = torch.optim.SGD(params.values(), lr=0.1)

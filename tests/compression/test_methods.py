@@ -1,4 +1,4 @@
-"""What holds for every method: nothing is lost, nothing is biased, an overflow leaves no trace, state travels."""
+"""Properties of every method: nothing is lost, nothing is biased, an overflow leaves no trace, state travels."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def parameters(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
 
 
 class Run:
-    """An attached method that is fed gradients."""
+    """Run of an attached method that is fed gradients."""
 
     def __init__(self, method: Any, dtype: torch.dtype = torch.float32, **options: Any) -> None:
         self.params = parameters(dtype)
@@ -113,7 +113,7 @@ def test_what_is_sent_and_what_is_left_is_what_came(rank_pools: Pools, name: str
 
 
 def is_unbiased(name: str) -> None:
-    """The mean of many roundings of one gradient, in standard errors."""
+    """Compare the mean of many roundings of one gradient with it, in standard errors."""
     num_steps = 400
     with Run(UNBIASED[name]).attached() as run:
         everyone = gradients_of(run.params, run.size, 0)
@@ -139,7 +139,7 @@ def test_unbiased(two_ranks: RankPool, name: str) -> None:
 
 
 def qsgd_variance(levels: int) -> None:
-    """Alistarh et al., lemma 3.1, for blocks of 512."""
+    """Check the bound of Alistarh et al., lemma 3.1, for blocks of 512."""
     with Run(pycomm.QSGD(levels)).attached() as run:
         zeros = {n: torch.zeros_like(p) for n, p in run.params.items()}
         only = gradients_of(run.params, 1, 0)[0]
@@ -165,7 +165,7 @@ def flawed(everyone: Gradients, rank: int, step: int) -> Gradients:
 
 
 def leaves_no_trace(name: str, flaws: list[tuple[int, int]], loss_scale: float | None) -> None:
-    """With and without steps that are not finite: the others and the state are the same, bit for bit."""
+    """Run with and without steps that are not finite: the others and the state are the same, bit for bit."""
 
     class Scaler:
         def scale(self, x: torch.Tensor) -> torch.Tensor:
@@ -277,7 +277,7 @@ def test_state_goes_on_and_into_other_world_sizes(rank_pools: Pools, name: str, 
 
 
 def bytes_of(method: Any) -> float:
-    """Per step and rank, of one parameter with a million elements."""
+    """Return the bytes per step and rank for one parameter with a million elements."""
     p = nn.Parameter(torch.zeros(1000, 1000))
     with attached(torch.optim.SGD([p], lr=0.1), [("p", p)], compression=method) as reducer:
         for step in range(3):
@@ -312,7 +312,7 @@ def test_bytes_on_the_wire(two_ranks: RankPool, method: Any, most: float) -> Non
 
 
 def loads_what_fits() -> None:
-    """Missing and foreign entries of DGC's state, and another method's."""
+    """Load DGC's state with missing and foreign entries, and another method's."""
     with Run(pycomm.DGC(0.1)).attached() as run:
         run.feed(gradients_of(run.params, run.size, 0))
         state = run.reducer.state_dict()

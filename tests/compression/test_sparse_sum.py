@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pycomm import Communicator, kernels
 from pycomm.bucket import Bucket
 from pycomm.compression.report import codes_of
-from pycomm.compression.sparse_choice import WAYS, choose_way, received_bytes
+from pycomm.compression.sparse.choice import WAYS, choose_way, received_bytes
 from tests.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -23,7 +23,7 @@ SHAPES = {"spread": 0.8, "clustered": 0.8, "the same": 0.8, "different": 0.3, "e
 
 
 def sums_of(shape: str, step: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """What each rank has, by shape of where it is large."""
+    """Make each rank's sums; ``shape`` says where they are large."""
     everyone = []
     for rank in range(dist.get_world_size()):
         generator = torch.Generator().manual_seed(100 * step + rank)
@@ -45,7 +45,7 @@ def all_used(num_params: int) -> torch.Tensor:
 
 
 def adds_up(way: str, shape: str, count: int, dtype: torch.dtype, half: bool) -> list[float]:
-    """What was applied of what was selected, as a fraction, step by step."""
+    """Return the fraction of the selected sums that was applied, step by step."""
     rank, size = dist.get_rank(), dist.get_world_size()
     applied = []
     with Communicator(timeout=20) as communicator:
@@ -121,7 +121,7 @@ def test_sums_of_doubles_on_other_numbers_of_ranks(rank_pools: Pools, way: str, 
 
 
 def test_a_part_too_full_goes_dense(rank_pools: Pools) -> None:
-    """Where everybody selects the same few hundred neighbours, one part is hardly longer than its entries."""
+    """One part is hardly longer than its entries if all ranks select the same few hundred neighbours."""
     for applied in rank_pools(3).run(adds_up, "balanced", "clustered", 800, torch.float32, False):
         assert min(applied[2:]) > 0.95
 

@@ -56,7 +56,7 @@ def assert_right(s: Schedule, exact: bool | None = None) -> None:
 
 
 def assert_named(s: Schedule) -> None:
-    """Its name makes it again."""
+    """Check that its name makes it again."""
     again = schedule.by_name(s.name, s.num_ranks)
     assert (again.name, again.num_ranks, again.num_chunks) == (s.name, s.num_ranks, s.num_chunks)
 
@@ -165,7 +165,7 @@ def test_costs_of_doubling_and_folding(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [range(1, 70), range(70, 201, 13), [255, 256, 257, 600, 1023, 1025]], ids=str)
 def test_costs_of_circulant(ranks: Any) -> None:
-    """What binary blocks miss: few steps and the ring's bytes for every number of ranks."""
+    """Few steps and the ring's bytes for every number of ranks, which binary blocks lack."""
     for number in ranks:
         stats = schedule.circulant(number).stats()
         assert stats.steps == 2 * ceil_lg(number) <= 2 * floor_lg(number) + 3

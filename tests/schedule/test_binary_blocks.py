@@ -47,12 +47,12 @@ ROUND_BY_ROUND = {3: 5, 5: 11, 6: 7, 7: 9, 12: 9, 15: 13, 17: 39, 24: 11, 600: 4
 
 
 def sizes_of(ranks: int) -> list[int]:
-    """The binary digits, the largest first."""
+    """Return the binary digits, the largest first."""
     return [1 << bit for bit in reversed(range(ranks.bit_length())) if ranks >> bit & 1]
 
 
 def best_bytes(ranks: int) -> Fraction:
-    """Up, then down. A block's sums are there once it has halved, and has been sent the next smaller one's pieces."""
+    """Return the bytes up, then down: a block has its sums once it has halved and got the next smaller one's pieces."""
     sizes = sizes_of(ranks)
     up = 1 - Fraction(1, sizes[-1])
     for larger, smaller in reversed(list(itertools.pairwise(sizes))):
@@ -61,7 +61,7 @@ def best_bytes(ranks: int) -> Fraction:
 
 
 def messages_up_then_down(ranks: int) -> int:
-    """The same in messages: a piece of the smaller block goes to larger / smaller ranks, one by one."""
+    """Return the same in messages: a piece of the smaller block goes to larger / smaller ranks, one by one."""
     sizes = sizes_of(ranks)
     up = sizes[-1].bit_length() - 1
     for larger, smaller in reversed(list(itertools.pairwise(sizes))):
@@ -70,12 +70,12 @@ def messages_up_then_down(ranks: int) -> int:
 
 
 def messages_round_by_round(s: Schedule) -> int:
-    """With a barrier after each round: the most messages that a port has in it, summed."""
+    """Return the most messages of a port in each round, summed, as if barriers followed the rounds."""
     return sum(int(max(np.bincount(r.src).max(), np.bincount(r.dst).max())) for r in s.rounds())
 
 
 def messages_in_table_order(s: Schedule) -> float:
-    """A second for each message and none for its bytes."""
+    """Simulate a second for each message and none for its bytes."""
     link = Link(alpha=1, beta=0, gamma=0)
     seconds: float = schedule.simulate(s, 0, Network(name="messages", within_host=link, between_hosts=link))
     return seconds

@@ -1,4 +1,4 @@
-"""Networks: what a link may cost, files that come back as they went, and messages that name what is wrong."""
+"""Networks: the costs that links may have, files that are read as they were written, errors that name the entry."""
 
 from __future__ import annotations
 

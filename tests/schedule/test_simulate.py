@@ -27,7 +27,7 @@ SIZES = np.array([0.0, 1.0, 1e3, 1e6, 3.3e8])
 
 
 def network(alpha: float, beta: float, gamma: float, per_host: int | None = None) -> Network:
-    """One class of links, or two if there are hosts: those between are five times as slow."""
+    """Make a network of one class of links, or two if there are hosts: those between are five times as slow."""
     far = Link(alpha=5 * alpha, beta=5 * beta, gamma=2 * gamma)
     return Network(
         name="test", within_host=Link(alpha=alpha, beta=beta, gamma=gamma), between_hosts=far, per_host=per_host
@@ -53,7 +53,7 @@ def table(num_ranks: int, num_chunks: int, rounds: list[list[Edge]]) -> Any:
 
 
 def slow_simulate(s: Any, nbytes: float, net: Network) -> float:
-    """The model, edge by edge."""
+    """Simulate edge by edge."""
     sending, receiving, final = (defaultdict(float) for _ in range(3))
     for r in s.rounds():
         written: dict[tuple[int, int], float] = {}
@@ -197,7 +197,7 @@ def test_adding_holds_the_receiver_only() -> None:
 
 @st.composite
 def tables(draw: st.DrawFn) -> Any:
-    """Whatever its edges compute, or do to each other."""
+    """Generate tables, whatever their edges compute, or do to each other."""
     ranks, chunks = draw(st.integers(2, 6)), draw(st.integers(1, 5))
     rank = st.integers(0, ranks - 1)
 
@@ -227,7 +227,7 @@ def test_algorithms_against_the_slow_simulator(name: str) -> None:
 
 
 def line(ranks: int, op: int) -> Any:
-    """The whole array from rank to rank."""
+    """Send the whole array from rank to rank."""
     return table(ranks, 1, [[(rank, rank + 1, 0, 1, op)] for rank in range(ranks - 1)])
 
 
@@ -268,7 +268,7 @@ def test_segments_do_not_beat_physics(name: str, net: Network) -> None:
 
 
 def fluid(s: Any, per_chunk: int, net: Network) -> float:
-    """Segments of one byte, ``per_chunk`` to a chunk, each sent as soon as it is there: no schedule is faster."""
+    """Simulate segments of one byte, ``per_chunk`` to a chunk, each sent as soon as possible: none is faster."""
     sending, receiving, final = (defaultdict(float) for _ in range(3))
     for r in s.rounds():
         written: dict[tuple[int, int], float] = {}
@@ -338,7 +338,7 @@ def test_an_unknown_network() -> None:
 
 @pytest.mark.parametrize("name", ["ring", "direct"])
 def test_tables_that_turn(name: str) -> None:
-    """One host stands for all: the same times as when every rank is looked at."""
+    """One host stands for all: the same times as when every rank is simulated."""
     near, far = Link(alpha=3e-6, beta=1e-10, gamma=2e-10), Link(alpha=4e-5, beta=9e-10, gamma=1e-10)
     for ranks in (1, 2, 3, 8, 12, 24):
         whole = schedule.by_name(name, ranks)

@@ -48,7 +48,7 @@ def table(like: Any, rounds: list[list[Edge]]) -> SimpleNamespace:
 
 
 def what_is_wrong(like: Any, rounds: list[list[Edge]]) -> str | None:
-    """How the message must begin; ``None`` if the table is right."""
+    """Return how the message must begin; ``None`` if the table is right."""
     held = [[Counter({rank: 1}) for _ in range(like.num_chunks)] for rank in range(like.num_ranks)]
     for number, edges in enumerate(rounds):
         if not all(is_edge(like, edge) for edge in edges) or in_conflict(edges):
@@ -70,7 +70,7 @@ def is_edge(like: Any, edge: Edge) -> bool:
 
 
 def in_conflict(edges: list[Edge]) -> bool:
-    """Whether a COPY writes a place that another edge reads or writes."""
+    """Return whether a COPY writes a place that another edge reads or writes."""
     for this, (_, dst, first, count, op) in enumerate(edges):
         for other, (other_src, other_dst, other_first, other_count, _) in enumerate(edges):
             overlap = max(first, other_first) < min(first + count, other_first + other_count)
@@ -97,7 +97,7 @@ def verdict(s: Any, **how: Any) -> str | None:
 
 
 def assert_agreement(like: Any, rounds: list[list[Edge]]) -> str | None:
-    """verify says the same in both modes; returns what it must say."""
+    """Check that verify says the same in both modes, and return what it must say."""
     wanted = what_is_wrong(like, rounds)
     for exact in (True, False):
         got = verdict(table(like, rounds), exact=exact)

@@ -1,4 +1,4 @@
-"""verify takes whatever has num_ranks, num_chunks and rounds(), and raises nothing but ScheduleError."""
+"""verify takes anything that has num_ranks, num_chunks and rounds(), and raises nothing but ScheduleError."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pycomm import schedule
 
 
 def verdict(s: Any) -> str | None:
-    """What is wrong; any other exception fails the test."""
+    """Return what is wrong; any other exception fails the test."""
     try:
         schedule.verify(s)
     except schedule.ScheduleError as error:

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from pycomm import schedule
+from pycomm.schedule.collective import Schedule
 from pycomm.schedule.program import program_of
-from pycomm.schedule.table import COPY, REDUCE, Round, Schedule, Table
+from pycomm.schedule.table import COPY, REDUCE, Round, Table
 
 ROOT = Path(__file__).parents[2]
 _HERE = Path(__file__).parent

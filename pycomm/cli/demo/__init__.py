@@ -1,6 +1,6 @@
-"""``pycomm demo``: one model trained several ways on local ranks, and what that changed.
+"""``pycomm demo``: trains one model in several ways on local ranks, and shows what that changed.
 
-``command`` reads the arguments, ``launch`` starts the ranks and watches over them, ``train`` is what
-each rank does, ``live`` draws while they run, ``figures`` turns what they report into numbers,
+``command`` reads the arguments, ``launch`` starts the ranks and watches over them, ``train`` is the
+work of each rank, ``live`` draws while they run, ``figures`` turns their reports into numbers,
 ``report`` and ``plot`` show those.
 """

@@ -1,14 +1,14 @@
-"""``pycomm demo``: the arguments, and the order of things."""
+"""``pycomm demo``: its arguments, and what it does with them."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pycomm.cli.arguments import integer
 from pycomm.cli.demo.corpus import source_files
 from pycomm.cli.demo.launch import RankError, run_ranks
 from pycomm.cli.demo.messages import Message, Progress, Results
@@ -32,24 +32,29 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--ranks", type=_integer(1), default=2, help="processes, each with one thread")
+    add("--ranks", type=integer(1), default=2, help="processes, each with one thread")
     add("--compression", nargs="+", choices=COMPRESSIONS, default=["topk"], help="one run each, besides the dense ones")
-    add("--ratio", type=_ratio, default=argparse.SUPPRESS, help=f"of topk: the part that it sends (default: {_RATIO})")
-    add("--steps", type=_integer(MIN_STEPS), default=350, help=f"of each run, at least {MIN_STEPS}")
-    add("--seed", type=_integer(0), default=0, help="of the initial weights and of the order of the text")
-    add("--output", type=_writable, default=Path("pycomm_demo.png"), help="where the plot goes, as PNG")
-    size = parser.add_argument_group("size", "a larger batch has more to compute for the same gradients")
-    size.add_argument("--width", type=_integer(HEAD_WIDTH, multiple_of=HEAD_WIDTH), default=256, help="of the model")
-    size.add_argument("--layers", type=_integer(1), default=2, help="of the model")
-    size.add_argument(
-        "--context", type=_integer(8, largest=_MAX_CONTEXT), default=64, help="bytes of text that the model sees"
+    add(
+        "--ratio",
+        type=_ratio,
+        default=argparse.SUPPRESS,
+        help=f"of the entries that topk sends (default: {_RATIO})",
     )
-    size.add_argument("--batch", type=_integer(1), default=2, help="windows of text per rank and step")
+    add("--steps", type=integer(MIN_STEPS), default=350, help=f"steps of each run, at least {MIN_STEPS}")
+    add("--seed", type=integer(0), default=0, help="seed of the initial weights and of the order of the text")
+    add("--output", type=_writable, default=Path("pycomm_demo.png"), help="file for the plot, a PNG")
+    size = parser.add_argument_group("size", "a larger batch has more to compute for the same gradients")
+    size.add_argument("--width", type=integer(HEAD_WIDTH, multiple_of=HEAD_WIDTH), default=256, help="of the model")
+    size.add_argument("--layers", type=integer(1), default=2, help="of the model")
+    size.add_argument(
+        "--context", type=integer(8, largest=_MAX_CONTEXT), default=64, help="bytes of text that the model sees"
+    )
+    size.add_argument("--batch", type=integer(1), default=2, help="windows of text per rank and step")
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    ratio = getattr(arguments, "ratio", None)  # told or not, to be able to object
+    ratio = getattr(arguments, "ratio", None)  # None if it was not given
     if ratio is not None and "topk" not in arguments.compression:
         arguments.parser.error("argument --ratio: only --compression topk has one")
     missing = _missing_extra()
@@ -113,7 +118,7 @@ def _train(settings: Settings, console: Any) -> Results:
 
 
 def _missing_extra() -> str | None:
-    # Imported, not looked up: a broken installation is found here, and not after the training.
+    # Imported, not looked up: a broken installation must be found before the training.
     for name in ("rich.progress", "matplotlib.figure"):
         try:
             __import__(name)
@@ -125,19 +130,6 @@ def _missing_extra() -> str | None:
 def _fail(reason: str) -> int:
     print(f"pycomm demo: {reason}", file=sys.stderr)
     return 1
-
-
-def _integer(smallest: int, *, largest: int | None = None, multiple_of: int = 1) -> Callable[[str], int]:
-    def integer(text: str) -> int:
-        value = int(text)
-        if largest is not None and value > largest:
-            raise argparse.ArgumentTypeError(f"{value}, wanted at most {largest}")
-        if value < smallest or value % multiple_of:
-            wanted = f"at least {smallest}" if multiple_of == 1 else f"a positive multiple of {multiple_of}"
-            raise argparse.ArgumentTypeError(f"{value}, wanted {wanted}")
-        return value
-
-    return integer
 
 
 def _ratio(text: str) -> float:

@@ -1,4 +1,4 @@
-"""The text: the Python standard library's own source, which every machine with CPython has."""
+"""Corpus: the Python standard library's own source text, which every machine with CPython has."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_t
 
 @dataclass(frozen=True)
 class Corpus:
-    """Bytes, as uint8 tensors of one dimension."""
+    """Corpus of bytes, as uint8 tensors of one dimension."""
 
     train: torch.Tensor
     validation: torch.Tensor
 
 
 def source_files(root: Path | None = None) -> list[Path]:
-    """All ``.py`` files below ``root`` (the standard library) by path, without tests and installed packages.
+    """Return all ``.py`` files below ``root`` (the standard library), sorted, without tests and installed packages.
 
     Raises:
-        FileNotFoundError: fewer than are needed to have both parts; some minimal installations keep none.
+        FileNotFoundError: there are too few for both parts; some minimal installations have none.
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
     found = []
@@ -38,7 +38,7 @@ def source_files(root: Path | None = None) -> list[Path]:
 
 
 def read_corpus(root: Path | None = None) -> Corpus:
-    """Every tenth file is for validation, so that no file is in both parts."""
+    """Read the corpus; every tenth file is for validation, so that no file is in both parts."""
     files = source_files(root)
     held_out = files[_VALIDATION_EVERY - 1 :: _VALIDATION_EVERY]
     rest = [path for i, path in enumerate(files) if i % _VALIDATION_EVERY != _VALIDATION_EVERY - 1]
@@ -50,13 +50,13 @@ def _read(files: list[Path]) -> torch.Tensor:
 
 
 def random_starts(text: torch.Tensor, context: int, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Where windows of ``context`` bytes, and the byte after, begin."""
+    """Draw the beginnings of windows of ``context`` bytes and one more."""
     if len(text) <= context:
         raise ValueError(f"context is {context}, but this part of the text has only {len(text)} bytes")
     return torch.randint(len(text) - context, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def windows(text: torch.Tensor, starts: torch.Tensor, context: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets, ``(len(starts), context)`` each: the targets are one byte further on."""
+    """Return inputs and targets, ``(len(starts), context)`` each: the targets are one byte further on."""
     picked = text[starts[:, None] + torch.arange(context + 1)].long()
     return picked[:, :-1], picked[:, 1:]

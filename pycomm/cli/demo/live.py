@@ -1,4 +1,4 @@
-"""What is on the screen while the ranks train."""
+"""Display of the progress while the ranks train."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OnProgress = Callable[[Progress], None]
 
 @contextlib.contextmanager
 def display(settings: Settings, console: Console) -> Iterator[OnProgress]:
-    """Gives what takes the progress: a bar per run on a terminal, a few lines of text elsewhere."""
+    """Show progress, as a bar per run on a terminal, as a few lines of text elsewhere; yield the function to call."""
     if console.is_terminal:
         with _bars(settings, console) as on_progress:
             yield on_progress
@@ -49,7 +49,7 @@ def _bars(settings: Settings, console: Console) -> Iterator[OnProgress]:
 
 
 class _Lines:
-    """A line for every tenth of the way, once all runs have come that far."""
+    """Progress as text: a line for every tenth of the way, once all runs have come that far."""
 
     def __init__(self, settings: Settings, console: Console) -> None:
         self._settings = settings

@@ -1,4 +1,4 @@
-"""A small GPT over bytes: plain torch, nothing of pycomm in it."""
+"""Small GPT over bytes: plain torch, without pycomm."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NUM_BYTES = 256
 
 
 class Block(nn.Module):
-    """Causal self-attention, then a two-layer perceptron; each behind a norm and around a shortcut."""
+    """Block of causal self-attention and a two-layer perceptron, each after a norm and with a shortcut around it."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class ByteGPT(nn.Module):
-    """Bytes ``(batch, length <= context)`` in, logits ``(batch, length, 256)`` out."""
+    """GPT that maps bytes ``(batch, length <= context)`` to logits ``(batch, length, 256)``."""
 
     def __init__(self, width: int, layers: int, context: int, num_heads: int) -> None:
         super().__init__()
@@ -57,5 +57,5 @@ class ByteGPT(nn.Module):
 
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
-    """Cross entropy in nats per byte; an untrained model has about ln 256 = 5.5."""
+    """Return the cross entropy in nats per byte; an untrained model has about ln 256 = 5.5."""
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)

@@ -1,4 +1,4 @@
-"""The picture: loss against time and against bytes, a curve per run."""
+"""Plot of the results: loss against time and against bytes, a curve per run."""
 
 from __future__ import annotations
 

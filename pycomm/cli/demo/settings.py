@@ -1,4 +1,4 @@
-"""What a demo run is told."""
+"""Settings of a demo run."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from pycomm.compression import Compression
 COMPRESSIONS = ("topk", "fp16", "bf16", "none")
 HEAD_WIDTH = 64
 TURN_STEPS = 10
-"""The runs take turns of this many steps, so that whatever else the machine does meets all of them alike."""
+"""Number of steps in a turn: the runs take turns, so that other load on the machine affects all of them alike."""
 WARM_UP_STEPS = 5
-"""Of each run; no timing counts them: first allocations, first connections, pycomm's pass that only learns."""
+"""Steps of each run that are not timed: first allocations and connections, pycomm's first pass, which only learns."""
 MIN_STEPS = 2 * TURN_STEPS
 PATIENCE = timedelta(seconds=120)
-"""For every wait of a rank for another: a rank that dies is noticed at once, this is for one that hangs."""
+"""Timeout of waits between ranks, for one that hangs; one that dies is noticed at once."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """One way to average gradients.
+    """Method to average gradients.
 
     Attributes:
-        label: for people.
-        uses_ddp: torch's DistributedDataParallel; pycomm with ``compression`` otherwise.
+        label: a name for people.
+        uses_ddp: by torch's DistributedDataParallel; else by pycomm with ``compression``.
     """
 
     label: str
@@ -37,12 +37,12 @@ class Method:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One demo run, equal on all ranks.
+    """Settings of one demo run, equal on all ranks.
 
     Attributes:
         batch: windows of text per rank and step.
         context: bytes per window.
-        width, layers: of the model.
+        width, layers: the size of the model.
     """
 
     ranks: int
@@ -57,7 +57,7 @@ class Settings:
 
 
 def methods_for(compressions: Sequence[str], ratio: float) -> tuple[Method, ...]:
-    """DDP, pycomm dense, and pycomm with each of ``compressions``, without repetitions."""
+    """Return DDP, pycomm dense, and pycomm with each of ``compressions``, without repetitions."""
     compressed = {
         "topk": Method(f"pycomm TopK {100 * ratio:g} %", compression=pycomm.TopK(ratio)),
         "fp16": Method("pycomm FP16", compression=pycomm.FP16()),

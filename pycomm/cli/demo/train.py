@@ -1,4 +1,4 @@
-"""What each rank does."""
+"""Work of each rank: training every method in turns."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from pycomm.cli.demo.trainee import Trainee, average_over_ranks, first_differenc
 
 _VALIDATION_WINDOWS = 256
 _VALIDATION_BATCH = 32
-_VALIDATION_SEED = 2**31  # not a rank's
+_VALIDATION_SEED = 2**31  # differs from every rank's
 _REPORT_SECONDS = 0.2
 
 
 def train(settings: Settings, tell: Tell) -> None:
-    """Train every method in turns, on the default process group, and tell how it went. Collective.
+    """Train every method in turns, on the default process group, and report the results. Collective.
 
-    In turns and in the same processes: a machine that slows down for a while slows all methods down,
-    and their ratios stay what they are.
+    In turns and in the same processes: a machine that slows down for a while slows all methods down
+    alike, and their ratios stay the same.
     """
     corpus = read_corpus()
     torch.manual_seed(settings.seed)
@@ -45,14 +45,14 @@ def train(settings: Settings, tell: Tell) -> None:
 
 
 def take_turns(trainees: list[Trainee], corpus: Corpus, settings: Settings, tell: Tell) -> None:
-    """Step ``i`` of every run sees the same text; every rank has its own."""
-    # A rank's seed is apart from every other's, also of the next --seed.
+    """Step the runs in turns; step ``i`` of every run sees the same text, and every rank has its own."""
+    # Every rank's seed differs from every other's, also from those of the next --seed.
     seed = settings.seed * settings.ranks + dist.get_rank()
     starts = random_starts(corpus.train, settings.context, (settings.steps, settings.batch), seed)
     for first in range(0, settings.steps, TURN_STEPS):
         turn = starts[first : first + TURN_STEPS]
         for run, trainee in enumerate(trainees):
-            dist.barrier()  # or the first step would also wait for what the turn before left undone
+            dist.barrier()  # else the first step would also wait for work left over from the turn before
             _take_turn(trainee, run, turn, corpus, settings, tell)
 
 
@@ -71,7 +71,10 @@ def _progress(run: int, outcome: Outcome) -> Progress:
 
 
 def validate(model: nn.Module, corpus: Corpus, settings: Settings) -> float:
-    """Mean loss over the same windows of the validation text in every call; the ranks share the work. Collective."""
+    """Return the mean loss over windows of the validation text, the same in every call and shared out to the ranks.
+
+    Collective.
+    """
     starts = random_starts(corpus.validation, settings.context, (_VALIDATION_WINDOWS,), _VALIDATION_SEED)
     total = torch.zeros((), dtype=torch.float64)
     with torch.no_grad():

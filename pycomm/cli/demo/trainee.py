@@ -1,4 +1,4 @@
-"""One run on one rank: a model, its optimizer, and one way to average its gradients."""
+"""Run on one rank: a model, its optimizer, and one way to average its gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FINAL_FRACTION = 0.1
 
 
 def learning_rate_rule(steps: int) -> Callable[[int], float]:
-    """A linear ramp, then half a cosine down to a tenth, as a factor of the learning rate."""
+    """Return the factor of the learning rate by step: a linear ramp, then half a cosine down to a tenth."""
     ramp = max(1, min(_RAMP_STEPS, steps // 5))
 
     def factor(step: int) -> float:
@@ -35,13 +35,13 @@ def learning_rate_rule(steps: int) -> Callable[[int], float]:
 
 
 class Trainee:
-    """Trains ``model`` and keeps account of every step."""
+    """Trainee: trains ``model`` and keeps account of every step."""
 
     def __init__(self, model: nn.Module, method: Method, steps: int) -> None:
         self.model = model
         self.outcome = Outcome(method.label)
         self._last_gradient = 0.0
-        # Before the averaging's own hooks, which may already send: the stopwatch starts when a gradient is there.
+        # Before the averaging's own hooks, which may already send: the clock starts when a gradient is there.
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, betas=_BETAS, fused=True)
@@ -58,7 +58,7 @@ class Trainee:
             self._reducer = pycomm.attach(self._optimizer, model, compression=method.compression, timeout=PATIENCE)
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """An ordinary training step, and its account."""
+        """Do an ordinary training step, and take account of it."""
         start = time.perf_counter()
         loss = loss_of(self._forward(inputs), targets)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -91,7 +91,7 @@ class Trainee:
 
 
 def average_over_ranks(outcome: Outcome) -> None:
-    """Replace this rank's accounts by the mean of all ranks'. Collective."""
+    """Replace this rank's accounts with the mean over the ranks. Collective."""
     columns = [outcome.losses, outcome.seconds, outcome.waits, outcome.reported_waits]
     table = torch.tensor(columns, dtype=torch.float64)
     dist.all_reduce(table)
@@ -100,7 +100,7 @@ def average_over_ranks(outcome: Outcome) -> None:
 
 
 def first_difference(model: nn.Module) -> str | None:
-    """A parameter or buffer that is not bitwise equal on all ranks, in words; ``None`` if all are. Collective."""
+    """Name a parameter or buffer that is not bitwise equal on all ranks; ``None`` if all are. Collective."""
     state = model.state_dict()
     mine = torch.tensor([list(_digest(tensor)) for tensor in state.values()], dtype=torch.uint8)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]

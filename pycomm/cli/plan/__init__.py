@@ -1,1 +1,1 @@
-"""``pycomm plan``: what the algorithms cost on a network, before anything runs there."""
+"""``pycomm plan``: prices of algorithms, and of compression, on a network before anything runs there."""

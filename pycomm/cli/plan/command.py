@@ -1,4 +1,4 @@
-"""``pycomm plan``: the arguments, and the order of things."""
+"""``pycomm plan``: its arguments, and what it does with them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from pycomm import schedule
+from pycomm.cli.arguments import integer
 from pycomm.cli.plan.report import print_calibration, print_ranking
 from pycomm.schedule.choose import SIZES, rank_algorithms
 from pycomm.schedule.network import DEFAULT_NETWORK, NETWORKS, Network
 
 _DESCRIPTION = f"""\
-Prices every all-reduce algorithm on a described network, by simulation: their ranking for one size, from which size on
-which is the fastest, and a plot of time against size. Nothing is sent.
+Prices every all-reduce algorithm on a described network, by simulation: prints their ranking for one size and the
+fastest for each range of sizes, and plots time against size. Nothing is sent.
 
-With --compression it answers whether compressing gradients pays: what each method costs, measured here and simulated on
+With --compression it says whether compressing gradients pays: the cost of each method, measured here and simulated on
 the network, and the bandwidth below which it is faster than none.
 
-With --calibrate it measures instead: what messages cost between the ranks of the running group, and what the algorithms
-take. Under torchrun that group is the one torchrun started; otherwise --ranks processes of this host. The file that it
-writes is a network for --network, for Communicator(network=...) and for the environment variable PYCOMM_NETWORK.
+With --calibrate it measures instead: the cost of messages between the ranks of the running group, and the time that the
+algorithms take. Under torchrun that group is the one torchrun started; otherwise --ranks processes of this host. The
+file that it writes is a network for --network, for Communicator(network=...) and for the environment variable
+PYCOMM_NETWORK.
 
 Networks: {", ".join(NETWORKS)}; or a file.
 """
@@ -39,16 +41,28 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--ranks", type=_count, help="how many")
-    add("--per-host", type=_count, help="ranks on each host (default: as the network says)")
-    add("--bytes", type=_bytes, default=100e6, metavar="SIZE", help="of the array: 100MB, 64KiB ... (default 100MB)")
+    add("--ranks", type=integer(1), help="number of ranks")
+    add("--per-host", type=integer(1), help="ranks on each host (default: as the network says)")
+    add(
+        "--bytes",
+        type=_bytes,
+        default=100e6,
+        metavar="SIZE",
+        help="of the array: 100MB, 64KiB ... (default 100MB)",
+    )
     add("--network", help=f"a name or a file (default {DEFAULT_NETWORK})")
-    add("--plot", type=Path, default=Path("pycomm_plan.png"), metavar="FILE", help="where the plot goes, as PNG")
+    add("--plot", type=Path, default=Path("pycomm_plan.png"), metavar="FILE", help="file for the plot, a PNG")
     add("--no-plot", action="store_true", help="draw nothing")
-    add("--compression", action="store_true", help="whether compressing gradients of --bytes pays, and below what rate")
+    add("--compression", action="store_true", help="price the compression of gradients of --bytes")
     add("--calibrate", action="store_true", help="measure the running group instead")
-    add("--output", type=Path, default=Path("network.json"), metavar="FILE", help="what --calibrate writes")
-    add("--transport", choices=("auto", "shared_memory", "torch"), default="auto", help="of --calibrate")
+    add(
+        "--output",
+        type=Path,
+        default=Path("network.json"),
+        metavar="FILE",
+        help="file that --calibrate writes",
+    )
+    add("--transport", choices=("auto", "shared_memory", "torch"), default="auto", help="transport for --calibrate")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -56,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.calibrate:
         return _calibrate(arguments)
     if arguments.ranks is None:
-        arguments.parser.error("--ranks is missing: how many ranks are there to be?")
+        arguments.parser.error("--ranks is missing: how many ranks will there be?")
     try:
         network = schedule.load(arguments.network).with_hosts_of(arguments.per_host)
         if network.per_host is not None and arguments.per_host and arguments.ranks % network.per_host:
@@ -121,10 +135,6 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _tell(line: str) -> None:
-    print(f"measuring {line}", flush=True)
-
-
 def _write(network: Network, path: Path) -> None:
     path.write_text(network.to_json())
     print_calibration(network)
@@ -132,19 +142,13 @@ def _write(network: Network, path: Path) -> None:
 
 
 def _launch(arguments: argparse.Namespace) -> int:
-    """The same command on local ranks, by torch's launcher."""
+    """Run the same command on local ranks, by torch's launcher."""
     if arguments.ranks is None:
         arguments.parser.error("--ranks is missing: how many local ranks? (or start this under torchrun)")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
     command += ["--module", "pycomm.cli.main", "plan", "--calibrate", f"--output={arguments.output}"]
     command += [f"--transport={arguments.transport}"]
     return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False).returncode
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}, wanted a whole number of at least 1")
-    return int(text)
 
 
 def _bytes(text: str) -> float:

@@ -1,19 +1,19 @@
-"""``pycomm plan --compression``."""
+"""``pycomm plan --compression``: whether compressing gradients pays."""
 
 from __future__ import annotations
 
 import math
 
 from pycomm.cli.plan.report import print_table, size_text, time_text
-from pycomm.compression.planning import Priced, price
+from pycomm.cost.planning import Priced, price
 from pycomm.schedule.network import Network
 
-_WORTH = 0.8
-"""Less than this of dense gradients' time, or it is not worth what it does to the training."""
+_CLEARLY_FASTER = 0.8
+"""Fraction of dense gradients' time that a method must stay below, to be worth its effect on the training."""
 
 
 def print_compression(num_ranks: int, nbytes: float, network: Network) -> None:
-    """What every method costs on ``network``, and whether one pays."""
+    """Print the cost of every method on ``network``, and whether one pays."""
     priced = price(num_ranks, nbytes, network)
     dense = priced["dense"].seconds()
     print(f"gradients of {size_text(nbytes)}, {num_ranks} ranks, network {network.name}")
@@ -36,13 +36,13 @@ def print_compression(num_ranks: int, nbytes: float, network: Network) -> None:
 
 
 def verdict(priced: dict[str, Priced]) -> str:
-    """One sentence: what to do."""
+    """Return one sentence: what to do."""
     dense = priced["dense"].seconds()
     best = min(priced, key=lambda name: priced[name].seconds())
     seconds = priced[best].seconds()
-    if seconds >= _WORTH * dense:
+    if seconds >= _CLEARLY_FASTER * dense:
         return "Do not compress: nothing is clearly faster than dense gradients on this network."
-    mildest = next(name for name, each in priced.items() if each.seconds() < _WORTH * dense)
+    mildest = next(name for name, each in priced.items() if each.seconds() < _CLEARLY_FASTER * dense)
     text = f"{best} takes {dense / seconds:.1f} times less than dense gradients"
     if mildest != best:
         text += f"; {mildest}, which changes the training less, {dense / priced[mildest].seconds():.1f} times"

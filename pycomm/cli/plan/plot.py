@@ -1,4 +1,4 @@
-"""The picture of a plan: time against size, a curve per algorithm."""
+"""Plot of a plan: time against size, a curve per algorithm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``pycomm plan`` prints."""
+"""Output of ``pycomm plan``."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from pycomm.schedule import by_name
 from pycomm.schedule.choose import Ranking
 from pycomm.schedule.network import Network
 
-_SMALL_BYTES = 1024.0  # where latency is all there is
+_SMALL_BYTES = 1024.0  # only latency counts at this size
 
 
 def print_ranking(ranking: Ranking, nbytes: float) -> None:
-    """The algorithms for one size, the crossovers, and the masters' family."""
+    """Print the algorithms for one size, the crossovers, and the family with masters."""
     network = ranking.network
     hosts = "one host" if network.per_host is None else f"{network.per_host} per host"
-    how = "measured" if ranking.measured else "simulated"
-    print(f"all_reduce of {size_text(nbytes)} among {ranking.num_ranks} ranks, {hosts}, network {network.name} ({how})")
+    source = "measured" if ranking.measured else "simulated"
+    print(
+        f"all_reduce of {size_text(nbytes)} among {ranking.num_ranks} ranks, {hosts}, network {network.name} ({source})"
+    )
     for name, link in (("within a host", network.within_host), ("between hosts", network.between_hosts)):
         print(f"  {name:13}  {_link_text(link.alpha, link.beta, link.gamma)}")
     order = ranking.at(nbytes)
@@ -36,7 +38,7 @@ def print_ranking(ranking: Ranking, nbytes: float) -> None:
 
 
 def _print_masters(ranking: Ranking) -> None:
-    """Which group size is best for one master per group, where only latency counts."""
+    """Print which group size is best for one master per group, for arrays so small that only latency counts."""
     family = {name: ranking.seconds(name, _SMALL_BYTES) for name in ranking.curves if _is_masters(name)}
     if len(family) < 2:
         return
@@ -54,7 +56,7 @@ def _is_masters(name: str) -> bool:
 
 
 def print_calibration(network: Network) -> None:
-    """What was measured, beside what simulation makes of it."""
+    """Print the links and the times that were measured."""
     print(f"\n{network.name}")
     print(f"  every collective  {time_text(network.overhead)} besides its messages")
     for name, link in (("within a host", network.within_host), ("between hosts", network.between_hosts)):
@@ -66,7 +68,7 @@ def print_calibration(network: Network) -> None:
 
 
 def size_text(nbytes: float) -> str:
-    """Powers of ten, three digits."""
+    """Write a size in powers of ten, with three digits."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if nbytes >= factor:
             return f"{nbytes / factor:.3g} {unit}"
@@ -74,7 +76,7 @@ def size_text(nbytes: float) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Three digits."""
+    """Write a time with three digits."""
     for unit, factor in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= factor:
             return f"{seconds / factor:.3g} {unit}"
@@ -87,7 +89,7 @@ def _link_text(alpha: float, beta: float, gamma: float) -> str:
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Names to the left, numbers to the right."""
+    """Print a table: names on the left, numbers aligned on the right."""
     lines = [header, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     for line in lines:

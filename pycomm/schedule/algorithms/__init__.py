@@ -1,4 +1,4 @@
-"""All-reduce algorithms by name. One file per algorithm: idea, source, steps, bytes."""
+"""All-reduce algorithms by name. Each has a file that gives its idea, source, steps and bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from pycomm.schedule.algorithms.hierarchical import hierarchical
 from pycomm.schedule.algorithms.recursive_doubling import recursive_doubling
 from pycomm.schedule.algorithms.ring import ring
 from pycomm.schedule.algorithms.torus import torus
-from pycomm.schedule.table import Schedule, require_ranks
+from pycomm.schedule.collective import Schedule
+from pycomm.schedule.table import require_ranks
 
 _FLAT: dict[str, Callable[..., Schedule]] = {
     "ring": ring,
@@ -25,29 +26,29 @@ _FLAT: dict[str, Callable[..., Schedule]] = {
     "double_tree": double_tree,
     "direct": direct,
 }
-"""Made from the number of ranks; in parentheses may follow what comes second."""
+"""Algorithms of a number of ranks; a second parameter may follow the name in parentheses."""
 
 _GRID: dict[str, Callable[..., Schedule]] = {"torus": torus, "hierarchical": hierarchical}
-"""Made from two factors of it."""
+"""Algorithms of two factors of the number of ranks."""
 
 _SECOND = ("circulant", "double_tree")
 _PATTERN = re.compile(r"(\w+)(?:\((.*)\))?")
 
 
 def names() -> list[str]:
-    """The all-reduce algorithms that :func:`by_name` knows."""
+    """Return the names of the all-reduce algorithms that :func:`by_name` knows."""
     return [*_FLAT, *_GRID]
 
 
 def by_name(name: str, num_ranks: int, per_host: int | None = None) -> Schedule:
-    """The all-reduce ``name`` among ``num_ranks`` ranks.
+    """Make the all-reduce ``name`` among ``num_ranks`` ranks.
 
-    Parameters may follow in parentheses, as in the name that a schedule has: "double_tree(64)",
+    Parameters may follow in parentheses, as in the names of schedules: "double_tree(64)",
     "circulant(8)", "torus(8,4)", "hierarchical(4,8)", "torus(8,4,ring,circulant)". Without them a grid
     has rows, or groups, of ``per_host`` ranks; without that, as square as the factors allow.
 
     Raises:
-        ValueError: no such name, ``num_ranks`` < 1, or the ranks do not factor like that.
+        ValueError: there is no such name, ``num_ranks`` < 1, or the ranks do not factor like that.
     """
     num_ranks = require_ranks(num_ranks)
     match = _PATTERN.fullmatch(name.strip()) if isinstance(name, str) else None
@@ -82,12 +83,12 @@ def _grid(base: str, num_ranks: int, per_host: int | None, words: list[str]) -> 
 
 
 def most_square(num_ranks: int) -> int:
-    """The largest divisor up to the square root."""
+    """Return the largest divisor of ``num_ranks`` up to its square root."""
     return max(d for d in range(1, int(num_ranks**0.5) + 1) if num_ranks % d == 0)
 
 
 def _split(text: str) -> list[str]:
-    """At commas outside parentheses."""
+    """Split ``text`` at commas outside parentheses."""
     words, depth = [""], 0
     for letter in text:
         depth += (letter == "(") - (letter == ")")

@@ -22,11 +22,12 @@ import numpy as np
 
 from pycomm.schedule.algorithms.folding import core_size
 from pycomm.schedule.algorithms.halving_doubling import doubling, halving, piece_begin
-from pycomm.schedule.table import COPY, REDUCE, Round, Schedule, delayed, embed, require_ranks, together
+from pycomm.schedule.collective import Schedule
+from pycomm.schedule.table import COPY, REDUCE, Round, delayed, embed, require_ranks, together
 
 
 def blocks_of(num_ranks: int) -> list[tuple[int, int]]:
-    """(first rank, size), the largest first."""
+    """Return the (first rank, size) of each block, the largest first."""
     blocks, first = [], 0
     while first < num_ranks:
         size = core_size(num_ranks - first)
@@ -36,7 +37,7 @@ def blocks_of(num_ranks: int) -> list[tuple[int, int]]:
 
 
 def binary_blocks(num_ranks: int) -> Schedule:
-    """All-reduce by binary blocks.
+    """Make an all-reduce by binary blocks.
 
     Raises:
         ValueError: ``num_ranks`` < 1.
@@ -66,7 +67,7 @@ def _generate(num_ranks: int) -> Iterator[Round]:
 
 
 def _between(larger: tuple[int, int], smaller: tuple[int, int], chunks: int, op: int) -> Iterator[Round]:
-    """One round: every owner in one block to those in the other; REDUCE goes up, COPY comes down."""
+    """Generate the round in which owners in one block send to those in the other: REDUCE up, COPY down."""
     first, size = larger
     width = chunks // size
     begin = piece_begin(size, size) * width

@@ -1,7 +1,7 @@
 """Circulant: halving and doubling for any number of ranks, at the ring's bytes.
 
-Think of the ranks on a circle. At any time the partial sums of chunk c live on the s ranks c, c - 1,
-..., c - s + 1; at first s = P. A round with s' = ceil(s / 2) lets rank r send its live sums of the
+Put the ranks on a circle. At any time the partial sums of chunk c live on the s ranks c, c - 1, ...,
+c - s + 1; at first s = P. A round with s' = ceil(s / 2) lets rank r send its live sums of the
 s - s' chunks r + s', ..., r + s - 1 to rank r + s', which adds them to its own: what lived at offset i
 in [s', s) is now part of what lives at offset i - s', so s' live sums remain and each contribution is
 in exactly one of them. No rank receives what it sends, as s - s' <= s'. When s = 1 rank r owns chunk r.
@@ -28,11 +28,12 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from pycomm.schedule.table import COPY, REDUCE, Ints, Round, Schedule, embed, require_ranks
+from pycomm.schedule.collective import Schedule
+from pycomm.schedule.table import COPY, REDUCE, Ints, Round, embed, require_ranks
 
 
 def circulant(num_ranks: int, group_size: int = 1) -> Schedule:
-    """All-reduce on a circulant graph; ``group_size`` consecutive ranks are near each other.
+    """Make an all-reduce on a circulant graph; ``group_size`` consecutive ranks are near each other.
 
     Raises:
         ValueError: ``num_ranks`` < 1, or ``group_size`` does not divide it.
@@ -47,12 +48,12 @@ def circulant(num_ranks: int, group_size: int = 1) -> Schedule:
 
 
 def circulant_reduce_scatter(num_ranks: int, group_size: int = 1) -> Schedule:
-    """The first half: the rank at place c ends with the sum of chunk c."""
+    """Make the first half: the rank at place c ends with the sum of chunk c."""
     return _phase("reduce_scatter", _reduce_scatter, num_ranks, group_size)
 
 
 def circulant_all_gather(num_ranks: int, group_size: int = 1) -> Schedule:
-    """The second half: chunk c of the rank at place c goes to all."""
+    """Make the second half: chunk c of the rank at place c goes to all."""
     return _phase("all_gather", _all_gather, num_ranks, group_size)
 
 
@@ -67,7 +68,7 @@ def _name(base: str, group_size: int) -> str:
 
 
 def _places(num_ranks: int, group_size: int) -> Ints:
-    """[1, P]: who is at each place of the circle."""
+    """Return the rank at each place of the circle: [1, P]."""
     num_ranks = require_ranks(num_ranks)
     group_size = require_ranks(group_size, "group_size")
     if num_ranks % group_size:
@@ -76,7 +77,7 @@ def _places(num_ranks: int, group_size: int) -> Ints:
 
 
 def _live(num_ranks: int) -> list[tuple[int, int]]:
-    """(s, s') of every round."""
+    """Return (s, s') of every round."""
     pairs, live = [], num_ranks
     while live > 1:
         pairs.append((live, (live + 1) // 2))
@@ -98,7 +99,7 @@ def _all_gather(num_ranks: int) -> Iterator[Round]:
 
 
 def _wrapped(src: Ints, dst: Ints, begin: Ints, count: int, op: int) -> Round:
-    """Ranges of chunks modulo P; those that pass P - 1 become two edges, one after the other."""
+    """Make a round that moves ranges of chunks modulo P; ranges that pass P - 1 become two edges."""
     num_chunks = len(src)
     head = np.minimum(count, num_chunks - begin)
     one = np.repeat(np.arange(num_chunks), np.where(head < count, 2, 1))

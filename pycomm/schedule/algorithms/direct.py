@@ -1,4 +1,4 @@
-"""Direct: every rank reduces one chunk of everybody's arrays and gives the result to everybody.
+"""Direct: every rank reduces one chunk of all ranks' arrays and sends the result to all.
 
 Steps 2, bytes 2n(P - 1)/P, but 2(P - 1) messages per rank: for ranks that reach each other's memory, or
 few of them. The shared-memory transport's own all-reduce ("native") does this without messages: each
@@ -11,11 +11,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pycomm.schedule.table import COPY, REDUCE, Round, Schedule, every_rank_owns_one, require_ranks
+from pycomm.schedule.collective import Schedule
+from pycomm.schedule.table import COPY, REDUCE, Round, every_rank_owns_one, require_ranks
 
 
 def direct(num_ranks: int) -> Schedule:
-    """All-reduce in two rounds.
+    """Make an all-reduce of two rounds.
 
     Raises:
         ValueError: ``num_ranks`` < 1.
@@ -30,7 +31,7 @@ def direct(num_ranks: int) -> Schedule:
 
 
 def direct_reduce_scatter(num_ranks: int) -> Schedule:
-    """The first round: rank r ends with the sum of chunk r."""
+    """Make the first round: rank r ends with the sum of chunk r."""
     num_ranks = require_ranks(num_ranks)
     owners = every_rank_owns_one(num_ranks)
     return Schedule(
@@ -39,7 +40,7 @@ def direct_reduce_scatter(num_ranks: int) -> Schedule:
 
 
 def direct_all_gather(num_ranks: int) -> Schedule:
-    """The second round: chunk r of rank r goes to all."""
+    """Make the second round: chunk r of rank r goes to all."""
     num_ranks = require_ranks(num_ranks)
     owners = every_rank_owns_one(num_ranks)
     return Schedule("direct_all_gather", num_ranks, num_ranks, lambda: _round(num_ranks, COPY), "all_gather", owners)

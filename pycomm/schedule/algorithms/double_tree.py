@@ -21,13 +21,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pycomm.schedule.table import COPY, REDUCE, Ints, Round, Schedule, concatenate, require_ranks
+from pycomm.schedule.collective import Schedule
+from pycomm.schedule.table import COPY, REDUCE, Ints, Round, concatenate, require_ranks
 
 DEFAULT_PIECES = 16
 
 
 def double_tree(num_ranks: int, pieces: int = DEFAULT_PIECES) -> Schedule:
-    """All-reduce by two trees; ``pieces`` of each tree's half go through the pipeline.
+    """Make an all-reduce by two trees; ``pieces`` of each tree's half go through the pipeline.
 
     Raises:
         ValueError: ``num_ranks`` or ``pieces`` < 1.
@@ -39,7 +40,7 @@ def double_tree(num_ranks: int, pieces: int = DEFAULT_PIECES) -> Schedule:
 
 
 def trees_of(num_ranks: int) -> list[Ints]:
-    """Two arrays: each rank's parent, -1 for the root. No rank has children in both."""
+    """Return each rank's parent in either tree, -1 for the root. No rank has children in both."""
     parent = np.array([_parent(place, num_ranks) - 1 for place in range(1, num_ranks + 1)])
     # The second tree is the mirror image. Of an odd number the last rank is a leaf and stays where it is.
     paired = num_ranks - num_ranks % 2
@@ -50,7 +51,7 @@ def trees_of(num_ranks: int) -> list[Ints]:
 
 
 def _parent(place: int, num_places: int) -> int:
-    """Of ``place`` in the tree whose nodes, from left to right, are 1 ... ``num_places``; 0 for the root.
+    """Return the parent of ``place`` in the tree whose nodes are 1 ... ``num_places``, left to right; 0 for the root.
 
     A node's height is the number of zeros at the end of ``place``: odd places are leaves.
     """
@@ -69,7 +70,7 @@ def _depths(parent: Ints) -> Ints:
 
 
 def _colours(trees: list[Ints]) -> list[Ints]:
-    """By tree and child: 0 or 1, different for a rank's two parents, and for its two children in a tree."""
+    """Return 0 or 1 by tree and child: different for a rank's two parents, and for its two children in a tree."""
     edges = [(tree, child) for tree, parent in enumerate(trees) for child in np.flatnonzero(parent >= 0).tolist()]
     neighbours: dict[tuple[int, int], list[tuple[int, int]]] = {edge: [] for edge in edges}
     ends: dict[tuple[str, int], list[tuple[int, int]]] = {}

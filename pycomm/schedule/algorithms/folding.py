@@ -18,12 +18,12 @@ from pycomm.schedule.table import COPY, REDUCE, Ints, Round, embed
 
 
 def core_size(num_ranks: int) -> int:
-    """The largest power of two that is not larger."""
+    """Return the largest power of two up to ``num_ranks``."""
     return 1 << (num_ranks.bit_length() - 1)
 
 
 def folded(num_ranks: int, num_chunks: int, rounds: Iterable[Round]) -> Iterator[Round]:
-    """``rounds``, an all-reduce among ``core_size(num_ranks)`` ranks on ``num_chunks`` chunks, for all of them."""
+    """Extend ``rounds``, an all-reduce among ``core_size(num_ranks)`` ranks on ``num_chunks`` chunks, to all ranks."""
     core = core_size(num_ranks)
     extra = num_ranks - core
     even: Ints = 2 * np.arange(extra)

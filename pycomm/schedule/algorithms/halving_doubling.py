@@ -17,11 +17,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from pycomm.schedule.algorithms.folding import core_size, folded
-from pycomm.schedule.table import COPY, REDUCE, Ints, Round, Schedule, require_ranks
+from pycomm.schedule.collective import Schedule
+from pycomm.schedule.table import COPY, REDUCE, Ints, Round, require_ranks
 
 
 def halving_doubling(num_ranks: int) -> Schedule:
-    """All-reduce by recursive halving and doubling.
+    """Make an all-reduce by recursive halving and doubling.
 
     Raises:
         ValueError: ``num_ranks`` < 1.
@@ -37,7 +38,7 @@ def halving_doubling(num_ranks: int) -> Schedule:
 
 
 def halving_reduce_scatter(num_ranks: int) -> Schedule:
-    """The first half: rank r ends with the sum of the chunk whose number is r with its bits reversed.
+    """Make the first half: rank r ends with the sum of the chunk whose number is r with its bits reversed.
 
     Raises:
         ValueError: ``num_ranks`` is not a power of two.
@@ -50,7 +51,7 @@ def halving_reduce_scatter(num_ranks: int) -> Schedule:
 
 
 def doubling_all_gather(num_ranks: int) -> Schedule:
-    """The second half: the chunk whose number is r with its bits reversed goes from rank r to all.
+    """Make the second half: the chunk whose number is r with its bits reversed goes from rank r to all.
 
     Raises:
         ValueError: ``num_ranks`` is not a power of two.
@@ -61,7 +62,7 @@ def doubling_all_gather(num_ranks: int) -> Schedule:
 
 
 def piece_begin(num_ranks: int, parts: int) -> Ints:
-    """Where, of ``num_ranks`` chunks, the range begins that each rank holds once it is cut into ``parts`` = 2^i.
+    """Return the first chunk of each rank's range once the ``num_ranks`` chunks are cut into ``parts`` = 2^i.
 
     Bit i of the rank decides between the halves in round i.
     """
@@ -76,7 +77,7 @@ def piece_begin(num_ranks: int, parts: int) -> Ints:
 
 
 def halving(num_ranks: int) -> Iterator[Round]:
-    """Reduce-scatter among 2^m ranks on as many chunks."""
+    """Generate the reduce-scatter among 2^m ranks on as many chunks."""
     rank = np.arange(num_ranks)
     distance = 1
     while distance < num_ranks:
@@ -87,7 +88,7 @@ def halving(num_ranks: int) -> Iterator[Round]:
 
 
 def doubling(num_ranks: int) -> Iterator[Round]:
-    """All-gather that undoes :func:`halving`."""
+    """Generate the all-gather that undoes :func:`halving`."""
     rank = np.arange(num_ranks)
     distance = num_ranks // 2
     while distance >= 1:

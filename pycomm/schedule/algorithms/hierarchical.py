@@ -19,33 +19,32 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from pycomm.schedule.algorithms.phases import Phases, phases
 from pycomm.schedule.algorithms.ring import ring
 from pycomm.schedule.algorithms.rooted import binomial_broadcast, binomial_reduce, chain_broadcast, chain_reduce
-from pycomm.schedule.table import Round, Schedule, embed, require_ranks
+from pycomm.schedule.collective import Schedule
+from pycomm.schedule.table import Round, embed, require_ranks
 
-GROUPS: dict[str, tuple[Callable[[int], Schedule], Callable[[int], Schedule]]] = {
+GROUPS: Phases = {
     "chain": (chain_reduce, chain_broadcast),
     "binomial": (binomial_reduce, binomial_broadcast),
 }
-"""What a group may do: reduce to its master, and broadcast from it."""
+"""Algorithms of a group: the reduction to its master, and the broadcast from it."""
 
 
 def hierarchical(
     num_groups: int, group_size: int, within: str = "chain", across: Callable[[int], Schedule] = ring
 ) -> Schedule:
-    """All-reduce among ``num_groups * group_size`` ranks by way of masters.
+    """Make an all-reduce among ``num_groups * group_size`` ranks by way of masters.
 
     Args:
-        within: what a group does, of ``GROUPS``. across: the all-reduce of the masters.
+        within: the algorithm of a group, of ``GROUPS``. across: the all-reduce of the masters.
 
     Raises:
         ValueError: ``num_groups`` or ``group_size`` < 1, unknown ``within``.
     """
-    num_groups = require_ranks(num_groups, "num_groups")
-    group_size = require_ranks(group_size, "group_size")
-    if within not in GROUPS:
-        raise ValueError(f"within is {within!r}, wanted one of {', '.join(GROUPS)}")
-    reduce, broadcast = (make(group_size) for make in GROUPS[within])
+    num_groups, group_size = require_ranks(num_groups, "num_groups"), require_ranks(group_size, "group_size")
+    reduce, broadcast = phases("within", within, GROUPS, group_size)
     masters = across(num_groups)
     num_chunks = math.lcm(reduce.num_chunks, masters.num_chunks)
     grid = np.arange(num_groups * group_size).reshape(num_groups, group_size)

@@ -16,11 +16,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from pycomm.schedule.algorithms.folding import core_size, folded
-from pycomm.schedule.table import REDUCE, Round, Schedule, require_ranks
+from pycomm.schedule.collective import Schedule
+from pycomm.schedule.table import REDUCE, Round, require_ranks
 
 
 def recursive_doubling(num_ranks: int) -> Schedule:
-    """All-reduce by exchanging whole arrays.
+    """Make an all-reduce by exchanges of whole arrays.
 
     Raises:
         ValueError: ``num_ranks`` < 1.

@@ -15,11 +15,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pycomm.schedule.table import COPY, REDUCE, Round, Schedule, every_rank_owns_one, require_ranks
+from pycomm.schedule.collective import Schedule
+from pycomm.schedule.table import COPY, REDUCE, Round, every_rank_owns_one, require_ranks
 
 
 def ring(num_ranks: int) -> Schedule:
-    """All-reduce around a ring.
+    """Make an all-reduce around a ring.
 
     Raises:
         ValueError: ``num_ranks`` < 1.
@@ -34,7 +35,7 @@ def ring(num_ranks: int) -> Schedule:
 
 
 def ring_reduce_scatter(num_ranks: int) -> Schedule:
-    """The first half: rank r ends with the sum of chunk r."""
+    """Make the first half: rank r ends with the sum of chunk r."""
     num_ranks = require_ranks(num_ranks)
     owners = every_rank_owns_one(num_ranks)
     return Schedule(
@@ -43,7 +44,7 @@ def ring_reduce_scatter(num_ranks: int) -> Schedule:
 
 
 def ring_all_gather(num_ranks: int) -> Schedule:
-    """The second half: chunk r of rank r goes to all."""
+    """Make the second half: chunk r of rank r goes to all."""
     num_ranks = require_ranks(num_ranks)
     owners = every_rank_owns_one(num_ranks)
     return Schedule("ring_all_gather", num_ranks, num_ranks, lambda: _all_gather(num_ranks), "all_gather", owners)

@@ -15,26 +15,27 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pycomm.schedule.table import COPY, REDUCE, Round, Schedule, require_ranks
+from pycomm.schedule.collective import Schedule
+from pycomm.schedule.table import COPY, REDUCE, Round, require_ranks
 
 
 def chain_reduce(num_ranks: int) -> Schedule:
-    """Through the line P - 1, ..., 1, 0."""
+    """Make a reduction along the line P - 1, ..., 1, 0."""
     return _rooted("chain_reduce", num_ranks, num_ranks, "reduce_scatter", lambda: _chain(num_ranks, REDUCE))
 
 
 def chain_broadcast(num_ranks: int) -> Schedule:
-    """Through the line 0, 1, ..., P - 1."""
+    """Make a broadcast along the line 0, 1, ..., P - 1."""
     return _rooted("chain_broadcast", num_ranks, num_ranks, "all_gather", lambda: _chain(num_ranks, COPY))
 
 
 def binomial_reduce(num_ranks: int) -> Schedule:
-    """Up a binomial tree."""
+    """Make a reduction up a binomial tree."""
     return _rooted("binomial_reduce", num_ranks, 1, "reduce_scatter", lambda: _binomial(num_ranks, REDUCE))
 
 
 def binomial_broadcast(num_ranks: int) -> Schedule:
-    """Down a binomial tree."""
+    """Make a broadcast down a binomial tree."""
     return _rooted("binomial_broadcast", num_ranks, 1, "all_gather", lambda: _binomial(num_ranks, COPY))
 
 

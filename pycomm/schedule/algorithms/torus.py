@@ -18,32 +18,31 @@ import numpy as np
 from pycomm.schedule.algorithms.circulant import circulant_all_gather, circulant_reduce_scatter
 from pycomm.schedule.algorithms.direct import direct_all_gather, direct_reduce_scatter
 from pycomm.schedule.algorithms.halving_doubling import doubling_all_gather, halving_reduce_scatter
+from pycomm.schedule.algorithms.phases import Phases, phases
 from pycomm.schedule.algorithms.ring import ring, ring_all_gather, ring_reduce_scatter
-from pycomm.schedule.table import Round, Schedule, embed, require_ranks
+from pycomm.schedule.collective import Schedule
+from pycomm.schedule.table import Round, embed, require_ranks
 
-ROWS: dict[str, tuple[Callable[[int], Schedule], Callable[[int], Schedule]]] = {
+ROWS: Phases = {
     "ring": (ring_reduce_scatter, ring_all_gather),
     "halving_doubling": (halving_reduce_scatter, doubling_all_gather),
     "circulant": (circulant_reduce_scatter, circulant_all_gather),
     "direct": (direct_reduce_scatter, direct_all_gather),
 }
-"""What a row may do: reduce-scatter, and the all-gather that undoes it."""
+"""Algorithms of a row: the reduce-scatter, and the all-gather that undoes it."""
 
 
 def torus(x: int, y: int, rows: str = "ring", columns: Callable[[int], Schedule] = ring) -> Schedule:
-    """All-reduce among ``x * y`` ranks in ``y`` rows of ``x``.
+    """Make an all-reduce among ``x * y`` ranks in ``y`` rows of ``x``.
 
     Args:
-        rows: what a row does, of ``ROWS``. columns: the all-reduce of a column.
+        rows: the algorithm of a row, of ``ROWS``. columns: the all-reduce of a column.
 
     Raises:
         ValueError: ``x`` or ``y`` < 1, unknown ``rows``, or one that does not factor ``x``.
     """
-    x = require_ranks(x, "x")
-    y = require_ranks(y, "y")
-    if rows not in ROWS:
-        raise ValueError(f"rows is {rows!r}, wanted one of {', '.join(ROWS)}")
-    scatter, gather = (make(x) for make in ROWS[rows])
+    x, y = require_ranks(x, "x"), require_ranks(y, "y")
+    scatter, gather = phases("rows", rows, ROWS, x)
     column = columns(y)
     assert scatter.owners is not None
     owned = np.argsort(scatter.owners)  # by column

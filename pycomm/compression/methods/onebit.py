@@ -9,25 +9,29 @@ import torch
 from pycomm import kernels
 from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
-from pycomm.compression.feedback import FeedbackExchange, FeedbackMethod, PlainWire, Sums, each
-from pycomm.compression.gathered import Messages
+from pycomm.compression.codec import Accumulated, BaseCodec, sum_of_maxima
+from pycomm.compression.feedback import CodecMethod
+from pycomm.compression.messages import GatheredMessages
 from pycomm.compression.report import Report
 
 
-class SignWire(PlainWire):
-    """A magnitude and the signs of every parameter, gathered by every rank."""
+class SignCodec(BaseCodec):
+    """Codec of the signs of every parameter and one magnitude, gathered by every rank."""
 
     def __init__(self, bucket: Bucket, communicator: Communicator) -> None:
         super().__init__()
         self._bucket = bucket
         words = [kernels.sign_words(n) for n in bucket.numels]
         self._words = words
-        self._messages = Messages(bucket, communicator, [(torch.float32, len(words)), (torch.int32, sum(words))])
+        self._messages = GatheredMessages(
+            bucket, communicator, [(torch.float32, len(words)), (torch.int32, sum(words))]
+        )
         self._scratches = [kernels.Scratch() for _ in words]
 
-    def send(self, sums: Sums, codes: torch.Tensor) -> Report:
+    def send(self, accumulated: Accumulated, codes: torch.Tensor) -> Report:
         magnitudes, words = self._messages.mine
-        for i, (part, bits) in enumerate(zip(self._parts(sums.flat), torch.split(words, self._words), strict=True)):
+        parts = zip(self._bucket.parts(accumulated.flat), torch.split(words, self._words), strict=True)
+        for i, (part, bits) in enumerate(parts):
             magnitude = magnitudes[i : i + 1]
             magnitude.copy_(torch.linalg.vector_norm(part, 1) / part.numel())
             if part.dtype == torch.float32:
@@ -39,11 +43,11 @@ class SignWire(PlainWire):
         return self._messages.gather(codes)
 
     def largest(self) -> torch.Tensor:
-        return each([magnitudes for magnitudes, _ in self._messages.everyones], torch.max).sum()
+        return sum_of_maxima([magnitudes for magnitudes, _ in self._messages.everyones])
 
     def write(self, out: torch.Tensor, factor: float | torch.Tensor) -> None:
         everyones = [(m, torch.split(words, self._words)) for m, words in self._messages.everyones]
-        for i, part in enumerate(self._parts(out)):
+        for i, part in enumerate(self._bucket.parts(out)):
             into = part if out.dtype == torch.float32 else torch.empty_like(part, dtype=torch.float32)
             kernels.unpack_signs(
                 [words[i] for _, words in everyones],
@@ -55,13 +59,10 @@ class SignWire(PlainWire):
             if into is not part:
                 part.copy_(into)
 
-    def _parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        return self._bucket.parts(flat)
-
 
 @dataclass(frozen=True)
-class OneBit(FeedbackMethod):
-    """The sign of every element, and per parameter the mean magnitude; the rest is fed back.
+class OneBit(CodecMethod):
+    """The sign of every element, and the mean magnitude of each parameter; the rest is fed back.
 
     Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", 2019,
     algorithm 2: with p the sum of gradient and residual, ``mean(|p|) * sign(p)`` is sent. A bit per
@@ -69,5 +70,5 @@ class OneBit(FeedbackMethod):
     without error feedback, so there is no switch.
     """
 
-    def make(self, bucket: Bucket, communicator: Communicator) -> FeedbackExchange:
-        return FeedbackExchange(bucket, communicator, SignWire(bucket, communicator))
+    def codec(self, bucket: Bucket, communicator: Communicator) -> SignCodec:
+        return SignCodec(bucket, communicator)

@@ -7,22 +7,22 @@ from dataclasses import KW_ONLY, dataclass
 
 import torch
 
+from pycomm import checks
 from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag, State
-from pycomm.compression.feedback import FeedbackExchange, FeedbackMethod, PlainWire, Sums, wide_dtype
-from pycomm.compression.quantised import seed_of
+from pycomm.compression.codec import Accumulated, BaseCodec, seed_of, wide_dtype
+from pycomm.compression.feedback import CodecMethod
+from pycomm.compression.messages import SummedMessage
 from pycomm.compression.report import Report
-from pycomm.compression.settings import require_flag, require_integer
-from pycomm.compression.summed import Addends
 
 
-class LowRankWire(PlainWire):
-    """Every parameter as a matrix M, first dimension by the rest: M ~ P Q^T with ``rank`` columns each.
+class LowRankCodec(BaseCodec):
+    """Codec of every parameter as a matrix M, first dimension by the rest: M ~ P Q^T with ``rank`` columns each.
 
-    P = M Q is summed over the ranks and orthogonalised, then Q = M^T P is summed; it is where the next
-    step begins. What this rank has sent is P Q^T with its own Q: over all ranks that adds up to what
-    all receive.
+    P = M Q is summed over the ranks and orthogonalized, then Q = M^T P is summed; the next step begins
+    with it. What this rank has sent is P Q^T with its own Q: over all ranks that adds up to what all
+    receive.
     """
 
     def __init__(self, bucket: Bucket, communicator: Communicator, rank: int, seed: int) -> None:
@@ -32,21 +32,22 @@ class LowRankWire(PlainWire):
         ranks = [min(rank, n, m) for n, m in self._shapes]
         self._p_shapes = [(n, r) for (n, _), r in zip(self._shapes, ranks, strict=True)]
         self._q_shapes = [(m, r) for (_, m), r in zip(self._shapes, ranks, strict=True)]
-        self._ps = Addends(bucket, communicator, _total(self._p_shapes))
-        self._qs = Addends(bucket, communicator, _total(self._q_shapes))
+        self._ps = SummedMessage(bucket, communicator, _total(self._p_shapes))
+        self._qs = SummedMessage(bucket, communicator, _total(self._q_shapes))
         generator = torch.Generator().manual_seed(seed_of(seed, 0, bucket))
         first = torch.randn(_total(self._q_shapes), generator=generator, dtype=wide_dtype(bucket))
         self._q = first.to(bucket.device)
         self._bases: list[torch.Tensor] = []
 
-    def send(self, sums: Sums, codes: torch.Tensor) -> Report:
-        matrices = [part.view(shape) for part, shape in zip(self._bucket.parts(sums.flat), self._shapes, strict=True)]
+    def send(self, accumulated: Accumulated, codes: torch.Tensor) -> Report:
+        parts = self._bucket.parts(accumulated.flat)
+        matrices = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
         ps, qs = _cut(self._ps.values, self._p_shapes), _cut(self._qs.values, self._q_shapes)
         for matrix, q, p in zip(matrices, _cut(self._q, self._q_shapes), ps, strict=True):
             torch.mm(matrix, q, out=p)
         report = self._ps.all_reduce(codes)
         finite = report.finite()
-        # What is not finite must not get into a decomposition, which may never end; it is not used either.
+        # Non-finite numbers must not get into a decomposition, which might never end; the result is not used then.
         self._bases = [torch.linalg.qr(torch.where(finite, p, 0.0)).Q for p in ps]
         for matrix, p, q in zip(matrices, self._bases, qs, strict=True):
             torch.mm(matrix.t(), p, out=q)
@@ -70,7 +71,7 @@ class LowRankWire(PlainWire):
 
     def commit(self, finite: Flag) -> None:
         keep = finite if isinstance(finite, torch.Tensor) else torch.tensor(finite)
-        # Where nothing was received Q is zero and would stay so: there the old one goes on.
+        # A Q of zeros, where nothing was received, would stay zero: the old one is kept then.
         for old, new in zip(_cut(self._q, self._q_shapes), self._received_qs(), strict=True):
             old.copy_(torch.where(keep & new.any(), new, old))
 
@@ -92,20 +93,20 @@ def _cut(flat: torch.Tensor, shapes: list[tuple[int, int]]) -> list[torch.Tensor
 
 
 @dataclass(frozen=True)
-class PowerSGD(FeedbackMethod):
+class PowerSGD(CodecMethod):
     """Gradients as products of two matrices of ``rank`` columns, by one step of power iteration.
 
     Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", 2019,
     algorithms 1 and 2, warm-started. A parameter of n by m elements (first dimension by the rest) takes
-    4 * rank * (n + m) bytes in two all-reduces; it travels dense where that is more than half of it.
+    4 * rank * (n + m) bytes in two all-reduces; it travels dense if that is more than half of its size.
 
     Args:
-        rank: at least 1.
+        rank: number of columns, at least 1.
         error_feedback: keep what was not sent and add it to the next gradient.
-        seed: of the first Q, equal on all ranks.
+        seed: seed of the first Q, equal on all ranks.
 
     Raises:
-        TypeError, ValueError: ``rank`` or ``seed`` out of range.
+        TypeError, ValueError: ``rank`` or ``seed`` is out of range.
     """
 
     rank: int = 4
@@ -114,9 +115,9 @@ class PowerSGD(FeedbackMethod):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require_integer("rank", self.rank, 1)
-        require_flag("error_feedback", self.error_feedback)
-        require_integer("seed", self.seed, 0)
+        checks.integer("rank", self.rank, 1)
+        checks.flag("error_feedback", self.error_feedback)
+        checks.integer("seed", self.seed, 0)
 
     def applies_to(self, param: torch.Tensor) -> bool:
         if not super().applies_to(param):
@@ -124,6 +125,5 @@ class PowerSGD(FeedbackMethod):
         n, m = _matrix_of(param)
         return 2 * self.rank * (n + m) <= n * m
 
-    def make(self, bucket: Bucket, communicator: Communicator) -> FeedbackExchange:
-        wire = LowRankWire(bucket, communicator, self.rank, self.seed)
-        return FeedbackExchange(bucket, communicator, wire, self.error_feedback)
+    def codec(self, bucket: Bucket, communicator: Communicator) -> LowRankCodec:
+        return LowRankCodec(bucket, communicator, self.rank, self.seed)

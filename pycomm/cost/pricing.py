@@ -1,8 +1,8 @@
-"""What a method costs: rehearsed on this machine, priced on a link.
+"""Pricing: a method rehearsed on this machine, its communication priced on a link.
 
 A rehearsal runs a method's own exchange on made-up gradients, with a communicator that sends nothing
-and notes what would have been sent. So the cost of compressing and decompressing, for that many ranks,
-is measured on the real thing, and what goes over the wire is what the method would really send.
+and records what would have been sent. So the cost of compressing and decompressing among that many
+ranks is measured on the real code, and the communication is what the method would really send.
 """
 
 from __future__ import annotations
@@ -17,52 +17,43 @@ import torch
 
 from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
-from pycomm.compression.base import Compression, Scaling
-from pycomm.compression.feedback import FeedbackExchange
-from pycomm.compression.sparse import SparseWire
+from pycomm.compression.base import Compression, Operation, Scaling
 
 _REPEATS = 3
-_MOST_RANKS = 4  # with more, messages would have to be another for every rank
+_MOST_RANKS = 4  # to rehearse with; the rest is extrapolated
 _ALL_REDUCE_BYTES, _ALL_GATHER_BYTES = (1 << 16, 1 << 22), (1 << 12, 1 << 18)
 
 
-@dataclass(frozen=True)
-class Operation:
-    """A collective: "all_reduce" of so many bytes, "all_gather" of as many of each rank, "all_to_all" likewise."""
-
-    kind: str
-    num_bytes: int
-
-
 class Link(Protocol):
-    """How long collectives take."""
+    """Link that collectives can be priced on."""
 
-    def seconds(self, operation: Operation) -> float: ...
+    def seconds(self, operation: Operation) -> float:
+        """Return how long ``operation`` takes."""
 
 
 @dataclass
 class Costs:
-    """Of one reduction of a bucket.
+    """Costs of one reduction of a bucket.
 
     Attributes:
-        local: seconds of work on this machine, beside communication.
-        operations: what it sends.
+        local: seconds of work on this machine, besides communication.
+        operations: the collectives.
     """
 
     local: float
     operations: list[Operation] = field(default_factory=list)
 
     def seconds(self, link: Link) -> float:
-        """Work and communication, one after the other."""
+        """Return the time of work and communication, one after the other."""
         return self.local + sum(link.seconds(operation) for operation in self.operations)
 
     def num_bytes(self) -> int:
-        """That a rank hands to the transport."""
+        """Return how many bytes a rank hands to the transport."""
         return sum(operation.num_bytes for operation in self.operations)
 
 
 class _Rehearsal:
-    """A communicator among ranks that are not there: everybody sends what this rank does."""
+    """Communicator among imaginary ranks, all of which send what this rank does."""
 
     def __init__(self, size: int) -> None:
         self.rank, self.size = 0, size
@@ -80,16 +71,16 @@ class _Rehearsal:
 
 
 def rehearse(method: Compression, params: Sequence[torch.Tensor], size: int) -> Costs:
-    """What a bucket of ``params`` costs a rank of ``size``, by ``method``: medians of a few steps after the first.
+    """Return what a bucket of ``params`` costs each of ``size`` ranks by ``method``: medians of a few steps.
 
-    Rehearsed are at most four ranks. What is gathered of more takes as much longer to decompress as four
-    do than two.
+    At most four ranks are rehearsed. Each further rank whose messages are gathered adds half of what
+    decompressing four takes longer than decompressing two.
     """
     small = min(size, _MOST_RANKS)
     local, operations = _rehearse(method, params, small, size)
     if size > small and any(operation.kind == "all_gather" for operation in operations):
         fewer, _ = _rehearse(method, params, 2, 2)
-        if all(operation.kind == "all_gather" for operation in operations):  # of balanced sums there are not more
+        if all(operation.kind == "all_gather" for operation in operations):  # balanced sums do not grow with the ranks
             local += max(0.0, local - fewer) / (small - 2) * (size - small)
     return Costs(local, operations)
 
@@ -97,8 +88,8 @@ def rehearse(method: Compression, params: Sequence[torch.Tensor], size: int) -> 
 def _rehearse(
     method: Compression, params: Sequence[torch.Tensor], size: int, real_size: int
 ) -> tuple[float, list[Operation]]:
-    stage = _Rehearsal(size)
-    communicator = cast(Communicator, stage)
+    rehearsal = _Rehearsal(size)
+    communicator = cast(Communicator, rehearsal)
     bucket = Bucket([str(i) for i in range(len(params))], params, communicator)
     exchange = method.make(bucket, communicator)
     generator = torch.Generator(params[0].device).manual_seed(0)
@@ -107,46 +98,44 @@ def _rehearse(
         grads: list[Any] = [
             torch.randn(p.shape, generator=generator, device=p.device, dtype=torch.float32).to(p.dtype) for p in params
         ]
-        stage.operations.clear()
-        _finish_on(bucket)
+        rehearsal.operations.clear()
+        _synchronize(bucket)
         start = time.perf_counter()
-        exchange.exchange(grads, Scaling(size, number=1 << 40))  # after any warm-up
+        exchange.exchange(grads, Scaling(size, step=1 << 40))  # after any warm-up
         exchange.finish(exchange.finite() if method.transactional else True)
-        _finish_on(bucket)
-        if step > 0:  # the first one allocates, and has no threshold to go by
+        _synchronize(bucket)
+        if step > 0:  # the first one allocates, and has no threshold to start from
             seconds.append(time.perf_counter() - start)
-    if isinstance(exchange, FeedbackExchange) and isinstance(exchange.wire, SparseWire):
-        operations = [Operation(*each) for each in exchange.wire.operations_among(real_size)]
-    else:
-        operations = list(stage.operations)
-    return statistics.median(seconds), operations
+    operations = exchange.operations_among(real_size)
+    return statistics.median(seconds), list(rehearsal.operations) if operations is None else operations
 
 
-def _finish_on(bucket: Bucket) -> None:
+def _synchronize(bucket: Bucket) -> None:
     if bucket.on_gpu:
         torch.cuda.synchronize(bucket.device)
 
 
 @dataclass(frozen=True)
 class Line:
-    """``start`` seconds and ``per_byte`` more for each byte."""
+    """Time as a line over bytes: ``start`` seconds, and ``per_byte`` more for each byte."""
 
     start: float
     per_byte: float
 
     def at(self, num_bytes: int) -> float:
+        """Return the seconds for ``num_bytes``."""
         return self.start + self.per_byte * num_bytes
 
     @staticmethod
     def through(sizes: tuple[int, int], seconds: Sequence[float]) -> Line:
-        """Two points; noise must not make anything take less than nothing."""
+        """Return the line through two points, without the negative times that noise might bring."""
         slope = max(0.0, (seconds[1] - seconds[0]) / (sizes[1] - sizes[0]))
         return Line(max(0.0, seconds[0] - slope * sizes[0]), slope)
 
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """Lines through what two sizes took."""
+    """Link whose times are lines through the measured times of two sizes."""
 
     all_reduce: Line
     all_gather: Line
@@ -161,7 +150,7 @@ class MeasuredLink:
 
 
 def measure_link(communicator: Communicator, device: torch.device) -> MeasuredLink:
-    """By a few collectives on ``device``, the slowest rank's medians: equal on all ranks. Collective."""
+    """Time a few collectives on ``device``: the slowest rank's medians, the same on all ranks. Collective."""
     medians = []
     for sizes, gathers in ((_ALL_REDUCE_BYTES, False), (_ALL_GATHER_BYTES, True)):
         for num_bytes in sizes:
@@ -175,7 +164,7 @@ def measure_link(communicator: Communicator, device: torch.device) -> MeasuredLi
 
 
 def agreed(communicator: Communicator, seconds: Sequence[float]) -> list[float]:
-    """The largest of each, over all ranks. Collective."""
+    """Return the largest of each of ``seconds`` over all ranks. Collective."""
     tensor = torch.tensor(seconds, dtype=torch.float64)
     communicator.all_reduce(tensor, "max")
     slowest: list[float] = tensor.tolist()

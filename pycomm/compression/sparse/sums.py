@@ -1,7 +1,7 @@
-"""Sums over the ranks of what each has selected. Which way is taken says sparse_choice.py.
+"""Sparse sums: over the ranks, of the entries that each has selected. choice.py says which is taken.
 
-Here: everybody gathers everything, k entries of each of P ranks; or there is so much that a dense sum
-is less. balanced_sum.py has the third way.
+Here: every rank gathers all entries, k of each of P ranks; or there are so many that a dense sum is
+less. balanced.py has the third way.
 """
 
 from __future__ import annotations
@@ -14,38 +14,40 @@ from pycomm import kernels
 from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag
-from pycomm.compression.feedback import wide_dtype
-from pycomm.compression.gathered import Messages
-from pycomm.compression.half import agreed_scale
+from pycomm.compression.codec import wide_dtype
+from pycomm.compression.half_scale import agreed_scale
+from pycomm.compression.messages import GatheredMessages, SummedMessage
 from pycomm.compression.report import Report
-from pycomm.compression.summed import Addends
 
 
 class SparseSum(Protocol):
-    """Of one density; one bucket's."""
+    """Sum over the ranks of selected entries of one bucket, as many of every rank in every step."""
 
     bytes_sent: int
 
     def reduce(self, flat: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, codes: torch.Tensor) -> Report:
-        """Add up what all ranks selected. ``flat``, of which ``values`` were taken, is left with what was not sent."""
+        """Sum what all ranks selected, and leave in ``flat``, which ``values`` were taken from, what was not sent."""
 
     def sent(self) -> torch.Tensor:
-        """Where in ``flat`` this rank's entries were that it has sent: int64."""
+        """Return the indices into ``flat`` of the entries that this rank sent: int64."""
 
     def largest(self) -> torch.Tensor:
-        """A bound on the magnitudes of the sums; 0-d float64."""
+        """Return a bound on the magnitudes of the sums; 0-d float64."""
 
     def write(self, out: torch.Tensor, factor: float | torch.Tensor) -> None:
         """Write the sums times ``factor`` to ``out``."""
 
     def commit(self, finite: Flag) -> None:
-        """Remember of this step what serves the next, if ``finite``."""
+        """Keep what this step says about the next, if ``finite``."""
 
 
 class Entries:
-    """How values and ascending indices below ``limit`` lie in a message.
+    """Form of ``count`` values and their ascending indices, all below ``limit``, in a message.
 
     Half values are scaled by a power of two that brings the largest to the top of float16.
+
+    Attributes:
+        arrays: dtype and number of elements of each array in the message.
     """
 
     def __init__(self, dtype: torch.dtype, limit: int, count: int, half: bool) -> None:
@@ -58,33 +60,34 @@ class Entries:
         self._scratch = kernels.Scratch()
 
     def num_bytes(self) -> int:
+        """Return the size of all arrays."""
         return sum(dtype.itemsize * count for dtype, count in self.arrays)
 
     def put(self, values: torch.Tensor, indices: torch.Tensor, arrays: list[torch.Tensor]) -> torch.Tensor:
-        """Write a message's arrays; returns what rounding left over of ``values``."""
-        *scale, wire, words = arrays
+        """Write ``values`` and ``indices`` to a message's arrays; return the rounding errors of ``values``."""
+        *scale, sent, words = arrays
         kernels.pack_indices(indices, self._limit, words)
         if not scale:
-            wire.copy_(values)
+            sent.copy_(values)
             return torch.zeros_like(values)
         scale[0].copy_(agreed_scale(values.abs().max(), 1))
-        wire.copy_(values * scale[0])
-        return values - wire.float() / scale[0]
+        sent.copy_(values * scale[0])
+        return values - sent.float() / scale[0]
 
     def get(self, arrays: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The values, as they count, and indices of a message."""
-        *scale, wire, words = arrays
+        """Return the values, without their scale, and the indices of a message."""
+        *scale, sent, words = arrays
         indices = kernels.unpack_indices(words, self._limit, self.count, scratch=self._scratch)
-        return (wire.float() / scale[0] if scale else wire), indices
+        return (sent.float() / scale[0] if scale else sent), indices
 
 
 class GatheredSum:
-    """Every rank gathers the entries of all."""
+    """Sum that every rank makes itself, of the gathered entries of all."""
 
     def __init__(self, bucket: Bucket, communicator: Communicator, count: int, half: bool) -> None:
         self.bytes_sent = 0
         self._entries = Entries(wide_dtype(bucket), bucket.num_elements, count, half)
-        self._messages = Messages(bucket, communicator, self._entries.arrays)
+        self._messages = GatheredMessages(bucket, communicator, self._entries.arrays)
         self._received: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._sent = torch.empty(0, dtype=torch.int64)
         self._scratch = kernels.Scratch()
@@ -113,20 +116,20 @@ class GatheredSum:
 
 
 class DenseSum:
-    """The entries among zeros, added up like any dense array."""
+    """Sum of dense arrays that hold the entries among zeros."""
 
     def __init__(self, bucket: Bucket, communicator: Communicator, count: int, half: bool) -> None:
         self.bytes_sent = 0
-        self._addends = Addends(bucket, communicator, bucket.num_elements)
+        self._message = SummedMessage(bucket, communicator, bucket.num_elements)
         self._sent = torch.empty(0, dtype=torch.int64)
 
     def reduce(self, flat: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, codes: torch.Tensor) -> Report:
         self._sent = indices.long()
-        self._addends.values.zero_()
-        self._addends.values[self._sent] = values
+        self._message.values.zero_()
+        self._message.values[self._sent] = values
         flat.index_fill_(0, self._sent, 0.0)
-        self.bytes_sent += self._addends.num_bytes
-        return self._addends.all_reduce(codes)
+        self.bytes_sent += self._message.num_bytes
+        return self._message.all_reduce(codes)
 
     def sent(self) -> torch.Tensor:
         return self._sent
@@ -135,8 +138,7 @@ class DenseSum:
         pass
 
     def largest(self) -> torch.Tensor:
-        largest: torch.Tensor = kernels.absmax([self._addends.values])
-        return largest.double()
+        return self._message.largest()
 
     def write(self, out: torch.Tensor, factor: float | torch.Tensor) -> None:
-        torch.mul(self._addends.values, factor, out=out)
+        torch.mul(self._message.values, factor, out=out)

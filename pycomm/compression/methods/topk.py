@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 
+from pycomm import checks
 from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
-from pycomm.compression.feedback import FeedbackExchange, FeedbackMethod
-from pycomm.compression.settings import require_flag, require_ratio
-from pycomm.compression.sparse import SparseWire
-from pycomm.compression.summed import WholeWire
+from pycomm.compression.codec import Codec
+from pycomm.compression.feedback import CodecMethod
+from pycomm.compression.sparse.codec import SparseCodec
+from pycomm.compression.whole import WholeCodec
 
 
 @dataclass(frozen=True)
-class TopK(FeedbackMethod):
+class TopK(CodecMethod):
     """The k entries of largest magnitude per parameter, k = max(1, round(ratio * n)), as index + value.
 
     Stich et al., "Sparsified SGD with Memory", 2018. Selection is exact: ties go to the lowest index.
@@ -24,10 +25,10 @@ class TopK(FeedbackMethod):
         ratio: fraction of the entries to send, in (0, 1].
         error_feedback: keep what was not sent and add it to the next gradient. Without it most
             models do not train; the switch is there for comparisons.
-        half_values: send float16 values; what that rounds off stays in the residual.
+        half_values: send values as float16; the rounding error stays in the residual.
 
     Raises:
-        ValueError: ``ratio`` outside (0, 1]. TypeError: it is no number.
+        ValueError: ``ratio`` is outside (0, 1]. TypeError: it is not a number.
     """
 
     ratio: float
@@ -36,12 +37,11 @@ class TopK(FeedbackMethod):
     half_values: bool = False
 
     def __post_init__(self) -> None:
-        require_ratio(self.ratio)
-        require_flag("error_feedback", self.error_feedback)
-        require_flag("half_values", self.half_values)
+        checks.fraction("ratio", self.ratio)
+        checks.flag("error_feedback", self.error_feedback)
+        checks.flag("half_values", self.half_values)
 
-    def make(self, bucket: Bucket, communicator: Communicator) -> FeedbackExchange:
+    def codec(self, bucket: Bucket, communicator: Communicator) -> Codec:
         if self.ratio == 1.0:
-            return FeedbackExchange(bucket, communicator, WholeWire(bucket, communicator), self.error_feedback)
-        wire = SparseWire(bucket, communicator, lambda _: self.ratio, self.half_values)
-        return FeedbackExchange(bucket, communicator, wire, self.error_feedback)
+            return WholeCodec(bucket, communicator)
+        return SparseCodec(bucket, communicator, lambda _: self.ratio, self.half_values)

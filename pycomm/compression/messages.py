@@ -1,4 +1,7 @@
-"""Messages that every rank gets from every other: a report, then arrays of a size that all ranks know."""
+"""Messages of a codec: arrays whose sizes all ranks know, with a report.
+
+Either every rank gathers every other's arrays, or one array is summed over the ranks.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,24 @@ from dataclasses import dataclass
 
 import torch
 
+from pycomm import kernels
 from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
-from pycomm.compression.report import GatheredReport, num_codes
+from pycomm.compression.codec import wide_dtype
+from pycomm.compression.report import GatheredReport, Report, SummedReport, num_codes
 
-_ALIGNMENT = 8  # of every array in a message: whatever dtype it has
+_ALIGNMENT = 8  # bytes, of every array in a message, whatever its dtype
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A byte per code (or none), then ``arrays``: dtype and number of elements of each."""
+    """Layout of a message: a byte per code (or none), then ``arrays``, by dtype and number of elements."""
 
     num_codes: int
     arrays: tuple[tuple[torch.dtype, int], ...]
 
     def num_bytes(self) -> int:
+        """Return the size of the whole message."""
         return self._begins()[-1]
 
     def _begins(self) -> list[int]:
@@ -31,7 +37,7 @@ class Layout:
         return begins
 
     def arrays_in(self, message: torch.Tensor) -> list[torch.Tensor]:
-        """Views into ``message``."""
+        """Return views of the arrays in ``message``."""
         begins = self._begins()
         return [
             message[begin : begin + dtype.itemsize * count].view(dtype)
@@ -39,8 +45,13 @@ class Layout:
         ]
 
 
-class Messages:
-    """One message of each rank. ``mine`` is where this rank's arrays go, ``everyones[p]`` what rank p's were."""
+class GatheredMessages:
+    """Messages that every rank gets from every other, one of each.
+
+    Attributes:
+        mine: this rank's arrays, to be written.
+        everyones: the arrays of every rank, once they have been gathered.
+    """
 
     def __init__(self, bucket: Bucket, communicator: Communicator, arrays: Sequence[tuple[torch.dtype, int]]) -> None:
         self._communicator = communicator
@@ -51,7 +62,7 @@ class Messages:
         self.arrange(arrays)
 
     def arrange(self, arrays: Sequence[tuple[torch.dtype, int]]) -> None:
-        """Messages of these arrays from now on, in the same memory while it suffices."""
+        """Use messages of these arrays from now on, in the same memory while it suffices."""
         layout = Layout(self._num_codes, tuple(arrays))
         num_bytes, size = layout.num_bytes(), self._communicator.size
         if num_bytes > len(self._room):
@@ -67,16 +78,48 @@ class Messages:
     def _no_bytes(self) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8, device=self._device)
 
-    def gather(self, codes: torch.Tensor) -> GatheredReport:
-        """Send ``mine``, with ``codes``, to all; afterwards ``everyones`` holds what came."""
+    def gather(self, codes: torch.Tensor) -> Report:
+        """Send ``mine``, with ``codes``, to all ranks, and receive ``everyones``."""
         self._message[: self._num_codes] = codes
         self._communicator.all_gather(self._everyone, self._message)
         return GatheredReport(torch.stack(self._rows))
 
     @property
     def num_bytes(self) -> int:
-        """That one rank's message takes."""
+        """Size of one rank's message."""
         return self._message.numel()
+
+
+class SummedMessage:
+    """Message that is summed over the ranks by an all-reduce.
+
+    Attributes:
+        values: ``count`` elements, this rank's at first, then the sums.
+    """
+
+    def __init__(self, bucket: Bucket, communicator: Communicator, count: int) -> None:
+        self._communicator = communicator
+        num_params = len(bucket.names)
+        places = SummedReport.num_places(num_params, communicator.size)
+        self._memory = communicator.empty(count + places, wide_dtype(bucket), bucket.device)
+        self.values = self._memory[:count]
+        self._report = SummedReport(self._memory[count:], num_params)
+
+    def all_reduce(self, codes: torch.Tensor) -> Report:
+        """Sum ``values``, and the report made of ``codes``, over the ranks, in place."""
+        self._report.fill(codes, self._communicator.rank)
+        self._communicator.all_reduce(self._memory)
+        return self._report
+
+    def largest(self) -> torch.Tensor:
+        """Return the largest magnitude in ``values``; 0-d float64."""
+        largest: torch.Tensor = kernels.absmax([self.values])
+        return largest.double()
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the message."""
+        return self._memory.nbytes
 
 
 def _aligned(num_bytes: int) -> int:

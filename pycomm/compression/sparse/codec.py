@@ -1,4 +1,4 @@
-"""The k largest sums of every parameter, with their places. Shared by TopK and DGC."""
+"""Codec of the k largest sums of every parameter, with their indices. Shared by TopK and DGC."""
 
 from __future__ import annotations
 
@@ -10,39 +10,34 @@ import torch
 from pycomm import kernels
 from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
-from pycomm.compression.base import Flag, State
-from pycomm.compression.feedback import Sums, wide_dtype
+from pycomm.compression.base import Flag, Operation, State
+from pycomm.compression.codec import Accumulated, wide_dtype
 from pycomm.compression.report import Report
-from pycomm.compression.sparse_choice import make_sparse_sum, operations
-from pycomm.compression.sparse_sum import SparseSum
+from pycomm.compression.sparse.choice import make_sparse_sum, operations
+from pycomm.compression.sparse.sums import SparseSum
 
-Ratio = Callable[[int | torch.Tensor], float]
-"""What fraction to send in the step of a number."""
-
-
-def counts_of(numels: Sequence[int], ratio: float) -> list[int]:
-    """How many entries are sent of parameters of so many elements: at least one of each."""
-    return [max(1, round(ratio * n)) for n in numels]
+Density = Callable[[int | torch.Tensor], float]
+"""Fraction of the entries to send, as a function of the step's number."""
 
 
-class SparseWire:
-    """Selection in the pass that makes the sums, and a sparse all-reduce of what was selected.
+class SparseCodec:
+    """Codec that selects entries in the pass that accumulates, and sums them over the ranks.
 
-    Where an entry is sent, its velocity is zeroed (momentum factor masking), unless the parameter is
-    sent whole: there is nothing to be masked then, and momentum would vanish.
+    Where an entry is sent, its velocity is zeroed (momentum factor masking), unless the whole parameter
+    is sent: there is nothing to mask then, and momentum would vanish.
 
     Args:
-        half_values: values travel as float16, and the rounding error is left in the sums.
+        half_values: send values as float16, and leave the rounding error in what was accumulated.
     """
 
-    def __init__(self, bucket: Bucket, communicator: Communicator, ratio: Ratio, half_values: bool) -> None:
+    def __init__(self, bucket: Bucket, communicator: Communicator, density: Density, half_values: bool) -> None:
         self._bucket, self._communicator = bucket, communicator
-        self._ratio_at, self._half_values = ratio, half_values
-        self._ratio = 0.0
+        self._density_at, self._half_values = density, half_values
+        self._density = 0.0
         self._counts: list[int] = []
         num_params = len(bucket.names)
         self._ends = torch.tensor(bucket.numels, device=bucket.device).cumsum(0)  # of parameters, in flat tensors
-        # Of the last step: where to look next time.
+        # The last step's k-th magnitudes: this step's selection begins there.
         self._thresholds = torch.zeros(num_params, dtype=torch.float32, device=bucket.device)
         self._num_selections = 0
         self._num_missed = torch.zeros((), dtype=torch.int64, device=bucket.device)
@@ -53,14 +48,14 @@ class SparseWire:
     def bytes_sent(self) -> int:
         return self._bytes_before + (0 if self._sum is None else self._sum.bytes_sent)
 
-    def begin(self, number: int | torch.Tensor) -> None:
-        ratio = self._ratio_at(number)
-        if ratio == self._ratio:
+    def begin(self, step: int | torch.Tensor) -> None:
+        density = self._density_at(step)
+        if density == self._density:
             return
         self._bytes_before = self.bytes_sent
         bucket = self._bucket
-        self._ratio = ratio
-        self._counts = counts_of(bucket.numels, ratio)
+        self._density = density
+        self._counts = [max(1, round(density * n)) for n in bucket.numels]
         dtype, total = wide_dtype(bucket), sum(self._counts)
         self._values = torch.empty(total, dtype=dtype, device=bucket.device)
         self._indices = torch.empty(total, dtype=torch.int32, device=bucket.device)
@@ -82,22 +77,18 @@ class SparseWire:
         self._num_missed += missed.sum()
         return finite  # type: ignore[no-any-return]
 
-    def send(self, sums: Sums, codes: torch.Tensor) -> Report:
+    def send(self, accumulated: Accumulated, codes: torch.Tensor) -> Report:
         assert self._sum is not None
-        report = self._sum.reduce(sums.flat, self._values, self._indices, codes)
-        if sums.velocity is not None:
+        report = self._sum.reduce(accumulated.flat, self._values, self._indices, codes)
+        velocity = accumulated.velocity
+        if velocity is not None:
             sent = self._sum.sent()
             if self._sent_whole is None:
-                sums.velocity.index_fill_(0, sent, 0.0)
+                velocity.index_fill_(0, sent, 0.0)
             else:
                 kept = self._sent_whole[torch.bucketize(sent, self._ends, right=True)]
-                sums.velocity[sent] = torch.where(kept, sums.velocity[sent], 0.0)
+                velocity[sent] = torch.where(kept, velocity[sent], 0.0)
         return report
-
-    def operations_among(self, size: int) -> list[tuple[str, int]]:
-        """What a step like the last one would send among ``size`` ranks on the CPU: collectives and their bytes."""
-        bucket = self._bucket
-        return operations(bucket.num_elements, sum(self._counts), size, wide_dtype(bucket), self._half_values)
 
     def largest(self) -> torch.Tensor:
         assert self._sum is not None
@@ -110,6 +101,10 @@ class SparseWire:
     def commit(self, finite: Flag) -> None:
         assert self._sum is not None
         self._sum.commit(finite)
+
+    def operations_among(self, size: int) -> list[Operation] | None:
+        bucket = self._bucket
+        return operations(bucket.num_elements, sum(self._counts), size, wide_dtype(bucket), self._half_values)
 
     def stats(self) -> dict[str, int]:
         return {"selections": self._num_selections, "selections_missed": int(self._num_missed)}

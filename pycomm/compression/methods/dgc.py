@@ -6,23 +6,22 @@ from dataclasses import KW_ONLY, dataclass
 
 import torch
 
+from pycomm import checks
 from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Compression
-from pycomm.compression.feedback import Correction, FeedbackExchange, FeedbackMethod
-from pycomm.compression.settings import require_flag, require_integer, require_number, require_ratio
-from pycomm.compression.sparse import SparseWire
-from pycomm.compression.summed import WholeWire
+from pycomm.compression.feedback import CodecMethod, Correction
+from pycomm.compression.sparse.codec import SparseCodec
+from pycomm.compression.whole import WholeCodec
 
 _STAGES = 5
 _STAGE_FACTOR = 0.25  # densities of 25 %, 6.25 %, 1.5625 %, 0.39 %, 0.1 %
 _NOT_LINEAR = ("betas", "alpha", "rho", "etas", "lambd", "lr_decay", "beta2_decay", "line_search_fn")
-"""Settings by which torch's optimizers that are not linear in the gradient are known; RMSprop has alpha, LBFGS a line
-search."""
+"""Settings that only optimizers which are not linear in the gradient have: RMSprop has alpha, LBFGS a line search."""
 
 
 @dataclass(frozen=True)
-class DGC(FeedbackMethod):
+class DGC(CodecMethod):
     """Momentum-corrected top-k, after Lin et al., "Deep Gradient Compression", ICLR 2018.
 
     Per rank and parameter of more than one dimension, with g the gradient as this rank's contribution
@@ -33,11 +32,11 @@ class DGC(FeedbackMethod):
         send the k largest |v|, k = max(1, round(ratio * n));  zero u and v there
 
     The average of what was sent is ``.grad``. Momentum is in it already, so the optimizer must have
-    none: ``torch.optim.SGD(..., momentum=0)``. Parameters of one dimension, and all where
-    ``ratio == 1``, travel whole, as u (with Nesterov's u + g), and nothing is zeroed: with plain SGD
-    that is SGD with momentum.
+    none: ``torch.optim.SGD(..., momentum=0)``. Parameters of one dimension, and all if ``ratio == 1``,
+    travel whole, as u (with Nesterov's u + g), and nothing is zeroed: with plain SGD that is SGD with
+    momentum.
 
-    For optimizers that are linear in the gradient. Adam and its like are not: take TopK for them.
+    For optimizers that are linear in the gradient. Adam and its like are not: use TopK with them.
 
     Args:
         ratio: fraction of the entries to send, in (0, 1].
@@ -45,11 +44,11 @@ class DGC(FeedbackMethod):
         clip_norm: the norm that the averaged gradient of a parameter would be clipped to; each rank
             clips its own to 1/sqrt(N) of that (section 3.3), by parameter as the authors' code does,
             so that no bucket waits for another.
-        warmup_steps: over so many optimizer steps the density falls from 25 % in five stages by
-            factors of four, never below ``ratio``. On a GPU the host waits once in each of these
+        warmup_steps: number of optimizer steps over which the density falls from 25 % in five stages
+            by factors of four, never below ``ratio``. On a GPU the host waits once in each of these
             steps, to know whether the one before was finite.
         weight_decay: as in SGD, whose own must then be 0.
-        half_values: send float16 values; what that rounds off stays in the residual.
+        half_values: send values as float16; the rounding error stays in the residual.
 
     Raises:
         ValueError, TypeError: a setting is out of range.
@@ -65,20 +64,20 @@ class DGC(FeedbackMethod):
     half_values: bool = False
 
     def __post_init__(self) -> None:
-        require_ratio(self.ratio)
-        require_number("momentum", self.momentum, 0.0, 1.0)
-        require_flag("nesterov", self.nesterov)
+        checks.fraction("ratio", self.ratio)
+        checks.real("momentum", self.momentum, 0.0, 1.0)
+        checks.flag("nesterov", self.nesterov)
         if self.nesterov and self.momentum == 0.0:
             raise ValueError("nesterov=True with momentum=0: Nesterov's momentum needs one above 0")
         if self.clip_norm is not None:
-            require_number("clip_norm", self.clip_norm, 0.0, or_equal=False)
-        require_integer("warmup_steps", self.warmup_steps, 0)
-        require_number("weight_decay", self.weight_decay, 0.0)
-        require_flag("half_values", self.half_values)
+            checks.real("clip_norm", self.clip_norm, 0.0, or_equal=False)
+        checks.integer("warmup_steps", self.warmup_steps, 0)
+        checks.real("weight_decay", self.weight_decay, 0.0)
+        checks.flag("half_values", self.half_values)
 
     @property
     def otherwise(self) -> Compression:
-        return _Whole(self.correction())
+        return _Whole(self)
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         name = type(optimizer).__name__
@@ -104,27 +103,31 @@ class DGC(FeedbackMethod):
     def applies_to(self, param: torch.Tensor) -> bool:
         return self.ratio < 1.0 and super().applies_to(param)
 
-    def make(self, bucket: Bucket, communicator: Communicator) -> FeedbackExchange:
-        wire = SparseWire(bucket, communicator, self.density, self.half_values)
-        return FeedbackExchange(bucket, communicator, wire, correction=self.correction())
+    def codec(self, bucket: Bucket, communicator: Communicator) -> SparseCodec:
+        return SparseCodec(bucket, communicator, self.density, self.half_values)
 
-    def density(self, number: int | torch.Tensor) -> float:
-        """The fraction that is sent in a step, by how many were committed before; see ``warmup_steps``."""
-        if self.warmup_steps == 0 or (step := int(number)) >= self.warmup_steps:
+    def density(self, step: int | torch.Tensor) -> float:
+        """Return the fraction of the entries to send in ``step``; see ``warmup_steps``."""
+        if self.warmup_steps == 0 or (number := int(step)) >= self.warmup_steps:
             return self.ratio
-        return max(self.ratio, _STAGE_FACTOR ** (step * _STAGES // self.warmup_steps + 1))
+        return max(self.ratio, _STAGE_FACTOR ** (number * _STAGES // self.warmup_steps + 1))
 
     def correction(self) -> Correction:
-        """What is done to gradients before anything is selected of them."""
         return Correction(self.momentum, self.nesterov, self.weight_decay, self.clip_norm)
 
 
 @dataclass(frozen=True)
-class _Whole(FeedbackMethod):
+class _Whole(CodecMethod):
     """Parameters that travel whole, with the same correction. State is this rank's contribution, as everywhere."""
 
-    correction: Correction
+    dgc: DGC
 
-    def make(self, bucket: Bucket, communicator: Communicator) -> FeedbackExchange:
-        wire = WholeWire(bucket, communicator)
-        return FeedbackExchange(bucket, communicator, wire, feedback=False, correction=self.correction)
+    @property
+    def error_feedback(self) -> bool:
+        return False  # nothing is left to be kept
+
+    def codec(self, bucket: Bucket, communicator: Communicator) -> WholeCodec:
+        return WholeCodec(bucket, communicator)
+
+    def correction(self) -> Correction:
+        return self.dgc.correction()

@@ -1,4 +1,4 @@
-"""Whether compression pays, before training: methods rehearsed here, priced on a described network."""
+"""Planning: whether compression will pay, from rehearsals here and a described network."""
 
 from __future__ import annotations
 
@@ -9,13 +9,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from pycomm.compression.base import Compression
-from pycomm.compression.dgc import DGC
-from pycomm.compression.half import FP16
-from pycomm.compression.int8 import Int8
-from pycomm.compression.none import NoCompression
-from pycomm.compression.powersgd import PowerSGD
-from pycomm.compression.pricing import Costs, Operation, rehearse
+from pycomm.compression import DGC, FP16, Compression, Int8, NoCompression, PowerSGD
+from pycomm.compression.base import Operation
+from pycomm.cost.pricing import Costs, rehearse
 from pycomm.schedule import rank_algorithms, simulate
 from pycomm.schedule.algorithms.circulant import circulant_all_gather
 from pycomm.schedule.algorithms.direct import direct_all_gather
@@ -30,20 +26,20 @@ METHODS: Mapping[str, Compression] = {
     "dgc(0.1%)": DGC(0.001),
 }
 _WIDTH = 1000  # of the matrices that stand for a model
-_MOST_BYTES = 100e6  # that are rehearsed; more takes in proportion
-_FACTORS = tuple(2.0**i for i in range(-14, 11, 2))  # of bandwidth, among which a break-even is looked for
+_MOST_BYTES = 100e6  # to rehearse with; more takes proportionally longer
+_FACTORS = tuple(2.0**i for i in range(-14, 11, 2))  # of bandwidth, between which a break-even is looked for
 
 
 @dataclass(frozen=True)
 class Priced:
-    """One method for one reduction of all gradients.
+    """Price of one reduction of all gradients by one method.
 
     Attributes:
         local: seconds of compressing and decompressing, measured here.
         link: seconds of communication on the network, simulated.
-        sent_bytes: that a rank hands to the transport.
-        break_even: the bandwidth in bytes per second, of one rank's link, below which the method is
-            faster than dense; 0: never, inf: always.
+        sent_bytes: bytes that a rank hands to the transport.
+        break_even: bandwidth of one rank's link, in bytes per second, below which the method is faster
+            than dense; 0: never, inf: always.
     """
 
     local: float
@@ -52,11 +48,12 @@ class Priced:
     break_even: float
 
     def seconds(self) -> float:
+        """Return the time of computation and communication, one after the other."""
         return self.local + self.link
 
 
 class SimulatedLink:
-    """The fastest schedules on ``network``, and the same with its bandwidth times a factor."""
+    """Link whose times are those of the fastest simulated schedules on ``network``."""
 
     def __init__(self, num_ranks: int, network: Network) -> None:
         self._num_ranks, self._network = num_ranks, network
@@ -64,6 +61,7 @@ class SimulatedLink:
         self._algorithms: dict[Operation, str] = {}
 
     def seconds(self, operation: Operation, factor: float = 1.0) -> float:
+        """Return how long ``operation`` takes with the network's bandwidth times ``factor``."""
         key = operation, factor
         if key not in self._known:
             self._known[key] = self._price(operation, _with_bandwidth(self._network, factor))
@@ -74,7 +72,7 @@ class SimulatedLink:
         if self._num_ranks == 1 or size == 0:
             return 0.0
         if operation.kind == "all_reduce":
-            # Which is the fastest is looked for once: with another bandwidth it stays near.
+            # The fastest algorithm is looked for once: at other bandwidths it remains close to the fastest.
             name = self._algorithms.get(operation)
             ranking = rank_algorithms(self._num_ranks, network, [size], None if name is None else [name])
             self._algorithms[operation], seconds = ranking.at(size)[0]
@@ -85,7 +83,7 @@ class SimulatedLink:
 
 
 def price(num_ranks: int, nbytes: float, network: Network) -> dict[str, Priced]:
-    """Every one of ``METHODS`` for float32 gradients of ``nbytes``, on the CPU, with torch's number of threads."""
+    """Price each of ``METHODS`` for ``nbytes`` of float32 gradients, on the CPU, with torch's number of threads."""
     link = SimulatedLink(num_ranks, replace(network, measured={}))
     costs = {name: _costs(method, num_ranks, nbytes) for name, method in METHODS.items()}
     bandwidth = 1.0 / max(_scaled_link(network).beta, 1e-30)
@@ -108,7 +106,7 @@ def _costs(method: Compression, num_ranks: int, nbytes: float) -> Costs:
 
 
 def _break_even(cost: Costs, dense: Costs, link: SimulatedLink) -> float:
-    """The bandwidth, as a multiple of the network's, below which ``cost`` takes less than ``dense``."""
+    """Return the bandwidth, as a multiple of the network's, below which ``cost`` takes less than ``dense``."""
 
     def gain(factor: float) -> float:
         seconds = [
@@ -134,7 +132,7 @@ def _scaled_link(network: Network) -> Link:
 
 
 def _with_bandwidth(network: Network, factor: float) -> Network:
-    """With the links that ranks have to share, between hosts where there are several, so many times as fast."""
+    """Return ``network`` with its links, those between hosts if there are several, ``factor`` times as fast."""
     if network.per_host is None:
         return replace(network, within_host=replace(network.within_host, beta=network.within_host.beta / factor))
     return replace(network, between_hosts=replace(network.between_hosts, beta=network.between_hosts.beta / factor))

@@ -1,19 +1,18 @@
-"""Stochastic quantisation without bias."""
+"""Stochastic quantization without bias."""
 
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 
-from pycomm import kernels
+from pycomm import checks, kernels
 from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
-from pycomm.compression.feedback import FeedbackExchange, FeedbackMethod
-from pycomm.compression.quantised import QuantisedWire
-from pycomm.compression.settings import require_integer
+from pycomm.compression.feedback import CodecMethod
+from pycomm.compression.quantized import QuantizedCodec
 
 
 @dataclass(frozen=True)
-class QSGD(FeedbackMethod):
+class QSGD(CodecMethod):
     """Magnitudes as 0 ... ``levels`` parts of a block's Euclidean length, rounded up or down by chance, without bias.
 
     Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding", 2017,
@@ -25,11 +24,11 @@ class QSGD(FeedbackMethod):
     and error feedback of that does not converge.
 
     Args:
-        levels: from 1 to 127.
-        seed: of the random numbers. They follow from it, the rank and the number of the step.
+        levels: number of levels above 0, from 1 to 127.
+        seed: seed of the random numbers, which follow from it, the rank and the number of the step.
 
     Raises:
-        TypeError, ValueError: ``levels`` out of range, ``seed`` no integer.
+        TypeError, ValueError: ``levels`` is out of range, or ``seed`` is not an integer.
     """
 
     levels: int = 127
@@ -37,10 +36,14 @@ class QSGD(FeedbackMethod):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require_integer("levels", self.levels, 1, 127)
-        require_integer("seed", self.seed, 0)
+        checks.integer("levels", self.levels, 1, 127)
+        checks.integer("seed", self.seed, 0)
 
-    def make(self, bucket: Bucket, communicator: Communicator) -> FeedbackExchange:
+    @property
+    def error_feedback(self) -> bool:
+        return False
+
+    def codec(self, bucket: Bucket, communicator: Communicator) -> QuantizedCodec:
         bits = 2 if self.levels == 1 else 4 if self.levels <= 7 else 8
-        how = kernels.Quantization(block=512, levels=self.levels, bits=bits, norm="euclidean")
-        return FeedbackExchange(bucket, communicator, QuantisedWire(bucket, communicator, how, self.seed), False)
+        config = kernels.Quantization(block=512, levels=self.levels, bits=bits, norm="euclidean")
+        return QuantizedCodec(bucket, communicator, config, self.seed)

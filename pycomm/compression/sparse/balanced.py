@@ -1,18 +1,18 @@
-"""Sparse sums with an owner for every part of the index space.
+"""Sparse sum with an owner for every part of the index space.
 
 After Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", 2022 (Ok-Topk):
 
-1. The index space is cut into P parts in which about equally many entries lie: at the mean over the
-   ranks of each rank's own quantiles, which an ascending list of entries has at every k/P-th place.
-   They travel with the sums, so that the cut of a step is made of the one before; the first is even.
-2. Every rank sends each owner its entries there, at most a fixed number: the largest. What has no
-   room stays in this rank's residual.
-3. The owner adds up, and all gather the sums: of each part the largest, at most twice k/P or a quarter
-   more than the fullest part had in the step before; what has no room goes into the owner's residual.
-   A part so full that its entries would take more bytes than its elements is sent as it is.
+1. The index space is cut into P parts that hold about equally many entries: at the mean over the
+   ranks of each rank's own quantiles, which are every k/P-th of its ascending entries. They travel with
+   the sums, so the cuts of a step come from the step before; the first ones are even.
+2. Every rank sends each owner its entries in the owner's part, at most a fixed number: the largest.
+   Those without room stay in this rank's residual.
+3. The owner adds up, and all ranks gather the sums: the largest of each part, at most twice k/P, or a
+   quarter more than the fullest part had in the step before. Those without room go into the owner's
+   residual. A part so full that its entries would take more bytes than its elements is sent dense.
 
-So all messages have a size that everybody knows: about 1.5 k + 2 k entries received per rank, whatever
-P is, where gathering everything takes (P - 1) k. On the CPU only: sizes depend on what was received.
+So the size of every message is known to all: a rank receives about 1.5 k + 2 k entries, whatever P is,
+where gathering everything takes (P - 1) k. On the CPU only: sizes depend on what was received.
 """
 
 from __future__ import annotations
@@ -27,28 +27,34 @@ from pycomm import kernels
 from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag
-from pycomm.compression.feedback import wide_dtype
-from pycomm.compression.gathered import Layout, Messages
+from pycomm.compression.codec import wide_dtype
+from pycomm.compression.messages import GatheredMessages, Layout
 from pycomm.compression.report import Report
-from pycomm.compression.sparse_sum import Entries
+from pycomm.compression.sparse.sums import Entries
 
 SPLIT_ROOM, SUM_ROOM, MARGIN = 1.5, 2.0, 1.25
 
 
 def split_room(count: int, size: int) -> int:
-    """Entries that one rank has room for in a part, of its ``count``."""
+    """Return how many of its ``count`` entries a rank has room for in one part."""
     return int(SPLIT_ROOM * count / size) + 8
 
 
 def sum_room(count: int, size: int, fullest: int | None) -> int:
-    """Sums that are gathered of a part, where the fullest one had so many before."""
+    """Return how many sums of a part are gathered; ``fullest``: how many the fullest part had before."""
     most = int(SUM_ROOM * count / size) + 8
     return most if fullest is None else min(most, int(MARGIN * fullest) + 8)
 
 
 @dataclass(frozen=True)
 class Part:
-    """[begin, end) of the index space, how entries travel to its owner, and how its sums travel."""
+    """Part [begin, end) of the index space.
+
+    Attributes:
+        is_dense: whether its sums are sent as a dense array.
+        split: form of a rank's entries on their way to the owner.
+        sums: form of the sums, unless they are dense.
+    """
 
     begin: int
     end: int
@@ -58,7 +64,7 @@ class Part:
 
     @property
     def length(self) -> int:
-        """At least 1: messages have no empty range."""
+        """Number of elements, but at least 1: messages have no empty range."""
         return max(1, self.end - self.begin)
 
     def split_layout(self) -> Layout:
@@ -69,7 +75,7 @@ class Part:
 
 
 class BalancedSum:
-    """See the module's docstring."""
+    """Sum whose parts have owners; see the module's docstring."""
 
     def __init__(self, bucket: Bucket, communicator: Communicator, count: int, half: bool) -> None:
         self.bytes_sent = 0
@@ -84,11 +90,11 @@ class BalancedSum:
         self._sent = torch.empty(0, dtype=torch.int64)
         self._sums: list[tuple[Part, torch.Tensor, torch.Tensor | None]] = []
         self._pieces = self._received = torch.empty(0, dtype=torch.uint8)
-        self._messages = Messages(bucket, communicator, [])
+        self._messages = GatheredMessages(bucket, communicator, [])
         self._arrange()
 
     def _arrange(self) -> None:
-        """Messages for the borders and sizes of this step."""
+        """Lay out the messages for the borders and sizes of this step."""
         borders, fullest = self._plan
         room, split = sum_room(self._count, self._size, fullest), split_room(self._count, self._size)
         self._parts = []
@@ -124,7 +130,7 @@ class BalancedSum:
     def _split_up(
         self, flat: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, pieces: Sequence[torch.Tensor]
     ) -> None:
-        """For every owner the entries in its part, taken out of ``flat``."""
+        """Move the entries in each part out of ``flat`` into the piece for its owner."""
         cuts = torch.searchsorted(indices, torch.tensor(self._plan[0], dtype=torch.int32)).tolist()
         sent = []
         for p, (part, piece) in enumerate(zip(self._parts, pieces, strict=True)):
@@ -133,7 +139,7 @@ class BalancedSum:
             if len(mine) > room:
                 mine, chosen = kernels.topk(mine, room)
                 places = places[chosen.long()]
-            # What is left of the room is filled with zeros for the part's last element.
+            # The rest of the room is filled with zeros for the part's last element.
             filled = torch.zeros(room, dtype=mine.dtype)
             filled[: len(mine)] = mine
             where = torch.full((room,), part.length - 1, dtype=torch.int32)
@@ -151,7 +157,7 @@ class BalancedSum:
         return summed[: own.end - own.begin]
 
     def _put(self, own: Part, summed: torch.Tensor) -> torch.Tensor:
-        """Sums into this rank's message; what has no room there comes back."""
+        """Write the sums to this rank's message; return those that have no room there."""
         arrays = own.sum_layout(self._dtype).arrays_in(self._messages.mine[1])
         if own.is_dense:
             arrays[0][: len(summed)] = summed
@@ -161,7 +167,7 @@ class BalancedSum:
         return summed
 
     def _take(self) -> None:
-        """Everybody's sums, and what the next step goes by."""
+        """Take every rank's sums, and the borders for the next step, out of the messages."""
         self._sums, headers = [], []
         for part, (header, message) in zip(self._parts, self._messages.everyones, strict=True):
             arrays = part.sum_layout(self._dtype).arrays_in(message)

@@ -1,4 +1,4 @@
-"""Half precision on the wire: half the bytes of float32.
+"""Half precision: half the bytes of float32.
 
 Casting before dividing by the world size overflows float16, dividing first underflows it. So a
 power of two per bucket is agreed before the cast: the largest magnitude on any rank, times the
@@ -9,7 +9,6 @@ all-reduce of 4 bytes per bucket. bfloat16 has float32's range and needs neither
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,31 +17,24 @@ import torch
 from pycomm import kernels
 from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
-from pycomm.compression.base import DenseExchange, Flag, Method, Scaling, as_flag
+from pycomm.compression.base import Flag, Method, Scaling, as_flag
+from pycomm.compression.dense import DenseExchange
+from pycomm.compression.half_scale import agreed_scale
 from pycomm.layout import laid_out_like
-
-_TOP = 15  # 2**15 is half of what float16 reaches: room for roundings on the way
-
-
-def agreed_scale(largest: torch.Tensor, size: int) -> torch.Tensor:
-    """The power of two that brings ``largest * size`` below, and near, the top of float16.
-
-    ``largest``: the largest magnitude on any rank, a 0-d float32 tensor; not finite or 0 gives 1.
-    Computed where it lies, without waiting for a GPU.
-    """
-    _, exponent = torch.frexp(largest)  # largest <= 2 ** exponent
-    fitting = (_TOP - math.ceil(math.log2(size)) - exponent).clamp(-126, 126)
-    scale = ((fitting + 127) << 23).view(torch.float32)  # its bits: exact, where a power function need not be
-    return torch.where(torch.isfinite(largest) & (largest > 0.0), scale, 1.0)
 
 
 class HalfExchange(DenseExchange):
-    """Cast to ``wire_dtype``, all-reduce the sum there, cast and divide back."""
+    """Exchange that casts to a half type, all-reduces the sum in it, casts back and divides.
 
-    def __init__(self, bucket: Bucket, communicator: Communicator, wire_dtype: torch.dtype, scaled: bool) -> None:
+    Args:
+        half_dtype: the dtype that travels.
+        scaled: multiply by a power of two that all ranks agree on, to use the range of that dtype.
+    """
+
+    def __init__(self, bucket: Bucket, communicator: Communicator, half_dtype: torch.dtype, scaled: bool) -> None:
         super().__init__(bucket, communicator)
         self._scaled = scaled
-        self._wire = communicator.empty(bucket.num_elements + bucket.num_flags, wire_dtype, bucket.device)
+        self._message = communicator.empty(bucket.num_elements + bucket.num_flags, half_dtype, bucket.device)
         self._scratch, self._unpack_scratch = kernels.Scratch(), kernels.Scratch()
         self._result_fits = True
 
@@ -52,18 +44,18 @@ class HalfExchange(DenseExchange):
         self._result_fits = scaling.average or bucket.dtype != torch.float16
         parts = self._parts(grads)
         scale = self._agree(parts, scaling.local) if self._scaled else 1.0
-        whole = self._wire[: bucket.num_elements]
-        limit = bucket.limit(self._wire.dtype)
+        whole = self._message[: bucket.num_elements]
+        limit = bucket.limit(self._message.dtype)
         fits = kernels.pack(parts, whole, scale * scaling.local, limit=limit, scratch=self._scratch)
         bucket.set_flags(grads, [fits], scaling.fingerprint)
-        self._wire[bucket.num_elements :] = bucket.flags
-        self._communicator.all_reduce(self._wire, "sum", bucket.algorithm)
-        self.bytes_sent += self._wire.nbytes
+        self._message[bucket.num_elements :] = bucket.flags
+        self._communicator.all_reduce(self._message, "sum", bucket.algorithm)
+        self.bytes_sent += self._message.nbytes
         kernels.unpack(whole, [bucket.flat], scaling.result / (size * scale), scratch=self._unpack_scratch)
-        bucket.flags.copy_(self._wire[bucket.num_elements :])
+        bucket.flags.copy_(self._message[bucket.num_elements :])
 
     def finite(self) -> Flag:
-        """The sum fits on the wire; in float16 gradients, which have no scale, it may not."""
+        """Return whether the sum is finite: in the message, and in float16 gradients, whose range is no larger."""
         finite = self._bucket.finite()
         if not self._result_fits:
             finite = finite & torch.isfinite(kernels.absmax([self._bucket.flat]))
@@ -76,7 +68,7 @@ class HalfExchange(DenseExchange):
         return agreed_scale(largest, self._communicator.size)
 
     def _parts(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """``grads`` in the bucket's memory order; zeros, written to the bucket, where there is none."""
+        """Return ``grads`` in the bucket's memory order; zeros, written to the bucket, for missing ones."""
         return [
             laid_out_like(view.zero_() if grad is None else grad, view)
             for grad, view in zip(grads, self._bucket.views, strict=True)
@@ -85,7 +77,7 @@ class HalfExchange(DenseExchange):
 
 @dataclass(frozen=True)
 class FP16(Method):
-    """Gradients travel as float16, scaled per bucket by a power of two that all ranks agree on."""
+    """Gradients as float16, scaled per bucket by a power of two that all ranks agree on."""
 
     def make(self, bucket: Bucket, communicator: Communicator) -> HalfExchange:
         return HalfExchange(bucket, communicator, torch.float16, scaled=True)
@@ -93,7 +85,7 @@ class FP16(Method):
 
 @dataclass(frozen=True)
 class BF16(Method):
-    """Gradients travel as bfloat16: float32's range, 8 bits of precision."""
+    """Gradients as bfloat16: float32's range, 8 bits of precision."""
 
     def make(self, bucket: Bucket, communicator: Communicator) -> HalfExchange:
         return HalfExchange(bucket, communicator, torch.bfloat16, scaled=False)

@@ -1,0 +1,28 @@
+"""Pricing: rehearsals send what the method sends, and measured links are lines."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pycomm.cost import planning
+from pycomm.cost.pricing import Line, rehearse
+
+
+def test_lines() -> None:
+    line = Line.through((100, 1100), [1.0, 2.0])
+    assert (line.at(100), line.at(1100), line.at(2100)) == pytest.approx((1.0, 2.0, 3.0))
+    assert Line.through((100, 1100), [2.0, 1.0]) == Line(2.0, 0.0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 9])
+@pytest.mark.parametrize("name", planning.METHODS)
+def test_a_rehearsal_sends_what_the_method_sends(size: int, name: str) -> None:
+    costs = rehearse(planning.METHODS[name], [torch.zeros(200, 300), torch.zeros(50, 70)], size)
+    n = 200 * 300 + 50 * 70
+    assert costs.local > 0
+    wanted = {"dense": 4 * n, "fp16": 2 * n, "int8": 1.03 * n, "powersgd(4)": 16 * 620 + 2 * 256, "dgc(1%)": 0.051 * n}
+    if size == 9 and name.startswith("dgc"):
+        assert [operation.kind for operation in costs.operations] == ["all_to_all", "all_gather"]
+    elif name in wanted:
+        assert costs.num_bytes() == pytest.approx(wanted[name], rel=0.05)
