@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
+from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
 from tests.reducer.models import assert_replicas_equal, attached, rank_and_size
 
@@ -146,7 +147,8 @@ def test_warns_once_of_lost_updates(two_ranks: RankPool, dtype: torch.dtype) -> 
     assert two_ranks.run(warnings_of_attach, torch.float64, False) == [[], []]
 
 
-def resume() -> None:
+@on_ranks(2)
+def test_resume() -> None:
     """A checkpoint of model, optimizer, scaler and reducer, taken in the middle, continues to the bit."""
     rank, _ = rank_and_size()
 
@@ -185,7 +187,3 @@ def resume() -> None:
         for name, value in entry.items():
             assert torch.equal(value, again[1].state_dict()["state"][key][name])
     dist.barrier()
-
-
-def test_resume(two_ranks: RankPool) -> None:
-    two_ranks.run(resume)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
+from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
 from tests.reducer.models import (
     assert_replicas_equal,
@@ -61,15 +62,18 @@ def compiled(order: str, compression: Any) -> None:
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
-def test_compile_has_no_graph_break(two_ranks: RankPool, order: str) -> None:
-    two_ranks.run(compiled, order, None, timeout=110)
+@on_ranks(2, timeout=110)
+def test_compile_has_no_graph_break(order: str) -> None:
+    compiled(order, None)
 
 
-def test_compile_with_error_feedback(two_ranks: RankPool) -> None:
-    two_ranks.run(compiled, "after", pycomm.TopK(1.0), timeout=110)
+@on_ranks(2, timeout=110)
+def test_compile_with_error_feedback() -> None:
+    compiled("after", pycomm.TopK(1.0))
 
 
-def abandoned_under_compile() -> None:
+@on_ranks(2)
+def test_an_exception_that_no_forward_notices() -> None:
     """No forward hook sees that the last backward ended with an exception."""
     rank = dist.get_rank()
     model = make_model()
@@ -82,10 +86,6 @@ def abandoned_under_compile() -> None:
             for name, p in model.named_parameters():
                 close(p.grad, wanted[name])
             model.zero_grad()
-
-
-def test_an_exception_that_no_forward_notices(two_ranks: RankPool) -> None:
-    two_ranks.run(abandoned_under_compile)
 
 
 def compiled_autograd(fullgraph: bool) -> str:
@@ -143,7 +143,9 @@ def run_under(default: torch.dtype, compression: Any) -> tuple[list[torch.Tensor
         torch.set_default_dtype(torch.float32)
 
 
-def same_under_all(compression: Any) -> None:
+@pytest.mark.parametrize("compression", METHODS, ids=repr)
+@on_ranks(2)
+def test_default_dtypes_change_nothing(compression: Any) -> None:
     wanted, state = run_under(torch.float32, compression)
     for default in (torch.float64, torch.bfloat16):
         got, other = run_under(default, compression)
@@ -157,15 +159,11 @@ def same_under_all(compression: Any) -> None:
                 assert torch.equal(tensor, other[name][key])
 
 
-@pytest.mark.parametrize("compression", METHODS, ids=repr)
-def test_default_dtypes_change_nothing(two_ranks: RankPool, compression: Any) -> None:
-    two_ranks.run(same_under_all, compression)
-
-
 # Meshes
 
 
-def on_a_mesh() -> None:
+@on_ranks(2)
+def test_a_device_mesh() -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     rank = dist.get_rank()
@@ -178,10 +176,6 @@ def on_a_mesh() -> None:
         assert reducer.stats()["num_buckets"] == 0  # alone
     with pytest.raises(ValueError, match=r"process_group is a DeviceMesh of 2 dimensions \('dp', 'tp'\), wanted one"):
         pycomm.attach(sgd(model), model, process_group=mesh)
-
-
-def test_a_device_mesh(two_ranks: RankPool) -> None:
-    two_ranks.run(on_a_mesh)
 
 
 # Proxies of optimizers
@@ -226,7 +220,9 @@ def proxy_of(optimizer: torch.optim.Optimizer, how: str) -> Any:
     return Proxy(optimizer)
 
 
-def proxies(how: str) -> None:
+@pytest.mark.parametrize("how", ["accelerate", "fabric"])
+@on_ranks(2)
+def test_trainers_optimizers_are_unwrapped(how: str) -> None:
     rank = dist.get_rank()
     model = make_model()
     inner = sgd(model)
@@ -248,12 +244,8 @@ def proxies(how: str) -> None:
             pycomm.attach(inner, model)
 
 
-@pytest.mark.parametrize("how", ["accelerate", "fabric"])
-def test_trainers_optimizers_are_unwrapped(two_ranks: RankPool, how: str) -> None:
-    two_ranks.run(proxies, how)
-
-
-def lookahead() -> None:
+@on_ranks(2)
+def test_optimizers_around_optimizers_are_not() -> None:
     """An optimizer with one inside, and state of its own, is the optimizer."""
 
     class Lookahead(torch.optim.Optimizer):
@@ -274,10 +266,6 @@ def lookahead() -> None:
         assert torch.equal(outer.state[model[0].weight]["slow"], make_model(seed=0)[0].weight)
 
 
-def test_optimizers_around_optimizers_are_not(two_ranks: RankPool) -> None:
-    two_ranks.run(lookahead)
-
-
 # What optimizers keep
 
 
@@ -285,7 +273,8 @@ class Odd:
     """An object that cannot be sent."""
 
 
-def odd_hyperparameters() -> None:
+@on_ranks(2)
+def test_functions_among_hyperparameters() -> None:
     rank = dist.get_rank()
     model = make_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (rank + 1))
@@ -312,11 +301,8 @@ def odd_hyperparameters() -> None:
         pycomm.attach(optimizer, model, timeout=30)
 
 
-def test_functions_among_hyperparameters(two_ranks: RankPool) -> None:
-    two_ranks.run(odd_hyperparameters)
-
-
-def lbfgs_resumed() -> None:
+@on_ranks(2)
+def test_lists_of_tensors_travel() -> None:
     """Lists of tensors travel; only rank 0 has any."""
     rank = dist.get_rank()
     model = make_model()
@@ -338,14 +324,11 @@ def lbfgs_resumed() -> None:
         assert everyone[0] == everyone[1]
 
 
-def test_lists_of_tensors_travel(two_ranks: RankPool) -> None:
-    two_ranks.run(lbfgs_resumed)
-
-
 # float64
 
 
-def clip_in_float64() -> None:
+@on_ranks(2)
+def test_clipping_keeps_float64() -> None:
     rank = dist.get_rank()
     model = make_model()
     with attached(sgd(model), model) as reducer:
@@ -355,7 +338,3 @@ def clip_in_float64() -> None:
         reducer.clip_grad_norm(0.001)
         for name, p in model.named_parameters():
             close(p.grad, wanted[name] * (0.001 / (norm + 1e-6)), 1e-14)
-
-
-def test_clipping_keeps_float64(two_ranks: RankPool) -> None:
-    two_ranks.run(clip_in_float64)

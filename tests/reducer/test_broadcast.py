@@ -8,11 +8,12 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from tests.ranks import RankPool
+from tests.on_ranks import on_ranks
 from tests.reducer.models import assert_replicas_equal
 
 
-def parameters() -> None:
+@on_ranks(2)
+def test_parameters() -> None:
     rank = dist.get_rank()
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 2).to(torch.bfloat16))
@@ -34,11 +35,8 @@ def parameters() -> None:
         pycomm.broadcast_parameters([torch.zeros(3)])  # type: ignore[arg-type]
 
 
-def test_parameters(two_ranks: RankPool) -> None:
-    two_ranks.run(parameters)
-
-
-def optimizer_state() -> None:
+@on_ranks(2)
+def test_optimizer_state() -> None:
     rank = dist.get_rank()
     p = nn.Parameter(torch.zeros(4, dtype=torch.float16))
     optimizer = torch.optim.SGD([p], lr=0.1 * (rank + 1), momentum=0.9)
@@ -58,7 +56,3 @@ def optimizer_state() -> None:
     two_groups = torch.optim.SGD([{"params": [p]}, {"params": [nn.Parameter(torch.zeros(1))] * (1 - rank)}], lr=1.0)
     with pytest.raises(ValueError, match="optimizer parameter group 1 is '0 parameters' on rank 1, '1 parameters'"):
         pycomm.broadcast_optimizer_state(two_groups)
-
-
-def test_optimizer_state(two_ranks: RankPool) -> None:
-    two_ranks.run(optimizer_state)

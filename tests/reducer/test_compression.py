@@ -15,6 +15,7 @@ from torch import nn
 
 import pycomm
 from pycomm.fingerprint import FINGERPRINT_PLACES
+from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
 from tests.reducer.models import assert_replicas_equal, attached, close, loss_of, make_model, own_state
 
@@ -59,7 +60,11 @@ def gradients_at(model: nn.Module, step: int) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def topk_like_the_plain_machine(ratio: float, bucket_mb: float, set_to_none: bool) -> None:
+@pytest.mark.parametrize(
+    ("ratio", "bucket_mb", "set_to_none"), [(0.05, 25, True), (0.3, 0.001, False), (1.0, 25, True)]
+)
+@on_ranks(1, 2, 3)
+def test_topk_is_the_plain_state_machine(ratio: float, bucket_mb: float, set_to_none: bool) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     model, plain = make_model(), make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
@@ -86,16 +91,6 @@ def topk_like_the_plain_machine(ratio: float, bucket_mb: float, set_to_none: boo
         sent = reducer.stats()["bytes_sent"] / 30
         entry = 8 if ratio == 1.0 else 8 + (math.log2(1 / ratio) + 3) / 8
         assert 8 * k + 8 * dense <= sent <= entry * k + 8 * dense + (48 + 8 * size + 8 * FINGERPRINT_PLACES) * 6
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("ratio", "bucket_mb", "set_to_none"), [(0.05, 25, True), (0.3, 0.001, False), (1.0, 25, True)]
-)
-def test_topk_is_the_plain_state_machine(
-    rank_pools: Pools, size: int, ratio: float, bucket_mb: float, set_to_none: bool
-) -> None:
-    rank_pools(size).run(topk_like_the_plain_machine, ratio, bucket_mb, set_to_none)
 
 
 METHODS: dict[str, Any] = {
@@ -126,11 +121,16 @@ def replicas_stay_equal(method: str, dtype: torch.dtype) -> float:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_training_with_every_method_and_type(rank_pools: Pools, method: str, dtype: torch.dtype) -> None:
-    rank_pools(3).run(replicas_stay_equal, method, dtype)
+@on_ranks(3)
+def test_training_with_every_method_and_type(method: str, dtype: torch.dtype) -> None:
+    replicas_stay_equal(method, dtype)
 
 
-def half_on_the_wire(method: str, magnitude: float) -> None:
+@pytest.mark.parametrize("method", ["fp16", "bf16"])
+@pytest.mark.parametrize("magnitude", [1.0, 60000.0, 1e30, 1e-7, 1e-30])
+@on_ranks(4)
+def test_neither_overflow_nor_underflow_on_the_wire(method: str, magnitude: float) -> None:
+    """Magnitudes that float16 cannot hold, cannot sum, or cannot divide."""
     rank, size = dist.get_rank(), dist.get_world_size()
     p = nn.Parameter(torch.zeros(1000, 3))
     q = nn.Parameter(torch.zeros(7))
@@ -149,14 +149,15 @@ def half_on_the_wire(method: str, magnitude: float) -> None:
         assert reducer.stats()["bytes_sent"] <= 2 * (3010 + FINGERPRINT_PLACES) + 4
 
 
-@pytest.mark.parametrize("method", ["fp16", "bf16"])
-@pytest.mark.parametrize("magnitude", [1.0, 60000.0, 1e30, 1e-7, 1e-30])
-def test_neither_overflow_nor_underflow_on_the_wire(rank_pools: Pools, method: str, magnitude: float) -> None:
-    """Magnitudes that float16 cannot hold, cannot sum, or cannot divide."""
-    rank_pools(4).run(half_on_the_wire, method, magnitude)
-
-
-def one_inf(method: str, bad_rank: int, bad_parameter: str, value: float) -> None:
+@pytest.mark.parametrize("method", ["none", "fp16", "topk"])
+@pytest.mark.parametrize("bad_rank", [0, 1])
+@pytest.mark.parametrize(
+    ("bad_parameter", "value"), [("0.weight", math.inf), ("4.weight", -math.inf), ("2.bias", math.nan)]
+)
+@on_ranks(2)
+def test_a_non_finite_gradient_anywhere_leaves_no_trace(
+    method: str, bad_rank: int, bad_parameter: str, value: float
+) -> None:
     """Finite, non-finite, finite: the middle step must leave no trace."""
     rank = dist.get_rank()
 
@@ -203,18 +204,8 @@ def one_inf(method: str, bad_rank: int, bad_parameter: str, value: float) -> Non
         assert torch.equal(state[name]["residual"], calm_state[name]["residual"])
 
 
-@pytest.mark.parametrize("method", ["none", "fp16", "topk"])
-@pytest.mark.parametrize("bad_rank", [0, 1])
-@pytest.mark.parametrize(
-    ("bad_parameter", "value"), [("0.weight", math.inf), ("4.weight", -math.inf), ("2.bias", math.nan)]
-)
-def test_a_non_finite_gradient_anywhere_leaves_no_trace(
-    two_ranks: RankPool, method: str, bad_rank: int, bad_parameter: str, value: float
-) -> None:
-    two_ranks.run(one_inf, method, bad_rank, bad_parameter, value)
-
-
-def overflow_only_in_the_sum() -> None:
+@on_ranks(2)
+def test_an_overflow_in_the_sum_is_noticed() -> None:
     """Each rank's gradient is finite; their sum is not."""
     p = nn.Parameter(torch.zeros(4, 4))
     optimizer = torch.optim.SGD([p], lr=0.1)
@@ -229,11 +220,9 @@ def overflow_only_in_the_sum() -> None:
         assert reducer.stats()["last_nonfinite"] == "a sum over the ranks"
 
 
-def test_an_overflow_in_the_sum_is_noticed(two_ranks: RankPool) -> None:
-    two_ranks.run(overflow_only_in_the_sum)
-
-
-def with_scaler(method: str) -> None:
+@pytest.mark.parametrize("method", ["none", "fp16", "topk"])
+@on_ranks(2)
+def test_grad_scaler(method: str) -> None:
     """torch's GradScaler with an inf on one rank: same skips everywhere, same result as a run without those steps."""
     rank = dist.get_rank()
 
@@ -275,12 +264,8 @@ def with_scaler(method: str) -> None:
         torch.testing.assert_close(state[name]["residual"], plain_state[name]["residual"], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("method", ["none", "fp16", "topk"])
-def test_grad_scaler(two_ranks: RankPool, method: str) -> None:
-    two_ranks.run(with_scaler, method)
-
-
-def unused_with_topk() -> None:
+@on_ranks(2)
+def test_topk_with_unused_parameters() -> None:
     """A parameter that nobody used keeps its residual; one that somebody used goes on everywhere."""
     rank, size = dist.get_rank(), dist.get_world_size()
     p, q = nn.Parameter(torch.zeros(10, 2)), nn.Parameter(torch.zeros(10, 2))
@@ -307,10 +292,6 @@ def unused_with_topk() -> None:
         dist.all_reduce(total)
         torch.testing.assert_close(q.grad, total)
         assert (lost != 0).sum() == 2
-
-
-def test_topk_with_unused_parameters(two_ranks: RankPool) -> None:
-    two_ranks.run(unused_with_topk)
 
 
 def memory_of(method: str) -> tuple[int, int]:

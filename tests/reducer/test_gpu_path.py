@@ -18,7 +18,7 @@ from torch import nn
 import pycomm
 from pycomm.channel import Channel
 from pycomm.communicator import Communicator
-from tests.ranks import RankPool
+from tests.on_ranks import on_ranks
 from tests.reducer.models import attached, loss_of, make_model, own_state
 
 STREAM = 7
@@ -168,29 +168,29 @@ METHODS = {
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_same_results_without_a_look_at_the_host(two_ranks: RankPool, method: str, dtype: torch.dtype) -> None:
-    two_ranks.run(compare, METHODS[method], dtype, {})
+@on_ranks(2)
+def test_same_results_without_a_look_at_the_host(method: str, dtype: torch.dtype) -> None:
+    compare(METHODS[method], dtype, {})
 
 
 @pytest.mark.parametrize(
     "options", [{"weight": 3.0}, {"clip_local_norm": 0.3}, {"weight": 2.0, "clip_local_norm": 0.3}]
 )
 @pytest.mark.parametrize("method", ["none", "fp16", "dgc"])
-def test_weights_and_clipping(two_ranks: RankPool, method: str, options: dict[str, Any]) -> None:
-    two_ranks.run(compare, METHODS[method], torch.float32, options)
+@on_ranks(2)
+def test_weights_and_clipping(method: str, options: dict[str, Any]) -> None:
+    compare(METHODS[method], torch.float32, options)
 
 
-def test_half_parameters(two_ranks: RankPool) -> None:
+@on_ranks(2)
+def test_half_parameters() -> None:
     """Residuals of their own, in float32."""
-    two_ranks.run(compare, METHODS["topk"], torch.bfloat16, {})
+    compare(METHODS["topk"], torch.bfloat16, {})
 
 
-def look_in_backward() -> None:
+@on_ranks(2)
+def test_the_watch_notices() -> None:
     x = torch.ones((), requires_grad=True)
     x.register_post_accumulate_grad_hook(lambda p: print(bool(p.grad)))
     with no_host_reads(), pytest.raises(AssertionError, match="the host read a tensor's value"):
         (x * 2).backward()
-
-
-def test_the_watch_notices(two_ranks: RankPool) -> None:
-    two_ranks.run(look_in_backward)

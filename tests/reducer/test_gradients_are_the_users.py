@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
+from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
 from tests.reducer.models import (
     assert_replicas_equal,
@@ -47,12 +48,6 @@ def repoint(model: nn.Module, how: str) -> None:
         model._apply(lambda t: t.clone())  # as m.cpu(), m.float(), ... where they have something to do
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("how", ["data", "set_", "clone", "apply", "memory_format"])
-def test_exchanged_memory(two_ranks: RankPool, how: str, set_to_none: bool) -> None:
-    two_ranks.run(train_and_repoint, how, set_to_none)
-
-
 class Images(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +59,10 @@ class Images(nn.Module):
         return self.head(torch.tanh(self.body(x.view(-1, 1, 3, 4))).flatten(1))
 
 
-def train_and_repoint(how: str, set_to_none: bool) -> None:
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("how", ["data", "set_", "clone", "apply", "memory_format"])
+@on_ranks(2)
+def test_exchanged_memory(how: str, set_to_none: bool) -> None:
     rank = dist.get_rank()
     model, plain = Images(), Images()
     optimizer = sgd(model)
@@ -86,7 +84,8 @@ def train_and_repoint(how: str, set_to_none: bool) -> None:
         assert_replicas_equal(model)
 
 
-def norm_of_what_is_there() -> None:
+@on_ranks(2)
+def test_norms_of_exchanged_memory() -> None:
     """A gradient whose memory was exchanged is measured as it is, not as it was received."""
     model = make_model()
     with attached(sgd(model), model) as reducer:
@@ -99,10 +98,6 @@ def norm_of_what_is_there() -> None:
             p.grad.data = torch.full_like(p, 2.0)
         total = 4.0 * sum(p.numel() for p in model.parameters())
         assert float(reducer.clip_grad_norm(1e9)) == pytest.approx(total**0.5)
-
-
-def test_norms_of_exchanged_memory(two_ranks: RankPool) -> None:
-    two_ranks.run(norm_of_what_is_there)
 
 
 KEPT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -147,8 +142,9 @@ def keep(kept_as: str, method: str, which: int, passes: int) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kept_as", KEPT)
-def test_a_gradient_that_is_kept_stays(two_ranks: RankPool, kept_as: str, method: str) -> None:
-    two_ranks.run(keep, kept_as, method, -1, 1)
+@on_ranks(2)
+def test_a_gradient_that_is_kept_stays(kept_as: str, method: str) -> None:
+    keep(kept_as, method, -1, 1)
 
 
 @pytest.mark.parametrize("kept_as", ["itself", "a view"])
@@ -158,7 +154,8 @@ def test_one_that_is_kept_among_others_and_in_windows(two_ranks: RankPool, kept_
     two_ranks.run(keep, kept_as, "dense", -1, 3)
 
 
-def nothing_is_copied() -> None:
+@on_ranks(2)
+def test_nothing_is_copied_for_nobody() -> None:
     """Where nobody keeps anything, gradients come back to the same memory step after step."""
     model = make_model()
     optimizer = sgd(model)
@@ -179,11 +176,9 @@ def nothing_is_copied() -> None:
             assert len(places) <= (1 if method is None else 3)
 
 
-def test_nothing_is_copied_for_nobody(two_ranks: RankPool) -> None:
-    two_ranks.run(nothing_is_copied)
-
-
-def in_place_is_as_in_torch(method: str) -> None:
+@pytest.mark.parametrize("method", ["dense", "topk"])
+@on_ranks(2)
+def test_in_place_is_as_in_torch(method: str) -> None:
     """zero_grad(set_to_none=False) keeps one tensor, with and without pycomm: what is kept of it follows."""
     rank = dist.get_rank()
     model, plain = make_model(), make_model()
@@ -205,12 +200,8 @@ def in_place_is_as_in_torch(method: str) -> None:
             optimizer.step()
 
 
-@pytest.mark.parametrize("method", ["dense", "topk"])
-def test_in_place_is_as_in_torch(two_ranks: RankPool, method: str) -> None:
-    two_ranks.run(in_place_is_as_in_torch, method)
-
-
-def residuals_are_nobodys() -> None:
+@on_ranks(2)
+def test_residuals_are_nobodys() -> None:
     """With error feedback, what is done to a gradient that was kept reaches no residual."""
     rank = dist.get_rank()
     states = []
@@ -234,11 +225,8 @@ def residuals_are_nobodys() -> None:
         assert torch.equal(entry["residual"], states[1][name]["residual"])
 
 
-def test_residuals_are_nobodys(two_ranks: RankPool) -> None:
-    two_ranks.run(residuals_are_nobodys)
-
-
-def converted() -> None:
+@on_ranks(2)
+def test_a_converted_model_is_an_error() -> None:
     model = make_model(dtype=torch.float32)
     optimizer = sgd(model)
     reducer = pycomm.attach(optimizer, model, timeout=30)
@@ -259,7 +247,3 @@ def converted() -> None:
         reference = make_model(dtype=torch.float32).double()
         wanted = average_gradients(reference, [partial(loss_of, rank=r, step=1) for r in range(2)])
         close(model[0].weight.grad, wanted["0.weight"])
-
-
-def test_a_converted_model_is_an_error(two_ranks: RankPool) -> None:
-    two_ranks.run(converted)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
+from tests.on_ranks import on_ranks
 from tests.ranks import PerRank, RankPool
 from tests.reducer.models import attached, close, explode, loss_of, make_model
 
@@ -82,7 +83,8 @@ def test_ranks_that_differ(two_ranks: RankPool, kinds: list[str], says: str) -> 
     assert says in messages[0]
 
 
-def wrong_arguments() -> None:
+@on_ranks(2)
+def test_wrong_arguments() -> None:
     model = make_model()
     optimizer = sgd(model)
     bad: list[tuple[type[Exception], str, Callable[[], Any]]] = [
@@ -127,10 +129,6 @@ def wrong_arguments() -> None:
         pass
 
 
-def test_wrong_arguments(two_ranks: RankPool) -> None:
-    two_ranks.run(wrong_arguments)
-
-
 def wrong_on_one_rank() -> str:
     rank = dist.get_rank()
     model = make_model()
@@ -164,11 +162,13 @@ def backward_twice(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["topk", "sum"])
-def test_backward_twice_where_that_means_nothing(two_ranks: RankPool, kind: str) -> None:
-    two_ranks.run(backward_twice, {"compression": pycomm.TopK(0.5)} if kind == "topk" else {"average": False})
+@on_ranks(2)
+def test_backward_twice_where_that_means_nothing(kind: str) -> None:
+    backward_twice({"compression": pycomm.TopK(0.5)} if kind == "topk" else {"average": False})
 
 
-def backward_twice_means() -> None:
+@on_ranks(2)
+def test_backward_twice_is_right_for_means() -> None:
     """For plain means the average of an average plus fresh gradients is right."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model, plain = make_model(), make_model()
@@ -182,11 +182,8 @@ def backward_twice_means() -> None:
             close(p.grad, q.grad)
 
 
-def test_backward_twice_is_right_for_means(two_ranks: RankPool) -> None:
-    two_ranks.run(backward_twice_means)
-
-
-def exception_in_backward() -> None:
+@on_ranks(2)
+def test_an_exception_in_backward() -> None:
     rank = dist.get_rank()
     model = make_model()
     optimizer = sgd(model)
@@ -209,22 +206,16 @@ def exception_in_backward() -> None:
         assert reducer.stats()["steps"] == 1
 
 
-def test_an_exception_in_backward(two_ranks: RankPool) -> None:
-    two_ranks.run(exception_in_backward)
-
-
-def sparse_gradient() -> None:
+@on_ranks(2)
+def test_sparse_gradients_are_refused() -> None:
     model = nn.Sequential(nn.Embedding(10, 4, sparse=True))
     with attached(sgd(model), model):
         with pytest.raises(ValueError, match="the gradient of '0.weight' is sparse"):
             model(torch.tensor([1, 2])).sum().backward()
 
 
-def test_sparse_gradients_are_refused(two_ranks: RankPool) -> None:
-    two_ranks.run(sparse_gradient)
-
-
-def unknown_unfrozen() -> None:
+@on_ranks(2)
+def test_a_gradient_that_nobody_averaged_is_not_stepped_on() -> None:
     model = make_model()
     model[0].requires_grad_(False)
     optimizer = sgd(model)
@@ -233,10 +224,6 @@ def unknown_unfrozen() -> None:
         torch.tanh(model[0](torch.ones(1, 12, dtype=torch.float64))).sum().backward()  # nothing that is hooked
         with pytest.raises(RuntimeError, match="the gradient of '0.weight' has not been averaged"):
             optimizer.step()
-
-
-def test_a_gradient_that_nobody_averaged_is_not_stepped_on(two_ranks: RankPool) -> None:
-    two_ranks.run(unknown_unfrozen)
 
 
 def die_in_backward(compression: Any) -> str:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.reducer.wrappers import wrapper_of
-from tests.ranks import RankPool
+from tests.on_ranks import on_ranks
 from tests.reducer.models import attached, average_gradients, close, loss_of, losses_at, make_model
 
 SAYS = "belongs to a DistributedDataParallel.*which averages gradients itself.*[Tt]rain the module without"
@@ -45,7 +45,9 @@ GIVEN: dict[str, Callable[[nn.Module, DistributedDataParallel], Any]] = {
 }
 
 
-def ddp_before(given: str) -> None:
+@pytest.mark.parametrize("given", GIVEN)
+@on_ranks(2)
+def test_ddp_before_attach(given: str) -> None:
     model = make_model()
     ddp = DistributedDataParallel(model)
     kept = Outer(ddp)  # somebody holds it
@@ -61,12 +63,9 @@ def ddp_before(given: str) -> None:
         pass
 
 
-@pytest.mark.parametrize("given", GIVEN)
-def test_ddp_before_attach(two_ranks: RankPool, given: str) -> None:
-    two_ranks.run(ddp_before, given)
-
-
-def ddp_after(how: str) -> None:
+@pytest.mark.parametrize("how", ["module", "names", "a part", "replicate"])
+@on_ranks(2)
+def test_ddp_after_attach(how: str) -> None:
     model = make_model()
 
     def wrap() -> None:
@@ -91,12 +90,8 @@ def ddp_after(how: str) -> None:
     DistributedDataParallel(model) if how != "replicate" else None
 
 
-@pytest.mark.parametrize("how", ["module", "names", "a part", "replicate"])
-def test_ddp_after_attach(two_ranks: RankPool, how: str) -> None:
-    two_ranks.run(ddp_after, how)
-
-
-def ddp_unseen() -> None:
+@on_ranks(2)
+def test_ddp_that_nothing_noticed() -> None:
     """Made where nothing could notice: its forward is noticed, and without that its gradients are right."""
     rank = dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
@@ -122,11 +117,8 @@ def ddp_unseen() -> None:
         reducer.detach()
 
 
-def test_ddp_that_nothing_noticed(two_ranks: RankPool) -> None:
-    two_ranks.run(ddp_unseen)
-
-
-def fsdp_is_refused() -> None:
+@on_ranks(2)
+def test_sharded_parameters_are_refused() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
     for original in (False, True):
@@ -147,11 +139,8 @@ def fsdp_is_refused() -> None:
         FullyShardedDataParallel(model, device_id=torch.device("cpu"))
 
 
-def test_sharded_parameters_are_refused(two_ranks: RankPool) -> None:
-    two_ranks.run(fsdp_is_refused)
-
-
-def odd_memory() -> None:
+@on_ranks(2)
+def test_parameters_without_memory_are_refused() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     freed = make_model()
@@ -170,11 +159,8 @@ def odd_memory() -> None:
         pycomm.attach(sgd(stepped), stepped)
 
 
-def test_parameters_without_memory_are_refused(two_ranks: RankPool) -> None:
-    two_ranks.run(odd_memory)
-
-
-def other_hooks() -> None:
+@on_ranks(2)
+def test_hooks_of_others_come_first() -> None:
     """Hooks that were registered after attach see, and may change, this rank's gradient before it is averaged."""
     rank = dist.get_rank()
     model = make_model()
@@ -199,18 +185,11 @@ def other_hooks() -> None:
                 close(p.grad, wanted[name] / 2)
 
 
-def test_hooks_of_others_come_first(two_ranks: RankPool) -> None:
-    two_ranks.run(other_hooks)
-
-
-def steps_in_backward() -> None:
+@on_ranks(2)
+def test_a_gradient_that_another_hook_takes_is_an_error() -> None:
     """An optimizer in a hook of its own that comes first: it moves the replica by its own gradient."""
     model = make_model()
     model[0].bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     with attached(sgd(model), model):
         with pytest.raises(RuntimeError, match="the gradient of '0.bias' has been taken away by another hook"):
             loss_of(model, 0, 0).backward()
-
-
-def test_a_gradient_that_another_hook_takes_is_an_error(two_ranks: RankPool) -> None:
-    two_ranks.run(steps_in_backward)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
+from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
 from tests.reducer.models import (
     assert_replicas_equal,
@@ -110,7 +111,8 @@ def test_a_generators_pass_enters_no_residual(two_ranks: RankPool, zeroes: bool)
             assert says.startswith("0 backward() ran again on the averaged gradient of")
 
 
-def a_scaler_skips() -> None:
+@on_ranks(2)
+def test_skipped_steps_are_no_mistake() -> None:
     """A step that was left out because gradients were not finite has committed nothing: no error."""
     model = make_model()
     optimizer = sgd(model)
@@ -124,10 +126,6 @@ def a_scaler_skips() -> None:
             scaler.update()
         assert reducer.stats()["nonfinite_steps"] == 2
         assert_replicas_equal(model)
-
-
-def test_skipped_steps_are_no_mistake(two_ranks: RankPool) -> None:
-    two_ranks.run(a_scaler_skips)
 
 
 def left_out_on_purpose(says_so: bool) -> None:
@@ -167,7 +165,9 @@ class Sharpness(torch.optim.SGD):
         return loss
 
 
-def sharpness(compression: Any) -> None:
+@pytest.mark.parametrize("compression", [None, pycomm.TopK(0.5)], ids=repr)
+@on_ranks(2)
+def test_optimizers_that_ask_twice(compression: Any) -> None:
     rank = dist.get_rank()
     model = make_model()
     optimizer = Sharpness(model.parameters(), lr=0.1)
@@ -184,8 +184,3 @@ def sharpness(compression: Any) -> None:
             optimizer.step(closure)
         assert reducer.stats()["steps"] == 8
         assert_replicas_equal(model)
-
-
-@pytest.mark.parametrize("compression", [None, pycomm.TopK(0.5)], ids=repr)
-def test_optimizers_that_ask_twice(two_ranks: RankPool, compression: Any) -> None:
-    two_ranks.run(sharpness, compression)

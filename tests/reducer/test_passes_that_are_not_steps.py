@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
+from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
 from tests.reducer.models import (
     assert_replicas_equal,
@@ -76,12 +77,14 @@ def closures(compression: Any, fused: bool, keyword: bool) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("keyword", [False, True])
-def test_closures_in_windows(two_ranks: RankPool, fused: bool, keyword: bool) -> None:
-    two_ranks.run(closures, None, fused, keyword)
+@on_ranks(2)
+def test_closures_in_windows(fused: bool, keyword: bool) -> None:
+    closures(None, fused, keyword)
 
 
-def test_closures_in_windows_with_error_feedback(two_ranks: RankPool) -> None:
-    two_ranks.run(closures, pycomm.TopK(1.0), False, True)
+@on_ranks(2)
+def test_closures_in_windows_with_error_feedback() -> None:
+    closures(pycomm.TopK(1.0), False, True)
 
 
 # paused()
@@ -134,7 +137,9 @@ def test_a_pass_inside_paused_is_local(two_ranks: RankPool, set_to_none: bool, w
     two_ranks.run(saliency, pycomm.TopK(1.0), set_to_none, who)
 
 
-def leftovers(named: bool) -> None:
+@pytest.mark.parametrize("named", [True, False])
+@on_ranks(2)
+def test_what_a_paused_pass_left_must_go(named: bool) -> None:
     rank = dist.get_rank()
     says = "the gradient of '.*' is still what a backward\\(\\) inside reducer.paused\\(\\) left"
     for when in ("backward", "step", "step after the average"):
@@ -151,11 +156,6 @@ def leftovers(named: bool) -> None:
         for p, b in zip(model.parameters(), before, strict=True):
             assert torch.equal(p, b)
         reducer.detach()
-
-
-@pytest.mark.parametrize("named", [True, False])
-def test_what_a_paused_pass_left_must_go(two_ranks: RankPool, named: bool) -> None:
-    two_ranks.run(leftovers, named)
 
 
 def leftover_of_one_rank(torch_transport: bool) -> str:
@@ -187,7 +187,8 @@ def test_the_others_are_told(two_ranks: RankPool, torch_transport: bool) -> None
     ) in innocent
 
 
-def paused_in_a_window() -> None:
+@on_ranks(2)
+def test_not_inside_a_window() -> None:
     model = make_model()
     with attached(sgd(model), model, accumulate=2) as reducer:
         loss_of(model, dist.get_rank(), 0).backward()
@@ -195,10 +196,6 @@ def paused_in_a_window() -> None:
             with reducer.paused():
                 pass
         loss_of(model, dist.get_rank(), 0).backward()
-
-
-def test_not_inside_a_window(two_ranks: RankPool) -> None:
-    two_ranks.run(paused_in_a_window)
 
 
 # Ranks that are out of step

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
+from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
 from tests.reducer.models import (
     assert_replicas_equal,
@@ -87,7 +88,8 @@ def test_what_is_set_up_differently_shows_after_one_step(two_ranks: RankPool) ->
         assert "the replicas differ after 1 reductions: parameter '0.bias' on rank 1" in says
 
 
-def not_asked() -> None:
+@on_ranks(2)
+def test_not_looked_where_not_asked() -> None:
     rank = dist.get_rank()
     model = make_model()
     optimizer = sgd(model)
@@ -102,10 +104,6 @@ def not_asked() -> None:
         pycomm.attach(optimizer, model, check_replicas=-1)
     with pytest.raises(ValueError, match="the ranks disagree: setting 8 is 'check_replicas=6' on rank 1"):
         pycomm.attach(optimizer, model, check_replicas=5 + rank)
-
-
-def test_not_looked_where_not_asked(two_ranks: RankPool) -> None:
-    two_ranks.run(not_asked)
 
 
 def other_processors(factor: float) -> list[str]:
@@ -139,7 +137,8 @@ def test_last_bits_of_other_processors_are_a_warning(two_ranks: RankPool) -> Non
         assert "the replicas differ after 1 reductions: parameter '0.weight'" in str(error)
 
 
-def unfreezing_and_all_kinds() -> None:
+@on_ranks(2)
+def test_no_false_alarm() -> None:
     """Nothing is found where nothing is wrong: several dtypes, frozen parameters, channels_last, empty ones."""
     rank = dist.get_rank()
     torch.manual_seed(rank)
@@ -159,10 +158,6 @@ def unfreezing_and_all_kinds() -> None:
         optimizer.step()
     assert_replicas_equal(model)
     reducer.detach()
-
-
-def test_no_false_alarm(two_ranks: RankPool) -> None:
-    two_ranks.run(unfreezing_and_all_kinds)
 
 
 class Normed(nn.Module):
@@ -219,16 +214,13 @@ def test_buffers(two_ranks: RankPool) -> None:
         assert steps == 5
 
 
-def bad_buffers() -> None:
+@on_ranks(2)
+def test_bad_buffers() -> None:
     model = Normed()
     with pytest.raises(ValueError, match="buffers is 'sum', wanted one of local, broadcast, average"):
         pycomm.attach(sgd(model), model, buffers="sum")
     with pytest.raises(ValueError, match="buffers='average' wants the module itself"):
         pycomm.attach(sgd(model), model.named_parameters(), buffers="average")
-
-
-def test_bad_buffers(two_ranks: RankPool) -> None:
-    two_ranks.run(bad_buffers)
 
 
 def part_of_the_model(how: str) -> list[str]:

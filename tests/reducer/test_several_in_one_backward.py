@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
+from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
 from tests.reducer.models import (
     average_gradients,
@@ -28,7 +29,10 @@ def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=lr)
 
 
-def two_optimizers(torch_transport: bool, uneven: bool) -> None:
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("torch_transport", [False, True])
+@on_ranks(2)
+def test_two_attaches_in_one_backward(torch_transport: bool, uneven: bool) -> None:
     """Muon beside AdamW: two attaches, one backward. Ranks may begin with either."""
     rank = dist.get_rank()
     model, plain = make_model(), make_model()
@@ -55,12 +59,6 @@ def two_optimizers(torch_transport: bool, uneven: bool) -> None:
         reducer.detach()
 
 
-@pytest.mark.parametrize("uneven", [False, True])
-@pytest.mark.parametrize("torch_transport", [False, True])
-def test_two_attaches_in_one_backward(two_ranks: RankPool, torch_transport: bool, uneven: bool) -> None:
-    two_ranks.run(two_optimizers, torch_transport, uneven)
-
-
 class Normed(nn.Module):
     """A matrix for one optimizer, vectors and statistics beside it for another."""
 
@@ -73,7 +71,9 @@ class Normed(nn.Module):
         return self.norm(self.body(x))
 
 
-def two_that_keep_buffers(torch_transport: bool) -> None:
+@pytest.mark.parametrize("torch_transport", [False, True])
+@on_ranks(2)
+def test_two_attaches_that_keep_buffers(torch_transport: bool) -> None:
     """Both exchange buffers; the order in which gradients come differs: nobody waits for the other's turn."""
     rank = dist.get_rank()
     model = Normed()
@@ -112,11 +112,8 @@ class GatherAll(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("torch_transport", [False, True])
-def test_two_attaches_that_keep_buffers(two_ranks: RankPool, torch_transport: bool) -> None:
-    two_ranks.run(two_that_keep_buffers, torch_transport)
-
-
-def clip_like(torch_transport: bool) -> None:
+@on_ranks(2)
+def test_the_users_own_collectives_in_backward(torch_transport: bool) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     model, plain = make_model(), make_model()
     with over_torch(torch_transport):
@@ -130,8 +127,3 @@ def clip_like(torch_transport: bool) -> None:
         for p, grad in zip(model.parameters(), grads, strict=True):
             close(p.grad, grad, 1e-9)
     reducer.detach()
-
-
-@pytest.mark.parametrize("torch_transport", [False, True])
-def test_the_users_own_collectives_in_backward(two_ranks: RankPool, torch_transport: bool) -> None:
-    two_ranks.run(clip_like, torch_transport)

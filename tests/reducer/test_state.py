@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
+from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
 from tests.reducer.models import attached, loss_of, make_model, own_state
 
@@ -69,7 +70,8 @@ def test_state_resumes_and_is_resharded(rank_pools: Pools, tmp_path: Any) -> Non
             torch.testing.assert_close(new[name], old[name], rtol=1e-6, atol=1e-9)
 
 
-def bad_states() -> None:
+@on_ranks(2)
+def test_states_that_do_not_fit() -> None:
     rank = dist.get_rank()
     model = make_model(dtype=torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -103,10 +105,6 @@ def bad_states() -> None:
         bent = {**mine, "0.weight": {"residual": torch.zeros(3)}}
         loads(of(bent), r"state\['0.weight'\]\['residual'\] is \[3\], wanted shape \[40, 12\]")
         reducer.load_state_dict(state)
-
-
-def test_states_that_do_not_fit(two_ranks: RankPool) -> None:
-    two_ranks.run(bad_states)
 
 
 def distributed_checkpoint(folder: str, old_size: int) -> dict[str, torch.Tensor]:

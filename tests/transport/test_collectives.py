@@ -11,6 +11,7 @@ import torch
 
 from pycomm import Communicator
 from pycomm.kernels import arrays
+from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
 
 DTYPES = tuple(getattr(torch, name) for name in arrays.DTYPES)
@@ -123,7 +124,8 @@ def test_same_inputs_same_bits_wherever_they_lie(rank_pools: Callable[[int], Ran
     assert len({tuple(digests) for run in results for digests in run}) == 1
 
 
-def hundred_megabytes() -> None:
+@on_ranks(2, 3)
+def test_large_arrays() -> None:
     with Communicator(timeout=60) as communicator:
         n, rank, size = 25_000_003, communicator.rank, communicator.size
         ramp = (torch.arange(n) % 1000).float()
@@ -131,11 +133,6 @@ def hundred_megabytes() -> None:
             x.copy_(ramp * (rank + 1))
             communicator.all_reduce(x, "sum")
             assert torch.equal(x, ramp * (size * (size + 1) // 2))
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_large_arrays(rank_pools: Callable[[int], RankPool], size: int) -> None:
-    rank_pools(size).run(hundred_megabytes)
 
 
 def random_program(seed: int) -> None:
@@ -168,7 +165,8 @@ def test_random_programs(rank_pools: Callable[[int], RankPool], size: int) -> No
         rank_pools(size).run(random_program, seed)
 
 
-def asynchronous() -> None:
+@on_ranks(2)
+def test_async_operations_keep_their_order() -> None:
     with Communicator(timeout=30) as communicator:
         rank, size = communicator.rank, communicator.size
         arrays = [torch.full((50_000,), float(rank + i)) for i in range(20)]
@@ -185,11 +183,8 @@ def asynchronous() -> None:
             bad.wait()
 
 
-def test_async_operations_keep_their_order(two_ranks: RankPool) -> None:
-    two_ranks.run(asynchronous)
-
-
-def other_libraries() -> None:
+@on_ranks(2)
+def test_numpy_dlpack_and_types_that_only_move() -> None:
     with Communicator(timeout=30) as communicator:
         x = np.full((3, 4), communicator.rank + 1, np.float64)
         communicator.all_reduce(x)
@@ -216,10 +211,6 @@ def other_libraries() -> None:
             assert flags.item()
 
 
-def test_numpy_dlpack_and_types_that_only_move(two_ranks: RankPool) -> None:
-    two_ranks.run(other_libraries)
-
-
 def subgroups() -> list[float]:
     import torch.distributed as dist
 
@@ -238,7 +229,8 @@ def test_subgroups(rank_pools: Callable[[int], RankPool]) -> None:
     assert rank_pools(4).run(subgroups) == [[2.0], [4.0], [2.0], [4.0]]
 
 
-def mixed_memory() -> None:
+@on_ranks(2)
+def test_empty() -> None:
     with Communicator(timeout=30) as communicator:
         x = communicator.empty((1000, 300))
         assert x.shape == (1000, 300)
@@ -254,11 +246,8 @@ def mixed_memory() -> None:
     assert kept.sum() == 70
 
 
-def test_empty(two_ranks: RankPool) -> None:
-    two_ranks.run(mixed_memory)
-
-
-def arena_reuse() -> None:
+@on_ranks(2)
+def test_arena_reuses_memory() -> None:
     with Communicator(timeout=30) as communicator:
         pointers = set()
         for i in range(50):
@@ -270,7 +259,3 @@ def arena_reuse() -> None:
         for i, block in enumerate(blocks):
             block.fill_(i)
         assert all((block == i).all() for i, block in enumerate(blocks))
-
-
-def test_arena_reuses_memory(two_ranks: RankPool) -> None:
-    two_ranks.run(arena_reuse)

@@ -22,6 +22,7 @@ import torch
 from pycomm import CommError, Communicator, kernels
 from pycomm.transport import choice
 from pycomm.worker import Worker
+from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
 
 NewRanks = Callable[[int], RankPool]
@@ -135,7 +136,8 @@ def test_one_thread_however_many_submit_first() -> None:
         assert len(set(ran_on)) == 1
 
 
-def no_thread() -> None:
+@on_ranks(2)
+def test_a_thread_that_cannot_start_is_an_error_on_all() -> None:
     with Communicator(timeout=30) as communicator:
         if communicator.rank == 1:
             start = threading.Thread.start
@@ -158,10 +160,6 @@ def no_thread() -> None:
             if work is not None:
                 work.wait()
             assert x[0] == 2
-
-
-def test_a_thread_that_cannot_start_is_an_error_on_all(two_ranks: RankPool) -> None:
-    two_ranks.run(no_thread)
 
 
 def mistaken_constructor(transport: str, arguments: dict[str, Any]) -> str:
@@ -244,7 +242,8 @@ def test_a_crash_is_noticed(new_ranks: NewRanks, tmp_path: Path) -> None:
     assert "rank 1 died" in outcomes[0].result or "rank 1 is dumping core" in outcomes[0].result
 
 
-def sizes_that_overflow() -> None:
+@on_ranks(2)
+def test_sizes_that_overflow() -> None:
     with Communicator(timeout=30) as communicator:
         for size, dtype in (
             (2**63 - 1, torch.uint8),
@@ -260,10 +259,6 @@ def sizes_that_overflow() -> None:
         with pytest.raises(ValueError, match="device is 'meta'"):
             communicator.empty(3, device="meta")
         communicator.barrier()
-
-
-def test_sizes_that_overflow(two_ranks: RankPool) -> None:
-    two_ranks.run(sizes_that_overflow)
 
 
 def seals_and_descriptors() -> tuple[int, int]:
@@ -302,7 +297,8 @@ def test_memory_is_sealed() -> None:
         os.close(descriptor)
 
 
-def threads_make_communicators() -> None:
+@on_ranks(2)
+def test_threads_may_make_communicators_at_the_same_time() -> None:
     """Whichever of rank 0's meets which of rank 1's: all of them meet."""
 
     def make(_: int) -> float:
@@ -313,10 +309,6 @@ def threads_make_communicators() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(make, range(8))) == [2.0] * 8
-
-
-def test_threads_may_make_communicators_at_the_same_time(two_ranks: RankPool) -> None:
-    two_ranks.run(threads_make_communicators)
 
 
 def no_socket() -> str:

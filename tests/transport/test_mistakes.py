@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from pycomm import Communicator
+from tests.on_ranks import on_ranks
 from tests.ranks import PerRank, RankPool
 
 TRANSPORTS = ["shared_memory", "torch"]
@@ -114,7 +115,8 @@ def test_a_mistake_on_one_rank_is_an_error_on_all(two_ranks: RankPool, transport
         assert guilty.split(": ", 1)[1] in innocent  # the reason travels
 
 
-def many_refusals() -> None:
+@on_ranks(2)
+def test_a_refusal_waits_to_be_read() -> None:
     """One rank alone makes mistakes, without waiting; the others find them one by one."""
     with Communicator(timeout=20) as communicator:
         if communicator.rank == 1:
@@ -131,10 +133,6 @@ def many_refusals() -> None:
             assert (x == 2 * i).all()
 
 
-def test_a_refusal_waits_to_be_read(two_ranks: RankPool) -> None:
-    two_ranks.run(many_refusals)
-
-
 def test_arguments_of_the_constructor() -> None:
     with pytest.raises(RuntimeError, match=r"init_process_group\(\) first"):
         Communicator()
@@ -145,7 +143,8 @@ def test_arguments_of_the_constructor() -> None:
             Communicator(timeout=timeout)
 
 
-def empty_mistakes() -> None:
+@on_ranks(2)
+def test_too_little_memory_says_how_much() -> None:
     with Communicator(timeout=20) as communicator:
         with pytest.raises(TypeError, match="dtype is <class 'numpy.float32'>, wanted a torch.dtype"):
             communicator.empty(3, np.float32)  # type: ignore[arg-type]
@@ -160,11 +159,8 @@ def empty_mistakes() -> None:
         communicator.barrier()
 
 
-def test_too_little_memory_says_how_much(two_ranks: RankPool) -> None:
-    two_ranks.run(empty_mistakes)
-
-
-def use_after_close() -> None:
+@on_ranks(2)
+def test_use_after_close() -> None:
     from pycomm import CommError
 
     communicator = Communicator(timeout=20)
@@ -173,7 +169,3 @@ def use_after_close() -> None:
     communicator.close()
     with pytest.raises(CommError, match="this communicator is closed"):
         communicator.barrier()
-
-
-def test_use_after_close(two_ranks: RankPool) -> None:
-    two_ranks.run(use_after_close)

@@ -25,6 +25,7 @@ from pycomm import CommError, Communicator, schedule
 from pycomm.execute.programs import AlgorithmSelector
 from pycomm.schedule import COPY, REDUCE, Round, ScheduleError, verify
 from pycomm.schedule.program import program_of
+from tests.on_ranks import on_ranks
 from tests.ranks import PerRank, RankPool
 from tests.transport.threads import ThreadsTransport, run_threads
 
@@ -255,16 +256,13 @@ def test_a_mistake_on_one_rank_is_an_error_on_all(two_ranks: RankPool, transport
     assert re.search("ValueError: .*rank 1 (could not take part|called)", innocent), innocent
 
 
-def strange_programs(num_ranks: int, rank: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "rank"), [(2, 0), (5, 1), (5, 4)])
+@on_ranks(2, fresh=True)
+def test_a_program_of_another_group_or_rank(num_ranks: int, rank: int) -> None:
     with Communicator(timeout=5, transport="shared_memory") as communicator:
         with pytest.raises(ValueError):  # noqa: PT011
             communicator.channel.run_program(program_of(schedule.by_name("ring", num_ranks), rank), torch.ones(9))
         require_works(communicator, "ring")
-
-
-@pytest.mark.parametrize(("num_ranks", "rank"), [(2, 0), (5, 1), (5, 4)])
-def test_a_program_of_another_group_or_rank(new_ranks: RankPools, num_ranks: int, rank: int) -> None:
-    new_ranks(2).run(strange_programs, num_ranks, rank)
 
 
 def test_rounds_that_can_be_had_only_once() -> None:
@@ -273,7 +271,8 @@ def test_rounds_that_can_be_had_only_once() -> None:
         assert len(program.sends) == 1
 
 
-def too_large() -> None:
+@on_ranks(2)
+def test_too_large_and_too_late() -> None:
     """Rank 1 has an array for which the arena has no room, though it fills no memory."""
     with Communicator(timeout=10, transport="shared_memory") as communicator:
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, which Python < 3.11 has not
@@ -284,10 +283,6 @@ def too_large() -> None:
         require_works(communicator, "ring")
     with pytest.raises(CommError, match="^all_reduce: this communicator is closed"):
         communicator.all_reduce(x, algorithm="ring")
-
-
-def test_too_large_and_too_late(two_ranks: RankPool) -> None:
-    two_ranks.run(too_large)
 
 
 def until_it_fails(how: str) -> str:
