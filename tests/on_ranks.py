@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
+from tests.ranks import RankPool
+
 Body = Callable[..., None]
+Pools = Callable[[int], RankPool]
 
 
 def on_ranks(*sizes: int, timeout: float = 60.0, fresh: bool = False) -> Callable[[Body], Body]:

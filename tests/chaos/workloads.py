@@ -14,7 +14,7 @@ import torch
 import pycomm
 from pycomm.worker import Work
 from tests.chaos.faults import Fault
-from tests.reducer.models import over_torch
+from tests.reducer.attaching import over_torch
 
 
 class WrongResultError(Exception):

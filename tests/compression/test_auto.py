@@ -17,7 +17,7 @@ from pycomm.compression.pricing import Costs, Line, MeasuredLink, Operation, reh
 from pycomm.schedule.network import Link, Network, load
 from tests.compression.machines import gradients_of
 from tests.ranks import RankPool
-from tests.reducer.models import attached, own_state
+from tests.reducer.attaching import attached, own_state
 
 Pools = Callable[[int], RankPool]
 

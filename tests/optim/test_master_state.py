@@ -61,12 +61,18 @@ def test_resume_bit_for_bit(name: str, dtype: torch.dtype, model_first: bool) ->
     assert_equal(second_handle.parameters(), snapshot(handle.parameters()))
 
 
+def trained_and_new(name: str, dtype: torch.dtype) -> Any:
+    """Two mixed models, their optimizers with masters, and the handles; the first has been trained for four steps."""
+    models = mixed_model(dtype), mixed_model(dtype)
+    optimizers = [ALL[name](model.parameters()) for model in models]
+    handles = [pycomm.master_weights(optimizer) for optimizer in optimizers]
+    step_on(optimizers[0], list(models[0].parameters()), range(4), dtype)
+    return models, optimizers, handles
+
+
 @pytest.mark.parametrize("name", ["AdamW", "Adadelta"])
 def test_mixed_models(name: str) -> None:
-    model, other = mixed_model(torch.float16), mixed_model(torch.float16)
-    optimizers = [ALL[name](m.parameters()) for m in (model, other)]
-    handles = [pycomm.master_weights(optimizer) for optimizer in optimizers]
-    step_on(optimizers[0], list(model.parameters()), range(4), torch.float16)
+    (model, other), optimizers, handles = trained_and_new(name, torch.float16)
     state = saved(optimizers[0].state_dict())
     assert ["master_weight" in state["state"][i] for i in range(6)] == [True, True, False, False, True, True]
     other.load_state_dict(model.state_dict())
@@ -140,10 +146,7 @@ def test_checkpoint_from_before_master_weights() -> None:
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop"])
 def test_torch_distributed_checkpoint(name: str) -> None:
     """Which names entries by the model's names, and first takes a step that must change nothing."""
-    model, other = mixed_model(torch.bfloat16), mixed_model(torch.bfloat16)
-    optimizers = [ALL[name](m.parameters()) for m in (model, other)]
-    handles = [pycomm.master_weights(optimizer) for optimizer in optimizers]
-    step_on(optimizers[0], list(model.parameters()), range(4), torch.bfloat16)
+    (model, other), optimizers, handles = trained_and_new(name, torch.bfloat16)
     before = snapshot(handles[0].parameters())
     state = saved(get_optimizer_state_dict(model, optimizers[0]))
     assert "master_weight" in state["state"]["0.weight"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import nn
 import pycomm
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
-from tests.reducer.models import assert_replicas_equal, attached, rank_and_size
+from tests.reducer.attaching import assert_replicas_equal, attached, rank_and_size, warnings_noted
 
 METHODS = {
     "dense": None,
@@ -68,7 +67,8 @@ def test_masters_stay_equal_on_all_ranks(two_ranks: RankPool, method: str, dtype
     two_ranks.run(train_with_masters, METHODS[method], dtype, generic)
 
 
-def masters_of_rank_0() -> list[bool]:
+@on_ranks(2)
+def test_attach_copies_masters() -> None:
     """Masters hold more than the model's parameters: attach copies both."""
     rank, _ = rank_and_size()
     p = nn.Parameter(torch.full((5,), 1.0, dtype=torch.float16))
@@ -78,11 +78,8 @@ def masters_of_rank_0() -> list[bool]:
         masters.parameters()[0].fill_(1.0 + (rank + 1) * 2.0**-14)  # rounds to 1 in float16
     with attached(optimizer, [("p", p)]):
         pass
-    return [bool((masters.parameters()[0] == 1.0 + 2.0**-14).all()), bool((p == 1.0).all())]
-
-
-def test_attach_copies_masters(two_ranks: RankPool) -> None:
-    assert two_ranks.run(masters_of_rank_0) == [[True, True]] * 2
+    assert (masters.parameters()[0] == 1.0 + 2.0**-14).all()
+    assert (p == 1.0).all()
 
 
 def final_loss(dtype: torch.dtype, scaled: bool) -> tuple[float, float]:
@@ -129,10 +126,8 @@ def warnings_of_attach(dtype: torch.dtype, with_masters: bool) -> list[str]:
         pycomm.master_weights(optimizer)
     found = []
     for _ in range(2):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            with attached(optimizer, model):
-                found += [str(w.message) for w in caught]
+        with warnings_noted(found), attached(optimizer, model):
+            pass
     return found
 
 

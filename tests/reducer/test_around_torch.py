@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import pycomm
 from tests.on_ranks import on_ranks
-from tests.ranks import RankPool
-from tests.reducer.models import (
-    assert_replicas_equal,
-    attached,
-    average_gradients,
-    close,
-    explode,
-    loss_of,
-    losses_at,
-    make_model,
-    own_state,
-)
-
-Pools = Callable[[int], RankPool]
-
-
-def sgd(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-
+from tests.reducer.attaching import assert_replicas_equal, attached, own_state
+from tests.reducer.models import average_gradients, close, explode, loss_of, losses_at, make_model, sgd
 
 # torch.compile
 
@@ -88,22 +69,18 @@ def test_an_exception_that_no_forward_notices() -> None:
             model.zero_grad()
 
 
-def compiled_autograd(fullgraph: bool) -> str:
+@pytest.mark.parametrize("fullgraph", [False, True])
+@on_ranks(2, timeout=110, fresh=True)
+def test_compiled_autograd_is_refused(fullgraph: bool) -> None:
     from torch._dynamo import compiled_autograd as ca
 
     model = make_model()
     reducer = pycomm.attach(sgd(model), model, timeout=30)
     with ca._enable(torch.compile(backend="eager", fullgraph=fullgraph)):
-        with pytest.raises(RuntimeError, match="compiled autograd does not call pycomm's hooks") as raised:
+        says = r"compiled autograd does not call pycomm's hooks as backward\(\) goes: leave it off"
+        with pytest.raises(RuntimeError, match=says):
             loss_of(model, dist.get_rank(), 0).backward()
     reducer.detach()
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("fullgraph", [False, True])
-def test_compiled_autograd_is_refused(new_ranks: Pools, fullgraph: bool) -> None:
-    for says in new_ranks(2).run(compiled_autograd, fullgraph, timeout=110):
-        assert "compiled autograd does not call pycomm's hooks as backward() goes: leave it off" in says
 
 
 # Default dtypes

@@ -6,7 +6,6 @@ import copy
 import io
 import itertools
 import pickle
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,21 +16,8 @@ from torch import nn
 
 import pycomm
 from tests.on_ranks import on_ranks
-from tests.ranks import RankPool
-from tests.reducer.models import (
-    assert_replicas_equal,
-    attached,
-    average_gradients,
-    batch_of,
-    close,
-    loss_of,
-    losses_at,
-    make_model,
-    over_torch,
-    rank_and_size,
-)
-
-Pools = Callable[[int], RankPool]
+from tests.reducer.attaching import assert_replicas_equal, attached, over_torch, rank_and_size
+from tests.reducer.models import average_gradients, batch_of, close, loss_of, losses_at, make_model
 
 
 def train(options: dict[str, Any], steps: int = 4, set_to_none: bool = True) -> None:
@@ -64,15 +50,11 @@ def test_gradients_are_averages(set_to_none: bool) -> None:
 @pytest.mark.parametrize("compression", [None, pycomm.FP16()])
 @on_ranks(3)
 def test_by_a_schedule(algorithm: str, compression: Any) -> None:
-    """Of three ranks: sums in another order. float16 is within its precision of the mean."""
-    train_loosely({"algorithm": algorithm, "compression": compression, "bucket_mb": 0.005})
-
-
-def train_loosely(options: dict[str, Any]) -> None:
+    """Three ranks sum in another order; float16 is within its precision of the mean."""
     rank, _ = rank_and_size()
     model, reference = make_model(seed=0, dtype=torch.float32), make_model(seed=0, dtype=torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with attached(optimizer, model, **options):
+    with attached(optimizer, model, algorithm=algorithm, compression=compression, bucket_mb=0.005):
         for step in range(2):
             optimizer.zero_grad()
             loss_of(model, rank, step).backward()
@@ -124,7 +106,8 @@ class Branches(nn.Module):
         return self.sometimes(x) if take else x
 
 
-def unused() -> None:
+@on_ranks(2, 3)
+def test_unused_parameters() -> None:
     rank, size = rank_and_size()
     torch.manual_seed(0)
     model = Branches()
@@ -146,11 +129,6 @@ def unused() -> None:
             optimizer.step()
         assert reducer.stats()["steps"] == 4
         assert_replicas_equal(model)
-
-
-def test_unused_parameters(rank_pools: Pools) -> None:
-    rank_pools(2).run(unused)
-    rank_pools(3).run(unused)
 
 
 @pytest.mark.parametrize("module_known", [True, False])

@@ -13,7 +13,8 @@ from torch import nn
 import pycomm
 from tests.kernels.gpus import requires_cuda
 from tests.ranks import RankPool
-from tests.reducer.models import attached, average_gradients, close, make_model, own_state
+from tests.reducer.attaching import attached, own_state
+from tests.reducer.models import average_gradients, close, make_model
 from tests.transport.test_nccl_on_gpu import requires_nccl, requires_shared_gpu, sharing
 
 __all__ = ["sharing"]

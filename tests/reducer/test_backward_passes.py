@@ -10,17 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.on_ranks import on_ranks
-from tests.reducer.models import (
-    assert_replicas_equal,
-    attached,
-    average_gradients,
-    batch_of,
-    close,
-    loss_of,
-    losses_at,
-    make_model,
-    rank_and_size,
-)
+from tests.reducer.attaching import assert_replicas_equal, attached, rank_and_size
+from tests.reducer.models import average_gradients, batch_of, close, loss_of, losses_at, make_model
 
 
 class Tied(nn.Module):

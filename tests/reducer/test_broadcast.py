@@ -9,7 +9,7 @@ from torch import nn
 
 import pycomm
 from tests.on_ranks import on_ranks
-from tests.reducer.models import assert_replicas_equal
+from tests.reducer.attaching import assert_replicas_equal
 
 
 @on_ranks(2)

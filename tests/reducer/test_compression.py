@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,8 @@ import pycomm
 from pycomm.fingerprint import FINGERPRINT_PLACES
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
-from tests.reducer.models import assert_replicas_equal, attached, close, loss_of, make_model, own_state
-
-Pools = Callable[[int], RankPool]
+from tests.reducer.attaching import assert_replicas_equal, attached, own_state
+from tests.reducer.models import close, loss_of, make_model
 
 
 def plain_topk(x: torch.Tensor, k: int) -> torch.Tensor:
@@ -102,7 +100,10 @@ METHODS: dict[str, Any] = {
 }
 
 
-def replicas_stay_equal(method: str, dtype: torch.dtype) -> float:
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@on_ranks(3)
+def test_training_with_every_method_and_type(method: str, dtype: torch.dtype) -> None:
     rank = dist.get_rank()
     model = make_model(dtype=dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
@@ -116,14 +117,6 @@ def replicas_stay_equal(method: str, dtype: torch.dtype) -> float:
             losses.append(loss.item())
         assert_replicas_equal(model)
     assert losses[-1] < 0.9 * losses[0]
-    return losses[-1]
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@on_ranks(3)
-def test_training_with_every_method_and_type(method: str, dtype: torch.dtype) -> None:
-    replicas_stay_equal(method, dtype)
 
 
 @pytest.mark.parametrize("method", ["fp16", "bf16"])

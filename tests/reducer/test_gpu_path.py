@@ -19,7 +19,8 @@ import pycomm
 from pycomm.channel import Channel
 from pycomm.communicator import Communicator
 from tests.on_ranks import on_ranks
-from tests.reducer.models import attached, loss_of, make_model, own_state
+from tests.reducer.attaching import attached, own_state
+from tests.reducer.models import loss_of, make_model
 
 STREAM = 7
 

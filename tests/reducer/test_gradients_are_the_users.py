@@ -13,23 +13,10 @@ from torch import nn
 
 import pycomm
 from tests.on_ranks import on_ranks
-from tests.ranks import RankPool
-from tests.reducer.models import (
-    assert_replicas_equal,
-    attached,
-    average_gradients,
-    close,
-    loss_of,
-    losses_at,
-    make_model,
-    own_state,
-)
+from tests.reducer.attaching import assert_replicas_equal, attached, own_state
+from tests.reducer.models import average_gradients, close, loss_of, losses_at, make_model, sgd
 
 METHODS = {"dense": None, "topk": pycomm.TopK(1.0), "fp16": pycomm.FP16()}
-
-
-def sgd(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def repoint(model: nn.Module, how: str) -> None:
@@ -148,10 +135,11 @@ def test_a_gradient_that_is_kept_stays(kept_as: str, method: str) -> None:
 
 
 @pytest.mark.parametrize("kept_as", ["itself", "a view"])
-def test_one_that_is_kept_among_others_and_in_windows(two_ranks: RankPool, kept_as: str) -> None:
-    two_ranks.run(keep, kept_as, "dense", 2, 1)
-    two_ranks.run(keep, kept_as, "topk", 0, 1)
-    two_ranks.run(keep, kept_as, "dense", -1, 3)
+@on_ranks(2)
+def test_one_that_is_kept_among_others_and_in_windows(kept_as: str) -> None:
+    keep(kept_as, "dense", 2, 1)
+    keep(kept_as, "topk", 0, 1)
+    keep(kept_as, "dense", -1, 3)
 
 
 @on_ranks(2)

@@ -8,25 +8,17 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 
 import pycomm
-from tests.on_ranks import on_ranks
+from tests.on_ranks import Pools, on_ranks
 from tests.ranks import RankPool
-from tests.reducer.models import attached, average_gradients, close, explode, loss_of, losses_at, make_model, over_torch
-
-Pools = Callable[[int], RankPool]
-
-
-def sgd(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
+from tests.reducer.attaching import attached, over_torch
+from tests.reducer.models import average_gradients, close, explode, loss_of, losses_at, make_model, sgd
 
 
 def num_descriptors() -> int:

@@ -15,13 +15,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from tests.on_ranks import on_ranks
+from tests.on_ranks import Pools, on_ranks
 from tests.ranks import PerRank, RankPool
-from tests.reducer.models import attached, close, explode, loss_of, make_model
-
-
-def sgd(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
+from tests.reducer.attaching import attached
+from tests.reducer.models import close, explode, loss_of, make_model, sgd
 
 
 def make(kind: str) -> tuple[nn.Module, dict[str, Any]]:
@@ -150,7 +147,9 @@ def test_without_a_process_group() -> None:
         pycomm.attach(sgd(model), model)
 
 
-def backward_twice(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"compression": pycomm.TopK(0.5)}, {"average": False}], ids=["topk", "sum"])
+@on_ranks(2)
+def test_backward_twice_where_that_means_nothing(options: dict[str, Any]) -> None:
     model = make_model()
     optimizer = sgd(model)
     with attached(optimizer, model, **options):
@@ -159,12 +158,6 @@ def backward_twice(options: dict[str, Any]) -> None:
             loss_of(model, dist.get_rank(), 0).backward()
         with pytest.raises(RuntimeError, match=r"backward\(\) ran again on the averaged gradient of '4.*accumulate=n"):
             loss_of(model, dist.get_rank(), 1).backward()
-
-
-@pytest.mark.parametrize("kind", ["topk", "sum"])
-@on_ranks(2)
-def test_backward_twice_where_that_means_nothing(kind: str) -> None:
-    backward_twice({"compression": pycomm.TopK(0.5)} if kind == "topk" else {"average": False})
 
 
 @on_ranks(2)
@@ -249,7 +242,7 @@ def die_in_backward(compression: Any) -> str:
 
 
 @pytest.mark.parametrize("compression", [None, pycomm.TopK(0.01)])
-def test_a_rank_that_dies_in_backward(new_ranks: Callable[[int], RankPool], compression: Any) -> None:
+def test_a_rank_that_dies_in_backward(new_ranks: Pools, compression: Any) -> None:
     started = time.monotonic()
     outcomes = new_ranks(2).outcomes(die_in_backward, compression)
     assert time.monotonic() - started < 30

@@ -15,13 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm.reducer.wrappers import wrapper_of
 from tests.on_ranks import on_ranks
-from tests.reducer.models import attached, average_gradients, close, loss_of, losses_at, make_model
+from tests.reducer.attaching import attached
+from tests.reducer.models import average_gradients, close, loss_of, losses_at, make_model, sgd
 
 SAYS = "belongs to a DistributedDataParallel.*which averages gradients itself.*[Tt]rain the module without"
-
-
-def sgd(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 class Outer(nn.Module):

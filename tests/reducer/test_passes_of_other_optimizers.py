@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,20 +12,8 @@ from torch import nn
 import pycomm
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
-from tests.reducer.models import (
-    assert_replicas_equal,
-    attached,
-    close,
-    loss_of,
-    make_model,
-    over_torch,
-)
-
-Pools = Callable[[int], RankPool]
-
-
-def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=lr)
+from tests.reducer.attaching import assert_replicas_equal, attached, over_torch
+from tests.reducer.models import close, loss_of, make_model, sgd
 
 
 class Gan:
@@ -49,7 +36,10 @@ class Gan:
         self.red_g.detach()
 
 
-def gan(compression: Any, torch_transport: bool) -> None:
+@pytest.mark.parametrize("torch_transport", [False, True])
+@pytest.mark.parametrize("compression", [None, pycomm.TopK(1.0)], ids=repr)
+@on_ranks(2)
+def test_a_generators_pass_through_its_discriminator(compression: Any, torch_transport: bool) -> None:
     with over_torch(torch_transport):
         ours, quiet = Gan(compression), Gan(None)
     for step in range(5):
@@ -69,12 +59,6 @@ def gan(compression: Any, torch_transport: bool) -> None:
     assert_replicas_equal(nn.ModuleList([ours.d, ours.g]))
     ours.close()
     quiet.close()
-
-
-@pytest.mark.parametrize("torch_transport", [False, True])
-def test_a_generators_pass_through_its_discriminator(two_ranks: RankPool, torch_transport: bool) -> None:
-    two_ranks.run(gan, pycomm.TopK(1.0), torch_transport)
-    two_ranks.run(gan, None, torch_transport)
 
 
 def gan_without_paused(zeroes: bool) -> str:

@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import pycomm
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
-from tests.reducer.models import (
-    assert_replicas_equal,
-    attached,
-    average_gradients,
-    close,
-    loss_of,
-    losses_at,
-    make_model,
-    over_torch,
-    own_state,
-)
-
-Pools = Callable[[int], RankPool]
-
-
-def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=lr)
-
+from tests.reducer.attaching import assert_replicas_equal, attached, over_torch, own_state
+from tests.reducer.models import average_gradients, close, loss_of, losses_at, make_model, sgd
 
 # optimizer.step(closure)
 
@@ -90,7 +72,11 @@ def test_closures_in_windows_with_error_feedback() -> None:
 # paused()
 
 
-def saliency(compression: Any, set_to_none: bool, who: list[int]) -> None:
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("who", [[0], [0, 1]])
+@pytest.mark.parametrize("compression", [None, pycomm.TopK(1.0)], ids=repr)
+@on_ranks(2)
+def test_a_pass_inside_paused_is_local(compression: Any, set_to_none: bool, who: list[int]) -> None:
     """One rank, or each in its own time, looks at gradients of the weights between steps."""
     rank = dist.get_rank()
     model, plain = make_model(), make_model()
@@ -128,13 +114,6 @@ def saliency(compression: Any, set_to_none: bool, who: list[int]) -> None:
             for entry in own_state(reducer).values():
                 for tensor in entry.values():
                     assert tensor.abs().max() < 1e-12  # of density 1 nothing is left
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("who", [[0], [0, 1]])
-def test_a_pass_inside_paused_is_local(two_ranks: RankPool, set_to_none: bool, who: list[int]) -> None:
-    two_ranks.run(saliency, None, set_to_none, who)
-    two_ranks.run(saliency, pycomm.TopK(1.0), set_to_none, who)
 
 
 @pytest.mark.parametrize("named", [True, False])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,23 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from tests.on_ranks import on_ranks
+from tests.on_ranks import Pools, on_ranks
 from tests.ranks import RankPool
-from tests.reducer.models import (
-    assert_replicas_equal,
-    attached,
-    average_gradients,
-    close,
-    loss_of,
-    losses_at,
-    make_model,
-)
-
-Pools = Callable[[int], RankPool]
-
-
-def sgd(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
+from tests.reducer.attaching import assert_replicas_equal, attached, warnings_noted
+from tests.reducer.models import Normed, average_gradients, close, loss_of, losses_at, make_model, sgd
 
 
 def drift(where: str, at: int, options: dict[str, Any], compression: Any) -> tuple[int, str]:
@@ -117,10 +103,8 @@ def other_processors(factor: float) -> list[str]:
         with attached(optimizer, model, check_replicas=2):
             for step in range(9):
                 optimizer.zero_grad()
-                with warnings.catch_warnings(record=True) as caught:
-                    warnings.simplefilter("always")
+                with warnings_noted(said):
                     loss_of(model, rank, step).backward()
-                said += [str(w.message) for w in caught]
                 optimizer.step()
                 if rank == 1:
                     with torch.no_grad():
@@ -160,20 +144,17 @@ def test_no_false_alarm() -> None:
     reducer.detach()
 
 
-class Normed(nn.Module):
+class Flagged(Normed):
+    """With a buffer that has no mean."""
+
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.body, self.norm = nn.Linear(12, 5), nn.BatchNorm1d(5)
         self.register_buffer("flags", torch.tensor([True, False]))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.norm(self.body(x))
 
 
 def buffers(how: str) -> tuple[list[str], dict[str, list[float]], int]:
     rank = dist.get_rank()
-    model = Normed()
+    model = Flagged()
     optimizer = sgd(model)
     logged: list[str] = []
     handler = logging.Handler()
@@ -216,7 +197,7 @@ def test_buffers(two_ranks: RankPool) -> None:
 
 @on_ranks(2)
 def test_bad_buffers() -> None:
-    model = Normed()
+    model = Flagged()
     with pytest.raises(ValueError, match="buffers is 'sum', wanted one of local, broadcast, average"):
         pycomm.attach(sgd(model), model, buffers="sum")
     with pytest.raises(ValueError, match="buffers='average' wants the module itself"):
@@ -237,10 +218,8 @@ def part_of_the_model(how: str) -> list[str]:
         reducers.append(pycomm.attach(torch.optim.Adam(model[:4].parameters()), model, timeout=30))
     for step in range(3):
         model.zero_grad()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings_noted(said):
             loss_of(model, rank, step).backward()
-        said += [str(w.message) for w in caught]
         if how in ("all", "two attaches"):
             wanted = average_gradients(model, losses_at(step))
             for name, p in model.named_parameters():

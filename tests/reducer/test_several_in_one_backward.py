@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,20 +12,8 @@ from torch import nn
 
 import pycomm
 from tests.on_ranks import on_ranks
-from tests.ranks import RankPool
-from tests.reducer.models import (
-    average_gradients,
-    close,
-    loss_of,
-    make_model,
-    over_torch,
-)
-
-Pools = Callable[[int], RankPool]
-
-
-def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=lr)
+from tests.reducer.attaching import over_torch
+from tests.reducer.models import Normed, average_gradients, close, loss_of, make_model, sgd
 
 
 @pytest.mark.parametrize("uneven", [False, True])
@@ -57,18 +44,6 @@ def test_two_attaches_in_one_backward(torch_transport: bool, uneven: bool) -> No
             close(p.grad, wanted[name])
     for reducer in reducers:
         reducer.detach()
-
-
-class Normed(nn.Module):
-    """A matrix for one optimizer, vectors and statistics beside it for another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.norm = nn.Linear(12, 5), nn.BatchNorm1d(5)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.norm(self.body(x))
 
 
 @pytest.mark.parametrize("torch_transport", [False, True])

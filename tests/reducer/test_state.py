@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,11 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from tests.on_ranks import on_ranks
-from tests.ranks import RankPool
-from tests.reducer.models import attached, loss_of, make_model, own_state
-
-Pools = Callable[[int], RankPool]
+from tests.on_ranks import Pools, on_ranks
+from tests.reducer.attaching import attached, own_state
+from tests.reducer.models import loss_of, make_model
 
 
 def run_steps(reducer_options: dict[str, Any], steps: range, model: nn.Module, states: Any = None) -> dict[str, Any]:

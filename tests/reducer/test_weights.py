@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,11 +9,8 @@ import pytest
 import torch
 
 import pycomm
-from tests.on_ranks import on_ranks
-from tests.ranks import RankPool
-from tests.reducer.models import attached, rank_and_size
-
-Pools = Callable[[int], RankPool]
+from tests.on_ranks import Pools, on_ranks
+from tests.reducer.attaching import attached, rank_and_size
 
 
 def gradients_of(options: dict[str, Any], weights: list[list[float]], nan_at: tuple[int, int] = (-1, -1)) -> None:

@@ -148,7 +148,7 @@ class Group:
         return None if process.is_alive() else Outcome(error=ChildProcessError(), trace="died")
 
 
-class Pools:
+class PoolsBySize:
     """Processes by the size of their group, started when they are wanted. A context manager."""
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ class Pools:
             self._pools[size] = RankPool(size)
         return self._pools[size]
 
-    def __enter__(self) -> Pools:
+    def __enter__(self) -> PoolsBySize:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -177,7 +177,7 @@ def main() -> int:
     failures: list[Failure] = []
     start = said = time.monotonic()
     done = 0
-    with Pools() as pools:
+    with PoolsBySize() as pools:
         groups = [Group(pools.of, size, transport, arguments.timeout, arguments.patience) for size, transport in GROUPS]
         for number in numbers:
             size, transport = GROUPS[number % len(GROUPS)]

@@ -81,7 +81,8 @@ def _hold(communicator: Communicator, case: Case, rank: int, name: str, spec: Sp
 
 def _call_of(communicator: Communicator, plan: Plan, given: dict[str, Any]) -> Callable[[], Any]:
     """The call that ``plan`` describes; what it returns is waited for."""
-    method: Any = getattr(communicator, plan.operation)
+    owner: Any = communicator.channel if plan.operation == "all_gather_bytes" else communicator
+    method = getattr(owner, plan.operation)
     options: dict[str, Any] = dict(given)
     if plan.operation in ("all_reduce", "reduce_scatter"):
         options["op"] = plan.op

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,8 +10,7 @@ import torch
 
 from pycomm import Communicator
 from pycomm.kernels import arrays
-from tests.on_ranks import on_ranks
-from tests.ranks import RankPool
+from tests.on_ranks import Pools, on_ranks
 
 DTYPES = tuple(getattr(torch, name) for name in arrays.DTYPES)
 TRANSPORTS = ["shared_memory", "torch"]
@@ -94,9 +92,7 @@ def check_the_others(transport: str, dtype: torch.dtype, memory: str) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("memory", ["tensor", "empty"])
-def test_every_operation_type_and_size(
-    rank_pools: Callable[[int], RankPool], size: int, transport: str, memory: str
-) -> None:
+def test_every_operation_type_and_size(rank_pools: Pools, size: int, transport: str, memory: str) -> None:
     # One type of each width and kind where all combinations would only repeat themselves.
     dtypes = DTYPES if (size, transport) == (2, "shared_memory") else (torch.float32, torch.bfloat16, torch.int8)
     for dtype in dtypes:
@@ -117,7 +113,7 @@ def random_sums(seed: int, sizes: list[int], memory: str) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_same_inputs_same_bits_wherever_they_lie(rank_pools: Callable[[int], RankPool], size: int) -> None:
+def test_same_inputs_same_bits_wherever_they_lie(rank_pools: Pools, size: int) -> None:
     """Between ranks, between runs, and between the ways that arrays travel."""
     pool, sizes = rank_pools(size), [5, 4096, 16383, 100_003, 1_000_003, 5_000_000]
     results = [pool.run(random_sums, 7, sizes, memory) for memory in ("tensor", "empty", "empty", "tensor")]
@@ -135,7 +131,9 @@ def test_large_arrays() -> None:
             assert torch.equal(x, ramp * (size * (size + 1) // 2))
 
 
-def random_program(seed: int) -> None:
+@pytest.mark.parametrize("seed", [0, 1])
+@on_ranks(2, 3, 5)
+def test_random_programs(seed: int) -> None:
     """A long random sequence, so that slots, mailboxes and staging are reused in every order."""
     shared = torch.Generator().manual_seed(seed)
     with Communicator(timeout=30) as communicator:
@@ -157,12 +155,6 @@ def random_program(seed: int) -> None:
                 out = place(communicator, torch.zeros(size * n), memory)
                 communicator.all_gather(out, x)
                 assert torch.equal(out, torch.cat(parts))
-
-
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_random_programs(rank_pools: Callable[[int], RankPool], size: int) -> None:
-    for seed in range(2):
-        rank_pools(size).run(random_program, seed)
 
 
 @on_ranks(2)
@@ -211,7 +203,8 @@ def test_numpy_dlpack_and_types_that_only_move() -> None:
             assert flags.item()
 
 
-def subgroups() -> list[float]:
+@on_ranks(4)
+def test_subgroups() -> None:
     import torch.distributed as dist
 
     rank = dist.get_rank()
@@ -222,11 +215,7 @@ def subgroups() -> list[float]:
         communicator.all_reduce(x)
     with pytest.raises(ValueError, match="not a member"):
         Communicator(groups[1 - rank % 2])
-    return x.tolist()
-
-
-def test_subgroups(rank_pools: Callable[[int], RankPool]) -> None:
-    assert rank_pools(4).run(subgroups) == [[2.0], [4.0], [2.0], [4.0]]
+    assert x.tolist() == [[2.0, 4.0][rank % 2]]
 
 
 @on_ranks(2)

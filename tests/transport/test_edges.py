@@ -22,10 +22,9 @@ import torch
 from pycomm import CommError, Communicator, kernels
 from pycomm.transport import choice
 from pycomm.worker import Worker
-from tests.on_ranks import on_ranks
+from tests.on_ranks import Pools, on_ranks
 from tests.ranks import RankPool
 
-NewRanks = Callable[[int], RankPool]
 TRANSPORTS = ["shared_memory", "torch"]
 
 
@@ -66,7 +65,7 @@ def close_in_a_handler(how: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["sync", "async", "collective"])
-def test_a_signal_handler_may_close(new_ranks: NewRanks, how: str) -> None:
+def test_a_signal_handler_may_close(new_ranks: Pools, how: str) -> None:
     assert new_ranks(2).run(close_in_a_handler, how) == ["called", "0"]
 
 
@@ -234,7 +233,7 @@ def dump_core(directory: str) -> str:
     return str(caught.value)
 
 
-def test_a_crash_is_noticed(new_ranks: NewRanks, tmp_path: Path) -> None:
+def test_a_crash_is_noticed(new_ranks: Pools, tmp_path: Path) -> None:
     outcomes = new_ranks(2).outcomes(dump_core, str(tmp_path), timeout=120)
     for core in tmp_path.iterdir():
         core.unlink()
@@ -282,7 +281,7 @@ def seals_and_descriptors() -> tuple[int, int]:
 
 
 @pytest.mark.skipif("libasan" in Path("/proc/self/maps").read_text(), reason="AddressSanitizer maps all there is")
-def test_a_mapping_that_fails_leaks_nothing(new_ranks: NewRanks) -> None:
+def test_a_mapping_that_fails_leaks_nothing(new_ranks: Pools) -> None:
     for before, after in new_ranks(2).run(seals_and_descriptors):
         assert after == before
 

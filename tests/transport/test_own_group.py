@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,8 +15,6 @@ from pycomm import Communicator
 from pycomm.transport import own_group as module
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
-
-Pools = Callable[[int], RankPool]
 
 
 @on_ranks(3)

@@ -11,7 +11,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise, permutations
 from types import SimpleNamespace
@@ -25,11 +25,10 @@ from pycomm import CommError, Communicator, schedule
 from pycomm.execute.programs import AlgorithmSelector
 from pycomm.schedule import COPY, REDUCE, Round, ScheduleError, verify
 from pycomm.schedule.program import program_of
-from tests.on_ranks import on_ranks
+from tests.on_ranks import Pools, on_ranks
 from tests.ranks import PerRank, RankPool
 from tests.transport.threads import ThreadsTransport, run_threads
 
-RankPools = Callable[[int], RankPool]
 Edge = tuple[int, int, int, int, int]  # src, dst, first chunk, count, op
 Rounds = list[list[Edge]]
 Listed = tuple[int, int, Rounds]  # ranks, chunks and rounds
@@ -157,7 +156,7 @@ def run_tables(cases: list[tuple[bool, Listed]], transport: str, memory: str) ->
 
 @pytest.mark.parametrize("memory", ["empty", "ordinary", "mixed", "torch"])
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
-def test_random_tables(rank_pools: RankPools, size: int, memory: str) -> None:
+def test_random_tables(rank_pools: Pools, size: int, memory: str) -> None:
     transport = "torch" if memory == "torch" else "shared_memory"
     rank_pools(size).run(run_tables, tables(size, size, 12), transport, memory)
 
@@ -303,7 +302,7 @@ def until_it_fails(how: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["killed", "interrupted", "closed"])
-def test_a_rank_that_leaves_in_the_middle(new_ranks: RankPools, how: str) -> None:
+def test_a_rank_that_leaves_in_the_middle(new_ranks: Pools, how: str) -> None:
     outcomes = new_ranks(3).outcomes(until_it_fails, how, timeout=40)
     said = {"killed": "rank 1 died", "interrupted": "rank 1: (interrupted|it closed)", "closed": "rank 1: .*clos"}
     for rank in (0, 2):
@@ -335,7 +334,7 @@ def stopped(table: Listed) -> str:
 
 
 @pytest.mark.parametrize("rounds", [[(0, 1)], [(1, 2), (0, 1)]])
-def test_a_rank_that_hangs(rank_pools: RankPools, rounds: list[tuple[int, int]]) -> None:
+def test_a_rank_that_hangs(rank_pools: Pools, rounds: list[tuple[int, int]]) -> None:
     last = len(rounds)
     texts = rank_pools(last + 1).run(stopped, (last + 1, 1, [[(*edge, 0, 1, COPY)] for edge in rounds]))
     assert f"timed out waiting for rank {last}, whose process is stopped," in texts[last - 1]

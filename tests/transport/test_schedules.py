@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from pycomm import Communicator, schedule
 from pycomm.schedule.program import Program, program_of
-from tests.ranks import RankPool
+from tests.on_ranks import Pools
 from tests.transport.test_collectives import DTYPES, contribution
 from tests.transport.threads import ThreadsTransport, run_threads
 
@@ -130,7 +130,7 @@ def on_processes(size: int, transport: str, memory: str, dtypes: tuple[torch.dty
 @pytest.mark.parametrize(
     ("transport", "memory"), [("shared_memory", "empty"), ("shared_memory", "tensor"), ("torch", "tensor")]
 )
-def test_processes(rank_pools: Callable[[int], RankPool], size: int, transport: str, memory: str) -> None:
+def test_processes(rank_pools: Pools, size: int, transport: str, memory: str) -> None:
     # Bytes are bytes, and what adds them is the same for any number of ranks.
     dtypes = DTYPES if size in (2, 3) else SOME
     by_rank = rank_pools(max(RANKS)).run(on_processes, size, transport, memory, dtypes, timeout=280)
