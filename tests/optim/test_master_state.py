@@ -107,14 +107,20 @@ def test_loads_that_fail(name: str) -> None:
     step_on(optimizer, params, range(3), torch.float16)
     good = saved(optimizer.state_dict())
     before, masters = snapshot(params), snapshot(handle.masters())
-    without, fewer, shapes = saved(good), saved(good), saved(good)
+    without, fewer, shapes, number = (saved(good) for _ in range(4))
     del without["state"][1]["master_weight"]
     fewer["param_groups"][0]["params"] = fewer["param_groups"][0]["params"][:-1]
     shapes["state"][0]["master_weight"] = torch.ones(1)
+    number["state"][0]["master_weight"] = 1.0
     for state, message in (
         (without, "the state of parameter 1 has no 'master_weight': it was saved without master_weights"),
         (fewer, "doesn't match the size of optimizer's group"),
         ({**good, "param_groups": good["param_groups"] * 2}, "a different number of parameter groups"),
+        ({"param_groups": good["param_groups"]}, "state_dict is not of an optimizer: it has no 'state'"),
+        ({"state": good["state"]}, "state_dict is not of an optimizer: .* and 'param_groups'"),
+        ({}, "state_dict is not of an optimizer"),
+        (None, "state_dict is not of an optimizer"),
+        (number, "the master weight of parameter 0 is a float"),
         (shapes, r"the master weight of parameter 0 has shape \[1\], wanted \[17, 9\]"),
     ):
         with pytest.raises(ValueError, match=message):

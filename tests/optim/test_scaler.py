@@ -332,3 +332,24 @@ class TestAlone:
             ValueError, match="gradients in float16 would underflow without the scale: see pycomm.master"
         ):
             scaler.unscale_(torch.optim.SGD([p], lr=1.0))
+
+
+BAD_NUMBERS: list[Any] = ["2", None, True, [2.0], float("nan"), float("inf"), -1]
+
+
+@pytest.mark.parametrize("key", ["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"])
+def test_states_that_are_none(key: str) -> None:
+    """An error that names the key, and nothing is changed."""
+    scaler = pycomm.LossScaler(32.0, growth_interval=7)
+    before = scaler.state_dict()
+    other = pycomm.LossScaler(8.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=3).state_dict()
+    without = {name: value for name, value in other.items() if name != key}
+    with pytest.raises(ValueError, match=f"the state has no {key!r}"):
+        scaler.load_state_dict(without)
+    for value in [*BAD_NUMBERS, *([] if key == "_growth_tracker" else [0, 0.0])]:
+        with pytest.raises(ValueError, match=f"the state's {key!r} is .*, wanted a positive number"):
+            scaler.load_state_dict({**other, key: value})
+    for state in ([other], None, "state", 3):
+        with pytest.raises(ValueError, match=f"the state is a {type(state).__name__}, wanted what"):
+            scaler.load_state_dict(state)  # type: ignore[arg-type]
+    assert scaler.state_dict() == before

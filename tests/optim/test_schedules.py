@@ -286,6 +286,43 @@ def test_state_of_another_schedule(other: Callable[[torch.optim.Optimizer], Any]
     assert scheduler.state_dict() == before
 
 
+@pytest.mark.parametrize("key", ["schedule", "base_lrs", "_last_lr", "last_epoch"])
+def test_states_that_are_none(key: str) -> None:
+    """An error that names what is missing or wrong, and nothing is changed."""
+    optimizer = sgd()
+    scheduler = WarmupLR(optimizer, 2, CosineDecay(9))
+    take_step(optimizer, scheduler)
+    before = scheduler.state_dict()
+    other = WarmupLR(sgd(), 2, CosineDecay(9)).state_dict()
+    with pytest.raises(ValueError, match=f"state_dict is not of a WarmupLR, .*: it has no '{key}'"):
+        scheduler.load_state_dict({name: value for name, value in other.items() if name != key})
+    wrong: list[Any] = [None, "x", {"a": 1}, ["x"], 1.5]
+    for value in wrong if key == "last_epoch" else [*wrong, 3]:
+        with pytest.raises(ValueError, match="state_dict"):
+            scheduler.load_state_dict({**other, key: value})
+    for state in (None, [other], "state", {}):
+        with pytest.raises(ValueError, match="state_dict is not of a WarmupLR"):
+            scheduler.load_state_dict(state)  # type: ignore[arg-type]
+    assert scheduler.state_dict() == before
+
+
+@pytest.mark.parametrize("key", ["steps", "growth"])
+def test_states_of_growth_that_are_none(key: str) -> None:
+    growth = BatchSizeGrowth(8, [3, 6], 2)
+    grow(growth, 4)
+    before = growth.state_dict()
+    other = BatchSizeGrowth(8, [3, 6], 2).state_dict()
+    with pytest.raises(ValueError, match=f"state_dict is not of a BatchSizeGrowth, .*: it has no '{key}'"):
+        growth.load_state_dict({name: value for name, value in other.items() if name != key})
+    for value in (None, "x", [1], -1, 1.5, True):
+        with pytest.raises(ValueError, match=r"state_dict|steps is -1"):
+            growth.load_state_dict({**other, key: value})
+    for state in (None, [other], "state"):
+        with pytest.raises(ValueError, match="state_dict is not of a BatchSizeGrowth"):
+            growth.load_state_dict(state)  # type: ignore[arg-type]
+    assert growth.state_dict() == before
+
+
 def grow(growth: BatchSizeGrowth, steps: int) -> list[tuple[int, float]]:
     values = []
     for _ in range(steps):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from typing import Any
 
 import pytest
@@ -101,6 +102,46 @@ def test_states_that_do_not_fit() -> None:
         reducer.load_state_dict(of({**fewer, "other": mine["0.weight"]}), strict=False)
         bent = {**mine, "0.weight": {"residual": torch.zeros(3)}}
         loads(of(bent), r"state\['0.weight'\]\['residual'\] is \[3\], wanted shape \[40, 12\]")
+        reducer.load_state_dict(state)
+
+
+@on_ranks(2)
+def test_states_that_are_none() -> None:
+    """Contents of the wrong kind: an error that says where, and what was there before stays."""
+    rank = str(dist.get_rank())
+    model = make_model(dtype=torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attached(optimizer, model, compression=pycomm.TopK(0.1)) as reducer:
+        loss_of(model, dist.get_rank(), 0).backward()
+        optimizer.step()
+        state = reducer.state_dict()
+        mine = own_state(state)
+
+        def loads(broken: dict[str, Any], says: str) -> None:
+            for options in ({}, {"strict": False}):
+                with pytest.raises(ValueError, match=re.escape(says)):
+                    reducer.load_state_dict({**state, **broken}, **options)
+
+        def loads_entry(entry: Any, says: str) -> None:
+            loads({"ranks": {rank: {**mine, "0.weight": entry}}}, f"state['ranks']['{rank}']['0.weight']{says}")
+
+        for value in (0, -1, True, "2", 2.0, None):
+            loads({"world_size": value}, f"state['world_size'] is {value!r}, wanted an int of at least 1")
+        for value in (-1, False, "3", 1.5, None):
+            loads({"steps": value}, f"state['steps'] is {value!r}, wanted an int of at least 0")
+        for key in ("method", "world_size", "steps", "ranks", "format"):
+            with pytest.raises(ValueError, match=r"state is no Reducer.state_dict\(\)"):
+                reducer.load_state_dict({name: value for name, value in state.items() if name != key})
+        loads({"ranks": {rank: [mine]}}, "its 'ranks' are not numbered")
+        loads({"ranks": {rank: {**mine, 3: {}}}}, f"state['ranks']['{rank}'][3] is a dict, wanted tensors by key")
+        loads_entry(None, " is a NoneType, wanted tensors by key")
+        loads_entry(mine["0.weight"]["residual"], " is a Tensor, wanted tensors by key")
+        for tensor in (None, [0.0] * 480, torch.zeros(40, 12, device="meta"), torch.zeros(40, 12).to_sparse()):
+            loads_entry({"residual": tensor}, f"['residual'] is a {type(tensor).__name__}, wanted a dense tensor")
+        complex_one = {"residual": torch.zeros(40, 12, dtype=torch.complex64)}
+        loads({"ranks": {rank: {**mine, "0.weight": complex_one}}}, "has dtype torch.complex64, wanted torch.float32")
+        after = own_state(reducer)
+        assert all(torch.equal(after[name][key], entry[key]) for name, entry in mine.items() for key in entry)
         reducer.load_state_dict(state)
 
 

@@ -46,9 +46,13 @@ def probe(transport: str) -> str:
 
 
 def perform(seed: int, number: int, transport: str) -> Report:
-    """This rank's part of call ``number``."""
-    communicator = _communicators[transport]
-    case = draw(seed, number, communicator.size, transport)
+    """Do this rank's part of call ``number``."""
+    return perform_case(draw(seed, number, _communicators[transport].size, transport))
+
+
+def perform_case(case: Case) -> Report:
+    """Do this rank's part of ``case``."""
+    communicator = _communicators[case.transport]
     rank = communicator.rank
     plan = case.plans[rank]
     if plan.operation in ("empty", "job"):
@@ -56,8 +60,8 @@ def perform(seed: int, number: int, transport: str) -> Report:
     held = {name: _hold(communicator, case, rank, name, spec) for name, spec in plan.arrays.items()}
     before = {name: array.memory.copy() for name, array in held.items()}
     call = _call_of(communicator, plan, {name: array.given for name, array in held.items()})
-    if _sabotage[transport]:
-        call = _sabotaged(_sabotage[transport], communicator, held, call)
+    if _sabotage[case.transport]:
+        call = _sabotaged(_sabotage[case.transport], communicator, held, call)
     report, result = _timed(lambda: _around(communicator, case.around, call))
     _look_at_memory(case, rank, held, before, report)
     if plan.operation == "all_gather_bytes" and not report.error:

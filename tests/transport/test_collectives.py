@@ -203,6 +203,20 @@ def test_numpy_dlpack_and_types_that_only_move() -> None:
             assert flags.item()
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2, 3)
+def test_all_gather_of_types_that_gloo_lacks(transport: str) -> None:
+    """Gloo knows no uint32: bytes travel."""
+    with Communicator(timeout=30, transport=transport) as communicator:
+        mine = np.array([0, 2**31, 2**32 - 1, communicator.rank], np.uint32)
+        out = np.zeros(4 * communicator.size, np.uint32)
+        communicator.all_gather(out, mine)
+        assert out.tolist() == [x for rank in range(communicator.size) for x in (0, 2**31, 2**32 - 1, rank)]
+        tensor = torch.zeros(4 * communicator.size, dtype=torch.uint32)
+        communicator.all_gather(tensor, torch.from_numpy(mine))
+        assert tensor.tolist() == out.tolist()
+
+
 @on_ranks(4)
 def test_subgroups() -> None:
     import torch.distributed as dist

@@ -66,6 +66,16 @@ def test_ranks_that_disagree(two_ranks: RankPool, transport: str, first: str, se
         assert words in messages[0]
 
 
+class Raising:
+    """Says that it is in CPU memory, and does not hand that over."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+    def __dlpack__(self, **_: object) -> object:
+        raise ArithmeticError("not today")
+
+
 def one_is_wrong(transport: str, wrong: str) -> str:
     with Communicator(timeout=20, transport=transport) as communicator:
         bad: dict[str, Callable[[], Any]] = {
@@ -80,6 +90,11 @@ def one_is_wrong(transport: str, wrong: str) -> str:
             "gather size": lambda: communicator.all_gather(torch.ones(9), torch.ones(4)),
             "gather dtype": lambda: communicator.all_gather(torch.ones(8, dtype=torch.int32), torch.ones(4)),
             "src": lambda: communicator.broadcast(torch.ones(4), 2),
+            "no op": lambda: communicator.all_reduce(torch.ones(4), None),
+            "src of letters": lambda: communicator.broadcast(torch.ones(4), "a"),
+            "large src": lambda: communicator.broadcast(torch.ones(4), 2**31),
+            "text for bytes": lambda: communicator.channel.all_gather_bytes("text"),
+            "raising": lambda: communicator.all_reduce(Raising()),
         }
         with pytest.raises((TypeError, ValueError)) as caught:
             bad[wrong]() if communicator.rank == 1 else communicator.all_reduce(torch.ones(4))
@@ -105,6 +120,11 @@ def one_is_wrong(transport: str, wrong: str) -> str:
         ("gather size", "ValueError: out has 9 elements"),
         ("gather dtype", "out has"),
         ("src", "ValueError: src is 2, wanted 0 <= src < 2"),
+        ("no op", "TypeError: op is None, wanted"),
+        ("src of letters", "TypeError: src is 'a', wanted"),
+        ("large src", "ValueError: src is 2147483648, wanted 0 <= src < 2"),
+        ("text for bytes", "TypeError: mine is"),
+        ("raising", "TypeError: x is a Raising whose __dlpack__ fails: ArithmeticError: not today"),
     ],
 )
 def test_a_mistake_on_one_rank_is_an_error_on_all(two_ranks: RankPool, transport: str, wrong: str, says: str) -> None:

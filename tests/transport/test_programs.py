@@ -284,7 +284,8 @@ def test_too_large_and_too_late() -> None:
         communicator.all_reduce(x, algorithm="ring")
 
 
-def until_it_fails(how: str) -> str:
+def until_it_fails(how: str) -> tuple[str, int | None]:
+    """What was raised, and the peer that it names."""
     communicator = Communicator(timeout=30, transport="shared_memory")
     x = torch.ones(2_000_000) if communicator.rank % 2 else communicator.empty(2_000_000).fill_(1.0)
     communicator.all_reduce(x, algorithm="ring")
@@ -294,9 +295,9 @@ def until_it_fails(how: str) -> str:
     try:
         for _ in range(2000):
             communicator.all_reduce(x, "max", algorithm="ring")
-        return "nothing happened"
+        return "nothing happened", None
     except (CommError, KeyboardInterrupt) as error:
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}", getattr(error, "peer", None)
     finally:
         communicator.close()
 
@@ -306,8 +307,11 @@ def test_a_rank_that_leaves_in_the_middle(new_ranks: Pools, how: str) -> None:
     outcomes = new_ranks(3).outcomes(until_it_fails, how, timeout=40)
     said = {"killed": "rank 1 died", "interrupted": "rank 1: (interrupted|it closed)", "closed": "rank 1: .*clos"}
     for rank in (0, 2):
-        assert re.search(f"CommError: rank {rank}: all_reduce: .*({said[how]})", outcomes[rank].result), outcomes[rank]
-    assert how == "killed" or re.search("KeyboardInterrupt|closed", outcomes[1].result), outcomes[1]
+        says, peer = outcomes[rank].result
+        assert re.search(f"CommError: rank {rank}: all_reduce: .*({said[how]})", says), says
+        assert peer == 1 or f"rank {peer} gave up (rank {peer}: " in says, "it names whom it heard it from"
+    if how != "killed":
+        assert re.search("KeyboardInterrupt|closed", outcomes[1].result[0]), outcomes[1]
 
 
 def stopped(table: Listed) -> str:
