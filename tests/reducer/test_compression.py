@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +144,20 @@ def test_neither_overflow_nor_underflow_on_the_wire(method: str, magnitude: floa
         assert reducer.stats()["bytes_sent"] <= 2 * (3010 + FINGERPRINT_PLACES) + 4
 
 
+@contextlib.contextmanager
+def spoiled(param: torch.Tensor, value: float) -> Iterator[None]:
+    """Put ``value`` into one place of the gradients of ``param``."""
+
+    def spoil(grad: torch.Tensor) -> torch.Tensor:
+        grad = grad.clone()
+        grad.view(-1)[3] = value
+        return grad
+
+    handle = param.register_hook(spoil)
+    yield
+    handle.remove()
+
+
 @pytest.mark.parametrize("method", ["none", "fp16", "topk"])
 @pytest.mark.parametrize("bad_rank", [0, 1])
 @pytest.mark.parametrize(
@@ -160,26 +176,15 @@ def test_a_non_finite_gradient_anywhere_leaves_no_trace(
         with attached(optimizer, model, compression=METHODS[method], bucket_mb=0.001) as reducer:
             for step in range(4):
                 optimizer.zero_grad()
-                if step == 2:
-                    if not disturbed:
-                        continue
-                    handle = None
-                    if rank == bad_rank:
-
-                        def spoil(grad: torch.Tensor) -> torch.Tensor:
-                            grad = grad.clone()
-                            grad.view(-1)[3] = value
-                            return grad
-
-                        handle = dict(model.named_parameters())[bad_parameter].register_hook(spoil)
+                if step != 2:
                     loss_of(model, rank, step).backward()
+                    optimizer.step()
+                elif disturbed:  # a scaler would skip the step
+                    bad = model.get_parameter(bad_parameter)
+                    with spoiled(bad, value) if rank == bad_rank else contextlib.nullcontext():
+                        loss_of(model, rank, step).backward()
                     grads = [p.grad for p in model.parameters()]
                     assert any(g is not None and not torch.isfinite(g).all() for g in grads)
-                    if handle is not None:
-                        handle.remove()
-                    continue  # a scaler would skip the step
-                loss_of(model, rank, step).backward()
-                optimizer.step()
             stats = reducer.stats()
             assert stats["nonfinite_steps"] == int(disturbed and "topk" in method)
             if disturbed and method == "topk":
