@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
+from torch._C._distributed_c10d import HashStore
 
 from tests.on_ranks import Pools
 from tests.ranks import RankPool
@@ -50,7 +51,7 @@ def two_ranks(rank_pools: Pools) -> RankPool:
 @pytest.fixture
 def one_rank_group() -> Iterator[None]:
     """torch.distributed with this process as its only rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

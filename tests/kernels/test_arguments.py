@@ -82,12 +82,12 @@ def test_moments_with_good_values() -> None:
 )
 def test_quantization_with_bad_values(settings: dict[str, Any], error: Any, says: str) -> None:
     """Refused with memory of the caller's and without."""
-    x = torch.ones(100)
-    for out in (None, (torch.zeros(2), torch.zeros(100, dtype=torch.uint8))):
+    x, units, codes = torch.ones(100), torch.zeros(2), torch.zeros(100, dtype=torch.uint8)
+    for out in (None, (units, codes)):
         with pytest.raises(error, match=says):
             kernels.quantize(x, Quantization(**{"block": 64, **settings}), out)
-    assert not out[0].any()
-    assert not out[1].any()
+    assert not units.any()
+    assert not codes.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

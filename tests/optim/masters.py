@@ -80,7 +80,7 @@ def _closure(optimizer: torch.optim.Optimizer, params: Params, dtype: torch.dtyp
     return loss
 
 
-def mixed_model(dtype: torch.dtype) -> nn.Module:
+def mixed_model(dtype: torch.dtype) -> Any:
     """Norms in float32, as usual."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)).to(dtype)

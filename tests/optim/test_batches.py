@@ -99,7 +99,7 @@ def test_kinds_of_dicts_and_tuples() -> None:
     ordered = shard_batch(OrderedDict(b=x, a=x), rank=1, world_size=2).data
     assert isinstance(ordered, OrderedDict)
     assert list(ordered) == ["b", "a"]
-    whole = defaultdict(list, x=x)
+    whole: defaultdict[str, Any] = defaultdict(list, x=x)
     default = shard_batch(whole, rank=1, world_size=2).data
     assert default.default_factory is list
     assert default["x"].tolist() == [2, 3]

@@ -248,7 +248,7 @@ def test_patched_steps_are_not_dropped() -> None:
         for _ in range(2):
             for fuse in FUSES:
                 with pytest.raises(RuntimeError, match="SGD has been replaced by"):
-                    fuse(optimizer)
+                    fuse(optimizer)  # type: ignore[arg-type]
             lr_scheduler.StepLR(optimizer, 2)  # whose wrapper hides the patch
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from tests.optim.stepping import (
 )
 
 
-def copy_into(params: Params, values: list[torch.Tensor]) -> None:
+def copy_into(params: Params, values: Sequence[torch.Tensor]) -> None:
     """As model.load_state_dict does."""
     with torch.no_grad():
         for param, value in zip(params, values, strict=True):
@@ -124,10 +125,10 @@ def test_loads_that_fail(name: str) -> None:
         (shapes, r"the master weight of parameter 0 has shape \[1\], wanted \[17, 9\]"),
     ):
         with pytest.raises(ValueError, match=message):
-            optimizer.load_state_dict(state)
+            optimizer.load_state_dict(state)  # type: ignore[arg-type]
         assert_equal(params, before)
         assert_equal(handle.masters(), masters)
-    remove = optimizer.register_load_state_dict_pre_hook(lambda *_: {}["mine"])
+    remove = optimizer.register_load_state_dict_pre_hook(lambda *_: dict[str, Any]()["mine"])
     with pytest.raises(KeyError, match="mine"):
         optimizer.load_state_dict(good)
     remove.remove()

@@ -23,7 +23,7 @@ METHODS = {
 }
 
 
-def model_of(seed: int, dtype: torch.dtype) -> nn.Module:
+def model_of(seed: int, dtype: torch.dtype) -> Any:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 3)).to(dtype)
 
@@ -124,7 +124,7 @@ def warnings_of_attach(dtype: torch.dtype, with_masters: bool) -> list[str]:
     optimizer = torch.optim.Adam(model.parameters())
     if with_masters:
         pycomm.master_weights(optimizer)
-    found = []
+    found: list[str] = []
     for _ in range(2):
         with warnings_noted(found), attached(optimizer, model):
             pass
@@ -154,7 +154,7 @@ def test_resume() -> None:
         scaler = pycomm.LossScaler(2.0**10, growth_interval=3)
         return model, optimizer, scaler
 
-    def steps(model: nn.Module, optimizer: Any, scaler: Any, numbers: range) -> None:
+    def steps(numbers: range, model: nn.Module, optimizer: Any, scaler: Any) -> None:
         for step in numbers:
             optimizer.zero_grad()
             scaler.scale(loss_of(model, rank, step)).backward()
@@ -168,14 +168,14 @@ def test_resume() -> None:
 
     parts = begin()
     with attached(parts[1], parts[0], compression=pycomm.TopK(0.3), loss_scaler=parts[2]) as reducer:
-        steps(*parts, range(5))
+        steps(range(5), *parts)
         saved = [copy(part.state_dict()) for part in (*parts, reducer)]
-        steps(*parts, range(5, 9))
+        steps(range(5, 9), *parts)
     again = begin()
     with attached(again[1], again[0], compression=pycomm.TopK(0.3), loss_scaler=again[2]) as reducer:
         for part, state in zip((*again, reducer), saved, strict=True):
             part.load_state_dict(state)
-        steps(*again, range(5, 9))
+        steps(range(5, 9), *again)
     for a, b in zip(parts[0].parameters(), again[0].parameters(), strict=True):
         assert torch.equal(a, b)
     for key, entry in parts[1].state_dict()["state"].items():

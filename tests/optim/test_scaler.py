@@ -170,7 +170,7 @@ def unscale_and_look(kind: str, fused: bool) -> list[float]:
     if fused:
         pycomm.fuse(optimizer)
     scaler: Any = pycomm.LossScaler(2.0**12) if kind == "pycomm" else torch.amp.GradScaler("cpu", init_scale=2.0**12)
-    norms = []
+    norms: list[float] = []
     with attached(optimizer, model, loss_scaler=scaler, accumulate=2):
         for step in range(3):
             optimizer.zero_grad()

@@ -167,9 +167,9 @@ def proxy_of(optimizer: torch.optim.Optimizer, how: str) -> Any:
             def __init__(self, inner: torch.optim.Optimizer) -> None:
                 self.optimizer = inner
 
-            state = property(lambda self: self.optimizer.state)  # type: ignore[assignment]
-            param_groups = property(lambda self: self.optimizer.param_groups)  # type: ignore[assignment]
-            defaults = property(lambda self: self.optimizer.defaults)  # type: ignore[assignment]
+            state = property(lambda self: self.optimizer.state)
+            param_groups = property(lambda self: self.optimizer.param_groups)
+            defaults = property(lambda self: self.optimizer.defaults)
 
             def zero_grad(self, set_to_none: bool = True) -> None:
                 self.optimizer.zero_grad(set_to_none)

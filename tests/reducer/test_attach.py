@@ -196,7 +196,7 @@ def test_closures() -> None:
 
     def closure_alone() -> torch.Tensor:
         alone.zero_grad()
-        loss = sum(loss(plain) for loss in losses_at(0)) / dist.get_world_size()
+        loss = torch.stack([loss(plain) for loss in losses_at(0)]).mean()
         loss.backward()
         return loss
 
@@ -261,7 +261,8 @@ def test_memory_formats_and_mixed_dtypes() -> None:
     """channels_last, expanded-from-half and several dtypes in one model."""
     rank, size = rank_and_size()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)).to(memory_format=torch.channels_last)
+    model: Any = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3))
+    model.to(memory_format=torch.channels_last)
     head = nn.Linear(4, 2).to(torch.bfloat16)
     both = nn.ModuleList([model, head])
     optimizer = torch.optim.SGD(both.parameters(), lr=0.1)
@@ -289,7 +290,7 @@ def test_memory_formats_and_mixed_dtypes() -> None:
 def test_starts_from_rank_0() -> None:
     rank, _ = rank_and_size()
     torch.manual_seed(rank)
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     frozen = nn.Linear(2, 2).requires_grad_(False)
     both = nn.ModuleList([model, frozen])
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (rank + 1), betas=(0.5 + rank / 10, 0.9))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,14 +18,19 @@ from tests.reducer.attaching import assert_replicas_equal
 def test_parameters() -> None:
     rank = dist.get_rank()
     torch.manual_seed(rank)
-    model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 2).to(torch.bfloat16))
+    model: Any = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 2).to(torch.bfloat16))
     model[1].running_mean.fill_(rank)
     pointers = [p.data_ptr() for p in model.parameters()]
     pycomm.broadcast_parameters(model, src=1)
     assert_replicas_equal(model)
     assert model[1].running_mean.tolist() == [1.0] * 3
     assert [p.data_ptr() for p in model.parameters()] == pointers, "in place"
-    state = {"a": torch.full((3, 2), rank).t(), "flag": torch.tensor([rank == 0]), "epoch": 7, "none": torch.empty(0)}
+    state: dict[str, Any] = {
+        "a": torch.full((3, 2), rank).t(),
+        "flag": torch.tensor([rank == 0]),
+        "epoch": 7,
+        "none": torch.empty(0),
+    }
     pycomm.broadcast_parameters(state)
     assert state["a"].tolist() == [[0, 0, 0], [0, 0, 0]]
     assert state["flag"].item() is True

@@ -44,8 +44,8 @@ def backward(params: list[tuple[str, nn.Parameter]], grads: list[torch.Tensor], 
 def close(actual: torch.Tensor | None, wanted: Any, method: str) -> None:
     """float16 rounds what the ranks send to 11 bits of the largest value that is summed."""
     assert actual is not None
-    tolerance = {"rtol": 4e-3, "atol": 1e-2} if method == "FP16" else {"rtol": 2e-5, "atol": 1e-4}
-    torch.testing.assert_close(actual, wanted, **tolerance)
+    rtol, atol = (4e-3, 1e-2) if method == "FP16" else (2e-5, 1e-4)
+    torch.testing.assert_close(actual, wanted, rtol=rtol, atol=atol)
 
 
 METHODS: dict[str, Any] = {

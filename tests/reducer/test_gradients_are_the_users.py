@@ -26,11 +26,11 @@ def repoint(model: nn.Module, how: str) -> None:
         if how == "data":
             p.grad.data = p.grad.data.clone()
         elif how == "set_":
-            p.grad.set_(p.grad.clone())
+            p.grad.set_(p.grad.clone())  # type: ignore[call-overload]
         else:
             p.grad = p.grad.clone()
     if how == "memory_format":
-        model.to(memory_format=torch.channels_last)
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if how == "apply":
         model._apply(lambda t: t.clone())  # as m.cpu(), m.float(), ... where they have something to do
 
@@ -93,7 +93,7 @@ KEPT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "detached": lambda grad: grad.detach(),
     "numpy": lambda grad: torch.from_numpy(grad.numpy()),
     "a slice": lambda grad: grad[:1],
-    "dlpack": torch.from_dlpack,
+    "dlpack": torch.utils.dlpack.from_dlpack,
 }
 
 

@@ -136,7 +136,7 @@ def fails(how: str) -> str:
     del raised  # whose traceback knows a lot
     gc.collect()
     time.sleep(0.05)
-    assert all(not p._post_accumulate_grad_hooks for p in model.parameters())  # type: ignore[attr-defined]
+    assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
     assert not model._forward_pre_hooks
     assert not optimizer._optimizer_step_pre_hooks
     assert (num_descriptors(), threading.active_count()) == before

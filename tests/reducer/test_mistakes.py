@@ -85,8 +85,8 @@ def test_wrong_arguments() -> None:
     model = make_model()
     optimizer = sgd(model)
     bad: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-        (TypeError, "optimizer is a Sequential", lambda: pycomm.attach(model, model)),  # type: ignore[arg-type]
-        (TypeError, "wanted a torch.nn.Module or", lambda: pycomm.attach(optimizer, list(model.parameters()))),  # type: ignore[arg-type]
+        (TypeError, "optimizer is a Sequential", lambda: pycomm.attach(model, model)),
+        (TypeError, "wanted a torch.nn.Module or", lambda: pycomm.attach(optimizer, list(model.parameters()))),
         (ValueError, "6 parameter.* are not among", lambda: pycomm.attach(optimizer, make_model())),
         (ValueError, "bucket_mb is 0", lambda: pycomm.attach(optimizer, model, bucket_mb=0)),
         (ValueError, "'nope'.*native.*ring", lambda: pycomm.attach(optimizer, model, algorithm="nope")),
@@ -94,7 +94,7 @@ def test_wrong_arguments() -> None:
         (ValueError, "accumulate is 0", lambda: pycomm.attach(optimizer, model, accumulate=0)),
         (TypeError, "accumulate is 1.5", lambda: pycomm.attach(optimizer, model, accumulate=1.5)),  # type: ignore[arg-type]
         (ValueError, "timeout is -1", lambda: pycomm.attach(optimizer, model, timeout=-1)),
-        (TypeError, "compression is 'topk'", lambda: pycomm.attach(optimizer, model, compression="topk")),  # type: ignore[arg-type]
+        (TypeError, "compression is 'topk'", lambda: pycomm.attach(optimizer, model, compression="topk")),
         (TypeError, r"compression is <class .*TopK", lambda: pycomm.attach(optimizer, model, compression=pycomm.TopK)),  # type: ignore[arg-type]
         (TypeError, "loss_scaler is 1024", lambda: pycomm.attach(optimizer, model, loss_scaler=1024.0)),
         (ValueError, "ratio is 0", lambda: pycomm.TopK(0)),
@@ -168,8 +168,8 @@ def test_backward_twice_is_right_for_means() -> None:
     with attached(sgd(model), model):
         for step in range(2):
             loss_of(model, rank, step).backward()
-        total = sum(loss_of(plain, r, step) for r in range(size) for step in range(2)) / size
-        total.backward()
+        total = torch.stack([loss_of(plain, r, step) for r in range(size) for step in range(2)]).sum()
+        (total / size).backward()
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
             assert q.grad is not None
             close(p.grad, q.grad)
@@ -188,7 +188,7 @@ def test_an_exception_in_backward() -> None:
         optimizer.zero_grad()
         loss_of(model, rank, 1).backward()
         grad = make_model()
-        sum(loss_of(grad, r, 1) for r in range(2)).backward()
+        torch.stack([loss_of(grad, r, 1) for r in range(2)]).sum().backward()
         assert grad[0].weight.grad is not None
         close(model[0].weight.grad, grad[0].weight.grad / 2)
     with attached(optimizer, model, bucket_mb=0.0001) as reducer:
@@ -222,7 +222,7 @@ def test_a_gradient_that_nobody_averaged_is_not_stepped_on() -> None:
 def die_in_backward(compression: Any) -> str:
     rank = dist.get_rank()
     torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(600, 600) for _ in range(6)])
+    model: Any = nn.Sequential(*[nn.Linear(600, 600) for _ in range(6)])
     optimizer = sgd(model)
     reducer = pycomm.attach(optimizer, model, compression=compression, timeout=60, bucket_mb=1)
     step = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ class Outer(nn.Module):
         return self.inner(x)
 
 
-GIVEN: dict[str, Callable[[nn.Module, DistributedDataParallel], Any]] = {
+GIVEN: dict[str, Callable[[Any, DistributedDataParallel], Any]] = {
     "the wrapper": lambda model, ddp: ddp,
     "a wrapper around it": lambda model, ddp: Outer(ddp),
     "what it wraps": lambda model, ddp: model,
@@ -67,7 +68,7 @@ def test_ddp_after_attach(how: str) -> None:
 
     def wrap() -> None:
         if how == "replicate":
-            from torch.distributed._composable import replicate
+            from torch.distributed._composable.replicate import replicate
 
             replicate(model)
             loss_of(model, dist.get_rank(), 0).backward()
@@ -151,7 +152,7 @@ def test_parameters_without_memory_are_refused() -> None:
             pycomm.attach(sgd(model), model)
     stepped = make_model()
     for p in stepped.parameters():
-        p._in_backward_optimizers = []  # type: ignore[attr-defined]
+        p._in_backward_optimizers = []
     with pytest.raises(ValueError, match="parameter '0.weight' is stepped in backward"):
         pycomm.attach(sgd(stepped), stepped)
 
@@ -175,7 +176,7 @@ def test_hooks_of_others_come_first() -> None:
             for p in model.parameters():
                 p.grad = None
             loss_of(model, rank, step).backward()
-            own = average_gradients(make_model(), [lambda m, step=step: loss_of(m, rank, step)])
+            own = average_gradients(make_model(), [partial(loss_of, rank=rank, step=step)])
             wanted = average_gradients(make_model(), losses_at(step))
             for name, p in model.named_parameters():
                 close(seen[name], own[name])

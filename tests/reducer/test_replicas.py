@@ -126,7 +126,8 @@ def test_no_false_alarm() -> None:
     """Nothing is found where nothing is wrong: several dtypes, frozen parameters, channels_last, empty ones."""
     rank = dist.get_rank()
     torch.manual_seed(rank)
-    model = nn.ModuleList([nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last), nn.Linear(3, 2).bfloat16()])
+    model = nn.ModuleList([nn.Conv2d(2, 3, 3), nn.Linear(3, 2).bfloat16()])
+    model[0].to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     model.register_parameter("nothing", nn.Parameter(torch.empty(0, 3)))
     model[0].bias.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -154,13 +155,13 @@ class Flagged(Normed):
 
 def buffers(how: str) -> tuple[list[str], dict[str, list[float]], int]:
     rank = dist.get_rank()
-    model = Flagged()
+    model: Any = Flagged()
     optimizer = sgd(model)
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("pycomm").addHandler(handler)
-    own = nn.BatchNorm1d(5)
+    own: Any = nn.BatchNorm1d(5)
     with attached(optimizer, model, buffers=how, check_replicas=2) as reducer:
         for step in range(5):
             optimizer.zero_grad()

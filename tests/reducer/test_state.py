@@ -49,7 +49,10 @@ def resume(path: str) -> None:
 
 
 def totals(states: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    return {name: sum(own_state(s)[name]["residual"].double() for s in states) for name in own_state(states[0])}
+    return {
+        name: torch.stack([own_state(s)[name]["residual"].double() for s in states]).sum(0)
+        for name in own_state(states[0])
+    }
 
 
 def load_resharded(path: str, old_size: int) -> dict[str, Any]:
@@ -147,7 +150,7 @@ def test_states_that_are_none() -> None:
 
 def distributed_checkpoint(folder: str, old_size: int) -> dict[str, torch.Tensor]:
     """Saved by ``old_size`` ranks, each of which has another residual; loaded by as many as there are."""
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -160,12 +163,12 @@ def distributed_checkpoint(folder: str, old_size: int) -> dict[str, torch.Tensor
                 loss_of(model, rank, step).backward()
                 optimizer.step()
             before = own_state(reducer)
-            dcp.save({"model": model, "reducer": reducer}, checkpoint_id=folder)
+            state_dict_saver.save({"model": model, "reducer": reducer}, checkpoint_id=folder)
             for _ in range(2):
                 optimizer.zero_grad()
                 loss_of(model, rank, 9).backward()
                 optimizer.step()
-            dcp.load({"model": model, "reducer": reducer}, checkpoint_id=folder)
+            state_dict_loader.load({"model": model, "reducer": reducer}, checkpoint_id=folder)
             for name, entry in own_state(reducer).items():
                 assert torch.equal(entry["residual"], before[name]["residual"])
             assert reducer.state_dict()["steps"] == 3

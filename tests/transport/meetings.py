@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from torch.distributed import HashStore, Store
+from torch._C._distributed_c10d import HashStore, Store
 
 from pycomm.transport.meeting import Meeting
 from pycomm.transport.rendezvous import Peers, exchange_memory, introduction, listen

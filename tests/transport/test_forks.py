@@ -15,7 +15,7 @@ from tests.on_ranks import on_ranks
 TRANSPORTS = ["shared_memory", "torch"]
 
 
-def fork(job: Callable[[], None]) -> int:
+def fork(job: Callable[[], object]) -> int:
     """Run ``job`` in a forked child; its exit code."""
     child = os.fork()
     if child == 0:

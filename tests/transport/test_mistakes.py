@@ -90,10 +90,10 @@ def one_is_wrong(transport: str, wrong: str) -> str:
             "gather size": lambda: communicator.all_gather(torch.ones(9), torch.ones(4)),
             "gather dtype": lambda: communicator.all_gather(torch.ones(8, dtype=torch.int32), torch.ones(4)),
             "src": lambda: communicator.broadcast(torch.ones(4), 2),
-            "no op": lambda: communicator.all_reduce(torch.ones(4), None),
-            "src of letters": lambda: communicator.broadcast(torch.ones(4), "a"),
+            "no op": lambda: communicator.all_reduce(torch.ones(4), None),  # type: ignore[arg-type]
+            "src of letters": lambda: communicator.broadcast(torch.ones(4), "a"),  # type: ignore[arg-type]
             "large src": lambda: communicator.broadcast(torch.ones(4), 2**31),
-            "text for bytes": lambda: communicator.channel.all_gather_bytes("text"),
+            "text for bytes": lambda: communicator.channel.all_gather_bytes("text"),  # type: ignore[arg-type]
             "raising": lambda: communicator.all_reduce(Raising()),
         }
         with pytest.raises((TypeError, ValueError)) as caught:

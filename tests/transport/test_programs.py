@@ -102,7 +102,8 @@ def changed(rng: random.Random, table: Listed) -> Listed:
         rng.shuffle(rounds[at])
     else:  # one more message: noise that is overwritten, or what is there already
         chunk = rng.randrange(num_chunks)
-        extra = (*rng.sample(range(num_ranks), 2), chunk, rng.randint(1, num_chunks - chunk), COPY)
+        src, dst = rng.sample(range(num_ranks), 2)
+        extra = (src, dst, chunk, rng.randint(1, num_chunks - chunk), COPY)
         rounds.insert(at, [extra]) if kind == 3 else rounds[at].append(extra)
     return num_ranks, num_chunks, rounds
 

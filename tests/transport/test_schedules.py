@@ -31,7 +31,7 @@ def sizes_for(num_ranks: int) -> list[int]:
 
 
 def digest(x: torch.Tensor) -> str:
-    return f"{zlib.crc32(x.view(torch.uint8).numpy()):08x}"
+    return f"{zlib.crc32(x.view(torch.uint8).numpy().data):08x}"
 
 
 @functools.lru_cache(maxsize=64)
@@ -77,7 +77,7 @@ def rounded_results(rank: int, size: int, dtype: torch.dtype, run: Run, largest:
 
 def results(rank: int, size: int, dtypes: tuple[torch.dtype, ...], run: Run, largest: int = 1_000_000) -> list[str]:
     """Digests of everything, from this rank; ``largest`` limits the numbers of elements."""
-    digests = []
+    digests: list[str] = []
     for dtype in dtypes:
         digests += exact_results(rank, size, dtype, run, largest)
         if dtype.is_floating_point:
