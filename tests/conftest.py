@@ -50,7 +50,7 @@ def two_ranks(rank_pools: Pools) -> RankPool:
 
 @pytest.fixture
 def one_rank_group() -> Iterator[None]:
-    """torch.distributed with this process as its only rank."""
+    """Initialize torch.distributed with this process as its only rank."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

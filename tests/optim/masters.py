@@ -62,7 +62,7 @@ def step_on(
     dtype: torch.dtype,
     after: Callable[[], None] = lambda: None,
 ) -> None:
-    """With gradients in ``dtype``, whatever the parameters are in."""
+    """Take steps with gradients in ``dtype``, whatever the parameters are in."""
     for step in steps:
         if isinstance(optimizer, torch.optim.LBFGS):
             optimizer.step(functools.partial(_closure, optimizer, params, dtype))

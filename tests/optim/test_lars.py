@@ -177,7 +177,7 @@ def test_norms_of_zero(cls: Build, lr: float, fused: bool) -> None:
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_rate_is_inside_the_momentum(fused: bool) -> None:
-    """What was gathered at one learning rate keeps it: no momentum correction is due."""
+    """Momentum gathered at one learning rate keeps it: no correction is due."""
     b = nn.Parameter(torch.zeros(1))
     optimizer = pycomm.LARS([b], 1.0, momentum=0.5, fused=fused)
     b.grad = torch.ones(1)

@@ -161,7 +161,7 @@ class Eager(torch.optim.SGD):
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "NAdam", "LBFGS"])
 def test_state_from_before(name: str) -> None:
-    """Of an optimizer that has stepped in half precision."""
+    """State of an optimizer that has stepped in half precision becomes float32."""
     params = parameters_for(name, torch.bfloat16)
     optimizer = ALL[name](params)
     step_on(optimizer, params, range(3), torch.bfloat16)

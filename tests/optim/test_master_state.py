@@ -24,7 +24,7 @@ from tests.optim.stepping import (
 
 
 def copy_into(params: Params, values: Sequence[torch.Tensor]) -> None:
-    """As model.load_state_dict does."""
+    """Copy in place, as model.load_state_dict does."""
     with torch.no_grad():
         for param, value in zip(params, values, strict=True):
             param.copy_(value)
@@ -152,7 +152,7 @@ def test_checkpoint_from_before_master_weights() -> None:
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop"])
 def test_torch_distributed_checkpoint(name: str) -> None:
-    """Which names entries by the model's names, and first takes a step that must change nothing."""
+    """It names entries by the model's names, and first takes a step that must change nothing."""
     (model, other), optimizers, handles = trained_and_new(name, torch.bfloat16)
     before = snapshot(handles[0].parameters())
     state = saved(get_optimizer_state_dict(model, optimizers[0]))
@@ -182,7 +182,7 @@ def give_scaled(params: Params, step: int, scale: float, infinite: bool = False)
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "LARS", "Adadelta", "MySGD"])
 def test_grad_scaler(name: str) -> None:
-    """Without unscale_, which refuses float16."""
+    """GradScaler works without unscale_, which refuses float16."""
     params, optimizer, handle = make(name, torch.float16)
     wide, reference, _ = make(name, torch.float32)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
@@ -207,7 +207,7 @@ def test_grad_scaler(name: str) -> None:
 @pytest.mark.parametrize("name", ["SGD", "LAMB", "Adadelta"])
 @pytest.mark.parametrize("clip", [True, False])
 def test_loss_scaler(name: str, clip: bool) -> None:
-    """unscale_, clip the masters, step: as in float32."""
+    """Unscale, clip the masters, step: as in float32."""
     params, optimizer, handle = make(name, torch.float16)
     wide, reference, _ = make(name, torch.float32)
     scaler = pycomm.LossScaler(2.0**10)
@@ -235,7 +235,7 @@ def test_loss_scaler(name: str, clip: bool) -> None:
 
 @pytest.mark.parametrize("name", ["SGD", "Adadelta"])
 def test_unscaled_gradients_that_are_given_up(name: str) -> None:
-    """By zero_grad, or replaced: they do not come back in a later step."""
+    """Unscaled gradients that zero_grad dropped, or that were replaced, do not come back in a later step."""
     params, optimizer, handle = make(name, torch.float16)
     wide, reference, _ = make(name, torch.float32)
     scaler = pycomm.LossScaler(1024.0)

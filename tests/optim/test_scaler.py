@@ -196,7 +196,7 @@ def test_true_gradients_after_unscaling(two_ranks: RankPool, fused: bool) -> Non
 
 
 class TestAlone:
-    """Without attach."""
+    """LossScaler without attach."""
 
     def test_trace(self) -> None:
         traces = []

@@ -54,7 +54,7 @@ def warnings_noted(said: list[str]) -> Iterator[None]:
 
 
 def own_state(reducer_or_saved: Any) -> dict[str, dict[str, torch.Tensor]]:
-    """What one rank's ``Reducer.state_dict()`` has: name -> key -> tensor."""
+    """Return one rank's part of ``Reducer.state_dict()``: name -> key -> tensor."""
     saved = reducer_or_saved if isinstance(reducer_or_saved, dict) else reducer_or_saved.state_dict()
     (state,) = saved["ranks"].values()
     return dict(state)

@@ -162,7 +162,7 @@ def proxy_of(optimizer: torch.optim.Optimizer, how: str) -> Any:
     if how == "accelerate":
 
         class Accelerated(torch.optim.Optimizer):
-            """As AcceleratedOptimizer: everything is the inner one's."""
+            """Proxy like AcceleratedOptimizer: everything is the inner one's."""
 
             def __init__(self, inner: torch.optim.Optimizer) -> None:
                 self.optimizer = inner
@@ -180,7 +180,7 @@ def proxy_of(optimizer: torch.optim.Optimizer, how: str) -> Any:
         return Accelerated(optimizer)
 
     class Proxy:
-        """As Fabric's and Lightning's: a class made for each optimizer, with a copy of its attributes."""
+        """Proxy like Fabric's and Lightning's: a class made for each optimizer, with a copy of its attributes."""
 
         def __init__(self, inner: torch.optim.Optimizer) -> None:
             self.__dict__.update({k: v for k, v in vars(inner).items() if k not in ("step", "__del__")})

@@ -22,7 +22,7 @@ pytestmark = [requires_cuda, requires_nccl]
 
 
 def gpu_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    """As ``loss_of``, there."""
+    """Return what ``loss_of`` does, on the GPU."""
     x = torch.randn(64, 12, generator=torch.Generator().manual_seed(100 * step + rank)).cuda()
     return (model(x) ** 2).mean()
 

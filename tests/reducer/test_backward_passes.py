@@ -103,7 +103,7 @@ def test_accumulation_windows(set_to_none: bool) -> None:
 
 @on_ranks(2)
 def test_flush_with_ranks_that_had_nothing() -> None:
-    """At the end of an epoch one rank had a batch more than the other."""
+    """One rank had a batch more than the other at the end of an epoch."""
     rank, size = rank_and_size()
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

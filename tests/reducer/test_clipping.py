@@ -22,7 +22,7 @@ def parameters() -> list[tuple[str, nn.Parameter]]:
 
 
 def gradients_at(rank: int, step: int, passes: int) -> list[torch.Tensor]:
-    """What all passes of a window add up to: of very different norms on different ranks."""
+    """Return the gradients that a window's passes add up to, with very different norms on different ranks."""
     generator = torch.Generator().manual_seed(17 * rank + step)
     return [(1.0 + 9.0 * rank) * torch.randn(shape, generator=generator) / passes for shape in SHAPES]
 
@@ -42,7 +42,7 @@ def backward(params: list[tuple[str, nn.Parameter]], grads: list[torch.Tensor], 
 
 
 def close(actual: torch.Tensor | None, wanted: Any, method: str) -> None:
-    """float16 rounds what the ranks send to 11 bits of the largest value that is summed."""
+    """Compare; float16 rounds what the ranks send to 11 bits of the largest value that is summed."""
     assert actual is not None
     rtol, atol = (4e-3, 1e-2) if method == "FP16" else (2e-5, 1e-4)
     torch.testing.assert_close(actual, wanted, rtol=rtol, atol=atol)

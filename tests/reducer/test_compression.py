@@ -23,7 +23,7 @@ from tests.reducer.models import close, loss_of, make_model
 
 
 def plain_topk(x: torch.Tensor, k: int) -> torch.Tensor:
-    """x with all but its k largest magnitudes zeroed; ties to the lowest index."""
+    """Return ``x`` with all but its k largest magnitudes zeroed; ties go to the lowest index."""
     order = torch.sort(x.flatten().abs(), descending=True, stable=True).indices[:k]
     out = torch.zeros_like(x.flatten())
     out[order] = x.flatten()[order]
@@ -221,7 +221,7 @@ def test_an_overflow_in_the_sum_is_noticed() -> None:
 @pytest.mark.parametrize("method", ["none", "fp16", "topk"])
 @on_ranks(2)
 def test_grad_scaler(method: str) -> None:
-    """torch's GradScaler with an inf on one rank: same skips everywhere, same result as a run without those steps."""
+    """Steps that torch's GradScaler skips, for an inf on one rank, are skipped everywhere and leave no trace."""
     rank = dist.get_rank()
 
     def run(scaler: torch.amp.GradScaler | None) -> tuple[list[torch.Tensor], dict[str, Any], list[float]]:

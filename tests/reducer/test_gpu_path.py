@@ -1,4 +1,4 @@
-"""What attach does for parameters on a GPU, told apart from where they lie.
+"""The path of parameters on a GPU, taken here by parameters in CPU memory.
 
 The ranks pretend that CPU memory is a GPU's: work that is handed to the communication stream is done
 as late as it may be, when somebody waits for it, and whoever looks at a tensor's value on the host
@@ -26,7 +26,7 @@ STREAM = 7
 
 
 class LateWork:
-    """As a stream that is as slow as it may be."""
+    """Work of a stream that is as slow as it may be."""
 
     def __init__(self, job: Callable[[], Any]) -> None:
         self.job = job
@@ -75,7 +75,7 @@ def pretended_gpu() -> Iterator[list[set[int]]]:
 
 
 class Scaler:
-    """As GradScaler, with a scale of its own per step."""
+    """Scaler like GradScaler, with a scale of its own per step."""
 
     def __init__(self) -> None:
         self.value = 1.0

@@ -1,4 +1,4 @@
-"""What users do to ``.grad`` between passes: it stays theirs, and the next average is right all the same."""
+"""Users may do to ``.grad`` between passes what they like: it stays theirs, and the next average is right."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_one_that_is_kept_among_others_and_in_windows(kept_as: str) -> None:
 
 @on_ranks(2)
 def test_nothing_is_copied_for_nobody() -> None:
-    """Where nobody keeps anything, gradients come back to the same memory step after step."""
+    """Gradients come back to the same memory step after step if nobody keeps any."""
     model = make_model()
     optimizer = sgd(model)
     for method in (None, pycomm.TopK(0.5)):
@@ -190,7 +190,7 @@ def test_in_place_is_as_in_torch(method: str) -> None:
 
 @on_ranks(2)
 def test_residuals_are_nobodys() -> None:
-    """With error feedback, what is done to a gradient that was kept reaches no residual."""
+    """Changes of a gradient that was kept reach no residual of error feedback."""
     rank = dist.get_rank()
     states = []
     for spoils in (False, True):

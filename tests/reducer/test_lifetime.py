@@ -1,4 +1,4 @@
-"""What attach leaves behind: nothing after a failure, nothing when the model is dropped; what exceptions do."""
+"""attach leaves nothing behind, neither after a failure nor when the model is dropped; exceptions in backward."""
 
 from __future__ import annotations
 

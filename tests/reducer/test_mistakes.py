@@ -1,4 +1,4 @@
-"""What goes wrong around attach: an error on every rank, or one that says what happened here."""
+"""Mistakes around attach: an error on every rank, or one that says what happened here."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_backward_twice_where_that_means_nothing(options: dict[str, Any]) -> Non
 
 @on_ranks(2)
 def test_backward_twice_is_right_for_means() -> None:
-    """For plain means the average of an average plus fresh gradients is right."""
+    """The average of an average plus fresh gradients is right for plain means."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model, plain = make_model(), make_model()
     with attached(sgd(model), model):
@@ -243,8 +243,9 @@ def die_in_backward(compression: Any) -> str:
 
 @pytest.mark.parametrize("compression", [None, pycomm.TopK(0.01)])
 def test_a_rank_that_dies_in_backward(new_ranks: Pools, compression: Any) -> None:
+    pool = new_ranks(2)
     started = time.monotonic()
-    outcomes = new_ranks(2).outcomes(die_in_backward, compression)
+    outcomes = pool.outcomes(die_in_backward, compression)
     assert time.monotonic() - started < 30
     assert outcomes[0].result.startswith("5 1 rank 0: "), outcomes[0]
     assert "rank 1 died" in outcomes[0].result

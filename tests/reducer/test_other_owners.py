@@ -23,7 +23,7 @@ SAYS = "belongs to a DistributedDataParallel.*which averages gradients itself.*[
 
 
 class Outer(nn.Module):
-    """As trainers' wrappers."""
+    """Wrapper like those of trainers."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

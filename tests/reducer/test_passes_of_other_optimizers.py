@@ -134,7 +134,7 @@ def test_a_step_left_out_on_purpose(two_ranks: RankPool) -> None:
 
 
 class Sharpness(torch.optim.SGD):
-    """As SAM: climbs by the gradients that are there, asks for others, steps by those from where it began."""
+    """Optimizer like SAM: climbs by the gradients, asks for others there, and steps by those from where it began."""
 
     def step(self, closure: Any = None) -> Any:
         params = [p for group in self.param_groups for p in group["params"]]

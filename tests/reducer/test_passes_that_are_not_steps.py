@@ -20,7 +20,7 @@ from tests.reducer.models import average_gradients, close, loss_of, losses_at, m
 
 
 def closures(compression: Any, fused: bool, keyword: bool) -> None:
-    """As Lightning trains: the last backward of a window runs inside the closure."""
+    """Train as Lightning does: the last backward of a window runs inside the closure."""
     rank = dist.get_rank()
     model, plain = make_model(), make_model()
     optimizer = sgd(model)
@@ -181,7 +181,7 @@ def test_not_inside_a_window() -> None:
 
 
 def one_extra(named: bool, torch_transport: bool, compression: Any) -> str:
-    """Without paused(): the next reduction says so, on every rank, and names the rank."""
+    """Run a pass without paused(): the next reduction says so, on every rank, and names the rank."""
     rank = dist.get_rank()
     model = make_model()
     optimizer = sgd(model)

@@ -146,7 +146,7 @@ def test_no_false_alarm() -> None:
 
 
 class Flagged(Normed):
-    """With a buffer that has no mean."""
+    """Model with a buffer that has no mean."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What compression carries from step to step: saved, resumed, handed out to another number of ranks, refused."""
+"""State of compression: saved, resumed, handed out to another number of ranks, refused."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from tests.reducer.attaching import attached, rank_and_size
 
 
 def gradients_of(options: dict[str, Any], weights: list[list[Any]], nan_at: tuple[int, int] = (-1, -1)) -> None:
-    """weights[rank]: of its passes. The gradient of pass q on rank r is 10 r + q + 1, or NaN."""
+    """Train with weights[rank] for the rank's passes. The gradient of pass q on rank r is 10 r + q + 1, or NaN."""
     rank, size = rank_and_size()
     p = torch.nn.Parameter(torch.zeros(3, 5, dtype=torch.float64))
     optimizer = torch.optim.SGD([p], lr=1.0)

@@ -155,7 +155,7 @@ class PoolsBySize:
         self._pools: dict[int, RankPool] = {}
 
     def of(self, size: int) -> RankPool:
-        """Those of ``size`` ranks; new ones if one was lost."""
+        """Return the pool of ``size`` ranks; a new one if a rank was lost."""
         if size in self._pools and not self._pools[size].alive():
             self._pools.pop(size).close()
         if size not in self._pools:

@@ -34,7 +34,7 @@ def leave(transport: str) -> None:
 
 
 def probe(transport: str) -> str:
-    """What is wrong with a plain operation; "" for nothing."""
+    """Run a plain operation; return what is wrong with it, "" for nothing."""
     communicator = _communicators[transport]
     try:
         x = torch.full((3,), communicator.rank + 1.0)
@@ -119,7 +119,7 @@ def _around(communicator: Communicator, around: str, call: Callable[[], Any]) ->
 
 
 def _outcome_of(call: Callable[[], Any], between: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """What ``call`` returns or raises, at once or when it is waited for; ``between`` is called in between."""
+    """Return what ``call`` returns or raises, at once or when it is waited for; call ``between`` in between."""
     try:
         work = call()
     except Exception as error:
@@ -163,7 +163,7 @@ def _look_at_memory(case: Case, rank: int, held: dict[str, Held], before: dict[s
 
 
 def _perform_alone(communicator: Communicator, plan: Plan) -> Report:
-    """What the others know nothing of."""
+    """Do what the others know nothing of."""
     if plan.operation == "job":
         report, result = _timed(lambda: communicator.channel.submit(lambda: _run_job(plan.data)).wait())
         right = type(plan.data).__name__ if isinstance(plan.data, Exception) else ""

@@ -1,4 +1,4 @@
-"""What "auto" and a name come to: by the network that rank 0 knows, and by the hosts that ranks are on."""
+"""Choices of "auto" and of a name: by the network that rank 0 knows, and by the hosts that ranks are on."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_calibration_of_one_rank(one_rank_group: None) -> None:
 
 
 def said_by(hosts: str, mine: bytes) -> list[bytes]:
-    """What ranks on these hosts tell each other: no program, no network, which host."""
+    """Return what ranks on these hosts tell each other: no program, no network, which host."""
     return [json.dumps(["", [], host]).encode() for host in hosts]
 
 

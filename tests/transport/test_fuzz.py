@@ -23,7 +23,7 @@ def fuzz(group: Group, numbers: range) -> list[Failure]:
 
 
 def numbers_of(size: int, transport: str, calls: int) -> range:
-    """Those that ``python -m tests.transport.fuzz`` gives to this group."""
+    """Return the numbers of the calls that ``python -m tests.transport.fuzz`` gives to this group."""
     return range(GROUPS.index((size, transport)), calls * len(GROUPS), len(GROUPS))
 
 

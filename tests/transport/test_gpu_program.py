@@ -63,7 +63,7 @@ def test_arguments(fake: Fake) -> None:
 
 
 def test_a_part_of_an_array(fake: Fake) -> None:
-    """What lies around it stays."""
+    """Elements around it stay."""
     members = transports(2)
 
     def run(rank: int) -> str:

@@ -111,7 +111,7 @@ def test_what_is_no_greeting_is_named(content: bytes) -> None:
 
 
 class HangingStore(HashStore):
-    """Of which ``check`` does not answer: a server that is stopped."""
+    """Store whose ``check`` does not answer: a server that is stopped."""
 
     def __init__(self) -> None:
         super().__init__()

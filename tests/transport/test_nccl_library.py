@@ -81,7 +81,7 @@ def test_a_pipe_is_no_library(tmp_path: Path) -> None:
 
 
 def in_new_process(script: str, *arguments: str, **environment: str) -> str:
-    """What ``script`` prints. The library that was found is kept for the life of a process."""
+    """Return what ``script`` prints in a new process, since the library that was found is kept for the life of one."""
     variables = {k: v for k, v in os.environ.items() if k not in ("PYCOMM_NCCL_LIBRARY", "LD_LIBRARY_PATH")}
     # The package that is tested, also where the current directory has another one.
     packages = [str(Path(_native.__file__).parent.parent), str(Path(__file__).parent.parent.parent)]

@@ -128,7 +128,7 @@ def right(rng: random.Random, num_ranks: int) -> Listed:
 
 
 def tables(seed: int, num_ranks: int, number: int) -> list[tuple[bool, Listed]]:
-    """Whether it is an all-reduce, and the table."""
+    """Draw tables, each with whether it is an all-reduce."""
     rng = random.Random(seed)
     return [(i % 2 == 0, (right if i % 2 == 0 else chaos)(rng, num_ranks)) for i in range(number)]
 
@@ -181,7 +181,7 @@ def mine(*edges: Edge) -> schedule.Schedule:
 
 
 def algorithm_called(name: str) -> Any:
-    """What does not travel to the ranks, by name."""
+    """Return an algorithm that cannot travel to the ranks, by a name that can."""
     there, back = (0, 1, 0, 1, REDUCE), (1, 0, 0, 1, COPY)
     rounds = iter(list(mine(there, back).rounds()))
     odd: dict[str, Any] = {
@@ -286,7 +286,7 @@ def test_too_large_and_too_late() -> None:
 
 
 def until_it_fails(how: str) -> tuple[str, int | None]:
-    """What was raised, and the peer that it names."""
+    """Reduce until that fails; return what was raised, and the peer that it names."""
     communicator = Communicator(timeout=30, transport="shared_memory")
     x = torch.ones(2_000_000) if communicator.rank % 2 else communicator.empty(2_000_000).fill_(1.0)
     communicator.all_reduce(x, algorithm="ring")

@@ -1,4 +1,4 @@
-"""Who is let in: only the very processes that the store names; and who is missed."""
+"""Admission: only the very processes that the store names are let in, and who is missing is named."""
 
 from __future__ import annotations
 

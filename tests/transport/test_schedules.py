@@ -36,7 +36,7 @@ def digest(x: torch.Tensor) -> str:
 
 @functools.lru_cache(maxsize=64)
 def case(size: int, n: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the ranks bring, and its sum."""
+    """Return what the ranks bring, and its sum."""
     parts = torch.stack([contribution(p, n, dtype) for p in range(size)])
     return parts, parts.sum(0).to(dtype)
 
@@ -106,7 +106,7 @@ def test_threads(size: int) -> None:
 
 
 def on_processes(size: int, transport: str, memory: str, dtypes: tuple[torch.dtype, ...]) -> dict[str, list[str]]:
-    """Of the pool's ranks the first ``size``, as a group of their own; the others have nothing to tell."""
+    """Run on the pool's first ``size`` ranks, as a group of their own; the others have nothing to tell."""
     group = dist.new_group(list(range(size)))
     if dist.get_rank() >= size:
         return {}

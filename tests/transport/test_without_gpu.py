@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(kernels.cuda_devices()[0] > 0, reason="there is 
 
 
 class OnGpu:
-    """As cupy's arrays look from outside."""
+    """Array that looks like cupy's from outside."""
 
     __cuda_array_interface__ = {"shape": (4,), "typestr": "<f4", "data": (4096, False), "version": 3}  # noqa: RUF012
 
