@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
+from torch._C._distributed_c10d import HashStore
 
+from tests.on_ranks import Pools
 from tests.ranks import RankPool
 
 # Deterministic, and no deadline: these machines stall now and then.
@@ -25,7 +27,7 @@ os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
 
 @pytest.fixture(scope="session")
-def rank_pools() -> Iterator[Callable[[int], RankPool]]:
+def rank_pools() -> Iterator[Pools]:
     """``pool_of(size)``: processes are started once per size, and again if a test lost one."""
     pools: dict[int, RankPool] = {}
 
@@ -42,20 +44,20 @@ def rank_pools() -> Iterator[Callable[[int], RankPool]]:
 
 
 @pytest.fixture
-def two_ranks(rank_pools: Callable[[int], RankPool]) -> RankPool:
+def two_ranks(rank_pools: Pools) -> RankPool:
     return rank_pools(2)
 
 
 @pytest.fixture
 def one_rank_group() -> Iterator[None]:
-    """torch.distributed with this process as its only rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    """Initialize torch.distributed with this process as its only rank."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
 @pytest.fixture
-def new_ranks() -> Iterator[Callable[[int], RankPool]]:
+def new_ranks() -> Iterator[Pools]:
     """Pools of their own for tests that kill ranks."""
     pools: list[RankPool] = []
 

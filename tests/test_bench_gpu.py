@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def test_a_turn_takes_all_copies_alike() -> None:
     def call(index: int) -> None:
         calls[index] += 1
 
-    turn = Turn([lambda i=i: call(i) for i in range(3)], CPU)
+    turn = Turn([partial(call, i) for i in range(3)], CPU)
     turn.warm_up()
     assert turn() > 0.0
     assert turn.host_seconds > 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -139,7 +140,7 @@ class TestAvailable:
     @pytest.mark.parametrize("tool", ["ip", "tc"])
     def test_needs_iproute(self, tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "geteuid", lambda: 0)
-        monkeypatch.setattr(namespaces.shutil, "which", lambda name: None if name == tool else f"/sbin/{name}")
+        monkeypatch.setattr(shutil, "which", lambda name: None if name == tool else f"/sbin/{name}")
         assert available() == f"{tool} is not installed (iproute2)"
 
     def test_says_what_the_kernel_said(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

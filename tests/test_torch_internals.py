@@ -76,7 +76,7 @@ def test_tensors() -> None:
     x.add_(1.0)
     assert torch_internals.version_of(x) == before + 1
     assert torch_internals.uses_outside_python(x) == 1
-    kept = torch.utils.dlpack.to_dlpack(x)
+    kept = x.__dlpack__()
     assert torch_internals.uses_outside_python(x) + torch_internals.storage_uses(x) > 2
     del kept
     uses = torch_internals.storage_uses(x)
@@ -91,9 +91,9 @@ def test_parameters_that_others_own() -> None:
     assert not torch_internals.is_flat_parameter(param)
     assert not torch_internals.steps_in_backward(param)
     from torch.distributed.fsdp._flat_param import FlatParameter
-    from torch.distributed.optim import _apply_optimizer_in_backward
+    from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
 
-    assert torch_internals.is_flat_parameter(FlatParameter(torch.zeros(3)))  # type: ignore[no-untyped-call]
+    assert torch_internals.is_flat_parameter(FlatParameter(torch.zeros(3)))
     _apply_optimizer_in_backward(torch.optim.SGD, [param], {"lr": 0.1})
     assert torch_internals.steps_in_backward(param)
 
@@ -102,7 +102,8 @@ def test_autograd_tells_what_it_does() -> None:
     assert torch_internals.current_graph_task() == -1
     assert torch_internals.current_node() is None
     assert not torch_internals.compiles_autograd()
-    param, seen = nn.Parameter(torch.ones(3)), []
+    param = nn.Parameter(torch.ones(3))
+    seen: list[int | str] = []
 
     def hook(_: torch.Tensor) -> None:
         seen.append(torch_internals.current_graph_task())

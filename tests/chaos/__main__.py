@@ -50,7 +50,7 @@ def _chosen(options: argparse.Namespace) -> list[Fault]:
 
 
 def _print_logs(verdict: Verdict, in_full: bool) -> None:
-    """What the ranks wrote that ended in a strange way, or that stood somewhere; or all of it."""
+    """Print what the ranks wrote that ended in a strange way or got stuck; or what all of them wrote."""
     for rank, text in enumerate(verdict.logs):
         if in_full or rank in verdict.strange:
             lines = text.rstrip().splitlines()

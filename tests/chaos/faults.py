@@ -1,4 +1,4 @@
-"""What may happen to a rank, to whom, and in the middle of what."""
+"""Faults: what happens to a rank, to which one, and in the middle of what."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Fault:
 
     @property
     def timeout(self) -> float:
-        """What the ranks give as theirs: only a rank that stands still has to be found by it."""
+        """Return the timeout that the ranks use: only a rank that stands still has to be found by it."""
         return 3.0 if self.kind == "stop" else 60.0
 
     @property

@@ -46,7 +46,7 @@ def prepare() -> None:
 
 @dataclass
 class Verdict:
-    """What was wrong, as (what kind of thing, how), and how long it took.
+    """Everything that was wrong, as (kind, description), and how long it took.
 
     Attributes:
         noticed: seconds from the strike to the survivors' errors.
@@ -127,7 +127,7 @@ class Group:
             self.struck_at = time.monotonic() + fault.delay
 
     def report_of(self, rank: int) -> Report | None:
-        """What the rank says, if it does so in time."""
+        """Return the rank's report, if it comes in time."""
         pipe = self.pipes[rank]
         if not pipe.poll(self._left()):
             return None

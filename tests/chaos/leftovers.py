@@ -1,4 +1,4 @@
-"""What the processes of a group may leave behind."""
+"""Things that the processes of a group may leave behind."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def mark_descendants() -> None:
 
 
 class Leftovers:
-    """What is there before a group is; what :meth:`found` finds afterwards is the group's."""
+    """Snapshot taken before a group starts; what :meth:`found` finds on top of it is the group's."""
 
     def __init__(self) -> None:
         self._family = _family()
         self._sockets = set(_abstract_sockets())
 
     def found(self, pids: list[int]) -> list[str]:
-        """What the group, whose ranks were ``pids``, has left; asked again for a while. Processes are ended."""
+        """Return what the group, whose ranks were ``pids``, has left behind after a while; end such processes."""
         deadline = time.monotonic() + _PATIENCE
         while (left := self._look(pids)) and time.monotonic() < deadline:
             time.sleep(0.05)

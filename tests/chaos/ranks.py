@@ -68,7 +68,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Holdings:
-    """What a process has open."""
+    """Everything that a process has open."""
 
     descriptors: frozenset[str]
     mappings: int
@@ -84,7 +84,7 @@ class Holdings:
         return cls(frozenset(descriptors), sum("memfd:pycomm" in line for line in maps))
 
     def beyond(self, before: Holdings) -> str:
-        """What there is more than before; nothing is an empty text.
+        """Return what there is more of than ``before``, as text; empty for nothing.
 
         Less may be there: the connections of the user's own group with the rank that died.
         """
@@ -95,7 +95,7 @@ class Holdings:
 
 @dataclass
 class Report:
-    """What a survivor has to say."""
+    """Account that a survivor gives."""
 
     rank: int
     first: Seen
@@ -209,7 +209,7 @@ def _leave(workload: Workload) -> NoReturn:
 
 
 def _fate(fault: Fault, pipe: Connection, due: threading.Event) -> None:
-    """What happens to a process from inside, at the moment that was drawn."""
+    """Let happen to this process, from inside, what was drawn for it, at the moment that was drawn."""
     pipe.recv()
     time.sleep(fault.delay)
     if fault.kind == "os_exit":

@@ -29,7 +29,7 @@ def test_the_table_is_covered() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_survivors_of_a_dozen_faults() -> None:
-    """In a process of its own, with which everything ends that it started."""
+    """Run in a process of its own, so that everything it started ends with it."""
     command = [sys.executable, "-m", "tests.chaos", "--short", "--seed", "0"]
     judge = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True

@@ -1,4 +1,4 @@
-"""What ranks do while they wait for the fault: operations whose results are known, all of which are looked at."""
+"""Workloads of ranks that wait for the fault: operations whose results are known, and are all checked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 import pycomm
 from pycomm.worker import Work
 from tests.chaos.faults import Fault
-from tests.reducer.models import over_torch
+from tests.reducer.attaching import over_torch
 
 
 class WrongResultError(Exception):
@@ -82,7 +82,7 @@ class Step:
         )
 
     def offset(self, rank: int) -> int:
-        """What tells one rank's array from another's, and from those of the steps before."""
+        """Return a number that tells one rank's array from another's, and from those of earlier steps."""
         return (5 * rank + 3 * self.number) % 11
 
 

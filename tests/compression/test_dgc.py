@@ -14,7 +14,7 @@ from torch import nn
 import pycomm
 from tests.compression.machines import PlainDGC, gradients_of
 from tests.ranks import RankPool
-from tests.reducer.models import attached, own_state
+from tests.reducer.attaching import attached, own_state
 
 Pools = Callable[[int], RankPool]
 

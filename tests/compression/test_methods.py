@@ -16,7 +16,7 @@ from torch import nn
 import pycomm
 from tests.compression.machines import Gradients, gradients_of
 from tests.ranks import RankPool
-from tests.reducer.models import attached, own_state
+from tests.reducer.attaching import attached, own_state
 
 Pools = Callable[[int], RankPool]
 
@@ -346,15 +346,15 @@ def test_state_that_fits_in_part(two_ranks: RankPool) -> None:
     ("make", "error", "says"),
     [
         (lambda: pycomm.PowerSGD(0), ValueError, "rank is 0, wanted an integer >= 1"),
-        (lambda: pycomm.PowerSGD(2.0), TypeError, "rank is 2.0, wanted an integer >= 1"),
+        (lambda: pycomm.PowerSGD(2.0), TypeError, "rank is 2.0, wanted an integer >= 1"),  # type: ignore[arg-type]
         (lambda: pycomm.QSGD(0), ValueError, "levels is 0, wanted an integer from 1 to 127"),
         (lambda: pycomm.QSGD(128), ValueError, "levels is 128, wanted an integer from 1 to 127"),
         (lambda: pycomm.QSGD(7, seed=-1), ValueError, "seed is -1, wanted an integer >= 0"),
-        (lambda: pycomm.TernGrad(seed="x"), TypeError, "seed is 'x', wanted an integer >= 0"),
+        (lambda: pycomm.TernGrad(seed="x"), TypeError, "seed is 'x', wanted an integer >= 0"),  # type: ignore[arg-type]
         (lambda: pycomm.RandomK(0.0), ValueError, "ratio is 0.0, wanted 0 < ratio <= 1"),
-        (lambda: pycomm.RandomK(0.1, error_feedback=1), TypeError, "error_feedback is 1, wanted True or False"),
-        (lambda: pycomm.Int8(error_feedback=None), TypeError, "error_feedback is None, wanted True or False"),
-        (lambda: pycomm.TopK(0.1, half_values="yes"), TypeError, "half_values is 'yes', wanted True or False"),
+        (lambda: pycomm.RandomK(0.1, error_feedback=1), TypeError, "error_feedback is 1, wanted True or False"),  # type: ignore[arg-type]
+        (lambda: pycomm.Int8(error_feedback=None), TypeError, "error_feedback is None, wanted True or False"),  # type: ignore[arg-type]
+        (lambda: pycomm.TopK(0.1, half_values="yes"), TypeError, "half_values is 'yes', wanted True or False"),  # type: ignore[arg-type]
         (lambda: pycomm.Auto(2.0), ValueError, "ratio is 2.0, wanted 0 < ratio <= 1"),
         (lambda: pycomm.Auto(momentum=1.0), ValueError, "momentum is 1.0, wanted momentum >= 0 and < 1"),
     ],

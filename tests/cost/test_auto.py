@@ -17,7 +17,7 @@ from pycomm.cost.auto import cheapest
 from pycomm.cost.pricing import Costs, Line, MeasuredLink
 from tests.compression.machines import gradients_of
 from tests.ranks import RankPool
-from tests.reducer.models import attached, own_state
+from tests.reducer.attaching import attached, own_state
 
 Pools = Callable[[int], RankPool]
 

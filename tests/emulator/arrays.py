@@ -48,7 +48,7 @@ def library() -> ctypes.CDLL:
 
 def waits() -> list[tuple[int, int]]:
     """``(first, waiting)``: the second stream was told to wait for the first. Since the last call of this function."""
-    found = []
+    found: list[Any] = []
     first, waiting = ctypes.c_void_p(), ctypes.c_void_p()
     while library().emulator_wait(len(found), ctypes.byref(first), ctypes.byref(waiting)):
         found.append((first.value or 0, waiting.value or 0))

@@ -137,7 +137,7 @@ def given(name: str, sizes: list[int], dtype: torch.dtype, gap: int = 0, special
 
 def clone(x: torch.Tensor) -> torch.Tensor:
     """With the alignment that it has."""
-    storage = x.untyped_storage().clone()  # type: ignore[no-untyped-call]
+    storage = x.untyped_storage().clone()
     return torch.empty(0, dtype=x.dtype).set_(storage, x.storage_offset(), x.shape, x.stride())
 
 

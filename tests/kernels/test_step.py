@@ -344,7 +344,7 @@ def test_gpu_launches(gpu: Gpu, name: str, wanted: int) -> None:
     def launches() -> int:
         before = library().emulator_num_launches()
         moved.run(scratch)
-        return library().emulator_num_launches() - before  # type: ignore[no-any-return]
+        return library().emulator_num_launches() - before
 
     tables = -(-(161 * (3 + sum(KINDS[name].states)) + 1) // 160)
     assert [launches(), launches(), launches()] == [tables + wanted, wanted, wanted]

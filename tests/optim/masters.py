@@ -62,7 +62,7 @@ def step_on(
     dtype: torch.dtype,
     after: Callable[[], None] = lambda: None,
 ) -> None:
-    """With gradients in ``dtype``, whatever the parameters are in."""
+    """Take steps with gradients in ``dtype``, whatever the parameters are in."""
     for step in steps:
         if isinstance(optimizer, torch.optim.LBFGS):
             optimizer.step(functools.partial(_closure, optimizer, params, dtype))
@@ -80,7 +80,7 @@ def _closure(optimizer: torch.optim.Optimizer, params: Params, dtype: torch.dtyp
     return loss
 
 
-def mixed_model(dtype: torch.dtype) -> nn.Module:
+def mixed_model(dtype: torch.dtype) -> Any:
     """Norms in float32, as usual."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)).to(dtype)

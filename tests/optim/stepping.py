@@ -51,7 +51,7 @@ def take_steps(optimizer: torch.optim.Optimizer, steps: Iterable[int], dtype: to
 
 
 def assert_near(actual: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], tolerance: float) -> None:
-    """In the norm of each parameter."""
+    """Compare each parameter in its norm."""
     for i, error in enumerate(errors(actual, wanted)):
         assert error <= tolerance, f"parameter {i} of shape {list(wanted[i].shape)} is off by {error:.3g}"
 
@@ -70,7 +70,7 @@ def assert_equal(actual: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor])
 
 
 def saved(state: dict[str, Any]) -> dict[str, Any]:
-    """Through a file, as a checkpoint."""
+    """Return ``state`` after a round trip through a file, as a checkpoint makes it."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
 from pycomm.optim.shard_batch import Shard, shard_batch
-from tests.ranks import RankPool
+from tests.on_ranks import on_ranks
 
 
 class Pair(NamedTuple):
@@ -99,7 +99,7 @@ def test_kinds_of_dicts_and_tuples() -> None:
     ordered = shard_batch(OrderedDict(b=x, a=x), rank=1, world_size=2).data
     assert isinstance(ordered, OrderedDict)
     assert list(ordered) == ["b", "a"]
-    whole = defaultdict(list, x=x)
+    whole: defaultdict[str, Any] = defaultdict(list, x=x)
     default = shard_batch(whole, rank=1, world_size=2).data
     assert default.default_factory is list
     assert default["x"].tolist() == [2, 3]
@@ -185,7 +185,8 @@ def test_shard_is_frozen() -> None:
     assert shard != shard_batch(torch.rand(4), rank=0, world_size=2)
 
 
-def from_torch_distributed() -> None:
+@on_ranks(2)
+def test_rank_and_world_size_of_the_group() -> None:
     rank = dist.get_rank()
     assert shard_batch(5).data == [slice(0, 3), slice(3, 5)][rank]
     alone = dist.new_group([1])
@@ -195,7 +196,3 @@ def from_torch_distributed() -> None:
         with pytest.raises(ValueError, match="this process is not a member of process_group"):
             shard_batch(5, process_group=alone)
     assert shard_batch(5, rank=0).data == slice(0, 3)
-
-
-def test_rank_and_world_size_of_the_group(two_ranks: RankPool) -> None:
-    two_ranks.run(from_torch_distributed)

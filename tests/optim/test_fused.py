@@ -168,7 +168,7 @@ def test_parameters_of_both_dtypes() -> None:
 
 @pytest.mark.parametrize("name", ["sgd momentum", "adam amsgrad", "rmsprop all"])
 def test_state_in_another_memory_order(name: str) -> None:
-    """Of a model that was made channels_last, or of a checkpoint, after state had been made."""
+    """State stays right when the model becomes channels_last, or a checkpoint is loaded, after it was made."""
 
     def reorder(fuse: bool) -> Params:
         params = [nn.Parameter(parameters()[2].detach().contiguous())]

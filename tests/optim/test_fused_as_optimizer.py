@@ -278,7 +278,7 @@ def test_what_cannot_be_fused() -> None:
     with pytest.raises(TypeError, match="MySGD, wanted one of"):
         pycomm.fuse(MySGD([param], lr=1.0))
     with pytest.raises(TypeError, match="optimizer is a builtins.int, wanted one of"):
-        pycomm.fuse(3)  # type: ignore[type-var]
+        pycomm.fuse(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="differentiable=True"):
         pycomm.fuse(Adam([param], differentiable=True))
     for dtype in (torch.float16, torch.bfloat16, torch.complex64):

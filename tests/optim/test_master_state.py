@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -22,8 +23,8 @@ from tests.optim.stepping import (
 )
 
 
-def copy_into(params: Params, values: list[torch.Tensor]) -> None:
-    """As model.load_state_dict does."""
+def copy_into(params: Params, values: Sequence[torch.Tensor]) -> None:
+    """Copy in place, as model.load_state_dict does."""
     with torch.no_grad():
         for param, value in zip(params, values, strict=True):
             param.copy_(value)
@@ -61,12 +62,18 @@ def test_resume_bit_for_bit(name: str, dtype: torch.dtype, model_first: bool) ->
     assert_equal(second_handle.parameters(), snapshot(handle.parameters()))
 
 
+def trained_and_new(name: str, dtype: torch.dtype) -> Any:
+    """Two mixed models, their optimizers with masters, and the handles; the first has been trained for four steps."""
+    models = mixed_model(dtype), mixed_model(dtype)
+    optimizers = [ALL[name](model.parameters()) for model in models]
+    handles = [pycomm.master_weights(optimizer) for optimizer in optimizers]
+    step_on(optimizers[0], list(models[0].parameters()), range(4), dtype)
+    return models, optimizers, handles
+
+
 @pytest.mark.parametrize("name", ["AdamW", "Adadelta"])
 def test_mixed_models(name: str) -> None:
-    model, other = mixed_model(torch.float16), mixed_model(torch.float16)
-    optimizers = [ALL[name](m.parameters()) for m in (model, other)]
-    handles = [pycomm.master_weights(optimizer) for optimizer in optimizers]
-    step_on(optimizers[0], list(model.parameters()), range(4), torch.float16)
+    (model, other), optimizers, handles = trained_and_new(name, torch.float16)
     state = saved(optimizers[0].state_dict())
     assert ["master_weight" in state["state"][i] for i in range(6)] == [True, True, False, False, True, True]
     other.load_state_dict(model.state_dict())
@@ -101,21 +108,27 @@ def test_loads_that_fail(name: str) -> None:
     step_on(optimizer, params, range(3), torch.float16)
     good = saved(optimizer.state_dict())
     before, masters = snapshot(params), snapshot(handle.masters())
-    without, fewer, shapes = saved(good), saved(good), saved(good)
+    without, fewer, shapes, number = (saved(good) for _ in range(4))
     del without["state"][1]["master_weight"]
     fewer["param_groups"][0]["params"] = fewer["param_groups"][0]["params"][:-1]
     shapes["state"][0]["master_weight"] = torch.ones(1)
+    number["state"][0]["master_weight"] = 1.0
     for state, message in (
         (without, "the state of parameter 1 has no 'master_weight': it was saved without master_weights"),
         (fewer, "doesn't match the size of optimizer's group"),
         ({**good, "param_groups": good["param_groups"] * 2}, "a different number of parameter groups"),
+        ({"param_groups": good["param_groups"]}, "state_dict is not of an optimizer: it has no 'state'"),
+        ({"state": good["state"]}, "state_dict is not of an optimizer: .* and 'param_groups'"),
+        ({}, "state_dict is not of an optimizer"),
+        (None, "state_dict is not of an optimizer"),
+        (number, "the master weight of parameter 0 is a float"),
         (shapes, r"the master weight of parameter 0 has shape \[1\], wanted \[17, 9\]"),
     ):
         with pytest.raises(ValueError, match=message):
-            optimizer.load_state_dict(state)
+            optimizer.load_state_dict(state)  # type: ignore[arg-type]
         assert_equal(params, before)
         assert_equal(handle.masters(), masters)
-    remove = optimizer.register_load_state_dict_pre_hook(lambda *_: {}["mine"])
+    remove = optimizer.register_load_state_dict_pre_hook(lambda *_: dict[str, Any]()["mine"])
     with pytest.raises(KeyError, match="mine"):
         optimizer.load_state_dict(good)
     remove.remove()
@@ -139,11 +152,8 @@ def test_checkpoint_from_before_master_weights() -> None:
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop"])
 def test_torch_distributed_checkpoint(name: str) -> None:
-    """Which names entries by the model's names, and first takes a step that must change nothing."""
-    model, other = mixed_model(torch.bfloat16), mixed_model(torch.bfloat16)
-    optimizers = [ALL[name](m.parameters()) for m in (model, other)]
-    handles = [pycomm.master_weights(optimizer) for optimizer in optimizers]
-    step_on(optimizers[0], list(model.parameters()), range(4), torch.bfloat16)
+    """It names entries by the model's names, and first takes a step that must change nothing."""
+    (model, other), optimizers, handles = trained_and_new(name, torch.bfloat16)
     before = snapshot(handles[0].parameters())
     state = saved(get_optimizer_state_dict(model, optimizers[0]))
     assert "master_weight" in state["state"]["0.weight"]
@@ -172,7 +182,7 @@ def give_scaled(params: Params, step: int, scale: float, infinite: bool = False)
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "LARS", "Adadelta", "MySGD"])
 def test_grad_scaler(name: str) -> None:
-    """Without unscale_, which refuses float16."""
+    """GradScaler works without unscale_, which refuses float16."""
     params, optimizer, handle = make(name, torch.float16)
     wide, reference, _ = make(name, torch.float32)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
@@ -197,7 +207,7 @@ def test_grad_scaler(name: str) -> None:
 @pytest.mark.parametrize("name", ["SGD", "LAMB", "Adadelta"])
 @pytest.mark.parametrize("clip", [True, False])
 def test_loss_scaler(name: str, clip: bool) -> None:
-    """unscale_, clip the masters, step: as in float32."""
+    """Unscale, clip the masters, step: as in float32."""
     params, optimizer, handle = make(name, torch.float16)
     wide, reference, _ = make(name, torch.float32)
     scaler = pycomm.LossScaler(2.0**10)
@@ -225,7 +235,7 @@ def test_loss_scaler(name: str, clip: bool) -> None:
 
 @pytest.mark.parametrize("name", ["SGD", "Adadelta"])
 def test_unscaled_gradients_that_are_given_up(name: str) -> None:
-    """By zero_grad, or replaced: they do not come back in a later step."""
+    """Unscaled gradients that zero_grad dropped, or that were replaced, do not come back in a later step."""
     params, optimizer, handle = make(name, torch.float16)
     wide, reference, _ = make(name, torch.float32)
     scaler = pycomm.LossScaler(1024.0)

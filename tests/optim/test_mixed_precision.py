@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -11,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
+from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
-from tests.reducer.models import assert_replicas_equal, attached, rank_and_size
+from tests.reducer.attaching import assert_replicas_equal, attached, rank_and_size, warnings_noted
 
 METHODS = {
     "dense": None,
@@ -23,7 +23,7 @@ METHODS = {
 }
 
 
-def model_of(seed: int, dtype: torch.dtype) -> nn.Module:
+def model_of(seed: int, dtype: torch.dtype) -> Any:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 3)).to(dtype)
 
@@ -67,7 +67,8 @@ def test_masters_stay_equal_on_all_ranks(two_ranks: RankPool, method: str, dtype
     two_ranks.run(train_with_masters, METHODS[method], dtype, generic)
 
 
-def masters_of_rank_0() -> list[bool]:
+@on_ranks(2)
+def test_attach_copies_masters() -> None:
     """Masters hold more than the model's parameters: attach copies both."""
     rank, _ = rank_and_size()
     p = nn.Parameter(torch.full((5,), 1.0, dtype=torch.float16))
@@ -77,11 +78,8 @@ def masters_of_rank_0() -> list[bool]:
         masters.parameters()[0].fill_(1.0 + (rank + 1) * 2.0**-14)  # rounds to 1 in float16
     with attached(optimizer, [("p", p)]):
         pass
-    return [bool((masters.parameters()[0] == 1.0 + 2.0**-14).all()), bool((p == 1.0).all())]
-
-
-def test_attach_copies_masters(two_ranks: RankPool) -> None:
-    assert two_ranks.run(masters_of_rank_0) == [[True, True]] * 2
+    assert (masters.parameters()[0] == 1.0 + 2.0**-14).all()
+    assert (p == 1.0).all()
 
 
 def final_loss(dtype: torch.dtype, scaled: bool) -> tuple[float, float]:
@@ -126,12 +124,10 @@ def warnings_of_attach(dtype: torch.dtype, with_masters: bool) -> list[str]:
     optimizer = torch.optim.Adam(model.parameters())
     if with_masters:
         pycomm.master_weights(optimizer)
-    found = []
+    found: list[str] = []
     for _ in range(2):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            with attached(optimizer, model):
-                found += [str(w.message) for w in caught]
+        with warnings_noted(found), attached(optimizer, model):
+            pass
     return found
 
 
@@ -146,7 +142,8 @@ def test_warns_once_of_lost_updates(two_ranks: RankPool, dtype: torch.dtype) -> 
     assert two_ranks.run(warnings_of_attach, torch.float64, False) == [[], []]
 
 
-def resume() -> None:
+@on_ranks(2)
+def test_resume() -> None:
     """A checkpoint of model, optimizer, scaler and reducer, taken in the middle, continues to the bit."""
     rank, _ = rank_and_size()
 
@@ -157,7 +154,7 @@ def resume() -> None:
         scaler = pycomm.LossScaler(2.0**10, growth_interval=3)
         return model, optimizer, scaler
 
-    def steps(model: nn.Module, optimizer: Any, scaler: Any, numbers: range) -> None:
+    def steps(numbers: range, model: nn.Module, optimizer: Any, scaler: Any) -> None:
         for step in numbers:
             optimizer.zero_grad()
             scaler.scale(loss_of(model, rank, step)).backward()
@@ -171,21 +168,17 @@ def resume() -> None:
 
     parts = begin()
     with attached(parts[1], parts[0], compression=pycomm.TopK(0.3), loss_scaler=parts[2]) as reducer:
-        steps(*parts, range(5))
+        steps(range(5), *parts)
         saved = [copy(part.state_dict()) for part in (*parts, reducer)]
-        steps(*parts, range(5, 9))
+        steps(range(5, 9), *parts)
     again = begin()
     with attached(again[1], again[0], compression=pycomm.TopK(0.3), loss_scaler=again[2]) as reducer:
         for part, state in zip((*again, reducer), saved, strict=True):
             part.load_state_dict(state)
-        steps(*again, range(5, 9))
+        steps(range(5, 9), *again)
     for a, b in zip(parts[0].parameters(), again[0].parameters(), strict=True):
         assert torch.equal(a, b)
     for key, entry in parts[1].state_dict()["state"].items():
         for name, value in entry.items():
             assert torch.equal(value, again[1].state_dict()["state"][key][name])
     dist.barrier()
-
-
-def test_resume(two_ranks: RankPool) -> None:
-    two_ranks.run(resume)

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import pycomm
+from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
-from tests.reducer.models import assert_replicas_equal, attached, rank_and_size
+from tests.reducer.attaching import assert_replicas_equal, attached, rank_and_size
 
-Pools = Callable[[int], RankPool]
 INTERVAL = 3
 STEPS = 14
 INF_AT = {4: 1, 5: 0, 12: 1}  # step -> rank
@@ -149,7 +149,8 @@ def test_agreeing_on_a_skip_costs_no_message(two_ranks: RankPool) -> None:
     assert two_ranks.run(messages_of_three_steps, True)[0] == ["all_reduce"] * 3  # one bucket
 
 
-def overflow_in_the_sum() -> tuple[bool, float]:
+@on_ranks(2)
+def test_an_overflow_of_the_sum_alone_is_seen() -> None:
     """Finite on both ranks; their sum is not."""
     p = nn.Parameter(torch.zeros(4))
     optimizer = torch.optim.SGD([p], lr=1.0)
@@ -158,11 +159,8 @@ def overflow_in_the_sum() -> tuple[bool, float]:
         (p * 2e38).sum().backward()
         scaler.step(optimizer)
         scaler.update()
-    return bool(torch.equal(p, torch.zeros(4))), scaler.get_scale()
-
-
-def test_an_overflow_of_the_sum_alone_is_seen(two_ranks: RankPool) -> None:
-    assert two_ranks.run(overflow_in_the_sum) == [(True, 0.5)] * 2
+    assert torch.equal(p, torch.zeros(4))
+    assert scaler.get_scale() == 0.5
 
 
 def unscale_and_look(kind: str, fused: bool) -> list[float]:
@@ -172,7 +170,7 @@ def unscale_and_look(kind: str, fused: bool) -> list[float]:
     if fused:
         pycomm.fuse(optimizer)
     scaler: Any = pycomm.LossScaler(2.0**12) if kind == "pycomm" else torch.amp.GradScaler("cpu", init_scale=2.0**12)
-    norms = []
+    norms: list[float] = []
     with attached(optimizer, model, loss_scaler=scaler, accumulate=2):
         for step in range(3):
             optimizer.zero_grad()
@@ -198,7 +196,7 @@ def test_true_gradients_after_unscaling(two_ranks: RankPool, fused: bool) -> Non
 
 
 class TestAlone:
-    """Without attach."""
+    """LossScaler without attach."""
 
     def test_trace(self) -> None:
         traces = []
@@ -334,3 +332,24 @@ class TestAlone:
             ValueError, match="gradients in float16 would underflow without the scale: see pycomm.master"
         ):
             scaler.unscale_(torch.optim.SGD([p], lr=1.0))
+
+
+BAD_NUMBERS: list[Any] = ["2", None, True, [2.0], float("nan"), float("inf"), -1]
+
+
+@pytest.mark.parametrize("key", ["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"])
+def test_states_that_are_none(key: str) -> None:
+    """An error that names the key, and nothing is changed."""
+    scaler = pycomm.LossScaler(32.0, growth_interval=7)
+    before = scaler.state_dict()
+    other = pycomm.LossScaler(8.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=3).state_dict()
+    without = {name: value for name, value in other.items() if name != key}
+    with pytest.raises(ValueError, match=f"the state has no {key!r}"):
+        scaler.load_state_dict(without)
+    for value in [*BAD_NUMBERS, *([] if key == "_growth_tracker" else [0, 0.0])]:
+        with pytest.raises(ValueError, match=f"the state's {key!r} is .*, wanted a positive number"):
+            scaler.load_state_dict({**other, key: value})
+    for state in ([other], None, "state", 3):
+        with pytest.raises(ValueError, match=f"the state is a {type(state).__name__}, wanted what"):
+            scaler.load_state_dict(state)  # type: ignore[arg-type]
+    assert scaler.state_dict() == before

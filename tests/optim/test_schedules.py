@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -77,13 +78,13 @@ def test_golden_numbers() -> None:
         (PolynomialDecay(8), [1, 0.75, 0.5, 0.25, 0, 0, 0]),
         (PolynomialDecay(8, power=2), [1, 0.5625, 0.25, 0.0625, 0, 0, 0]),
         (PolynomialDecay(8, power=2, final=0.5), [1, 0.78125, 0.625, 0.53125, 0.5, 0.5, 0.5]),
-        (StepDecay([5, 7], gamma=0.25), [1, 0.25, 0.25, 0.0625, 0.0625, 0.0625, 0.0625]),
-        (StepDecay([4]), [0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]),
-        (StepDecay([]), [1, 1, 1, 1, 1, 1, 1]),
+        (StepDecay((5, 7), gamma=0.25), [1, 0.25, 0.25, 0.0625, 0.0625, 0.0625, 0.0625]),
+        (StepDecay((4,)), [0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]),
+        (StepDecay(()), [1, 1, 1, 1, 1, 1, 1]),
         (CosineDecay(4, final=0.25), [0.25] * 7),
     ]
     for decay, after in expected:
-        lrs = trace(lambda optimizer, decay=decay: WarmupLR(optimizer, 4, decay, start_factor=0.2), 11)
+        lrs = trace(partial(WarmupLR, warmup_steps=4, decay=decay, start_factor=0.2), 11)
         assert lrs == pytest.approx([*warmup, *after], rel=1e-15, abs=1e-16), decay
 
 
@@ -217,33 +218,33 @@ def test_what_else_was_done_to_lr_lasts_one_step() -> None:
         (lambda: linear_scaled_lr(float("inf"), 8), ValueError, "base_lr is inf, wanted a positive number"),
         (lambda: linear_scaled_lr(1.0, -8), ValueError, "batch_size is -8, wanted at least 1"),
         (lambda: sqrt_scaled_lr(1.0, 8, 0), ValueError, "base_batch_size is 0, wanted at least 1"),
-        (lambda: sqrt_scaled_lr(1.0, 8.0), TypeError, "batch_size is 8.0, wanted an int"),
-        (lambda: linear_scaled_lr("1", 8), TypeError, "base_lr is '1', wanted a number"),
+        (lambda: sqrt_scaled_lr(1.0, 8.0), TypeError, "batch_size is 8.0, wanted an int"),  # type: ignore[arg-type]
+        (lambda: linear_scaled_lr("1", 8), TypeError, "base_lr is '1', wanted a number"),  # type: ignore[arg-type]
         (lambda: CosineDecay(0), ValueError, "total_steps is 0, wanted at least 1"),
-        (lambda: CosineDecay(9e4), TypeError, "total_steps is 90000.0, wanted an int"),
+        (lambda: CosineDecay(9e4), TypeError, "total_steps is 90000.0, wanted an int"),  # type: ignore[arg-type]
         (lambda: CosineDecay(True), TypeError, "total_steps is True, wanted an int"),
         (lambda: CosineDecay(9, final=1.5), ValueError, "final is 1.5, wanted 0 to 1"),
         (lambda: PolynomialDecay(9, final=-0.1), ValueError, "final is -0.1, wanted 0 to 1"),
         (lambda: PolynomialDecay(9, final=math.nan), ValueError, "final is nan, wanted 0 to 1"),
         (lambda: PolynomialDecay(9, power=0), ValueError, "power is 0, wanted a positive number"),
-        (lambda: StepDecay([3, 3]), ValueError, r"milestones\[1\] is 3, wanted more than 3 before it"),
-        (lambda: StepDecay([0, 3]), ValueError, r"milestones\[0\] is 0, wanted at least 1"),
-        (lambda: StepDecay([1.5]), TypeError, r"milestones\[0\] is 1.5, wanted an int"),
-        (lambda: StepDecay(30), TypeError, "milestones is 30, wanted a sequence of ints"),
-        (lambda: StepDecay([3], gamma=0), ValueError, "gamma is 0, wanted above 0 and at most 1"),
-        (lambda: StepDecay([3], gamma=10), ValueError, "gamma is 10, wanted above 0 and at most 1"),
+        (lambda: StepDecay([3, 3]), ValueError, r"milestones\[1\] is 3, wanted more than 3 before it"),  # type: ignore[arg-type]
+        (lambda: StepDecay([0, 3]), ValueError, r"milestones\[0\] is 0, wanted at least 1"),  # type: ignore[arg-type]
+        (lambda: StepDecay([1.5]), TypeError, r"milestones\[0\] is 1.5, wanted an int"),  # type: ignore[arg-type]
+        (lambda: StepDecay(30), TypeError, "milestones is 30, wanted a sequence of ints"),  # type: ignore[arg-type]
+        (lambda: StepDecay([3], gamma=0), ValueError, "gamma is 0, wanted above 0 and at most 1"),  # type: ignore[arg-type]
+        (lambda: StepDecay([3], gamma=10), ValueError, "gamma is 10, wanted above 0 and at most 1"),  # type: ignore[arg-type]
         (lambda: WarmupLR(sgd(), -1), ValueError, "warmup_steps is -1, wanted at least 0"),
         (lambda: WarmupLR(sgd(), 5, start_factor=2), ValueError, "start_factor is 2, wanted 0 to 1"),
         (lambda: WarmupLR(sgd(), 9, CosineDecay(8)), ValueError, "warmup_steps is 9, wanted at most total_steps = 8"),
         (
-            lambda: WarmupLR(sgd(), 9, StepDecay([8])),
+            lambda: WarmupLR(sgd(), 9, StepDecay([8])),  # type: ignore[arg-type]
             ValueError,
             r"milestones\[0\] is 8, wanted at least warmup_steps = 9",
         ),
-        (lambda: WarmupLR(sgd(), 9, "cosine"), TypeError, "decay is 'cosine', wanted CosineDecay, PolynomialDecay"),
-        (lambda: WarmupLR(sgd(), 9, CosineDecay), TypeError, "decay is <class .*>, wanted CosineDecay"),
+        (lambda: WarmupLR(sgd(), 9, "cosine"), TypeError, "decay is 'cosine', wanted CosineDecay, PolynomialDecay"),  # type: ignore[arg-type]
+        (lambda: WarmupLR(sgd(), 9, CosineDecay), TypeError, "decay is <class .*>, wanted CosineDecay"),  # type: ignore[arg-type]
         (lambda: WarmupLR(sgd(), 9, last_epoch=-2), ValueError, "last_epoch is -2, wanted at least -1"),
-        (lambda: WarmupLR(nn.Linear(2, 2), 9), TypeError, "optimizer is a Linear, wanted a torch.optim.Optimizer"),
+        (lambda: WarmupLR(nn.Linear(2, 2), 9), TypeError, "optimizer is a Linear, wanted a torch.optim.Optimizer"),  # type: ignore[arg-type]
         (lambda: BatchSizeGrowth(0, [5], 2), ValueError, "initial is 0, wanted at least 1"),
         (lambda: BatchSizeGrowth(8, [5, 4], 2), ValueError, r"milestones\[1\] is 4, wanted more than 5 before it"),
         (lambda: BatchSizeGrowth(8, [5], 1), ValueError, "factor is 1, wanted a number above 1"),
@@ -256,9 +257,9 @@ def test_bad_arguments(make: Callable[[], Any], error: type[Exception], says: st
 
 
 def test_numpy_numbers_become_plain() -> None:
-    decay = StepDecay(np.array([3, 5]), gamma=np.float32(0.5))
+    decay = StepDecay(np.array([3, 5]), gamma=np.float32(0.5))  # type: ignore[arg-type]
     assert decay == StepDecay((3, 5), gamma=0.5)
-    scheduler = WarmupLR(sgd(), np.int64(2), decay)
+    scheduler = WarmupLR(sgd(), np.int64(2), decay)  # type: ignore[arg-type]
     assert saved(scheduler.state_dict()) == scheduler.state_dict()
 
 
@@ -284,6 +285,44 @@ def test_state_of_another_schedule(other: Callable[[torch.optim.Optimizer], Any]
     with pytest.raises(ValueError, match=says):
         scheduler.load_state_dict(other(sgd()).state_dict())
     assert scheduler.state_dict() == before
+
+
+@pytest.mark.parametrize("key", ["schedule", "base_lrs", "_last_lr", "last_epoch"])
+def test_states_that_are_none(key: str) -> None:
+    """An error that names what is missing or wrong, and nothing is changed."""
+    optimizer = sgd()
+    scheduler = WarmupLR(optimizer, 2, CosineDecay(9))
+    take_step(optimizer, scheduler)
+    before = scheduler.state_dict()
+    other = WarmupLR(sgd(), 2, CosineDecay(9)).state_dict()
+    with pytest.raises(ValueError, match=f"state_dict is not of a WarmupLR, .*: it has no '{key}'"):
+        scheduler.load_state_dict({name: value for name, value in other.items() if name != key})
+    wrong: list[Any] = [None, "x", {"a": 1}, ["x"], 1.5]
+    for value in wrong if key == "last_epoch" else [*wrong, 3]:
+        with pytest.raises(ValueError, match="state_dict"):
+            scheduler.load_state_dict({**other, key: value})
+    states: list[Any] = [None, [other], "state", {}]
+    for state in states:
+        with pytest.raises(ValueError, match="state_dict is not of a WarmupLR"):
+            scheduler.load_state_dict(state)
+    assert scheduler.state_dict() == before
+
+
+@pytest.mark.parametrize("key", ["steps", "growth"])
+def test_states_of_growth_that_are_none(key: str) -> None:
+    growth = BatchSizeGrowth(8, [3, 6], 2)
+    grow(growth, 4)
+    before = growth.state_dict()
+    other = BatchSizeGrowth(8, [3, 6], 2).state_dict()
+    with pytest.raises(ValueError, match=f"state_dict is not of a BatchSizeGrowth, .*: it has no '{key}'"):
+        growth.load_state_dict({name: value for name, value in other.items() if name != key})
+    for value in (None, "x", [1], -1, 1.5, True):
+        with pytest.raises(ValueError, match=r"state_dict|steps is -1"):
+            growth.load_state_dict({**other, key: value})
+    for state in (None, [other], "state"):
+        with pytest.raises(ValueError, match="state_dict is not of a BatchSizeGrowth"):
+            growth.load_state_dict(state)  # type: ignore[arg-type]
+    assert growth.state_dict() == before
 
 
 def grow(growth: BatchSizeGrowth, steps: int) -> list[tuple[int, float]]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,13 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import pycomm
-from pycomm import communicator
 
-Loss = Callable[[nn.Module, int], torch.Tensor]
-
-
-def make_model(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:
+def make_model(seed: int = 0, dtype: torch.dtype = torch.float64) -> Any:
+    """Return a small model; any, since torch's stubs know nothing of what its layers have."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 5)).to(dtype)
 
@@ -34,6 +29,10 @@ def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return ((model(x) - y) ** 2).mean()
 
 
+def losses_at(step: int) -> list[Callable[[nn.Module], torch.Tensor]]:
+    return [partial(loss_of, rank=r, step=step) for r in range(dist.get_world_size())]
+
+
 def average_gradients(model: nn.Module, losses: list[Callable[[nn.Module], torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The mean over ``losses`` (one per rank) of the gradients at ``model``'s parameters, computed here and alone."""
     total: dict[str, torch.Tensor] = {}
@@ -42,6 +41,27 @@ def average_gradients(model: nn.Module, losses: list[Callable[[nn.Module], torch
         for (name, param), grad in zip(model.named_parameters(), grads, strict=True):
             total[name] = total.get(name, torch.zeros_like(param)) + (0 if grad is None else grad)
     return {name: grad / len(losses) for name, grad in total.items()}
+
+
+def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def close(actual: torch.Tensor | None, wanted: torch.Tensor, tolerance: float = 1e-12) -> None:
+    assert actual is not None
+    torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance)
+
+
+class Normed(nn.Module):
+    """A matrix, and vectors and statistics beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.norm = nn.Linear(12, 5), nn.BatchNorm1d(5)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.norm(self.body(x))
 
 
 class Explodes(torch.autograd.Function):
@@ -59,53 +79,4 @@ class Explodes(torch.autograd.Function):
 def explode(model: nn.Module) -> None:
     """A backward pass of :func:`make_model`'s that comes as far as the last layer."""
     with pytest.raises(ArithmeticError):
-        model[4](Explodes.apply(model[:4](torch.ones(1, 12, dtype=torch.float64)))).sum().backward()  # type: ignore[operator,index]
-
-
-@contextmanager
-def over_torch(on: bool = True) -> Iterator[None]:
-    """Communicators that are made inside go over torch.distributed."""
-    original = vars(communicator)["choose_transport"]
-    if on:
-        vars(communicator).update(choose_transport=lambda group, _, *rest: original(group, "torch", *rest))
-    try:
-        yield
-    finally:
-        vars(communicator).update(choose_transport=original)
-
-
-@contextmanager
-def attached(optimizer: torch.optim.Optimizer, model: Any, **options: Any) -> Iterator[pycomm.Reducer]:
-    reducer = pycomm.attach(optimizer, model, timeout=30, **options)
-    try:
-        yield reducer
-    finally:
-        reducer.detach()
-
-
-def assert_replicas_equal(model: nn.Module) -> None:
-    """Bit for bit, through torch.distributed itself."""
-    flat = torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in model.parameters()])
-    everyone = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, flat)
-    assert all(torch.equal(other, everyone[0]) for other in everyone)
-
-
-def close(actual: torch.Tensor | None, wanted: torch.Tensor, tolerance: float = 1e-12) -> None:
-    assert actual is not None
-    torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance)
-
-
-def own_state(reducer_or_saved: Any) -> dict[str, dict[str, torch.Tensor]]:
-    """What one rank's ``Reducer.state_dict()`` has: name -> key -> tensor."""
-    saved = reducer_or_saved if isinstance(reducer_or_saved, dict) else reducer_or_saved.state_dict()
-    (state,) = saved["ranks"].values()
-    return dict(state)
-
-
-def rank_and_size() -> tuple[int, int]:
-    return dist.get_rank(), dist.get_world_size()
-
-
-def losses_at(step: int) -> list[Callable[[nn.Module], torch.Tensor]]:
-    return [partial(loss_of, rank=r, step=step) for r in range(dist.get_world_size())]
+        model[4](Explodes.apply(model[:4](torch.ones(1, 12, dtype=torch.float64)))).sum().backward()  # type: ignore[index]

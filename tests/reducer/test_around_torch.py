@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import pycomm
-from tests.ranks import RankPool
-from tests.reducer.models import (
-    assert_replicas_equal,
-    attached,
-    average_gradients,
-    close,
-    explode,
-    loss_of,
-    losses_at,
-    make_model,
-    own_state,
-)
-
-Pools = Callable[[int], RankPool]
-
-
-def sgd(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-
+from tests.on_ranks import on_ranks
+from tests.reducer.attaching import assert_replicas_equal, attached, own_state
+from tests.reducer.models import average_gradients, close, explode, loss_of, losses_at, make_model, sgd
 
 # torch.compile
 
@@ -61,15 +43,18 @@ def compiled(order: str, compression: Any) -> None:
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
-def test_compile_has_no_graph_break(two_ranks: RankPool, order: str) -> None:
-    two_ranks.run(compiled, order, None, timeout=110)
+@on_ranks(2, timeout=110)
+def test_compile_has_no_graph_break(order: str) -> None:
+    compiled(order, None)
 
 
-def test_compile_with_error_feedback(two_ranks: RankPool) -> None:
-    two_ranks.run(compiled, "after", pycomm.TopK(1.0), timeout=110)
+@on_ranks(2, timeout=110)
+def test_compile_with_error_feedback() -> None:
+    compiled("after", pycomm.TopK(1.0))
 
 
-def abandoned_under_compile() -> None:
+@on_ranks(2)
+def test_an_exception_that_no_forward_notices() -> None:
     """No forward hook sees that the last backward ended with an exception."""
     rank = dist.get_rank()
     model = make_model()
@@ -84,26 +69,18 @@ def abandoned_under_compile() -> None:
             model.zero_grad()
 
 
-def test_an_exception_that_no_forward_notices(two_ranks: RankPool) -> None:
-    two_ranks.run(abandoned_under_compile)
-
-
-def compiled_autograd(fullgraph: bool) -> str:
+@pytest.mark.parametrize("fullgraph", [False, True])
+@on_ranks(2, timeout=110, fresh=True)
+def test_compiled_autograd_is_refused(fullgraph: bool) -> None:
     from torch._dynamo import compiled_autograd as ca
 
     model = make_model()
     reducer = pycomm.attach(sgd(model), model, timeout=30)
     with ca._enable(torch.compile(backend="eager", fullgraph=fullgraph)):
-        with pytest.raises(RuntimeError, match="compiled autograd does not call pycomm's hooks") as raised:
+        says = r"compiled autograd does not call pycomm's hooks as backward\(\) goes: leave it off"
+        with pytest.raises(RuntimeError, match=says):
             loss_of(model, dist.get_rank(), 0).backward()
     reducer.detach()
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("fullgraph", [False, True])
-def test_compiled_autograd_is_refused(new_ranks: Pools, fullgraph: bool) -> None:
-    for says in new_ranks(2).run(compiled_autograd, fullgraph, timeout=110):
-        assert "compiled autograd does not call pycomm's hooks as backward() goes: leave it off" in says
 
 
 # Default dtypes
@@ -143,7 +120,9 @@ def run_under(default: torch.dtype, compression: Any) -> tuple[list[torch.Tensor
         torch.set_default_dtype(torch.float32)
 
 
-def same_under_all(compression: Any) -> None:
+@pytest.mark.parametrize("compression", METHODS, ids=repr)
+@on_ranks(2)
+def test_default_dtypes_change_nothing(compression: Any) -> None:
     wanted, state = run_under(torch.float32, compression)
     for default in (torch.float64, torch.bfloat16):
         got, other = run_under(default, compression)
@@ -157,15 +136,11 @@ def same_under_all(compression: Any) -> None:
                 assert torch.equal(tensor, other[name][key])
 
 
-@pytest.mark.parametrize("compression", METHODS, ids=repr)
-def test_default_dtypes_change_nothing(two_ranks: RankPool, compression: Any) -> None:
-    two_ranks.run(same_under_all, compression)
-
-
 # Meshes
 
 
-def on_a_mesh() -> None:
+@on_ranks(2)
+def test_a_device_mesh() -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     rank = dist.get_rank()
@@ -180,10 +155,6 @@ def on_a_mesh() -> None:
         pycomm.attach(sgd(model), model, process_group=mesh)
 
 
-def test_a_device_mesh(two_ranks: RankPool) -> None:
-    two_ranks.run(on_a_mesh)
-
-
 # Proxies of optimizers
 
 
@@ -191,14 +162,14 @@ def proxy_of(optimizer: torch.optim.Optimizer, how: str) -> Any:
     if how == "accelerate":
 
         class Accelerated(torch.optim.Optimizer):
-            """As AcceleratedOptimizer: everything is the inner one's."""
+            """Proxy like AcceleratedOptimizer: everything is the inner one's."""
 
             def __init__(self, inner: torch.optim.Optimizer) -> None:
                 self.optimizer = inner
 
-            state = property(lambda self: self.optimizer.state)  # type: ignore[assignment]
-            param_groups = property(lambda self: self.optimizer.param_groups)  # type: ignore[assignment]
-            defaults = property(lambda self: self.optimizer.defaults)  # type: ignore[assignment]
+            state = property(lambda self: self.optimizer.state)
+            param_groups = property(lambda self: self.optimizer.param_groups)
+            defaults = property(lambda self: self.optimizer.defaults)
 
             def zero_grad(self, set_to_none: bool = True) -> None:
                 self.optimizer.zero_grad(set_to_none)
@@ -209,7 +180,7 @@ def proxy_of(optimizer: torch.optim.Optimizer, how: str) -> Any:
         return Accelerated(optimizer)
 
     class Proxy:
-        """As Fabric's and Lightning's: a class made for each optimizer, with a copy of its attributes."""
+        """Proxy like Fabric's and Lightning's: a class made for each optimizer, with a copy of its attributes."""
 
         def __init__(self, inner: torch.optim.Optimizer) -> None:
             self.__dict__.update({k: v for k, v in vars(inner).items() if k not in ("step", "__del__")})
@@ -226,7 +197,9 @@ def proxy_of(optimizer: torch.optim.Optimizer, how: str) -> Any:
     return Proxy(optimizer)
 
 
-def proxies(how: str) -> None:
+@pytest.mark.parametrize("how", ["accelerate", "fabric"])
+@on_ranks(2)
+def test_trainers_optimizers_are_unwrapped(how: str) -> None:
     rank = dist.get_rank()
     model = make_model()
     inner = sgd(model)
@@ -248,12 +221,8 @@ def proxies(how: str) -> None:
             pycomm.attach(inner, model)
 
 
-@pytest.mark.parametrize("how", ["accelerate", "fabric"])
-def test_trainers_optimizers_are_unwrapped(two_ranks: RankPool, how: str) -> None:
-    two_ranks.run(proxies, how)
-
-
-def lookahead() -> None:
+@on_ranks(2)
+def test_optimizers_around_optimizers_are_not() -> None:
     """An optimizer with one inside, and state of its own, is the optimizer."""
 
     class Lookahead(torch.optim.Optimizer):
@@ -274,10 +243,6 @@ def lookahead() -> None:
         assert torch.equal(outer.state[model[0].weight]["slow"], make_model(seed=0)[0].weight)
 
 
-def test_optimizers_around_optimizers_are_not(two_ranks: RankPool) -> None:
-    two_ranks.run(lookahead)
-
-
 # What optimizers keep
 
 
@@ -285,7 +250,8 @@ class Odd:
     """An object that cannot be sent."""
 
 
-def odd_hyperparameters() -> None:
+@on_ranks(2)
+def test_functions_among_hyperparameters() -> None:
     rank = dist.get_rank()
     model = make_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (rank + 1))
@@ -312,11 +278,8 @@ def odd_hyperparameters() -> None:
         pycomm.attach(optimizer, model, timeout=30)
 
 
-def test_functions_among_hyperparameters(two_ranks: RankPool) -> None:
-    two_ranks.run(odd_hyperparameters)
-
-
-def lbfgs_resumed() -> None:
+@on_ranks(2)
+def test_lists_of_tensors_travel() -> None:
     """Lists of tensors travel; only rank 0 has any."""
     rank = dist.get_rank()
     model = make_model()
@@ -338,14 +301,11 @@ def lbfgs_resumed() -> None:
         assert everyone[0] == everyone[1]
 
 
-def test_lists_of_tensors_travel(two_ranks: RankPool) -> None:
-    two_ranks.run(lbfgs_resumed)
-
-
 # float64
 
 
-def clip_in_float64() -> None:
+@on_ranks(2)
+def test_clipping_keeps_float64() -> None:
     rank = dist.get_rank()
     model = make_model()
     with attached(sgd(model), model) as reducer:
@@ -355,7 +315,3 @@ def clip_in_float64() -> None:
         reducer.clip_grad_norm(0.001)
         for name, p in model.named_parameters():
             close(p.grad, wanted[name] * (0.001 / (norm + 1e-6)), 1e-14)
-
-
-def test_clipping_keeps_float64(two_ranks: RankPool) -> None:
-    two_ranks.run(clip_in_float64)

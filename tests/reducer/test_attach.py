@@ -6,7 +6,6 @@ import copy
 import io
 import itertools
 import pickle
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,21 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from tests.ranks import RankPool
-from tests.reducer.models import (
-    assert_replicas_equal,
-    attached,
-    average_gradients,
-    batch_of,
-    close,
-    loss_of,
-    losses_at,
-    make_model,
-    over_torch,
-    rank_and_size,
-)
-
-Pools = Callable[[int], RankPool]
+from tests.on_ranks import on_ranks
+from tests.reducer.attaching import assert_replicas_equal, attached, over_torch, rank_and_size
+from tests.reducer.models import average_gradients, batch_of, close, loss_of, losses_at, make_model
 
 
 def train(options: dict[str, Any], steps: int = 4, set_to_none: bool = True) -> None:
@@ -53,24 +40,21 @@ def train(options: dict[str, Any], steps: int = 4, set_to_none: bool = True) -> 
         assert_replicas_equal(model)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_are_averages(rank_pools: Pools, size: int, set_to_none: bool) -> None:
-    rank_pools(size).run(train, {}, 4, set_to_none)
+@on_ranks(1, 2, 3)
+def test_gradients_are_averages(set_to_none: bool) -> None:
+    train({}, 4, set_to_none)
 
 
 @pytest.mark.parametrize("algorithm", ["native", "ring", "circulant", "hierarchical(1,3)"])
 @pytest.mark.parametrize("compression", [None, pycomm.FP16()])
-def test_by_a_schedule(rank_pools: Pools, algorithm: str, compression: Any) -> None:
-    """Of three ranks: sums in another order. float16 is within its precision of the mean."""
-    rank_pools(3).run(train_loosely, {"algorithm": algorithm, "compression": compression, "bucket_mb": 0.005})
-
-
-def train_loosely(options: dict[str, Any]) -> None:
+@on_ranks(3)
+def test_by_a_schedule(algorithm: str, compression: Any) -> None:
+    """Three ranks sum in another order; float16 is within its precision of the mean."""
     rank, _ = rank_and_size()
     model, reference = make_model(seed=0, dtype=torch.float32), make_model(seed=0, dtype=torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with attached(optimizer, model, **options):
+    with attached(optimizer, model, algorithm=algorithm, compression=compression, bucket_mb=0.005):
         for step in range(2):
             optimizer.zero_grad()
             loss_of(model, rank, step).backward()
@@ -80,20 +64,19 @@ def train_loosely(options: dict[str, Any]) -> None:
         assert_replicas_equal(model)
 
 
-def test_many_buckets(two_ranks: RankPool) -> None:
-    two_ranks.run(train, {"bucket_mb": 0.001})
+@on_ranks(2)
+def test_many_buckets() -> None:
+    train({"bucket_mb": 0.001})
 
 
-def train_over_torch() -> None:
+@on_ranks(2)
+def test_over_torch_distributed() -> None:
     with over_torch():
         train({})
 
 
-def test_over_torch_distributed(two_ranks: RankPool) -> None:
-    two_ranks.run(train_over_torch)
-
-
-def named_parameters_only() -> None:
+@on_ranks(2)
+def test_named_parameters_and_sums() -> None:
     rank, _ = rank_and_size()
     model = make_model(seed=rank)
     optimizer = torch.optim.SGD(
@@ -107,10 +90,6 @@ def named_parameters_only() -> None:
         local = own["0.weight"].clone()
         dist.all_reduce(local)
         close(model[0].weight.grad, local)
-
-
-def test_named_parameters_and_sums(two_ranks: RankPool) -> None:
-    two_ranks.run(named_parameters_only)
 
 
 class Branches(nn.Module):
@@ -127,7 +106,8 @@ class Branches(nn.Module):
         return self.sometimes(x) if take else x
 
 
-def unused() -> None:
+@on_ranks(2, 3)
+def test_unused_parameters() -> None:
     rank, size = rank_and_size()
     torch.manual_seed(0)
     model = Branches()
@@ -151,12 +131,9 @@ def unused() -> None:
         assert_replicas_equal(model)
 
 
-def test_unused_parameters(rank_pools: Pools) -> None:
-    rank_pools(2).run(unused)
-    rank_pools(3).run(unused)
-
-
-def unfreeze(module_known: bool) -> None:
+@pytest.mark.parametrize("module_known", [True, False])
+@on_ranks(2)
+def test_frozen_and_later_unfrozen(module_known: bool) -> None:
     rank, _ = rank_and_size()
     model = make_model(seed=rank)
     model[0].requires_grad_(False)
@@ -180,12 +157,8 @@ def unfreeze(module_known: bool) -> None:
         assert reducer.stats()["num_buckets"] == 2
 
 
-@pytest.mark.parametrize("module_known", [True, False])
-def test_frozen_and_later_unfrozen(two_ranks: RankPool, module_known: bool) -> None:
-    two_ranks.run(unfreeze, module_known)
-
-
-def add_group() -> None:
+@on_ranks(2)
+def test_add_param_group() -> None:
     rank, _ = rank_and_size()
     model = make_model(seed=rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -206,11 +179,8 @@ def add_group() -> None:
         assert_replicas_equal(model)
 
 
-def test_add_param_group(two_ranks: RankPool) -> None:
-    two_ranks.run(add_group)
-
-
-def closure_optimizer() -> None:
+@on_ranks(2)
+def test_closures() -> None:
     rank, _ = rank_and_size()
     model, plain = make_model(), make_model()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
@@ -226,7 +196,7 @@ def closure_optimizer() -> None:
 
     def closure_alone() -> torch.Tensor:
         alone.zero_grad()
-        loss = sum(loss(plain) for loss in losses_at(0)) / dist.get_world_size()
+        loss = torch.stack([loss(plain) for loss in losses_at(0)]).mean()
         loss.backward()
         return loss
 
@@ -238,11 +208,8 @@ def closure_optimizer() -> None:
         assert_replicas_equal(model)
 
 
-def test_closures(two_ranks: RankPool) -> None:
-    two_ranks.run(closure_optimizer)
-
-
-def views_and_copies() -> None:
+@on_ranks(2)
+def test_views_copies_and_detach() -> None:
     rank, _ = rank_and_size()
     model = make_model(dtype=torch.float32)
     optimizer = torch.optim.Adam(model.parameters())
@@ -289,15 +256,13 @@ def views_and_copies() -> None:
     reducer.detach()
 
 
-def test_views_copies_and_detach(two_ranks: RankPool) -> None:
-    two_ranks.run(views_and_copies)
-
-
-def layouts() -> None:
+@on_ranks(2)
+def test_memory_formats_and_mixed_dtypes() -> None:
     """channels_last, expanded-from-half and several dtypes in one model."""
     rank, size = rank_and_size()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)).to(memory_format=torch.channels_last)
+    model: Any = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3))
+    model.to(memory_format=torch.channels_last)
     head = nn.Linear(4, 2).to(torch.bfloat16)
     both = nn.ModuleList([model, head])
     optimizer = torch.optim.SGD(both.parameters(), lr=0.1)
@@ -321,14 +286,11 @@ def layouts() -> None:
                 torch.testing.assert_close(p.grad.float(), (wanted / size).to(p.dtype).float(), rtol=1e-5, atol=1e-6)
 
 
-def test_memory_formats_and_mixed_dtypes(two_ranks: RankPool) -> None:
-    two_ranks.run(layouts)
-
-
-def starts_equal() -> None:
+@on_ranks(2)
+def test_starts_from_rank_0() -> None:
     rank, _ = rank_and_size()
     torch.manual_seed(rank)
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     frozen = nn.Linear(2, 2).requires_grad_(False)
     both = nn.ModuleList([model, frozen])
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (rank + 1), betas=(0.5 + rank / 10, 0.9))
@@ -351,11 +313,8 @@ def starts_equal() -> None:
         assert values[2] == 0.1
 
 
-def test_starts_from_rank_0(two_ranks: RankPool) -> None:
-    two_ranks.run(starts_equal)
-
-
-def no_sync_context_needed_for_eval() -> None:
+@on_ranks(2)
+def test_only_backward_of_the_model_counts() -> None:
     """Forward passes without backward, and backward passes of other models, are no business of ours."""
     rank, _ = rank_and_size()
     model, other = make_model(), make_model(3)
@@ -373,11 +332,8 @@ def no_sync_context_needed_for_eval() -> None:
         assert reducer.stats()["steps"] == 1
 
 
-def test_only_backward_of_the_model_counts(two_ranks: RankPool) -> None:
-    two_ranks.run(no_sync_context_needed_for_eval)
-
-
-def one_rank_does_nothing() -> None:
+@on_ranks(1)
+def test_one_rank() -> None:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with attached(optimizer, model, accumulate=4, compression=pycomm.FP16()) as reducer:
@@ -386,7 +342,3 @@ def one_rank_does_nothing() -> None:
         reducer.flush()
         assert reducer.stats()["bytes_sent"] == 0
         optimizer.step()
-
-
-def test_one_rank(rank_pools: Pools) -> None:
-    rank_pools(1).run(one_rank_does_nothing)

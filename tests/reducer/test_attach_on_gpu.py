@@ -13,7 +13,8 @@ from torch import nn
 import pycomm
 from tests.kernels.gpus import requires_cuda
 from tests.ranks import RankPool
-from tests.reducer.models import attached, average_gradients, close, make_model, own_state
+from tests.reducer.attaching import attached, own_state
+from tests.reducer.models import average_gradients, close, make_model
 from tests.transport.test_nccl_on_gpu import requires_nccl, requires_shared_gpu, sharing
 
 __all__ = ["sharing"]
@@ -21,7 +22,7 @@ pytestmark = [requires_cuda, requires_nccl]
 
 
 def gpu_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    """As ``loss_of``, there."""
+    """Return what ``loss_of`` does, on the GPU."""
     x = torch.randn(64, 12, generator=torch.Generator().manual_seed(100 * step + rank)).cuda()
     return (model(x) ** 2).mean()
 

@@ -9,18 +9,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.ranks import RankPool
-from tests.reducer.models import (
-    assert_replicas_equal,
-    attached,
-    average_gradients,
-    batch_of,
-    close,
-    loss_of,
-    losses_at,
-    make_model,
-    rank_and_size,
-)
+from tests.on_ranks import on_ranks
+from tests.reducer.attaching import assert_replicas_equal, attached, rank_and_size
+from tests.reducer.models import average_gradients, batch_of, close, loss_of, losses_at, make_model
 
 
 class Tied(nn.Module):
@@ -41,7 +32,9 @@ class Tied(nn.Module):
         return self.run(self.head, x)
 
 
-def tied(checkpointed: bool, reentrant: bool) -> None:
+@pytest.mark.parametrize(("checkpointed", "reentrant"), [(False, False), (True, False), (True, True)])
+@on_ranks(2)
+def test_shared_parameters_and_checkpointing(checkpointed: bool, reentrant: bool) -> None:
     rank, _size = rank_and_size()
     model, plain = Tied(checkpointed, reentrant), Tied(False, False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -59,12 +52,8 @@ def tied(checkpointed: bool, reentrant: bool) -> None:
         assert_replicas_equal(model)
 
 
-@pytest.mark.parametrize(("checkpointed", "reentrant"), [(False, False), (True, False), (True, True)])
-def test_shared_parameters_and_checkpointing(two_ranks: RankPool, checkpointed: bool, reentrant: bool) -> None:
-    two_ranks.run(tied, checkpointed, reentrant)
-
-
-def nested_checkpoints() -> None:
+@on_ranks(2)
+def test_checkpoints_in_checkpoints() -> None:
     rank, _ = rank_and_size()
     model, plain = make_model(), make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -83,11 +72,9 @@ def nested_checkpoints() -> None:
             optimizer.zero_grad()
 
 
-def test_checkpoints_in_checkpoints(two_ranks: RankPool) -> None:
-    two_ranks.run(nested_checkpoints)
-
-
-def accumulation(set_to_none: bool) -> None:
+@pytest.mark.parametrize("set_to_none", [True, False])
+@on_ranks(2)
+def test_accumulation_windows(set_to_none: bool) -> None:
     rank, _size = rank_and_size()
     model, plain = make_model(), make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -114,13 +101,9 @@ def accumulation(set_to_none: bool) -> None:
         assert_replicas_equal(model)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_accumulation_windows(two_ranks: RankPool, set_to_none: bool) -> None:
-    two_ranks.run(accumulation, set_to_none)
-
-
-def uneven_flush() -> None:
-    """At the end of an epoch one rank had a batch more than the other."""
+@on_ranks(2)
+def test_flush_with_ranks_that_had_nothing() -> None:
+    """One rank had a batch more than the other at the end of an epoch."""
     rank, size = rank_and_size()
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -131,7 +114,3 @@ def uneven_flush() -> None:
         reducer.flush()
         for name, p in model.named_parameters():
             close(p.grad, wanted[name] / size)
-
-
-def test_flush_with_ranks_that_had_nothing(two_ranks: RankPool) -> None:
-    two_ranks.run(uneven_flush)

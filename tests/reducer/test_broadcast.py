@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from tests.ranks import RankPool
-from tests.reducer.models import assert_replicas_equal
+from tests.on_ranks import on_ranks
+from tests.reducer.attaching import assert_replicas_equal
 
 
-def parameters() -> None:
+@on_ranks(2)
+def test_parameters() -> None:
     rank = dist.get_rank()
     torch.manual_seed(rank)
-    model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 2).to(torch.bfloat16))
+    model: Any = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 2).to(torch.bfloat16))
     model[1].running_mean.fill_(rank)
     pointers = [p.data_ptr() for p in model.parameters()]
     pycomm.broadcast_parameters(model, src=1)
     assert_replicas_equal(model)
     assert model[1].running_mean.tolist() == [1.0] * 3
     assert [p.data_ptr() for p in model.parameters()] == pointers, "in place"
-    state = {"a": torch.full((3, 2), rank).t(), "flag": torch.tensor([rank == 0]), "epoch": 7, "none": torch.empty(0)}
+    state: dict[str, Any] = {
+        "a": torch.full((3, 2), rank).t(),
+        "flag": torch.tensor([rank == 0]),
+        "epoch": 7,
+        "none": torch.empty(0),
+    }
     pycomm.broadcast_parameters(state)
     assert state["a"].tolist() == [[0, 0, 0], [0, 0, 0]]
     assert state["flag"].item() is True
@@ -34,11 +42,8 @@ def parameters() -> None:
         pycomm.broadcast_parameters([torch.zeros(3)])  # type: ignore[arg-type]
 
 
-def test_parameters(two_ranks: RankPool) -> None:
-    two_ranks.run(parameters)
-
-
-def optimizer_state() -> None:
+@on_ranks(2)
+def test_optimizer_state() -> None:
     rank = dist.get_rank()
     p = nn.Parameter(torch.zeros(4, dtype=torch.float16))
     optimizer = torch.optim.SGD([p], lr=0.1 * (rank + 1), momentum=0.9)
@@ -58,7 +63,3 @@ def optimizer_state() -> None:
     two_groups = torch.optim.SGD([{"params": [p]}, {"params": [nn.Parameter(torch.zeros(1))] * (1 - rank)}], lr=1.0)
     with pytest.raises(ValueError, match="optimizer parameter group 1 is '0 parameters' on rank 1, '1 parameters'"):
         pycomm.broadcast_optimizer_state(two_groups)
-
-
-def test_optimizer_state(two_ranks: RankPool) -> None:
-    two_ranks.run(optimizer_state)

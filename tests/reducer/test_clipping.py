@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,10 +10,10 @@ import torch
 from torch import nn
 
 import pycomm
+from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
-from tests.reducer.models import assert_replicas_equal, attached, rank_and_size
+from tests.reducer.attaching import assert_replicas_equal, attached, rank_and_size
 
-Pools = Callable[[int], RankPool]
 SHAPES = ((4, 6), (6,), (3, 2, 5))
 
 
@@ -23,7 +22,7 @@ def parameters() -> list[tuple[str, nn.Parameter]]:
 
 
 def gradients_at(rank: int, step: int, passes: int) -> list[torch.Tensor]:
-    """What all passes of a window add up to: of very different norms on different ranks."""
+    """Return the gradients that a window's passes add up to, with very different norms on different ranks."""
     generator = torch.Generator().manual_seed(17 * rank + step)
     return [(1.0 + 9.0 * rank) * torch.randn(shape, generator=generator) / passes for shape in SHAPES]
 
@@ -43,10 +42,10 @@ def backward(params: list[tuple[str, nn.Parameter]], grads: list[torch.Tensor], 
 
 
 def close(actual: torch.Tensor | None, wanted: Any, method: str) -> None:
-    """float16 rounds what the ranks send to 11 bits of the largest value that is summed."""
+    """Compare; float16 rounds what the ranks send to 11 bits of the largest value that is summed."""
     assert actual is not None
-    tolerance = {"rtol": 4e-3, "atol": 1e-2} if method == "FP16" else {"rtol": 2e-5, "atol": 1e-4}
-    torch.testing.assert_close(actual, wanted, **tolerance)
+    rtol, atol = (4e-3, 1e-2) if method == "FP16" else (2e-5, 1e-4)
+    torch.testing.assert_close(actual, wanted, rtol=rtol, atol=atol)
 
 
 METHODS: dict[str, Any] = {
@@ -83,23 +82,26 @@ def clip_locally(method: str, scaled: bool, accumulate: int, bound: float, weigh
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("scaled", "accumulate"), [(False, 1), (True, 1), (True, 2)])
-def test_before_the_reduction(two_ranks: RankPool, method: str, scaled: bool, accumulate: int) -> None:
+@on_ranks(2)
+def test_before_the_reduction(method: str, scaled: bool, accumulate: int) -> None:
     """A bound between the two ranks' norms: one is clipped, the other is not."""
-    two_ranks.run(clip_locally, method, scaled, accumulate, 20.0, False)
+    clip_locally(method, scaled, accumulate, 20.0, False)
 
 
 @pytest.mark.parametrize("method", ["dense", "DGC"])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_before_the_reduction_with_weights(two_ranks: RankPool, method: str, accumulate: int) -> None:
-    two_ranks.run(clip_locally, method, False, accumulate, 20.0, True)
+@on_ranks(2)
+def test_before_the_reduction_with_weights(method: str, accumulate: int) -> None:
+    clip_locally(method, False, accumulate, 20.0, True)
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_before_the_reduction_on_other_numbers_of_ranks(rank_pools: Pools, size: int) -> None:
-    rank_pools(size).run(clip_locally, "dense", True, 1, 5.0, False)
+@on_ranks(1, 3)
+def test_before_the_reduction_on_other_numbers_of_ranks() -> None:
+    clip_locally("dense", True, 1, 5.0, False)
 
 
-def keep_infinity() -> list[bool]:
+@on_ranks(2)
+def test_what_is_not_finite_is_not_clipped_away() -> None:
     rank, _ = rank_and_size()
     params = parameters()
     optimizer = torch.optim.SGD([p for _, p in params], lr=1.0)
@@ -108,11 +110,8 @@ def keep_infinity() -> list[bool]:
         if rank == 1:
             grads[1][2] = float("inf")
         backward(params, grads, pycomm.LossScaler(enabled=False))
-    return [bool(torch.isfinite(p.grad).all()) for _, p in params if p.grad is not None]
-
-
-def test_what_is_not_finite_is_not_clipped_away(two_ranks: RankPool) -> None:
-    assert two_ranks.run(keep_infinity) == [[True, False, True]] * 2
+    finite = [bool(torch.isfinite(p.grad).all()) for _, p in params if p.grad is not None]
+    assert finite == [True, False, True]
 
 
 def clip_average(method: str, kind: str, accumulate: int, bound: float, unscale: bool) -> list[float]:
@@ -155,17 +154,19 @@ def test_after_the_reduction(two_ranks: RankPool, method: str, kind: str, unscal
     assert first == second
 
 
-@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_after_the_reduction_in_windows(rank_pools: Pools, size: int, accumulate: int) -> None:
-    rank_pools(size).run(clip_average, "dense", "fused", accumulate, 5.0, False)
+@on_ranks(1, 3)
+def test_after_the_reduction_in_windows(accumulate: int) -> None:
+    clip_average("dense", "fused", accumulate, 5.0, False)
 
 
-def test_nothing_happens_within_the_bound(two_ranks: RankPool) -> None:
-    two_ranks.run(clip_average, "dense", "torch's", 1, 1e6, False)
+@on_ranks(2)
+def test_nothing_happens_within_the_bound() -> None:
+    clip_average("dense", "torch's", 1, 1e6, False)
 
 
-def forget_what_was_left() -> None:
+@on_ranks(2)
+def test_a_factor_left_for_a_step_that_did_not_come() -> None:
     """The factor of a step that did not come is not the next step's."""
     params = parameters()
     optimizer = torch.optim.SGD([p for _, p in params], lr=1.0)
@@ -180,11 +181,9 @@ def forget_what_was_left() -> None:
     assert norm_of(moved) == pytest.approx(0.5, rel=1e-4)
 
 
-def test_a_factor_left_for_a_step_that_did_not_come(two_ranks: RankPool) -> None:
-    two_ranks.run(forget_what_was_left)
-
-
-def clip_half(unscale: bool) -> None:
+@pytest.mark.parametrize("unscale", [False, True])
+@on_ranks(2)
+def test_half_precision(unscale: bool) -> None:
     """float16 parameters with masters: gradients so small that only scaled ones exist."""
     p = nn.Parameter(torch.ones(64, dtype=torch.float16))
     optimizer = torch.optim.SGD([p], lr=1.0)
@@ -201,11 +200,6 @@ def clip_half(unscale: bool) -> None:
         scaler.step(optimizer)
     moved = 1e-8 * 4e-8 / (8e-8 + 1e-6)  # torch's rule: the small number is not small here
     torch.testing.assert_close(masters.parameters()[0].detach(), torch.full((64,), -moved), rtol=1e-3, atol=0)
-
-
-@pytest.mark.parametrize("unscale", [False, True])
-def test_half_precision(two_ranks: RankPool, unscale: bool) -> None:
-    two_ranks.run(clip_half, unscale)
 
 
 @pytest.mark.usefixtures("one_rank_group")

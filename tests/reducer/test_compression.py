@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,14 @@ from torch import nn
 
 import pycomm
 from pycomm.fingerprint import FINGERPRINT_PLACES
+from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
-from tests.reducer.models import assert_replicas_equal, attached, close, loss_of, make_model, own_state
-
-Pools = Callable[[int], RankPool]
+from tests.reducer.attaching import assert_replicas_equal, attached, own_state
+from tests.reducer.models import close, loss_of, make_model
 
 
 def plain_topk(x: torch.Tensor, k: int) -> torch.Tensor:
-    """x with all but its k largest magnitudes zeroed; ties to the lowest index."""
+    """Return ``x`` with all but its k largest magnitudes zeroed; ties go to the lowest index."""
     order = torch.sort(x.flatten().abs(), descending=True, stable=True).indices[:k]
     out = torch.zeros_like(x.flatten())
     out[order] = x.flatten()[order]
@@ -59,7 +60,11 @@ def gradients_at(model: nn.Module, step: int) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def topk_like_the_plain_machine(ratio: float, bucket_mb: float, set_to_none: bool) -> None:
+@pytest.mark.parametrize(
+    ("ratio", "bucket_mb", "set_to_none"), [(0.05, 25, True), (0.3, 0.001, False), (1.0, 25, True)]
+)
+@on_ranks(1, 2, 3)
+def test_topk_is_the_plain_state_machine(ratio: float, bucket_mb: float, set_to_none: bool) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     model, plain = make_model(), make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
@@ -84,18 +89,8 @@ def topk_like_the_plain_machine(ratio: float, bucket_mb: float, set_to_none: boo
         k = sum(max(1, round(ratio * p.numel())) for p in model.parameters() if p.dim() > 1)
         dense = sum(p.numel() for p in model.parameters() if p.dim() == 1)
         sent = reducer.stats()["bytes_sent"] / 30
-        entry = 8 if ratio == 1.0 else 8 + (math.log2(1 / ratio) + 3) / 8
-        assert 8 * k + 8 * dense <= sent <= entry * k + 8 * dense + (48 + 8 * size + 8 * FINGERPRINT_PLACES) * 6
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("ratio", "bucket_mb", "set_to_none"), [(0.05, 25, True), (0.3, 0.001, False), (1.0, 25, True)]
-)
-def test_topk_is_the_plain_state_machine(
-    rank_pools: Pools, size: int, ratio: float, bucket_mb: float, set_to_none: bool
-) -> None:
-    rank_pools(size).run(topk_like_the_plain_machine, ratio, bucket_mb, set_to_none)
+        pair = 8 if ratio == 1.0 else 8 + (math.log2(1 / ratio) + 3) / 8
+        assert 8 * k + 8 * dense <= sent <= pair * k + 8 * dense + (48 + 8 * size + 8 * FINGERPRINT_PLACES) * 6
 
 
 METHODS: dict[str, Any] = {
@@ -107,7 +102,10 @@ METHODS: dict[str, Any] = {
 }
 
 
-def replicas_stay_equal(method: str, dtype: torch.dtype) -> float:
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@on_ranks(3)
+def test_training_with_every_method_and_type(method: str, dtype: torch.dtype) -> None:
     rank = dist.get_rank()
     model = make_model(dtype=dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
@@ -121,16 +119,13 @@ def replicas_stay_equal(method: str, dtype: torch.dtype) -> float:
             losses.append(loss.item())
         assert_replicas_equal(model)
     assert losses[-1] < 0.9 * losses[0]
-    return losses[-1]
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_training_with_every_method_and_type(rank_pools: Pools, method: str, dtype: torch.dtype) -> None:
-    rank_pools(3).run(replicas_stay_equal, method, dtype)
-
-
-def half_on_the_wire(method: str, magnitude: float) -> None:
+@pytest.mark.parametrize("method", ["fp16", "bf16"])
+@pytest.mark.parametrize("magnitude", [1.0, 60000.0, 1e30, 1e-7, 1e-30])
+@on_ranks(4)
+def test_neither_overflow_nor_underflow_on_the_wire(method: str, magnitude: float) -> None:
+    """Magnitudes that float16 cannot hold, cannot sum, or cannot divide."""
     rank, size = dist.get_rank(), dist.get_world_size()
     p = nn.Parameter(torch.zeros(1000, 3))
     q = nn.Parameter(torch.zeros(7))
@@ -149,14 +144,29 @@ def half_on_the_wire(method: str, magnitude: float) -> None:
         assert reducer.stats()["bytes_sent"] <= 2 * (3010 + FINGERPRINT_PLACES) + 4
 
 
-@pytest.mark.parametrize("method", ["fp16", "bf16"])
-@pytest.mark.parametrize("magnitude", [1.0, 60000.0, 1e30, 1e-7, 1e-30])
-def test_neither_overflow_nor_underflow_on_the_wire(rank_pools: Pools, method: str, magnitude: float) -> None:
-    """Magnitudes that float16 cannot hold, cannot sum, or cannot divide."""
-    rank_pools(4).run(half_on_the_wire, method, magnitude)
+@contextlib.contextmanager
+def spoiled(param: torch.Tensor, value: float) -> Iterator[None]:
+    """Put ``value`` into one place of the gradients of ``param``."""
+
+    def spoil(grad: torch.Tensor) -> torch.Tensor:
+        grad = grad.clone()
+        grad.view(-1)[3] = value
+        return grad
+
+    handle = param.register_hook(spoil)
+    yield
+    handle.remove()
 
 
-def one_inf(method: str, bad_rank: int, bad_parameter: str, value: float) -> None:
+@pytest.mark.parametrize("method", ["none", "fp16", "topk"])
+@pytest.mark.parametrize("bad_rank", [0, 1])
+@pytest.mark.parametrize(
+    ("bad_parameter", "value"), [("0.weight", math.inf), ("4.weight", -math.inf), ("2.bias", math.nan)]
+)
+@on_ranks(2)
+def test_a_non_finite_gradient_anywhere_leaves_no_trace(
+    method: str, bad_rank: int, bad_parameter: str, value: float
+) -> None:
     """Finite, non-finite, finite: the middle step must leave no trace."""
     rank = dist.get_rank()
 
@@ -166,26 +176,15 @@ def one_inf(method: str, bad_rank: int, bad_parameter: str, value: float) -> Non
         with attached(optimizer, model, compression=METHODS[method], bucket_mb=0.001) as reducer:
             for step in range(4):
                 optimizer.zero_grad()
-                if step == 2:
-                    if not disturbed:
-                        continue
-                    handle = None
-                    if rank == bad_rank:
-
-                        def spoil(grad: torch.Tensor) -> torch.Tensor:
-                            grad = grad.clone()
-                            grad.view(-1)[3] = value
-                            return grad
-
-                        handle = dict(model.named_parameters())[bad_parameter].register_hook(spoil)
+                if step != 2:
                     loss_of(model, rank, step).backward()
+                    optimizer.step()
+                elif disturbed:  # a scaler would skip the step
+                    bad = model.get_parameter(bad_parameter)
+                    with spoiled(bad, value) if rank == bad_rank else contextlib.nullcontext():
+                        loss_of(model, rank, step).backward()
                     grads = [p.grad for p in model.parameters()]
                     assert any(g is not None and not torch.isfinite(g).all() for g in grads)
-                    if handle is not None:
-                        handle.remove()
-                    continue  # a scaler would skip the step
-                loss_of(model, rank, step).backward()
-                optimizer.step()
             stats = reducer.stats()
             assert stats["nonfinite_steps"] == int(disturbed and "topk" in method)
             if disturbed and method == "topk":
@@ -203,18 +202,8 @@ def one_inf(method: str, bad_rank: int, bad_parameter: str, value: float) -> Non
         assert torch.equal(state[name]["residual"], calm_state[name]["residual"])
 
 
-@pytest.mark.parametrize("method", ["none", "fp16", "topk"])
-@pytest.mark.parametrize("bad_rank", [0, 1])
-@pytest.mark.parametrize(
-    ("bad_parameter", "value"), [("0.weight", math.inf), ("4.weight", -math.inf), ("2.bias", math.nan)]
-)
-def test_a_non_finite_gradient_anywhere_leaves_no_trace(
-    two_ranks: RankPool, method: str, bad_rank: int, bad_parameter: str, value: float
-) -> None:
-    two_ranks.run(one_inf, method, bad_rank, bad_parameter, value)
-
-
-def overflow_only_in_the_sum() -> None:
+@on_ranks(2)
+def test_an_overflow_in_the_sum_is_noticed() -> None:
     """Each rank's gradient is finite; their sum is not."""
     p = nn.Parameter(torch.zeros(4, 4))
     optimizer = torch.optim.SGD([p], lr=0.1)
@@ -229,12 +218,10 @@ def overflow_only_in_the_sum() -> None:
         assert reducer.stats()["last_nonfinite"] == "a sum over the ranks"
 
 
-def test_an_overflow_in_the_sum_is_noticed(two_ranks: RankPool) -> None:
-    two_ranks.run(overflow_only_in_the_sum)
-
-
-def with_scaler(method: str) -> None:
-    """torch's GradScaler with an inf on one rank: same skips everywhere, same result as a run without those steps."""
+@pytest.mark.parametrize("method", ["none", "fp16", "topk"])
+@on_ranks(2)
+def test_grad_scaler(method: str) -> None:
+    """Steps that torch's GradScaler skips, for an inf on one rank, are skipped everywhere and leave no trace."""
     rank = dist.get_rank()
 
     def run(scaler: torch.amp.GradScaler | None) -> tuple[list[torch.Tensor], dict[str, Any], list[float]]:
@@ -275,12 +262,8 @@ def with_scaler(method: str) -> None:
         torch.testing.assert_close(state[name]["residual"], plain_state[name]["residual"], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("method", ["none", "fp16", "topk"])
-def test_grad_scaler(two_ranks: RankPool, method: str) -> None:
-    two_ranks.run(with_scaler, method)
-
-
-def unused_with_topk() -> None:
+@on_ranks(2)
+def test_topk_with_unused_parameters() -> None:
     """A parameter that nobody used keeps its residual; one that somebody used goes on everywhere."""
     rank, size = dist.get_rank(), dist.get_world_size()
     p, q = nn.Parameter(torch.zeros(10, 2)), nn.Parameter(torch.zeros(10, 2))
@@ -292,7 +275,7 @@ def unused_with_topk() -> None:
         assert before.sum() == (ramp.sum() - 19 - 18) / size
         optimizer.zero_grad()
         (p * ramp).sum().backward()
-        assert q.grad is None
+        assert [q.grad] == [None]
         assert torch.equal(own_state(reducer)["q"]["residual"], before)
         optimizer.zero_grad()
         if rank == 0:
@@ -307,10 +290,6 @@ def unused_with_topk() -> None:
         dist.all_reduce(total)
         torch.testing.assert_close(q.grad, total)
         assert (lost != 0).sum() == 2
-
-
-def test_topk_with_unused_parameters(two_ranks: RankPool) -> None:
-    two_ranks.run(unused_with_topk)
 
 
 def memory_of(method: str) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What attach does for parameters on a GPU, told apart from where they lie.
+"""The path of parameters on a GPU, taken here by parameters in CPU memory.
 
 The ranks pretend that CPU memory is a GPU's: work that is handed to the communication stream is done
 as late as it may be, when somebody waits for it, and whoever looks at a tensor's value on the host
@@ -18,14 +18,15 @@ from torch import nn
 import pycomm
 from pycomm.channel import Channel
 from pycomm.communicator import Communicator
-from tests.ranks import RankPool
-from tests.reducer.models import attached, loss_of, make_model, own_state
+from tests.on_ranks import on_ranks
+from tests.reducer.attaching import attached, own_state
+from tests.reducer.models import loss_of, make_model
 
 STREAM = 7
 
 
 class LateWork:
-    """As a stream that is as slow as it may be."""
+    """Work of a stream that is as slow as it may be."""
 
     def __init__(self, job: Callable[[], Any]) -> None:
         self.job = job
@@ -74,7 +75,7 @@ def pretended_gpu() -> Iterator[list[set[int]]]:
 
 
 class Scaler:
-    """As GradScaler, with a scale of its own per step."""
+    """Scaler like GradScaler, with a scale of its own per step."""
 
     def __init__(self) -> None:
         self.value = 1.0
@@ -168,29 +169,29 @@ METHODS = {
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_same_results_without_a_look_at_the_host(two_ranks: RankPool, method: str, dtype: torch.dtype) -> None:
-    two_ranks.run(compare, METHODS[method], dtype, {})
+@on_ranks(2)
+def test_same_results_without_a_look_at_the_host(method: str, dtype: torch.dtype) -> None:
+    compare(METHODS[method], dtype, {})
 
 
 @pytest.mark.parametrize(
     "options", [{"weight": 3.0}, {"clip_local_norm": 0.3}, {"weight": 2.0, "clip_local_norm": 0.3}]
 )
 @pytest.mark.parametrize("method", ["none", "fp16", "dgc"])
-def test_weights_and_clipping(two_ranks: RankPool, method: str, options: dict[str, Any]) -> None:
-    two_ranks.run(compare, METHODS[method], torch.float32, options)
+@on_ranks(2)
+def test_weights_and_clipping(method: str, options: dict[str, Any]) -> None:
+    compare(METHODS[method], torch.float32, options)
 
 
-def test_half_parameters(two_ranks: RankPool) -> None:
+@on_ranks(2)
+def test_half_parameters() -> None:
     """Residuals of their own, in float32."""
-    two_ranks.run(compare, METHODS["topk"], torch.bfloat16, {})
+    compare(METHODS["topk"], torch.bfloat16, {})
 
 
-def look_in_backward() -> None:
+@on_ranks(2)
+def test_the_watch_notices() -> None:
     x = torch.ones((), requires_grad=True)
     x.register_post_accumulate_grad_hook(lambda p: print(bool(p.grad)))
     with no_host_reads(), pytest.raises(AssertionError, match="the host read a tensor's value"):
         (x * 2).backward()
-
-
-def test_the_watch_notices(two_ranks: RankPool) -> None:
-    two_ranks.run(look_in_backward)

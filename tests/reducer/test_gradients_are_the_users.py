@@ -1,4 +1,4 @@
-"""What users do to ``.grad`` between passes: it stays theirs, and the next average is right all the same."""
+"""Users may do to ``.grad`` between passes what they like: it stays theirs, and the next average is right."""
 
 from __future__ import annotations
 
@@ -12,23 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from tests.ranks import RankPool
-from tests.reducer.models import (
-    assert_replicas_equal,
-    attached,
-    average_gradients,
-    close,
-    loss_of,
-    losses_at,
-    make_model,
-    own_state,
-)
+from tests.on_ranks import on_ranks
+from tests.reducer.attaching import assert_replicas_equal, attached, own_state
+from tests.reducer.models import average_gradients, close, loss_of, losses_at, make_model, sgd
 
 METHODS = {"dense": None, "topk": pycomm.TopK(1.0), "fp16": pycomm.FP16()}
-
-
-def sgd(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def repoint(model: nn.Module, how: str) -> None:
@@ -38,19 +26,13 @@ def repoint(model: nn.Module, how: str) -> None:
         if how == "data":
             p.grad.data = p.grad.data.clone()
         elif how == "set_":
-            p.grad.set_(p.grad.clone())
+            p.grad.set_(p.grad.clone())  # type: ignore[call-overload]
         else:
             p.grad = p.grad.clone()
     if how == "memory_format":
-        model.to(memory_format=torch.channels_last)
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if how == "apply":
         model._apply(lambda t: t.clone())  # as m.cpu(), m.float(), ... where they have something to do
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("how", ["data", "set_", "clone", "apply", "memory_format"])
-def test_exchanged_memory(two_ranks: RankPool, how: str, set_to_none: bool) -> None:
-    two_ranks.run(train_and_repoint, how, set_to_none)
 
 
 class Images(nn.Module):
@@ -64,7 +46,10 @@ class Images(nn.Module):
         return self.head(torch.tanh(self.body(x.view(-1, 1, 3, 4))).flatten(1))
 
 
-def train_and_repoint(how: str, set_to_none: bool) -> None:
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("how", ["data", "set_", "clone", "apply", "memory_format"])
+@on_ranks(2)
+def test_exchanged_memory(how: str, set_to_none: bool) -> None:
     rank = dist.get_rank()
     model, plain = Images(), Images()
     optimizer = sgd(model)
@@ -86,7 +71,8 @@ def train_and_repoint(how: str, set_to_none: bool) -> None:
         assert_replicas_equal(model)
 
 
-def norm_of_what_is_there() -> None:
+@on_ranks(2)
+def test_norms_of_exchanged_memory() -> None:
     """A gradient whose memory was exchanged is measured as it is, not as it was received."""
     model = make_model()
     with attached(sgd(model), model) as reducer:
@@ -101,17 +87,13 @@ def norm_of_what_is_there() -> None:
         assert float(reducer.clip_grad_norm(1e9)) == pytest.approx(total**0.5)
 
 
-def test_norms_of_exchanged_memory(two_ranks: RankPool) -> None:
-    two_ranks.run(norm_of_what_is_there)
-
-
 KEPT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "itself": lambda grad: grad,
     "a view": lambda grad: grad.view(-1),
     "detached": lambda grad: grad.detach(),
     "numpy": lambda grad: torch.from_numpy(grad.numpy()),
     "a slice": lambda grad: grad[:1],
-    "dlpack": torch.from_dlpack,
+    "dlpack": torch.utils.dlpack.from_dlpack,
 }
 
 
@@ -147,19 +129,22 @@ def keep(kept_as: str, method: str, which: int, passes: int) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kept_as", KEPT)
-def test_a_gradient_that_is_kept_stays(two_ranks: RankPool, kept_as: str, method: str) -> None:
-    two_ranks.run(keep, kept_as, method, -1, 1)
+@on_ranks(2)
+def test_a_gradient_that_is_kept_stays(kept_as: str, method: str) -> None:
+    keep(kept_as, method, -1, 1)
 
 
 @pytest.mark.parametrize("kept_as", ["itself", "a view"])
-def test_one_that_is_kept_among_others_and_in_windows(two_ranks: RankPool, kept_as: str) -> None:
-    two_ranks.run(keep, kept_as, "dense", 2, 1)
-    two_ranks.run(keep, kept_as, "topk", 0, 1)
-    two_ranks.run(keep, kept_as, "dense", -1, 3)
+@on_ranks(2)
+def test_one_that_is_kept_among_others_and_in_windows(kept_as: str) -> None:
+    keep(kept_as, "dense", 2, 1)
+    keep(kept_as, "topk", 0, 1)
+    keep(kept_as, "dense", -1, 3)
 
 
-def nothing_is_copied() -> None:
-    """Where nobody keeps anything, gradients come back to the same memory step after step."""
+@on_ranks(2)
+def test_nothing_is_copied_for_nobody() -> None:
+    """Gradients come back to the same memory step after step if nobody keeps any."""
     model = make_model()
     optimizer = sgd(model)
     for method in (None, pycomm.TopK(0.5)):
@@ -179,11 +164,9 @@ def nothing_is_copied() -> None:
             assert len(places) <= (1 if method is None else 3)
 
 
-def test_nothing_is_copied_for_nobody(two_ranks: RankPool) -> None:
-    two_ranks.run(nothing_is_copied)
-
-
-def in_place_is_as_in_torch(method: str) -> None:
+@pytest.mark.parametrize("method", ["dense", "topk"])
+@on_ranks(2)
+def test_in_place_is_as_in_torch(method: str) -> None:
     """zero_grad(set_to_none=False) keeps one tensor, with and without pycomm: what is kept of it follows."""
     rank = dist.get_rank()
     model, plain = make_model(), make_model()
@@ -205,13 +188,9 @@ def in_place_is_as_in_torch(method: str) -> None:
             optimizer.step()
 
 
-@pytest.mark.parametrize("method", ["dense", "topk"])
-def test_in_place_is_as_in_torch(two_ranks: RankPool, method: str) -> None:
-    two_ranks.run(in_place_is_as_in_torch, method)
-
-
-def residuals_are_nobodys() -> None:
-    """With error feedback, what is done to a gradient that was kept reaches no residual."""
+@on_ranks(2)
+def test_residuals_are_nobodys() -> None:
+    """Changes of a gradient that was kept reach no residual of error feedback."""
     rank = dist.get_rank()
     states = []
     for spoils in (False, True):
@@ -234,11 +213,8 @@ def residuals_are_nobodys() -> None:
         assert torch.equal(entry["residual"], states[1][name]["residual"])
 
 
-def test_residuals_are_nobodys(two_ranks: RankPool) -> None:
-    two_ranks.run(residuals_are_nobodys)
-
-
-def converted() -> None:
+@on_ranks(2)
+def test_a_converted_model_is_an_error() -> None:
     model = make_model(dtype=torch.float32)
     optimizer = sgd(model)
     reducer = pycomm.attach(optimizer, model, timeout=30)
@@ -259,7 +235,3 @@ def converted() -> None:
         reference = make_model(dtype=torch.float32).double()
         wanted = average_gradients(reference, [partial(loss_of, rank=r, step=1) for r in range(2)])
         close(model[0].weight.grad, wanted["0.weight"])
-
-
-def test_a_converted_model_is_an_error(two_ranks: RankPool) -> None:
-    two_ranks.run(converted)

@@ -1,4 +1,4 @@
-"""What attach leaves behind: nothing after a failure, nothing when the model is dropped; what exceptions do."""
+"""attach leaves nothing behind, neither after a failure nor when the model is dropped; exceptions in backward."""
 
 from __future__ import annotations
 
@@ -8,24 +8,17 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 
 import pycomm
+from tests.on_ranks import Pools, on_ranks
 from tests.ranks import RankPool
-from tests.reducer.models import attached, average_gradients, close, explode, loss_of, losses_at, make_model, over_torch
-
-Pools = Callable[[int], RankPool]
-
-
-def sgd(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
+from tests.reducer.attaching import attached, over_torch
+from tests.reducer.models import average_gradients, close, explode, loss_of, losses_at, make_model, sgd
 
 
 def num_descriptors() -> int:
@@ -57,16 +50,19 @@ def dropped(compression: Any, torch_transport: bool, named: bool) -> None:
 
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("torch_transport", [False, True])
-def test_a_dropped_model_takes_everything_with_it(two_ranks: RankPool, torch_transport: bool, named: bool) -> None:
-    two_ranks.run(dropped, None, torch_transport, named)
+@on_ranks(2)
+def test_a_dropped_model_takes_everything_with_it(torch_transport: bool, named: bool) -> None:
+    dropped(None, torch_transport, named)
 
 
 @pytest.mark.parametrize("compression", [pycomm.TopK(0.1), pycomm.PowerSGD(1), "auto", pycomm.FP16()], ids=repr)
-def test_a_dropped_model_with_compression(two_ranks: RankPool, compression: Any) -> None:
-    two_ranks.run(dropped, compression, False, False)
+@on_ranks(2)
+def test_a_dropped_model_with_compression(compression: Any) -> None:
+    dropped(compression, False, False)
 
 
-def kept_by_the_module_or_the_optimizer() -> None:
+@on_ranks(2)
+def test_it_lives_as_long_as_optimizer_or_module() -> None:
     """A Reducer that nobody keeps goes on; without optimizer and module, gradients are not silently local."""
     rank = dist.get_rank()
     model = make_model()
@@ -92,11 +88,8 @@ def kept_by_the_module_or_the_optimizer() -> None:
         close(model[0].weight.grad, average_gradients(make_model(), losses_at(1))["0.weight"])
 
 
-def test_it_lives_as_long_as_optimizer_or_module(two_ranks: RankPool) -> None:
-    two_ranks.run(kept_by_the_module_or_the_optimizer)
-
-
-def attached_anew() -> None:
+@on_ranks(2)
+def test_attached_anew_without_a_collection() -> None:
     """The old optimizer is dropped; whether a garbage collector has been there does not matter."""
     rank = dist.get_rank()
     model = make_model()
@@ -111,10 +104,6 @@ def attached_anew() -> None:
             del optimizer
     finally:
         gc.enable()
-
-
-def test_attached_anew_without_a_collection(two_ranks: RankPool) -> None:
-    two_ranks.run(attached_anew)
 
 
 class Broken(pycomm.NoCompression):
@@ -147,7 +136,7 @@ def fails(how: str) -> str:
     del raised  # whose traceback knows a lot
     gc.collect()
     time.sleep(0.05)
-    assert all(not p._post_accumulate_grad_hooks for p in model.parameters())  # type: ignore[attr-defined]
+    assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
     assert not model._forward_pre_hooks
     assert not optimizer._optimizer_step_pre_hooks
     assert (num_descriptors(), threading.active_count()) == before
@@ -198,7 +187,8 @@ def test_control_c_during_attach(new_ranks: Pools, torch_transport: bool) -> Non
     assert took < 40  # of the timeout's 60
 
 
-def one_rank_goes_on() -> None:
+@on_ranks(1)
+def test_an_exception_in_backward_with_one_rank() -> None:
     model = make_model()
     optimizer = sgd(model)
     with attached(optimizer, model, compression=pycomm.TopK(1.0), bucket_mb=0.0001) as reducer:
@@ -212,7 +202,3 @@ def one_rank_goes_on() -> None:
                 close(p.grad, wanted[name])
             optimizer.step()
         assert reducer.stats()["steps"] == 4
-
-
-def test_an_exception_in_backward_with_one_rank(rank_pools: Pools) -> None:
-    rank_pools(1).run(one_rank_goes_on)

@@ -1,4 +1,4 @@
-"""What goes wrong around attach: an error on every rank, or one that says what happened here."""
+"""Mistakes around attach: an error on every rank, or one that says what happened here."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
+from tests.on_ranks import Pools, on_ranks
 from tests.ranks import PerRank, RankPool
-from tests.reducer.models import attached, close, explode, loss_of, make_model
-
-
-def sgd(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
+from tests.reducer.attaching import attached
+from tests.reducer.models import close, explode, loss_of, make_model, sgd
 
 
 def make(kind: str) -> tuple[nn.Module, dict[str, Any]]:
@@ -82,12 +80,13 @@ def test_ranks_that_differ(two_ranks: RankPool, kinds: list[str], says: str) -> 
     assert says in messages[0]
 
 
-def wrong_arguments() -> None:
+@on_ranks(2)
+def test_wrong_arguments() -> None:
     model = make_model()
     optimizer = sgd(model)
     bad: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-        (TypeError, "optimizer is a Sequential", lambda: pycomm.attach(model, model)),  # type: ignore[arg-type]
-        (TypeError, "wanted a torch.nn.Module or", lambda: pycomm.attach(optimizer, list(model.parameters()))),  # type: ignore[arg-type]
+        (TypeError, "optimizer is a Sequential", lambda: pycomm.attach(model, model)),
+        (TypeError, "wanted a torch.nn.Module or", lambda: pycomm.attach(optimizer, list(model.parameters()))),
         (ValueError, "6 parameter.* are not among", lambda: pycomm.attach(optimizer, make_model())),
         (ValueError, "bucket_mb is 0", lambda: pycomm.attach(optimizer, model, bucket_mb=0)),
         (ValueError, "'nope'.*native.*ring", lambda: pycomm.attach(optimizer, model, algorithm="nope")),
@@ -95,7 +94,7 @@ def wrong_arguments() -> None:
         (ValueError, "accumulate is 0", lambda: pycomm.attach(optimizer, model, accumulate=0)),
         (TypeError, "accumulate is 1.5", lambda: pycomm.attach(optimizer, model, accumulate=1.5)),  # type: ignore[arg-type]
         (ValueError, "timeout is -1", lambda: pycomm.attach(optimizer, model, timeout=-1)),
-        (TypeError, "compression is 'topk'", lambda: pycomm.attach(optimizer, model, compression="topk")),  # type: ignore[arg-type]
+        (TypeError, "compression is 'topk'", lambda: pycomm.attach(optimizer, model, compression="topk")),
         (TypeError, r"compression is <class .*TopK", lambda: pycomm.attach(optimizer, model, compression=pycomm.TopK)),  # type: ignore[arg-type]
         (TypeError, "loss_scaler is 1024", lambda: pycomm.attach(optimizer, model, loss_scaler=1024.0)),
         (ValueError, "ratio is 0", lambda: pycomm.TopK(0)),
@@ -127,10 +126,6 @@ def wrong_arguments() -> None:
         pass
 
 
-def test_wrong_arguments(two_ranks: RankPool) -> None:
-    two_ranks.run(wrong_arguments)
-
-
 def wrong_on_one_rank() -> str:
     rank = dist.get_rank()
     model = make_model()
@@ -152,7 +147,9 @@ def test_without_a_process_group() -> None:
         pycomm.attach(sgd(model), model)
 
 
-def backward_twice(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"compression": pycomm.TopK(0.5)}, {"average": False}], ids=["topk", "sum"])
+@on_ranks(2)
+def test_backward_twice_where_that_means_nothing(options: dict[str, Any]) -> None:
     model = make_model()
     optimizer = sgd(model)
     with attached(optimizer, model, **options):
@@ -163,30 +160,23 @@ def backward_twice(options: dict[str, Any]) -> None:
             loss_of(model, dist.get_rank(), 1).backward()
 
 
-@pytest.mark.parametrize("kind", ["topk", "sum"])
-def test_backward_twice_where_that_means_nothing(two_ranks: RankPool, kind: str) -> None:
-    two_ranks.run(backward_twice, {"compression": pycomm.TopK(0.5)} if kind == "topk" else {"average": False})
-
-
-def backward_twice_means() -> None:
-    """For plain means the average of an average plus fresh gradients is right."""
+@on_ranks(2)
+def test_backward_twice_is_right_for_means() -> None:
+    """The average of an average plus fresh gradients is right for plain means."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model, plain = make_model(), make_model()
     with attached(sgd(model), model):
         for step in range(2):
             loss_of(model, rank, step).backward()
-        total = sum(loss_of(plain, r, step) for r in range(size) for step in range(2)) / size
-        total.backward()
+        total = torch.stack([loss_of(plain, r, step) for r in range(size) for step in range(2)]).sum()
+        (total / size).backward()
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
             assert q.grad is not None
             close(p.grad, q.grad)
 
 
-def test_backward_twice_is_right_for_means(two_ranks: RankPool) -> None:
-    two_ranks.run(backward_twice_means)
-
-
-def exception_in_backward() -> None:
+@on_ranks(2)
+def test_an_exception_in_backward() -> None:
     rank = dist.get_rank()
     model = make_model()
     optimizer = sgd(model)
@@ -198,7 +188,7 @@ def exception_in_backward() -> None:
         optimizer.zero_grad()
         loss_of(model, rank, 1).backward()
         grad = make_model()
-        sum(loss_of(grad, r, 1) for r in range(2)).backward()
+        torch.stack([loss_of(grad, r, 1) for r in range(2)]).sum().backward()
         assert grad[0].weight.grad is not None
         close(model[0].weight.grad, grad[0].weight.grad / 2)
     with attached(optimizer, model, bucket_mb=0.0001) as reducer:
@@ -209,22 +199,16 @@ def exception_in_backward() -> None:
         assert reducer.stats()["steps"] == 1
 
 
-def test_an_exception_in_backward(two_ranks: RankPool) -> None:
-    two_ranks.run(exception_in_backward)
-
-
-def sparse_gradient() -> None:
+@on_ranks(2)
+def test_sparse_gradients_are_refused() -> None:
     model = nn.Sequential(nn.Embedding(10, 4, sparse=True))
     with attached(sgd(model), model):
         with pytest.raises(ValueError, match="the gradient of '0.weight' is sparse"):
             model(torch.tensor([1, 2])).sum().backward()
 
 
-def test_sparse_gradients_are_refused(two_ranks: RankPool) -> None:
-    two_ranks.run(sparse_gradient)
-
-
-def unknown_unfrozen() -> None:
+@on_ranks(2)
+def test_a_gradient_that_nobody_averaged_is_not_stepped_on() -> None:
     model = make_model()
     model[0].requires_grad_(False)
     optimizer = sgd(model)
@@ -235,14 +219,10 @@ def unknown_unfrozen() -> None:
             optimizer.step()
 
 
-def test_a_gradient_that_nobody_averaged_is_not_stepped_on(two_ranks: RankPool) -> None:
-    two_ranks.run(unknown_unfrozen)
-
-
 def die_in_backward(compression: Any) -> str:
     rank = dist.get_rank()
     torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(600, 600) for _ in range(6)])
+    model: Any = nn.Sequential(*[nn.Linear(600, 600) for _ in range(6)])
     optimizer = sgd(model)
     reducer = pycomm.attach(optimizer, model, compression=compression, timeout=60, bucket_mb=1)
     step = 0
@@ -262,9 +242,10 @@ def die_in_backward(compression: Any) -> str:
 
 
 @pytest.mark.parametrize("compression", [None, pycomm.TopK(0.01)])
-def test_a_rank_that_dies_in_backward(new_ranks: Callable[[int], RankPool], compression: Any) -> None:
+def test_a_rank_that_dies_in_backward(new_ranks: Pools, compression: Any) -> None:
+    pool = new_ranks(2)
     started = time.monotonic()
-    outcomes = new_ranks(2).outcomes(die_in_backward, compression)
+    outcomes = pool.outcomes(die_in_backward, compression)
     assert time.monotonic() - started < 30
     assert outcomes[0].result.startswith("5 1 rank 0: "), outcomes[0]
     assert "rank 1 died" in outcomes[0].result

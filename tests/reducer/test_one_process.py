@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import pycomm
-from tests.ranks import RankPool
-from tests.reducer.models import assert_replicas_equal, attached, rank_and_size
+from tests.on_ranks import on_ranks
+from tests.reducer.attaching import assert_replicas_equal, attached, rank_and_size
 
 STEPS = 100
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -102,13 +102,14 @@ def far_apart(name: str, case: str, fused: bool) -> float:
     return max(float((a - b).norm() / b.norm()) for a, b in pairs)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_ranks_equal_one_process(rank_pools: Callable[[int], RankPool], name: str, case: str, size: int) -> None:
-    assert max(rank_pools(size).run(far_apart, name, case, True)) < 1e-12
+@on_ranks(1, 2, 3)
+def test_ranks_equal_one_process(name: str, case: str) -> None:
+    assert far_apart(name, case, True) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "RMSprop"])
-def test_with_torchs_own_steps(two_ranks: RankPool, name: str) -> None:
-    assert max(two_ranks.run(far_apart, name, "ragged windows", False)) < 1e-12
+@on_ranks(2)
+def test_with_torchs_own_steps(name: str) -> None:
+    assert far_apart(name, "ragged windows", False) < 1e-12

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,18 +15,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.reducer.wrappers import wrapper_of
-from tests.ranks import RankPool
-from tests.reducer.models import attached, average_gradients, close, loss_of, losses_at, make_model
+from tests.on_ranks import on_ranks
+from tests.reducer.attaching import attached
+from tests.reducer.models import average_gradients, close, loss_of, losses_at, make_model, sgd
 
 SAYS = "belongs to a DistributedDataParallel.*which averages gradients itself.*[Tt]rain the module without"
 
 
-def sgd(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
 class Outer(nn.Module):
-    """As trainers' wrappers."""
+    """Wrapper like those of trainers."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -35,7 +33,7 @@ class Outer(nn.Module):
         return self.inner(x)
 
 
-GIVEN: dict[str, Callable[[nn.Module, DistributedDataParallel], Any]] = {
+GIVEN: dict[str, Callable[[Any, DistributedDataParallel], Any]] = {
     "the wrapper": lambda model, ddp: ddp,
     "a wrapper around it": lambda model, ddp: Outer(ddp),
     "what it wraps": lambda model, ddp: model,
@@ -45,7 +43,9 @@ GIVEN: dict[str, Callable[[nn.Module, DistributedDataParallel], Any]] = {
 }
 
 
-def ddp_before(given: str) -> None:
+@pytest.mark.parametrize("given", GIVEN)
+@on_ranks(2)
+def test_ddp_before_attach(given: str) -> None:
     model = make_model()
     ddp = DistributedDataParallel(model)
     kept = Outer(ddp)  # somebody holds it
@@ -61,17 +61,14 @@ def ddp_before(given: str) -> None:
         pass
 
 
-@pytest.mark.parametrize("given", GIVEN)
-def test_ddp_before_attach(two_ranks: RankPool, given: str) -> None:
-    two_ranks.run(ddp_before, given)
-
-
-def ddp_after(how: str) -> None:
+@pytest.mark.parametrize("how", ["module", "names", "a part", "replicate"])
+@on_ranks(2)
+def test_ddp_after_attach(how: str) -> None:
     model = make_model()
 
     def wrap() -> None:
         if how == "replicate":
-            from torch.distributed._composable import replicate
+            from torch.distributed._composable.replicate import replicate
 
             replicate(model)
             loss_of(model, dist.get_rank(), 0).backward()
@@ -91,12 +88,8 @@ def ddp_after(how: str) -> None:
     DistributedDataParallel(model) if how != "replicate" else None
 
 
-@pytest.mark.parametrize("how", ["module", "names", "a part", "replicate"])
-def test_ddp_after_attach(two_ranks: RankPool, how: str) -> None:
-    two_ranks.run(ddp_after, how)
-
-
-def ddp_unseen() -> None:
+@on_ranks(2)
+def test_ddp_that_nothing_noticed() -> None:
     """Made where nothing could notice: its forward is noticed, and without that its gradients are right."""
     rank = dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
@@ -122,11 +115,8 @@ def ddp_unseen() -> None:
         reducer.detach()
 
 
-def test_ddp_that_nothing_noticed(two_ranks: RankPool) -> None:
-    two_ranks.run(ddp_unseen)
-
-
-def fsdp_is_refused() -> None:
+@on_ranks(2)
+def test_sharded_parameters_are_refused() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
     for original in (False, True):
@@ -147,11 +137,8 @@ def fsdp_is_refused() -> None:
         FullyShardedDataParallel(model, device_id=torch.device("cpu"))
 
 
-def test_sharded_parameters_are_refused(two_ranks: RankPool) -> None:
-    two_ranks.run(fsdp_is_refused)
-
-
-def odd_memory() -> None:
+@on_ranks(2)
+def test_parameters_without_memory_are_refused() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     freed = make_model()
@@ -165,16 +152,13 @@ def odd_memory() -> None:
             pycomm.attach(sgd(model), model)
     stepped = make_model()
     for p in stepped.parameters():
-        p._in_backward_optimizers = []  # type: ignore[attr-defined]
+        p._in_backward_optimizers = []
     with pytest.raises(ValueError, match="parameter '0.weight' is stepped in backward"):
         pycomm.attach(sgd(stepped), stepped)
 
 
-def test_parameters_without_memory_are_refused(two_ranks: RankPool) -> None:
-    two_ranks.run(odd_memory)
-
-
-def other_hooks() -> None:
+@on_ranks(2)
+def test_hooks_of_others_come_first() -> None:
     """Hooks that were registered after attach see, and may change, this rank's gradient before it is averaged."""
     rank = dist.get_rank()
     model = make_model()
@@ -192,25 +176,18 @@ def other_hooks() -> None:
             for p in model.parameters():
                 p.grad = None
             loss_of(model, rank, step).backward()
-            own = average_gradients(make_model(), [lambda m, step=step: loss_of(m, rank, step)])
+            own = average_gradients(make_model(), [partial(loss_of, rank=rank, step=step)])
             wanted = average_gradients(make_model(), losses_at(step))
             for name, p in model.named_parameters():
                 close(seen[name], own[name])
                 close(p.grad, wanted[name] / 2)
 
 
-def test_hooks_of_others_come_first(two_ranks: RankPool) -> None:
-    two_ranks.run(other_hooks)
-
-
-def steps_in_backward() -> None:
+@on_ranks(2)
+def test_a_gradient_that_another_hook_takes_is_an_error() -> None:
     """An optimizer in a hook of its own that comes first: it moves the replica by its own gradient."""
     model = make_model()
     model[0].bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     with attached(sgd(model), model):
         with pytest.raises(RuntimeError, match="the gradient of '0.bias' has been taken away by another hook"):
             loss_of(model, 0, 0).backward()
-
-
-def test_a_gradient_that_another_hook_takes_is_an_error(two_ranks: RankPool) -> None:
-    two_ranks.run(steps_in_backward)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,21 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
+from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
-from tests.reducer.models import (
-    assert_replicas_equal,
-    attached,
-    close,
-    loss_of,
-    make_model,
-    over_torch,
-)
-
-Pools = Callable[[int], RankPool]
-
-
-def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=lr)
+from tests.reducer.attaching import assert_replicas_equal, attached, over_torch
+from tests.reducer.models import close, loss_of, make_model, sgd
 
 
 class Gan:
@@ -48,7 +36,10 @@ class Gan:
         self.red_g.detach()
 
 
-def gan(compression: Any, torch_transport: bool) -> None:
+@pytest.mark.parametrize("torch_transport", [False, True])
+@pytest.mark.parametrize("compression", [None, pycomm.TopK(1.0)], ids=repr)
+@on_ranks(2)
+def test_a_generators_pass_through_its_discriminator(compression: Any, torch_transport: bool) -> None:
     with over_torch(torch_transport):
         ours, quiet = Gan(compression), Gan(None)
     for step in range(5):
@@ -68,12 +59,6 @@ def gan(compression: Any, torch_transport: bool) -> None:
     assert_replicas_equal(nn.ModuleList([ours.d, ours.g]))
     ours.close()
     quiet.close()
-
-
-@pytest.mark.parametrize("torch_transport", [False, True])
-def test_a_generators_pass_through_its_discriminator(two_ranks: RankPool, torch_transport: bool) -> None:
-    two_ranks.run(gan, pycomm.TopK(1.0), torch_transport)
-    two_ranks.run(gan, None, torch_transport)
 
 
 def gan_without_paused(zeroes: bool) -> str:
@@ -110,7 +95,8 @@ def test_a_generators_pass_enters_no_residual(two_ranks: RankPool, zeroes: bool)
             assert says.startswith("0 backward() ran again on the averaged gradient of")
 
 
-def a_scaler_skips() -> None:
+@on_ranks(2)
+def test_skipped_steps_are_no_mistake() -> None:
     """A step that was left out because gradients were not finite has committed nothing: no error."""
     model = make_model()
     optimizer = sgd(model)
@@ -124,10 +110,6 @@ def a_scaler_skips() -> None:
             scaler.update()
         assert reducer.stats()["nonfinite_steps"] == 2
         assert_replicas_equal(model)
-
-
-def test_skipped_steps_are_no_mistake(two_ranks: RankPool) -> None:
-    two_ranks.run(a_scaler_skips)
 
 
 def left_out_on_purpose(says_so: bool) -> None:
@@ -152,9 +134,9 @@ def test_a_step_left_out_on_purpose(two_ranks: RankPool) -> None:
 
 
 class Sharpness(torch.optim.SGD):
-    """As SAM: climbs by the gradients that are there, asks for others, steps by those from where it began."""
+    """Optimizer like SAM: climbs by the gradients, asks for others there, and steps by those from where it began."""
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         params = [p for group in self.param_groups for p in group["params"]]
         moves = [0.05 * p.grad for p in params]
         with torch.no_grad():
@@ -167,7 +149,9 @@ class Sharpness(torch.optim.SGD):
         return loss
 
 
-def sharpness(compression: Any) -> None:
+@pytest.mark.parametrize("compression", [None, pycomm.TopK(0.5)], ids=repr)
+@on_ranks(2)
+def test_optimizers_that_ask_twice(compression: Any) -> None:
     rank = dist.get_rank()
     model = make_model()
     optimizer = Sharpness(model.parameters(), lr=0.1)
@@ -184,8 +168,3 @@ def sharpness(compression: Any) -> None:
             optimizer.step(closure)
         assert reducer.stats()["steps"] == 8
         assert_replicas_equal(model)
-
-
-@pytest.mark.parametrize("compression", [None, pycomm.TopK(0.5)], ids=repr)
-def test_optimizers_that_ask_twice(two_ranks: RankPool, compression: Any) -> None:
-    two_ranks.run(sharpness, compression)

@@ -3,41 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import pycomm
+from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
-from tests.reducer.models import (
-    assert_replicas_equal,
-    attached,
-    average_gradients,
-    close,
-    loss_of,
-    losses_at,
-    make_model,
-    over_torch,
-    own_state,
-)
-
-Pools = Callable[[int], RankPool]
-
-
-def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=lr)
-
+from tests.reducer.attaching import assert_replicas_equal, attached, over_torch, own_state
+from tests.reducer.models import average_gradients, close, loss_of, losses_at, make_model, sgd
 
 # optimizer.step(closure)
 
 
 def closures(compression: Any, fused: bool, keyword: bool) -> None:
-    """As Lightning trains: the last backward of a window runs inside the closure."""
+    """Train as Lightning does: the last backward of a window runs inside the closure."""
     rank = dist.get_rank()
     model, plain = make_model(), make_model()
     optimizer = sgd(model)
@@ -76,18 +59,24 @@ def closures(compression: Any, fused: bool, keyword: bool) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("keyword", [False, True])
-def test_closures_in_windows(two_ranks: RankPool, fused: bool, keyword: bool) -> None:
-    two_ranks.run(closures, None, fused, keyword)
+@on_ranks(2)
+def test_closures_in_windows(fused: bool, keyword: bool) -> None:
+    closures(None, fused, keyword)
 
 
-def test_closures_in_windows_with_error_feedback(two_ranks: RankPool) -> None:
-    two_ranks.run(closures, pycomm.TopK(1.0), False, True)
+@on_ranks(2)
+def test_closures_in_windows_with_error_feedback() -> None:
+    closures(pycomm.TopK(1.0), False, True)
 
 
 # paused()
 
 
-def saliency(compression: Any, set_to_none: bool, who: list[int]) -> None:
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("who", [[0], [0, 1]])
+@pytest.mark.parametrize("compression", [None, pycomm.TopK(1.0)], ids=repr)
+@on_ranks(2)
+def test_a_pass_inside_paused_is_local(compression: Any, set_to_none: bool, who: list[int]) -> None:
     """One rank, or each in its own time, looks at gradients of the weights between steps."""
     rank = dist.get_rank()
     model, plain = make_model(), make_model()
@@ -127,14 +116,9 @@ def saliency(compression: Any, set_to_none: bool, who: list[int]) -> None:
                     assert tensor.abs().max() < 1e-12  # of density 1 nothing is left
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("who", [[0], [0, 1]])
-def test_a_pass_inside_paused_is_local(two_ranks: RankPool, set_to_none: bool, who: list[int]) -> None:
-    two_ranks.run(saliency, None, set_to_none, who)
-    two_ranks.run(saliency, pycomm.TopK(1.0), set_to_none, who)
-
-
-def leftovers(named: bool) -> None:
+@pytest.mark.parametrize("named", [True, False])
+@on_ranks(2)
+def test_what_a_paused_pass_left_must_go(named: bool) -> None:
     rank = dist.get_rank()
     says = "the gradient of '.*' is still what a backward\\(\\) inside reducer.paused\\(\\) left"
     for when in ("backward", "step", "step after the average"):
@@ -151,11 +135,6 @@ def leftovers(named: bool) -> None:
         for p, b in zip(model.parameters(), before, strict=True):
             assert torch.equal(p, b)
         reducer.detach()
-
-
-@pytest.mark.parametrize("named", [True, False])
-def test_what_a_paused_pass_left_must_go(two_ranks: RankPool, named: bool) -> None:
-    two_ranks.run(leftovers, named)
 
 
 def leftover_of_one_rank(torch_transport: bool) -> str:
@@ -187,7 +166,8 @@ def test_the_others_are_told(two_ranks: RankPool, torch_transport: bool) -> None
     ) in innocent
 
 
-def paused_in_a_window() -> None:
+@on_ranks(2)
+def test_not_inside_a_window() -> None:
     model = make_model()
     with attached(sgd(model), model, accumulate=2) as reducer:
         loss_of(model, dist.get_rank(), 0).backward()
@@ -197,15 +177,11 @@ def paused_in_a_window() -> None:
         loss_of(model, dist.get_rank(), 0).backward()
 
 
-def test_not_inside_a_window(two_ranks: RankPool) -> None:
-    two_ranks.run(paused_in_a_window)
-
-
 # Ranks that are out of step
 
 
 def one_extra(named: bool, torch_transport: bool, compression: Any) -> str:
-    """Without paused(): the next reduction says so, on every rank, and names the rank."""
+    """Run a pass without paused(): the next reduction says so, on every rank, and names the rank."""
     rank = dist.get_rank()
     model = make_model()
     optimizer = sgd(model)

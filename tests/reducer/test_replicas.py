@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,22 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
+from tests.on_ranks import Pools, on_ranks
 from tests.ranks import RankPool
-from tests.reducer.models import (
-    assert_replicas_equal,
-    attached,
-    average_gradients,
-    close,
-    loss_of,
-    losses_at,
-    make_model,
-)
-
-Pools = Callable[[int], RankPool]
-
-
-def sgd(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
+from tests.reducer.attaching import assert_replicas_equal, attached, warnings_noted
+from tests.reducer.models import Normed, average_gradients, close, loss_of, losses_at, make_model, sgd
 
 
 def drift(where: str, at: int, options: dict[str, Any], compression: Any) -> tuple[int, str]:
@@ -87,7 +74,8 @@ def test_what_is_set_up_differently_shows_after_one_step(two_ranks: RankPool) ->
         assert "the replicas differ after 1 reductions: parameter '0.bias' on rank 1" in says
 
 
-def not_asked() -> None:
+@on_ranks(2)
+def test_not_looked_where_not_asked() -> None:
     rank = dist.get_rank()
     model = make_model()
     optimizer = sgd(model)
@@ -104,10 +92,6 @@ def not_asked() -> None:
         pycomm.attach(optimizer, model, check_replicas=5 + rank)
 
 
-def test_not_looked_where_not_asked(two_ranks: RankPool) -> None:
-    two_ranks.run(not_asked)
-
-
 def other_processors(factor: float) -> list[str]:
     """Ranks that say they have another processor: last bits are a warning, once; more is an error."""
     rank = dist.get_rank()
@@ -119,10 +103,8 @@ def other_processors(factor: float) -> list[str]:
         with attached(optimizer, model, check_replicas=2):
             for step in range(9):
                 optimizer.zero_grad()
-                with warnings.catch_warnings(record=True) as caught:
-                    warnings.simplefilter("always")
+                with warnings_noted(said):
                     loss_of(model, rank, step).backward()
-                said += [str(w.message) for w in caught]
                 optimizer.step()
                 if rank == 1:
                     with torch.no_grad():
@@ -139,11 +121,13 @@ def test_last_bits_of_other_processors_are_a_warning(two_ranks: RankPool) -> Non
         assert "the replicas differ after 1 reductions: parameter '0.weight'" in str(error)
 
 
-def unfreezing_and_all_kinds() -> None:
+@on_ranks(2)
+def test_no_false_alarm() -> None:
     """Nothing is found where nothing is wrong: several dtypes, frozen parameters, channels_last, empty ones."""
     rank = dist.get_rank()
     torch.manual_seed(rank)
-    model = nn.ModuleList([nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last), nn.Linear(3, 2).bfloat16()])
+    model = nn.ModuleList([nn.Conv2d(2, 3, 3), nn.Linear(3, 2).bfloat16()])
+    model[0].to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     model.register_parameter("nothing", nn.Parameter(torch.empty(0, 3)))
     model[0].bias.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -161,30 +145,23 @@ def unfreezing_and_all_kinds() -> None:
     reducer.detach()
 
 
-def test_no_false_alarm(two_ranks: RankPool) -> None:
-    two_ranks.run(unfreezing_and_all_kinds)
+class Flagged(Normed):
+    """Model with a buffer that has no mean."""
 
-
-class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.body, self.norm = nn.Linear(12, 5), nn.BatchNorm1d(5)
         self.register_buffer("flags", torch.tensor([True, False]))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.norm(self.body(x))
 
 
 def buffers(how: str) -> tuple[list[str], dict[str, list[float]], int]:
     rank = dist.get_rank()
-    model = Normed()
+    model: Any = Flagged()
     optimizer = sgd(model)
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("pycomm").addHandler(handler)
-    own = nn.BatchNorm1d(5)
+    own: Any = nn.BatchNorm1d(5)
     with attached(optimizer, model, buffers=how, check_replicas=2) as reducer:
         for step in range(5):
             optimizer.zero_grad()
@@ -219,16 +196,13 @@ def test_buffers(two_ranks: RankPool) -> None:
         assert steps == 5
 
 
-def bad_buffers() -> None:
-    model = Normed()
+@on_ranks(2)
+def test_bad_buffers() -> None:
+    model = Flagged()
     with pytest.raises(ValueError, match="buffers is 'sum', wanted one of local, broadcast, average"):
         pycomm.attach(sgd(model), model, buffers="sum")
     with pytest.raises(ValueError, match="buffers='average' wants the module itself"):
         pycomm.attach(sgd(model), model.named_parameters(), buffers="average")
-
-
-def test_bad_buffers(two_ranks: RankPool) -> None:
-    two_ranks.run(bad_buffers)
 
 
 def part_of_the_model(how: str) -> list[str]:
@@ -245,10 +219,8 @@ def part_of_the_model(how: str) -> list[str]:
         reducers.append(pycomm.attach(torch.optim.Adam(model[:4].parameters()), model, timeout=30))
     for step in range(3):
         model.zero_grad()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings_noted(said):
             loss_of(model, rank, step).backward()
-        said += [str(w.message) for w in caught]
         if how in ("all", "two attaches"):
             wanted = average_gradients(model, losses_at(step))
             for name, p in model.named_parameters():

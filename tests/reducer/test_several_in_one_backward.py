@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import pycomm
-from tests.ranks import RankPool
-from tests.reducer.models import (
-    average_gradients,
-    close,
-    loss_of,
-    make_model,
-    over_torch,
-)
-
-Pools = Callable[[int], RankPool]
+from tests.on_ranks import on_ranks
+from tests.reducer.attaching import over_torch
+from tests.reducer.models import Normed, average_gradients, close, loss_of, make_model, sgd
 
 
-def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=lr)
-
-
-def two_optimizers(torch_transport: bool, uneven: bool) -> None:
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("torch_transport", [False, True])
+@on_ranks(2)
+def test_two_attaches_in_one_backward(torch_transport: bool, uneven: bool) -> None:
     """Muon beside AdamW: two attaches, one backward. Ranks may begin with either."""
     rank = dist.get_rank()
     model, plain = make_model(), make_model()
@@ -38,10 +28,10 @@ def two_optimizers(torch_transport: bool, uneven: bool) -> None:
     with over_torch(torch_transport):
         reducers = [pycomm.attach(o, model, timeout=30, bucket_mb=0.001) for o in (first, second)]
 
-    def loss(module: nn.Module, rank: int, step: int) -> torch.Tensor:
+    def loss(module: Any, rank: int, step: int) -> torch.Tensor:
         if uneven and rank == 0:  # the last layer's bias takes no part here, so that the other reducer hears first
             x = module[:4](torch.ones(3, 12, dtype=torch.float64) * (step + 1))
-            return (x @ module[4].weight.t()).pow(2).mean()  # type: ignore[union-attr]
+            return (x @ module[4].weight.t()).pow(2).mean()
         return loss_of(module, rank, step)
 
     for step in range(5):
@@ -55,25 +45,9 @@ def two_optimizers(torch_transport: bool, uneven: bool) -> None:
         reducer.detach()
 
 
-@pytest.mark.parametrize("uneven", [False, True])
 @pytest.mark.parametrize("torch_transport", [False, True])
-def test_two_attaches_in_one_backward(two_ranks: RankPool, torch_transport: bool, uneven: bool) -> None:
-    two_ranks.run(two_optimizers, torch_transport, uneven)
-
-
-class Normed(nn.Module):
-    """A matrix for one optimizer, vectors and statistics beside it for another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.norm = nn.Linear(12, 5), nn.BatchNorm1d(5)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.norm(self.body(x))
-
-
-def two_that_keep_buffers(torch_transport: bool) -> None:
+@on_ranks(2)
+def test_two_attaches_that_keep_buffers(torch_transport: bool) -> None:
     """Both exchange buffers; the order in which gradients come differs: nobody waits for the other's turn."""
     rank = dist.get_rank()
     model = Normed()
@@ -112,11 +86,8 @@ class GatherAll(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("torch_transport", [False, True])
-def test_two_attaches_that_keep_buffers(two_ranks: RankPool, torch_transport: bool) -> None:
-    two_ranks.run(two_that_keep_buffers, torch_transport)
-
-
-def clip_like(torch_transport: bool) -> None:
+@on_ranks(2)
+def test_the_users_own_collectives_in_backward(torch_transport: bool) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     model, plain = make_model(), make_model()
     with over_torch(torch_transport):
@@ -130,8 +101,3 @@ def clip_like(torch_transport: bool) -> None:
         for p, grad in zip(model.parameters(), grads, strict=True):
             close(p.grad, grad, 1e-9)
     reducer.detach()
-
-
-@pytest.mark.parametrize("torch_transport", [False, True])
-def test_the_users_own_collectives_in_backward(two_ranks: RankPool, torch_transport: bool) -> None:
-    two_ranks.run(clip_like, torch_transport)

@@ -1,9 +1,9 @@
-"""What compression carries from step to step: saved, resumed, handed out to another number of ranks, refused."""
+"""State of compression: saved, resumed, handed out to another number of ranks, refused."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+import re
 from typing import Any
 
 import pytest
@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from tests.ranks import RankPool
-from tests.reducer.models import attached, loss_of, make_model, own_state
-
-Pools = Callable[[int], RankPool]
+from tests.on_ranks import Pools, on_ranks
+from tests.reducer.attaching import attached, own_state
+from tests.reducer.models import loss_of, make_model
 
 
 def run_steps(reducer_options: dict[str, Any], steps: range, model: nn.Module, states: Any = None) -> dict[str, Any]:
@@ -50,7 +49,10 @@ def resume(path: str) -> None:
 
 
 def totals(states: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    return {name: sum(own_state(s)[name]["residual"].double() for s in states) for name in own_state(states[0])}
+    return {
+        name: torch.stack([own_state(s)[name]["residual"].double() for s in states]).sum(0)
+        for name in own_state(states[0])
+    }
 
 
 def load_resharded(path: str, old_size: int) -> dict[str, Any]:
@@ -69,7 +71,8 @@ def test_state_resumes_and_is_resharded(rank_pools: Pools, tmp_path: Any) -> Non
             torch.testing.assert_close(new[name], old[name], rtol=1e-6, atol=1e-9)
 
 
-def bad_states() -> None:
+@on_ranks(2)
+def test_states_that_do_not_fit() -> None:
     rank = dist.get_rank()
     model = make_model(dtype=torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -105,13 +108,49 @@ def bad_states() -> None:
         reducer.load_state_dict(state)
 
 
-def test_states_that_do_not_fit(two_ranks: RankPool) -> None:
-    two_ranks.run(bad_states)
+@on_ranks(2)
+def test_states_that_are_none() -> None:
+    """Contents of the wrong kind: an error that says where, and what was there before stays."""
+    rank = str(dist.get_rank())
+    model = make_model(dtype=torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attached(optimizer, model, compression=pycomm.TopK(0.1)) as reducer:
+        loss_of(model, dist.get_rank(), 0).backward()
+        optimizer.step()
+        state = reducer.state_dict()
+        mine = own_state(state)
+
+        def loads(broken: dict[str, Any], says: str) -> None:
+            for options in ({}, {"strict": False}):
+                with pytest.raises(ValueError, match=re.escape(says)):
+                    reducer.load_state_dict({**state, **broken}, **options)
+
+        def loads_entry(entry: Any, says: str) -> None:
+            loads({"ranks": {rank: {**mine, "0.weight": entry}}}, f"state['ranks']['{rank}']['0.weight']{says}")
+
+        for value in (0, -1, True, "2", 2.0, None):
+            loads({"world_size": value}, f"state['world_size'] is {value!r}, wanted an int of at least 1")
+        for value in (-1, False, "3", 1.5, None):
+            loads({"steps": value}, f"state['steps'] is {value!r}, wanted an int of at least 0")
+        for key in ("method", "world_size", "steps", "ranks", "format"):
+            with pytest.raises(ValueError, match=r"state is no Reducer.state_dict\(\)"):
+                reducer.load_state_dict({name: value for name, value in state.items() if name != key})
+        loads({"ranks": {rank: [mine]}}, "its 'ranks' are not numbered")
+        loads({"ranks": {rank: {**mine, 3: {}}}}, f"state['ranks']['{rank}'][3] is a dict, wanted tensors by key")
+        loads_entry(None, " is a NoneType, wanted tensors by key")
+        loads_entry(mine["0.weight"]["residual"], " is a Tensor, wanted tensors by key")
+        for tensor in (None, [0.0] * 480, torch.zeros(40, 12, device="meta"), torch.zeros(40, 12).to_sparse()):
+            loads_entry({"residual": tensor}, f"['residual'] is a {type(tensor).__name__}, wanted a dense tensor")
+        complex_one = {"residual": torch.zeros(40, 12, dtype=torch.complex64)}
+        loads({"ranks": {rank: {**mine, "0.weight": complex_one}}}, "has dtype torch.complex64, wanted torch.float32")
+        after = own_state(reducer)
+        assert all(torch.equal(after[name][key], entry[key]) for name, entry in mine.items() for key in entry)
+        reducer.load_state_dict(state)
 
 
 def distributed_checkpoint(folder: str, old_size: int) -> dict[str, torch.Tensor]:
     """Saved by ``old_size`` ranks, each of which has another residual; loaded by as many as there are."""
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -124,12 +163,12 @@ def distributed_checkpoint(folder: str, old_size: int) -> dict[str, torch.Tensor
                 loss_of(model, rank, step).backward()
                 optimizer.step()
             before = own_state(reducer)
-            dcp.save({"model": model, "reducer": reducer}, checkpoint_id=folder)
+            state_dict_saver.save({"model": model, "reducer": reducer}, checkpoint_id=folder)
             for _ in range(2):
                 optimizer.zero_grad()
                 loss_of(model, rank, 9).backward()
                 optimizer.step()
-            dcp.load({"model": model, "reducer": reducer}, checkpoint_id=folder)
+            state_dict_loader.load({"model": model, "reducer": reducer}, checkpoint_id=folder)
             for name, entry in own_state(reducer).items():
                 assert torch.equal(entry["residual"], before[name]["residual"])
             assert reducer.state_dict()["steps"] == 3

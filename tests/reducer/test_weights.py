@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,14 +9,12 @@ import pytest
 import torch
 
 import pycomm
-from tests.ranks import RankPool
-from tests.reducer.models import attached, rank_and_size
-
-Pools = Callable[[int], RankPool]
+from tests.on_ranks import Pools, on_ranks
+from tests.reducer.attaching import attached, rank_and_size
 
 
-def gradients_of(options: dict[str, Any], weights: list[list[float]], nan_at: tuple[int, int] = (-1, -1)) -> None:
-    """weights[rank]: of its passes. The gradient of pass q on rank r is 10 r + q + 1, or NaN."""
+def gradients_of(options: dict[str, Any], weights: list[list[Any]], nan_at: tuple[int, int] = (-1, -1)) -> None:
+    """Train with weights[rank] for the rank's passes. The gradient of pass q on rank r is 10 r + q + 1, or NaN."""
     rank, size = rank_and_size()
     p = torch.nn.Parameter(torch.zeros(3, 5, dtype=torch.float64))
     optimizer = torch.optim.SGD([p], lr=1.0)
@@ -49,8 +46,9 @@ METHODS = [None, pycomm.FP16(), pycomm.BF16(), pycomm.DGC(1.0, momentum=0.0), py
 
 @pytest.mark.parametrize("compression", METHODS, ids=lambda method: type(method).__name__)
 @pytest.mark.parametrize("average", [True, False])
-def test_one_pass(two_ranks: RankPool, compression: Any, average: bool) -> None:
-    two_ranks.run(gradients_of, {"compression": compression, "average": average}, [[3], [5]])
+@on_ranks(2)
+def test_one_pass(compression: Any, average: bool) -> None:
+    gradients_of({"compression": compression, "average": average}, [[3], [5]])
 
 
 @pytest.mark.parametrize("compression", METHODS, ids=lambda method: type(method).__name__)
@@ -59,24 +57,30 @@ def test_windows_of_several_lengths(rank_pools: Pools, compression: Any) -> None
     rank_pools(3).run(gradients_of, {"compression": compression, "accumulate": 3}, weights)
 
 
-def test_one_rank(rank_pools: Pools) -> None:
-    rank_pools(1).run(gradients_of, {"accumulate": 2}, [[np.int64(3), np.float32(1)]])
+@on_ranks(1)
+def test_one_rank() -> None:
+    gradients_of({"accumulate": 2}, [[np.int64(3), np.float32(1)]])
 
 
 @pytest.mark.parametrize("compression", METHODS, ids=lambda method: type(method).__name__)
-def test_a_rank_without_samples_may_have_nan(two_ranks: RankPool, compression: Any) -> None:
-    two_ranks.run(gradients_of, {"compression": compression}, [[4], [0]], (1, 0))
+@on_ranks(2)
+def test_a_rank_without_samples_may_have_nan(compression: Any) -> None:
+    gradients_of({"compression": compression}, [[4], [0]], (1, 0))
 
 
-def test_a_window_may_begin_without_samples(two_ranks: RankPool) -> None:
-    two_ranks.run(gradients_of, {"accumulate": 2}, [[4, 4], [0, 3]], (1, 0))
+@on_ranks(2)
+def test_a_window_may_begin_without_samples() -> None:
+    gradients_of({"accumulate": 2}, [[4, 4], [0, 3]], (1, 0))
 
 
-def test_a_rank_may_have_no_pass(two_ranks: RankPool) -> None:
-    two_ranks.run(gradients_of, {"accumulate": 2}, [[4, 2], []])
+@on_ranks(2)
+def test_a_rank_may_have_no_pass() -> None:
+    gradients_of({"accumulate": 2}, [[4, 2], []])
 
 
-def weigh_nothing() -> None:
+@on_ranks(1, 2)
+def test_weights_that_sum_to_zero() -> None:
+    """An error on every rank; the step after it is an ordinary one."""
     p = torch.nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.SGD([p], lr=1.0)
     with attached(optimizer, [("p", p)]) as reducer:
@@ -89,12 +93,6 @@ def weigh_nothing() -> None:
         p.sum().backward()
         assert p.grad is not None
         assert p.grad.tolist() == [1.0, 1.0, 1.0]
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_weights_that_sum_to_zero(rank_pools: Pools, size: int) -> None:
-    """An error on every rank; the step after it is an ordinary one."""
-    rank_pools(size).run(weigh_nothing)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_a_link() -> None:
     assert Link(alpha=0, beta=0, gamma=0) == Link(alpha=0.0, beta=0.0, gamma=0.0)
     assert Link(alpha=np.float64(1), beta=1, gamma=1).alpha == 1
     with pytest.raises(TypeError):
-        Link(1, 2, 3)  # type: ignore[misc]
+        Link(1, 2, 3)  # type: ignore[call-arg]
     with pytest.raises(AttributeError):
         Link(**LINK).alpha = 2  # type: ignore[misc]
 
@@ -158,12 +158,14 @@ def test_the_default() -> None:
     assert load(None) is NETWORKS[DEFAULT_NETWORK]
 
 
+NO_SECONDS: list[Any] = [-1, "fast", None, True, [], {}]
+NO_LINKS: list[Any] = [None, 1, "x", []]
 WRONG = [
     *((f"{link}.{key}", MISSING, "is missing") for link in ("within_host", "between_hosts") for key in LINK),
-    *((f"within_host.{key}", value, f"is {value!r}") for key in LINK for value in (-1, "fast", None, True, [], {})),
+    *((f"within_host.{key}", value, f"is {value!r}") for key in LINK for value in NO_SECONDS),
     *((f"between_hosts.{key}", value, f"is {value!r}") for key in LINK for value in (math.nan, math.inf, -1e-30)),
     *((key, MISSING, "is missing") for key in ("name", "within_host", "between_hosts")),
-    *((key, value, f"is {value!r}") for key in ("within_host", "between_hosts") for value in (None, 1, "x", [])),
+    *((key, value, f"is {value!r}") for key in ("within_host", "between_hosts") for value in NO_LINKS),
     *(("name", value, f"is {value!r}") for value in (None, 3, ["x"])),
     *(("per_host", value, f"is {value!r}") for value in (0, -8, 1.5, "8", True, [8])),
     *(("measured_ranks", value, f"is {value!r}") for value in (-1, 1.5, "4", None)),

@@ -54,7 +54,9 @@ def table(num_ranks: int, num_chunks: int, rounds: list[list[Edge]]) -> Any:
 
 def slow_simulate(s: Any, nbytes: float, net: Network) -> float:
     """Simulate edge by edge."""
-    sending, receiving, final = (defaultdict(float) for _ in range(3))
+    sending: dict[Any, float] = defaultdict(float)
+    receiving: dict[Any, float] = defaultdict(float)
+    final: dict[Any, float] = defaultdict(float)
     for r in s.rounds():
         written: dict[tuple[int, int], float] = {}
         for src, dst, first, count, op in r.edges():
@@ -269,7 +271,9 @@ def test_segments_do_not_beat_physics(name: str, net: Network) -> None:
 
 def fluid(s: Any, per_chunk: int, net: Network) -> float:
     """Simulate segments of one byte, ``per_chunk`` to a chunk, each sent as soon as possible: none is faster."""
-    sending, receiving, final = (defaultdict(float) for _ in range(3))
+    sending: dict[Any, float] = defaultdict(float)
+    receiving: dict[Any, float] = defaultdict(float)
+    final: dict[Any, float] = defaultdict(float)
     for r in s.rounds():
         written: dict[tuple[int, int], float] = {}
         for src, dst, first, count, op in r.edges():
@@ -354,6 +358,7 @@ def test_only_tables_that_turn_say_so() -> None:
     for name in schedule.names():
         s = schedule.by_name(name, 12)
         for r in s.rounds() if s.turns else ():
-            turned = Round(*((column + 1) % 12 for column in r[:3]), r.count, r.op)
+            src, dst, first = ((column + 1) % 12 for column in r[:3])
+            turned = Round(src, dst, first, r.count, r.op)
             assert sorted(r.edges()) == sorted(turned.edges())
             assert s.num_chunks == 12

@@ -51,7 +51,7 @@ def failing(error: BaseException) -> Iterator[Any]:
 NO_SIZE = [
     *(None, "x", "2", b"2", 1.5, 0, -1, math.nan, math.inf, 1j, [2], np.array([2, 3]), object(), 2**45, 2**62, 2**70),
 ]
-NO_ROUNDS = [
+NO_ROUNDS: list[Any] = [
     *(None, 5, "x", [], lambda: 5, lambda: None, lambda: [None], lambda: [5], lambda: ["abcde"], lambda: [[]]),
     *(
         lambda one: [],
@@ -68,7 +68,7 @@ NO_ROUNDS = [
         lambda: [np.zeros((5, 1, 1), int)],
     ),
 ]
-NO_COLUMN = [
+NO_COLUMN: list[Any] = [
     *([0], [0, 1, 0], [0.0, 1.0], [0, 0.5], [math.nan, 0], ["0", "1"], [None, None], None, 0, "01", {}, [[0, 1]]),
     *([True, False], [0, 2**63], [0, 2**64], [0, 2**200], [0, -(2**63)], [0, 2**63 - 1], [-1, 0], [7, 7], [0, 1j]),
     *(np.array([0, 1], object), np.array([0, 1], np.uint64), np.array([0, 1], float), np.array([[0, 1]]), np.array(0)),

@@ -148,21 +148,21 @@ class Group:
         return None if process.is_alive() else Outcome(error=ChildProcessError(), trace="died")
 
 
-class Pools:
+class PoolsBySize:
     """Processes by the size of their group, started when they are wanted. A context manager."""
 
     def __init__(self) -> None:
         self._pools: dict[int, RankPool] = {}
 
     def of(self, size: int) -> RankPool:
-        """Those of ``size`` ranks; new ones if one was lost."""
+        """Return the pool of ``size`` ranks; a new one if a rank was lost."""
         if size in self._pools and not self._pools[size].alive():
             self._pools.pop(size).close()
         if size not in self._pools:
             self._pools[size] = RankPool(size)
         return self._pools[size]
 
-    def __enter__(self) -> Pools:
+    def __enter__(self) -> PoolsBySize:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -177,7 +177,7 @@ def main() -> int:
     failures: list[Failure] = []
     start = said = time.monotonic()
     done = 0
-    with Pools() as pools:
+    with PoolsBySize() as pools:
         groups = [Group(pools.of, size, transport, arguments.timeout, arguments.patience) for size, transport in GROUPS]
         for number in numbers:
             size, transport = GROUPS[number % len(GROUPS)]

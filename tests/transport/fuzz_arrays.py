@@ -56,7 +56,7 @@ READ_ONLY = ("frozen numpy", "bytes", "frozen memoryview")
 
 @dataclass(frozen=True)
 class Spec:
-    """What an array is to be like.
+    """Description of an array.
 
     Attributes:
         holder: whose object it is. layout: how its elements lie. offset: of its first byte in the memory around it.
@@ -159,7 +159,7 @@ def draw_holding(rng: random.Random, spec: Spec, writes: bool) -> Spec:
 
 
 def holds(holder: str, spec: Spec) -> bool:
-    """Whether ``holder`` can have elements of ``spec``'s type, and as many."""
+    """Return whether ``holder`` can have elements of ``spec``'s type, and as many."""
     if holder in ("torch", "dlpack", "empty", "watched"):
         return holder != "dlpack" or not spec.dtype.startswith("float8")
     if holder in ("parameter", "requires grad"):
@@ -260,7 +260,7 @@ def _hold_unguarded(spec: Spec, raw: Bytes) -> Held:
 
 
 def _stored(spec: Spec, elements: torch.Tensor) -> tuple[Bytes, torch.dtype]:
-    """What has to lie in memory so that the layout shows ``elements``, and of which type it is there."""
+    """Return what has to lie in memory so that the layout shows ``elements``, and its type there."""
     flat = elements.reshape(-1)
     if spec.layout == "negated":
         return bytes_of(-flat), flat.dtype

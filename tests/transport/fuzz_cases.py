@@ -30,7 +30,7 @@ _STRANGE_TYPES = ("bool", "complex64", "uint32", "int16", "float8_e5m2")
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank does.
+    """One rank's part of a call.
 
     Attributes:
         arrays: the array arguments by name. data: the argument of all_gather_bytes.
@@ -305,7 +305,7 @@ def _lengthened(plan: Plan, size: int) -> dict[str, Spec]:
 
 
 def _draw_local(rng: random.Random) -> Plan:
-    """What a rank does by itself, the others something else: memory from ``empty``, a job of its own."""
+    """Draw something that a rank does by itself: memory from ``empty``, a job of its own."""
     if rng.random() < 0.3:
         return Plan("job", data=rng.choice((7, None, ValueError("a job's own"))))
     if rng.random() < 0.5:

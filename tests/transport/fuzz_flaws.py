@@ -23,7 +23,7 @@ Make = Callable[[Held, str, int], Any]
 
 @dataclass(frozen=True)
 class Flaw:
-    """How an array that is wrong comes to be.
+    """Way to make an array that is wrong.
 
     Attributes:
         make: from a sound array in ordinary memory, its dtype and its number of elements.

@@ -1,4 +1,4 @@
-"""What must come out of a call: the values by themselves, and what the ranks report of it side by side."""
+"""Oracle of the fuzz: which values must come out of a call, and whether the ranks' reports agree."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass
 class Report:
-    """What a call came to on one rank.
+    """Outcome of a call on one rank.
 
     Attributes:
         error: its class and those above it, by name; empty when nothing was raised.
@@ -37,12 +37,12 @@ class Report:
 
 
 def elements_of(case: Case, rank: int, name: str) -> torch.Tensor:
-    """What is in the array ``name`` of ``rank`` before the call."""
+    """Return the elements of the array ``name`` of ``rank`` before the call."""
     return values((*case.seeds, rank, int(name == "out")), case.plans[rank].arrays[name])
 
 
 def wanted(case: Case, rank: int) -> torch.Tensor:
-    """What the array that ``rank`` writes to holds in the end, as exactly as it is known."""
+    """Return what the array that ``rank`` writes to must hold in the end, as exactly as it is known."""
     operation, size = case.plans[rank].operation, len(case.plans)
     if operation == "broadcast":
         return elements_of(case, case.plans[rank].root, "x")
@@ -57,7 +57,7 @@ def wanted(case: Case, rank: int) -> torch.Tensor:
 
 
 def difference(case: Case, rank: int, got: Bytes) -> str:
-    """What is wrong about ``got``, the bytes that ``rank``'s operation wrote; "" for nothing."""
+    """Describe what is wrong about ``got``, the bytes that ``rank``'s operation wrote; "" for nothing."""
     right = wanted(case, rank)
     plan = case.plans[rank]
     spec = plan.arrays[WRITTEN[plan.operation]]
@@ -74,7 +74,7 @@ def difference(case: Case, rank: int, got: Bytes) -> str:
 
 
 def judge(case: Case, reports: Sequence[Report]) -> list[str]:
-    """What is wrong about a call by what all ranks report of it."""
+    """List what is wrong about a call by what all ranks report of it."""
     problems = [f"rank {rank}: {problem}" for rank, report in enumerate(reports) for problem in report.problems]
     raised = [rank for rank, report in enumerate(reports) if report.error]
     if "CommError" not in {name for report in reports for name in report.error}:
@@ -146,7 +146,7 @@ def _part(x: torch.Tensor, rank: int, size: int) -> torch.Tensor:
 
 
 def _reduced(inputs: list[torch.Tensor], op: str) -> torch.Tensor:
-    """In the order of the ranks; halves in float32, rounded once."""
+    """Reduce in the order of the ranks; halves in float32, rounded once."""
     dtype = inputs[0].dtype
     if op in ("min", "max"):
         return reduce(torch.minimum if op == "min" else torch.maximum, inputs)
@@ -157,7 +157,7 @@ def _reduced(inputs: list[torch.Tensor], op: str) -> torch.Tensor:
 
 
 def _close(case: Case, rank: int, found: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Which elements of a reduction are as right as they have to be."""
+    """Return which elements of a reduction are as right as they have to be."""
     plan = case.plans[rank]
     same = (found == right) | (found.isnan() & right.isnan())
     small = all(p.arrays["x"].style == "small" for p in case.plans)
@@ -188,7 +188,7 @@ def _first(wrong: Any, right: Any, found: Any) -> str:
 
 
 def label(case: Case) -> str:
-    """What kind of call it is, for grouping failures."""
+    """Name the kind of call, for grouping failures."""
     strange = [
         (plan.operation, plan.wrong) for plan in case.plans if plan.guilt == "sure" or (case.disagree and plan.wrong)
     ]

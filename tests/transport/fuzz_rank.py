@@ -34,7 +34,7 @@ def leave(transport: str) -> None:
 
 
 def probe(transport: str) -> str:
-    """What is wrong with a plain operation; "" for nothing."""
+    """Run a plain operation; return what is wrong with it, "" for nothing."""
     communicator = _communicators[transport]
     try:
         x = torch.full((3,), communicator.rank + 1.0)
@@ -46,9 +46,13 @@ def probe(transport: str) -> str:
 
 
 def perform(seed: int, number: int, transport: str) -> Report:
-    """This rank's part of call ``number``."""
-    communicator = _communicators[transport]
-    case = draw(seed, number, communicator.size, transport)
+    """Do this rank's part of call ``number``."""
+    return perform_case(draw(seed, number, _communicators[transport].size, transport))
+
+
+def perform_case(case: Case) -> Report:
+    """Do this rank's part of ``case``."""
+    communicator = _communicators[case.transport]
     rank = communicator.rank
     plan = case.plans[rank]
     if plan.operation in ("empty", "job"):
@@ -56,8 +60,8 @@ def perform(seed: int, number: int, transport: str) -> Report:
     held = {name: _hold(communicator, case, rank, name, spec) for name, spec in plan.arrays.items()}
     before = {name: array.memory.copy() for name, array in held.items()}
     call = _call_of(communicator, plan, {name: array.given for name, array in held.items()})
-    if _sabotage[transport]:
-        call = _sabotaged(_sabotage[transport], communicator, held, call)
+    if _sabotage[case.transport]:
+        call = _sabotaged(_sabotage[case.transport], communicator, held, call)
     report, result = _timed(lambda: _around(communicator, case.around, call))
     _look_at_memory(case, rank, held, before, report)
     if plan.operation == "all_gather_bytes" and not report.error:
@@ -81,7 +85,8 @@ def _hold(communicator: Communicator, case: Case, rank: int, name: str, spec: Sp
 
 def _call_of(communicator: Communicator, plan: Plan, given: dict[str, Any]) -> Callable[[], Any]:
     """The call that ``plan`` describes; what it returns is waited for."""
-    method: Any = getattr(communicator, plan.operation)
+    owner: Any = communicator.channel if plan.operation == "all_gather_bytes" else communicator
+    method = getattr(owner, plan.operation)
     options: dict[str, Any] = dict(given)
     if plan.operation in ("all_reduce", "reduce_scatter"):
         options["op"] = plan.op
@@ -114,7 +119,7 @@ def _around(communicator: Communicator, around: str, call: Callable[[], Any]) ->
 
 
 def _outcome_of(call: Callable[[], Any], between: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """What ``call`` returns or raises, at once or when it is waited for; ``between`` is called in between."""
+    """Return what ``call`` returns or raises, at once or when it is waited for; call ``between`` in between."""
     try:
         work = call()
     except Exception as error:
@@ -158,7 +163,7 @@ def _look_at_memory(case: Case, rank: int, held: dict[str, Held], before: dict[s
 
 
 def _perform_alone(communicator: Communicator, plan: Plan) -> Report:
-    """What the others know nothing of."""
+    """Do what the others know nothing of."""
     if plan.operation == "job":
         report, result = _timed(lambda: communicator.channel.submit(lambda: _run_job(plan.data)).wait())
         right = type(plan.data).__name__ if isinstance(plan.data, Exception) else ""

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from torch.distributed import HashStore, Store
+from torch._C._distributed_c10d import HashStore, Store
 
 from pycomm.transport.meeting import Meeting
 from pycomm.transport.rendezvous import Peers, exchange_memory, introduction, listen
@@ -15,7 +15,7 @@ Disturbance = Callable[[Store], None]
 
 
 def swap_memory(store: Store, rank: int, size: int, timeout: float) -> Peers:
-    """What ``choose_transport`` does on one host."""
+    """Exchange memory, as ``choose_transport`` does on one host."""
     with Meeting(store, rank, size, timeout) as meeting, listen(size) as listener:
         return exchange_memory(meeting, listener, meeting.greet(introduction(listener)))
 
@@ -28,7 +28,7 @@ def greet(store: Store, rank: int, size: int, timeout: float, **greeting: Any) -
 
 
 def in_threads(jobs: list[Callable[[], Any]]) -> list[Any]:
-    """What each job returned or raised."""
+    """Run the jobs in threads; return what each returned or raised."""
     outcomes: list[Any] = [None] * len(jobs)
 
     def run(i: int) -> None:

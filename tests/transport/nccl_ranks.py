@@ -65,7 +65,7 @@ def on_device(values: Any, device: int = 0) -> Any:
 
 
 def stall(on: bool) -> None:
-    """Whether what is enqueued on the emulated GPU stays undone."""
+    """Let what is enqueued on the emulated GPU stay undone, or no longer."""
     from tests.emulator.arrays import library
 
     library().emulator_stall(on)
@@ -92,7 +92,7 @@ def on_ranks(size: int, function: Callable[[int], Any], timeout: float = 60.0) -
 
 
 def run_ranks(size: int, function: Callable[[int], Any]) -> list[Any]:
-    """What ``function(rank)`` returned; raises what one of them raised."""
+    """Return what ``function(rank)`` returned on each rank; raise what one of them raised."""
     outcomes = on_ranks(size, function)
     for outcome in outcomes:
         if isinstance(outcome, Exception):

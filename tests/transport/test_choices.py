@@ -1,9 +1,10 @@
-"""What "auto" and a name come to: by the network that rank 0 knows, and by the hosts that ranks are on."""
+"""Choices of "auto" and of a name: by the network that rank 0 knows, and by the hosts that ranks are on."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,11 @@ def test_calibration_of_one_rank(one_rank_group: None) -> None:
         calibrate(communicator)
 
 
+def said_by(hosts: str, mine: bytes) -> list[bytes]:
+    """Return what ranks on these hosts tell each other: no program, no network, which host."""
+    return [json.dumps(["", [], host]).encode() for host in hosts]
+
+
 def test_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [ranks_per_host(list(hosts)) for hosts in ("aabb", "aaaa", "ab")] == [2, 4, 1]
     assert [ranks_per_host(list(hosts)) for hosts in ("aab", "abab", "aabbbb", "aabbaa")] == [None] * 4
@@ -108,7 +114,7 @@ def test_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         found = AlgorithmSelector(0, 6)
         monkeypatch.setattr(programs, "host_identity", lambda: "mine")
-        found.agree(None, "torch", lambda _, hosts=hosts: [json.dumps(["", [], host]).encode() for host in hosts])
+        found.agree(None, "torch", partial(said_by, hosts))
         program = found.find("hierarchical", torch.ones(1))
         assert program is not None
         assert program.name == grid

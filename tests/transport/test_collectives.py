@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 from pycomm import Communicator
 from pycomm.kernels import arrays
-from tests.ranks import RankPool
+from tests.on_ranks import Pools, on_ranks
 
 DTYPES = tuple(getattr(torch, name) for name in arrays.DTYPES)
 TRANSPORTS = ["shared_memory", "torch"]
@@ -93,9 +92,7 @@ def check_the_others(transport: str, dtype: torch.dtype, memory: str) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("memory", ["tensor", "empty"])
-def test_every_operation_type_and_size(
-    rank_pools: Callable[[int], RankPool], size: int, transport: str, memory: str
-) -> None:
+def test_every_operation_type_and_size(rank_pools: Pools, size: int, transport: str, memory: str) -> None:
     # One type of each width and kind where all combinations would only repeat themselves.
     dtypes = DTYPES if (size, transport) == (2, "shared_memory") else (torch.float32, torch.bfloat16, torch.int8)
     for dtype in dtypes:
@@ -116,14 +113,15 @@ def random_sums(seed: int, sizes: list[int], memory: str) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_same_inputs_same_bits_wherever_they_lie(rank_pools: Callable[[int], RankPool], size: int) -> None:
+def test_same_inputs_same_bits_wherever_they_lie(rank_pools: Pools, size: int) -> None:
     """Between ranks, between runs, and between the ways that arrays travel."""
     pool, sizes = rank_pools(size), [5, 4096, 16383, 100_003, 1_000_003, 5_000_000]
     results = [pool.run(random_sums, 7, sizes, memory) for memory in ("tensor", "empty", "empty", "tensor")]
     assert len({tuple(digests) for run in results for digests in run}) == 1
 
 
-def hundred_megabytes() -> None:
+@on_ranks(2, 3)
+def test_large_arrays() -> None:
     with Communicator(timeout=60) as communicator:
         n, rank, size = 25_000_003, communicator.rank, communicator.size
         ramp = (torch.arange(n) % 1000).float()
@@ -133,12 +131,9 @@ def hundred_megabytes() -> None:
             assert torch.equal(x, ramp * (size * (size + 1) // 2))
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_large_arrays(rank_pools: Callable[[int], RankPool], size: int) -> None:
-    rank_pools(size).run(hundred_megabytes)
-
-
-def random_program(seed: int) -> None:
+@pytest.mark.parametrize("seed", [0, 1])
+@on_ranks(2, 3, 5)
+def test_random_programs(seed: int) -> None:
     """A long random sequence, so that slots, mailboxes and staging are reused in every order."""
     shared = torch.Generator().manual_seed(seed)
     with Communicator(timeout=30) as communicator:
@@ -162,13 +157,8 @@ def random_program(seed: int) -> None:
                 assert torch.equal(out, torch.cat(parts))
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_random_programs(rank_pools: Callable[[int], RankPool], size: int) -> None:
-    for seed in range(2):
-        rank_pools(size).run(random_program, seed)
-
-
-def asynchronous() -> None:
+@on_ranks(2)
+def test_async_operations_keep_their_order() -> None:
     with Communicator(timeout=30) as communicator:
         rank, size = communicator.rank, communicator.size
         arrays = [torch.full((50_000,), float(rank + i)) for i in range(20)]
@@ -185,11 +175,8 @@ def asynchronous() -> None:
             bad.wait()
 
 
-def test_async_operations_keep_their_order(two_ranks: RankPool) -> None:
-    two_ranks.run(asynchronous)
-
-
-def other_libraries() -> None:
+@on_ranks(2)
+def test_numpy_dlpack_and_types_that_only_move() -> None:
     with Communicator(timeout=30) as communicator:
         x = np.full((3, 4), communicator.rank + 1, np.float64)
         communicator.all_reduce(x)
@@ -216,11 +203,22 @@ def other_libraries() -> None:
             assert flags.item()
 
 
-def test_numpy_dlpack_and_types_that_only_move(two_ranks: RankPool) -> None:
-    two_ranks.run(other_libraries)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2, 3)
+def test_all_gather_of_types_that_gloo_lacks(transport: str) -> None:
+    """Gloo knows no uint32: bytes travel."""
+    with Communicator(timeout=30, transport=transport) as communicator:
+        mine = np.array([0, 2**31, 2**32 - 1, communicator.rank], np.uint32)
+        out = np.zeros(4 * communicator.size, np.uint32)
+        communicator.all_gather(out, mine)
+        assert out.tolist() == [x for rank in range(communicator.size) for x in (0, 2**31, 2**32 - 1, rank)]
+        tensor = torch.zeros(4 * communicator.size, dtype=torch.uint32)
+        communicator.all_gather(tensor, torch.from_numpy(mine))
+        assert tensor.tolist() == out.tolist()
 
 
-def subgroups() -> list[float]:
+@on_ranks(4)
+def test_subgroups() -> None:
     import torch.distributed as dist
 
     rank = dist.get_rank()
@@ -231,14 +229,11 @@ def subgroups() -> list[float]:
         communicator.all_reduce(x)
     with pytest.raises(ValueError, match="not a member"):
         Communicator(groups[1 - rank % 2])
-    return x.tolist()
+    assert x.tolist() == [[2.0, 4.0][rank % 2]]
 
 
-def test_subgroups(rank_pools: Callable[[int], RankPool]) -> None:
-    assert rank_pools(4).run(subgroups) == [[2.0], [4.0], [2.0], [4.0]]
-
-
-def mixed_memory() -> None:
+@on_ranks(2)
+def test_empty() -> None:
     with Communicator(timeout=30) as communicator:
         x = communicator.empty((1000, 300))
         assert x.shape == (1000, 300)
@@ -254,11 +249,8 @@ def mixed_memory() -> None:
     assert kept.sum() == 70
 
 
-def test_empty(two_ranks: RankPool) -> None:
-    two_ranks.run(mixed_memory)
-
-
-def arena_reuse() -> None:
+@on_ranks(2)
+def test_arena_reuses_memory() -> None:
     with Communicator(timeout=30) as communicator:
         pointers = set()
         for i in range(50):
@@ -270,7 +262,3 @@ def arena_reuse() -> None:
         for i, block in enumerate(blocks):
             block.fill_(i)
         assert all((block == i).all() for i, block in enumerate(blocks))
-
-
-def test_arena_reuses_memory(two_ranks: RankPool) -> None:
-    two_ranks.run(arena_reuse)

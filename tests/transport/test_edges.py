@@ -22,9 +22,9 @@ import torch
 from pycomm import CommError, Communicator, kernels
 from pycomm.transport import choice
 from pycomm.worker import Worker
+from tests.on_ranks import Pools, on_ranks
 from tests.ranks import RankPool
 
-NewRanks = Callable[[int], RankPool]
 TRANSPORTS = ["shared_memory", "torch"]
 
 
@@ -65,12 +65,12 @@ def close_in_a_handler(how: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["sync", "async", "collective"])
-def test_a_signal_handler_may_close(new_ranks: NewRanks, how: str) -> None:
+def test_a_signal_handler_may_close(new_ranks: Pools, how: str) -> None:
     assert new_ranks(2).run(close_in_a_handler, how) == ["called", "0"]
 
 
 def in_the_operation(thread: int) -> Any:
-    """Where a thread is, if that is in an operation of a communicator."""
+    """Return where a thread is, if that is in an operation of a communicator."""
     frame = sys._current_frames()[thread]
     inside = frame.f_code.co_filename.endswith("communicator.py") and frame.f_code.co_name == "<lambda>"
     return (id(frame), frame.f_lasti) if inside else None
@@ -135,7 +135,8 @@ def test_one_thread_however_many_submit_first() -> None:
         assert len(set(ran_on)) == 1
 
 
-def no_thread() -> None:
+@on_ranks(2)
+def test_a_thread_that_cannot_start_is_an_error_on_all() -> None:
     with Communicator(timeout=30) as communicator:
         if communicator.rank == 1:
             start = threading.Thread.start
@@ -158,10 +159,6 @@ def no_thread() -> None:
             if work is not None:
                 work.wait()
             assert x[0] == 2
-
-
-def test_a_thread_that_cannot_start_is_an_error_on_all(two_ranks: RankPool) -> None:
-    two_ranks.run(no_thread)
 
 
 def mistaken_constructor(transport: str, arguments: dict[str, Any]) -> str:
@@ -236,7 +233,7 @@ def dump_core(directory: str) -> str:
     return str(caught.value)
 
 
-def test_a_crash_is_noticed(new_ranks: NewRanks, tmp_path: Path) -> None:
+def test_a_crash_is_noticed(new_ranks: Pools, tmp_path: Path) -> None:
     outcomes = new_ranks(2).outcomes(dump_core, str(tmp_path), timeout=120)
     for core in tmp_path.iterdir():
         core.unlink()
@@ -244,7 +241,8 @@ def test_a_crash_is_noticed(new_ranks: NewRanks, tmp_path: Path) -> None:
     assert "rank 1 died" in outcomes[0].result or "rank 1 is dumping core" in outcomes[0].result
 
 
-def sizes_that_overflow() -> None:
+@on_ranks(2)
+def test_sizes_that_overflow() -> None:
     with Communicator(timeout=30) as communicator:
         for size, dtype in (
             (2**63 - 1, torch.uint8),
@@ -260,10 +258,6 @@ def sizes_that_overflow() -> None:
         with pytest.raises(ValueError, match="device is 'meta'"):
             communicator.empty(3, device="meta")
         communicator.barrier()
-
-
-def test_sizes_that_overflow(two_ranks: RankPool) -> None:
-    two_ranks.run(sizes_that_overflow)
 
 
 def seals_and_descriptors() -> tuple[int, int]:
@@ -287,7 +281,7 @@ def seals_and_descriptors() -> tuple[int, int]:
 
 
 @pytest.mark.skipif("libasan" in Path("/proc/self/maps").read_text(), reason="AddressSanitizer maps all there is")
-def test_a_mapping_that_fails_leaks_nothing(new_ranks: NewRanks) -> None:
+def test_a_mapping_that_fails_leaks_nothing(new_ranks: Pools) -> None:
     for before, after in new_ranks(2).run(seals_and_descriptors):
         assert after == before
 
@@ -302,7 +296,8 @@ def test_memory_is_sealed() -> None:
         os.close(descriptor)
 
 
-def threads_make_communicators() -> None:
+@on_ranks(2)
+def test_threads_may_make_communicators_at_the_same_time() -> None:
     """Whichever of rank 0's meets which of rank 1's: all of them meet."""
 
     def make(_: int) -> float:
@@ -315,24 +310,20 @@ def threads_make_communicators() -> None:
         assert list(pool.map(make, range(8))) == [2.0] * 8
 
 
-def test_threads_may_make_communicators_at_the_same_time(two_ranks: RankPool) -> None:
-    two_ranks.run(threads_make_communicators)
-
-
 def no_socket() -> str:
     rank = torch.distributed.get_rank()
-    listen = choice.listen
+    listen = vars(choice)["listen"]
 
     def refuse(size: int) -> Any:
         raise OSError(24, "Too many open files")
 
     if rank == 1:
-        choice.listen = refuse
+        vars(choice)["listen"] = refuse
     try:
         with pytest.raises((OSError, ValueError)) as caught:
             Communicator(timeout=60)
     finally:
-        choice.listen = listen
+        vars(choice)["listen"] = listen
     with Communicator(timeout=30) as communicator:
         communicator.barrier()
     return f"{type(caught.value).__name__}: {caught.value}"
@@ -372,5 +363,5 @@ def test_a_copy_that_is_none_either() -> None:
 
 
 def test_counts_of_numpy() -> None:
-    values, _ = kernels.topk(torch.arange(9.0), np.int64(3))
+    values, _ = kernels.topk(torch.arange(9.0), np.int64(3))  # type: ignore[arg-type]
     assert values.tolist() == [6.0, 7.0, 8.0]

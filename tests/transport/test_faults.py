@@ -9,16 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from pycomm import CommError, Communicator
+from tests.on_ranks import Pools, on_ranks
 from tests.ranks import RankPool
-
-NewRanks = Callable[[int], RankPool]
 
 
 def endless_all_reduce(flag: str) -> str:
@@ -42,7 +40,7 @@ def endless_all_reduce(flag: str) -> str:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_killed_rank_is_named_within_seconds(new_ranks: NewRanks, tmp_path: Path, size: int) -> None:
+def test_a_killed_rank_is_named_within_seconds(new_ranks: Pools, tmp_path: Path, size: int) -> None:
     pool = new_ranks(size)
     victim = size - 1
 
@@ -86,7 +84,7 @@ def wait_for_nobody() -> tuple[str, int | None, float]:
     return str(error), error.peer, error.elapsed
 
 
-def test_timeout(new_ranks: NewRanks) -> None:
+def test_timeout(new_ranks: Pools) -> None:
     (first, peer, elapsed), (second, _, _) = new_ranks(2).run(wait_for_nobody)
     assert "rank 0: barrier: timed out waiting for rank 1 after " in first
     assert peer == 1
@@ -128,13 +126,14 @@ def interrupted() -> str:
     return str(caught.value)
 
 
-def test_ctrl_c_ends_a_wait_and_the_others_hear_of_it(new_ranks: NewRanks) -> None:
+def test_ctrl_c_ends_a_wait_and_the_others_hear_of_it(new_ranks: Pools) -> None:
     first, second = new_ranks(2).run(interrupted)
     assert first == "interrupted"
     assert "rank 0: interrupted in all_reduce" in second
 
 
-def close_while_waiting() -> str:
+@on_ranks(2)
+def test_close_ends_an_operation_in_progress() -> None:
     communicator = Communicator(timeout=30)
     communicator.barrier()
     if communicator.rank == 0:
@@ -149,11 +148,6 @@ def close_while_waiting() -> str:
     else:
         time.sleep(1.0)
         communicator.close()
-    return "done"
-
-
-def test_close_ends_an_operation_in_progress(two_ranks: RankPool) -> None:
-    assert two_ranks.run(close_while_waiting) == ["done", "done"]
 
 
 def fork_a_worker(flag: str) -> str:
@@ -191,7 +185,7 @@ def fork_a_worker(flag: str) -> str:
     return ""
 
 
-def test_a_forked_worker_harms_nothing(new_ranks: NewRanks, tmp_path: Path) -> None:
+def test_a_forked_worker_harms_nothing(new_ranks: Pools, tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     outcomes = new_ranks(2).outcomes(fork_a_worker, str(flag))
     assert isinstance(outcomes[1].error, ChildProcessError), outcomes[1].trace

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from pycomm import CommError, Communicator
-from tests.ranks import RankPool
+from tests.on_ranks import on_ranks
 
 TRANSPORTS = ["shared_memory", "torch"]
 
 
-def fork(job: Callable[[], None]) -> int:
+def fork(job: Callable[[], object]) -> int:
     """Run ``job`` in a forked child; its exit code."""
     child = os.fork()
     if child == 0:
@@ -28,7 +28,8 @@ def fork(job: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def write_in_a_child() -> None:
+@on_ranks(2)
+def test_a_childs_writes_are_its_own() -> None:
     with Communicator(timeout=30) as communicator:
         x = communicator.empty(100_000).fill_(3.0)
         communicator.all_reduce(x)
@@ -48,11 +49,9 @@ def write_in_a_child() -> None:
         assert (x == 12).all()
 
 
-def test_a_childs_writes_are_its_own(two_ranks: RankPool) -> None:
-    two_ranks.run(write_in_a_child)
-
-
-def use_in_a_child(transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_a_child_is_told_at_once(transport: str) -> None:
     communicator = Communicator(timeout=30, transport=transport)
     work = communicator.all_reduce(torch.ones(10), async_op=True)
     assert work is not None
@@ -78,15 +77,12 @@ def use_in_a_child(transport: str) -> None:
     communicator.close()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_child_is_told_at_once(two_ranks: RankPool, transport: str) -> None:
-    two_ranks.run(use_in_a_child, transport)
-
-
-def wait_in_a_child_for_what_was_under_way() -> None:
-    communicator = Communicator(timeout=30)
-    communicator.barrier()
-    if communicator.rank == 0:
+@on_ranks(2)
+def test_work_of_the_parent_does_not_end_in_the_child() -> None:
+    with Communicator(timeout=30) as communicator:
+        communicator.barrier()
+        if communicator.rank == 1:
+            time.sleep(1.0)
         work = communicator.all_reduce(torch.ones(10), async_op=True)
         assert work is not None
 
@@ -94,13 +90,5 @@ def wait_in_a_child_for_what_was_under_way() -> None:
             with pytest.raises(CommError, match="inherited by a fork"):
                 work.wait()
 
-        assert fork(wait) == 0
+        assert communicator.rank == 1 or fork(wait) == 0
         work.wait()
-    else:
-        time.sleep(1.0)
-        communicator.all_reduce(torch.ones(10))
-    communicator.close()
-
-
-def test_work_of_the_parent_does_not_end_in_the_child(two_ranks: RankPool) -> None:
-    two_ranks.run(wait_in_a_child_for_what_was_under_way)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.ranks import RankPool
+from tests.on_ranks import Pools
 from tests.transport.fuzz import GROUPS, Failure, Group
 from tests.transport.fuzz_cases import Case, draw
 from tests.transport.fuzz_oracle import Report, judge
@@ -23,13 +23,13 @@ def fuzz(group: Group, numbers: range) -> list[Failure]:
 
 
 def numbers_of(size: int, transport: str, calls: int) -> range:
-    """Those that ``python -m tests.transport.fuzz`` gives to this group."""
+    """Return the numbers of the calls that ``python -m tests.transport.fuzz`` gives to this group."""
     return range(GROUPS.index((size, transport)), calls * len(GROUPS), len(GROUPS))
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(("size", "transport"), GROUPS)
-def test_random_calls(rank_pools: Callable[[int], RankPool], size: int, transport: str) -> None:
+def test_random_calls(rank_pools: Pools, size: int, transport: str) -> None:
     group = Group(rank_pools, size, transport)
     for number in numbers_of(size, transport, CALLS):
         failure = group.call(SEED, number)
@@ -47,7 +47,7 @@ def test_random_calls(rank_pools: Callable[[int], RankPool], size: int, transpor
         ("silent", "alone of 2"),
     ],
 )
-def test_the_oracle_notices(rank_pools: Callable[[int], RankPool], sabotage: str, says: str) -> None:
+def test_the_oracle_notices(rank_pools: Pools, sabotage: str, says: str) -> None:
     group = Group(rank_pools, 2, "shared_memory", sabotage=sabotage)
     failures = fuzz(group, numbers_of(2, "shared_memory", 60))
     group.close()

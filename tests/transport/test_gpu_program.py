@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ def test_every_algorithm(fake: Fake, size: int, monkeypatch: pytest.MonkeyPatch)
         return results(rank, size, dtypes, run, largest=1000)
 
     for name in ALGORITHMS:
-        require_same_bits(run_ranks(size, lambda rank, name=name: run_rank(rank, name)))
+        require_same_bits(run_ranks(size, partial(run_rank, name=name)))
     for member in members:
         member.close()
 
@@ -62,7 +63,7 @@ def test_arguments(fake: Fake) -> None:
 
 
 def test_a_part_of_an_array(fake: Fake) -> None:
-    """What lies around it stays."""
+    """Elements around it stay."""
     members = transports(2)
 
     def run(rank: int) -> str:
@@ -75,4 +76,4 @@ def test_a_part_of_an_array(fake: Fake) -> None:
         return digest(whole[1])
 
     first, second = run_ranks(2, run)
-    assert first == second == digest(sum(contribution(rank, 100, torch.float32) for rank in range(2)))
+    assert first == second == digest(contribution(0, 100, torch.float32) + contribution(1, 100, torch.float32))

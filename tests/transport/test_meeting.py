@@ -6,10 +6,11 @@ import hashlib
 import json
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore, PrefixStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from pycomm import CommError
 from pycomm.transport.meeting import Meeting
@@ -17,9 +18,7 @@ from tests.transport.meetings import greet, in_threads
 
 
 def all_greet(store: HashStore, size: int, timeout: float = 20.0, **greeting: Any) -> list[Any]:
-    return in_threads(
-        [lambda rank=rank: greet(store, rank, size, timeout, **greeting, me=rank) for rank in range(size)]
-    )
+    return in_threads([partial(greet, store, rank, size, timeout, **greeting, me=rank) for rank in range(size)])
 
 
 def test_all_read_the_same() -> None:
@@ -59,7 +58,7 @@ def test_a_rank_that_comes_again_is_waited_for() -> None:
 def test_one_that_had_read_all_and_comes_again() -> None:
     """Three ranks: one gives up after it has said that it has read all, while another still has to read."""
     store = HashStore()
-    greetings = [{"nonce": f"first of {rank}", "me": rank} for rank in range(3)]
+    greetings: list[dict[str, Any]] = [{"nonce": f"first of {rank}", "me": rank} for rank in range(3)]
     for rank in (0, 2):
         store.set(f"pycomm/hello/{rank}", json.dumps(greetings[rank]))
     began = time.monotonic()
@@ -69,7 +68,7 @@ def test_one_that_had_read_all_and_comes_again() -> None:
 
     def comes_again() -> Any:
         with Meeting(HashStore(), 0, 3, 60.0) as earlier:  # its first attempt, as far as the others can see
-            earlier._store = PrefixStore("pycomm", store)  # type: ignore[assignment]
+            earlier._store = PrefixStore("pycomm", store)
             time.sleep(0.3)
             theirs = json.loads(store.get("pycomm/hello/1"))
             name = hashlib.sha256(" ".join([greetings[0]["nonce"], theirs["nonce"], greetings[2]["nonce"]]).encode())
@@ -112,7 +111,7 @@ def test_what_is_no_greeting_is_named(content: bytes) -> None:
 
 
 class HangingStore(HashStore):
-    """Of which ``check`` does not answer: a server that is stopped."""
+    """Store whose ``check`` does not answer: a server that is stopped."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from pycomm import Communicator
+from tests.on_ranks import on_ranks
 from tests.ranks import PerRank, RankPool
 
 TRANSPORTS = ["shared_memory", "torch"]
@@ -65,6 +66,16 @@ def test_ranks_that_disagree(two_ranks: RankPool, transport: str, first: str, se
         assert words in messages[0]
 
 
+class Raising:
+    """Says that it is in CPU memory, and does not hand that over."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+    def __dlpack__(self, **_: object) -> object:
+        raise ArithmeticError("not today")
+
+
 def one_is_wrong(transport: str, wrong: str) -> str:
     with Communicator(timeout=20, transport=transport) as communicator:
         bad: dict[str, Callable[[], Any]] = {
@@ -79,6 +90,11 @@ def one_is_wrong(transport: str, wrong: str) -> str:
             "gather size": lambda: communicator.all_gather(torch.ones(9), torch.ones(4)),
             "gather dtype": lambda: communicator.all_gather(torch.ones(8, dtype=torch.int32), torch.ones(4)),
             "src": lambda: communicator.broadcast(torch.ones(4), 2),
+            "no op": lambda: communicator.all_reduce(torch.ones(4), None),  # type: ignore[arg-type]
+            "src of letters": lambda: communicator.broadcast(torch.ones(4), "a"),  # type: ignore[arg-type]
+            "large src": lambda: communicator.broadcast(torch.ones(4), 2**31),
+            "text for bytes": lambda: communicator.channel.all_gather_bytes("text"),  # type: ignore[arg-type]
+            "raising": lambda: communicator.all_reduce(Raising()),
         }
         with pytest.raises((TypeError, ValueError)) as caught:
             bad[wrong]() if communicator.rank == 1 else communicator.all_reduce(torch.ones(4))
@@ -104,6 +120,11 @@ def one_is_wrong(transport: str, wrong: str) -> str:
         ("gather size", "ValueError: out has 9 elements"),
         ("gather dtype", "out has"),
         ("src", "ValueError: src is 2, wanted 0 <= src < 2"),
+        ("no op", "TypeError: op is None, wanted"),
+        ("src of letters", "TypeError: src is 'a', wanted"),
+        ("large src", "ValueError: src is 2147483648, wanted 0 <= src < 2"),
+        ("text for bytes", "TypeError: mine is"),
+        ("raising", "TypeError: x is a Raising whose __dlpack__ fails: ArithmeticError: not today"),
     ],
 )
 def test_a_mistake_on_one_rank_is_an_error_on_all(two_ranks: RankPool, transport: str, wrong: str, says: str) -> None:
@@ -114,7 +135,8 @@ def test_a_mistake_on_one_rank_is_an_error_on_all(two_ranks: RankPool, transport
         assert guilty.split(": ", 1)[1] in innocent  # the reason travels
 
 
-def many_refusals() -> None:
+@on_ranks(2)
+def test_a_refusal_waits_to_be_read() -> None:
     """One rank alone makes mistakes, without waiting; the others find them one by one."""
     with Communicator(timeout=20) as communicator:
         if communicator.rank == 1:
@@ -131,10 +153,6 @@ def many_refusals() -> None:
             assert (x == 2 * i).all()
 
 
-def test_a_refusal_waits_to_be_read(two_ranks: RankPool) -> None:
-    two_ranks.run(many_refusals)
-
-
 def test_arguments_of_the_constructor() -> None:
     with pytest.raises(RuntimeError, match=r"init_process_group\(\) first"):
         Communicator()
@@ -145,7 +163,8 @@ def test_arguments_of_the_constructor() -> None:
             Communicator(timeout=timeout)
 
 
-def empty_mistakes() -> None:
+@on_ranks(2)
+def test_too_little_memory_says_how_much() -> None:
     with Communicator(timeout=20) as communicator:
         with pytest.raises(TypeError, match="dtype is <class 'numpy.float32'>, wanted a torch.dtype"):
             communicator.empty(3, np.float32)  # type: ignore[arg-type]
@@ -160,11 +179,8 @@ def empty_mistakes() -> None:
         communicator.barrier()
 
 
-def test_too_little_memory_says_how_much(two_ranks: RankPool) -> None:
-    two_ranks.run(empty_mistakes)
-
-
-def use_after_close() -> None:
+@on_ranks(2)
+def test_use_after_close() -> None:
     from pycomm import CommError
 
     communicator = Communicator(timeout=20)
@@ -173,7 +189,3 @@ def use_after_close() -> None:
     communicator.close()
     with pytest.raises(CommError, match="this communicator is closed"):
         communicator.barrier()
-
-
-def test_use_after_close(two_ranks: RankPool) -> None:
-    two_ranks.run(use_after_close)

@@ -30,7 +30,7 @@ INTEGERS = (np.int8, np.uint8, np.int32, np.int64)
 @pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
 def test_reductions(fake: Fake, size: int, dtype: Any) -> None:
     members = groups(size, devices=2)
-    ops = {"sum": np.sum, "min": np.min, "max": np.max}
+    ops: dict[str, Callable[..., Any]] = {"sum": np.sum, "min": np.min, "max": np.max}
     if dtype in FLOATS:
         ops["mean"] = np.mean
     for n in (0, 1, 5, 1000):
@@ -135,7 +135,7 @@ def test_mistakes(fake: Fake) -> None:
     group = members[1]
     x, other = on_device(np.ones(4, np.float32)), on_device(np.ones(4, np.float32), 1)
     whole = on_device(np.ones(8, np.int32))
-    mistakes: list[tuple[type[Exception], str, Callable[[], None]]] = [
+    mistakes: list[tuple[type[Exception], str, Callable[[], object]]] = [
         (ValueError, "x is on cpu, wanted cuda:0", lambda: group.all_reduce(np.ones(4), "sum", **NOW)),
         (ValueError, "x is on cuda:1, wanted cuda:0", lambda: group.all_reduce(other, "sum", **NOW)),
         (ValueError, "out is on cuda:1, wanted cuda:0", lambda: group.all_gather(other, x, **NOW)),

@@ -72,8 +72,16 @@ def test_libraries_that_are_none(lacking_library: Path, tmp_path: Path, monkeypa
     assert str(garbage) in refusal_of(garbage, monkeypatch)
 
 
+def test_a_pipe_is_no_library(tmp_path: Path) -> None:
+    """The loader would wait for the other end of it, for ever."""
+    pipe = tmp_path / "pipe.so"
+    os.mkfifo(pipe)
+    text = json.loads(in_new_process(LOAD + SEARCH, "", PYCOMM_NCCL_LIBRARY=str(pipe)))
+    assert text == f"PYCOMM_NCCL_LIBRARY is {pipe}, which is no ordinary file"
+
+
 def in_new_process(script: str, *arguments: str, **environment: str) -> str:
-    """What ``script`` prints. The library that was found is kept for the life of a process."""
+    """Return what ``script`` prints in a new process, since the library that was found is kept for the life of one."""
     variables = {k: v for k, v in os.environ.items() if k not in ("PYCOMM_NCCL_LIBRARY", "LD_LIBRARY_PATH")}
     # The package that is tested, also where the current directory has another one.
     packages = [str(Path(_native.__file__).parent.parent), str(Path(__file__).parent.parent.parent)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import torch.distributed as dist
 import pycomm
 from pycomm.transport.nccl import nccl_version
 from tests.kernels.gpus import requires_cuda
+from tests.on_ranks import Pools
 from tests.ranks import RankPool
 
 pytestmark = requires_cuda
@@ -34,7 +35,7 @@ def alone(one_rank_group: None) -> Iterator[pycomm.Communicator]:
 
 
 @pytest.fixture
-def sharing(new_ranks: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPatch) -> RankPool:
+def sharing(new_ranks: Pools, monkeypatch: pytest.MonkeyPatch) -> RankPool:
     """Two ranks on one GPU."""
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     monkeypatch.setenv("NCCL_MAX_CTAS", "8")

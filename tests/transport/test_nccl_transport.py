@@ -36,7 +36,7 @@ class Table:
 
 
 def transports(size: int, devices: int = 2, algorithms: tuple[str, ...] = ("native",), **settings: Any) -> list[Any]:
-    """By rank: the transport, or the error."""
+    """Return each rank's transport, or its error."""
     table = Table(size)
 
     def create(rank: int) -> NcclTransport:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,12 +13,12 @@ from torch.distributed import distributed_c10d
 
 from pycomm import Communicator
 from pycomm.transport import own_group as module
+from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
 
-Pools = Callable[[int], RankPool]
 
-
-def one_after_the_other() -> None:
+@on_ranks(3)
+def test_groups_come_and_go() -> None:
     """Closed and made anew, by ranks that differ in how many groups they have: what new_group() cannot do."""
     rank = dist.get_rank()
     before = len(distributed_c10d._world.pg_map)
@@ -42,11 +41,8 @@ def one_after_the_other() -> None:
     assert len(distributed_c10d._world.pg_map) == before
 
 
-def test_groups_come_and_go(rank_pools: Pools) -> None:
-    rank_pools(3).run(one_after_the_other)
-
-
-def at_the_same_time() -> None:
+@on_ranks(2)
+def test_they_do_not_disturb_each_other() -> None:
     """Two communicators and the user's own group, each from a thread, in an order of each rank's own."""
     rank = dist.get_rank()
     with Communicator(timeout=20, transport="torch") as a, Communicator(timeout=20, transport="torch") as b:
@@ -60,11 +56,8 @@ def at_the_same_time() -> None:
             assert x[0] == y[0] == z[0] == 2.0
 
 
-def test_they_do_not_disturb_each_other(two_ranks: RankPool) -> None:
-    two_ranks.run(at_the_same_time)
-
-
-def dropped() -> None:
+@on_ranks(2)
+def test_a_dropped_communicator_gives_its_group_back() -> None:
     before = len(distributed_c10d._world.pg_map), threading.active_count()
     c: Any = Communicator(timeout=20, transport="torch")
     work = c.all_reduce(torch.ones(3), async_op=True)
@@ -73,11 +66,8 @@ def dropped() -> None:
     assert (len(distributed_c10d._world.pg_map), threading.active_count()) == before
 
 
-def test_a_dropped_communicator_gives_its_group_back(two_ranks: RankPool) -> None:
-    two_ranks.run(dropped)
-
-
-def used_after_close() -> None:
+@on_ranks(2)
+def test_jobs_after_close_fail_at_once() -> None:
     for transport in ("torch", "shared_memory"):
         c = Communicator(timeout=20, transport=transport)
         c.all_reduce(torch.ones(3), async_op=True)
@@ -87,10 +77,6 @@ def used_after_close() -> None:
         assert work.is_completed()
         with pytest.raises(RuntimeError, match="the communicator is closed"):
             work.wait()
-
-
-def test_jobs_after_close_fail_at_once(two_ranks: RankPool) -> None:
-    two_ranks.run(used_after_close)
 
 
 def abandoned(transport: str) -> str:
@@ -114,7 +100,8 @@ def test_who_abandons_says_so(two_ranks: RankPool, transport: str, says: str) ->
     assert says in two_ranks.run(abandoned, transport)[1]
 
 
-def backends() -> None:
+@on_ranks(2)
+def test_backends_that_lack_it() -> None:
     group = dist.group.WORLD
     assert group is not None
     assert module.cpu_backend_of(group) == "gloo"
@@ -126,7 +113,3 @@ def backends() -> None:
         patch.setattr(dist, "get_world_size", lambda: 3)
         with pytest.raises(ValueError, match="process_group is a sub-group over MPI, whose groups only all ranks"):
             Communicator(timeout=20, transport="torch")
-
-
-def test_backends_that_lack_it(two_ranks: RankPool) -> None:
-    two_ranks.run(backends)

@@ -11,7 +11,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise, permutations
 from types import SimpleNamespace
@@ -25,10 +25,10 @@ from pycomm import CommError, Communicator, schedule
 from pycomm.execute.programs import AlgorithmSelector
 from pycomm.schedule import COPY, REDUCE, Round, ScheduleError, verify
 from pycomm.schedule.program import program_of
+from tests.on_ranks import Pools, on_ranks
 from tests.ranks import PerRank, RankPool
 from tests.transport.threads import ThreadsTransport, run_threads
 
-RankPools = Callable[[int], RankPool]
 Edge = tuple[int, int, int, int, int]  # src, dst, first chunk, count, op
 Rounds = list[list[Edge]]
 Listed = tuple[int, int, Rounds]  # ranks, chunks and rounds
@@ -102,7 +102,8 @@ def changed(rng: random.Random, table: Listed) -> Listed:
         rng.shuffle(rounds[at])
     else:  # one more message: noise that is overwritten, or what is there already
         chunk = rng.randrange(num_chunks)
-        extra = (*rng.sample(range(num_ranks), 2), chunk, rng.randint(1, num_chunks - chunk), COPY)
+        src, dst = rng.sample(range(num_ranks), 2)
+        extra = (src, dst, chunk, rng.randint(1, num_chunks - chunk), COPY)
         rounds.insert(at, [extra]) if kind == 3 else rounds[at].append(extra)
     return num_ranks, num_chunks, rounds
 
@@ -127,7 +128,7 @@ def right(rng: random.Random, num_ranks: int) -> Listed:
 
 
 def tables(seed: int, num_ranks: int, number: int) -> list[tuple[bool, Listed]]:
-    """Whether it is an all-reduce, and the table."""
+    """Draw tables, each with whether it is an all-reduce."""
     rng = random.Random(seed)
     return [(i % 2 == 0, (right if i % 2 == 0 else chaos)(rng, num_ranks)) for i in range(number)]
 
@@ -156,7 +157,7 @@ def run_tables(cases: list[tuple[bool, Listed]], transport: str, memory: str) ->
 
 @pytest.mark.parametrize("memory", ["empty", "ordinary", "mixed", "torch"])
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
-def test_random_tables(rank_pools: RankPools, size: int, memory: str) -> None:
+def test_random_tables(rank_pools: Pools, size: int, memory: str) -> None:
     transport = "torch" if memory == "torch" else "shared_memory"
     rank_pools(size).run(run_tables, tables(size, size, 12), transport, memory)
 
@@ -180,7 +181,7 @@ def mine(*edges: Edge) -> schedule.Schedule:
 
 
 def algorithm_called(name: str) -> Any:
-    """What does not travel to the ranks, by name."""
+    """Return an algorithm that cannot travel to the ranks, by a name that can."""
     there, back = (0, 1, 0, 1, REDUCE), (1, 0, 0, 1, COPY)
     rounds = iter(list(mine(there, back).rounds()))
     odd: dict[str, Any] = {
@@ -255,16 +256,13 @@ def test_a_mistake_on_one_rank_is_an_error_on_all(two_ranks: RankPool, transport
     assert re.search("ValueError: .*rank 1 (could not take part|called)", innocent), innocent
 
 
-def strange_programs(num_ranks: int, rank: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "rank"), [(2, 0), (5, 1), (5, 4)])
+@on_ranks(2, fresh=True)
+def test_a_program_of_another_group_or_rank(num_ranks: int, rank: int) -> None:
     with Communicator(timeout=5, transport="shared_memory") as communicator:
         with pytest.raises(ValueError):  # noqa: PT011
             communicator.channel.run_program(program_of(schedule.by_name("ring", num_ranks), rank), torch.ones(9))
         require_works(communicator, "ring")
-
-
-@pytest.mark.parametrize(("num_ranks", "rank"), [(2, 0), (5, 1), (5, 4)])
-def test_a_program_of_another_group_or_rank(new_ranks: RankPools, num_ranks: int, rank: int) -> None:
-    new_ranks(2).run(strange_programs, num_ranks, rank)
 
 
 def test_rounds_that_can_be_had_only_once() -> None:
@@ -273,7 +271,8 @@ def test_rounds_that_can_be_had_only_once() -> None:
         assert len(program.sends) == 1
 
 
-def too_large() -> None:
+@on_ranks(2)
+def test_too_large_and_too_late() -> None:
     """Rank 1 has an array for which the arena has no room, though it fills no memory."""
     with Communicator(timeout=10, transport="shared_memory") as communicator:
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, which Python < 3.11 has not
@@ -286,11 +285,8 @@ def too_large() -> None:
         communicator.all_reduce(x, algorithm="ring")
 
 
-def test_too_large_and_too_late(two_ranks: RankPool) -> None:
-    two_ranks.run(too_large)
-
-
-def until_it_fails(how: str) -> str:
+def until_it_fails(how: str) -> tuple[str, int | None]:
+    """Reduce until that fails; return what was raised, and the peer that it names."""
     communicator = Communicator(timeout=30, transport="shared_memory")
     x = torch.ones(2_000_000) if communicator.rank % 2 else communicator.empty(2_000_000).fill_(1.0)
     communicator.all_reduce(x, algorithm="ring")
@@ -300,20 +296,23 @@ def until_it_fails(how: str) -> str:
     try:
         for _ in range(2000):
             communicator.all_reduce(x, "max", algorithm="ring")
-        return "nothing happened"
+        return "nothing happened", None
     except (CommError, KeyboardInterrupt) as error:
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}", getattr(error, "peer", None)
     finally:
         communicator.close()
 
 
 @pytest.mark.parametrize("how", ["killed", "interrupted", "closed"])
-def test_a_rank_that_leaves_in_the_middle(new_ranks: RankPools, how: str) -> None:
+def test_a_rank_that_leaves_in_the_middle(new_ranks: Pools, how: str) -> None:
     outcomes = new_ranks(3).outcomes(until_it_fails, how, timeout=40)
     said = {"killed": "rank 1 died", "interrupted": "rank 1: (interrupted|it closed)", "closed": "rank 1: .*clos"}
     for rank in (0, 2):
-        assert re.search(f"CommError: rank {rank}: all_reduce: .*({said[how]})", outcomes[rank].result), outcomes[rank]
-    assert how == "killed" or re.search("KeyboardInterrupt|closed", outcomes[1].result), outcomes[1]
+        says, peer = outcomes[rank].result
+        assert re.search(f"CommError: rank {rank}: all_reduce: .*({said[how]})", says), says
+        assert peer == 1 or f"rank {peer} gave up (rank {peer}: " in says, "it names whom it heard it from"
+    if how != "killed":
+        assert re.search("KeyboardInterrupt|closed", outcomes[1].result[0]), outcomes[1]
 
 
 def stopped(table: Listed) -> str:
@@ -340,7 +339,7 @@ def stopped(table: Listed) -> str:
 
 
 @pytest.mark.parametrize("rounds", [[(0, 1)], [(1, 2), (0, 1)]])
-def test_a_rank_that_hangs(rank_pools: RankPools, rounds: list[tuple[int, int]]) -> None:
+def test_a_rank_that_hangs(rank_pools: Pools, rounds: list[tuple[int, int]]) -> None:
     last = len(rounds)
     texts = rank_pools(last + 1).run(stopped, (last + 1, 1, [[(*edge, 0, 1, COPY)] for edge in rounds]))
     assert f"timed out waiting for rank {last}, whose process is stopped," in texts[last - 1]

@@ -1,7 +1,8 @@
-"""Who is let in: only the very processes that the store names; and who is missed."""
+"""Admission: only the very processes that the store names are let in, and who is missing is named."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore, Store
+from torch._C._distributed_c10d import HashStore, Store
 
 from pycomm import CommError
 from pycomm.transport import rendezvous
@@ -118,7 +119,7 @@ def test_memory_that_could_shrink_is_not_taken() -> None:
             memory = os.memfd_create("anybody", os.MFD_ALLOW_SEALING)
             os.ftruncate(memory, size)
             if sealed:
-                rendezvous.fcntl.fcntl(memory, rendezvous.fcntl.F_ADD_SEALS, rendezvous._SEALS)
+                fcntl.fcntl(memory, fcntl.F_ADD_SEALS, rendezvous._SEALS)
             socket.send_fds(ours, [rendezvous._HELLO.pack(3)], [memory])
             taken = rendezvous._receive(theirs, 4096)
             assert (taken is not None) == (sealed and size == 4096)

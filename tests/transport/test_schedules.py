@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from pycomm import Communicator, schedule
 from pycomm.schedule.program import Program, program_of
-from tests.ranks import RankPool
+from tests.on_ranks import Pools
 from tests.transport.test_collectives import DTYPES, contribution
 from tests.transport.threads import ThreadsTransport, run_threads
 
@@ -31,12 +31,12 @@ def sizes_for(num_ranks: int) -> list[int]:
 
 
 def digest(x: torch.Tensor) -> str:
-    return f"{zlib.crc32(x.view(torch.uint8).numpy()):08x}"
+    return f"{zlib.crc32(x.view(torch.uint8).numpy().data):08x}"
 
 
 @functools.lru_cache(maxsize=64)
 def case(size: int, n: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the ranks bring, and its sum."""
+    """Return what the ranks bring, and its sum."""
     parts = torch.stack([contribution(p, n, dtype) for p in range(size)])
     return parts, parts.sum(0).to(dtype)
 
@@ -77,7 +77,7 @@ def rounded_results(rank: int, size: int, dtype: torch.dtype, run: Run, largest:
 
 def results(rank: int, size: int, dtypes: tuple[torch.dtype, ...], run: Run, largest: int = 1_000_000) -> list[str]:
     """Digests of everything, from this rank; ``largest`` limits the numbers of elements."""
-    digests = []
+    digests: list[str] = []
     for dtype in dtypes:
         digests += exact_results(rank, size, dtype, run, largest)
         if dtype.is_floating_point:
@@ -106,7 +106,7 @@ def test_threads(size: int) -> None:
 
 
 def on_processes(size: int, transport: str, memory: str, dtypes: tuple[torch.dtype, ...]) -> dict[str, list[str]]:
-    """Of the pool's ranks the first ``size``, as a group of their own; the others have nothing to tell."""
+    """Run on the pool's first ``size`` ranks, as a group of their own; the others have nothing to tell."""
     group = dist.new_group(list(range(size)))
     if dist.get_rank() >= size:
         return {}
@@ -130,7 +130,7 @@ def on_processes(size: int, transport: str, memory: str, dtypes: tuple[torch.dty
 @pytest.mark.parametrize(
     ("transport", "memory"), [("shared_memory", "empty"), ("shared_memory", "tensor"), ("torch", "tensor")]
 )
-def test_processes(rank_pools: Callable[[int], RankPool], size: int, transport: str, memory: str) -> None:
+def test_processes(rank_pools: Pools, size: int, transport: str, memory: str) -> None:
     # Bytes are bytes, and what adds them is the same for any number of ranks.
     dtypes = DTYPES if size in (2, 3) else SOME
     by_rank = rank_pools(max(RANKS)).run(on_processes, size, transport, memory, dtypes, timeout=280)

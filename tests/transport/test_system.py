@@ -1,4 +1,4 @@
-"""What the system says of processes and of memory."""
+"""Reading of what the system says about processes and memory."""
 
 from __future__ import annotations
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
 from pycomm import CommError, Communicator
-from tests.ranks import RankPool
-
-NewRanks = Callable[[int], RankPool]
+from tests.on_ranks import Pools
 
 
 def own_memory_file() -> int:
@@ -64,7 +61,7 @@ def tamper(seed: int) -> str:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_tampering_peer_harms_only_what_is_shared(new_ranks: NewRanks, seed: int) -> None:
+def test_a_tampering_peer_harms_only_what_is_shared(new_ranks: Pools, seed: int) -> None:
     said = new_ranks(2).run(tamper, seed, timeout=60)
     assert "nothing" not in said[0], "the tampering went unnoticed"
 
@@ -109,5 +106,5 @@ def announce_impossibly(field: str) -> str:
 
 
 @pytest.mark.parametrize("field", ["kind", "dtype", "op", "offset", "shadow"])
-def test_what_cannot_be_is_refused(new_ranks: NewRanks, field: str) -> None:
+def test_what_cannot_be_is_refused(new_ranks: Pools, field: str) -> None:
     assert "rank 1 announced what cannot be" in new_ranks(2).run(announce_impossibly, field, timeout=50)[0]

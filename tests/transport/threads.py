@@ -29,7 +29,7 @@ class ThreadsTransport:
         self._links = links
 
     def run(self, program: Program, x: Any, op: str, timeout: float) -> None:
-        """As :meth:`Transport.run`, for tensors."""
+        """Run a program as :meth:`Transport.run` does, for tensors."""
         run_program(program, x, op, self, timeout)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], timeout: float) -> None:

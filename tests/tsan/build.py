@@ -120,7 +120,7 @@ def with_bug(source: str, text: str, directory: Path) -> dict[str, Path]:
     users += [user for user in SOURCES if user not in users and user.startswith(("csrc/transport", "csrc/execute"))]
     objects = {user: directory / object_name(user) for user in users}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda item: compile_source(*item, include=directory / "csrc"), objects.items()))
+        list(pool.map(lambda item: compile_source(item[0], item[1], include=directory / "csrc"), objects.items()))
     return objects
 
 

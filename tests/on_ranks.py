@@ -1,0 +1,46 @@
+"""``@on_ranks(2, 3)``: a test whose body runs on every rank of groups of two and of three ranks."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.ranks import RankPool
+
+Body = Callable[..., None]
+Pools = Callable[[int], RankPool]
+
+
+def on_ranks(*sizes: int, timeout: float = 60.0, fresh: bool = False) -> Callable[[Body], Body]:
+    """Run the decorated function on every rank of a pool of each of ``sizes``, with ``timeout`` seconds for it.
+
+    The function may take parameters and fixtures as any test; they are made once, by pytest's process, and must
+    pickle. A ``fresh`` pool is this test's alone, for functions after which its ranks are of no use to other tests.
+    """
+    assert sizes, "on_ranks() wants at least one number of ranks"
+    pools = "new_ranks" if fresh else "rank_pools"
+
+    def decorate(body: Body) -> Body:
+        @functools.wraps(body)
+        def test(**arguments: Any) -> None:
+            pool = arguments.pop(pools)(arguments.pop("pool_size"))
+            pool.run(_run_body, body.__module__, body.__name__, arguments, timeout=timeout)
+
+        # pytest asks for what the signature names: the pools besides what the function itself takes.
+        added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in (pools, "pool_size")]
+        own = inspect.signature(body)
+        vars(test)["__signature__"] = own.replace(parameters=[*own.parameters.values(), *added])
+        marked: Body = pytest.mark.parametrize("pool_size", sizes, ids="{} ranks".format)(test)
+        return marked
+
+    return decorate
+
+
+def _run_body(module: str, name: str, arguments: dict[str, Any]) -> None:
+    """Call the function under the decorator. It is found by name, since ``name`` itself means the decorated one."""
+    getattr(importlib.import_module(module), name).__wrapped__(**arguments)

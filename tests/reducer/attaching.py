@@ -1,0 +1,64 @@
+"""Attached reducers, and what a rank can say about its own and the other ranks' replicas."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import pycomm
+from pycomm import communicator
+
+
+@contextmanager
+def attached(optimizer: torch.optim.Optimizer, model: Any, **options: Any) -> Iterator[pycomm.Reducer]:
+    reducer = pycomm.attach(optimizer, model, timeout=30, **options)
+    try:
+        yield reducer
+    finally:
+        reducer.detach()
+
+
+@contextmanager
+def over_torch(on: bool = True) -> Iterator[None]:
+    """Communicators that are made inside go over torch.distributed."""
+    original = vars(communicator)["choose_transport"]
+    if on:
+        vars(communicator).update(choose_transport=lambda group, _, *rest: original(group, "torch", *rest))
+    try:
+        yield
+    finally:
+        vars(communicator).update(choose_transport=original)
+
+
+def assert_replicas_equal(model: nn.Module) -> None:
+    """Bit for bit, through torch.distributed itself."""
+    flat = torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in model.parameters()])
+    everyone = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, flat)
+    assert all(torch.equal(other, everyone[0]) for other in everyone)
+
+
+@contextmanager
+def warnings_noted(said: list[str]) -> Iterator[None]:
+    """Append to ``said`` every warning that is given inside."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    said += [str(warning.message) for warning in caught]
+
+
+def own_state(reducer_or_saved: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """Return one rank's part of ``Reducer.state_dict()``: name -> key -> tensor."""
+    saved = reducer_or_saved if isinstance(reducer_or_saved, dict) else reducer_or_saved.state_dict()
+    (state,) = saved["ranks"].values()
+    return dict(state)
+
+
+def rank_and_size() -> tuple[int, int]:
+    return dist.get_rank(), dist.get_world_size()

@@ -1,0 +1,134 @@
+"""Sizes that keep the code readable, and imports that go one way."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from collections.abc import Collection, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("pycomm", "csrc", "tests", "bench", "examples")
+SOURCES = (".py", ".pyi", ".cpp", ".h", ".cu")
+LONGEST_FILE = 400
+LONGEST_CLASS = 250
+LONGEST_FUNCTION = 45
+USUAL_FUNCTION = 16
+"""Nine of ten functions of pycomm have at most so many lines."""
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+@cache
+def sources() -> list[Path]:
+    """Return the files that git tracks, since others may lie about."""
+    listed = subprocess.run(["git", "ls-files", "-z", *FOLDERS], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode != 0:
+        pytest.skip("not in a git checkout")
+    names = [name for name in listed.stdout.split("\0") if name.endswith(SOURCES)]
+    return [path for path in map(ROOT.joinpath, names) if path.exists()]
+
+
+def definitions(path: Path) -> Iterator[tuple[str, Definition]]:
+    """Yield every function and class of a Python file, and where it stands."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, Definition):
+            yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node
+
+
+def length(node: Definition) -> int:
+    """Return how many lines ``node`` has, without decorators and its docstring."""
+    lines = (node.end_lineno or node.lineno) - node.lineno + 1
+    if ast.get_docstring(node, clean=False) is not None:
+        text = node.body[0]
+        lines -= (text.end_lineno or text.lineno) - text.lineno + 1
+    return lines
+
+
+def lengths(kinds: tuple[type[ast.AST], ...], folders: tuple[str, ...] = FOLDERS) -> dict[str, int]:
+    """Return the lengths of all functions or classes below ``folders``."""
+    python = [path for path in sources() if path.suffix == ".py" and path.relative_to(ROOT).parts[0] in folders]
+    return {where: length(node) for path in python for where, node in definitions(path) if isinstance(node, kinds)}
+
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def test_no_file_is_long() -> None:
+    counts = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in sources()}
+    assert len(counts) > 200
+    assert not {name: lines for name, lines in counts.items() if lines > LONGEST_FILE}
+
+
+def test_no_class_is_long() -> None:
+    """A docstring is part of a class: a reader has to pass it."""
+    python = [path for path in sources() if path.suffix == ".py"]
+    found = {
+        where: (node.end_lineno or node.lineno) - node.lineno + 1
+        for path in python
+        for where, node in definitions(path)
+        if isinstance(node, ast.ClassDef)
+    }
+    assert len(found) > 100
+    assert not {where: lines for where, lines in found.items() if lines > LONGEST_CLASS}
+
+
+def test_no_function_is_long() -> None:
+    assert not {where: lines for where, lines in lengths(FUNCTIONS).items() if lines > LONGEST_FUNCTION}
+
+
+def test_functions_are_short_as_a_rule() -> None:
+    found = sorted(lengths(FUNCTIONS, ("pycomm",)).values())
+    assert found[len(found) * 9 // 10] <= USUAL_FUNCTION
+
+
+def name_of(path: Path) -> str:
+    """Return the name under which a file of pycomm is imported."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(tree: ast.AST, package: str, modules: Collection[str]) -> Iterator[str]:
+    """Yield which of ``modules`` are imported anywhere: in functions and for annotations alone too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in modules)
+        if isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            origin = ".".join([*above, *([node.module] if node.module else [])])
+            names = [f"{origin}.{alias.name}" for alias in node.names]
+            yield from (name if name in modules else origin for name in names if {name, origin} & set(modules))
+
+
+def import_graph(files: dict[str, Path]) -> dict[str, set[str]]:
+    """Return, for every module, which of the others its file names in imports."""
+    graph: dict[str, set[str]] = {}
+    for module, path in files.items():
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        graph[module] = set(imported(ast.parse(path.read_text()), package, files)) - {module}
+    return graph
+
+
+def circles(graph: dict[str, set[str]]) -> set[str]:
+    """Return the modules that remain when those are taken away again and again that import none of the rest."""
+    rest = set(graph)
+    while leaves := {module for module in rest if not graph[module] & rest}:
+        rest -= leaves
+    while roots := {module for module in rest if not any(module in graph[other] for other in rest)}:
+        rest -= roots
+    return rest
+
+
+def test_no_files_import_each_other() -> None:
+    files = {name_of(path): path for path in sources() if path.suffix == ".py" and path.is_relative_to(ROOT / "pycomm")}
+    graph = import_graph(files)
+    assert sum(map(len, graph.values())) > 200
+    assert not {module: sorted(graph[module] & circles(graph)) for module in circles(graph)}
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}) == {"b", "c"}
+    assert not circles({"a": {"b", "c"}, "b": {"c"}, "c": set()})
