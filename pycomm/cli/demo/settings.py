@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import pycomm
@@ -17,8 +16,6 @@ TURN_STEPS = 10
 WARM_UP_STEPS = 5
 """Of each run; no timing counts them: first allocations, first connections, pycomm's pass that only learns."""
 MIN_STEPS = 2 * TURN_STEPS
-PATIENCE = timedelta(seconds=120)
-"""For every wait of a rank for another: a rank that dies is noticed at once, this is for one that hangs."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from pycomm.cli.plan.report import print_table, size_text, time_text
+from pycomm.cli.plan.report import size_text, time_text
+from pycomm.cli.table import print_table
 from pycomm.compression.planning import Priced, price
 from pycomm.schedule.network import Network
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
+from pycomm.cli.table import print_table
 from pycomm.schedule import by_name
 from pycomm.schedule.choose import Ranking
 from pycomm.schedule.network import Network
@@ -84,12 +83,3 @@ def time_text(seconds: float) -> str:
 def _link_text(alpha: float, beta: float, gamma: float) -> str:
     rates = [f"{1 / cost / 1e9:.3g} GB/s" if cost > 0 else "no time" for cost in (beta, gamma)]
     return f"{time_text(alpha)} per message, {rates[0]} sent, {rates[1]} added"
-
-
-def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Names to the left, numbers to the right."""
-    lines = [header, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    for line in lines:
-        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
-        print("  " + "  ".join([line[0].ljust(widths[0]), *cells[1:]]).rstrip())
