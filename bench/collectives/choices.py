@@ -1,4 +1,4 @@
-"""Does "auto" choose well? Calibrate the running group, calibrate it again, and judge the first by the second.
+"""Judge of "auto": calibrate the running group, calibrate it again, and hold the first choices against the second.
 
     torchrun --standalone --nproc-per-node 4 -m bench.collectives.choices [--transport shared_memory] [--json FILE]
 

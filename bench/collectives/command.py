@@ -127,7 +127,7 @@ def _measure(size: int, arguments: argparse.Namespace) -> Measured:
 
 
 def _turn(line: Line, num_bytes: int, blocks: int) -> list[float]:
-    """Seconds per call of each block, by its slowest rank."""
+    """Take a turn; returns each block's seconds per call on its slowest rank."""
     blocks = 1 if num_bytes >= _FLOOR_BYTES else blocks
     by_rank = line.group.call("turn", line.variant, num_bytes // 4, _calls(num_bytes), blocks)
     return [max(block) for block in zip(*by_rank, strict=True)]
@@ -136,7 +136,7 @@ def _turn(line: Line, num_bytes: int, blocks: int) -> list[float]:
 def _start(
     stack: contextlib.ExitStack, size: int, arguments: argparse.Namespace, missing: dict[str, str]
 ) -> Iterator[Line]:
-    """The groups, as lines of the table; pycomm's first. Fills ``missing``."""
+    """Start the groups; yields them as lines of the table, pycomm's first. Fills ``missing``."""
     largest = max(arguments.sizes) // 4
 
     def group(name: str, worker: str, variants: list[str], setup: dict[str, Any], mpi: Mpi | None = None) -> Ranks:
@@ -183,7 +183,7 @@ def _print(measured: Measured, rounds: int) -> None:
 
 
 def _cells(label: str, row: dict[str, Samples]) -> list[str]:
-    """Name, median, spread, and how many times faster than Gloo and than the better MPI."""
+    """Write name, median, spread, and how many times faster it is than Gloo and than the better MPI."""
     return [label, *row[label].cells(), _speedup(row, "Gloo", label), _speedup(row, _better_mpi(row), label)]
 
 

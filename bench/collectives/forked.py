@@ -1,4 +1,4 @@
-"""A launcher of many ranks: imports once, forks, and waits.
+"""Launcher of many ranks, which imports once, forks, and waits.
 
     python -m bench.collectives.forked -n 64 python -m bench.common.worker WORKER
 

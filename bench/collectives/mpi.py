@@ -19,18 +19,18 @@ from bench.common.results import installed_version
 
 @dataclass(frozen=True)
 class Mpi:
-    """One installed MPI library: how to start its ranks, and how to make mpi4py use it."""
+    """Installed MPI library: how to start its ranks, and how to make mpi4py use it."""
 
     launcher: list[str]
     environment: dict[str, str] = field(default_factory=dict)
 
 
 class NotInstalledError(Exception):
-    """Says which packages are missing."""
+    """An MPI library is not there; the message says which packages are missing."""
 
 
 def find_mpich() -> Mpi:
-    """MPICH.
+    """Find MPICH.
 
     Raises:
         NotInstalledError: it, or mpi4py, is not there.
@@ -41,7 +41,7 @@ def find_mpich() -> Mpi:
 
 
 def find_open_mpi() -> Mpi:
-    """Open MPI, told that ranks may outnumber cores: it yields while it waits where they do, and only there.
+    """Find Open MPI; it is told that ranks may outnumber cores, and yields while it waits only where they do.
 
     Raises:
         NotInstalledError: it, or mpi4py, is not there.

@@ -29,14 +29,14 @@ _LARGEST_EXPONENT = 126  # of two, in float32
 
 
 def starting_values(rank: int, size: int, index: Indices) -> Floats:
-    """Elements ``index`` of ``rank``'s input; see above."""
+    """Return the elements ``index`` of ``rank``'s input; see above."""
     mask = np.uint32(2 ** (24 - (size - 1).bit_length()) - 1)
     # Products wrap around at 2^32, which is a multiple of M.
     return ((index * np.uint32(7919) + np.uint32(1000003 * rank % 2**32)) & mask).astype(np.float32)
 
 
 def sums(size: int, index: Indices) -> Floats:
-    """Elements ``index`` of the sum over all ranks, exactly."""
+    """Return the elements ``index`` of the sum over all ranks, exactly."""
     total = np.zeros(len(index), np.float32)
     for rank in range(size):
         total += starting_values(rank, size, index)
@@ -44,7 +44,7 @@ def sums(size: int, index: Indices) -> Floats:
 
 
 class AllReducePeer(ABC):
-    """Input, expectation, turns. Subclasses say where memory comes from and how it is summed.
+    """One library's rank: input, expected sums, turns. Subclasses say where memory comes from and how it is summed.
 
     Args:
         rank, size: of this process.
@@ -63,14 +63,14 @@ class AllReducePeer(ABC):
 
     @abstractmethod
     def _allocate(self, variant: str, num_elements: int) -> Any:
-        """An array of the library's kind."""
+        """Return an array of the library's kind."""
 
     @abstractmethod
     def _all_reduce(self, array: Any) -> None:
         """Sum in place over the ranks."""
 
     def _operation(self, variant: str) -> Callable[[Any], object]:
-        """What sums the arrays of ``variant``."""
+        """Return the function that sums arrays of ``variant``."""
         return self._all_reduce
 
     @abstractmethod
@@ -78,10 +78,10 @@ class AllReducePeer(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """After the last turn."""
+        """Leave the group, after the last turn."""
 
     def verify(self, variant: str, num_elements: int) -> None:
-        """One sum, every element compared.
+        """Compare every element of one sum.
 
         Raises:
             AssertionError: an element is wrong.
@@ -93,7 +93,7 @@ class AllReducePeer(ABC):
                 raise AssertionError(f"{variant}: wrong sums among elements {piece.start} to {piece.stop}")
 
     def turn(self, variant: str, num_elements: int, calls: int, blocks: int) -> list[float]:
-        """``blocks`` times ``calls`` sums back to back; seconds per call in each block, on this rank.
+        """Sum ``blocks`` times ``calls`` times back to back; returns seconds per call in each block, on this rank.
 
         A block more goes ahead and does not count: ranks that have just been woken up run wherever the
         kernel put them, with the caches that the others left.
@@ -102,7 +102,7 @@ class AllReducePeer(ABC):
         return [self._block(variant, num_elements, calls) for _ in range(1 + blocks)][1:]
 
     def turn_memcpy(self) -> float:
-        """Seconds for copying the largest array while all ranks do: the floor of an all-reduce of that size.
+        """Return the seconds for copying the largest array while all ranks do: the floor of an all-reduce of that size.
 
         It has to read each rank's input once and write each rank's output once; that is what these copies do.
         """
@@ -134,7 +134,7 @@ class AllReducePeer(ABC):
         return array if isinstance(array, np.ndarray) else array.numpy()
 
     def _fitting(self, calls: int) -> int:
-        """At most as many calls as keep 2^24 P^(calls - 1) a float32."""
+        """Return at most as many calls as keep 2^24 P^(calls - 1) a float32."""
         growth = math.log2(max(2, self.size))
         return min(calls, 1 + int((_LARGEST_EXPONENT - 24) / growth))
 
@@ -147,14 +147,17 @@ class AllReducePeer(ABC):
 
 
 def _chunks(num_elements: int) -> Iterator[tuple[slice, Indices]]:
-    """Everything, a piece at a time: what is computed from the indices takes room on the way."""
+    """Yield all indices, a piece at a time: what is computed from them takes memory."""
     for begin in range(0, num_elements, _CHUNK):
         piece = slice(begin, min(begin + _CHUNK, num_elements))
         yield piece, np.arange(piece.start, piece.stop, dtype=np.uint32)
 
 
 class PycommPeer(AllReducePeer):
-    """Variants: "empty", memory from ``Communicator.empty``; "tensor", an ordinary tensor; "empty ring" by that one."""
+    """pycomm's rank.
+
+    Variants: "empty", memory from ``Communicator.empty``; "tensor", any tensor; "empty ring", by that algorithm.
+    """
 
     def __init__(self, port: int, **rest: Any) -> None:
         import pycomm
@@ -190,7 +193,7 @@ class PycommPeer(AllReducePeer):
 
 
 class GlooPeer(AllReducePeer):
-    """``torch.distributed.all_reduce`` over Gloo, of an ordinary tensor."""
+    """Rank that calls ``torch.distributed.all_reduce`` over Gloo with an ordinary tensor."""
 
     def __init__(self, port: int, **rest: Any) -> None:
         import torch.distributed as dist
@@ -215,7 +218,7 @@ class GlooPeer(AllReducePeer):
 
 
 class MpiPeer(AllReducePeer):
-    """``MPI_Allreduce`` through mpi4py, of an ordinary numpy array. The launcher's environment says which MPI."""
+    """Rank that calls ``MPI_Allreduce`` through mpi4py with a numpy array; its environment says which MPI."""
 
     def __init__(self, **rest: Any) -> None:
         from mpi4py import MPI

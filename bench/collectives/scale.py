@@ -1,4 +1,4 @@
-"""What a Communicator costs as the ranks of one host become many: pycomm and Gloo in turns.
+"""Cost of a Communicator as the ranks of one host become many: pycomm and Gloo in turns.
 
     python -m bench.collectives.scale [--ranks 2,4,8,16,32,64] [--sizes 1K,64K] [--rounds 9] [--json FILE]
 

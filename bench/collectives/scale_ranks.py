@@ -23,14 +23,14 @@ _FIELDS = {"Pss": "pss", "Private_Clean": "private", "Private_Dirty": "private"}
 
 
 class ScaleRank(AllReducePeer):
-    """Has one group of each kind for the turns; its variants are :data:`PYCOMM` and :data:`GLOO`."""
+    """Rank with one group of each kind for the turns; its variants are :data:`PYCOMM` and :data:`GLOO`."""
 
     def __init__(self, port: int, **rest: Any) -> None:
         self._groups: dict[str, Any] = {}
         super().__init__(*join_group(port), **rest)
 
     def turn_create(self, variant: str) -> float:
-        """Seconds for making a group of this kind, which is given back at once."""
+        """Return the seconds for making a group of this kind, which is given back at once."""
         self._barrier()
         start = time.perf_counter()
         group = self._make(variant)
@@ -40,7 +40,7 @@ class ScaleRank(AllReducePeer):
         return seconds
 
     def open(self, variant: str, sizes: list[int]) -> dict[str, int]:
-        """Make the group for the turns; what it takes after one sum of each size: descriptors and bytes.
+        """Make the group for the turns; returns the descriptors and bytes it takes after one sum of each size.
 
         In place of an earlier one, which is given back first.
         """

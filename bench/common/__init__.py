@@ -1,1 +1,1 @@
-"""What all benches share: groups of ranks, durations, tables, the file with the figures."""
+"""Parts that all benches share: groups of ranks, durations, tables, the file with the figures."""

@@ -1,4 +1,4 @@
-"""What the benches' command lines have in common."""
+"""Arguments that the benches' command lines have in common."""
 
 from __future__ import annotations
 

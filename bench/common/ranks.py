@@ -38,7 +38,7 @@ _QUIET = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 class Ranks:
-    """``size`` processes with a ``worker`` ("module:Class") each. A context manager.
+    """Group of ``size`` processes with a ``worker`` ("module:Class") each. A context manager.
 
     Args:
         name: for error messages.

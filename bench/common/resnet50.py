@@ -1,4 +1,4 @@
-"""The parameter shapes of ResNet-50, as torchvision's ``resnet50`` has them."""
+"""Parameter shapes of ResNet-50, as torchvision's ``resnet50`` has them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Shape = tuple[int, ...]
 
 
 def parameter_shapes() -> list[Shape]:
-    """The 161 shapes in the order of ``named_parameters()``; 25,557,032 elements in all."""
+    """Return the 161 shapes in the order of ``named_parameters()``; 25,557,032 elements in all."""
     channels = 64
     shapes = _convolution(3, channels, 7)
     for stage, blocks in enumerate(_BLOCKS):
@@ -21,7 +21,7 @@ def parameter_shapes() -> list[Shape]:
 
 
 def _convolution(inputs: int, outputs: int, kernel: int) -> list[Shape]:
-    """A convolution without bias and its batch norm's weight and bias."""
+    """Return the shapes of a convolution without bias, and of its batch norm's weight and bias."""
     return [(outputs, inputs, kernel, kernel), (outputs,), (outputs,)]
 
 

@@ -1,4 +1,4 @@
-"""What all benches write: one line on where they ran, and the file with the figures."""
+"""Results as all benches write them: one line on where they ran, and the file with the figures."""
 
 from __future__ import annotations
 

@@ -25,12 +25,12 @@ class Samples:
 
     @property
     def low(self) -> float:
-        """10th percentile."""
+        """The 10th percentile."""
         return self._percentile(10)
 
     @property
     def high(self) -> float:
-        """90th percentile."""
+        """The 90th percentile."""
         return self._percentile(90)
 
     def _percentile(self, percent: float) -> float:

@@ -1,4 +1,4 @@
-"""A rank that a launcher of others has started: ``python -m bench.common.worker MODULE:CLASS``.
+"""Rank that a launcher such as MPI's has started: ``python -m bench.common.worker MODULE:CLASS``.
 
 Imports nothing but the standard library: a rank has what its worker imports, and no torch where that has none.
 """

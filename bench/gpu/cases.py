@@ -50,7 +50,7 @@ class Plan:
 
 
 def make_plans(small: int, large: int, shapes: Sequence[Shape]) -> list[Plan]:
-    """Return all of them, in the order of the table: gradients of ``shapes``, and arrays of two sizes."""
+    """Return all plans in the order of the table: gradients of ``shapes``, and arrays of two sizes."""
     plans = [*_resnet50(shapes)]
     for n in (small, large):
         plans += [*_dense(n, COPY if n == large else None), *_sparse(n, n == large)]

@@ -77,7 +77,7 @@ def _parse() -> argparse.Namespace:
 
 
 class Run:
-    """The report, and the steps that fill it, each a process of its own."""
+    """Report in the making, and the steps that fill it, each a process of its own."""
 
     def __init__(self, rounds: int) -> None:
         self._begin = time.monotonic()
@@ -88,7 +88,7 @@ class Run:
             self.report[key] = []
 
     def everything(self, scratch: Path, build: bool, tests: bool, commit: str | None) -> None:
-        """All steps. Without a build only what pycomm has no part in."""
+        """Take all steps; without a build, only those that pycomm has no part in."""
         where = commit_of(ROOT, commit)
         self.report["environment"] = where
         built = self._build(scratch) if build else True
@@ -103,7 +103,7 @@ class Run:
         self.report["environment"] = {**self.report["environment"], **where}
 
     def finish(self, path: Path | None) -> int:
-        """Write and print; the exit status."""
+        """Write and print the report; returns the exit status."""
         self.report["seconds"] = time.monotonic() - self._begin
         path = path or RESULTS / f"gpu_{slug(self.report['environment'].get('device') or 'unknown')}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +169,7 @@ class Run:
 
 
 def build_command(target: Path, build: Path) -> list[str]:
-    """pip, without the network, into ``target``."""
+    """Return the command that builds into ``target``: pip, without the network."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index"]
     settings = ["cmake.define.PYCOMM_CUDA=ON", "cmake.define.CMAKE_CUDA_ARCHITECTURES=native", f"build-dir={build}"]
     options = [word for setting in settings for word in ("-C", setting)]
@@ -177,7 +177,7 @@ def build_command(target: Path, build: Path) -> list[str]:
 
 
 def run_command(command: Sequence[str], seconds: float, variables: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """Exit status and the end of the output, both streams; after ``seconds`` it is interrupted, then killed."""
+    """Run ``command``, for ``seconds`` at most; returns its exit status and the end of its output, both streams."""
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             command,
@@ -202,7 +202,7 @@ def run_command(command: Sequence[str], seconds: float, variables: Mapping[str, 
 
 
 def _stop(process: subprocess.Popen[bytes]) -> int:
-    """With all it has started in its session. First as Ctrl-C does, on which pytest still writes its report."""
+    """End all that it has started in its session, at first as Ctrl-C does, on which pytest still writes its report."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGINT)
@@ -212,7 +212,7 @@ def _stop(process: subprocess.Popen[bytes]) -> int:
 
 
 def parse_junit(text: str) -> dict[str, Any]:
-    """Counts, seconds and failures from pytest's ``--junitxml``."""
+    """Return counts, seconds and failures from pytest's ``--junitxml``."""
     root = ElementTree.fromstring(text)
     suites = [root] if root.tag == "testsuite" else list(root.iter("testsuite"))
     outcomes = ("tests", "failures", "errors", "skipped")
@@ -233,7 +233,7 @@ def parse_junit(text: str) -> dict[str, Any]:
 
 
 def commit_of(root: Path, told: str | None) -> dict[str, Any]:
-    """``commit`` and ``dirty`` (whether files differ from it, reports apart); what was told where there is no git."""
+    """Return ``commit`` and ``dirty`` (whether files differ from it, reports apart); ``told`` where there is no git."""
     try:
         commit = _git(root, "rev-parse", "HEAD").strip()
         dirty = bool(_git(root, "status", "--porcelain", "--", ".", ":!bench/results").strip())
@@ -248,5 +248,5 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 def slug(device: str) -> str:
-    """A device's name as part of a file's: "NVIDIA H200" is nvidia_h200."""
+    """Turn a device's name into a part of a file's: "NVIDIA H200" into nvidia_h200."""
     return re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")

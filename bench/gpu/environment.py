@@ -1,4 +1,4 @@
-"""Device, driver and libraries: what a figure from a GPU means nothing without."""
+"""Device, driver and libraries, without which a figure from a GPU means nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CUPY = ("cupy", "cupy-cuda12x", "cupy-cuda13x")
 
 
 def gpu_environment(device: torch.device) -> dict[str, Any]:
-    """``bench.common.results.environment()``, and the device; without pycomm's part where it cannot be imported."""
+    """Return the device and ``bench.common.results.environment()``, which is left out where pycomm is not."""
     found: dict[str, Any] = {"torch": torch.__version__}
     with contextlib.suppress(ImportError):
         found |= environment()
@@ -28,7 +28,7 @@ def gpu_environment(device: torch.device) -> dict[str, Any]:
 
 
 def l2_bytes(device: torch.device) -> int:
-    """The size of the cache that inputs must not fit into; none on a CPU, where nothing is claimed."""
+    """Return the size of the cache that inputs must not fit into; 0 on a CPU, where nothing is claimed."""
     if device.type != "cuda":
         return 0
     properties = torch.cuda.get_device_properties(device)
@@ -63,7 +63,7 @@ def _driver() -> str | None:
 
 
 def _nccl() -> dict[str, str] | None:
-    """The one that pycomm would use."""
+    """Return version and path of the NCCL that pycomm would use."""
     from pycomm.transport.nccl import nccl_version
 
     found = nccl_version()

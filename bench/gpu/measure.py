@@ -1,4 +1,4 @@
-"""The part of ``bench.gpu`` that imports pycomm and measures; in a process of its own, started by it.
+"""Part of ``bench.gpu`` that imports pycomm and measures; in a process of its own, started by it.
 
     python -m bench.gpu.measure --out FILE [--rounds N] [--seconds N] [--phases NAME,...]
 
@@ -58,7 +58,7 @@ def _parse() -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of what is measured.
+    """Sizes of what is measured.
 
     Attributes:
         small, large: elements of the kernels' arrays; ``large`` is also what is copied.
@@ -81,7 +81,7 @@ _TINY = Sizes(2_000, 30_000, gradients=9, model="ResNet-14", blocks=(1, 1, 1, 1)
 
 
 class CopyFloor:
-    """What everything else is held against: copies from one large array into another on the device."""
+    """Floor of everything else: copies from one large array into another on the device."""
 
     def __init__(self, device: torch.device, elements: int) -> None:
         self.bytes = 8 * elements  # read and written
@@ -89,11 +89,11 @@ class CopyFloor:
         self._pairs = [(torch.randn(elements, device=device), torch.randn(elements, device=device)) for _ in range(2)]
 
     def turn(self) -> Turn:
-        """torch's ``copy_``, which is cudaMemcpyAsync."""
+        """Return a turn of torch's ``copy_``, which is cudaMemcpyAsync."""
         return Turn([partial(target.copy_, source) for source, target in self._pairs], self._device)
 
     def cupy_turn(self) -> Turn:
-        """The same through cupy, on torch's arrays and stream.
+        """Return a turn of the same through cupy, on torch's arrays and stream.
 
         Raises:
             ImportError: no cupy.
@@ -109,7 +109,7 @@ class CopyFloor:
 
 
 class Measurement:
-    """The report as far as it has come, and the phases that fill it."""
+    """Report as far as it has come, and the phases that fill it."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
@@ -123,7 +123,7 @@ class Measurement:
             self.report[key] = []
 
     def run(self) -> None:
-        """Every phase; what one raises is noted, and the next begins."""
+        """Run every phase; what one raises is noted, and the next begins."""
         self._guarded("environment", self._environment)
         wanted = self._arguments.phases.split(",")
         for name, seconds in _PHASES.items():
@@ -139,7 +139,7 @@ class Measurement:
         self._write()
 
     def _write(self) -> None:
-        """Whoever looks finds a whole report, whenever this process ends."""
+        """Write the report so that whoever looks finds a whole one, whenever this process ends."""
         draft = self._arguments.out.with_suffix(".draft")
         draft.write_text(json.dumps(self.report))
         draft.replace(self._arguments.out)
@@ -199,7 +199,7 @@ class Measurement:
         self.report["cases"].append({**row, "copies": len(copies), **host})
 
     def _free(self) -> None:
-        """The next case's arrays have other sizes."""
+        """Free the memory: the next case's arrays have other sizes."""
         if self._device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
@@ -220,7 +220,7 @@ class Measurement:
         self._attach_in(1, {})
 
     def _two_ranks(self) -> None:
-        """Needs a GPU that lets two ranks share it."""
+        """Measure two ranks, on a GPU that lets them share it."""
         what = "attach, two ranks on one GPU"
         if self._device.type != "cuda":
             self._skip(what, "no GPU")
@@ -256,7 +256,7 @@ class Measurement:
 
 
 def case_row(plan: Plan, samples: dict[str, Samples], copy_bytes_per_second: float) -> dict[str, Any]:
-    """A line of the report, judged."""
+    """Return a line of the report, judged."""
     ours, peer = samples["ours"], samples["peer"]
     share = plan.case.floor_bytes / ours.median / copy_bytes_per_second
     row = {
@@ -275,8 +275,11 @@ def case_row(plan: Plan, samples: dict[str, Samples], copy_bytes_per_second: flo
 
 
 def attach_row(way: str, without: str, turns: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
-    """``ratio`` is that of two turns of one round; ``overhead`` the median of it, less 1; ``active`` whether pycomm did
-    anything, ``None`` where it was not attached."""
+    """Return a line of the report on steps with ``way``.
+
+    ``ratio`` is that of two turns of one round; ``overhead`` its median, less 1; ``active`` whether pycomm did
+    anything, ``None`` where it was not attached.
+    """
     ratio = Samples.of(turn[way]["seconds"] / turn[without]["seconds"] for turn in turns)
     return {
         "name": way,
@@ -301,7 +304,7 @@ def _slowest(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _why_not_shared() -> str | None:
-    """Why two ranks cannot share a GPU here; ``None`` if they can."""
+    """Return why two ranks cannot share a GPU here; ``None`` if they can."""
     from pycomm.transport.nccl import nccl_version
 
     found = nccl_version()

@@ -70,7 +70,7 @@ def resnet(blocks: Sequence[int] = (3, 4, 6, 3)) -> nn.Sequential:
 
 
 class AttachRank:
-    """One rank that attaches to its optimizer in one way after the other, and detaches again."""
+    """Rank that attaches to its optimizer in one way after the other, and detaches again."""
 
     def __init__(self, port: int, device: str, blocks: list[int], batch: int, image: int) -> None:
         self.rank, _ = join_group(port)
@@ -85,7 +85,7 @@ class AttachRank:
         self._reducer: pycomm.Reducer | None = None
 
     def verify(self) -> None:
-        """Averages of the ranks' own gradients; twice, as pycomm sends while backward runs only from the second on.
+        """Check the averages of the ranks' gradients; twice, as pycomm sends during backward only from the second on.
 
         Raises:
             AssertionError: a way computes something else, or top-k something that is not finite.
@@ -106,7 +106,7 @@ class AttachRank:
                 raise AssertionError(f"{way}: the averaged gradient is wrong")
 
     def turn(self, way: str, steps: int) -> dict[str, Any]:
-        """Seconds of a step, the mean of ``steps`` that follow each other; whether pycomm does anything in them."""
+        """Return the mean seconds of ``steps`` steps that follow each other; whether pycomm does anything in them."""
         self._synchronise(way)
         for _ in range(2):
             self._step()
@@ -150,7 +150,7 @@ class AttachRank:
 
 
 class NcclRank:
-    """One rank that all-reduces on its GPU, by pycomm and by torch.distributed."""
+    """Rank that all-reduces on its GPU, by pycomm and by torch.distributed."""
 
     def __init__(self, port: int) -> None:
         self.rank, _ = join_group(port)
@@ -160,7 +160,7 @@ class NcclRank:
         self._nccl = dist.new_group(backend="nccl") if dist.is_nccl_available() else None
 
     def measure(self, num_bytes: int, rounds: int) -> dict[str, Any]:
-        """For each side the seconds of a call on the GPU, one per round, and the median of those on the host."""
+        """Return for each side the seconds of a call on the GPU, one per round, and the median of those on the host."""
         x = torch.randn(num_bytes // 4, device=self._device)
         calls: dict[str, Callable[[], object]] = {"pycomm": lambda: self._communicator.all_reduce(x)}
         if self._nccl is not None:

@@ -1,4 +1,4 @@
-"""Prints the reports that ``bench.gpu`` wrote as tables; needs neither torch nor pycomm.
+"""Printer of the reports that ``bench.gpu`` wrote, as tables; needs neither torch nor pycomm.
 
 python -m bench.gpu.report [FILE...]        (default: all of bench/results/gpu_*.json)
 """
@@ -46,7 +46,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def print_report(report: Mapping[str, Any]) -> None:
-    """All that a report of ``bench.gpu`` holds, as far as it came."""
+    """Print all that a report of ``bench.gpu`` holds, as far as it came."""
     _print_environment(report["environment"])
     _print_tests(report["tests"])
     _print_bandwidth(report["bandwidth"])

@@ -1,4 +1,4 @@
-"""What the figures of ``bench.gpu`` are held against. Ratios: they should hold on any data-centre GPU."""
+"""Targets of ``bench.gpu``. They are ratios, which should hold on any data-centre GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Target:
-    """``row[figure]`` is wanted to be at least, or at most, ``limit``; ``text`` is how it is printed."""
+    """Limit that ``row[figure]`` is wanted to reach, from above or below; ``text`` is how it is printed."""
 
     figure: str
     text: str
@@ -29,7 +29,7 @@ OVERHEAD = Target("overhead", "<= 2 % of a step", 0.02, at_least=False)
 
 
 def judged(row: dict[str, Any], target: Target | None) -> dict[str, Any]:
-    """``row`` with ``target`` (its text) and ``reached``; both ``None`` where something is only measured."""
+    """Return ``row`` with ``target`` (its text) and ``reached``; both ``None`` where something is only measured."""
     if target is None:
         return {**row, "target": None, "reached": None}
     return {**row, "target": target.text, "reached": target.reached_by(row)}

@@ -15,13 +15,15 @@ _CYCLES_PER_SECOND = 2e9  # no less than any GPU's clock: the lead may be too lo
 
 
 def num_copies(l2_bytes: int, bytes_per_call: int) -> int:
-    """How many copies of its memory a call has to rotate over: between two calls on the same copy, at least twice the
-    cache has passed through it, and there are always two."""
+    """Return how many copies of its memory a call has to rotate over.
+
+    Between two calls on the same copy, at least twice the cache has passed through it, and there are always two.
+    """
     return 1 + max(1, math.ceil(2 * l2_bytes / max(1, bytes_per_call)))
 
 
 class Turn:
-    """Times ``calls``, which do the same on different memory, one after the other; a call of it gives the mean.
+    """Stopwatch for ``calls``, which do the same on different memory, one after the other; a call of it gives the mean.
 
     On a GPU the time is that between two events around all of them. The GPU is kept busy until the
     host has enqueued everything: what Python takes is not in the time, but in ``host_seconds``. On a
@@ -38,7 +40,7 @@ class Turn:
             self._end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
     def warm_up(self) -> None:
-        """Allocations, first launches, clocks."""
+        """Take turns that do not count: allocations, first launches, clocks."""
         for _ in range(3):
             self()
         self._host.clear()

@@ -23,7 +23,7 @@ _SGD = {"lr": 1e-2, "momentum": _MOMENTUM, "weight_decay": _DECAY}
 
 
 def make_cases(n: int) -> list[Case]:
-    """Return all of them, in the order of the table."""
+    """Return all steps, in the order of the table."""
     unscaled, masters = "Adam.step, unscale", "Adam.step, unscale, master weights of fp16"
     scaler, adam = "GradScaler.step(Adam(fused=True))", "Adam(fused=True).step"
     return [

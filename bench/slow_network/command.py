@@ -97,7 +97,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _begin(arguments: argparse.Namespace, words: str) -> tuple[dict[str, Any], Figures]:
-    """Settings for the report, and what was measured earlier."""
+    """Return the settings for the report, and what was measured earlier."""
     model = make_model(vars(arguments))
     figures = Figures(sum(parameter.numel() for parameter in model.parameters()))
     settings = {name: value for name, value in vars(arguments).items() if name not in ("out", "docs", "earlier")}
@@ -114,14 +114,14 @@ def _begin(arguments: argparse.Namespace, words: str) -> tuple[dict[str, Any], F
 
 
 def _save(path: Path, settings: dict[str, Any], figures: Figures) -> None:
-    """In one piece, whenever it is interrupted."""
+    """Save the figures in one piece, whenever this is interrupted."""
     draft = path.with_name(path.name + ".part")
     draft.write_text(json.dumps({"bench": "slow_network", "settings": settings, **figures.as_json()}) + "\n")
     draft.replace(path)
 
 
 def _plan(arguments: argparse.Namespace) -> list[Callable[[int], Figures]]:
-    """What to measure, a function of the number of parameters each. The short links first: errors show early."""
+    """Return what to measure, a function of the number of parameters each, fast links first: errors show early."""
     links = sorted(arguments.links, key=lambda link: -(link or float("inf")))
     plan: list[Callable[[int], Figures]] = []
     if arguments.what in ("rate", "all"):
@@ -170,7 +170,7 @@ def _curve_job(arguments: argparse.Namespace, count: int, link: Link, name: str)
 
 
 def _run(arguments: argparse.Namespace, what: str, count: int, link: Link, names: Sequence[str]) -> Any:
-    """What the ranks on ``count`` hosts found."""
+    """Run the ranks on ``count`` hosts; returns what they found."""
     print(f"  {what}: {count} hosts, {link_name(link)}: {', '.join(map(label_of, names))}", flush=True)
     rounds = arguments.rounds * (_UNLIMITED_ROUNDS if link is None else 1)
     knobs = {name: getattr(arguments, name) for name in _KNOBS}

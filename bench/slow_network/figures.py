@@ -1,4 +1,4 @@
-"""The figures of ``bench.slow_network``: what was measured, what follows from it, and what was wanted."""
+"""Figures of ``bench.slow_network``: what was measured, what follows from it, and what was wanted."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Failure:
-    """What could not be measured, and what was said."""
+    """Measurement that failed, and what was said."""
 
     what: str
     hosts: int
@@ -109,18 +109,18 @@ class Figures:
         return next((r for r in self.rates if (r.hosts, r.link, r.method) == (hosts, link, method)), None)
 
     def curve(self, hosts: int, link: Link, method: str) -> Curve | None:
-        """How ``method`` learns on ``link``: measured on any link, unless what it sends depends on the link."""
+        """Return how ``method`` learns on ``link``: measured on any link, unless what it sends depends on the link."""
         found = [c for c in self.curves if (c.hosts, c.method) == (hosts, method)]
         here = [c for c in found if c.link == link]
         return next(iter(here if here or METHODS[method].varies else found), None)
 
     def unequal(self) -> list[Rate | Curve]:
-        """After these, the ranks did not hold the same parameters."""
+        """Return the runs after which the ranks did not hold the same parameters."""
         rows: list[Rate | Curve] = [*self.rates, *self.curves]
         return [row for row in rows if row.difference is not None]
 
     def cells(self) -> list[tuple[int, Link]]:
-        """Hosts and links that rates were measured with."""
+        """Return the hosts and links that rates were measured with."""
         return list(dict.fromkeys((r.hosts, r.link) for r in self.rates))
 
     def replace(self, new: Figures) -> None:
@@ -139,7 +139,7 @@ class Figures:
 
 
 def combined(curve: Curve, rate: Rate) -> list[tuple[float, float]]:
-    """Seconds of training and validation loss: the losses of one run, the time per step of another.
+    """Combine the losses of one run with the time per step of another; returns seconds of training and losses.
 
     Where the training sent more in a step than was sent when the time was measured (a method that warms up), the link
     takes as much longer as it needs for the difference.
@@ -153,7 +153,7 @@ def combined(curve: Curve, rate: Rate) -> list[tuple[float, float]]:
 
 
 def loss_at(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Of a curve, between its points on straight lines.
+    """Return a curve's loss at ``x``, between its points on straight lines.
 
     Raises:
         ValueError: ``x`` is beyond its ends.
@@ -167,7 +167,7 @@ def loss_at(points: Sequence[tuple[float, float]], x: float) -> float:
 
 
 def first_at_most(points: Sequence[tuple[float, float]], target: float) -> float | None:
-    """Where a curve first comes down to ``target``, between its points on straight lines; ``None``: never."""
+    """Find where a curve first comes down to ``target``, between its points on straight lines; ``None``: never."""
     if points and points[0][1] <= target:
         return points[0][0]
     for (x0, y0), (x1, y1) in pairwise(points):
@@ -178,7 +178,7 @@ def first_at_most(points: Sequence[tuple[float, float]], target: float) -> float
 
 
 def target_loss(figures: Figures, hosts: int, fraction: float) -> float | None:
-    """What the dense run (pycomm's, else DDP's) reached after ``fraction`` of its steps."""
+    """Return the loss that the dense run (pycomm's, else DDP's) reached after ``fraction`` of its steps."""
     for method in (DENSE, DDP):
         curve = figures.curve(hosts, None, method)
         if curve is not None:
@@ -187,7 +187,7 @@ def target_loss(figures: Figures, hosts: int, fraction: float) -> float | None:
 
 
 def seconds_to(figures: Figures, hosts: int, link: Link, method: str, target: float) -> float | None:
-    """Combined seconds of training until ``target``; ``None``: never, or not measured."""
+    """Return the combined seconds of training until ``target``; ``None``: never, or not measured."""
     rate, curve = figures.rate(hosts, link, method), figures.curve(hosts, link, method)
     if rate is None or curve is None:
         return None
@@ -196,7 +196,7 @@ def seconds_to(figures: Figures, hosts: int, link: Link, method: str, target: fl
 
 @dataclass(frozen=True)
 class Target:
-    """``measured`` is ``None`` where something that it takes was not measured."""
+    """Figure that is wanted; ``measured`` is ``None`` where something that it takes was not measured."""
 
     what: str
     wanted: float
@@ -212,7 +212,7 @@ class Target:
 
 
 def targets(figures: Figures) -> list[Target]:
-    """All of them, also those that nothing was measured for."""
+    """Return all targets, also those that nothing was measured for."""
     rows = [_speed_target(figures, link, peer, wanted) for (link, peer), wanted in _WANTED_RATES.items()]
     rows.append(_auto_target(figures))
     rows += [
@@ -238,12 +238,12 @@ def _speed_target(figures: Figures, link: float, peer: str, factor: float) -> Ta
 
 
 def ring_bytes(num_bytes: float, ranks: int) -> float:
-    """That each rank sends in an all-reduce that sends no more than it must."""
+    """Return the bytes that each rank sends in an all-reduce that sends no more than it must."""
     return 2 * num_bytes * (ranks - 1) / ranks
 
 
 def wanted_speedup(compute: float, peer_bytes: float, own_bytes: float, gigabits: float) -> float:
-    """Where computing counts: ``_SHARE_OF_MODEL`` of what computing plus sending, one after the other, allow."""
+    """Return what is wanted where computing counts: a share of what computing and then sending allow."""
     peer, own = (8e-9 * sent / gigabits for sent in (peer_bytes, own_bytes))
     return _SHARE_OF_MODEL * (compute + peer) / (compute + own)
 

@@ -44,7 +44,7 @@ _MOST_CALLS = 10
 
 @dataclass(frozen=True)
 class Figures:
-    """What was found.
+    """Figures of all algorithms.
 
     Attributes:
         network: as calibrated.
@@ -58,16 +58,16 @@ class Figures:
     calibration_seconds: float
 
     def simulated(self, name: str, num_bytes: int) -> float:
-        """Seconds that the table of ``name`` takes by the calibrated links alone."""
+        """Return the seconds that the table of ``name`` takes by the calibrated links alone."""
         links = replace(self.network, measured={}, measured_ranks=0)
         return float(schedule.simulate(schedule.by_name(name, self.num_ranks), num_bytes, links))
 
     def ratio(self, name: str, num_bytes: int) -> float:
-        """Measured over simulated."""
+        """Return measured over simulated seconds."""
         return self.measured[num_bytes][name].median / self.simulated(name, num_bytes)
 
     def chosen(self, num_bytes: int) -> str:
-        """What "auto" takes."""
+        """Return the algorithm that "auto" takes."""
         ranking = schedule.rank_algorithms(self.num_ranks, self.network)
         return [name for size, name in ranking.crossovers() if size <= num_bytes][-1]
 
@@ -184,7 +184,7 @@ def _as_json(figures: Figures) -> dict[str, Any]:
 
 
 def _serve(setup: dict[str, Any]) -> None:
-    """A rank's life. Rank 0 prints what was found."""
+    """Be a rank. Rank 0 prints what was found."""
     torch.set_num_threads(1)
     go_first()  # before Gloo starts its thread
     dist.init_process_group("gloo")
@@ -208,7 +208,7 @@ def _measure(
 
 
 def _case(communicator: Communicator, name: str, num_bytes: int) -> Callable[[], float]:
-    """What takes a turn and returns seconds per call of the slowest rank; verified."""
+    """Verify a case, and return what takes its turn: a function that gives the slowest rank's seconds per call."""
     x = torch.full((num_bytes // 4,), float(communicator.rank + 1))
     communicator.all_reduce(x, algorithm=name)
     expected = sum(range(1, communicator.size + 1))

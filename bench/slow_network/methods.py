@@ -1,4 +1,4 @@
-"""The methods that ``bench.slow_network`` compares: how each keeps the ranks' gradients equal."""
+"""Methods that ``bench.slow_network`` compares: how each keeps the ranks' gradients equal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class MissingMethodError(Exception):
 
 @dataclass(frozen=True)
 class Knobs:
-    """What the methods are told, equal on all ranks.
+    """Settings of the methods, equal on all ranks.
 
     Attributes:
         momentum: every method trains by SGD with this momentum.
@@ -86,7 +86,7 @@ def _powersgd_hook(module: DistributedDataParallel, knobs: Knobs) -> None:
 
 
 def _by_name(name: str, *arguments: Any, **settings: Any) -> Any:
-    """``pycomm.NAME(...)``, looked up when it is wanted: not every pycomm has all of them."""
+    """Return ``pycomm.NAME(...)``, looked up when it is wanted: not every pycomm has all of them."""
     return getattr(pycomm, name)(*arguments, **settings)
 
 
@@ -119,7 +119,7 @@ def label_of(name: str) -> str:
 
 
 def check_present(names: Sequence[str]) -> None:
-    """That pycomm has all that ``names`` need.
+    """Check that pycomm has all that ``names`` need.
 
     Raises:
         MissingMethodError: it lacks one.
@@ -155,7 +155,7 @@ class Synchronised:
             )
 
     def stats(self) -> dict[str, Any]:
-        """What pycomm says of itself; nothing of the others.
+        """Return what pycomm says of itself; nothing of the others.
 
         Raises:
             RuntimeError: pycomm does not go over the network.

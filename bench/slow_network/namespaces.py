@@ -61,7 +61,7 @@ class Host:
 
 @contextlib.contextmanager
 def hosts(count: int, gigabits: float | None = 1.0) -> Iterator[list[Host]]:
-    """``count`` hosts, each with a full-duplex link of ``gigabits`` Gbit/s; ``None``: as fast as it goes.
+    """Make ``count`` hosts, each with a full-duplex link of ``gigabits`` Gbit/s; ``None``: as fast as it goes.
 
     Raises:
         ValueError: no hosts, or too many, or a rate that is not positive.
@@ -95,7 +95,7 @@ def hosts(count: int, gigabits: float | None = 1.0) -> Iterator[list[Host]]:
 
 @functools.cache
 def available() -> str | None:
-    """Why :func:`hosts` cannot work here; ``None`` if it can, which it tries once."""
+    """Return why :func:`hosts` cannot work here; ``None`` if it can, which is tried once."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -117,7 +117,7 @@ def run_ranks(
     timeout: float = 300.0,
     environment: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """``python -m module arguments`` on each host ``per_host`` times; what each rank printed, in rank order.
+    """Run ``python -m module arguments`` on each host ``per_host`` times; returns what each rank printed, by rank.
 
     They find in their environment what ``torch.distributed.init_process_group("gloo")`` wants. Consecutive
     ranks are on one host. None of them is left when this returns or raises.
@@ -157,7 +157,7 @@ def run_ranks(
 
 
 def go_first() -> None:
-    """In a rank: let this thread, and those it starts from now on, run before whatever else wants the cores.
+    """Let this thread of a rank, and those it starts from now on, run before whatever else wants the cores.
 
     It would otherwise wait milliseconds for a core on a busy machine, at every message. Ranks on slow links hardly
     use any. Nothing happens where that is not allowed.
@@ -175,7 +175,7 @@ class _Rank:
 
 
 def _wait(ranks: Sequence[_Rank], deadline: float, timeout: float) -> None:
-    """Until all ranks ended well."""
+    """Wait until all ranks have ended well."""
     running = list(ranks)
     while running:
         for rank in running:
@@ -200,7 +200,7 @@ def _add_namespace(name: str, made: contextlib.ExitStack) -> None:
 
 
 def _remove_namespace(name: str) -> None:
-    """With its devices. It may not have come to be."""
+    """Remove a namespace, which may not have come to be, with its devices."""
     # Not in the terminal's process group: another Ctrl-C must not end it.
     subprocess.run(["ip", "netns", "del", name], capture_output=True, start_new_session=True)
 
@@ -219,7 +219,7 @@ def _bring_up(host: Host) -> None:
 
 
 def _limit(namespace: str, device: str, gigabits: float | None) -> None:
-    """What leaves by ``device``."""
+    """Limit what leaves by ``device``."""
     if gigabits is None:
         return
     _ip(namespace, "link", "set", "dev", device, "gso_max_size", str(_SEGMENT_BYTES))

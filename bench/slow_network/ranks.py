@@ -1,4 +1,4 @@
-"""The ranks of ``bench.slow_network``: one process on each host, which trains in the ways that it is told to.
+"""Ranks of ``bench.slow_network``: one process on each host, which trains in the ways that it is told to.
 
     python -m bench.slow_network.ranks SETUP        (JSON; started by the driver inside a namespace)
 
@@ -32,14 +32,14 @@ _COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 
 def make_model(setup: Mapping[str, Any]) -> ByteGPT:
-    """Always the same parameters for the same seed."""
+    """Return the model, which has the same parameters for the same seed."""
     torch.manual_seed(setup["seed"])
     width, context = setup["width"], setup["context"]
     return ByteGPT(width, setup["layers"], context, width // HEAD_WIDTH)
 
 
 class Trainee:
-    """A model of its own that is trained by one method."""
+    """Model of its own that is trained by one method."""
 
     def __init__(self, name: str, setup: Mapping[str, Any], corpus: Corpus, model: ByteGPT, steps: int) -> None:
         self.name = name
@@ -55,7 +55,7 @@ class Trainee:
         self._starts = iter(random_starts(self._text, self._context, (steps, setup["batch"]), seed))
 
     def step(self) -> float:
-        """One training step; its seconds."""
+        """Take one training step; returns its seconds."""
         inputs, targets = windows(self._text, next(self._starts), self._context)
         if self.name == COMPUTE:
             dist.barrier()  # all ranks at once on their cores, as where they wait for each other
@@ -71,13 +71,13 @@ class Trainee:
         return self._synchronised.stats()
 
     def close(self) -> str | None:
-        """Stop averaging; what differs between the ranks' models, in words, ``None`` if nothing. Collective."""
+        """Stop averaging; returns what differs between the ranks' models, in words, ``None`` if nothing. Collective."""
         self._synchronised.close()
         return None if self.name == COMPUTE else first_difference(self.model)
 
 
 def measure_rates(setup: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """All methods side by side, in turns of a few steps: seconds of each step, bytes on the wire. Collective."""
+    """Measure all methods in turns of a few steps: seconds of each step, bytes on the wire. Collective."""
     corpus, model = read_corpus(), make_model(setup)
     rounds, turn_steps, warm_up = setup["rounds"], setup["turn_steps"], setup["warm_up"]
     steps = warm_up + rounds * turn_steps
@@ -122,7 +122,7 @@ def _rate_of(trainee: Trainee, turns: Sequence[Turn]) -> dict[str, Any]:
 
 
 def measure_curve(setup: Mapping[str, Any]) -> dict[str, Any]:
-    """One method trains: validation loss after so many steps, and the seconds of the training steps. Collective."""
+    """Train by one method: validation loss after so many steps, and the seconds of the training steps. Collective."""
     corpus, model = read_corpus(), make_model(setup)
     (name,), steps, every = setup["methods"], setup["steps"], setup["every"]
     trainee = Trainee(name, setup, corpus, model, steps)
@@ -143,13 +143,13 @@ def _end_of(trainee: Trainee) -> dict[str, Any]:
 
 
 def _demo_settings(setup: Mapping[str, Any]) -> Settings:
-    """What the demo's validation reads its context from."""
+    """Return the settings that the demo's validation reads its context from."""
     numbers = {name: setup[name] for name in ("steps", "seed", "batch", "context", "width", "layers")}
     return Settings(ranks=dist.get_world_size(), methods=(), output=Path(), **numbers)
 
 
 def slowest(seconds: Sequence[float]) -> list[float]:
-    """Of each step, the slowest rank's. Collective."""
+    """Return each step's seconds on its slowest rank. Collective."""
     table = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(table, dist.ReduceOp.MAX)
     found: list[float] = table.tolist()
@@ -163,7 +163,7 @@ def _mean_over_ranks(value: float) -> float:
 
 
 def _bytes_sent() -> int:
-    """By this host, as its interface counts them: with headers, acknowledgements, and whatever else is sent."""
+    """Return the bytes that this host's interface has sent: with headers, acknowledgements, and all else."""
     return int(_COUNTER.read_text())
 
 

@@ -1,4 +1,4 @@
-"""What ``bench.slow_network`` shows: tables for people, a page for the docs, a plot."""
+"""Report of ``bench.slow_network``: tables for people, a page for the docs, a plot."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PAGE, PLOT = "slow_network.md", "slow_network.png"
 
 
 def print_report(figures: Figures, settings: Mapping[str, Any]) -> None:
-    """All tables."""
+    """Print all tables."""
     for hosts, link in figures.cells():
         print(f"\nstep times, {hosts} hosts, {link_name(link)}")
         print_table(*rate_table(figures, hosts, link))
@@ -50,7 +50,7 @@ def print_report(figures: Figures, settings: Mapping[str, Any]) -> None:
 
 
 def rate_table(figures: Figures, hosts: int, link: Link) -> Table:
-    """Of all methods on one kind of link."""
+    """Return the step times of all methods on one kind of link."""
     rates = [rate for rate in figures.rates if (rate.hosts, rate.link) == (hosts, link)]
     ddp = figures.rate(hosts, link, DDP)
     rows = []
@@ -62,7 +62,7 @@ def rate_table(figures: Figures, hosts: int, link: Link) -> Table:
 
 
 def _choice(rate: Rate) -> str:
-    """What "auto" had chosen in the end: buckets by method."""
+    """Say what "auto" had chosen in the end: buckets by method."""
     chosen = {key: count for key, count in rate.stats.items() if key.startswith(_CHOICES)}
     words = [f"{key.removeprefix(_CHOICES)} x{count}" for key, count in chosen.items()]
     return f" ({', '.join(words)})" if words else ""
@@ -73,7 +73,7 @@ def _wire_cell(rate: Rate) -> str:
 
 
 def _goodput(rate: Rate) -> str:
-    """How much of the link a method uses, over the whole step."""
+    """Say how much of the link a method uses, over the whole step."""
     return "-" if rate.method == COMPUTE else f"{8e-6 * rate.wire_bytes / rate.step_seconds:.0f}"
 
 
@@ -82,7 +82,7 @@ def _megabytes(count: float) -> str:
 
 
 def loss_table(figures: Figures, hosts: int, fraction: float) -> Table:
-    """Final losses, and combined seconds to the target loss on every link."""
+    """Return final losses, and combined seconds to the target loss on every link."""
     target = target_loss(figures, hosts, fraction)
     links = [link for count, link in figures.cells() if count == hosts]
     rows = []
@@ -105,7 +105,7 @@ def _seconds_cell(figures: Figures, hosts: int, link: Link, name: str, target: f
 
 
 def target_table(rows: Sequence[Target]) -> Table:
-    """Wanted and measured."""
+    """Return what was wanted and what was measured."""
     return ["", "wanted", "measured", "reached"], [
         [
             row.what,
@@ -118,7 +118,7 @@ def target_table(rows: Sequence[Target]) -> Table:
 
 
 def differences(figures: Figures) -> list[str]:
-    """What must not be: replicas that are not equal."""
+    """Return a line for each run whose replicas are not equal, which must not be."""
     return [
         f"REPLICAS DIFFER: {label_of(row.method)}, {row.hosts} hosts, {link_name(row.link)}: {row.difference}"
         for row in figures.unequal()
@@ -147,7 +147,7 @@ def _target_words(figures: Figures, hosts: int, settings: Mapping[str, Any]) -> 
 
 
 def write_docs(folder: Path, figures: Figures, settings: Mapping[str, Any], headline: str) -> None:
-    """``PAGE`` and, if anything was trained, ``PLOT``."""
+    """Write ``PAGE`` and, if anything was trained, ``PLOT``."""
     folder.mkdir(parents=True, exist_ok=True)
     parts = [_introduction(figures, settings, headline), _findings(figures), *_rate_sections(figures)]
     for hosts in _trained_hosts(figures):
@@ -194,7 +194,7 @@ def _equality(figures: Figures) -> str:
 
 
 def _findings(figures: Figures) -> str:
-    """What it says: the fastest methods, then what was wanted."""
+    """Say in words which methods are fastest; then what was wanted."""
     lines = ["## What it says\n"]
     for hosts, link in figures.cells():
         rates = [r for r in figures.rates if (r.hosts, r.link) == (hosts, link) and r.method in METHODS]
@@ -230,7 +230,7 @@ def _markdown(table: Table) -> str:
 
 
 def save_plot(figures: Figures, path: Path) -> None:
-    """Loss against combined seconds, one panel per link, with the most hosts that were trained with."""
+    """Plot loss against combined seconds, one panel per link, with the most hosts that were trained with."""
     # Here, not above, and without pyplot: only this needs matplotlib; pyplot would choose a window system.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -254,7 +254,7 @@ def save_plot(figures: Figures, path: Path) -> None:
 
 
 def _lines(figures: Figures, hosts: int, link: Link) -> dict[str, list[tuple[float, float]]]:
-    """What can be drawn, by method; without the start, for which a logarithmic axis has no place."""
+    """Return what can be drawn, by method; without the start, for which a logarithmic axis has no place."""
     found = {}
     for name in METHODS:
         rate, curve = figures.rate(hosts, link, name), figures.curve(hosts, link, name)

@@ -1,4 +1,4 @@
-"""Whole training steps: what synchronising gradients costs, in time and in memory.
+"""Cost of synchronising gradients in whole training steps, in time and in memory.
 
     python -m bench.training [--ranks 2] [--rounds 9] [--steps 4] [--json FILE]
 
@@ -77,7 +77,7 @@ def _ranks(worker: str, size: int, port: int, arguments: argparse.Namespace, env
 
 
 class Steps:
-    """What the turns of one way brought."""
+    """Measurements from the turns of one way."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -85,7 +85,7 @@ class Steps:
         self.sent: list[float] = []
 
     def add(self, by_rank: Sequence[dict[str, Any]]) -> None:
-        """One turn: of each step and of the waiting, the slowest rank's."""
+        """Add one turn: of each step and of the waiting, the slowest rank's."""
         self.seconds += [max(step) for step in zip(*(found["seconds"] for found in by_rank), strict=True)]
         self.wait.append(max(found["wait"] for found in by_rank))
         self.sent.append(max(found["sent"] for found in by_rank))

@@ -1,4 +1,4 @@
-"""The ranks of ``bench.training``: whole steps of a multi-layer perceptron, with and without communication."""
+"""Ranks of ``bench.training``: whole steps of a multi-layer perceptron, with and without communication."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _MEMORY_FILE = "/memfd:"
 
 
 def make_model(widths: Sequence[int]) -> nn.Sequential:
-    """Linear layers with ReLU between them; always the same parameters."""
+    """Return linear layers with ReLU between them; always the same parameters."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(widths):
@@ -47,7 +47,7 @@ def make_model(widths: Sequence[int]) -> nn.Sequential:
 
 
 class Replica:
-    """A model and its optimizer on this rank, kept equal to the others' in one of the ``WAYS``."""
+    """Model and its optimizer on this rank, kept equal to the others' in one of the ``WAYS``."""
 
     def __init__(self, way: str, widths: Sequence[int], batch: int) -> None:
         self.model = make_model(widths)
@@ -60,7 +60,7 @@ class Replica:
         self.synchronise(way)
 
     def synchronise(self, way: str) -> None:
-        """From now on; the way before is undone."""
+        """Average in this way from now on; the way before is undone."""
         if self.reducer is not None:
             self.reducer.detach()
         self.reducer, self._module = None, self.model
@@ -70,7 +70,7 @@ class Replica:
             self._module = DistributedDataParallel(self.model, gradient_as_bucket_view=way == DDP_VIEWS)
 
     def backward(self) -> None:
-        """Gradients of this rank's batch, averaged if the way does."""
+        """Compute the gradients of this rank's batch, averaged if the way does."""
         self.optimizer.zero_grad()
         loss = nn.functional.cross_entropy(self._module(self._inputs), self._targets)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -80,11 +80,11 @@ class Replica:
         self.optimizer.step()
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Copies, by name."""
+        """Return copies of the gradients, by name."""
         return {name: _grad_of(parameter).clone() for name, parameter in self.model.named_parameters()}
 
     def kept_back(self) -> dict[str, torch.Tensor]:
-        """What error feedback on all ranks together has not sent yet, as part of the average, by name."""
+        """Return what error feedback on all ranks together has not sent yet, as part of the average, by name."""
         if self.reducer is None:
             return {}
         state = self.reducer.state_dict()["ranks"][str(dist.get_rank())]
@@ -94,7 +94,7 @@ class Replica:
         return sums
 
     def counters(self) -> tuple[float, int]:
-        """Seconds that backward has been held up, and bytes sent, so far."""
+        """Return the seconds that backward has been held up, and the bytes sent, so far."""
         if self.reducer is None:
             return 0.0, 0
         stats = self.reducer.stats()
@@ -102,15 +102,16 @@ class Replica:
 
 
 class StepRank:
-    """All ways side by side in one process, each with a model of its own."""
+    """Rank with all ways side by side, each with a model of its own."""
 
     def __init__(self, port: int, widths: list[int], batch: int) -> None:
         self.rank, _ = join_group(port)
         self._replicas = {way: Replica(way, widths, batch) for way in WAYS}
 
     def verify(self) -> None:
-        """Averages against this rank's and the others' own gradients, summed in float64; twice, as
-        pycomm sends while backward runs only from the second pass on.
+        """Check averages against the ranks' own gradients, summed in float64.
+
+        Twice, as pycomm sends while backward runs only from the second pass on.
 
         Raises:
             AssertionError: a way computes something else.
@@ -124,7 +125,7 @@ class StepRank:
                 _verify_way(way, self._replicas[way], wanted, magnitudes)
 
     def turn(self, way: str, steps: int) -> dict[str, Any]:
-        """Seconds of each of ``steps`` steps; seconds waited and bytes sent in a step of them, on average."""
+        """Return the seconds of each of ``steps`` steps; and the seconds waited and bytes sent in one, on average."""
         replica = self._replicas[way]
         replica.step()  # brings back what the caches and the allocator lost to the other ways
         waited, sent = replica.counters()
@@ -134,7 +135,7 @@ class StepRank:
         return {"seconds": seconds, "wait": (waited_then - waited) / steps, "sent": (sent_then - sent) / steps}
 
     def check_replicas(self) -> None:
-        """After training: all ranks hold the same parameters, and they are finite.
+        """Check after training that all ranks hold the same parameters, and that those are finite.
 
         Raises:
             AssertionError: they do not.
@@ -153,14 +154,14 @@ class StepRank:
 
 
 class OverheadRank:
-    """One rank that attaches to its optimizer and detaches again: what being attached costs by itself."""
+    """Rank that attaches to its optimizer and detaches again: what being attached costs by itself."""
 
     def __init__(self, port: int, widths: list[int], batch: int) -> None:
         self.rank, _ = join_group(port)
         self._replica = Replica(NONE, widths, batch)
 
     def verify(self) -> None:
-        """Attached or not, gradients are the same to the bit.
+        """Check that gradients are the same to the bit, attached or not.
 
         Raises:
             AssertionError: they are not.
@@ -174,7 +175,7 @@ class OverheadRank:
             raise AssertionError("attach with one rank changes gradients")
 
     def turn(self, way: str, steps: int) -> list[float]:
-        """Seconds of each of ``steps`` steps."""
+        """Return the seconds of each of ``steps`` steps."""
         self._replica.synchronise(way)
         self._replica.step()
         return [_timed(self._replica.step) for _ in range(steps)]
@@ -185,23 +186,27 @@ class OverheadRank:
 
 
 class MemoryRank:
-    """What one way keeps in memory between steps; a process measures one, so that nothing of another is left."""
+    """Rank that measures what a way keeps in memory between steps; one way only, so that nothing of another is left."""
 
     def __init__(self, port: int, widths: list[int], batch: int) -> None:
         self.rank, _ = join_group(port)
         self._widths, self._batch = widths, batch
 
     def measure(self, way: str) -> dict[str, int]:
-        """Bytes of memory that is this rank's (shared memory counts where it was made): ``fixed``, what the
-        way takes with a tiny model; ``added``, with this one; ``gradients``, those of this one."""
+        """Return bytes of memory that is this rank's (shared memory counts where it was made).
+
+        ``fixed``, what the way takes with a tiny model; ``added``, with this one; ``gradients``, those of this one.
+        """
         self._growth(way, _TINY)  # imports, threads, pools: there once, whatever is synchronised
         fixed, _ = self._growth(way, _TINY)
         added, gradients = self._growth(way, self._widths)
         return {"fixed": fixed, "added": added, "gradients": gradients}
 
     def _growth(self, way: str, widths: Sequence[int]) -> tuple[int, int]:
-        """Growth from a model that has trained without communication, gradients and momentum in place, to the same
-        after training with it."""
+        """Return the growth from a model that has trained without communication to the same after training with it.
+
+        Gradients and momentum are in place before.
+        """
         replica = Replica(NONE, widths, self._batch)
         for _ in range(3):
             replica.step()
@@ -238,7 +243,7 @@ def _average(grad: torch.Tensor) -> torch.Tensor:
 def _verify_way(
     way: str, replica: Replica, wanted: dict[str, torch.Tensor], magnitudes: dict[str, torch.Tensor]
 ) -> None:
-    """One backward gives the average; what it lacks of it, error feedback keeps.
+    """Check that one backward gives the average, and that error feedback keeps what it lacks of it.
 
     Roundings are in proportion to the ranks' terms (``magnitudes``, their average), not to their sum,
     in which they may cancel. float16 has 11 bits; its terms are rounded, and then their sum.
@@ -256,8 +261,10 @@ def _verify_way(
 
 
 def _own_bytes() -> int:
-    """This process's part of the memory that is mapped, after giving back what only the allocator holds, and all of the
-    anonymous shared files that it has open: they are reserved also where nobody has touched them yet."""
+    """Return this process's part of the memory that is mapped, and all of the anonymous shared files that it has open.
+
+    What only the allocator holds is given back first. The files are reserved also where nobody has touched them yet.
+    """
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if trim is not None:
@@ -266,7 +273,7 @@ def _own_bytes() -> int:
 
 
 def _mapped_bytes() -> int:
-    """Proportional set size without memfds."""
+    """Return the proportional set size without memfds."""
     kilobytes, counts = 0, True
     for line in Path("/proc/self/smaps").read_text().splitlines():
         words = line.split()
@@ -278,7 +285,7 @@ def _mapped_bytes() -> int:
 
 
 def _memory_file_bytes() -> dict[int, int]:
-    """Bytes that each memfd open here has allocated, by its inode."""
+    """Return the bytes that each memfd open here has allocated, by its inode."""
     found = {}
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # the descriptor of this very listing is gone by now

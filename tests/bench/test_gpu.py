@@ -56,7 +56,6 @@ def test_cases_are_right(plan: Plan) -> None:
         ("quantize", ["int8 encode, remainder"]),
         ("dequantize", ["int8 decode of 4 ranks"]),
         ("pack_signs", ["sign pack, remainder"]),
-        ("pack_indices", ["indices to bits, 0.1 %"]),
         ("unpack_indices", ["bits to indices, 0.1 %"]),
         ("squared_norms", ["squared norms of"]),
         ("momentum_step", ["SGD, momentum, copies in fp16 of", "LARS, copies in fp16 of"]),
