@@ -115,7 +115,7 @@ class Measurement:
         self._arguments = arguments
         self._device = torch.device(arguments.device)
         self._end: float = time.monotonic() + arguments.seconds
-        self._phase_end = self._end
+        self._phase_end: float = self._end
         self._sizes = Sizes() if self._device.type == "cuda" else _TINY
         settings = {"rounds": arguments.rounds, **asdict(self._sizes)}
         self.report: dict[str, Any] = {"environment": {}, "settings": settings, "bandwidth": {}}

@@ -171,7 +171,8 @@ def _adam(arrays: Arrays, unscale: bool) -> Calls:
     moments = kernels.Moments(_BETAS, _EPS, int(NUM_STEPS))
     steps = [torch.full((), NUM_STEPS, device=arrays.device) for _ in arrays.shapes]
     options: dict[str, Any] = {"lr": _LR, "weight_decay": _DECAY}
-    theirs_too: dict[str, Any] = {"beta1": _BETAS[0], "beta2": _BETAS[1], "eps": _EPS, "amsgrad": False}
+    betas: dict[str, Any] = {"beta1": _BETAS[0], "beta2": _BETAS[1]}
+    theirs_options: dict[str, Any] = {**options, **betas, "eps": _EPS, "amsgrad": False, "maximize": False}
     factor = 1.0 / LOSS_SCALE if unscale else 1.0
 
     def ours() -> None:
@@ -182,8 +183,7 @@ def _adam(arrays: Arrays, unscale: bool) -> Calls:
         if unscale:
             models.scaled.unscale()
         grads = models.scaled.grads if unscale else models.grads
-        states = (theirs.firsts, theirs.seconds, [], steps)
-        torch._fused_adam_(theirs.weights, grads, *states, **options, **theirs_too, maximize=False)
+        torch._fused_adam_(theirs.weights, grads, theirs.firsts, theirs.seconds, [], steps, **theirs_options)
         torch._foreach_copy_(theirs.halves, theirs.weights)
 
     return models.calls("Adam", ours, peer, copies=True)
