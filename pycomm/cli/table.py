@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 
 
@@ -19,6 +20,6 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print :func:`table`."""
-    print(table(header, rows))
+def print_table(header: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "") -> None:
+    """Print :func:`table`, every line behind ``indent``."""
+    print(textwrap.indent(table(header, rows), indent))

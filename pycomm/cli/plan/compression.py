@@ -32,7 +32,7 @@ def print_compression(num_ranks: int, nbytes: float, network: Network) -> None:
         ]
         for name, each in priced.items()
     ]
-    print_table(header, rows)
+    print_table(header, rows, indent="  ")
     print(f"\n{verdict(priced)}")
 
 

@@ -27,7 +27,7 @@ def print_ranking(ranking: Ranking, nbytes: float) -> None:
         times = f"{seconds / order[0][1]:.2f}" if order[0][1] > 0 else ""
         rows.append([name, steps, time_text(seconds), times, rate])
     print()
-    print_table(["algorithm", "steps", "time", "x best", "algbw GB/s"], rows)
+    print_table(["algorithm", "steps", "time", "x best", "algbw GB/s"], rows, indent="  ")
     print("\nfastest, by size")
     for size, name in ranking.crossovers():
         print(f"  from {size_text(size):>8}  {name}")
@@ -61,7 +61,7 @@ def print_calibration(network: Network) -> None:
     sizes = [size for size, _ in next(iter(network.measured.values()))]
     print("\nmeasured")
     rows = [[name, *(time_text(seconds) for _, seconds in curve)] for name, curve in network.measured.items()]
-    print_table(["algorithm", *(size_text(size) for size in sizes)], rows)
+    print_table(["algorithm", *(size_text(size) for size in sizes)], rows, indent="  ")
 
 
 def size_text(nbytes: float) -> str:
