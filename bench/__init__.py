@@ -1,12 +1,11 @@
-"""Benches: ``python -m bench.kernels``, ``bench.collectives``, ``bench.training``; on a GPU ``bench.gpu``.
+"""Benches, a folder each: ``python -m bench.kernels``, ``.collectives``, ``.training``, ``.slow_network``, ``.gpu``.
 
-As the ranks become many: ``bench.scale``.
-Of schedules: ``bench.collectives --algorithms``; ``bench.choices``, what "auto" takes; ``bench.slow_link``, simulation
-against links made slow (root).
+More of collectives: ``bench.collectives.scale``, as the ranks become many; ``bench.collectives.choices``, what "auto"
+takes; ``bench.slow_network.link``, simulation against links made slow (root).
 
-Each verifies before it times, measures its peers and its floor in the same run, turn by turn, and
-prints medians with their spread. ``--json FILE`` also writes the figures with the versions in use;
-``python -m bench.report`` prints those of ``bench.gpu`` again.
+Each verifies before it times, measures its peers and its floor in the same run, turn by turn, and prints medians with
+their spread. ``--json FILE`` also writes the figures with the versions in use; ``python -m bench.gpu.report`` prints
+those of ``bench.gpu`` again.
 """
 
 import sys
@@ -14,5 +13,5 @@ from pathlib import Path
 
 # `python -m bench.NAME` puts the source tree first on the path, where pycomm has no compiled extension: the installed
 # package has to win.
-_ROOT = Path(__file__).resolve().parent.parent
-sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _ROOT] + [str(_ROOT)]
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT] + [str(ROOT)]

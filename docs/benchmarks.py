@@ -197,7 +197,7 @@ def _gpu(name: str, report: Report) -> str:
             ]
         )
     found = report["environment"]
-    text = f"{found.get('device')}, commit {found.get('commit')}. `python -m bench.report` shows all that it holds.\n"
+    text = f"{found.get('device')}, commit {found.get('commit')}. `python -m bench.gpu.report` shows all of it.\n"
     return "\n".join([_heading("On a GPU", "gpu", name, report), text, "".join(_table(rows))])
 
 

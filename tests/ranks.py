@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
+import contextlib
 import os
 import signal
 import socket
@@ -10,8 +10,9 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any
+
+from pycomm.cli.launch import LocalRanks, Pipe, join, rendezvous
 
 
 @dataclass
@@ -29,20 +30,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        RANK=str(rank),
-        WORLD_SIZE=str(size),
-        GLOO_SOCKET_IFNAME="lo",
-    )
+def _serve(rank: int, pipe: Pipe, size: int, port: int) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    join(port, rank, size)
     pipe.send(Outcome())
     while True:
         try:
@@ -63,18 +53,10 @@ class RankPool:
     """``size`` processes in one Gloo process group."""
 
     def __init__(self, size: int) -> None:
-        context = mp.get_context("spawn")
-        port = free_port()
         self.size = size
-        self.pipes: list[Connection] = []
-        self.processes: list[Any] = []
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, port, theirs))
-            process.start()
-            theirs.close()
-            self.pipes.append(ours)
-            self.processes.append(process)
+        self._meeting = contextlib.ExitStack()
+        self._ranks = LocalRanks(_serve, size, (size, self._meeting.enter_context(rendezvous())))
+        self.pipes, self.processes = self._ranks.pipes, self._ranks.processes
         self._collect(60.0)
 
     def outcomes(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Outcome]:
@@ -105,13 +87,8 @@ class RankPool:
         return all(process.is_alive() for process in self.processes)
 
     def close(self) -> None:
-        for pipe in self.pipes:
-            pipe.close()
-        for process in self.processes:
-            process.join(2.0)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        self._ranks.end(patience=2.0)
+        self._meeting.close()
 
     def _collect(self, timeout: float) -> list[Outcome]:
         deadline = time.monotonic() + timeout
@@ -131,9 +108,7 @@ class RankPool:
         return outcomes
 
     def _kill(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
+        self._ranks.kill()
 
 
 @dataclass

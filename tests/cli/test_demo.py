@@ -31,7 +31,7 @@ def test_a_short_run_shows_a_table_and_writes_the_plot(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     rows = {
-        label: re.search(rf"│ {label} +│ +(\d\.\d+) │ +([\d.]+) │ +([\d.]+) │ +([\d.]+) │ +([\d.]+)x │", done.stdout)
+        label: re.search(rf"^{label} +(\d\.\d+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)x$", done.stdout, re.MULTILINE)
         for label in ("DDP over Gloo", "pycomm dense", "pycomm TopK 2 %", "pycomm BF16")
     }
     sent = {label: float(row[4]) for label, row in rows.items() if row}

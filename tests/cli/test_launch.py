@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from pycomm.cli.demo.launch import RankError, explain, run_ranks
-from pycomm.cli.demo.messages import Failure, Message, Progress, Tell
+from pycomm.cli.demo.messages import Message, Progress
 from pycomm.cli.demo.settings import Settings, methods_for
+from pycomm.cli.launch import Failure, RankError, Tell, explain, run_ranks
 
 SETTINGS = Settings(
     ranks=2,
@@ -58,7 +58,7 @@ def _no_process_more() -> Iterator[None]:
 @pytest.mark.timeout(60)
 def test_messages_of_all_ranks_arrive_in_order() -> None:
     received: list[Message] = []
-    run_ranks(tells_much, SETTINGS, received.append)
+    run_ranks(tells_much, 2, [SETTINGS], received.append)
     for rank in range(2):
         steps = [m.step for m in received if isinstance(m, Progress) and m.run == rank]
         assert steps == list(range(2000))
@@ -74,7 +74,7 @@ def test_messages_of_all_ranks_arrive_in_order() -> None:
 @pytest.mark.timeout(60)
 def test_the_rank_that_began_it_is_named(program: object, begins: str, contains: str) -> None:
     with pytest.raises(RankError) as caught:
-        run_ranks(program, SETTINGS, lambda _message: None)  # type: ignore[arg-type]
+        run_ranks(program, 2, [SETTINGS], lambda _message: None)  # type: ignore[arg-type]
     assert str(caught.value).startswith(begins)
     assert contains in str(caught.value)
 

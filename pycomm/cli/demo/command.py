@@ -10,10 +10,10 @@ from typing import Any
 
 from pycomm.cli.arguments import integer
 from pycomm.cli.demo.corpus import source_files
-from pycomm.cli.demo.launch import RankError, run_ranks
 from pycomm.cli.demo.messages import Message, Progress, Results
 from pycomm.cli.demo.settings import COMPRESSIONS, HEAD_WIDTH, MIN_STEPS, Settings, methods_for, ranks_of
 from pycomm.cli.demo.train import train
+from pycomm.cli.launch import RankError, run_ranks
 
 _RATIO = 0.01
 _MAX_CONTEXT = 4096  # far less than the validation text has, anywhere
@@ -111,7 +111,7 @@ def _train(settings: Settings, console: Any) -> Results:
             elif isinstance(message, Results):
                 received.append(message)
 
-        run_ranks(train, settings, on_message)
+        run_ranks(train, settings.ranks, [settings], on_message)
     if not received:
         raise RankError("rank 0 ended without a result")
     return received[0]

@@ -45,15 +45,5 @@ class Results:
     outcomes: list[Outcome]
 
 
-@dataclass(frozen=True)
-class Failure:
-    """From any rank, before it gives up: its peers' failures that follow from this one are later."""
-
-    rank: int
-    when: float
-    """On the clock that all processes of a host share."""
-    traceback: str
-
-
-Message = Progress | Results | Failure
+Message = Progress | Results
 Tell = Callable[[Message], None]

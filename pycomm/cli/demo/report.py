@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.table import Table
 
 from pycomm.cli.demo.figures import Figures, Ratio, figures_of, step_ratio
 from pycomm.cli.demo.messages import Outcome, Results
 from pycomm.cli.demo.settings import WARM_UP_STEPS, Settings, ranks_of
+from pycomm.cli.table import table
+
+_HEADER = ["run", "validation\nloss", "step\nms", "waiting\nms", "sent per\nstep, MB", "step time\nvs DDP"]
 
 
 def show(results: Results, settings: Settings, console: Console) -> None:
     """Print everything; ``results.outcomes`` are DDP, pycomm dense, and the compressed runs."""
-    console.print()
-    console.print(table(results, title(results, settings)))
+    for text in (f"\n{title(results, settings)}\n", table(_HEADER, rows_of(results))):
+        console.print(text, soft_wrap=True, highlight=False, markup=False)
     for line in conclusions(results, settings):
         console.print("\n" + line, highlight=False, markup=False)
     console.print("\n" + notes(results), style="dim", highlight=False, markup=False)
@@ -26,23 +28,22 @@ def title(results: Results, settings: Settings) -> str:
     )
 
 
-def table(results: Results, heading: str) -> Table:
-    shown = Table(title=heading, header_style="bold")
-    shown.add_column("run", no_wrap=True)
-    for name in ("validation\nloss", "step\nms", "waiting\nms", "sent per\nstep, MB", "step time\nvs DDP"):
-        shown.add_column(name, justify="right", no_wrap=True)
-    ddp = results.outcomes[0]
+def rows_of(results: Results) -> list[list[str]]:
+    """Return a line of the table for every run."""
+    ddp, rows = results.outcomes[0], []
     for outcome in results.outcomes:
         run = figures_of(outcome)
-        shown.add_row(
-            run.label,
-            f"{run.validation_loss:.3f}",
-            f"{1e3 * run.step_seconds:.1f}",
-            f"{1e3 * run.wait_seconds:.1f}",
-            f"{run.bytes_per_step / 1e6:.3f}",
-            f"{step_ratio(outcome, ddp).value:.2f}x",
+        rows.append(
+            [
+                run.label,
+                f"{run.validation_loss:.3f}",
+                f"{1e3 * run.step_seconds:.1f}",
+                f"{1e3 * run.wait_seconds:.1f}",
+                f"{run.bytes_per_step / 1e6:.3f}",
+                f"{step_ratio(outcome, ddp).value:.2f}x",
+            ]
         )
-    return shown
+    return rows
 
 
 def notes(results: Results) -> str:

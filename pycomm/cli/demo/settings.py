@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import pycomm
@@ -17,8 +16,6 @@ TURN_STEPS = 10
 WARM_UP_STEPS = 5
 """Steps of each run that are not timed: first allocations and connections, pycomm's first pass, which only learns."""
 MIN_STEPS = 2 * TURN_STEPS
-PATIENCE = timedelta(seconds=120)
-"""Timeout of waits between ranks, for one that hangs; one that dies is noticed at once."""
 
 
 @dataclass(frozen=True)

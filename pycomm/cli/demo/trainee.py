@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm.cli.demo.messages import Outcome
 from pycomm.cli.demo.model import loss_of
-from pycomm.cli.demo.settings import PATIENCE, Method
+from pycomm.cli.demo.settings import Method
+from pycomm.cli.launch import PATIENCE
 
 _LEARNING_RATE = 1e-3
 _BETAS = (0.9, 0.99)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from pycomm.cli.plan.report import print_table, size_text, time_text
+from pycomm.cli.plan.report import size_text, time_text
+from pycomm.cli.table import print_table
 from pycomm.cost.planning import Priced, price
 from pycomm.schedule.network import Network
 
@@ -31,7 +32,7 @@ def print_compression(num_ranks: int, nbytes: float, network: Network) -> None:
         ]
         for name, each in priced.items()
     ]
-    print_table(header, rows)
+    print_table(header, rows, indent="  ")
     print(f"\n{verdict(priced)}")
 
 

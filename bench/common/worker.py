@@ -1,0 +1,79 @@
+"""Rank that a launcher such as MPI's has started: ``python -m bench.common.worker MODULE:CLASS``.
+
+Imports nothing but the standard library: a rank has what its worker imports, and no torch where that has none.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import select
+import socket
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any, TypeAlias
+
+Pipe: TypeAlias = "Connection[Any, Any]"
+
+DRIVER = "PYCOMM_BENCH_DRIVER"
+TOKEN = "PYCOMM_BENCH_TOKEN"
+PATIENCE_SECONDS = 10.0
+
+
+def serve(pipe: Pipe, worker_name: str) -> None:
+    """Be a rank: make the worker, and do as told until the driver hangs up."""
+    try:
+        setup = pipe.recv()
+        module, _, name = worker_name.partition(":")
+        worker = getattr(importlib.import_module(module), name)(**setup)
+        pipe.send({"value": worker.rank})
+        while (command := _next(pipe)) is not None:
+            method, arguments = command
+            pipe.send({"value": getattr(worker, method)(*arguments)})
+        worker.close()
+    except Exception:
+        pipe.send({"error": traceback.format_exc()})
+        _next(pipe)  # a launcher would end the others at once, and this message might be lost
+
+
+def _next(pipe: Pipe) -> Any:
+    try:
+        return pipe.recv()
+    except (EOFError, ConnectionResetError):
+        return None
+
+
+def answer_driver(worker_name: str) -> None:
+    """Connect to the driver that the environment names, and serve it."""
+    stream = socket.create_connection(("127.0.0.1", int(os.environ[DRIVER])))
+    pipe = over(stream)
+    threading.Thread(target=_end_with_driver, args=(pipe.fileno(),), daemon=True).start()
+    pipe.send_bytes(os.environ.pop(TOKEN).encode())
+    serve(pipe, worker_name)
+
+
+def over(stream: socket.socket) -> Pipe:
+    """Return a pipe that takes ``stream`` over."""
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    stream.setblocking(True)
+    return Connection(stream.detach())
+
+
+def _end_with_driver(descriptor: int) -> None:
+    """Once the driver hung up, end this process even if it never comes back from its turn.
+
+    Not at once: a turn takes a second or so, and who ends in order leaves nothing behind (MPICH's
+    shared memory has a name).
+    """
+    poll = select.poll()
+    poll.register(descriptor, select.POLLRDHUP)
+    poll.poll()
+    time.sleep(PATIENCE_SECONDS)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    answer_driver(sys.argv[1])

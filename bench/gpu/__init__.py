@@ -1,0 +1,1 @@
+"""``python -m bench.gpu``: everything about one GPU; and ``.report``, which prints its reports again."""

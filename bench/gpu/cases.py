@@ -1,0 +1,110 @@
+"""Kernels that ``bench.gpu`` measures, at which sizes, and what their figures are held against."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bench.common.resnet50 import Shape
+from bench.gpu.targets import COLD_READS, COPY, FOUR_TIMES, TEN_TIMES, WARM_READS, Target
+from bench.kernels import compression, dense, sparse, steps
+from bench.kernels.case import Arrays, Calls, Case
+
+_RATIOS = (0.001, 0.01)
+_DGC_RATIO = 0.001
+_PIECES = 100  # gradients that the elements are cut into
+_SECTOR = 32  # bytes that a GPU moves at least
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One line of the table.
+
+    Attributes:
+        shapes: shapes of the gradients.
+        what: words for them, where they have to be told from others.
+    """
+
+    case: Case
+    shapes: Sequence[Shape]
+    target: Target | None = None
+    what: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.case.name} of {self.what}" if self.what else self.case.name
+
+    @property
+    def elements(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    def make(self, device: torch.device, count: int) -> list[Calls]:
+        """Return ``count`` calls of the case, each on memory that the ones before it do not use, as far as it needs."""
+        generator = torch.Generator(device).manual_seed(0)
+        several = min(count, self.case.num_arrays or count)
+        arrays = [Arrays(self.shapes, device, generator) for _ in range(several)]
+        return [self.case.make(arrays[i % several]) for i in range(count)]
+
+
+def make_plans(small: int, large: int, shapes: Sequence[Shape]) -> list[Plan]:
+    """Return all plans in the order of the table: gradients of ``shapes``, and arrays of two sizes."""
+    plans = [*_resnet50(shapes)]
+    for n in (small, large):
+        plans += [*_dense(n, COPY if n == large else None), *_sparse(n, n == large)]
+    return [*plans, *_compression(large), *_steps(shapes)]
+
+
+def _pieces(n: int) -> list[Shape]:
+    """Cut ``n`` elements into gradients of equal lengths, but for the last."""
+    length = -(-n // _PIECES)
+    return [(min(length, n - begin),) for begin in range(0, n, length)]
+
+
+def _resnet50(shapes: Sequence[Shape]) -> list[Plan]:
+    n, what = sum(math.prod(shape) for shape in shapes), f"{len(shapes)} gradients of ResNet-50"
+    return [Plan(dense.pack_by_cat(n), shapes, FOUR_TIMES, what), Plan(dense.pack_half(n), shapes, None, what)]
+
+
+def _dense(n: int, target: Target | None) -> list[Plan]:
+    shapes = _pieces(n)
+    held = [dense.pack_half(n), dense.unpack(n), dense.unpack_half(n), dense.reduce(n)]
+    measured = [dense.accumulate(n), dense.absmax(n, by_norms=True), dense.hashes(n)]
+    return [
+        Plan(dense.pack(n), shapes),
+        *(Plan(case, shapes, target) for case in held),
+        *(Plan(case, shapes) for case in measured),
+    ]
+
+
+def _sparse(n: int, large: bool) -> list[Plan]:
+    plans, shapes = [], _pieces(n)
+    for ratio in _RATIOS:
+        cold, warm = (COLD_READS, WARM_READS) if large else (TEN_TIMES if ratio == _RATIOS[0] else None, None)
+        plans.append(Plan(sparse.topk(n, ratio), shapes, cold))
+        plans.append(Plan(sparse.topk(n, ratio, warm=True), shapes, warm))
+    return [*plans, *(Plan(sparse.scatter_add(n, ratio, _SECTOR), shapes) for ratio in _RATIOS)]
+
+
+def _compression(n: int) -> list[Plan]:
+    whole, pieces = [(n,)], _pieces(n)
+    steps_of_dgc = [
+        Plan(sparse.dgc_step(n, _DGC_RATIO, warm), shapes, what=what)
+        for shapes, what in ((whole, "one gradient"), (pieces, f"{len(pieces)} gradients"))
+        for warm in (False, True)
+    ]
+    cases = [
+        compression.int8_encode_with_remainder(n),
+        compression.int8_decode(n, ranks=4),
+        compression.sign_pack_with_remainder(n),
+    ]
+    indices = [Plan(case, [(sparse.NUM_INDICES,)]) for case in (sparse.indices_to_bits(), sparse.bits_to_indices())]
+    return [*steps_of_dgc, *(Plan(case, whole) for case in cases), *indices]
+
+
+def _steps(shapes: Sequence[Shape]) -> list[Plan]:
+    n, what = sum(math.prod(shape) for shape in shapes), f"{len(shapes)} parameters of ResNet-50"
+    cases = [steps.squared_norms(n), steps.momentum(n), steps.lars(n), steps.adam(n)]
+    return [Plan(case, shapes, what=what) for case in cases]

@@ -1,0 +1,321 @@
+"""Part of ``bench.gpu`` that imports pycomm and measures; in a process of its own, started by it.
+
+    python -m bench.gpu.measure --out FILE [--rounds N] [--seconds N] [--phases NAME,...]
+
+What is known is written to FILE after every line, so that nothing is lost when this process is.
+With ``--device cpu`` everything is tiny: that is how tests run it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bench.common.arguments import plain_parser, positive
+from bench.common.resnet50 import parameter_shapes
+from bench.common.timing import Samples, interleave
+from bench.gpu.environment import gpu_environment, l2_bytes
+from bench.gpu.targets import OVERHEAD, judged
+from bench.gpu.timing import Turn, num_copies
+
+if TYPE_CHECKING:
+    from bench.gpu.cases import Plan
+
+_PHASES = {"bandwidth": 20.0, "kernels": 150.0, "nccl": 40.0, "attach": 90.0, "two_ranks": 60.0}
+"""Seconds that each may take at most."""
+
+_LEAST_ATTACH_ROUNDS = 3
+_SHARED_GPU_NCCL = (2, 30)
+_SHARED_GPU_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
+
+
+def main() -> None:
+    arguments = _parse()
+    Measurement(arguments).run()
+
+
+def _parse() -> argparse.Namespace:
+    parser = plain_parser("bench.gpu.measure", __doc__)
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--rounds", type=positive, default=15)
+    parser.add_argument("--seconds", type=float, default=400.0, help="for everything (default 400)")
+    parser.add_argument("--phases", default=",".join(_PHASES), help="default: %(default)s")
+    parser.add_argument("--device", default="cuda:0")
+    return parser.parse_args()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of what is measured.
+
+    Attributes:
+        small, large: elements of the kernels' arrays; ``large`` is also what is copied.
+        gradients: how many of ResNet-50's.
+        model, blocks, batch, image: of a training step: name, depth, samples, and their width and height.
+        steps: in a turn.
+    """
+
+    small: int = 25_600_000
+    large: int = 100_000_000
+    gradients: int = 161
+    model: str = "ResNet-50"
+    blocks: tuple[int, ...] = (3, 4, 6, 3)
+    batch: int = 32
+    image: int = 224
+    steps: int = 5
+
+
+_TINY = Sizes(2_000, 30_000, gradients=9, model="ResNet-14", blocks=(1, 1, 1, 1), batch=2, image=32, steps=1)
+
+
+class CopyFloor:
+    """Floor of everything else: copies from one large array into another on the device."""
+
+    def __init__(self, device: torch.device, elements: int) -> None:
+        self.bytes = 8 * elements  # read and written
+        self._device = device
+        self._pairs = [(torch.randn(elements, device=device), torch.randn(elements, device=device)) for _ in range(2)]
+
+    def turn(self) -> Turn:
+        """Return a turn of torch's ``copy_``, which is cudaMemcpyAsync."""
+        return Turn([partial(target.copy_, source) for source, target in self._pairs], self._device)
+
+    def cupy_turn(self) -> Turn:
+        """Return a turn of the same through cupy, on torch's arrays and stream.
+
+        Raises:
+            ImportError: no cupy.
+        """
+        runtime = importlib.import_module("cupy").cuda.runtime
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        kind = runtime.memcpyDeviceToDevice
+
+        def call(source: torch.Tensor, target: torch.Tensor) -> None:
+            runtime.memcpyAsync(target.data_ptr(), source.data_ptr(), source.nbytes, kind, stream)
+
+        return Turn([partial(call, source, target) for source, target in self._pairs], self._device)
+
+
+class Measurement:
+    """Report as far as it has come, and the phases that fill it."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self._device = torch.device(arguments.device)
+        self._end: float = time.monotonic() + arguments.seconds
+        self._phase_end: float = self._end
+        self._sizes = Sizes() if self._device.type == "cuda" else _TINY
+        settings = {"rounds": arguments.rounds, **asdict(self._sizes)}
+        self.report: dict[str, Any] = {"environment": {}, "settings": settings, "bandwidth": {}}
+        for key in ("cases", "nccl", "attach", "skipped", "errors"):
+            self.report[key] = []
+
+    def run(self) -> None:
+        """Run every phase; what one raises is noted, and the next begins."""
+        self._guarded("environment", self._environment)
+        wanted = self._arguments.phases.split(",")
+        for name, seconds in _PHASES.items():
+            if name in wanted:
+                self._phase_end = min(self._end, time.monotonic() + seconds)
+                self._guarded(name, getattr(self, f"_{name}"))
+
+    def _guarded(self, where: str, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception:
+            self.report["errors"].append({"where": where, "error": traceback.format_exc()})
+        self._write()
+
+    def _write(self) -> None:
+        """Write the report so that whoever looks finds a whole one, whenever this process ends."""
+        draft = self._arguments.out.with_suffix(".draft")
+        draft.write_text(json.dumps(self.report))
+        draft.replace(self._arguments.out)
+
+    def _skip(self, what: str, why: str) -> None:
+        self.report["skipped"].append({"what": what, "why": why})
+
+    def _out_of_time(self) -> bool:
+        return time.monotonic() > self._phase_end
+
+    def _environment(self) -> None:
+        self.report["environment"] = gpu_environment(self._device)
+
+    def _bandwidth(self) -> None:
+        floor = CopyFloor(self._device, self._sizes.large)
+        turns = {"torch copy_": floor.turn()}
+        if self._device.type == "cuda":
+            try:
+                turns["cupy memcpyAsync"] = floor.cupy_turn()
+            except ImportError as error:
+                self._skip("copy bandwidth by cupy", str(error))
+        for turn in turns.values():
+            turn.warm_up()
+        samples = interleave(turns, self._arguments.rounds)
+        ways = [
+            {"way": way, "seconds": found.as_json(), "bytes_per_second": floor.bytes / found.median}
+            for way, found in samples.items()
+        ]
+        fastest = max(floor.bytes / found.median for found in samples.values())
+        self.report["bandwidth"] = {"bytes": floor.bytes, "copy_bytes_per_second": fastest, "ways": ways}
+
+    def _kernels(self) -> None:
+        from bench.gpu.cases import make_plans  # imports pycomm: the phases before do without
+
+        floor = CopyFloor(self._device, self._sizes.large)
+        shapes = parameter_shapes()[: self._sizes.gradients]
+        for plan in make_plans(self._sizes.small, self._sizes.large, shapes):
+            name = f"{plan.name}, {plan.elements} elements"
+            if self._out_of_time():
+                self._skip(name, f"the {_PHASES['kernels']:.0f} s for kernels were used up")
+                continue
+            self._guarded(name, partial(self._case, plan, floor))
+            self._free()
+
+    def _case(self, plan: Plan, floor: CopyFloor) -> None:
+        copies = plan.make(self._device, num_copies(l2_bytes(self._device), plan.case.floor_bytes))
+        for copy in copies:
+            copy.verify()
+        ours = Turn([copy.ours for copy in copies], self._device)
+        peer = Turn([copy.peer for copy in copies], self._device)
+        turns = {"ours": ours, "peer": peer, "copy": floor.turn()}
+        for turn in turns.values():
+            turn.warm_up()
+        samples = interleave(turns, self._arguments.rounds)
+        row = case_row(plan, samples, floor.bytes / samples["copy"].median)
+        host = {"host_seconds": ours.host_seconds, "peer_host_seconds": peer.host_seconds}
+        self.report["cases"].append({**row, "copies": len(copies), **host})
+
+    def _free(self) -> None:
+        """Free the memory: the next case's arrays have other sizes."""
+        if self._device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def _nccl(self) -> None:
+        if self._device.type != "cuda":
+            self._skip("NCCL", "no GPU")
+            return
+        from bench.common.ranks import Ranks  # imports pycomm, as above
+        from pycomm.cli.launch import rendezvous
+
+        with rendezvous() as port, Ranks("NCCL", "bench.gpu.ranks:NcclRank", 1, {"port": port}) as ranks:
+            for num_bytes in (4096, 100_000_000):
+                found = ranks.call("measure", num_bytes, self._arguments.rounds)[0]
+                self.report["nccl"].append(_nccl_row(num_bytes, found))
+
+    def _attach(self) -> None:
+        self._attach_in(1, {})
+
+    def _two_ranks(self) -> None:
+        """Measure two ranks, on a GPU that lets them share it."""
+        what = "attach, two ranks on one GPU"
+        if self._device.type != "cuda":
+            self._skip(what, "no GPU")
+            return
+        reason = _why_not_shared()
+        if reason is not None:
+            self._skip(what, reason)
+            return
+        self._attach_in(2, {"NCCL_MAX_CTAS": "8"})
+
+    def _attach_in(self, size: int, environment: dict[str, str]) -> None:
+        from bench.common.ranks import Ranks  # imports pycomm, as above
+        from bench.gpu.ranks import WAYS
+        from pycomm.cli.launch import rendezvous
+
+        sizes = self._sizes
+        setup = {"device": str(self._device), "blocks": sizes.blocks, "batch": sizes.batch, "image": sizes.image}
+        rounds, worker = 2 * self._arguments.rounds, "bench.gpu.ranks:AttachRank"  # a few per cent take more of them
+        turns: list[dict[str, dict[str, Any]]] = []
+        with rendezvous() as port, Ranks("attach", worker, size, {"port": port, **setup}, (), environment) as ranks:
+            ranks.call("verify")
+            for number in range(rounds):
+                if number >= _LEAST_ATTACH_ROUNDS and self._out_of_time():
+                    self._skip(f"attach, {size} rank(s): {rounds - number} of {rounds} rounds", "time was used up")
+                    break
+                order = WAYS if number % 2 == 0 else WAYS[::-1]
+                turns.append({way: _slowest(ranks.call("turn", way, sizes.steps)) for way in order})
+        model = f"{sizes.model}, batch {sizes.batch} of {sizes.image} x {sizes.image}, fp32, SGD with momentum"
+        for way in WAYS:
+            row = attach_row(way, WAYS[0], turns)
+            target = OVERHEAD if way == WAYS[1] and size == 1 else None
+            self.report["attach"].append(judged({**row, "ranks": size, "model": model}, target))
+
+
+def case_row(plan: Plan, samples: dict[str, Samples], copy_bytes_per_second: float) -> dict[str, Any]:
+    """Return a line of the report, judged."""
+    ours, peer = samples["ours"], samples["peer"]
+    share = plan.case.floor_bytes / ours.median / copy_bytes_per_second
+    row = {
+        "name": plan.name,
+        "elements": plan.elements,
+        "seconds": ours.as_json(),
+        "peer": plan.case.peer_name,
+        "peer_seconds": peer.as_json(),
+        "times_faster": peer.median / ours.median,
+        "bytes": plan.case.floor_bytes,
+        "copy_bytes_per_second": copy_bytes_per_second,
+        "share_of_copy_bandwidth": share,
+        "time_over_floor": 1 / share,
+    }
+    return judged(row, plan.target)
+
+
+def attach_row(way: str, without: str, turns: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Return a line of the report on steps with ``way``.
+
+    ``ratio`` is that of two turns of one round; ``overhead`` its median, less 1; ``active`` whether pycomm did
+    anything, ``None`` where it was not attached.
+    """
+    ratio = Samples.of(turn[way]["seconds"] / turn[without]["seconds"] for turn in turns)
+    return {
+        "name": way,
+        "active": None if way == without else any(turn[way]["active"] for turn in turns),
+        "seconds": Samples.of(turn[way]["seconds"] for turn in turns).as_json(),
+        "ratio": ratio.as_json(),
+        "overhead": ratio.median - 1,
+    }
+
+
+def _nccl_row(num_bytes: int, found: dict[str, Any]) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": "all_reduce, one rank (no data moves)", "bytes": num_bytes}
+    for side, prefix in (("pycomm", ""), ("torch", "peer_")):
+        if side in found:
+            row[f"{prefix}seconds"] = Samples.of(found[side]["seconds"]).as_json()
+            row[f"{prefix}host_seconds"] = found[side]["host_seconds"]
+    return {**row, "peer": "torch.distributed, nccl" if "torch" in found else None}
+
+
+def _slowest(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
+    return max(by_rank, key=lambda found: found["seconds"])
+
+
+def _why_not_shared() -> str | None:
+    """Return why two ranks cannot share a GPU here; ``None`` if they can."""
+    from pycomm.transport.nccl import nccl_version
+
+    found = nccl_version()
+    if found is None:
+        return "no NCCL"
+    if tuple(int(part) for part in found[0].split(".")[:2]) < _SHARED_GPU_NCCL:
+        return f"NCCL is {found[0]}, wanted 2.30 or newer"
+    if os.environ.get(_SHARED_GPU_VARIABLE) != "1":
+        return f"{_SHARED_GPU_VARIABLE}=1 is not in the environment"
+    return None
+
+
+if __name__ == "__main__":
+    main()

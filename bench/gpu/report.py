@@ -1,0 +1,163 @@
+"""Printer of the reports that ``bench.gpu`` wrote, as tables; needs neither torch nor pycomm.
+
+python -m bench.gpu.report [FILE...]        (default: all of bench/results/gpu_*.json)
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import ROOT
+from bench.common.arguments import plain_parser
+from bench.common.tables import print_table
+from bench.common.timing import Samples, duration, times
+
+RESULTS = ROOT / "bench" / "results"
+
+
+def main() -> int:
+    parser = plain_parser("bench.gpu.report", __doc__)
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
+    files: list[Path] = parser.parse_args().files or sorted(RESULTS.glob("gpu_*.json"))
+    if not files:
+        print(f"not yet measured on a GPU: there is no {RESULTS.name}/gpu_*.json, `python -m bench.gpu` writes it")
+        return 0
+    for number, path in enumerate(files):
+        try:
+            report = _load(path)
+        except (OSError, ValueError) as error:
+            print(f"{path}: {error}", file=sys.stderr)
+            return 1
+        print(f"== {path}" if number == 0 else f"\n== {path}")
+        print_report(report)
+    return 0
+
+
+def _load(path: Path) -> dict[str, Any]:
+    report = json.loads(path.read_text())
+    bench = report.get("bench") if isinstance(report, dict) else None
+    if bench != "gpu":
+        raise ValueError(f"a report of bench {bench!r}, wanted one of 'gpu'")
+    return dict(report)
+
+
+def print_report(report: Mapping[str, Any]) -> None:
+    """Print all that a report of ``bench.gpu`` holds, as far as it came."""
+    _print_environment(report["environment"])
+    _print_tests(report["tests"])
+    _print_bandwidth(report["bandwidth"])
+    _print_cases(report["cases"])
+    _print_nccl(report["nccl"])
+    _print_attach(report["attach"])
+    _print_targets([*report["cases"], *report["attach"]])
+    for skipped in report["skipped"]:
+        print(f"skipped: {skipped['what']}: {skipped['why']}")
+    for error in report["errors"]:
+        print(f"error in {error['where']}:\n    " + error["error"].rstrip().replace("\n", "\n    "))
+    print(f"took {report['seconds']:.0f} s")
+
+
+def _print_environment(found: Mapping[str, Any]) -> None:
+    build, nccl = found.get("pycomm") or {}, found.get("nccl") or {}
+    dirty = {True: ", with changes", False: "", None: ", changes unknown"}[found.get("dirty")]
+    facts = {
+        "device": f"{found.get('device')}, compute capability {found.get('compute_capability')}",
+        "driver": f"{found.get('driver')}, CUDA runtime of torch {found.get('cuda_runtime')}",
+        "pycomm": f"{build.get('version')}, built with CUDA {build.get('cuda')} and {build.get('compiler')}",
+        "NCCL": f"{nccl.get('version')} ({nccl.get('path')})",
+        "others": f"torch {found.get('torch')}, cupy {found.get('cupy')}, Python {found.get('python')}",
+        "host": f"{found.get('cpu')}, {found.get('cores')} cores",
+        "commit": f"{found.get('commit')}{dirty}",
+    }
+    for name, fact in facts.items():
+        print(f"{name:<8}{fact}")
+
+
+def _print_tests(tests: Mapping[str, Any]) -> None:
+    if not tests:
+        return
+    counts = ", ".join(f"{tests[name]} {name}" for name in ("passed", "failed", "errors", "skipped"))
+    print(f"{'tests':<8}{counts}, in {tests['seconds']:.0f} s")
+    for failure in tests["failures"]:
+        print(f"  {failure['test']}: {failure['message']}")
+
+
+def _print_bandwidth(bandwidth: Mapping[str, Any]) -> None:
+    ways = bandwidth.get("ways", [])
+    if ways:
+        speeds = "; ".join(f"{way['way']} {way['bytes_per_second'] / 1e9:.0f} GB/s" for way in ways)
+        print(f"{'copy':<8}{speeds} (read + written)")
+
+
+def _print_cases(cases: Sequence[Mapping[str, Any]]) -> None:
+    if not cases:
+        return
+    print("\nkernels, by device events")
+    header = ["", "elements", "pycomm", "p10 - p90", "torch", "faster", "of copy", "time / floor", "target", "reached"]
+    print_table(header, [_case_cells(row) for row in cases])
+
+
+def _case_cells(row: Mapping[str, Any]) -> list[str]:
+    return [
+        row["name"],
+        f"{row['elements'] / 1e6:.1f} M",
+        *_samples(row["seconds"]).cells(),
+        duration(row["peer_seconds"]["median"]),
+        times(row["times_faster"]),
+        f"{100 * row['share_of_copy_bandwidth']:.1f} %",
+        times(row["time_over_floor"]),
+        *_verdict(row),
+    ]
+
+
+def _print_nccl(rows: Sequence[Mapping[str, Any]]) -> None:
+    if not rows:
+        return
+    print("\nNCCL")
+    header = ["", "bytes", "pycomm", "p10 - p90", "host", "torch.distributed", "host"]
+    print_table(header, [_nccl_cells(row) for row in rows])
+
+
+def _nccl_cells(row: Mapping[str, Any]) -> list[str]:
+    peer = ["-", "-"]
+    if row["peer"] is not None:
+        peer = [duration(row["peer_seconds"]["median"]), duration(row["peer_host_seconds"])]
+    return [row["name"], str(row["bytes"]), *_samples(row["seconds"]).cells(), duration(row["host_seconds"]), *peer]
+
+
+def _print_attach(rows: Sequence[Mapping[str, Any]]) -> None:
+    if not rows:
+        return
+    print(f"\ntraining step: {rows[0]['model']}")
+    header = ["", "ranks", "step", "p10 - p90", "overhead", "p10 - p90", "target", "reached"]
+    print_table(header, [_attach_cells(row) for row in rows])
+    idle = [row["name"] for row in rows if row["active"] is False]
+    if idle:
+        print(f"nothing to do with one rank, so no hooks: {'; '.join(idle)}")
+
+
+def _attach_cells(row: Mapping[str, Any]) -> list[str]:
+    low, high = (100 * (row["ratio"][key] - 1) for key in ("p10", "p90"))
+    overhead = [f"{100 * row['overhead']:+.2f} %", f"{low:+.2f} - {high:+.2f} %"]
+    return [row["name"], str(row["ranks"]), *_samples(row["seconds"]).cells(), *overhead, *_verdict(row)]
+
+
+def _print_targets(rows: Sequence[Mapping[str, Any]]) -> None:
+    judged = [row for row in rows if row["reached"] is not None]
+    print(f"\ntargets: {sum(row['reached'] for row in judged)} of {len(judged)} reached")
+
+
+def _verdict(row: Mapping[str, Any]) -> list[str]:
+    return [row["target"] or "-", {True: "pass", False: "FAIL", None: "measured"}[row["reached"]]]
+
+
+def _samples(found: Mapping[str, Any]) -> Samples:
+    return Samples.of(found["samples"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

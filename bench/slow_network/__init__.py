@@ -1,0 +1,1 @@
+"""``python -m bench.slow_network``: training over slow links; and ``.link``, all_reduce against simulation."""

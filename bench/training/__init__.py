@@ -1,0 +1,1 @@
+"""``python -m bench.training``: whole training steps on one host, in time and in memory."""

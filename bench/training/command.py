@@ -1,0 +1,174 @@
+"""Cost of synchronising gradients in whole training steps, in time and in memory.
+
+    python -m bench.training [--ranks 2] [--rounds 9] [--steps 4] [--json FILE]
+
+(a) Step time of a perceptron with 10 million parameters, one thread per rank: without communication,
+DistributedDataParallel over Gloo, and pycomm. All ways live side by side in the same processes,
+start from the same parameters, see the same data, and have turns of a few steps. A step's figure is
+its slowest rank's. "exposed" is the median beyond that without communication; "waiting" is what
+Reducer.stats() says backward() was held up; "sent" is the payload a rank hands to its transport.
+(b) attach with one rank: the same model attached and detached in turns; the overhead is the median
+over the rounds of the ratio of the two turns' medians.
+(c) Memory between steps beyond the model, its gradients and its optimizer's state, over the bytes of
+the gradients: growth of the rank's own pages and of its shared memory, as reserved. "fixed" is the
+part that a tiny model has as well: control pages, mailboxes, staging.
+
+Gradients are verified before anything is timed, and replicas compared after.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from bench.common.arguments import counts, make_parser, positive
+from bench.common.ranks import KEEP_MEMORY, Ranks
+from bench.common.results import headline, write_json
+from bench.common.tables import print_table
+from bench.common.timing import Samples, duration, times
+from bench.training.ranks import DDP, DDP_VIEWS, DENSE, NONE, TOPK, WAYS, make_model
+from pycomm.cli.launch import rendezvous
+
+_WIDTHS = (784, 2048, 2048, 2048, 10)
+_MEMORY_WAYS = (DDP, DDP_VIEWS, DENSE, TOPK)
+
+# Where memory is counted, the opposite of KEEP_MEMORY: a fixed threshold, so that whatever is freed is really gone.
+_GIVE_MEMORY_BACK = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
+
+
+def main() -> None:
+    arguments = _parse()
+    model = make_model(arguments.widths)
+    count = sum(p.numel() for p in model.parameters())
+    shape = " x ".join(str(width) for width in arguments.widths)
+    print(f"{headline()}\nperceptron {shape}: {count / 1e6:.2f} M parameters, batch {arguments.batch} per rank")
+    steps = _measure_steps(arguments)
+    _print_steps(steps, arguments)
+    overhead = _measure_overhead(arguments)
+    _print_overhead(overhead)
+    memory = _measure_memory(arguments)
+    _print_memory(memory)
+    settings = {name: getattr(arguments, name) for name in ("ranks", "rounds", "steps", "batch")}
+    settings |= {"widths": arguments.widths, "parameters": count}
+    figures = {
+        "steps": [_step_json(way, found) for way, found in steps.items()],
+        "one_rank": overhead,
+        "memory": memory,
+    }
+    write_json(arguments.json, "training", settings, figures)
+
+
+def _parse() -> argparse.Namespace:
+    parser = make_parser("bench.training", __doc__)
+    parser.add_argument("--ranks", type=positive, default=2, help="for step time and memory (default 2)")
+    parser.add_argument("--steps", type=positive, default=8, help="steps per turn (default 8)")
+    parser.add_argument("--batch", type=positive, default=40, help="samples per rank (default 40)")
+    parser.add_argument(
+        "--widths", type=counts, default=list(_WIDTHS), help="of the perceptron's layers, first and last included"
+    )
+    return parser.parse_args()
+
+
+def _ranks(worker: str, size: int, port: int, arguments: argparse.Namespace, environment: dict[str, str]) -> Ranks:
+    setup = {"port": port, "widths": arguments.widths, "batch": arguments.batch}
+    return Ranks("training", f"bench.training.ranks:{worker}", size, setup, environment=environment)
+
+
+class Steps:
+    """Measurements from the turns of one way."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.wait: list[float] = []
+        self.sent: list[float] = []
+
+    def add(self, by_rank: Sequence[dict[str, Any]]) -> None:
+        """Add one turn: of each step and of the waiting, the slowest rank's."""
+        self.seconds += [max(step) for step in zip(*(found["seconds"] for found in by_rank), strict=True)]
+        self.wait.append(max(found["wait"] for found in by_rank))
+        self.sent.append(max(found["sent"] for found in by_rank))
+
+
+def _measure_steps(arguments: argparse.Namespace) -> dict[str, Steps]:
+    found = {way: Steps() for way in WAYS}
+    with rendezvous() as port, _ranks("StepRank", arguments.ranks, port, arguments, KEEP_MEMORY) as ranks:
+        ranks.call("verify")
+        for number in range(arguments.rounds):
+            for way in WAYS if number % 2 == 0 else reversed(WAYS):
+                found[way].add(ranks.call("turn", way, arguments.steps))
+        ranks.call("check_replicas")
+    return found
+
+
+def _print_steps(found: dict[str, Steps], arguments: argparse.Namespace) -> None:
+    print(f"\n(a) step time, {arguments.ranks} ranks, {arguments.rounds} rounds of {arguments.steps} steps")
+    none, ddp = (Samples.of(found[way].seconds).median for way in (NONE, DDP))
+    rows = []
+    for way, steps in found.items():
+        step = Samples.of(steps.seconds)
+        exposed = "-" if way == NONE else duration(max(0.0, step.median - none))
+        sent = median(steps.sent)
+        reported = [duration(median(steps.wait)), f"{sent / 1e6:.2f} MB"] if sent else ["-", "-"]
+        rows.append([way, *step.cells(), times(ddp / step.median), exposed, *reported])
+    print_table(["", "step", "p10 - p90", "vs DDP", "exposed", "waiting", "sent"], rows)
+
+
+def _step_json(way: str, found: Steps) -> dict[str, Any]:
+    return {
+        "way": way,
+        "seconds": Samples.of(found.seconds).as_json(),
+        "wait_seconds": median(found.wait),
+        "bytes_sent": median(found.sent),
+    }
+
+
+def _measure_overhead(arguments: argparse.Namespace) -> dict[str, Any]:
+    seconds: dict[str, list[float]] = {NONE: [], DENSE: []}
+    ratios = []
+    with rendezvous() as port, _ranks("OverheadRank", 1, port, arguments, KEEP_MEMORY) as ranks:
+        ranks.call("verify")
+        for number in range(3 * arguments.rounds):  # a difference of a few per cent takes more of them
+            turns = {}
+            for way in (NONE, DENSE) if number % 2 == 0 else (DENSE, NONE):
+                turns[way] = ranks.call("turn", way, arguments.steps)[0]
+                seconds[way] += turns[way]
+            ratios.append(median(turns[DENSE]) / median(turns[NONE]))
+    return {
+        "without": Samples.of(seconds[NONE]).as_json(),
+        "with": Samples.of(seconds[DENSE]).as_json(),
+        "ratio": Samples.of(ratios).as_json(),
+    }
+
+
+def _print_overhead(found: dict[str, Any]) -> None:
+    print("\n(b) attach with one rank")
+    rows = [[f"{side} attach", *Samples.of(found[side]["samples"]).cells()] for side in ("without", "with")]
+    print_table(["", "step", "p10 - p90"], rows)
+    low, middle, high = (100 * (found["ratio"][key] - 1) for key in ("p10", "median", "p90"))
+    print(f"overhead {middle:+.2f} % of a step (p10 - p90 over the rounds: {low:+.2f} - {high:+.2f} %)")
+
+
+def _measure_memory(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    found = []
+    for way in _MEMORY_WAYS:
+        with (
+            rendezvous() as port,
+            _ranks("MemoryRank", arguments.ranks, port, arguments, _GIVE_MEMORY_BACK) as ranks,
+        ):
+            by_rank = ranks.call("measure", way)
+        mean = {key: sum(rank[key] for rank in by_rank) / len(by_rank) for key in by_rank[0]}
+        found.append({"way": way, **mean})
+    return found
+
+
+def _print_memory(found: list[dict[str, Any]]) -> None:
+    print("\n(c) memory per rank beyond model, gradients and optimizer state")
+    rows = []
+    for row in found:
+        gradients, added, fixed = row["gradients"], row["added"], row["fixed"]
+        sizes = [f"{number / 1e6:.1f} MB" for number in (gradients, added, fixed)]
+        rows.append([row["way"], *sizes, f"{(added - fixed) / gradients:.2f}", f"{added / gradients:.2f}"])
+    header = ["", "gradients", "added", "of it fixed", "(added - fixed) / gradients", "added / gradients"]
+    print_table(header, rows)

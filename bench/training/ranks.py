@@ -1,0 +1,295 @@
+"""Ranks of ``bench.training``: whole steps of a multi-layer perceptron, with and without communication."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pycomm
+from bench.common.ranks import join_group
+
+NONE = "no communication"
+DDP = "DDP"
+DDP_VIEWS = "DDP, gradient_as_bucket_view"
+DENSE = "pycomm"
+FP16 = "pycomm, FP16"
+TOPK = "pycomm, TopK(0.01)"
+WAYS = (NONE, DDP, DDP_VIEWS, DENSE, FP16, TOPK)
+
+_COMPRESSION: dict[str, Callable[[], Any]] = {
+    DENSE: pycomm.NoCompression,
+    FP16: pycomm.FP16,
+    TOPK: lambda: pycomm.TopK(0.01),
+}
+_TINY = (8, 8, 2)
+_MEMORY_FILE = "/memfd:"
+
+
+def make_model(widths: Sequence[int]) -> nn.Sequential:
+    """Return linear layers with ReLU between them; always the same parameters."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(widths):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+class Replica:
+    """Model and its optimizer on this rank, kept equal to the others' in one of the ``WAYS``."""
+
+    def __init__(self, way: str, widths: Sequence[int], batch: int) -> None:
+        self.model = make_model(widths)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        generator = torch.Generator().manual_seed(1 + dist.get_rank())
+        self._inputs = torch.randn(batch, widths[0], generator=generator)
+        self._targets = torch.randint(widths[-1], (batch,), generator=generator)
+        self._module: nn.Module = self.model
+        self.reducer: pycomm.Reducer | None = None
+        self.synchronise(way)
+
+    def synchronise(self, way: str) -> None:
+        """Average in this way from now on; the way before is undone."""
+        if self.reducer is not None:
+            self.reducer.detach()
+        self.reducer, self._module = None, self.model
+        if way in _COMPRESSION:
+            self.reducer = pycomm.attach(self.optimizer, self.model, compression=_COMPRESSION[way]())
+        elif way != NONE:
+            self._module = DistributedDataParallel(self.model, gradient_as_bucket_view=way == DDP_VIEWS)
+
+    def backward(self) -> None:
+        """Compute the gradients of this rank's batch, averaged if the way does."""
+        self.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self._module(self._inputs), self._targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def step(self) -> None:
+        self.backward()
+        self.optimizer.step()
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Return copies of the gradients, by name."""
+        return {name: _grad_of(parameter).clone() for name, parameter in self.model.named_parameters()}
+
+    def kept_back(self) -> dict[str, torch.Tensor]:
+        """Return what error feedback on all ranks together has not sent yet, as part of the average, by name."""
+        if self.reducer is None:
+            return {}
+        state = self.reducer.state_dict()["ranks"][str(dist.get_rank())]
+        sums = {name: entry["residual"].clone() for name, entry in state.items() if "residual" in entry}
+        for residual in sums.values():
+            dist.all_reduce(residual)
+        return sums
+
+    def counters(self) -> tuple[float, int]:
+        """Return the seconds that backward has been held up, and the bytes sent, so far."""
+        if self.reducer is None:
+            return 0.0, 0
+        stats = self.reducer.stats()
+        return stats["wait_seconds"], stats["bytes_sent"]
+
+
+class StepRank:
+    """Rank with all ways side by side, each with a model of its own."""
+
+    def __init__(self, port: int, widths: list[int], batch: int) -> None:
+        self.rank, _ = join_group(port)
+        self._replicas = {way: Replica(way, widths, batch) for way in WAYS}
+
+    def verify(self) -> None:
+        """Check averages against the ranks' own gradients, summed in float64.
+
+        Twice, as pycomm sends while backward runs only from the second pass on.
+
+        Raises:
+            AssertionError: a way computes something else.
+        """
+        self._replicas[NONE].backward()
+        own = self._replicas[NONE].gradients()
+        wanted = {name: _average(grad) for name, grad in own.items()}
+        magnitudes = {name: _average(grad.abs()) for name, grad in own.items()}
+        for _ in range(2):
+            for way in WAYS[1:]:
+                _verify_way(way, self._replicas[way], wanted, magnitudes)
+
+    def turn(self, way: str, steps: int) -> dict[str, Any]:
+        """Return the seconds of each of ``steps`` steps; and the seconds waited and bytes sent in one, on average."""
+        replica = self._replicas[way]
+        replica.step()  # brings back what the caches and the allocator lost to the other ways
+        waited, sent = replica.counters()
+        dist.barrier()
+        seconds = [_timed(replica.step) for _ in range(steps)]
+        waited_then, sent_then = replica.counters()
+        return {"seconds": seconds, "wait": (waited_then - waited) / steps, "sent": (sent_then - sent) / steps}
+
+    def check_replicas(self) -> None:
+        """Check after training that all ranks hold the same parameters, and that those are finite.
+
+        Raises:
+            AssertionError: they do not.
+        """
+        for way in WAYS[1:]:
+            mine = torch.cat([p.detach().view(-1) for p in self._replicas[way].model.parameters()])
+            first = mine.clone()
+            dist.broadcast(first, src=0)
+            if not torch.equal(mine, first) or not bool(mine.isfinite().all()):
+                raise AssertionError(f"{way}: replicas differ or are not finite after training")
+
+    def close(self) -> None:
+        for replica in self._replicas.values():
+            replica.synchronise(NONE)
+        dist.destroy_process_group()
+
+
+class OverheadRank:
+    """Rank that attaches to its optimizer and detaches again: what being attached costs by itself."""
+
+    def __init__(self, port: int, widths: list[int], batch: int) -> None:
+        self.rank, _ = join_group(port)
+        self._replica = Replica(NONE, widths, batch)
+
+    def verify(self) -> None:
+        """Check that gradients are the same to the bit, attached or not.
+
+        Raises:
+            AssertionError: they are not.
+        """
+        found = []
+        for way in (NONE, DENSE):
+            self._replica.synchronise(way)
+            self._replica.backward()
+            found.append(self._replica.gradients())
+        if any(not torch.equal(found[0][name], found[1][name]) for name in found[0]):
+            raise AssertionError("attach with one rank changes gradients")
+
+    def turn(self, way: str, steps: int) -> list[float]:
+        """Return the seconds of each of ``steps`` steps."""
+        self._replica.synchronise(way)
+        self._replica.step()
+        return [_timed(self._replica.step) for _ in range(steps)]
+
+    def close(self) -> None:
+        self._replica.synchronise(NONE)
+        dist.destroy_process_group()
+
+
+class MemoryRank:
+    """Rank that measures what a way keeps in memory between steps; one way only, so that nothing of another is left."""
+
+    def __init__(self, port: int, widths: list[int], batch: int) -> None:
+        self.rank, _ = join_group(port)
+        self._widths, self._batch = widths, batch
+
+    def measure(self, way: str) -> dict[str, int]:
+        """Return bytes of memory that is this rank's (shared memory counts where it was made).
+
+        ``fixed``, what the way takes with a tiny model; ``added``, with this one; ``gradients``, those of this one.
+        """
+        self._growth(way, _TINY)  # imports, threads, pools: there once, whatever is synchronised
+        fixed, _ = self._growth(way, _TINY)
+        added, gradients = self._growth(way, self._widths)
+        return {"fixed": fixed, "added": added, "gradients": gradients}
+
+    def _growth(self, way: str, widths: Sequence[int]) -> tuple[int, int]:
+        """Return the growth from a model that has trained without communication to the same after training with it.
+
+        Gradients and momentum are in place before.
+        """
+        replica = Replica(NONE, widths, self._batch)
+        for _ in range(3):
+            replica.step()
+        before = _own_bytes()
+        replica.synchronise(way)
+        for _ in range(3):
+            replica.step()
+        after = _own_bytes()
+        gradients = sum(_grad_of(p).nbytes for p in replica.model.parameters())
+        replica.synchronise(NONE)
+        return after - before, gradients
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+def _timed(step: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def _grad_of(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None, "every parameter takes part"
+    return parameter.grad
+
+
+def _average(grad: torch.Tensor) -> torch.Tensor:
+    total = grad.double()
+    dist.all_reduce(total)
+    return (total / dist.get_world_size()).float()
+
+
+def _verify_way(
+    way: str, replica: Replica, wanted: dict[str, torch.Tensor], magnitudes: dict[str, torch.Tensor]
+) -> None:
+    """Check that one backward gives the average, and that error feedback keeps what it lacks of it.
+
+    Roundings are in proportion to the ranks' terms (``magnitudes``, their average), not to their sum,
+    in which they may cancel. float16 has 11 bits; its terms are rounded, and then their sum.
+    """
+    before = replica.kept_back()
+    replica.backward()
+    after = replica.kept_back()
+    relative = 2.0**-9 if way == FP16 else 2.0**-20
+    for name, got in replica.gradients().items():
+        missing = wanted[name] + before.get(name, 0.0) - got - after.get(name, 0.0)
+        terms = magnitudes[name] + before.get(name, torch.zeros(())).abs()
+        tolerance = relative * terms + 2.0**-22 * terms.max()
+        if not bool((missing.abs() <= tolerance).all()):
+            raise AssertionError(f"{way}: the averaged gradient of {name} is wrong")
+
+
+def _own_bytes() -> int:
+    """Return this process's part of the memory that is mapped, and all of the anonymous shared files that it has open.
+
+    What only the allocator holds is given back first. The files are reserved also where nobody has touched them yet.
+    """
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)
+    return _mapped_bytes() + sum(_memory_file_bytes().values())
+
+
+def _mapped_bytes() -> int:
+    """Return the proportional set size without memfds."""
+    kilobytes, counts = 0, True
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):  # the first line of a mapping: addresses, rights, ..., its file
+            counts = not any(word.startswith(_MEMORY_FILE) for word in words)
+        elif words[0] == "Pss:" and counts:
+            kilobytes += int(words[1])
+    return 1024 * kilobytes
+
+
+def _memory_file_bytes() -> dict[int, int]:
+    """Return the bytes that each memfd open here has allocated, by its inode."""
+    found = {}
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the descriptor of this very listing is gone by now
+            if os.readlink(link).startswith(_MEMORY_FILE):
+                status = os.fstat(int(link.name))
+                found[status.st_ino] = 512 * status.st_blocks
+    return found

@@ -1,0 +1,91 @@
+"""The benches run, verify and write what they measured; what they measure is nobody's business here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.common.resnet50 import parameter_shapes
+from bench.kernels.case import Arrays, Calls
+from bench.kernels.command import make_cases
+from pycomm import kernels
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["kernels", "--rounds", "1", "--shapes", "40"],
+        ["collectives", "--peers", "gloo", "--ranks", "2", "--sizes", "1K,64K", "--rounds", "1"],
+        ["collectives.scale", "--ranks", "2,3", "--rounds", "1"],
+        ["training", "--rounds", "1", "--steps", "1", "--widths", "784,512,10"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+@pytest.mark.timeout(180)
+def test_bench(arguments: list[str], tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-m", f"bench.{arguments[0]}", *arguments[1:], "--json", str(report)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr
+    assert "verified" in done.stdout or arguments[0] != "kernels"
+    assert json.loads(report.read_text())
+
+
+@pytest.fixture(scope="module")
+def calls() -> Iterator[dict[str, Calls]]:
+    """The cases on a CPU, by name, on the first parameters alone; with one thread, so small they are."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    arrays = Arrays(parameter_shapes()[:9])
+    cases = make_cases(arrays.count)
+    assert len({case.name for case in cases}) == len(cases)
+    assert all(case.floor_bytes > 0 for case in cases)
+    yield {case.name: case.make(arrays) for case in cases}
+    torch.set_num_threads(threads)
+
+
+def test_cases_are_right(calls: dict[str, Calls]) -> None:
+    for made in calls.values():
+        made.verify()
+        for _ in range(2):
+            made.prepare()
+            made.ours()
+            made.peer()
+        made.verify()  # calls leave nothing behind that the next verification would fall over
+
+
+@pytest.mark.parametrize(
+    ("kernel", "cases"),
+    [
+        ("squared_norms", ["squared norms"]),
+        ("momentum_step", ["LARS, copies in fp16", "LARS.step", "SGD.step, momentum"]),
+        ("lamb_apply", ["LAMB.step"]),
+        (
+            "adam_step",
+            [
+                "Adam.step",
+                "Adam.step, unscale",
+                "Adam.step, finite check, unscale",
+                "Adam, unscale, copies in fp16",
+                "Adam.step, unscale, master weights of fp16",
+                "AdamW.step",
+            ],
+        ),
+        ("rmsprop_step", ["RMSprop.step, momentum"]),
+    ],
+)
+def test_wrong_steps_are_noticed(
+    kernel: str, cases: list[str], calls: dict[str, Calls], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, kernel, lambda tensors, *_, **__: torch.zeros(len(tensors)))
+    for name in cases:
+        with pytest.raises(AssertionError):
+            calls[name].verify()

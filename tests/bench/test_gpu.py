@@ -1,0 +1,298 @@
+"""bench.gpu without a GPU: everything but the figures."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.common.resnet50 import parameter_shapes
+from bench.gpu import command as gpu
+from bench.gpu import report, targets
+from bench.gpu.cases import Plan, make_plans
+from bench.gpu.ranks import resnet
+from bench.gpu.timing import Turn, num_copies
+from pycomm import kernels
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+PLANS = make_plans(2_000, 30_000, parameter_shapes()[:9])
+
+
+def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", *command]
+    return subprocess.run(line, cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True, timeout=110)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.name}, {plan.elements}")
+def test_cases_are_right(plan: Plan) -> None:
+    for case in plan.make(CPU, 2):
+        case.verify()
+        case.ours()
+        case.peer()
+        case.verify()  # calls leave nothing behind that the next verification would fall over
+    assert plan.case.floor_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("kernel", "cases"),
+    [
+        ("pack", ["pack fp32 -> fp32", "pack fp32 -> fp16, scale, finite", "pack fp32 -> fp16, finite of"]),
+        ("unpack", ["unpack fp32 -> fp32", "unpack fp16 -> fp32, scale"]),
+        ("reduce", ["reduce, 4 arrays"]),
+        ("topk", ["topk, 0.1 %", "topk, 1 %", "topk, 0.1 %, warm", "topk, 1 %, warm"]),
+        ("scatter_add", ["scatter_add, 0.1 %", "scatter_add, 1 %"]),
+        ("absmax", ["absmax"]),
+        ("hashes", ["hashes of replicas"]),
+        ("accumulate", ["accumulate, finite"]),
+        ("sparsify", ["DGC step 0.1 %, cold of", "DGC step 0.1 %, warm of"]),
+        ("quantize", ["int8 encode, remainder"]),
+        ("dequantize", ["int8 decode of 4 ranks"]),
+        ("pack_signs", ["sign pack, remainder"]),
+        ("unpack_indices", ["bits to indices, 0.1 %"]),
+        ("squared_norms", ["squared norms of"]),
+        ("momentum_step", ["SGD, momentum, copies in fp16 of", "LARS, copies in fp16 of"]),
+        ("adam_step", ["Adam, copies in fp16 of"]),
+    ],
+)
+def test_wrong_kernels_are_noticed(kernel: str, cases: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in cases:
+        plans = [
+            plan for plan in PLANS if plan.name == name or (plan.name.startswith(f"{name} ") and name[-2:] == "of")
+        ]
+        assert plans, name
+        for made in [made for plan in plans for made in plan.make(CPU, 2)]:
+            with monkeypatch.context() as patched:
+                patched.setattr(kernels, kernel, lambda *_, **__: torch.tensor(True))
+                with pytest.raises(AssertionError):
+                    made.verify()
+
+
+def test_every_target_is_somewhere() -> None:
+    wanted = {t for t in vars(targets).values() if isinstance(t, targets.Target)} - {targets.OVERHEAD}
+    assert {plan.target for plan in PLANS} == {*wanted, None}
+
+
+@pytest.mark.parametrize(("target", "value", "reached"), [
+    (targets.COPY, 0.85, True),
+    (targets.COPY, 0.849, False),
+    (targets.WARM_READS, 1.4, True),
+    (targets.WARM_READS, 1.41, False),
+    (targets.OVERHEAD, -0.01, True),
+    (targets.OVERHEAD, 0.021, False),
+])  # fmt: skip
+def test_targets_are_judged(target: targets.Target, value: float, reached: bool) -> None:
+    row = targets.judged({"name": "x", target.figure: value}, target)
+    assert row["reached"] is reached
+    assert row["target"] == target.text
+    assert targets.judged({"name": "x"}, None) == {"name": "x", "target": None, "reached": None}
+
+
+@pytest.mark.parametrize("num_bytes", [1, 10**5, 10**7, 6 * 10**7, 6 * 10**8])
+def test_copies_outgrow_the_cache(num_bytes: int) -> None:
+    for l2_bytes in (0, 4 << 20, 50 << 20):
+        copies = num_copies(l2_bytes, num_bytes)
+        assert copies >= 2
+        assert (copies - 1) * num_bytes >= 2 * l2_bytes
+        assert copies == 2 or (copies - 2) * num_bytes < 2 * l2_bytes  # and no more than needed
+
+
+def test_a_turn_takes_all_copies_alike() -> None:
+    calls = [0, 0, 0]
+
+    def call(index: int) -> None:
+        calls[index] += 1
+
+    turn = Turn([partial(call, i) for i in range(3)], CPU)
+    turn.warm_up()
+    assert turn() > 0.0
+    assert turn.host_seconds > 0.0
+    assert calls[0] > 0
+    assert len(set(calls)) == 1
+
+
+class FakeEvent:
+    """Of a GPU on which a call takes a millisecond; it gets to them when the host has enqueued all."""
+
+    done = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        self._at = 0.0
+
+    def record(self) -> None:
+        self._at = FakeEvent.done
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return end._at - self._at
+
+
+def test_a_turn_on_a_gpu_is_timed_by_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    leads: list[int] = []
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "_sleep", leads.append)
+
+    def call() -> None:
+        FakeEvent.done += 1.0
+
+    turn = Turn([call, call], torch.device("cuda", 0))
+    turn.warm_up()
+    assert turn() == pytest.approx(1e-3)
+    assert leads[0] == 0.02 * 2e9
+    assert 1e-4 * 2e9 <= leads[-1] < leads[0]  # what the host needed the last time, and something to spare
+
+
+def test_the_model_is_resnet50() -> None:
+    assert [tuple(p.shape) for p in resnet().parameters()] == parameter_shapes()
+
+
+def test_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu", "--json", str(tmp_path / "report.json")])
+    assert gpu.main() == 2
+    told = capsys.readouterr().err
+    assert told.startswith("bench.gpu: torch finds no GPU here; ")
+    assert told.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+JUNIT = """<?xml version="1.0" encoding="utf-8"?>
+<testsuites name="pytest tests"><testsuite name="pytest" errors="1" failures="1" skipped="2" tests="9" time="3.5">
+<testcase classname="tests.a" name="test_good" time="1"/>
+<testcase classname="tests.a" name="test_bad[1]" time="1"><failure message="assert 1 == 2&#10; + more">trace</failure>
+</testcase><testcase classname="tests.b" name="test_broken" time="1"><error message="no fixture">trace</error>
+</testcase></testsuite></testsuites>"""
+
+
+def test_junit() -> None:
+    assert gpu.parse_junit(JUNIT) == {
+        "passed": 5,
+        "failed": 1,
+        "errors": 1,
+        "skipped": 2,
+        "seconds": 3.5,
+        "failures": [
+            {"test": "tests.a::test_bad[1]", "message": "assert 1 == 2"},
+            {"test": "tests.b::test_broken", "message": "no fixture"},
+        ],
+    }
+
+
+def test_commands_end_in_time() -> None:
+    slow = "import time; print('here', flush=True); time.sleep(60)"
+    status, output = gpu.run_command([sys.executable, "-c", slow], 2)
+    assert status != 0
+    assert output.startswith("here")
+    assert output.endswith("stopped after 2 s")
+    assert gpu.run_command([sys.executable, "-c", "raise SystemExit(7)"], 60) == (7, "")
+
+
+def test_tests_are_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu, "TESTS", ("tests/kernels/test_topk_on_gpu.py", "tests/test_that_is_not_there.py"))
+    this_run = gpu.Run(rounds=1)
+    this_run._test(tmp_path / "junit.xml")
+    tests = this_run.report["tests"]
+    assert this_run.report["errors"] == []
+    assert tests["files"] == ["tests/kernels/test_topk_on_gpu.py"]
+    assert tests["passed"] + tests["skipped"] > 0
+    assert tests["failed"] == tests["errors"] == 0
+    assert this_run.report["skipped"] == [{"what": "tests/test_that_is_not_there.py", "why": "not there"}]
+
+
+def test_commit(tmp_path: Path) -> None:
+    assert gpu.commit_of(tmp_path, "abc") == {"commit": "abc", "dirty": None}
+
+
+def test_a_build_that_fails_still_gives_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And so does a measurement that dies."""
+    monkeypatch.setattr(gpu, "build_command", lambda *_: [sys.executable, "-c", "raise SystemExit('no nvcc')"])
+    path = tmp_path / "results" / "report.json"
+    this_run = gpu.Run(rounds=1)
+    monkeypatch.setattr(this_run, "_measure", lambda *_: 1 / 0)
+    this_run.everything(tmp_path, build=True, tests=True, commit=None)
+    assert this_run.finish(path) == 1
+    written = json.loads(path.read_text())
+    assert [error["where"] for error in written["errors"]] == ["build", "measuring"]
+    assert "no nvcc" in written["errors"][0]["error"]
+    assert {"what": "tests", "why": "the build failed"} in written["skipped"]
+    assert "no nvcc" in capsys.readouterr().out
+
+
+def test_names_of_files() -> None:
+    assert gpu.slug("NVIDIA H200") == "nvidia_h200"
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the measuring process writes, here on the CPU, and the parent makes of it."""
+    out = tmp_path_factory.mktemp("measured") / "measured.json"
+    done = run("bench.gpu.measure", "--device", "cpu", "--rounds", "1", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    this_run = gpu.Run(rounds=1)
+    this_run._take(json.loads(out.read_text()))
+    return {**this_run.report, "tests": gpu.parse_junit(JUNIT), "seconds": 1.0}
+
+
+def test_everything_is_measured(measured: dict[str, Any]) -> None:
+    assert measured["errors"] == []
+    assert [(row["name"], row["elements"]) for row in measured["cases"]] == [(p.name, p.elements) for p in PLANS]
+    assert [row["active"] for row in measured["attach"]] == [None, False, False, True]
+    assert [row["reached"] is None for row in measured["attach"]] == [True, False, True, True]
+    assert {skipped["what"] for skipped in measured["skipped"]} == {"NCCL", "attach, two ranks on one GPU"}
+    assert measured["bandwidth"]["copy_bytes_per_second"] > 0
+    assert measured["environment"]["device"] == "cpu"
+
+
+def test_report(measured: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = copy.deepcopy(measured)
+    content["cases"][0] |= {"target": ">= 85 % of copy", "reached": False}
+    content["cases"][1] |= {"target": ">= 4x torch", "reached": True}
+    side = {"seconds": content["cases"][0]["seconds"], "host_seconds": 1e-5, "bytes": 4096, "name": "all_reduce"}
+    content["nccl"] = [
+        {**side, "peer": None},
+        {**side, "peer": "nccl", "peer_seconds": side["seconds"], "peer_host_seconds": 1e-5},
+    ]
+    content["errors"] = [{"where": "kernels", "error": "Traceback\n  boom\n"}]
+    path = tmp_path / "gpu_x.json"
+    path.write_text(json.dumps(content))
+    # Neither torch nor pycomm: the report is read where neither is installed.
+    for module in ("torch", "pycomm"):
+        (tmp_path / f"{module}.py").write_text("raise ImportError('not wanted')")
+    done = run("bench.gpu.report", str(path), PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"== {path}"
+    assert any(line.startswith(PLANS[0].name) and line.endswith(">= 85 % of copy      FAIL") for line in lines)
+    assert any(line.startswith(PLANS[1].name) and line.endswith("pass") for line in lines)
+    assert any(line.startswith(PLANS[2].name) and line.endswith("measured") for line in lines)
+    for text in ("5 passed, 1 failed, 1 errors, 2 skipped", "test_bad[1]: assert 1 == 2", "skipped: NCCL: no GPU"):
+        assert text in done.stdout
+    assert "error in kernels:\n    Traceback\n      boom" in done.stdout
+
+
+def test_reports_that_are_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["report"])
+    assert report.main() == 0
+    assert "not yet measured on a GPU" in capsys.readouterr().out
+    other = tmp_path / "cpu.json"
+    other.write_text('{"bench": "kernels"}')
+    for path in (other, tmp_path / "none.json"):
+        monkeypatch.setattr(sys, "argv", ["report", str(path)])
+        assert report.main() == 1
+        assert str(path) in capsys.readouterr().err
