@@ -32,12 +32,12 @@ class SampleWeights:
 
     @property
     def in_use(self) -> bool:
-        """Whether weights have been set at all."""
+        """Return whether weights have been set at all."""
         return self._unit is not None
 
     @property
     def is_zero(self) -> bool:
-        """Whether the gradients accumulated on this rank have weight zero."""
+        """Return whether the gradients accumulated on this rank have weight zero."""
         return self.in_use and self._sent_unit == 0
 
     def set(self, num_samples: Any, num_passes: int) -> float:

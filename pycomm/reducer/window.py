@@ -42,7 +42,7 @@ class AccumulationWindow:
 
     @property
     def is_open(self) -> bool:
-        """Whether passes have ended whose gradients have not been sent yet."""
+        """Return whether passes have ended whose gradients have not been sent yet."""
         return self.num_passes > 0
 
     def begin_pass(self) -> None:
