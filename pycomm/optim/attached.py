@@ -52,4 +52,4 @@ def refuse_second_attach(names: Mapping[str, torch.Tensor]) -> None:
         gc.collect()  # the Reducer's optimizer may be garbage
     for name, param in names.items():
         if is_covered(param):
-            raise ValueError(f"parameter {name!r} is attached already: detach() the other Reducer first")
+            raise ValueError(f"parameter {name!r} is already attached: detach() the other Reducer first")

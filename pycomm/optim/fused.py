@@ -34,8 +34,8 @@ def fuse(optimizer: torch.optim.Optimizer) -> FusedStep:
     Works for torch's SGD, Adam, AdamW and RMSprop, and for LARS and LAMB, with float32 or float64
     parameters. Results match torch's up to rounding; state, hyperparameters and checkpoints keep torch's
     form. The factors of ``pycomm.LossScaler`` and ``Reducer.clip_grad_norm`` are applied inside the step,
-    without a pass of their own, so ``.grad`` keeps the unscaled, unclipped values it was given. For
-    half-precision parameters use :func:`pycomm.master_weights`, which includes this.
+    without a pass of their own, so ``.grad`` stays unchanged. For half-precision parameters use
+    :func:`pycomm.master_weights`, which includes this.
 
     Returns:
         A handle whose ``detach()`` gives the optimizer its own ``step`` back. It need not be kept.
@@ -95,8 +95,8 @@ class FusedStep(KernelStep):
         if name.startswith("_"):
             raise AttributeError(name)
         warnings.warn(
-            "pycomm.fuse() returns a handle now, and no longer the optimizer: write `pycomm.fuse(optimizer)` on a line "
-            "of its own",
+            "pycomm.fuse() now returns a handle instead of the optimizer: write `pycomm.fuse(optimizer)` on a line of "
+            "its own",
             DeprecationWarning,
             stacklevel=2,
         )
@@ -118,5 +118,5 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError("differentiable=True: kernels record no gradients")
     if any(group.get("capturable") for group in optimizer.param_groups):
-        raise ValueError("capturable=True: the count of steps is on the CPU here")
+        raise ValueError("capturable=True: the step count is on the CPU here")
     return rule

@@ -73,7 +73,7 @@ class LARS(LayerwiseOptimizer):
     def check_group(self, group: update_rules.Group) -> None:
         require_not_negative(group, "lr", "momentum", "weight_decay", "trust_coefficient")
         if group["nesterov"] and not group["momentum"] > 0:
-            raise ValueError(f"nesterov wants momentum, which is {group['momentum']}")
+            raise ValueError(f"nesterov needs a positive momentum, which is {group['momentum']}")
 
     def fused_step(self) -> None:
         update_rules.step_by_rule(self, update_rules.lars)

@@ -35,6 +35,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, whose options are checked; ValueError if one is out of range."""
         group = {**self.defaults, **param_group}
         self.check_group(group)
         if group["exclude"] not in EXCLUSIONS:

@@ -63,6 +63,7 @@ class CosineDecay:
         object.__setattr__(self, "final", _fraction("final", self.final))
 
     def factor(self, step: int, warmup_steps: int) -> float:
+        """Return the factor by which lr is multiplied in ``step``, which is not inside the warm-up."""
         done = _progress(step, warmup_steps, self.total_steps)
         return self.final + (1 - self.final) * (1 + math.cos(math.pi * done)) / 2
 
@@ -95,6 +96,7 @@ class PolynomialDecay:
         object.__setattr__(self, "final", _fraction("final", self.final))
 
     def factor(self, step: int, warmup_steps: int) -> float:
+        """Return the factor by which lr is multiplied in ``step``, which is not inside the warm-up."""
         done = _progress(step, warmup_steps, self.total_steps)
         return self.final + (1 - self.final) * math.pow(1 - done, self.power)
 
@@ -121,6 +123,7 @@ class StepDecay:
         object.__setattr__(self, "gamma", gamma)
 
     def factor(self, step: int, warmup_steps: int) -> float:
+        """Return the factor by which lr is multiplied in ``step``, which is not inside the warm-up."""
         return float(self.gamma ** bisect_right(self.milestones, step))
 
 
@@ -179,6 +182,7 @@ class WarmupLR(LRScheduler):
         return 1.0 if self.decay is None else self.decay.factor(step, self.warmup_steps)
 
     def get_lr(self) -> list[float | torch.Tensor]:
+        """Return the learning rates of the next optimizer step, one for each parameter group."""
         # Floats even if lr is a tensor, which LRScheduler would read back from its device in every step.
         self.base_lrs = [float(lr) for lr in self.base_lrs]
         factor = self.factor(self.last_epoch)

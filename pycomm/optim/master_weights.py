@@ -170,8 +170,8 @@ class MasterWeights(KernelStep):
         current = {param: unscaled for param, unscaled in self._unscaled.items() if unscaled.source is param.grad}
         if any(version_of(unscaled.source) != unscaled.version for unscaled in current.values()):
             raise RuntimeError(
-                "the gradient of a half-precision parameter was written to after unscale_(): what counts is that of "
-                "its master, in MasterWeights.parameters()"
+                "the gradient of a half-precision parameter was written to after unscale_(): steps use that of its "
+                "master, in MasterWeights.parameters()"
             )
         return {param: unscaled.grad for param, unscaled in current.items()}
 
@@ -280,7 +280,7 @@ class MasterWeights(KernelStep):
             if KEY not in entry:
                 raise ValueError(
                     f"the state of parameter {number} has no {KEY!r}: it was saved without master_weights; load it "
-                    "before calling master_weights, then the masters are the model's parameters"
+                    "before calling master_weights, which then copies the masters from the model's parameters"
                 )
             found[param] = entry.pop(KEY)
             if not isinstance(found[param], torch.Tensor):

@@ -76,10 +76,10 @@ class StepOverride(Stepper):
         super().__init__(optimizer)
         self._before = before = vars(optimizer).get("step")
         if step_override_of(optimizer) is not None:
-            raise RuntimeError(f"the step of this {type(optimizer).__name__} is pycomm's already")
+            raise RuntimeError(f"the step of this {type(optimizer).__name__} has already been replaced by pycomm's")
         if before is not None and not _is_schedulers(before, optimizer):
             raise RuntimeError(
-                f"the step of this {type(optimizer).__name__} has been replaced by {before!r}: let pycomm have it first"
+                f"the step of this {type(optimizer).__name__} has been replaced by {before!r}: call pycomm before that"
             )
 
         def step(self_: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:

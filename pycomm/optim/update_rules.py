@@ -332,7 +332,7 @@ def _targets(
         if grad is None:
             continue
         if grad.layout != torch.strided:
-            raise ValueError(f"a gradient of shape {list(p.shape)} is sparse; fused steps want dense ones")
+            raise ValueError(f"a gradient of shape {list(p.shape)} is sparse; fused steps need dense ones")
         require_dense(p)
         weight = masters.get(p, p)
         target = Target(weight, grad, optimizer.state, p, p.detach() if p in masters else None)

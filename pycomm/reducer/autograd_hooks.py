@@ -123,13 +123,14 @@ class GradientHook:
         owner, slot = self._owner(), self._slot()
         if owner is None or slot is None:
             raise RuntimeError(
-                f"the gradient of {self._name!r} is not averaged any more: the optimizer that was attached is gone; "
+                f"the gradient of {self._name!r} is no longer averaged: the optimizer that was attached is gone; "
                 "attach() the one that you use now"
             )
         self._method(owner, slot)
 
     @property
     def orphaned(self) -> bool:
+        """Return whether the owner no longer exists."""
         return self._owner() is None
 
     def is_last(self, param: torch.Tensor) -> bool:
@@ -138,6 +139,7 @@ class GradientHook:
         return len(hooks) == 1 or next(reversed(hooks)) == self._handle.id
 
     def remove(self) -> None:
+        """Remove the hook from its parameter."""
         self._handle.remove()
 
 

@@ -89,11 +89,12 @@ def signature(tensor: torch.Tensor) -> str:
 
 def check_same_lines(communicator: Communicator, lines: list[str], what: str) -> None:
     """Raise ValueError on every rank if a rank's lines differ from rank 0's, naming the first difference."""
-    everyone = [text.decode().split("\n") for text in communicator.channel.all_gather_bytes("\n".join(lines).encode())]
-    for rank, theirs in enumerate(everyone):
-        for i in range(max(len(theirs), len(everyone[0]))):
-            here = theirs[i] if i < len(theirs) else "nothing"
-            there = everyone[0][i] if i < len(everyone[0]) else "nothing"
+    by_rank = [text.decode().split("\n") for text in communicator.channel.all_gather_bytes("\n".join(lines).encode())]
+    first = by_rank[0]
+    for rank, other in enumerate(by_rank):
+        for i in range(max(len(other), len(first))):
+            here = other[i] if i < len(other) else "nothing"
+            there = first[i] if i < len(first) else "nothing"
             if here != there:
                 raise ValueError(f"the ranks disagree: {what} {i} is {here!r} on rank {rank}, {there!r} on rank 0")
 

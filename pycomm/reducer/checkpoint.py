@@ -73,9 +73,9 @@ def _check_header(saved: Any, settings: Settings, strict: bool) -> None:
     if isinstance(saved, dict) and "format" in saved and saved["format"] != _FORMAT:
         raise ValueError(f"state has format {saved['format']}, this pycomm reads {_FORMAT}")
     if not isinstance(saved, dict) or not saved.keys() >= _KEYS or not isinstance(saved["ranks"], dict):
-        raise ValueError("state is no Reducer.state_dict() and no list of them")
+        raise ValueError("state is neither a Reducer.state_dict() nor a list of them")
     if not all(str(rank).isdecimal() and isinstance(content, dict) for rank, content in saved["ranks"].items()):
-        raise ValueError("state is no Reducer.state_dict(): its 'ranks' are not numbered")
+        raise ValueError("state is not a Reducer.state_dict(): its 'ranks' are not numbered")
     for key, least in (("world_size", 1), ("steps", 0)):
         value = saved[key]
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -84,8 +84,8 @@ def _check_header(saved: Any, settings: Settings, strict: bool) -> None:
         _check_content(f"state['ranks'][{rank!r}]", content)
     if strict and saved["method"] != _method(settings):
         raise ValueError(
-            f"state is of compression {saved['method']}, attach was given {_method(settings)} (strict=False loads what "
-            "fits)"
+            f"state is from compression {saved['method']}, attach was given {_method(settings)} (strict=False loads "
+            "what fits)"
         )
 
 
@@ -107,7 +107,7 @@ def _select_rank(ranks: list[tuple[int, State]], size: int, communicator: Commun
     if numbers == list(range(size)):
         return _reshard(ranks, communicator)
     raise ValueError(
-        f"state is of rank(s) {numbers} of {size}, this is rank {communicator.rank} of {communicator.size}: pass the "
+        f"state is from rank(s) {numbers} of {size}, this is rank {communicator.rank} of {communicator.size}: pass the "
         "list of all ranks' state_dicts, or one that has them all (of a distributed checkpoint: "
         "torch.distributed.checkpoint.format_utils.dcp_to_torch_save)"
     )

@@ -12,15 +12,15 @@ def require_sendable(slot: Slot) -> None:
     grad = slot.param.grad
     if grad is None:
         raise RuntimeError(
-            f"the gradient of {slot.name!r} has been taken away by another hook on this parameter, before it could be "
+            f"the gradient of {slot.name!r} has been removed by another hook on this parameter before it could be "
             "averaged: an optimizer that steps in backward does not work with attach"
         )
     if grad.is_sparse:
         raise ValueError(f"the gradient of {slot.name!r} is sparse; pycomm reduces dense gradients")
     if slot.flight is not None and slot.flight.work is not None:
         raise RuntimeError(
-            f"the gradient of {slot.name!r} was accumulated {slot.fired} times in one backward pass, where earlier "
-            f"passes had {slot.expected}, and had been sent already; detach() and attach() again to learn anew"
+            f"the gradient of {slot.name!r} was accumulated {slot.fired} times in one backward pass, against "
+            f"{slot.expected} in earlier passes, when it had already been sent; detach() and attach() to count again"
         )
 
 

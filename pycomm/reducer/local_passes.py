@@ -47,7 +47,7 @@ class LocalPasses:
             if count > 0 or slot is firing:
                 raise RuntimeError(
                     f"the gradient of {slot.name!r} is still what a backward() inside reducer.paused() left, which is "
-                    f"never averaged: {why}; optimizer.zero_grad() first"
+                    f"never averaged: {why}; call optimizer.zero_grad() first"
                 )
         self._left.clear()
 

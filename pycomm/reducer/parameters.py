@@ -112,9 +112,9 @@ class ParameterTable:
         for slot in self.unfrozen():
             if slot.param.grad is not None:
                 raise RuntimeError(
-                    f"the gradient of {slot.name!r} has not been averaged: it was unfrozen after attach, and no "
-                    "parameter that pycomm already knew took part in this backward; attach the module itself, not its "
-                    "named_parameters()"
+                    f"the gradient of {slot.name!r} has not been averaged: the parameter was unfrozen after attach, "
+                    "and no parameter that pycomm already knew took part in this backward; attach the module itself, "
+                    "not its named_parameters()"
                 )
 
     def require_as_attached(self) -> None:
@@ -163,7 +163,7 @@ def names_of(
     if wanted:
         raise ValueError(
             f"{len(wanted)} parameter(s) of the optimizer are not among model_or_named_parameters, "
-            f"the first of shape {_shape_of(optimizer, wanted)}: was it given another model?"
+            f"the first of shape {_shape_of(optimizer, wanted)}: was it given a different model?"
         )
     return names
 
@@ -205,8 +205,8 @@ def _check_memory(name: str, param: torch.Tensor) -> None:
     kind = type(param).__name__
     if is_flat_parameter(param):
         raise TypeError(
-            f"parameter {name!r} is a flat parameter of FullyShardedDataParallel, of which each rank has another "
-            "shard: FSDP averages gradients itself; leave pycomm.attach out"
+            f"parameter {name!r} is a flat parameter of FullyShardedDataParallel, of which each rank has a "
+            "different shard: FSDP averages gradients itself; leave pycomm.attach out"
         )
     if hasattr(param, "__tensor_flatten__") or hasattr(param, "device_mesh"):
         raise TypeError(

@@ -83,7 +83,9 @@ class Passes:
     def paused(self) -> Iterator[None]:
         """Keep backward passes inside local to this rank; see ``Reducer.paused``."""
         if self._window.is_open:
-            raise RuntimeError("paused() inside an accumulation window: its gradients would be mixed; flush() first")
+            raise RuntimeError(
+                "paused() inside an accumulation window: its gradients would be mixed; call flush() first"
+            )
         self._local.depth += 1
         try:
             yield
@@ -168,7 +170,7 @@ class Passes:
     def _require_right_pass(self) -> None:
         self.require_taking_part()
         self._local.require_gone("this backward() would add to it", self._engine.firing)
-        # With all_parameters there may be several optimizers, of which this rank sees one step.
+        # With all_parameters the parameters may belong to several optimizers, of which only one reports its steps.
         if not self._window.is_open and not self._settings.all_parameters:
             self._progress.require_used()
         self._table.require_as_attached()

@@ -97,9 +97,10 @@ class Reducer:
     def flush(self) -> None:
         """Average an accumulation window that ended early. Collective; call before unscaling, clipping and ``step``.
 
-        Does nothing if no rank has gradients waiting, and on a rank whose window was just complete. The
-        other ranks may have had any number of passes in the window if :meth:`set_weight` is in use;
-        otherwise they must all have had equally many.
+        Does nothing if no rank has gradients waiting. If :meth:`set_weight` is in use, the ranks may have had
+        different numbers of passes: a rank whose window was complete has already sent its gradients and does
+        nothing here, while ranks with fewer passes, or none, join it by this call. Otherwise all ranks must
+        have had equally many.
 
         Raises:
             RuntimeError: this Reducer is detached, or no longer takes part after an error.

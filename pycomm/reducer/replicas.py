@@ -167,7 +167,7 @@ class ReplicaCheck:
             self._logged = True
             name, ranks, count = self._first_difference(self._buffer_hashes)
             _logger.warning(
-                "buffer %r%s differs between the ranks (not on rank 0 as on %s): each rank keeps its own. "
+                "buffer %r%s differs between the ranks (%s from the others): each rank keeps its own. "
                 'attach(..., buffers="broadcast") or "average" makes them equal after each reduction',
                 name,
                 f", and {count - 1} more," if count > 1 else "",
@@ -193,15 +193,15 @@ class ReplicaCheck:
         alike = len(set(processors)) == 1
         more = f" ({count} parameters differ)" if count > 1 else ""
         message = (
-            f"the replicas differ after {num_reductions} reductions: parameter {name!r} on {_ranks(ranks)} is not what "
-            f"it is on the other ranks{more}; the largest difference is {apart:.3g}, the largest magnitude "
-            f"{largest:.3g}"
+            f"the replicas differ after {num_reductions} reductions: parameter {name!r} on {_ranks(ranks)} differs "
+            f"from the other ranks{more}; the largest difference is {apart:.3g}, the largest magnitude {largest:.3g}"
         )
         if alike or not apart <= _LAST_BITS * largest:
             raise RuntimeError(
                 f"{message}. Something updates them differently: a learning rate, data that decides whether a step is "
                 "taken, code that writes to parameters, gradients that were never averaged. "
-                "pycomm.broadcast_parameters(model) makes them equal again; attach(..., check_replicas=0) does not look"
+                "pycomm.broadcast_parameters(model) makes them equal again; attach(..., check_replicas=0) turns this "
+                "check off"
             )
         if not self._warned:
             self._warned = True

@@ -166,7 +166,7 @@ class GpuQueue:
             RuntimeError: a group is already open.
         """
         if self._grouped is not None:
-            raise RuntimeError("a group is open already on this GPU; groups do not nest")
+            raise RuntimeError("a group is already open on this GPU; groups do not nest")
         transport, self._grouped = self.transport(), []
         try:
             with transport.grouped(timeout):

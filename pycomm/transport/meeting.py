@@ -166,7 +166,7 @@ class Meeting:
         except (ValueError, RecursionError) as error:
             self._malformed(rank, str(error))
         if not isinstance(greeting, dict) or not isinstance(greeting.get("nonce"), str):
-            self._malformed(rank, "no greeting of pycomm")
+            self._malformed(rank, "not a greeting of pycomm")
         return greeting
 
     def _malformed(self, rank: int, what: str) -> NoReturn:

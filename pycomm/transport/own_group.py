@@ -24,7 +24,7 @@ def group_of(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.Proce
         if process_group.ndim != 1:
             raise ValueError(
                 f"process_group is a DeviceMesh of {process_group.ndim} dimensions {process_group.mesh_dim_names}, "
-                'wanted one: mesh["dp"], say'
+                'wanted one, such as mesh["dp"]'
             )
         process_group = process_group.get_group()
     group = process_group if process_group is not None else dist.group.WORLD

@@ -149,7 +149,7 @@ def _connect(meeting: Meeting, peers: Peers, p: int, address: bytes, pid: int) -
             if answer is not None:
                 os.close(answer[1])
             meeting.check(late=True)
-            raise meeting.failed(p, f"rank {p} did not answer as itself")
+            raise meeting.failed(p, f"rank {p} did not identify itself correctly")
         peers.memory[p] = answer[1]
         connection.settimeout(None)
         peers.sockets[p] = connection.detach()

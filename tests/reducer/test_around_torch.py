@@ -244,7 +244,7 @@ def proxies(how: str) -> None:
             scaler.step(outer)
             scaler.update()
         assert_replicas_equal(model)
-        with pytest.raises(ValueError, match="parameter '0.weight' is attached already"):
+        with pytest.raises(ValueError, match="parameter '0.weight' is already attached"):
             pycomm.attach(inner, model)
 
 
