@@ -1,6 +1,6 @@
 """Channel of a process group: its transport, the communication thread, and the queues of its GPUs.
 
-:class:`pycomm.Communicator` is the public face; what only pycomm's own parts need is here.
+:class:`pycomm.Communicator` is the public face; the operations here are for pycomm's own parts only.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from pycomm.worker import Work, Worker
 
 
 class Channel:
-    """Order in which operations reach the transport, or a GPU's stream.
+    """Channel that passes operations to the transport, or to a GPU's stream, in the order of the calls.
 
-    Knows nothing of the communicator in front of it, which is closed when it is dropped.
+    It holds no reference to its communicator, so that a communicator that is dropped can be closed.
 
     Args:
-        transport: of arrays in CPU memory; owned from now on.
-        timeout: for every single wait, in seconds.
+        transport: transport of arrays in CPU memory; owned from now on.
+        timeout: limit of every single wait, in seconds.
     """
 
     def __init__(self, transport: Transport, timeout: float) -> None:
@@ -42,16 +42,16 @@ class Channel:
         self._runner = runner_for(transport)
         self._gpus: dict[int, GpuQueue] = {}
         self._pid = os.getpid()
-        self._once = threading.Lock()  # taken by who closes first, on whichever thread
+        self._once = threading.Lock()  # acquired by the first call of close(), on whichever thread
 
     # Arrays in CPU memory.
 
     def enqueue(self, job: Callable[[], None], async_op: bool = False) -> Work | None:
-        """Run ``job`` after what was called before; at once and here if nothing is under way."""
+        """Run ``job`` after all earlier operations: at once, on this thread, if none is in progress."""
         if async_op:
             try:
                 return self.worker.submit(job)
-            except RuntimeError as error:  # no thread can be started, so there is nothing under way
+            except RuntimeError as error:  # no thread can be started, so no operation is in progress
                 self.refuse_and_raise(RuntimeError(f"no thread could be started for an async operation: {error}"))
         if self.worker.idle() or self.worker.is_current():
             job()
@@ -60,18 +60,19 @@ class Channel:
         return None
 
     def submit(self, job: Callable[[], Any]) -> Work:
-        """Run ``job`` on the communication thread, after what was submitted before.
+        """Run ``job`` on the communication thread after all jobs submitted before.
 
-        The thread on which ``async_op`` operations run: a job may call operations of the
-        communicator, which then run at once.
+        ``async_op`` operations run on the same thread. A job may call operations of the communicator, which
+        are then executed at once.
         """
         return self.worker.submit(job)
 
     @contextlib.contextmanager
     def skip_checks(self) -> Iterator[None]:
-        """Let operations inside, in a job of :meth:`submit`, go uncompared: they follow from compared ones.
+        """Skip the comparison between ranks for operations inside, which must follow from ones already compared.
 
-        Over torch.distributed the comparison costs a message each. A disagreement would end at the timeout.
+        Use it in a job of :meth:`submit`. Over torch.distributed the comparison costs one message per operation.
+        Without it, ranks that disagree run into the timeout.
         """
         assert self.worker.is_current()
         self.transport.skip_checks = True
@@ -81,23 +82,23 @@ class Channel:
             self.transport.skip_checks = False
 
     def run_program(self, program: Program, x: Any, op: str = "sum", async_op: bool = False) -> Work | None:
-        """Run this rank's part of any table, a collective or not, on ``x`` in CPU memory."""
+        """Run this rank's program of any table, whether or not it is a collective, on ``x`` in CPU memory."""
         return self.enqueue(lambda: self._runner.run(program, x, op, self.timeout), async_op)
 
     def all_gather_bytes(self, mine: bytes) -> list[bytes]:
-        """Return every rank's ``mine``, in rank order; lengths may differ. For small messages."""
+        """Return the ``mine`` of every rank, in rank order. Lengths may differ; meant for small messages."""
         try:
             content = bytes_of(mine, "mine")
-        except Exception as error:  # whatever a strange object comes to
+        except Exception as error:  # a foreign object may raise anything
             self.refuse_and_raise(error)
         lengths = np.empty(self.size, np.int64)
         self._all_gather(lengths, np.array([len(content)], np.int64))
         longest = int(lengths.max())
         padded = np.zeros(longest, np.uint8)
         padded[: len(content)] = content
-        everyone = np.empty(self.size * longest, np.uint8)
-        self._all_gather(everyone, padded)
-        rows = everyone.reshape(self.size, longest)
+        gathered = np.empty(self.size * longest, np.uint8)
+        self._all_gather(gathered, padded)
+        rows = gathered.reshape(self.size, longest)
         return [rows[p, : lengths[p]].tobytes() for p in range(self.size)]
 
     def _all_gather(self, out: Any, x: Any) -> None:
@@ -106,7 +107,7 @@ class Channel:
     # Arrays on GPUs.
 
     def gpu(self, device: int) -> GpuQueue:
-        """Return the queue of the GPU with the ordinal ``device``, made when it is first asked for."""
+        """Return the queue of the GPU with the ordinal ``device``, made at first use."""
         if device not in self._gpus:
             self._gpus[device] = GpuQueue(device, self._make_nccl)
         return self._gpus[device]
@@ -122,13 +123,13 @@ class Channel:
         async_op: bool = False,
         algorithm: str = "native",
     ) -> GpuWork | None:
-        """Enqueue ``operation(transport, stream, timeout)``, which works on ``arrays``, on the GPU ``device``."""
+        """Enqueue ``operation(transport, stream, timeout)``, which uses ``arrays``, on the GPU ``device``."""
         queue = self.gpu(device)
         transport = queue.transport(algorithm)
         return queue.enqueue(arrays, lambda stream: operation(transport, stream, self.timeout), async_op)
 
     def run_on_gpu(self, device: int, program: Program, x: Any, op: str, async_op: bool) -> GpuWork | None:
-        """As :meth:`run_program`, for ``x`` on the GPU ``device``."""
+        """Run this rank's program of any table, as :meth:`run_program` does, on ``x`` on the GPU ``device``."""
         return run_on_gpu(self.gpu(device), program, x, op, self.timeout, async_op)
 
     def submit_on_gpu(
@@ -136,9 +137,10 @@ class Channel:
     ) -> GpuWork:
         """Call ``job`` now, with the communication stream of ``device`` as torch's current stream.
 
-        What the job launches starts after what the streams ``producers`` (``cudaStream_t`` as
-        integers), and torch's current one, have been given so far. They, and the stream that is
-        current then, are held back by ``wait()``. The tensors ``reads`` may be freed at once.
+        The work that the job launches starts after all work given so far to the streams ``producers``
+        (``cudaStream_t`` as integers) and to torch's current stream. ``wait()`` of the result makes the
+        producers, and the stream that is current then, wait for it. The caller may drop the tensors
+        ``reads`` at once.
         """
         return self.gpu(device.index).run(job, reads, producers)
 
@@ -148,16 +150,16 @@ class Channel:
         return current_stream(device.index)
 
     def check_gpus(self) -> None:
-        """Raise CommError for what went wrong on GPUs meanwhile."""
+        """Raise CommError if an operation on a GPU has failed meanwhile."""
         for queue in self._gpus.values():
             queue.check()
 
     # Errors, and the end.
 
     def refuse(self, reason: str) -> None:
-        """Stand in for an operation that the others call and this rank cannot; they get a ValueError."""
-        text = reason.encode("utf-8", "replace").decode()  # half a surrogate pair has no UTF-8
-        # After what was called before, which may still be under way.
+        """Stand in for an operation that the other ranks call and this one cannot; they get a ValueError."""
+        text = reason.encode("utf-8", "replace").decode()  # a lone surrogate cannot be encoded in UTF-8
+        # Enqueued, as earlier operations may still be in progress.
         self.enqueue(lambda: self.transport.refuse(text, self.timeout))
 
     def refuse_and_raise(self, error: Exception) -> NoReturn:
@@ -166,16 +168,17 @@ class Channel:
         raise error
 
     def abandon(self, reason: str, *, in_step: bool) -> None:
-        """Close, and let those who wait for this rank know why, if they can. Returns at once.
+        """Close, and tell the ranks that wait for this one the ``reason``, if possible. Returns at once.
 
         Args:
-            in_step: whether the others' next operation is one that they compare first. Inside
-                :meth:`skip_checks` they would take for data what is said to them.
+            reason: error on this rank.
+            in_step: whether the other ranks' next operation is one that they compare first. Inside
+                :meth:`skip_checks` they would mistake the refusal for data.
         """
 
         def leave() -> None:
-            if in_step and not self.transport.interruptible and not self._gpus:  # where closing tells nobody why
-                with contextlib.suppress(Exception):  # they may have gone already
+            if in_step and not self.transport.interruptible and not self._gpus:  # closing alone would not tell them
+                with contextlib.suppress(Exception):  # they may already have left
                     self.refuse(reason)
             self.close(reason)
 
@@ -185,10 +188,10 @@ class Channel:
             leave()
 
     def close(self, reason: str | None = None) -> None:
-        """Give back transport, thread and queues. Idempotent; a forked child owns none of them.
+        """Release the transport, the thread and the queues. Idempotent; does nothing in a forked child.
 
         Args:
-            reason: what peers that still wait for this rank are told.
+            reason: explanation for peers that still wait for this rank.
         """
         if self._pid != os.getpid() or not self._once.acquire(blocking=False):
             return

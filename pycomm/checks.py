@@ -1,4 +1,4 @@
-"""What a caller passes, looked at: the value as it is needed, or an error that names the argument."""
+"""Checks of arguments, which return the value in the form that is needed, or raise an error that names it."""
 
 from __future__ import annotations
 
@@ -14,34 +14,39 @@ _LONGEST_SHOWN = 80  # characters
 
 
 def shown(value: object) -> str:
-    """How Python writes ``value``, where that is short; else what it is."""
+    """Return ``repr(value)`` if that is short, otherwise its type in words."""
     try:
         text = repr(value)
-    except Exception:  # whatever a strange object comes to
+    except Exception:  # a foreign object may raise anything
         text = ""
     return text if 0 < len(text) <= _LONGEST_SHOWN and "\n" not in text else f"a {type(value).__name__}"
 
 
 def number(name: str, value: Any) -> float:
-    """``value`` as a float; TypeError or ValueError, with ``name``, for what is none."""
+    """Return ``value`` as a float.
+
+    Raises:
+        TypeError, ValueError: it cannot be one; the message starts with ``name``.
+    """
     if not isinstance(value, str | bytes):
         try:
             return float(value)
         except OverflowError as error:
             raise ValueError(f"{name} is too large for a float") from error
-        except Exception as error:  # whatever a strange object comes to
+        except Exception as error:  # a foreign object may raise anything
             raise TypeError(f"{name} is a {type(value).__name__}, wanted a number") from error
     raise TypeError(f"{name} is {value!r}, wanted a number")
 
 
 def count(name: str, value: Any, least: int) -> int:
-    """``value``, of any type that counts, as an int; TypeError or ValueError, with ``name``, where it is none such.
+    """Return ``value``, of any integer type but bool, as an int of at least ``least`` and below 2**63.
 
-    It fits 64 bits, and is at least ``least``.
+    Raises:
+        TypeError, ValueError: it is no such number; the message starts with ``name``.
     """
     try:
         whole = operator.index(value)
-    except Exception as error:  # whatever a strange object comes to
+    except Exception as error:  # a foreign object may raise anything
         raise TypeError(f"{name} is {shown(value)}, wanted an int") from error
     if isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}, wanted an int")
@@ -53,7 +58,11 @@ def count(name: str, value: Any, least: int) -> int:
 
 
 def positive(name: str, value: Any) -> float:
-    """Return ``value`` as a float; TypeError or ValueError, with ``name``, unless it is a positive number."""
+    """Return ``value`` as a float.
+
+    Raises:
+        TypeError, ValueError: it is not a positive number; the message starts with ``name``.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} is {value!r}, wanted a number")
     if not value > 0:
@@ -62,44 +71,48 @@ def positive(name: str, value: Any) -> float:
 
 
 def instance(name: str, value: Any, kind: type) -> None:
-    """TypeError, with ``name``, unless ``value`` is a ``kind``."""
+    """Raise TypeError, with ``name``, unless ``value`` is an instance of ``kind``."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} is a {type(value).__name__}, wanted a {kind.__name__}")
 
 
 def pair(name: str, value: Any, of_what: str) -> tuple[Any, Any]:
-    """``value`` as a tuple of two; TypeError, with ``name``, for what is none."""
+    """Return ``value`` as a tuple of two; raise TypeError, with ``name``, if it is not a pair."""
     if isinstance(value, tuple | list) and len(value) == 2:
         return value[0], value[1]
     raise TypeError(f"{name} is a {type(value).__name__}, wanted a pair: {of_what}")
 
 
 def length(name: str, value: Any) -> int:
-    """The length of a sequence of arrays; TypeError, with ``name``, for what is none."""
+    """Return the length of a sequence of arrays; raise TypeError, with ``name``, if it has none."""
     try:
         return len(value)
-    except Exception as error:  # whatever a strange object comes to
+    except Exception as error:  # a foreign object may raise anything
         raise TypeError(f"{name} is a {type(value).__name__}, wanted a sequence of arrays") from error
 
 
 def first_of(name: str, arrays: Sequence[Any]) -> Any:
-    """The array by which to make results for ``arrays``; any where there is none, which the kernel refuses."""
+    """Return the first of ``arrays``, by which results are made; an empty one if there is none, or no sequence.
+
+    The kernel then refuses ``arrays`` itself. Raises TypeError, with ``name``, if they have no length or items.
+    """
     if length(name, arrays) == 0 or isinstance(arrays, str | bytes | dict):
         return np.empty(0)
     try:
         return arrays[0]
-    except Exception as error:  # whatever a strange object comes to
+    except Exception as error:  # a foreign object may raise anything
         raise TypeError(f"{name} is a {type(arrays).__name__}, wanted a sequence of arrays") from error
 
 
-_LONGEST_TIMEOUT = timedelta(days=366).total_seconds()  # more overflows somewhere below
+_LONGEST_TIMEOUT = timedelta(days=366).total_seconds()  # longer ones overflow in lower layers
 
 
 def seconds_of(timeout: timedelta | float) -> float:
-    """``timeout`` in seconds.
+    """Return ``timeout`` in seconds.
 
     Raises:
-        ValueError: it is not positive, or longer than a year. TypeError: it is no number.
+        TypeError: it is neither a number nor a ``timedelta``.
+        ValueError: it is not positive, or longer than a year.
     """
     wanted = "wanted a positive number of seconds, or a timedelta, of at most a year"
     try:
@@ -112,10 +125,12 @@ def seconds_of(timeout: timedelta | float) -> float:
 
 
 def shape_of(shape: object) -> tuple[int, ...]:
-    """``shape``, an int or several, as a tuple.
+    """Return ``shape``, an int or an iterable of ints, as a tuple.
 
     Raises:
-        TypeError: it is neither. ValueError: a length is negative. MemoryError: one is beyond all memory.
+        TypeError: it is neither.
+        ValueError: a length is negative.
+        MemoryError: a length is beyond all addressable memory.
     """
     try:
         given = (shape,) if isinstance(shape, SupportsIndex) else tuple(cast(Iterable[Any], shape))

@@ -25,49 +25,54 @@ from pycomm.transport.own_group import group_of
 from pycomm.worker import Work
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
-"""How long any one wait for a peer may last. A peer that *dies* is noticed within a second, whatever this is."""
+"""Default limit of a single wait for a peer. A peer that *dies* is noticed within a second regardless."""
 
 _NCCL_ALGORITHMS = ("auto", "native", "ring")
 
 
 class Communicator:
-    """Collectives among the ranks of ``process_group``.
+    """Communicator: collectives among the ranks of ``process_group``.
 
-    Arrays in CPU memory (tensors, numpy arrays, objects with ``__dlpack__``) go through shared
-    memory between processes of one host, otherwise through torch.distributed's own collectives, on a
-    group of the communicator's own with the same ranks and backend. Arrays in CUDA memory (tensors,
-    cupy arrays, objects with ``__cuda_array_interface__``) go through NCCL. All ranks must call the
-    same operations in the same order, with the same dtypes and sizes, on arrays in the same kind of
-    memory; what is written must be contiguous, on a GPU also what is read.
+    Arrays in CPU memory (tensors, numpy arrays, objects with ``__dlpack__``) go through shared memory
+    between processes of one host, otherwise through torch.distributed's collectives, on a group of the
+    communicator's own with the same ranks and backend. Arrays in CUDA memory (tensors, cupy arrays,
+    objects with ``__cuda_array_interface__``) go through NCCL. All ranks must call the same operations in
+    the same order, with the same dtypes and sizes, on arrays in the same kind of memory. Arrays that are
+    written must be contiguous; on a GPU, those that are read too.
 
-    On a GPU an operation is enqueued on a stream of the communicator's own and the call returns: it
-    starts after what the array's stream has been given so far (torch's current one, or the one that
-    the array's interface names), and what that stream is given afterwards starts after it.
+    On a GPU, an operation is enqueued on the communicator's own stream, and the call returns. It starts
+    after all work given so far to the array's stream (torch's current one, or the one that the array's
+    interface names), and work given to that stream afterwards starts after the operation.
 
-    Creating one is itself collective. It can be used as a context manager; one that is dropped without
-    :meth:`close` is closed by the garbage collector. Collective too is the first operation on a GPU,
-    which creates NCCL's communicator.
+    Creating a communicator is itself collective, and so is its first operation on a GPU, which creates
+    NCCL's communicator. It can be used as a context manager; if it is dropped without :meth:`close`, the
+    garbage collector closes it.
 
     Args:
-        process_group: an initialised group, or a ``DeviceMesh`` of one dimension (``mesh["dp"]``); the
+        process_group: an initialised group, or a one-dimensional ``DeviceMesh`` (``mesh["dp"]``); the
             default group if ``None``.
-        timeout: for every single wait; seconds or ``timedelta``.
+        timeout: limit of every single wait; seconds or ``timedelta``.
         transport: "auto", or "shared_memory" / "torch" to insist on one.
-        network: what ``algorithm="auto"`` chooses by: a :class:`pycomm.schedule.Network`, the name of a
-            described one, or a file that ``pycomm plan --calibrate`` has written; ``None``: the file or
-            name in the environment variable ``PYCOMM_NETWORK``. Rank 0's is taken by all. Without any,
-            and if it was calibrated over another transport, "auto" is "native".
+        network: description of the network, by which ``algorithm="auto"`` chooses: a
+            :class:`pycomm.schedule.Network`, the name of a described one, or a file that
+            ``pycomm plan --calibrate`` has written. ``None`` stands for the file or name in the environment
+            variable ``PYCOMM_NETWORK``. All ranks use rank 0's. Without one, or if it was calibrated over
+            another transport, "auto" means "native".
+
+    Attributes:
+        rank: rank of this process in the group.
+        size: number of ranks.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        CommError: from any operation, when a peer died, gave up, or the timeout passed. The
-            communicator is of no further use then. On a GPU it comes from a later operation, or from
-            :meth:`check`, since nobody waited; what was computed with the results is not valid.
-        ValueError, TypeError: from any operation, on every rank, before data moves: the ranks
-            disagree about what they do, or an argument is wrong on this rank or on another. On a
-            GPU only the rank with the wrong argument knows, and the others run into the timeout.
-        RuntimeError: from an operation on a GPU, on every rank: no driver or no NCCL that can be used.
-        MemoryError: too little memory for the shared segments.
+        CommError: from any operation, if a peer died or gave up, or the timeout passed. The communicator
+            can no longer be used. On a GPU the error is raised by a later operation, or by :meth:`check`,
+            since no call waits there; anything computed from the results is invalid.
+        ValueError, TypeError: from any operation, on every rank, before data moves: the ranks call
+            different operations, or an argument is wrong on this rank or on another. On a GPU, only the
+            rank with the wrong argument knows, and the others run into the timeout.
+        RuntimeError: from an operation on a GPU, on every rank: there is no driver or no usable NCCL.
+        MemoryError: there is too little memory for the shared segments.
     """
 
     def __init__(
@@ -84,7 +89,7 @@ class Communicator:
             self._timeout = seconds_of(timeout)
             if transport not in TRANSPORTS:
                 raise ValueError(f"transport is {transport!r}, wanted one of {', '.join(TRANSPORTS)}")
-        except (TypeError, ValueError) as error:  # of which the others have to know
+        except (TypeError, ValueError) as error:  # raised later, as the other ranks have to be told first
             problem = error
         if not dist.is_available() or not dist.is_initialized():
             raise problem or RuntimeError(
@@ -93,12 +98,12 @@ class Communicator:
             )
         transport_used = choose_transport(group_of(process_group), transport, self._timeout, problem)
         self.channel = Channel(transport_used, self._timeout)
-        """Internal: what pycomm's own parts need besides."""
+        """Internal: operations for pycomm's own parts."""
         self.rank: int = self.channel.rank
         self.size: int = self.channel.size
         self._transport, self._worker = transport_used, self.channel.worker
-        # Also when it is dropped, and before the interpreter ends: a communication thread must not be left inside an
-        # operation.
+        # Closes it also if it is dropped, and before the interpreter ends: a communication thread must not be left
+        # inside an operation.
         self._finalizer = weakref.finalize(self, self.channel.close)
         self._selector = AlgorithmSelector(self.rank, self.size)
         try:
@@ -109,7 +114,7 @@ class Communicator:
 
     @property
     def transport(self) -> str:
-        """How arrays in CPU memory travel: "shared_memory" or "torch"."""
+        """Name of the transport for arrays in CPU memory: "shared_memory" or "torch"."""
         return self._transport.name
 
     def empty(
@@ -118,13 +123,20 @@ class Communicator:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | int | None = None,
     ) -> torch.Tensor:
-        """An uninitialised tensor in memory that the transport reaches directly; on ``device``, the CPU if ``None``.
+        """Return an uninitialised tensor in memory that the transport can access directly.
 
-        Not collective: ranks may allocate what and when they like. Operations on such tensors
-        (on all ranks) move each byte only once. The memory lives as long as the tensor.
+        Not collective: ranks may allocate different tensors at any time. Operations on such tensors (on all
+        ranks) move each byte only once. The memory lives as long as the tensor.
+
+        Args:
+            shape: an int, or several.
+            dtype: any dtype of torch.
+            device: the CPU if ``None``, or a GPU.
 
         Raises:
-            TypeError: ``dtype`` is not a ``torch.dtype``. MemoryError: says what was needed and found.
+            TypeError: ``shape`` or ``dtype`` has the wrong type.
+            ValueError: a length is negative, or ``device`` is neither the CPU nor a GPU.
+            MemoryError: there is too little memory; the message says how much was needed and found.
         """
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype is {dtype!r}, wanted a torch.dtype")
@@ -141,29 +153,28 @@ class Communicator:
     ) -> Work | GpuWork | None:
         """Reduce ``x`` over all ranks, in place; all ranks end with the same bits.
 
-        float16 and bfloat16 accumulate in float32 and are rounded once, except for "sum" over
-        torch.distributed, where the backend decides, and on a GPU, where NCCL does: it adds in the
-        half type, and for "mean" divides each term before it adds. By a schedule, sums of half types
-        are rounded after every addition, and their means are taken of sums in float32.
+        float16 and bfloat16 are accumulated in float32 and rounded once, with these exceptions. "sum" over
+        torch.distributed is left to the backend. On a GPU it is left to NCCL, which adds in the half type,
+        and for "mean" divides each term before it adds. A schedule rounds sums of half types after every
+        addition, and computes their means from sums in float32.
 
         Args:
-            x: array of any of float32, float16, bfloat16, float64, int8, uint8, int32, int64.
-            op: "sum", "mean" (floating only), "min" or "max".
-            algorithm: "native": what the transport does by itself; NCCL chooses by size and topology.
-                A name as :func:`pycomm.schedule.by_name` knows them ("halving_doubling",
-                "double_tree(64)"), or a schedule for as many ranks as the group has, of one's own
-                even: it is proven first, once, and then run by messages. "auto": the fastest by what
-                is known of the network (see ``network`` above), else "native". On a GPU "auto" is "native",
-                and "ring" NCCL's own: a second communicator, for whose creation ``NCCL_ALGO=Ring`` is
-                set in the environment.
-            async_op: return at once an object with ``wait()`` and ``is_completed()``; operations
-                still run in the order of the calls. On a GPU ``wait()`` holds back torch's current
-                stream, and the array's, not the host.
+            x: array of float32, float16, bfloat16, float64, int8, uint8, int32 or int64.
+            op: "sum", "mean" (floating-point dtypes only), "min" or "max".
+            algorithm: "native" is the transport's own; NCCL chooses by size and topology. A name that
+                :func:`pycomm.schedule.by_name` knows ("halving_doubling", "double_tree(64)"), or a
+                schedule for as many ranks as the group has, even one of your own, is verified once and
+                then run by messages. "auto" is the fastest one according to ``network`` (see above), or
+                "native" without a network. On a GPU, "auto" is "native", and "ring" is NCCL's own, on a
+                second communicator that is created with ``NCCL_ALGO=Ring`` set in the environment.
+            async_op: return at once, with an object that has ``wait()`` and ``is_completed()``; operations
+                still run in the order of the calls. On a GPU, ``wait()`` makes torch's current stream and
+                the array's wait, not the host.
         """
         gpu = gpu_of(x)
         native = self._selector.native if gpu is None else _NCCL_ALGORITHMS
-        asks_nothing = isinstance(algorithm, str) and algorithm in native
-        program = None if asks_nothing else self._program(algorithm, x)
+        is_native = isinstance(algorithm, str) and algorithm in native
+        program = None if is_native else self._program(algorithm, x)
         if gpu is not None and program is not None:
             return self.channel.run_on_gpu(gpu, program, x, op, async_op)
         if gpu is not None:
@@ -176,13 +187,13 @@ class Communicator:
             )
         if program is not None:
             return self.channel.run_program(program, x, op, async_op)
-        if not async_op and self._worker.idle():  # the short way, for latency
+        if not async_op and self._worker.idle():  # shortcut, for latency
             self._transport.all_reduce(x, op, self._timeout)
             return None
         return self.channel.enqueue(lambda: self._transport.all_reduce(x, op, self._timeout), async_op)
 
     def reduce_scatter(self, out: Any, x: Any, op: str = "sum", async_op: bool = False) -> Work | GpuWork | None:
-        """Reduce ``x`` over all ranks and leave part ``rank`` of it in ``out``.
+        """Reduce ``x`` over all ranks and write part ``rank`` of the result into ``out``.
 
         ``x`` has ``size`` times as many elements as ``out``; dtypes and ``op`` as in :meth:`all_reduce`.
         """
@@ -201,35 +212,39 @@ class Communicator:
         return self.channel.enqueue(lambda: self._transport.all_gather(out, x, self._timeout), async_op)
 
     def all_to_all(self, out: Any, x: Any, async_op: bool = False) -> Work | GpuWork | None:
-        """Part p of ``x``, of as many equal ones as there are ranks, becomes part ``rank`` of rank p's ``out``.
+        """Send part p of ``x`` to rank p, where it becomes part ``rank`` of ``out``.
 
-        Any dtype; in CPU memory. Between GPUs put :meth:`send` and :meth:`recv` into a :meth:`group`.
+        Both arrays consist of as many equal parts as there are ranks. Any dtype; in CPU memory only. Between
+        GPUs, use :meth:`send` and :meth:`recv` in a :meth:`group`.
+
+        Raises:
+            ValueError: an array is on a GPU.
         """
         if gpu_of(x) is not None or gpu_of(out) is not None:
             raise ValueError("all_to_all wants arrays in CPU memory; between GPUs use group(), send() and recv()")
         return self.channel.enqueue(lambda: self._transport.all_to_all(out, x, self._timeout), async_op)
 
     def broadcast(self, x: Any, src: int, async_op: bool = False) -> Work | GpuWork | None:
-        """Overwrite ``x`` by rank ``src``'s (a rank of this group). Any dtype."""
+        """Overwrite ``x`` with that of rank ``src`` (a rank of this group). Any dtype."""
         gpu = gpu_of(x)
         if gpu is not None:
             return self.channel.on_gpu(gpu, [x], lambda nccl, *when: nccl.broadcast(x, src, *when), async_op)
         return self.channel.enqueue(lambda: self._transport.broadcast(x, src, self._timeout), async_op)
 
     def send(self, x: Any, dst: int) -> None:
-        """Send ``x``, on a GPU, to rank ``dst``, which calls :meth:`recv`. Any dtype."""
+        """Send ``x``, which is on a GPU, to rank ``dst``, which calls :meth:`recv`. Any dtype."""
         self.channel.on_gpu(self._gpu_of_message(x), [x], lambda nccl, *when: nccl.send(x, dst, *when))
 
     def recv(self, x: Any, src: int) -> None:
-        """Overwrite ``x``, on a GPU, by what rank ``src`` sends; as many elements. Any dtype."""
+        """Overwrite ``x``, which is on a GPU, with the array of equal size that rank ``src`` sends. Any dtype."""
         self.channel.on_gpu(self._gpu_of_message(x), [x], lambda nccl, *when: nccl.recv(x, src, *when))
 
     @contextlib.contextmanager
     def group(self, device: torch.device | int) -> Iterator[None]:
-        """Operations called inside, on arrays of one GPU, start together when the block ends.
+        """Start the operations called inside, on arrays of one GPU, together when the block ends.
 
-        Sends and receives that need each other must be in one group. None of them happens on this
-        rank when the block raises.
+        Sends and receives that need each other must be in one group. If the block raises, none of them is
+        executed on this rank.
         """
         index = torch.device("cuda", device).index if isinstance(device, int) else device.index
         queue = self.channel.gpu(0 if index is None else index)
@@ -237,11 +252,11 @@ class Communicator:
             yield
 
     def check(self) -> None:
-        """Raise CommError for what went wrong on GPUs meanwhile: NCCL's errors, operations beyond the timeout."""
+        """Raise CommError if an operation on a GPU has failed meanwhile, by an error of NCCL or by the timeout."""
         self.channel.check_gpus()
 
     def refuse(self, reason: str) -> None:
-        """Stand in for an operation that the others call and this rank cannot; they get a ValueError."""
+        """Stand in for an operation that the other ranks call and this one cannot; they get a ValueError."""
         self.channel.refuse(reason)
 
     def barrier(self) -> None:
@@ -249,9 +264,9 @@ class Communicator:
         self.channel.enqueue(lambda: self._transport.barrier(self._timeout), False)
 
     def close(self, reason: str | None = None) -> None:
-        """Give everything back; tensors from :meth:`empty` stay valid. Not collective, idempotent.
+        """Release all resources; tensors from :meth:`empty` remain valid. Not collective, idempotent.
 
-        Peers that still wait for this rank get a :class:`CommError`, which through shared memory has the ``reason``.
+        Peers that still wait for this rank get a :class:`CommError`, which over shared memory has the ``reason``.
         """
         self.channel.close(reason)
         self._finalizer.detach()
@@ -276,5 +291,5 @@ class Communicator:
     def _program(self, algorithm: str | Table, x: Any) -> Program | None:
         try:
             return self._selector.find(algorithm, x)
-        except Exception as error:  # whatever a strange object comes to
+        except Exception as error:  # a foreign object may raise anything
             self.channel.refuse_and_raise(error)

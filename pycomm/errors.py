@@ -4,13 +4,13 @@ from __future__ import annotations
 
 
 class CommError(RuntimeError):
-    """A peer or the link to it failed; the communicator it happened on is of no further use.
+    """Failure of a peer or of the link to it. The communicator on which it happened can no longer be used.
 
     Attributes:
-        rank: this process's rank.
-        peer: the rank that failed or was waited for, ``None`` if no single one is to blame.
-        operation: the collective that was in progress.
-        elapsed: seconds that this rank had waited.
+        rank: rank of this process.
+        peer: the rank that failed or was waited for; ``None`` if it is not a single rank.
+        operation: name of the operation that was in progress.
+        elapsed: time that this rank had waited, in seconds.
     """
 
     def __init__(self, message: str, *, rank: int, peer: int | None, operation: str, elapsed: float) -> None:
@@ -24,7 +24,7 @@ class CommError(RuntimeError):
     def during(
         cls, operation: str, what: str, *, rank: int, peer: int | None = None, elapsed: float = 0.0
     ) -> CommError:
-        """The error of ``rank`` in ``operation``: ``what`` happened."""
+        """Make the error of ``rank`` in ``operation``, whose message says ``what`` happened."""
         return cls(f"rank {rank}: {operation}: {what}", rank=rank, peer=peer, operation=operation, elapsed=elapsed)
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -1,7 +1,7 @@
-"""Every private name of torch that pycomm uses, and why there is no public one.
+"""Private names of torch that pycomm uses, each behind a function that says what it is used for.
 
-This file is what breaks with a release of torch: tests/test_torch_internals.py asks each name for what
-it has to do, and sees to it that no other file uses any.
+This is the file that a new release of torch may break: tests/test_torch_internals.py checks each name's
+behaviour, and that no other file uses any private name.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ __all__ = [
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return the version counter of ``tensor``, which every write in place increments."""
+    """Return the version counter of ``tensor``, which every in-place write increments."""
     return tensor._version
 
 
 def uses_outside_python(tensor: torch.Tensor) -> int:
-    """Return how many C++ owners ``tensor`` has; a tensor that only Python refers to has one."""
+    """Return the number of C++ owners of ``tensor``; a tensor that only Python refers to has one."""
     uses: int = tensor._use_count()  # type: ignore[attr-defined]
     return uses
 
 
 def storage_uses(tensor: torch.Tensor) -> int:
-    """Return how many tensors, and other owners, share the storage of ``tensor``."""
+    """Return the number of tensors and other owners that share the storage of ``tensor``."""
     uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return uses
 
@@ -74,7 +74,7 @@ def is_flat_parameter(param: torch.Tensor) -> bool:
 
 
 def steps_in_backward(param: torch.Tensor) -> bool:
-    """Return whether an optimizer steps ``param`` as soon as its gradient is there."""
+    """Return whether an optimizer steps ``param`` as soon as it has its gradient."""
     return hasattr(param, "_in_backward_optimizers")
 
 
@@ -82,7 +82,7 @@ def steps_in_backward(param: torch.Tensor) -> bool:
 
 
 def current_graph_task() -> int:
-    """Return the number of the backward pass that is running on this thread; -1 outside one."""
+    """Return the id of the backward pass that is running on this thread; -1 outside one."""
     task: int = torch._C._current_graph_task_id()
     return task
 
@@ -93,12 +93,12 @@ def current_node() -> Any:
 
 
 def queue_final_callback(callback: Callable[[], None]) -> None:
-    """Let ``callback`` be called when the backward pass that is running has computed everything."""
+    """Queue ``callback``, to be called when the running backward pass has computed everything."""
     Variable._execution_engine.queue_callback(callback)
 
 
 def accumulation_hooks(param: torch.Tensor) -> MutableMapping[int, Any]:
-    """Return the hooks that are called when the gradient of ``param`` was accumulated, by id, in order."""
+    """Return the hooks that are called after the gradient of ``param`` was accumulated, by id, in order."""
     hooks: MutableMapping[int, Any] | None = getattr(param, "_post_accumulate_grad_hooks", None)
     return hooks or {}
 
@@ -113,23 +113,23 @@ def compiles_autograd() -> bool:
 
 
 def has_parts(module: torch.nn.Module) -> bool:
-    """Return whether ``module`` has been initialised, and not torn down: whether it can be asked for its parts."""
+    """Return whether ``module`` has submodules to list: whether it has been initialised and not torn down."""
     return "_modules" in vars(module)
 
 
 def children_of(module: torch.nn.Module) -> Mapping[str, torch.nn.Module | None]:
-    """Return the direct parts of ``module`` by name; none of one that is half made."""
+    """Return the children of ``module`` by name; none if it is only half initialised."""
     children: Mapping[str, torch.nn.Module | None] = vars(module).get("_modules", {})
     return children
 
 
 def buffers_of(module: torch.nn.Module) -> Mapping[str, torch.Tensor | None]:
-    """Return the buffers that lie in ``module`` itself, by name."""
+    """Return the buffers of ``module`` itself, without those of its children, by name."""
     return module._buffers
 
 
 def active_ddp_module() -> torch.nn.Module | None:
-    """Return the DistributedDataParallel module whose forward is running."""
+    """Return the DistributedDataParallel module whose forward is running, or ``None``."""
     return DistributedDataParallel._active_ddp_module
 
 
@@ -139,11 +139,13 @@ def active_ddp_module() -> torch.nn.Module | None:
 def replace_step(
     optimizer: torch.optim.Optimizer, step: Callable[[torch.optim.Optimizer, Any], Any], under_scheduler: bool
 ) -> MethodType:
-    """Let ``step(optimizer, closure)`` be the ``step`` of this one object, with the optimizer's own hooks around it.
+    """Replace the ``step`` of this one object by ``step(optimizer, closure)``, called between the optimizer's hooks.
 
     Args:
-        under_scheduler: whether a scheduler has wrapped the old one: it looks for its marks, and warns
-            where they are gone.
+        optimizer: the object to change.
+        step: the new step.
+        under_scheduler: whether a scheduler has wrapped the old one; it warns if its marks are missing on
+            the new one.
     """
 
     def marked(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -159,7 +161,7 @@ def replace_step(
 
 
 def is_schedulers_wrapper(step: Any) -> bool:
-    """Return whether ``step`` is what a learning-rate scheduler has put around the optimizer's, to see it called."""
+    """Return whether ``step`` is a learning-rate scheduler's wrapper, by which it notices calls of the original."""
     return hasattr(step, "_wrapped_by_lr_sched")
 
 
@@ -170,23 +172,23 @@ def unhooked_step(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
 
 
 def leave_scale_to_step(optimizer: torch.optim.Optimizer) -> Any:
-    """Let GradScaler hand its factor to ``step`` instead of dividing; returns what undoes it."""
+    """Make GradScaler hand its factor to ``step`` instead of dividing; return the old mark, to undo this."""
     before = vars(optimizer).get("_step_supports_amp_scaling")
     vars(optimizer)["_step_supports_amp_scaling"] = True
     return before
 
 
 def undo_leave_scale_to_step(optimizer: torch.optim.Optimizer, before: Any) -> None:
-    """Undo :func:`leave_scale_to_step`, which returned ``before``."""
+    """Undo :func:`leave_scale_to_step`, which had returned ``before``."""
     del vars(optimizer)["_step_supports_amp_scaling"]
     if before is not None:
         vars(optimizer)["_step_supports_amp_scaling"] = before
 
 
 def take_scale(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
-    """Return the scale that GradScaler left to this step to divide by, and whether it found infinities.
+    """Return the scale by which GradScaler leaves this step to divide, and whether it found infinities.
 
-    Taken away, since torch's own steps would apply it again, or refuse it.
+    Both are removed from the optimizer, as torch's own steps would apply them again, or refuse them.
     """
     holder: Any = optimizer
     scale, found = getattr(holder, "grad_scale", None), getattr(holder, "found_inf", None)
@@ -201,19 +203,19 @@ def take_scale(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
 
 
 def store_of(group: dist.ProcessGroup) -> Store:
-    """Return the part of the store, in which its ranks met, that belongs to ``group``."""
+    """Return the store of ``group``, a part of the one in which its ranks met."""
     if hasattr(group, "get_group_store"):
         return group.get_group_store()
-    return distributed_c10d._get_process_group_store(group)  # torch < 2.7 has no public way
+    return distributed_c10d._get_process_group_store(group)  # torch < 2.7 has no public function
 
 
 def make_process_group(group: dist.ProcessGroup, backend: str, name: str, timeout: float) -> dist.ProcessGroup:
-    """Make another group of the ranks of ``group``, called ``name``, by ``backend``. Collective among them.
+    """Make another group called ``name`` from the ranks of ``group``, with ``backend``. Collective among them.
 
-    ``torch.distributed.new_group(..., use_local_synchronization=True)`` is the public way for a group
-    whose members alone call. It names the group by how many groups the process has; so a group that
-    follows another that was destroyed finds that one's addresses in the store, and members that differ
-    in how many groups they have do not meet. Hence the function under it, with a name of our own.
+    ``torch.distributed.new_group(..., use_local_synchronization=True)`` is the public function for a group
+    that only its members create. It derives the name from the number of groups that the process has: a
+    group made after another was destroyed finds the old one's addresses in the store, and members with
+    different numbers of groups do not meet. Hence the function beneath it, with a name of our own.
     """
     make: Any = distributed_c10d._new_process_group_helper
     made: dist.ProcessGroup = make(
@@ -229,7 +231,7 @@ def make_process_group(group: dist.ProcessGroup, backend: str, name: str, timeou
 
 
 def number_process_group(made: dist.ProcessGroup, ranks: list[int]) -> None:
-    """Tell torch which global ranks the members of ``made`` are."""
+    """Tell torch the global ranks of the members of ``made``."""
     distributed_c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
 
 

@@ -1,4 +1,4 @@
-"""One thread that runs jobs in the order they came."""
+"""Thread that runs jobs in the order in which they were submitted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Work:
-    """A collective in progress; :meth:`wait` returns its outcome."""
+    """Collective in progress; :meth:`wait` returns its result."""
 
     def __init__(self, job: Callable[[], Any]) -> None:
         self._job: Callable[[], Any] | None = job
@@ -21,28 +21,28 @@ class Work:
         self._error: BaseException | None = None
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether it has ended, successfully or not."""
         return self._done.is_set()
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait for its end, for at most ``seconds``; whether it has ended."""
+        """Wait for its end for at most ``seconds``; return whether it has ended."""
         return self._done.wait(seconds)
 
     def wait(self) -> Any:
-        """Block until it has ended; returns what the job returned or raises what it raised."""
+        """Block until it has ended; return the result of the job, or raise its exception."""
         self._done.wait()
         if self._error is not None:
             raise self._error
         return self._result
 
     def _run(self) -> None:
-        job, self._job = self._job, None  # and what it keeps alive
+        job, self._job = self._job, None  # releases the job, and the objects that it keeps alive, once it has run
         assert job is not None
         try:
             self._result = job()
-        except BaseException as error:  # handed to whoever waits
+        except BaseException as error:  # raised by wait()
             self._error = error
-        del self, job  # the error's traceback holds this frame: no cycle
+        del self, job  # the error's traceback holds this frame: avoids a cycle
 
     def _end(self, error: BaseException | None = None) -> None:
         if error is not None:
@@ -50,19 +50,20 @@ class Work:
         self._done.set()
 
     def _end_in_child(self, error: BaseException) -> None:
-        self._done = threading.Event()  # the old one's lock may be held by a thread that is not here
+        self._done = threading.Event()  # the old one's lock may be held by a thread that does not exist here
         self._end(error)
 
 
 class Worker:
-    """The thread; starts with its first job. Not a ThreadPoolExecutor: that one is joined at interpreter exit *before*
-    exit handlers run, so a job that waits for a hung peer could not be interrupted.
+    """Daemon thread that runs jobs in order; it starts with the first job.
 
-    Signal handlers may call anything of it while the same thread is in it: hence the reentrant lock, and a
-    ``SimpleQueue``.
+    It is not a ThreadPoolExecutor, which is joined at interpreter exit *before* exit handlers run, so that a job
+    waiting for a hung peer could not be interrupted. A signal handler may call any method while its thread is inside
+    another one: hence the reentrant lock and the ``SimpleQueue``.
 
     Args:
-        error: makes what a job fails with that nobody will run, of the reason.
+        name: name of the thread.
+        error: makes, from the reason, the exception of a job that will never be run.
     """
 
     def __init__(self, name: str, error: Callable[[str], Exception] = RuntimeError) -> None:
@@ -71,23 +72,23 @@ class Worker:
         self._lock = threading.RLock()
         self._jobs: SimpleQueue[Work | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._refuses = ""  # why, once nobody runs jobs any more
+        self._refusal = ""  # the reason, once jobs are no longer run
         self._unfinished: deque[Work] = deque()
         _workers.add(self)
 
     def submit(self, job: Callable[[], Any]) -> Work:
-        """Let ``job`` be run. After :meth:`stop`, and in a forked child, nobody would: the work has failed then.
+        """Queue ``job``. After :meth:`stop`, and in a forked child, the returned work has already failed.
 
         Raises:
             RuntimeError: the thread cannot be started.
         """
         work = Work(job)
         with self._lock:
-            if self._refuses:
-                work._end(self._make_error(self._refuses))
+            if self._refusal:
+                work._end(self._make_error(self._refusal))
                 return work
             if self._thread is None:
-                # Its queue is its own: a signal handler that raises in start() leaves a thread that nobody feeds.
+                # With a new queue: if a signal handler raises in start(), the thread it leaves behind gets no jobs.
                 jobs: SimpleQueue[Work | None] = SimpleQueue()
                 thread = threading.Thread(target=self._loop, args=(jobs,), name=self._name, daemon=True)
                 thread.start()
@@ -97,17 +98,17 @@ class Worker:
         return work
 
     def idle(self) -> bool:
-        """Whether everything submitted so far has ended."""
+        """Return whether all jobs submitted so far have ended."""
         return not self._unfinished
 
     def is_current(self) -> bool:
-        """Whether the caller is itself a job of this worker."""
+        """Return whether the caller is itself a job of this worker."""
         return self._thread is threading.current_thread()
 
     def stop(self, patience: float) -> None:
-        """Let the jobs that wait end, for at most ``patience`` seconds."""
+        """Refuse further jobs, and wait for the queued ones for at most ``patience`` seconds."""
         with self._lock:
-            stopped, self._refuses = self._refuses, self._refuses or "the communicator is closed"
+            stopped, self._refusal = self._refusal, self._refusal or "the communicator is closed"
             if self._thread is not None and not stopped:
                 self._jobs.put(None)
         if self._thread is not None and not self.is_current():
@@ -116,26 +117,26 @@ class Worker:
     def _loop(self, jobs: SimpleQueue[Work | None]) -> None:
         while (work := jobs.get()) is not None:
             work._run()
-            self._unfinished.popleft()  # before anybody who waited looks whether it is idle
+            self._unfinished.popleft()  # before work ends, so that its waiter finds this worker idle
             work._end()
-            del work  # or this frame keeps the last job's tensors until the next one comes
+            del work  # this frame would keep the last job's tensors alive until the next job
 
-    def _lose_thread(self) -> None:
-        """In a forked child, to which threads do not go."""
+    def _reset_in_child(self) -> None:
+        """Fail all jobs in a forked child, which does not inherit threads."""
         self._lock = threading.RLock()
         self._jobs = SimpleQueue()
         self._thread = None
-        self._refuses = f"it was inherited by a fork from process {os.getppid()}; make one in the new process"
+        self._refusal = f"it was inherited by a fork from process {os.getppid()}; make one in the new process"
         while self._unfinished:
-            self._unfinished.popleft()._end_in_child(self._make_error(self._refuses))
+            self._unfinished.popleft()._end_in_child(self._make_error(self._refusal))
 
 
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
-def _lose_threads() -> None:
+def _reset_workers_in_child() -> None:
     for worker in list(_workers):
-        worker._lose_thread()
+        worker._reset_in_child()
 
 
-os.register_at_fork(after_in_child=_lose_threads)
+os.register_at_fork(after_in_child=_reset_workers_in_child)

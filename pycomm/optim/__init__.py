@@ -1,4 +1,4 @@
-"""Optimizer steps: fused rules, LARS and LAMB, master weights, loss scaling, learning rates, shares of a batch."""
+"""Optimizer steps: fused rules, LARS and LAMB, master weights, loss scaling, learning-rate schedules, batch shards."""
 
 from pycomm.optim.fused import FusedStep, fuse
 from pycomm.optim.lamb import LAMB

@@ -1,4 +1,4 @@
-"""Registry of what averages gradients: which optimizer is attached, and which parameters are covered."""
+"""Registry of Reducers, by which an optimizer finds its own, and a parameter is known to be averaged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pycomm.optim.parameters import unwrapped
 
 
 class Attached(Protocol):
-    """What optimizers and loss scalers need to know of the Reducer that averages their gradients."""
+    """Interface that optimizers and loss scalers use of the Reducer that averages their gradients."""
 
     optimizer: torch.optim.Optimizer
 
@@ -22,34 +22,34 @@ class Attached(Protocol):
     def name_of_not_finite(self) -> str | None: ...
 
 
-_everyone: weakref.WeakSet[Attached] = weakref.WeakSet()
+_reducers: weakref.WeakSet[Attached] = weakref.WeakSet()
 
 
 def register(reducer: Attached) -> None:
-    """Let ``reducer`` be found by its optimizer and parameters, for as long as it lives."""
-    _everyone.add(reducer)
+    """Register ``reducer``, to be found by its optimizer and parameters for as long as it lives."""
+    _reducers.add(reducer)
 
 
 def forget(reducer: Attached) -> None:
     """Undo :func:`register`."""
-    _everyone.discard(reducer)
+    _reducers.discard(reducer)
 
 
 def reducer_of(optimizer: torch.optim.Optimizer) -> Attached | None:
-    """Return the Reducer that ``optimizer`` is attached to."""
+    """Return the Reducer that ``optimizer`` is attached to, or ``None``."""
     inner = unwrapped(optimizer)
-    return next((reducer for reducer in _everyone if reducer.optimizer is inner), None)
+    return next((reducer for reducer in _reducers if reducer.optimizer is inner), None)
 
 
 def is_covered(param: torch.Tensor) -> bool:
     """Return whether some Reducer averages the gradient of ``param``."""
-    return any(reducer.knows(param) for reducer in _everyone)
+    return any(reducer.knows(param) for reducer in _reducers)
 
 
 def refuse_second_attach(names: Mapping[str, torch.Tensor]) -> None:
-    """Raise ValueError if a parameter belongs to a Reducer already."""
+    """Raise ValueError if a parameter already belongs to a Reducer."""
     if any(map(is_covered, names.values())):
-        gc.collect()  # it may be of an optimizer that nobody has any more
+        gc.collect()  # the Reducer's optimizer may be garbage
     for name, param in names.items():
         if is_covered(param):
-            raise ValueError(f"parameter {name!r} is attached already: detach() the other Reducer first")
+            raise ValueError(f"parameter {name!r} is already attached: detach() the other Reducer first")

@@ -1,4 +1,4 @@
-"""Steps by pycomm's kernels for torch's own optimizers."""
+"""Steps of torch's own optimizers by pycomm's kernels."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ RULES: dict[type[torch.optim.Optimizer], Rule] = {
     LARS: update_rules.lars,
     LAMB: update_rules.lamb,
 }
-"""How the kernels step for each optimizer; by exact class, since a subclass may step another way."""
+"""Rule by which the kernels step for each optimizer; by exact class, since a subclass may step differently."""
 
 
 def fuse(optimizer: torch.optim.Optimizer) -> FusedStep:
-    """Let one kernel do the steps of ``optimizer``: unscale, clip, decay, update, every array touched once.
+    """Replace the ``step`` of ``optimizer`` by one kernel that unscales, clips, decays and updates in one pass.
 
-    For torch's SGD, Adam, AdamW and RMSprop with float32 or float64 parameters; the results are torch's
-    up to rounding, and so are state, hyperparameters and checkpoints. The factors of
-    ``pycomm.LossScaler`` and ``Reducer.clip_grad_norm`` are applied inside the step, without a pass of
-    their own: ``.grad`` keeps the gradients as they came. For half-precision parameters see
-    :func:`pycomm.master_weights`, which does this too.
+    Works for torch's SGD, Adam, AdamW and RMSprop, and for LARS and LAMB, with float32 or float64
+    parameters. Results match torch's up to rounding; state, hyperparameters and checkpoints keep torch's
+    form. The factors of ``pycomm.LossScaler`` and ``Reducer.clip_grad_norm`` are applied inside the step,
+    without a pass of their own, so ``.grad`` stays unchanged. For half-precision parameters use
+    :func:`pycomm.master_weights`, which includes this.
 
     Returns:
-        A handle, whose ``detach()`` gives the optimizer its own ``step`` back. It need not be kept.
+        A handle whose ``detach()`` gives the optimizer its own ``step`` back. It need not be kept.
 
     Raises:
-        TypeError: another optimizer, or a subclass of these; other dtypes.
-        ValueError: ``differentiable`` or ``capturable``; a parameter with gaps or overlaps in memory.
-        RuntimeError: its ``step`` has been replaced already.
+        TypeError: the optimizer is none of these classes, or a subclass of one; a parameter has another dtype.
+        ValueError: ``differentiable`` or ``capturable`` is set; a parameter has gaps or overlaps in memory.
+        RuntimeError: the ``step`` of the optimizer has already been replaced.
     """
     rule_of(optimizer)
     for p in optimizer_parameters(optimizer):
@@ -54,7 +54,7 @@ def fuse(optimizer: torch.optim.Optimizer) -> FusedStep:
 
 
 class KernelStep(StepOverride):
-    """Step by pycomm's kernels, which multiply gradients with what was left for them."""
+    """Step by pycomm's kernels, which multiply the gradients by the factors left for them."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
@@ -71,7 +71,7 @@ class KernelStep(StepOverride):
         return loss
 
     def update(self, factor: Factor) -> None:
-        """Step all parameters that have a gradient, which is multiplied with ``factor`` first."""
+        """Step all parameters that have a gradient, which is multiplied by ``factor`` first."""
         step_by_rule(self.optimizer, rule_of(self.optimizer), factor)
 
     def leave_factor(self, factor: Factor) -> bool:
@@ -82,7 +82,7 @@ class KernelStep(StepOverride):
         self._pending = 1.0
 
     def take_factor(self) -> tuple[Factor, bool]:
-        """Return what is pending, times what GradScaler left to this step; and whether that found infinities."""
+        """Return the pending factor divided by the scale that GradScaler left, and whether it found infinities."""
         factor, self._pending = self._pending, 1.0
         scale, found = take_scale(self.optimizer)
         return factor / scale, found
@@ -95,8 +95,8 @@ class FusedStep(KernelStep):
         if name.startswith("_"):
             raise AttributeError(name)
         warnings.warn(
-            "pycomm.fuse() returns a handle now, and no longer the optimizer: write `pycomm.fuse(optimizer)` on a line "
-            "of its own",
+            "pycomm.fuse() now returns a handle instead of the optimizer: write `pycomm.fuse(optimizer)` on a line of "
+            "its own",
             DeprecationWarning,
             stacklevel=2,
         )
@@ -104,7 +104,11 @@ class FusedStep(KernelStep):
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
-    """Return how the kernels step for ``optimizer``; TypeError or ValueError where they cannot."""
+    """Return the rule by which the kernels step for ``optimizer``.
+
+    Raises:
+        TypeError, ValueError: they have none for its class, or one of its options is not supported.
+    """
     rule = RULES.get(type(optimizer))
     if rule is None:
         known = ", ".join(sorted(known.__name__ for known in RULES))
@@ -114,5 +118,5 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError("differentiable=True: kernels record no gradients")
     if any(group.get("capturable") for group in optimizer.param_groups):
-        raise ValueError("capturable=True: the count of steps is on the CPU here")
+        raise ValueError("capturable=True: the step count is on the CPU here")
     return rule

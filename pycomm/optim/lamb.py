@@ -1,4 +1,4 @@
-"""LAMB: Adam's steps, scaled layer by layer, for large batches."""
+"""LAMB: Adam with steps scaled layer by layer, for large batches."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from pycomm.optim.layerwise import LayerwiseOptimizer, require_not_negative
 
 
 class LAMB(LayerwiseOptimizer):
-    """Adam with decoupled weight decay whose steps have, layer by layer, the norm of the weight.
+    """Adam with decoupled weight decay whose steps are scaled, layer by layer, to the norm of the weight.
 
-    Of each parameter (You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76
-    Minutes", 2020, algorithm 2)::
+    The update of each parameter is (You et al., "Large Batch Optimization for Deep Learning: Training
+    BERT in 76 Minutes", 2020, algorithm 2)::
 
         m = beta1 * m + (1 - beta1) * g;  v = beta2 * v + (1 - beta2) * g^2
         r = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * w
         w = w - lr * ||w|| / ||r|| * r                                  the ratio is 1 where a norm is 0
 
     Args:
-        params: parameters, or groups of them. Groups may set everything below but ``fused``.
-        lr: learning rate: the relative change of a weight's norm.
-        betas, eps: Adam's.
-        weight_decay: decoupled, inside the norm of the step.
-        bias_correction: whether m and v are divided as above.
-        exclude, maximize, fused: as :class:`LARS` has them.
+        params: parameters, or groups of them. Groups may set every option below except ``fused``.
+        lr: learning rate; the size of a step relative to the norm of the weight.
+        betas, eps: as in Adam.
+        weight_decay: decoupled, but included in the norm of the step.
+        bias_correction: whether m and v are divided by 1 - beta^t as above.
+        exclude, maximize, fused: as in :class:`LARS`.
 
     Raises:
-        ValueError: a number out of range, an unknown ``exclude``.
+        TypeError: ``fused=True`` with half-precision parameters, from ``step``.
+        ValueError: a number is out of range, or ``exclude`` is unknown.
     """
 
     def __init__(

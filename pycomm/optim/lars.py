@@ -1,4 +1,4 @@
-"""LARS: a learning rate of its own for every layer, for large batches."""
+"""LARS: SGD with a separate learning rate for every layer, for large batches."""
 
 from __future__ import annotations
 
@@ -13,33 +13,36 @@ from pycomm.optim.layerwise import LayerwiseOptimizer, require_not_negative
 class LARS(LayerwiseOptimizer):
     """SGD with momentum whose steps are scaled, layer by layer, by the ratio of the norms of weight and gradient.
 
-    Of each parameter, with eta the trust coefficient (You, Gitman and Ginsburg, "Large Batch Training
-    of Convolutional Networks", 2017, algorithm 1)::
+    The update of each parameter, with eta the trust coefficient, is (You, Gitman and Ginsburg, "Large
+    Batch Training of Convolutional Networks", 2017, algorithm 1)::
 
         ratio = eta * ||w|| / (||g|| + weight_decay * ||w||)        1 where ||w|| or ||g|| is 0
         v = momentum * v + lr * ratio * (g + weight_decay * w)
         w = w - v                     nesterov: w - (momentum * v + lr * ratio * (g + weight_decay * w))
 
-    The learning rate is inside the momentum, so a change of it acts on new gradients alone, which is
-    what momentum correction is for otherwise.
+    The learning rate is inside the momentum buffer, so changing it affects new gradients only; no
+    separate momentum correction is needed.
 
     Args:
-        params: parameters, or groups of them, as for every torch optimizer. Groups may set everything
-            below but ``fused``.
-        lr: learning rate, before the ratio. The usual values are larger than SGD's, by 1 / eta.
-        momentum, weight_decay: as SGD's.
+        params: parameters, or groups of them, as for every torch optimizer. Groups may set every option
+            below except ``fused``.
+        lr: learning rate before the ratio is applied. Usual values are larger than SGD's by 1 / eta.
+        momentum, weight_decay: as in SGD.
         trust_coefficient: eta.
-        nesterov: look ahead; wants momentum.
-        exclude: "one_dimensional" (the default): parameters of fewer than two dimensions, biases and
-            those of norm layers, take plain SGD steps without weight decay (give them a group with a
-            smaller lr where the others' is large); "all", for a group of such parameters; "none".
-        maximize: go uphill.
-        fused: whether one kernel for all norms and one for all updates do it (``None``: yes, for
-            float32 and float64), or plain torch operations (``False``), which also serve
-            half-precision parameters, in float32. For those see :func:`pycomm.master_weights`.
+        nesterov: use Nesterov momentum; requires a positive ``momentum``.
+        exclude: parameters that take plain SGD steps without weight decay. "one_dimensional" (the
+            default): those of fewer than two dimensions, which are biases and the parameters of norm
+            layers (give them a group with a smaller lr if the other lr is large); "all", for a group of
+            such parameters; "none".
+        maximize: maximize the objective instead of minimizing it.
+        fused: ``True``: use one kernel for all norms and one for all updates; ``False``: use plain torch
+            operations, which compute half-precision parameters in float32 (see
+            :func:`pycomm.master_weights` for those); ``None``: the kernels if all parameters are float32
+            or float64.
 
     Raises:
-        ValueError: a number out of range, an unknown ``exclude``.
+        TypeError: ``fused=True`` with half-precision parameters, from ``step``.
+        ValueError: a number is out of range, or ``exclude`` is unknown.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class LARS(LayerwiseOptimizer):
     def check_group(self, group: update_rules.Group) -> None:
         require_not_negative(group, "lr", "momentum", "weight_decay", "trust_coefficient")
         if group["nesterov"] and not group["momentum"] > 0:
-            raise ValueError(f"nesterov wants momentum, which is {group['momentum']}")
+            raise ValueError(f"nesterov needs a positive momentum, which is {group['momentum']}")
 
     def fused_step(self) -> None:
         update_rules.step_by_rule(self, update_rules.lars)

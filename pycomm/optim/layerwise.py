@@ -1,4 +1,4 @@
-"""What LARS and LAMB have in common: steps that are scaled parameter by parameter, for large batches."""
+"""Base of LARS and LAMB, whose steps are scaled parameter by parameter, for large batches."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from pycomm.optim.step_override import evaluate
 from pycomm.optim.update_rules import Group, Target
 
 EXCLUSIONS = ("one_dimensional", "all", "none")
-"""Which parameters get neither the ratio nor weight decay; biases and norm parameters have one dimension."""
+"""Choices of parameters that get neither the ratio nor weight decay; biases and norm parameters have one dimension."""
 
 
 class LayerwiseOptimizer(torch.optim.Optimizer):
-    """Steps by pycomm's kernels or by torch's operations; see ``fused`` of :class:`LARS`."""
+    """Optimizer that steps by pycomm's kernels or by torch's operations; see ``fused`` of :class:`LARS`."""
 
     def __init__(self, params: Any, fused: bool | None, **defaults: Any) -> None:
         self._fused = fused
         super().__init__(params, defaults)
 
     def check_group(self, group: Group) -> None:
-        """ValueError for a hyperparameter out of range."""
+        """Raise ValueError if a hyperparameter is out of range."""
         raise NotImplementedError
 
     def fused_step(self) -> None:
-        """All parameters' step, by the kernels."""
+        """Step all parameters by the kernels."""
         raise NotImplementedError
 
     def plain_step(self, group: Group, target: Target) -> None:
-        """One parameter's step: the reference that the kernels are compared with."""
+        """Step one parameter by torch's operations: the reference that the kernels are compared with."""
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, whose options are checked; ValueError if one is out of range."""
         group = {**self.defaults, **param_group}
         self.check_group(group)
         if group["exclude"] not in EXCLUSIONS:
@@ -42,10 +43,10 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; ``closure`` as torch has it."""
+        """Take one step; return the loss that ``closure`` computes, if it is given."""
         loss = evaluate(closure)
         with torch.no_grad():
-            if self._may_fuse():
+            if self._uses_kernels():
                 self.fused_step()
                 return loss
             for group in self.param_groups:
@@ -54,8 +55,12 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
                         self.plain_step(group, Target(_wide(p), _wide(p.grad), self.state, p))
         return loss
 
-    def _may_fuse(self) -> bool:
-        """Whether the kernels can do it; TypeError where they must, and cannot."""
+    def _uses_kernels(self) -> bool:
+        """Return whether the kernels do the step.
+
+        Raises:
+            TypeError: ``fused`` is true, and a parameter has a dtype that they do not support.
+        """
         if self._fused is False:
             return False
         for p in optimizer_parameters(self):
@@ -76,11 +81,12 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """In float32 at least."""
+    """Return ``tensor`` in at least float32."""
     return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def require_not_negative(group: Group, *names: str) -> None:
+    """Raise ValueError if a hyperparameter in ``names`` is negative or NaN."""
     for name in names:
-        if not group[name] >= 0:  # NaN is not
+        if not group[name] >= 0:  # written so that NaN fails
             raise ValueError(f"{name} is {group[name]}, wanted a number that is not negative")

@@ -1,4 +1,4 @@
-"""Loss scaling whose verdict the ranks share already."""
+"""Loss scaling in which ranks agree on skipped steps without a message."""
 
 from __future__ import annotations
 
@@ -25,38 +25,40 @@ class _Stage(Enum):
 
 
 class LossScaler:
-    """Multiplies the loss so that small gradients survive half precision; used as ``torch.amp.GradScaler`` is.
+    """Scaler of the loss, so that small gradients survive half precision; used like ``torch.amp.GradScaler``.
 
     ::
 
         scaler = pycomm.LossScaler()
         reducer = pycomm.attach(optimizer, model, loss_scaler=scaler)
         scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)        # where gradients are to be clipped or looked at
-        scaler.step(optimizer)            # skipped where a gradient is not finite, on every rank
+        scaler.unscale_(optimizer)        # only if gradients are to be clipped or inspected
+        scaler.step(optimizer)            # skipped on every rank if a gradient is not finite
         scaler.update()
 
-    With ``attach``, whether gradients are finite is known from what all ranks received alike: ranks
-    agree on a skip without a message. Where the optimizer steps by pycomm's kernels
-    (:func:`pycomm.fuse`, :func:`pycomm.master_weights`), ``step`` divides by the scale inside the step.
-    Ragged accumulation windows are flushed first (see ``Reducer.flush``: with ``accumulate`` > 1,
-    ``unscale_`` and ``step`` are collective). On a GPU ``step`` waits for the verdict, once.
+    With ``attach``, all ranks decide from the same averaged gradients whether they are finite, so they
+    agree on a skip without a message. If pycomm's kernels do the step (:func:`pycomm.fuse`,
+    :func:`pycomm.master_weights`), they divide by the scale inside it. An incomplete accumulation window
+    is flushed first (see ``Reducer.flush``; with ``accumulate`` above 1, ``unscale_`` and ``step`` are
+    therefore collective). On a GPU, ``step`` waits once, for that decision.
 
     The scale is halved after a step that was skipped, and doubled after ``growth_interval`` steps in
     a row that were not (Micikevicius et al., "Mixed Precision Training", 2018, section 3.2).
-    ``state_dict`` is GradScaler's.
+    ``state_dict`` has GradScaler's format.
 
     Args:
-        init_scale: what the loss is multiplied with at first.
-        growth_interval, growth_factor, backoff_factor: as above.
+        init_scale: initial scale, a positive number.
+        growth_interval: number of consecutive steps after which the scale grows.
+        growth_factor: factor by which it grows, above 1.
+        backoff_factor: factor by which it shrinks after a skipped step, between 0 and 1.
         dynamic: whether the scale changes at all. A static one still skips steps.
-        enabled: ``False``: every call does as if there were no scaler.
+        enabled: ``False`` makes every call behave as if there were no scaler.
 
     Attributes:
-        skipped_steps: how many calls of ``step`` did not step, since this object was made.
+        skipped_steps: number of calls of ``step`` that did not step, since this object was made.
 
     Raises:
-        TypeError, ValueError: a number out of range.
+        TypeError, ValueError: a number is out of range.
     """
 
     def __init__(
@@ -84,13 +86,17 @@ class LossScaler:
         self._growth_interval = growth_interval
         self._growth_tracker = 0
         self._dynamic, self._enabled = dynamic, enabled
-        self._stages: dict[int, tuple[torch.optim.Optimizer, _Stage, bool]] = {}  # by id; finite where UNSCALED
+        self._stages: dict[int, tuple[torch.optim.Optimizer, _Stage, bool]] = {}  # by id; the bool: all finite
         self._verdicts: list[bool] = []
         self._warned = False
         self.skipped_steps = 0
 
     def scale(self, outputs: Any) -> Any:
-        """``outputs``, a tensor or any nesting of iterables of tensors, times the scale."""
+        """Return ``outputs``, a tensor or nested iterables of tensors, multiplied by the scale.
+
+        Raises:
+            TypeError: ``outputs`` contains something else.
+        """
         if not self._enabled:
             return outputs
         if isinstance(outputs, torch.Tensor):
@@ -103,12 +109,12 @@ class LossScaler:
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of ``optimizer``'s parameters by the scale, in place.
 
-        Half-precision parameters with :func:`pycomm.master_weights` keep their scaled gradients, which
-        would underflow; the true ones are in ``.grad`` of ``MasterWeights.parameters()``.
+        With :func:`pycomm.master_weights`, half-precision parameters keep their scaled gradients, which
+        would underflow; the unscaled ones are in ``.grad`` of ``MasterWeights.parameters()``.
 
         Raises:
             RuntimeError: called twice, or after ``step``, since the last ``update``.
-            ValueError: half-precision gradients without master weights.
+            ValueError: a gradient is in float16, and there are no master weights.
         """
         if not self._enabled:
             return
@@ -122,10 +128,10 @@ class LossScaler:
         self._stages[id(optimizer)] = (optimizer, _Stage.UNSCALED, finite)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """``optimizer.step(*args, **kwargs)`` with unscaled gradients, unless one is not finite.
+        """Call ``optimizer.step(*args, **kwargs)`` with unscaled gradients, unless one is not finite.
 
         Returns:
-            What ``optimizer.step`` does; ``None`` where it was skipped.
+            The result of ``optimizer.step``; ``None`` if it was skipped.
 
         Raises:
             RuntimeError: called twice since the last ``update``, or with a closure.
@@ -143,7 +149,7 @@ class LossScaler:
         stepper = stepper_of(optimizer)
         if not finite:
             self.skipped_steps += 1
-            self._warn_of_hopelessness(optimizer)
+            self._warn_if_no_overflow(optimizer)
             stepper.forget()
             return None
         if stage is _Stage.READY and not stepper.leave_factor(1.0 / self._scale):
@@ -151,10 +157,11 @@ class LossScaler:
         return optimizer.step(**kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """The scale for the next step, by how the last ones went; or ``new_scale``.
+        """Adapt the scale to the outcome of the last steps, or set it to ``new_scale``.
 
         Raises:
-            RuntimeError: no ``step`` since the last ``update``. ValueError: ``new_scale`` is not positive.
+            RuntimeError: there was no ``step`` since the last ``update``.
+            ValueError: ``new_scale`` is not a positive number.
         """
         if not self._enabled:
             return
@@ -174,27 +181,31 @@ class LossScaler:
         self._stages.clear()
 
     def get_scale(self) -> float:
-        """The scale; known to the host, also when training on a GPU. 1.0 where not enabled."""
+        """Return the scale, which the host knows without waiting, also for a GPU; 1.0 if not enabled."""
         return self._scale if self._enabled else 1.0
 
     def get_growth_factor(self) -> float:
+        """Return the factor by which the scale grows."""
         return self._growth_factor
 
     def get_backoff_factor(self) -> float:
+        """Return the factor by which the scale shrinks."""
         return self._backoff_factor
 
     def get_growth_interval(self) -> int:
+        """Return the number of consecutive steps after which the scale grows."""
         return self._growth_interval
 
     def is_enabled(self) -> bool:
+        """Return whether this scaler does anything."""
         return self._enabled
 
     def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether ``unscale_`` was called on ``optimizer`` in this step; or there is nothing to unscale."""
+        """Return whether ``unscale_`` was called on ``optimizer`` in this step, or the scaler is not enabled."""
         return not self._enabled or self._stage(optimizer) is _Stage.UNSCALED
 
     def state_dict(self) -> dict[str, Any]:
-        """GradScaler's keys; empty where not enabled."""
+        """Return the state under GradScaler's keys; an empty dict if not enabled."""
         if not self._enabled:
             return {}
         return {
@@ -206,11 +217,11 @@ class LossScaler:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict`, or GradScaler's, gave.
+        """Load the state that :meth:`state_dict`, this one's or GradScaler's, returned.
 
         Raises:
-            RuntimeError: it is empty, of a scaler that was not enabled. ValueError: a key is missing,
-                or holds no number.
+            RuntimeError: the state is empty, as that of a scaler that was not enabled.
+            ValueError: a key is missing, or its value is not a number.
         """
         if not self._enabled:
             return
@@ -251,8 +262,8 @@ class LossScaler:
         grads = gradients_of(optimizer)
         return not grads or bool(torch.isfinite(kernels.squared_norms(grads)).all())
 
-    def _warn_of_hopelessness(self, optimizer: torch.optim.Optimizer) -> None:
-        """Halving the scale does not help against NaN: say where it comes from."""
+    def _warn_if_no_overflow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn once, naming the source, if gradients are still not finite at a scale so small that none overflows."""
         if self._warned or self._scale > _LEAST_USEFUL:
             return
         self._warned = True
@@ -267,14 +278,14 @@ class LossScaler:
 
 
 class LossScale:
-    """Factor that the loss, and so every gradient, was multiplied with; this one, where there is no scaler: 1."""
+    """Factor by which the loss, and so every gradient, was multiplied; this base class is for no scaler: 1."""
 
     def current(self, device: torch.device, on_gpu: bool) -> Factor:
-        """Return the factor of the step that is being computed; on a GPU a 0-d float32 tensor, if nobody else knows."""
+        """Return the scale of the current step; a 0-d float32 tensor on the GPU if only the device knows it."""
         return 1.0
 
     def left_in(self, optimizer: torch.optim.Optimizer) -> float:
-        """Return what the gradients of ``optimizer`` still have to be divided by."""
+        """Return the factor by which the gradients of ``optimizer`` still have to be divided."""
         return 1.0
 
 
@@ -290,18 +301,18 @@ class _OwnLossScale(LossScale):
 
 
 class _ForeignLossScale(LossScale):
-    """Loss scale of GradScaler, or of anything that has its ``scale``."""
+    """Loss scale of GradScaler, or of any object that has its ``scale`` method."""
 
     def __init__(self, scaler: Any) -> None:
         self._scaler = scaler
 
     def current(self, device: torch.device, on_gpu: bool) -> Factor:
-        # GradScaler.get_scale() would wait for the GPU; this is the same number, there.
+        # GradScaler.get_scale() would wait for the GPU; this is the same number, left on the GPU.
         scaled = self._scaler.scale(torch.ones((), dtype=torch.float32, device=device))
         return scaled.float() if on_gpu else float(scaled)
 
     def left_in(self, optimizer: torch.optim.Optimizer) -> float:
-        """Return 1: that ``unscale_`` has been called is up to the user.
+        """Return 1: calling ``unscale_`` is up to the user.
 
         Raises:
             RuntimeError: the optimizer has master weights, whose gradients only LossScaler unscales.
@@ -315,7 +326,7 @@ class _ForeignLossScale(LossScale):
 
 
 def loss_scale_of(scaler: Any) -> LossScale:
-    """Return the loss scale of ``scaler``: a LossScaler, something with GradScaler's ``scale``, or ``None``."""
+    """Return the loss scale of ``scaler``: a LossScaler, an object with GradScaler's ``scale``, or ``None``."""
     if scaler is None:
         return LossScale()
     return _OwnLossScale(scaler) if isinstance(scaler, LossScaler) else _ForeignLossScale(scaler)

@@ -1,4 +1,4 @@
-"""Learning rate and batch size for large batches: how they scale with each other, warm up and decay."""
+"""Schedules of learning rate and batch size for large batches: scaling rules, warm-up and decay."""
 
 from __future__ import annotations
 
@@ -16,39 +16,40 @@ from pycomm.checks import count
 
 
 def linear_scaled_lr(base_lr: float, batch_size: int, base_batch_size: int = 256) -> float:
-    """``base_lr * batch_size / base_batch_size``: the learning rate grows as the global batch does.
+    """Return ``base_lr * batch_size / base_batch_size``: the learning rate scaled with the global batch.
 
-    Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 2.1; to be used with warm-up (section 2.2).
+    This is the linear scaling rule of Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 2.1; use
+    it with warm-up (section 2.2).
 
     Args:
         base_lr: the learning rate that was tuned at ``base_batch_size``.
         batch_size: samples per optimizer step, over all ranks.
-        base_batch_size: as ``batch_size``, in the run where ``base_lr`` was tuned.
+        base_batch_size: samples per optimizer step, over all ranks, in the run where ``base_lr`` was tuned.
 
     Raises:
-        TypeError, ValueError: an argument is not positive, or a batch size not an int.
+        TypeError, ValueError: an argument is not positive, or a batch size is not an int.
     """
     return _lr(base_lr) * count("batch_size", batch_size, 1) / count("base_batch_size", base_batch_size, 1)
 
 
 def sqrt_scaled_lr(base_lr: float, batch_size: int, base_batch_size: int = 256) -> float:
-    """``base_lr * sqrt(batch_size / base_batch_size)``, with the arguments of :func:`linear_scaled_lr`.
+    """Return ``base_lr * sqrt(batch_size / base_batch_size)``; arguments and errors as in :func:`linear_scaled_lr`.
 
-    Krizhevsky 2014, "One weird trick for parallelizing convolutional neural networks"; the
-    rule of LAMB (You et al. 2020, "Large Batch Optimization for Deep Learning", section 4).
+    This is the rule of Krizhevsky 2014, "One weird trick for parallelizing convolutional neural networks",
+    and of LAMB (You et al. 2020, "Large Batch Optimization for Deep Learning", section 4).
     """
     return _lr(base_lr) * math.sqrt(count("batch_size", batch_size, 1) / count("base_batch_size", base_batch_size, 1))
 
 
 @dataclass(frozen=True)
 class CosineDecay:
-    """From 1 at the end of the warm-up to ``final`` at step ``total_steps``, by half a cosine; then constant.
+    """Decay along half a cosine from 1 at the end of the warm-up to ``final`` at ``total_steps``; then constant.
 
-    Loshchilov and Hutter 2017, "SGDR", equation 5 without restarts.
+    This is equation 5 of Loshchilov and Hutter 2017, "SGDR", without restarts.
 
     Args:
-        total_steps: optimizer steps of the run, warm-up included.
-        final: the last learning rate, as a part of the highest one; 0 to 1.
+        total_steps: optimizer steps of the run, including the warm-up.
+        final: the last learning rate as a fraction of the highest one; 0 to 1.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
@@ -59,24 +60,26 @@ class CosineDecay:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "total_steps", count("total_steps", self.total_steps, 1))
-        object.__setattr__(self, "final", _part("final", self.final))
+        object.__setattr__(self, "final", _fraction("final", self.final))
 
     def factor(self, step: int, warmup_steps: int) -> float:
+        """Return the factor by which lr is multiplied in ``step``, which is not inside the warm-up."""
         done = _progress(step, warmup_steps, self.total_steps)
         return self.final + (1 - self.final) * (1 + math.cos(math.pi * done)) / 2
 
 
 @dataclass(frozen=True)
 class PolynomialDecay:
-    """``final + (1 - final) * (1 - t) ** power``, t from 0 at the end of the warm-up to 1 at ``total_steps``.
+    """Decay by a power: the factor is ``final + (1 - final) * (1 - t) ** power``.
 
-    Then constant. Power 1 is the linear decay of LAMB; LARS (You et al. 2017, "Large Batch Training of
-    Convolutional Networks", section 5) uses 2.
+    t goes from 0 at the end of the warm-up to 1 at ``total_steps``; from then on the factor is constant.
+    Power 1 is the linear decay of LAMB; LARS (You et al. 2017, "Large Batch Training of Convolutional
+    Networks", section 5) uses 2.
 
     Args:
-        total_steps: optimizer steps of the run, warm-up included.
-        power: positive.
-        final: the last learning rate, as a part of the highest one; 0 to 1.
+        total_steps: optimizer steps of the run, including the warm-up.
+        power: a positive number.
+        final: the last learning rate as a fraction of the highest one; 0 to 1.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
@@ -90,21 +93,22 @@ class PolynomialDecay:
         object.__setattr__(self, "total_steps", count("total_steps", self.total_steps, 1))
         power = _number("power", self.power, "a positive number", lambda x: 0 < x < math.inf)
         object.__setattr__(self, "power", power)
-        object.__setattr__(self, "final", _part("final", self.final))
+        object.__setattr__(self, "final", _fraction("final", self.final))
 
     def factor(self, step: int, warmup_steps: int) -> float:
+        """Return the factor by which lr is multiplied in ``step``, which is not inside the warm-up."""
         done = _progress(step, warmup_steps, self.total_steps)
         return self.final + (1 - self.final) * math.pow(1 - done, self.power)
 
 
 @dataclass(frozen=True)
 class StepDecay:
-    """``gamma`` to the number of ``milestones`` that have been reached.
+    """Decay in steps: the factor is ``gamma`` to the power of the number of ``milestones`` reached.
 
     Args:
-        milestones: steps at which the learning rate falls, increasing, counted from the start of the
-            run and none of them inside the warm-up.
-        gamma: above 0, at most 1.
+        milestones: steps at which the learning rate falls, in increasing order, counted from the start of
+            the run; none of them inside the warm-up.
+        gamma: above 0 and at most 1.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
@@ -119,6 +123,7 @@ class StepDecay:
         object.__setattr__(self, "gamma", gamma)
 
     def factor(self, step: int, warmup_steps: int) -> float:
+        """Return the factor by which lr is multiplied in ``step``, which is not inside the warm-up."""
         return float(self.gamma ** bisect_right(self.milestones, step))
 
 
@@ -126,30 +131,31 @@ Decay = CosineDecay | PolynomialDecay | StepDecay
 
 
 class WarmupLR(LRScheduler):
-    """Gradual warm-up, then decay: a torch scheduler that is stepped after every optimizer step.
+    """Scheduler for gradual warm-up and then decay; call its ``step()`` after every optimizer step.
 
     ``WarmupLR(optimizer, 500, CosineDecay(total_steps=90_000), start_factor=0.1)``. Optimizer step s,
-    counted from 0, is done with the group's own lr times ``start_factor + (1 - start_factor) * s /
-    warmup_steps`` in the warm-up and times what ``decay`` says from step ``warmup_steps`` on. It depends
-    on nothing but s: what else was done to ``group["lr"]`` lasts until the next ``step()``.
+    counted from 0, uses the group's own lr times ``start_factor + (1 - start_factor) * s / warmup_steps``
+    during the warm-up, and times the factor of ``decay`` from step ``warmup_steps`` on. The learning rate
+    depends on s alone: other changes to ``group["lr"]`` last until the next ``step()``.
 
-    Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 2.2: per iteration, over 5 epochs, from
-    the unscaled learning rate, which is a ``start_factor`` of ``base_batch_size / batch_size``. The
-    momentum correction of section 3 is not needed with torch.optim.SGD, whose velocity is free of lr.
+    Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 2.2, warm up in every iteration of the
+    first 5 epochs, starting from the unscaled learning rate, which is a ``start_factor`` of
+    ``base_batch_size / batch_size``. The momentum correction of their section 3 is not needed with
+    torch.optim.SGD, whose velocity does not contain lr.
 
-    To resume, construct this first and then load the states of the optimizer (it holds the lr) and of
-    the scheduler. Another schedule from there on needs ``last_epoch`` instead of a state.
+    To resume, construct the scheduler first and then load the states of the optimizer (which holds the lr)
+    and of the scheduler. To continue with another schedule, pass ``last_epoch`` instead of loading a state.
 
     Args:
         optimizer: any torch optimizer; its groups may differ in lr, and lr may be a tensor.
         warmup_steps: optimizer steps of the warm-up; 0 for none.
         decay: :class:`CosineDecay`, :class:`PolynomialDecay`, :class:`StepDecay`, or ``None`` for a
             constant learning rate after the warm-up.
-        start_factor: where the warm-up starts, as a part of lr; 0 to 1.
-        last_epoch: the last optimizer step that was done, n - 1 after n steps; -1 at the start of a run.
+        start_factor: factor at the start of the warm-up; 0 to 1.
+        last_epoch: index of the last optimizer step taken, n - 1 after n steps; -1 at the start of a run.
 
     Raises:
-        TypeError, ValueError: an argument is wrong, or the warm-up reaches into the decay.
+        TypeError, ValueError: an argument is wrong, or the warm-up extends into the decay.
     """
 
     def __init__(
@@ -164,31 +170,32 @@ class WarmupLR(LRScheduler):
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer is a {type(optimizer).__name__}, wanted a torch.optim.Optimizer")
         self.warmup_steps = count("warmup_steps", warmup_steps, 0)
-        self.start_factor = _part("start_factor", start_factor)
+        self.start_factor = _fraction("start_factor", start_factor)
         self.decay = decay
         _check_warmup(self.warmup_steps, decay)
         super().__init__(optimizer, count("last_epoch", last_epoch, -1))
 
     def factor(self, step: int) -> float:
-        """What lr is multiplied with in optimizer step ``step``."""
+        """Return the factor by which lr is multiplied in optimizer step ``step``."""
         if step < self.warmup_steps:
             return self.start_factor + (1 - self.start_factor) * step / self.warmup_steps
         return 1.0 if self.decay is None else self.decay.factor(step, self.warmup_steps)
 
     def get_lr(self) -> list[float | torch.Tensor]:
-        # Numbers, also where lr is a tensor: LRScheduler would read a tensor back from its device in every step.
+        """Return the learning rates of the next optimizer step, one for each parameter group."""
+        # Floats even if lr is a tensor, which LRScheduler would read back from its device in every step.
         self.base_lrs = [float(lr) for lr in self.base_lrs]
         factor = self.factor(self.last_epoch)
         return [lr * factor for lr in self.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:
-        """The step, the learning rates and the schedule, as plain values for ``torch.load(weights_only=True)``."""
+        """Return the step, learning rates and schedule as plain values, for ``torch.load(weights_only=True)``."""
         own = ("warmup_steps", "start_factor", "decay")
         state = {key: value for key, value in super().state_dict().items() if key not in own}
         return {**state, "schedule": self._schedule()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken.
+        """Continue from the step at which ``state_dict`` was saved.
 
         Raises:
             ValueError: it is of another schedule or another number of parameter groups; nothing is changed.
@@ -216,21 +223,21 @@ class WarmupLR(LRScheduler):
         if self.decay is None:
             return {**schedule, "decay": None}
         schedule |= {"decay": type(self.decay).__name__, **asdict(self.decay)}
-        # A list, as it comes back from JSON.
+        # Lists instead of tuples, as JSON would return them.
         return {key: list(value) if isinstance(value, tuple) else value for key, value in schedule.items()}
 
 
 class BatchSizeGrowth:
-    """A batch that grows by ``factor`` at every milestone, instead of a learning rate that falls by it.
+    """Schedule of a batch size that grows by ``factor`` at every milestone, instead of decaying the learning rate.
 
-    Smith et al. 2018, "Don't Decay the Learning Rate, Increase the Batch Size", sections 2 and 3: what
-    matters is the noise scale, about lr * dataset size / batch size. ``lr_factor`` is what remains for
-    the learning rate: 1 as long as the batch may grow and the growth is a whole number of samples, less
-    where ``maximum`` stops it, so that after r milestones always::
+    Smith et al. 2018, "Don't Decay the Learning Rate, Increase the Batch Size", sections 2 and 3: training
+    depends on the noise scale, which is about lr * dataset size / batch size. ``lr_factor`` is the rest of
+    the decay, left to the learning rate: 1 as long as the batch may grow and its size is a whole number of
+    samples, less once ``maximum`` limits it, so that after r milestones always::
 
         lr_factor / batch_size == (1 / factor) ** r / initial
 
-    With :class:`WarmupLR`, which sets the lr anew in every step::
+    To combine it with :class:`WarmupLR`, which sets the lr anew in every step::
 
         optimizer.step()
         scheduler.step()
@@ -240,9 +247,9 @@ class BatchSizeGrowth:
 
     Args:
         initial: samples per optimizer step at the start, over all ranks.
-        milestones: optimizer steps, increasing, counted from the start of the run.
-        factor: above 1; 10 stands for a decay by 0.1.
-        maximum: the largest batch; ``None`` for no limit.
+        milestones: optimizer steps, in increasing order, counted from the start of the run.
+        factor: above 1; 10 replaces a decay by 0.1.
+        maximum: largest batch size; ``None`` for no limit.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
@@ -263,25 +270,25 @@ class BatchSizeGrowth:
 
     @property
     def batch_size(self) -> int:
-        """Samples of the next optimizer step, over all ranks."""
+        """Number of samples in the next optimizer step, over all ranks."""
         size = round(self._wanted())
         return size if self.maximum is None else min(size, self.maximum)
 
     @property
     def lr_factor(self) -> float:
-        """What the learning rate must be multiplied with in the next optimizer step."""
-        # From the batch as it is, not as it should be: this makes up for its rounding as for its limit.
+        """Factor by which the learning rate must be multiplied in the next optimizer step."""
+        # From the actual batch size, to compensate for its rounding as well as for its limit.
         return self.batch_size / self._wanted()
 
     def state_dict(self) -> dict[str, Any]:
-        """The step and what was asked for, as plain values. Not ``maximum``: other ranks may hold other batches."""
+        """Return the step and the arguments as plain values, except ``maximum``, which may change between runs."""
         return {"steps": self.steps, "growth": self._growth()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken; ``maximum`` may have changed.
+        """Continue from the step at which ``state_dict`` was saved; ``maximum`` may have changed.
 
         Raises:
-            ValueError: it is of another growth; nothing is changed.
+            ValueError: it is of a growth with other arguments; nothing is changed.
         """
         _check_keys(state_dict, self.state_dict(), "BatchSizeGrowth")
         _check_same(state_dict["growth"], self._growth(), "BatchSizeGrowth", "")
@@ -298,7 +305,7 @@ class BatchSizeGrowth:
 
 
 def _progress(step: int, warmup_steps: int, total_steps: int) -> float:
-    """0 at the end of the warm-up, 1 from the end of the run on."""
+    """Return the progress of the decay: 0 at the end of the warm-up, 1 from the end of the run on."""
     return 1.0 if step >= total_steps else (step - warmup_steps) / (total_steps - warmup_steps)
 
 
@@ -350,14 +357,14 @@ def _lr(base_lr: float) -> float:
     return _number("base_lr", base_lr, "a positive number", lambda x: 0 < x < math.inf)
 
 
-def _part(name: str, value: float) -> float:
+def _fraction(name: str, value: float) -> float:
     return _number(name, value, "0 to 1", lambda x: 0 <= x <= 1)
 
 
-def _number(name: str, value: Any, wanted: str, good: Callable[[float], bool]) -> float:
+def _number(name: str, value: Any, wanted: str, is_valid: Callable[[float], bool]) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {value!r}, wanted a number")
     number = float(value)
-    if not good(number):
+    if not is_valid(number):
         raise ValueError(f"{name} is {value}, wanted {wanted}")
     return number

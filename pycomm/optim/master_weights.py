@@ -1,8 +1,8 @@
-"""Master weights: half-precision parameters whose float32 originals are what an optimizer updates.
+"""Master weights: float32 copies of half-precision parameters, which the optimizer updates in their place.
 
-A step moves a weight by a thousandth of itself and less. float16 keeps 11 bits and bfloat16 8, so such
-a step is rounded away (Micikevicius et al., "Mixed Precision Training", 2018, section 3.1). The model
-keeps its half-precision parameters; the optimizer works on float32 copies, and casts them back.
+A step often changes a weight by a thousandth or less. float16 has 11 significant bits and bfloat16 8, so
+such a step is lost to rounding (Micikevicius et al., "Mixed Precision Training", 2018, section 3.1). The
+model keeps its half-precision parameters; the optimizer updates the float32 copies and casts them back.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ from pycomm.optim.update_rules import step_by_rule
 from pycomm.torch_internals import leave_scale_to_step, undo_leave_scale_to_step, version_of
 
 KEY = "master_weight"
-"""In the state of a parameter, as ``state_dict()`` has it."""
+"""Key of the master in a parameter's entry of ``state_dict()``."""
 
 
 def master_weights(optimizer: torch.optim.Optimizer) -> MasterWeights:
     """Give the float16 and bfloat16 parameters of any ``optimizer`` float32 masters.
 
-    The optimizer stays the same object, with the model's own parameters in its groups:
-    ``zero_grad``, schedulers, hooks and ``attach`` work as before. Its state is float32. ``step()``
-    updates the masters and casts them back: in one kernel for torch's SGD, Adam, AdamW and RMSprop and
-    for LARS and LAMB; for all others their own ``step`` runs on the masters. ``state_dict()`` has the
-    masters in each parameter's state, under "master_weight", and ``load_state_dict`` keeps everything
-    float32. A parameter that something else has written to, ``model.load_state_dict`` say, becomes its
-    master's new value (writes through ``param.data`` in place go unseen, as autograd has it too).
+    The optimizer remains the same object, with the model's own parameters in its groups: ``zero_grad``,
+    schedulers, hooks and ``attach`` work as before. Its state is float32. ``step()`` updates the masters
+    and casts them back, in one kernel for torch's SGD, Adam, AdamW and RMSprop and for LARS and LAMB; for
+    all other optimizers, their own ``step`` runs on the masters. ``state_dict()`` contains the masters in
+    each parameter's state under "master_weight", and ``load_state_dict`` keeps everything in float32. If
+    something else writes to a parameter (``model.load_state_dict``, for example), the new value is copied
+    to its master; in-place writes through ``param.data`` go unnoticed, as they do in autograd.
 
-    Call it before ``attach``, after the model was cast (``model.half()``).
+    Call it after the model was cast (``model.half()``) and before ``attach``.
 
     Returns:
-        The handle: ``parameters()`` for clipping code of your own, ``detach()``.
+        A handle with ``parameters()``, for clipping code of your own, and ``detach()``.
 
     Raises:
-        TypeError: not an optimizer. RuntimeError: its ``step`` has been replaced already.
+        TypeError: ``optimizer`` is not a torch optimizer.
+        RuntimeError: its ``step`` has already been replaced.
         ValueError: a parameter has gaps in memory.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -67,40 +68,40 @@ class MasterWeights(KernelStep):
         super().__init__(optimizer)
         self._add_new(optimizer_parameters(optimizer))
         # GradScaler.unscale_() refuses float16; with this mark its step() leaves the factor to ours.
-        self._took_scale = leave_scale_to_step(optimizer)
+        self._old_mark = leave_scale_to_step(optimizer)
         vars(optimizer)["load_state_dict"] = self._load_state_dict
         self._hook = optimizer.register_state_dict_post_hook(self._add_masters)
 
     def parameters(self) -> list[torch.Tensor]:
-        """What steps update, in the order of the groups: masters, or the parameters that need none.
+        """Return the tensors that steps update, in the order of the groups: masters, or parameters without one.
 
-        After ``LossScaler.unscale_`` masters have their true gradients in ``.grad``.
+        After ``LossScaler.unscale_`` the masters have their unscaled gradients in ``.grad``, in float32.
         """
         return [self.master_of(p) for p in optimizer_parameters(self.optimizer)]
 
     def master_of(self, param: torch.Tensor) -> torch.Tensor:
-        """``param``'s master; ``param`` itself if it is no half-precision one."""
+        """Return the master of ``param``; ``param`` itself if it is not half-precision."""
         self._add_new([param])
         return self._masters.get(param, param)
 
     def masters(self) -> list[torch.Tensor]:
-        """Those of half-precision parameters, with what was written to the parameters since."""
+        """Return the masters of all half-precision parameters, updated with values written to those since."""
         self._refresh()
         return list(self._masters.values())
 
     def restore(self) -> None:
-        """Cast all masters back, after they were written to."""
+        """Cast all masters back to their parameters, after the masters were written to."""
         with torch.no_grad():
             for param, master in self._masters.items():
                 param.copy_(master)
                 self._stamps[param] = _stamp(param)
 
     def detach(self) -> None:
-        """Give the optimizer its own ``step`` back, and its state the dtypes which that wants. Idempotent."""
+        """Give the optimizer its own ``step`` back, and cast its state to the parameters' dtypes. Idempotent."""
         attributes = vars(self.optimizer)
         if attributes.get("load_state_dict") is not None:
             del attributes["load_state_dict"]
-            undo_leave_scale_to_step(self.optimizer, self._took_scale)
+            undo_leave_scale_to_step(self.optimizer, self._old_mark)
             self._hook.remove()
             for param in self._masters:
                 self._cast_state(param, param.dtype)
@@ -115,9 +116,10 @@ class MasterWeights(KernelStep):
         if found:
             self.forget()
             return evaluate(closure)
-        # An optimizer may call its closure several times: each time on the model's own dtype, with gradients anew.
+        # An optimizer may call its closure several times: each time with parameters in their own dtype, and new
+        # gradients.
         self._refresh()
-        with self._wide(factor) as widen:
+        with self._widened(factor) as widen:
 
             def narrow_closure() -> Any:
                 assert closure is not None
@@ -137,7 +139,7 @@ class MasterWeights(KernelStep):
         self._after_step()
 
     def unscale(self, factor: Factor) -> None:
-        """Leave gradients times ``factor`` in ``.grad`` of what :meth:`parameters` gives; float32 for masters."""
+        """Store gradients times ``factor`` in ``.grad`` of :meth:`parameters`; those of masters in float32."""
         self._refresh()
         for param in optimizer_parameters(self.optimizer):
             if param.grad is None:
@@ -158,12 +160,16 @@ class MasterWeights(KernelStep):
         return [grads.get(p, p.grad) for p in optimizer_parameters(self.optimizer) if p.grad is not None]
 
     def _unscaled_grads(self) -> dict[torch.Tensor, torch.Tensor]:
-        """By parameter, of those whose ``.grad`` is still the one that was unscaled: no step may have used it up."""
-        current = {param: unscaled for param, unscaled in self._unscaled.items() if unscaled.of is param.grad}
-        if any(version_of(unscaled.of) != unscaled.version for unscaled in current.values()):
+        """Return the unscaled gradients by parameter, of parameters whose ``.grad`` is still the one unscaled.
+
+        Raises:
+            RuntimeError: such a ``.grad`` was written to since.
+        """
+        current = {param: unscaled for param, unscaled in self._unscaled.items() if unscaled.source is param.grad}
+        if any(version_of(unscaled.source) != unscaled.version for unscaled in current.values()):
             raise RuntimeError(
-                "the gradient of a half-precision parameter was written to after unscale_(): what counts is that of "
-                "its master, in MasterWeights.parameters()"
+                "the gradient of a half-precision parameter was written to after unscale_(): steps use that of its "
+                "master, in MasterWeights.parameters()"
             )
         return {param: unscaled.grad for param, unscaled in current.items()}
 
@@ -179,22 +185,25 @@ class MasterWeights(KernelStep):
             self._stamps[param] = _stamp(param)
 
     @contextlib.contextmanager
-    def _wide(self, factor: Factor = 1.0) -> Iterator[Callable[[bool], None]]:
-        """Parameters are their masters, and gradients float32 and times ``factor``, until this ends; or until told."""
+    def _widened(self, factor: Factor = 1.0) -> Iterator[Callable[[bool], None]]:
+        """Replace parameters by their masters, and gradients by float32 ones times ``factor``, inside the context.
+
+        Yields a function that undoes this (``False``) and does it again (``True``).
+        """
         narrow: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor | None]] = {}
         unscaled = self._unscaled_grads()
 
-        def widen(yes: bool) -> None:
+        def widen(wide: bool) -> None:
             for param in optimizer_parameters(self.optimizer):
-                if yes and param not in narrow:
+                if wide and param not in narrow:
                     narrow[param] = param.data, param.grad
                     grad = unscaled.get(param, param.grad)
-                    _become(param, self._masters.get(param, param.data), self._wide_grad(param, grad, factor))
-                elif not yes and param in narrow:
+                    _set_data(param, self._masters.get(param, param.data), self._wide_grad(param, grad, factor))
+                elif not wide and param in narrow:
                     data, grad = narrow.pop(param)
                     if param in self._masters:
                         data.copy_(self._masters[param])
-                    _become(param, data, grad)
+                    _set_data(param, data, grad)
                     if param in self._masters:
                         self._stamps[param] = _stamp(param)
 
@@ -220,17 +229,17 @@ class MasterWeights(KernelStep):
             require_dense(param)
             self._masters[param] = param.detach().float()
             self._stamps[param] = _stamp(param)
-            self._cast_state(param, torch.float32)  # of an optimizer that has stepped before, or makes it at once
+            self._cast_state(param, torch.float32)  # if the optimizer already has state
 
     def _refresh(self) -> None:
-        """Take in new parameters, and values that something else has given to known ones."""
+        """Add masters of new parameters, and copy values that something else has written to known ones."""
         self._add_new(optimizer_parameters(self.optimizer))
         for param, master in self._masters.items():
             if _stamp(param) == self._stamps[param]:
                 continue
             require_dense(param)
             if (master.shape, master.stride(), master.device) != (param.shape, param.stride(), param.device):
-                # The model was moved, or its memory order changed: kernels want both alike.
+                # The model was moved, or its memory order changed: kernels need both to be the same.
                 master.data = torch.empty_like(param, dtype=master.dtype).copy_(master)
             if not torch.equal(master.to(param.dtype), param.detach()):
                 master.copy_(param.detach())
@@ -239,7 +248,7 @@ class MasterWeights(KernelStep):
     # State.
 
     def _cast_state(self, param: torch.Tensor, dtype: torch.dtype) -> None:
-        """All of ``param``'s that is in float32 or half precision, but counts of steps, as torch's loading has it."""
+        """Cast ``param``'s float32 and half-precision state, except the step count, as torch does when it loads."""
         entry = self.optimizer.state.get(param, {})
         for key, value in entry.items():
             if key != "step":
@@ -252,7 +261,7 @@ class MasterWeights(KernelStep):
                 state_dict["state"][index] = {**state_dict["state"].get(index, {}), KEY: self._masters[param]}
 
     def _load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """torch's, with parameters that look float32 to it, so that it casts nothing to half precision."""
+        """Load by torch's method with masters in place of parameters, so that nothing is cast to half precision."""
         self._refresh()
         optimizer = self.optimizer
         if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
@@ -262,14 +271,14 @@ class MasterWeights(KernelStep):
         params = list(optimizer_parameters(optimizer))
         found: dict[torch.Tensor, torch.Tensor] = {}
         state = dict(saved["state"])
-        for number, param in zip(numbers, params, strict=False):  # torch itself says what does not fit
+        for number, param in zip(numbers, params, strict=False):  # torch itself raises if the lengths differ
             if param not in self._masters:
                 continue
             entry = dict(state.get(number, {}))
             if KEY not in entry:
                 raise ValueError(
                     f"the state of parameter {number} has no {KEY!r}: it was saved without master_weights; load it "
-                    "before calling master_weights, then the masters are the model's parameters"
+                    "before calling master_weights, which then copies the masters from the model's parameters"
                 )
             found[param] = entry.pop(KEY)
             if not isinstance(found[param], torch.Tensor):
@@ -283,7 +292,7 @@ class MasterWeights(KernelStep):
             if entry:
                 state[number] = entry
         saved["state"] = state
-        with self._wide():
+        with self._widened():
             type(optimizer).load_state_dict(optimizer, saved)
         with torch.no_grad():
             for param, master in found.items():
@@ -293,27 +302,27 @@ class MasterWeights(KernelStep):
 
 @dataclass(frozen=True)
 class _Unscaled:
-    """A float32 gradient; ``of``: the one in half precision, which still is scaled, as it was at ``version``."""
+    """Unscaled float32 gradient, with the scaled half-precision gradient it was computed from, and its version."""
 
     grad: torch.Tensor
-    of: torch.Tensor
+    source: torch.Tensor
     version: int
 
 
 def _stamp(param: torch.Tensor) -> tuple[int, int]:
-    """Changes when ``param`` is written to, or lies elsewhere."""
+    """Return a value that changes when ``param`` is written to or moved in memory."""
     return version_of(param), param.data_ptr()
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, list):  # LBFGS keeps its history in them
-        return [_cast(one, dtype) for one in value]
+    if isinstance(value, list):  # LBFGS keeps its history in lists
+        return [_cast(item, dtype) for item in value]
     if isinstance(value, torch.Tensor) and value.dtype in (torch.float32, *HALF):
         return value.to(dtype)
     return value
 
 
-def _become(param: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None) -> None:
-    param.grad = None  # which must have the dtype of its parameter at all times
+def _set_data(param: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None) -> None:
+    param.grad = None  # first, as a gradient must have the dtype of its parameter at all times
     param.data = data
     param.grad = grad

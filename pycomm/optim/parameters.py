@@ -1,4 +1,4 @@
-"""Which parameters there are, and what they are called."""
+"""Parameters and gradients of an optimizer, seen through trainers' proxies."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from collections.abc import Iterator
 import torch
 
 _TRAINERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
-"""Packages whose optimizers are proxies, even where they show another state."""
+"""Packages whose optimizers are proxies, even if their ``state`` is another object."""
 
 
 def optimizer_parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Yield all parameters of ``optimizer``, in the order of the groups."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
 def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that steps, where ``optimizer`` is a trainer's proxy for it (Accelerate's, Lightning's, Fabric's).
+    """Return the optimizer inside a trainer's proxy (Accelerate's, Lightning's, Fabric's), or ``optimizer`` itself.
 
-    An optimizer that works with another one inside, and has state of its own, is none.
+    An optimizer that contains another one but has state of its own is not a proxy.
     """
     while True:
         inner = getattr(optimizer, "optimizer", None)
@@ -31,5 +32,5 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the gradients that there are, in the order of the groups."""
+    """Return the existing gradients, in the order of the groups."""
     return [p.grad for p in optimizer_parameters(optimizer) if p.grad is not None]

@@ -1,4 +1,4 @@
-"""Which samples of a batch are this rank's."""
+"""Split of a global batch into one shard per rank."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from torch.nn.utils.rnn import PackedSequence
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """One rank's piece of a global batch.
+    """Part of a global batch that belongs to one rank.
 
     Attributes:
-        data: nested as the batch was, of views into its tensors; a ``slice`` if the batch was an int.
-        num_samples: samples in ``data``, at least 1; for ``reducer.set_weight(shard.num_samples)``.
-        weight: ``num_samples`` over the samples of the global batch; the weights of all ranks sum to 1.
+        data: views into the batch's tensors, in the same nesting; a ``slice`` if the batch was an int.
+        num_samples: number of samples in ``data``, at least 1; for ``reducer.set_weight(shard.num_samples)``.
+        weight: ``num_samples`` divided by the number of samples in the global batch; the weights of all
+            ranks sum to 1.
     """
 
     data: Any
@@ -35,35 +36,36 @@ def shard_batch(
     world_size: int | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Shard:
-    """This rank's piece of a global batch, which every rank has alike.
+    """Return this rank's part of a global batch, which must be the same on every rank.
 
-    Pieces are contiguous and in the order of the ranks. Without ``per_rank`` the global batch is what is
-    fixed, however many ranks there are: pieces differ by at most one sample, longer ones first. With
-    ``per_rank`` the piece is fixed, and the batch grows with the ranks: rank r has the samples from
-    ``r * per_rank`` up to ``(r + 1) * per_rank``. A shorter batch, such as the last one of an epoch, is
-    split as without ``per_rank``. Where pieces differ, the mean of the ranks' mean gradients is not the
-    gradient of the batch: ``reducer.set_weight(shard.num_samples)`` before backward makes it so.
+    The parts are contiguous and in rank order. Without ``per_rank`` the size of the global batch is fixed,
+    however many ranks there are: the parts differ by at most one sample, larger ones first. With
+    ``per_rank`` the size of a part is fixed, and the batch grows with the number of ranks: rank r gets the
+    samples from ``r * per_rank`` up to ``(r + 1) * per_rank``. A smaller batch, such as the last one of an
+    epoch, is split as without ``per_rank``. If the parts differ in size, the mean of the ranks' mean
+    gradients is not the gradient of the batch; call ``reducer.set_weight(shard.num_samples)`` before
+    backward to make it so.
 
     Args:
-        batch: a tensor, or a nesting of tuples, named tuples, lists and dicts of tensors, with the samples
-            along the first dimension; or their number.
+        batch: a tensor, or nested tuples, named tuples, lists and dicts of tensors, with the samples along
+            the first dimension; or the number of samples.
         per_rank: samples per rank; the batch has at most ``per_rank * world_size``.
-        rank: torch.distributed's in ``process_group`` if ``None``.
-        world_size: torch.distributed's in ``process_group`` if ``None``.
+        rank: if ``None``, this process's rank in ``process_group``.
+        world_size: if ``None``, the size of ``process_group``.
         process_group: the default group if ``None``.
 
     Returns:
-        The :class:`Shard`, without a copy of any data.
+        The :class:`Shard`; no data is copied.
 
     Raises:
         RuntimeError: ``rank`` or ``world_size`` is ``None`` and torch.distributed is not initialised.
-        TypeError, ValueError: an argument is wrong; tensors differ in their number of samples (naming the
-            place); or there are fewer samples than ranks, or more than ``per_rank`` allows (the same on
-            every rank).
+        TypeError, ValueError: an argument is wrong; tensors differ in their number of samples (the first
+            such tensor is named); or there are fewer samples than ranks, or more than ``per_rank`` allows
+            (the same on every rank).
     """
     if per_rank is not None:
         _check_int("per_rank", per_rank, 1)
-    rank, world_size = _place(rank, world_size, process_group)
+    rank, world_size = _rank_and_size(rank, world_size, process_group)
     samples = batch if _is_count(batch) else _samples(batch)
     if samples < world_size:
         raise ValueError(f"batch has {samples} samples, wanted at least one for each of {world_size} ranks")
@@ -72,16 +74,16 @@ def shard_batch(
             f"batch has {samples} samples, wanted at most per_rank * world_size = "
             f"{per_rank} * {world_size} = {per_rank * world_size}"
         )
-    # An even split of a full batch of per_rank samples each is that of per_rank: one rule for both.
+    # One rule for both: the even split of a full batch of per_rank samples each gives per_rank to every rank.
     least, longer = divmod(samples, world_size)
     start = rank * least + min(rank, longer)
-    piece = slice(start, start + least + (rank < longer))
-    data = piece if _is_count(batch) else _map(batch, lambda tensor: tensor[piece])
-    num_samples = piece.stop - piece.start
+    part = slice(start, start + least + (rank < longer))
+    data = part if _is_count(batch) else _map(batch, lambda tensor: tensor[part])
+    num_samples = part.stop - part.start
     return Shard(data, num_samples, num_samples / samples)
 
 
-def _place(rank: int | None, world_size: int | None, group: dist.ProcessGroup | None) -> tuple[int, int]:
+def _rank_and_size(rank: int | None, world_size: int | None, group: dist.ProcessGroup | None) -> tuple[int, int]:
     if rank is None or world_size is None:
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(
@@ -118,10 +120,10 @@ def _samples(batch: Any) -> int:
 
 
 def _leaves(batch: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor with where it is, as it would be written."""
+    """Yield every tensor with its path, written as a Python expression."""
     if isinstance(batch, torch.Tensor):
         yield path, batch
-    # A PackedSequence is a named tuple too, but its tensors do not have samples along the first dimension.
+    # A PackedSequence is also a named tuple, but its tensors do not have samples along the first dimension.
     elif isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence):
         names = getattr(batch, "_fields", None)
         for i, item in enumerate(batch):
@@ -140,7 +142,7 @@ def _map(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(batch, (tuple, list)):
         items = [_map(item, function) for item in batch]
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
-    # Copied, then overwritten: keeps what a subclass has beside its items, such as the factory of a defaultdict.
+    # Copied, then overwritten, to keep a subclass's own attributes, such as the factory of a defaultdict.
     mapping = copy.copy(batch)
     for key, item in batch.items():
         mapping[key] = _map(item, function)

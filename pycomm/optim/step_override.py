@@ -1,7 +1,7 @@
-"""How an optimizer steps: by its own ``step``, or by one that pycomm has put in its place.
+"""Replacement of an optimizer's ``step`` by one of pycomm's.
 
-Only the instance changes: its class, its hooks, its state and its hyperparameters are torch's, and a
-copy or a pickle of it is an ordinary optimizer again.
+Only the instance is changed: its class, hooks, state and hyperparameters remain torch's, and a copy or a
+pickle of it is an ordinary optimizer again.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pycomm.torch_internals import is_schedulers_wrapper, replace_step, unhooked
 
 _ATTRIBUTE = "_pycomm_step"
 _steps: WeakSet[Any] = WeakSet()
-"""All functions that have ever taken the place of a ``step``."""
+"""All functions that have ever replaced a ``step``."""
 
 Factor = float | torch.Tensor
 HALF = (torch.float16, torch.bfloat16)
 
 
 class Stepper:
-    """What the rest of pycomm asks of an optimizer's step; this one, of a step that is the optimizer's own.
+    """Interface of pycomm to an optimizer's step; this base class is for the optimizer's own ``step``.
 
     Attributes:
-        has_masters: whether half-precision parameters follow float32 masters.
+        has_masters: whether half-precision parameters have float32 masters.
     """
 
     has_masters = False
@@ -37,18 +37,18 @@ class Stepper:
         self.optimizer = optimizer
 
     def leave_factor(self, factor: Factor) -> bool:
-        """Let the next step multiply gradients with ``factor``; returns whether it will."""
+        """Make the next step multiply the gradients by ``factor``; return whether it will."""
         return False
 
     def forget(self) -> None:
-        """Drop what was left for a step that will not be taken."""
+        """Drop the factors left for a step that will not be taken."""
 
     def masters(self) -> list[torch.Tensor]:
-        """Return the float32 masters, with what was written to the parameters since."""
+        """Return the float32 masters, updated with values written to the parameters since."""
         return []
 
     def restore(self) -> None:
-        """Cast all masters back to their parameters, after they were written to."""
+        """Cast all masters back to their parameters, after the masters were written to."""
 
     def warn_of_lost_updates(self, names: Mapping[str, torch.Tensor]) -> None:
         """Warn, once, if the optimizer updates half-precision parameters themselves; ``names``: the parameters."""
@@ -65,10 +65,10 @@ class Stepper:
         )
 
     def unscale(self, factor: Factor) -> None:
-        """Multiply the gradients with ``factor``, in place.
+        """Multiply the gradients by ``factor``, in place.
 
         Raises:
-            ValueError: a gradient in float16 would underflow.
+            ValueError: a gradient is in float16, in which it would underflow.
         """
         grads = gradients_of(self.optimizer)
         if any(grad.dtype == torch.float16 for grad in grads):
@@ -77,29 +77,29 @@ class Stepper:
             torch._foreach_mul_(grads, factor)
 
     def unscaled(self) -> list[torch.Tensor] | None:
-        """Return the gradients that :meth:`unscale` left; ``None`` where they are in ``.grad``."""
+        """Return the gradients that :meth:`unscale` computed; ``None`` if they are in ``.grad``."""
         return None
 
 
 class StepOverride(Stepper):
-    """Lets ``optimizer.step()`` call :meth:`run` from now on, between the optimizer's own hooks.
+    """Override that makes ``optimizer.step()`` call :meth:`run` from now on, between the optimizer's own hooks.
 
     Raises:
-        RuntimeError: something else has replaced ``step`` already.
+        RuntimeError: ``step`` has already been replaced.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
         self._before = before = vars(optimizer).get("step")
         if step_override_of(optimizer) is not None:
-            raise RuntimeError(f"the step of this {type(optimizer).__name__} is pycomm's already")
+            raise RuntimeError(f"the step of this {type(optimizer).__name__} has already been replaced by pycomm's")
         if before is not None and not _is_schedulers(before, optimizer):
             raise RuntimeError(
-                f"the step of this {type(optimizer).__name__} has been replaced by {before!r}: let pycomm have it first"
+                f"the step of this {type(optimizer).__name__} has been replaced by {before!r}: call pycomm before that"
             )
 
         def step(self_: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:
-            if step_override_of(self_) is not self:  # detached, inside a wrapper that somebody has put around this
+            if step_override_of(self_) is not self:  # detached, but a wrapper around this function still calls it
                 return own_step(self_, closure)
             return self.run(closure)
 
@@ -108,7 +108,7 @@ class StepOverride(Stepper):
         vars(optimizer)[_ATTRIBUTE] = self
 
     def run(self, closure: Callable[[], Any] | None) -> Any:
-        """Take one step; returns what ``closure`` does."""
+        """Take one step; return the result of ``closure``."""
         raise NotImplementedError
 
     def detach(self) -> None:
@@ -118,7 +118,7 @@ class StepOverride(Stepper):
         attributes = vars(self.optimizer)
         del attributes[_ATTRIBUTE]
         if attributes.get("step") is not self._step:
-            return  # a scheduler has wrapped it, and watches its wrapper
+            return  # a scheduler has wrapped it, and relies on its wrapper
         if self._before is None:
             del attributes["step"]
         else:
@@ -126,30 +126,30 @@ class StepOverride(Stepper):
 
 
 def _is_schedulers(step: Any, optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether ``step`` is what a scheduler has put around the optimizer's own."""
+    """Return whether ``step`` is a scheduler's wrapper around the optimizer's own ``step`` or around pycomm's."""
     wrapped = getattr(step, "__wrapped__", None)
     return is_schedulers_wrapper(step) and (wrapped is type(optimizer).step or wrapped in _steps)
 
 
 def own_step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:
-    """Take a step as the optimizer's class defines it, without hooks, which have run already."""
+    """Take a step as the optimizer's class defines it, without hooks, which have already run."""
     step = unhooked_step(type(optimizer))
     return step(optimizer) if closure is None else step(optimizer, closure)
 
 
 def step_override_of(optimizer: torch.optim.Optimizer) -> StepOverride | None:
-    """Return what steps for ``optimizer``; ``None`` where it does so itself."""
+    """Return the override of ``optimizer``'s step, or ``None``."""
     found: StepOverride | None = vars(optimizer).get(_ATTRIBUTE)
     return found
 
 
 def stepper_of(optimizer: torch.optim.Optimizer) -> Stepper:
-    """Return what steps for ``optimizer``: an override, or its own ``step``."""
+    """Return the stepper of ``optimizer``: the override of its step, or one for its own."""
     return step_override_of(optimizer) or Stepper(optimizer)
 
 
 def evaluate(closure: Callable[[], Any] | None) -> Any:
-    """Return what ``closure`` does, computed with gradients, as torch's optimizers call it."""
+    """Return the result of ``closure``, called with gradients enabled, as torch's optimizers do."""
     if closure is None:
         return None
     with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""How the kernels step for the optimizers that they know."""
+"""Update rules: the steps of each supported optimizer in terms of kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Group = dict[str, Any]
 
 
 class Scratches(dict[str, kernels.Scratch]):
-    """Scratch memory by name, made when it is first asked for."""
+    """Scratch memory by name, made on first access."""
 
     def __missing__(self, name: str) -> kernels.Scratch:
         self[name] = kernels.Scratch()
@@ -27,13 +27,14 @@ class Scratches(dict[str, kernels.Scratch]):
 
 @dataclass(frozen=True)
 class Target:
-    """A parameter in a step.
+    """Parameter in a step.
 
     Attributes:
-        weight: what is updated, float32 or float64: the parameter, or its master.
-        grad: its gradient, of any floating dtype.
-        states: the optimizer's, of all parameters. param: whose entry in it counts.
-        copy: the half-precision parameter that follows ``weight``.
+        weight: tensor to update, float32 or float64: the parameter, or its master.
+        grad: its gradient, of any floating-point dtype.
+        states: the optimizer's state of all parameters.
+        param: the parameter, which is the key of its entry in ``states``.
+        copy: the half-precision parameter that is overwritten with ``weight``, if that is a master.
     """
 
     weight: torch.Tensor
@@ -44,15 +45,15 @@ class Target:
 
     @cached_property
     def state(self) -> dict[str, Any]:
-        """The parameter's entry, which is made where there is none yet."""
+        """Entry of the parameter, made if there is none yet."""
         return self.states[self.param]
 
     def has(self, key: str) -> bool:
-        """Whether there is ``key`` in the entry; makes none."""
+        """Return whether the parameter's entry has ``key``; does not make an entry."""
         return self.states.get(self.param, {}).get(key) is not None
 
     def buffer(self, key: str) -> torch.Tensor:
-        """``state[key]`` in the memory order of ``weight``; zeros, kept, where there is none yet."""
+        """Return ``state[key]`` in the memory order of ``weight``, as zeros if it does not exist yet; it is stored."""
         old: torch.Tensor | None = self.state.get(key)
         weight = self.weight
         if old is None:
@@ -73,50 +74,55 @@ class Batch:
 
     targets: Sequence[Target]
     scale: float | torch.Tensor
+    """Factor by which gradients are multiplied."""
     scratches: Scratches
-    place: str
-    """Tells apart the batches of an optimizer."""
+    label: str
+    """Name of the batch, unique within its optimizer."""
 
     def scratch(self, name: str) -> kernels.Scratch:
-        """What the kernel called ``name`` keeps from step to step, for this batch."""
-        return self.scratches[f"{self.place} {name}"]
+        """Return the scratch memory that the kernel ``name`` keeps from step to step for this batch."""
+        return self.scratches[f"{self.label} {name}"]
 
     def weights(self) -> list[torch.Tensor]:
+        """Return the weights, flat in memory order."""
         return [_flat(t.weight) for t in self.targets]
 
     def grads(self) -> list[torch.Tensor]:
+        """Return the gradients in the memory order of the weights."""
         return [
             t.grad if t.grad.is_contiguous() and t.weight.is_contiguous() else laid_out_like(t.grad, t.weight)
             for t in self.targets
         ]
 
     def buffers(self, key: str) -> list[torch.Tensor]:
+        """Return the state tensors ``key``, made if they do not exist yet."""
         return [_flat(t.buffer(key)) for t in self.targets]
 
     def copies(self) -> list[torch.Tensor] | None:
+        """Return the half-precision parameters if the weights are masters, else ``None``."""
         copies = [_flat(t.copy) for t in self.targets if t.copy is not None]
         assert len(copies) in (0, len(self.targets)), "masters and plain parameters are stepped apart"
         return copies or None
 
     def common(self, name: str) -> dict[str, Any]:
-        """What every step takes; ``name`` tells apart the kernels that keep scratch memory."""
+        """Return the arguments that every step kernel takes; ``name`` selects its scratch memory."""
         return {"scale": self.scale, "copies": self.copies(), "scratch": self.scratch(name)}
 
     def split(self, key: Callable[[Target], Any]) -> Iterable[tuple[Any, Batch]]:
-        """By what ``key`` says of each, in order of appearance."""
+        """Split the targets by ``key(target)``; yield values and batches in order of appearance."""
         return self.split_by(map(key, self.targets))
 
     def split_by(self, keys: Iterable[Any]) -> Iterable[tuple[Any, Batch]]:
-        """``keys``: of each target."""
+        """Split the targets by ``keys``, one for each target; yield keys and batches in order of appearance."""
         parts: dict[Any, list[Target]] = {}
         for key, target in zip(keys, self.targets, strict=True):
             parts.setdefault(key, []).append(target)
         if len(parts) <= 1:
             yield from ((value, self) for value in parts)
             return
-        # Numbered, not called by value: values such as a count of steps would ask for new scratch memory every time.
+        # Labelled by number, not by value: a value such as the step count would need new scratch memory every time.
         for number, (value, targets) in enumerate(parts.items()):
-            yield value, Batch(targets, self.scale, self.scratches, f"{self.place} {number}")
+            yield value, Batch(targets, self.scale, self.scratches, f"{self.label} {number}")
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -130,12 +136,12 @@ def _sign(group: Group) -> float:
 
 
 def next_step(target: Target) -> int:
-    """Counts this step in torch's own way: a float32 tensor on the CPU."""
+    """Increment the target's step count, stored as torch does in a float32 tensor on the CPU, and return it."""
     return next_steps([target])[0]
 
 
 def next_steps(targets: Sequence[Target]) -> list[int]:
-    """The same for many, which is faster together."""
+    """Increment the step counts of many targets together, which is faster, and return them."""
     steps = []
     for target in targets:
         step = target.state.get("step")
@@ -148,8 +154,9 @@ def next_steps(targets: Sequence[Target]) -> list[int]:
 
 
 def sgd(group: Group, batch: Batch) -> None:
+    """Step as torch.optim.SGD does."""
     momentum = float(group["momentum"])
-    # torch's first momentum is the gradient itself, not damped.
+    # As in torch, the first momentum is the gradient itself, without dampening.
     for old, part in batch.split(lambda t: t.has("momentum_buffer")):
         kernels.momentum_step(
             part.weights(),
@@ -165,6 +172,7 @@ def sgd(group: Group, batch: Batch) -> None:
 
 
 def adam(group: Group, batch: Batch, decoupled: bool = False) -> None:
+    """Step as torch.optim.Adam does, or AdamW if ``decoupled``."""
     for step, part in list(batch.split_by(next_steps(batch.targets))):
         kernels.adam_step(
             part.weights(),
@@ -181,6 +189,7 @@ def adam(group: Group, batch: Batch, decoupled: bool = False) -> None:
 
 
 def adamw(group: Group, batch: Batch) -> None:
+    """Step as torch.optim.AdamW does."""
     adam(group, batch, decoupled=True)
 
 
@@ -190,6 +199,7 @@ def _moments(group: Group, step: int) -> kernels.Moments:
 
 
 def rmsprop(group: Group, batch: Batch) -> None:
+    """Step as torch.optim.RMSprop does."""
     next_steps(batch.targets)
     kernels.rmsprop_step(
         batch.weights(),
@@ -207,11 +217,12 @@ def rmsprop(group: Group, batch: Batch) -> None:
 
 
 def adapts(group: Group, weight: torch.Tensor) -> bool:
-    """Whether LARS and LAMB scale the step of ``weight`` by its norm, and decay it."""
+    """Return whether LARS and LAMB scale the step of ``weight`` by its norm, and decay it."""
     return bool(group["exclude"] == "none" or (group["exclude"] == "one_dimensional" and weight.dim() > 1))
 
 
 def lars(group: Group, batch: Batch) -> None:
+    """Step as :class:`pycomm.LARS` does."""
     for adapted, part in batch.split(lambda t: adapts(group, t.weight)):
         decay = float(group["weight_decay"]) if adapted else 0.0
         weights, grads = part.weights(), part.grads()
@@ -222,7 +233,7 @@ def lars(group: Group, batch: Batch) -> None:
             weights,
             grads,
             part.buffers("momentum_buffer") if group["momentum"] else None,
-            lr=1.0,  # the rate is inside the momentum: what it holds stays right when the learning rate changes
+            lr=1.0,  # the rate is inside the momentum, which so stays correct when the learning rate changes
             momentum=float(group["momentum"]),
             weight_decay=decay,
             nesterov=bool(group["nesterov"]),
@@ -234,7 +245,7 @@ def lars(group: Group, batch: Batch) -> None:
 def lars_ratios(
     weights: list[torch.Tensor], grads: list[torch.Tensor], batch: Batch, trust_coefficient: float, decay: float
 ) -> torch.Tensor:
-    """||w|| / (||g|| + decay ||w||) times the trust coefficient; 1 where a norm is 0. Float64, one for each."""
+    """Return the trust coefficient times ||w|| / (||g|| + decay ||w||) of each weight, or 1 if a norm is 0; float64."""
     squares = kernels.squared_norms([*weights, *grads], scratch=batch.scratch("norms"))
     norms = squares.sqrt()
     w, g = norms[: len(weights)], norms[len(weights) :] * abs(batch.scale)
@@ -242,6 +253,7 @@ def lars_ratios(
 
 
 def lamb(group: Group, batch: Batch) -> None:
+    """Step as :class:`pycomm.LAMB` does."""
     for step, same_step in list(batch.split_by(next_steps(batch.targets))):
         moments = _moments(group, step)
         for adapted, part in same_step.split(lambda t: adapts(group, t.weight)):
@@ -268,7 +280,7 @@ def lamb(group: Group, batch: Batch) -> None:
 
 
 def flip(group: Group, scale: float | torch.Tensor) -> float | torch.Tensor:
-    """``scale``, negative where the group maximizes."""
+    """Return ``scale``, negated if the group maximizes."""
     return scale * _sign(group)
 
 
@@ -285,12 +297,17 @@ def step_by_rule(
     masters: Mapping[torch.Tensor, torch.Tensor] | None = None,
     grads: Mapping[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """One step of every parameter that has a gradient.
+    """Take one step of every parameter that has a gradient.
 
     Args:
-        factor: gradients are multiplied with this first.
-        masters: of parameters, those that are updated in their place, and cast back.
-        grads: instead of ``.grad``, for parameters that are in here.
+        optimizer: owner of the parameters, hyperparameters and state.
+        rule: rule of the optimizer's class.
+        factor: number by which gradients are multiplied first.
+        masters: masters of half-precision parameters, which are updated in their place and cast back.
+        grads: gradients to use instead of ``.grad``, by parameter.
+
+    Raises:
+        ValueError: a gradient is sparse, or a parameter has gaps or overlaps in memory.
     """
     scratches = _scratches.setdefault(optimizer, Scratches())
     for number, group in enumerate(optimizer.param_groups):
@@ -308,14 +325,14 @@ def _targets(
     masters: Mapping[torch.Tensor, torch.Tensor],
     grads: Mapping[torch.Tensor, torch.Tensor],
 ) -> dict[Any, list[Target]]:
-    """Those with a gradient, by what one kernel call can take."""
+    """Return the group's parameters that have a gradient, sorted into lists that one kernel call can take."""
     targets: dict[Any, list[Target]] = defaultdict(list)
     for p in group["params"]:
         grad = grads.get(p, p.grad)
         if grad is None:
             continue
         if grad.layout != torch.strided:
-            raise ValueError(f"a gradient of shape {list(p.shape)} is sparse; fused steps want dense ones")
+            raise ValueError(f"a gradient of shape {list(p.shape)} is sparse; fused steps need dense ones")
         require_dense(p)
         weight = masters.get(p, p)
         target = Target(weight, grad, optimizer.state, p, p.detach() if p in masters else None)

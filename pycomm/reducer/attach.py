@@ -1,4 +1,4 @@
-"""The one line that a training script adds."""
+"""Entry point ``attach``: the one line that a training script adds."""
 
 from __future__ import annotations
 
@@ -41,52 +41,54 @@ def attach(
     buffers: str = "local",
     timeout: timedelta | float = DEFAULT_TIMEOUT,
 ) -> Reducer:
-    """Average the gradients of ``optimizer``'s parameters over the ranks, from now on.
+    """Average the gradients of ``optimizer``'s parameters over the ranks from now on.
 
     When ``loss.backward()`` returns, every ``.grad`` holds the average over ``process_group``. The
-    optimizer and the model stay the objects they are; ``optimizer.step()``, schedulers, GradScaler,
-    clipping and checkpoints work as before. Collective: parameters, buffers and optimizer state of
-    rank 0 are copied to all ranks first.
+    optimizer and the model remain the same objects; ``optimizer.step()``, schedulers, GradScaler,
+    clipping and checkpoints work as before. Collective: rank 0's parameters, buffers and optimizer
+    state are first copied to all ranks.
 
     Args:
-        optimizer: any torch optimizer; a trainer's proxy (Accelerate's, Lightning's, Fabric's) stands for
-            the one inside.
-        model_or_named_parameters: the module, or its ``named_parameters()``. Names every parameter of the
-            optimizer; state is kept by name. What averages or shards parameters itself is refused, also
-            when it comes later: DistributedDataParallel, FSDP, DeepSpeed, inside or around the module.
+        optimizer: any torch optimizer. A trainer's proxy (Accelerate's, Lightning's, Fabric's) is
+            replaced by the optimizer inside it.
+        model_or_named_parameters: the module, or its ``named_parameters()``. It must name every parameter
+            of the optimizer, as state is kept by name. A wrapper that averages or shards parameters itself
+            (DistributedDataParallel, FSDP, DeepSpeed), inside or around the module, is refused, even if it
+            is added later.
         compression: ``NoCompression()`` (the default); ``FP16()``, ``BF16()``; ``DGC(ratio)`` for SGD,
             ``TopK(ratio)`` for any optimizer, ``RandomK(ratio)``; ``PowerSGD(rank)``; ``Int8()``,
-            ``OneBit()``, ``QSGD(levels)``, ``TernGrad()``. "auto" is ``Auto()``: per bucket whichever
-            is fastest on this link, of dense, FP16, PowerSGD and top-k.
-        process_group: a group, or a ``DeviceMesh`` of one dimension; the default group if ``None``.
-        bucket_mb: gradients travel in buckets of about this many MiB.
-        accumulate: backward passes per optimizer step; gradients travel in the last one. As without
-            pycomm, divide the loss yourself. A ragged last window needs ``Reducer.flush()``.
+            ``OneBit()``, ``QSGD(levels)``, ``TernGrad()``. "auto" means ``Auto()``, which picks for each
+            bucket whichever of dense, FP16, PowerSGD and top-k is fastest on this link.
+        process_group: a group, or a one-dimensional ``DeviceMesh``; the default group if ``None``.
+        bucket_mb: approximate size of a bucket in MiB; gradients are sent in buckets.
+        accumulate: number of backward passes per optimizer step; gradients are sent during the last one.
+            As without pycomm, divide the loss yourself. A window that ends early needs ``Reducer.flush()``.
         average: ``False`` leaves the sum over the ranks in ``.grad``.
         loss_scaler: the :class:`pycomm.LossScaler` or ``torch.amp.GradScaler`` in use, or any object
-            with its ``scale``; needed with methods that carry state, which is kept without the loss scale.
-        clip_local_norm: each rank's own gradient, without the loss scale, is brought to at most this
-            norm before it is averaged. The whole gradient must be known first, so nothing travels while
-            backward runs. To clip the average, see ``Reducer.clip_grad_norm``.
-        algorithm: how dense buckets are summed, by name: see ``Communicator.all_reduce``.
-        all_parameters: average the gradients of all parameters that have a name, those of the optimizer
-            or not. Without it a parameter of the module that gets a gradient and that no attach covers is
-            warned of, once.
-        check_replicas: after the first step, and every so many reductions, all ranks' parameters are
-            compared (by hashes: one read of them), and a difference is an error; 0: never. Buffers that
-            differ are noted in the log.
-        buffers: what becomes of the module's buffers, BatchNorm's statistics say, with each reduction:
-            "local": each rank keeps its own; "broadcast": all get rank 0's; "average": floating ones are
-            averaged, the others are rank 0's.
-        timeout: for every wait for a peer; seconds or ``timedelta``.
+            with the same ``scale`` method. Required by methods that carry state, which is kept without the
+            loss scale.
+        clip_local_norm: maximum norm of each rank's own gradient, without the loss scale, before it is
+            averaged. The whole gradient must be known first, so nothing is sent while backward runs. To
+            clip the average, see ``Reducer.clip_grad_norm``.
+        algorithm: name of the algorithm that sums dense buckets; see ``Communicator.all_reduce``.
+        all_parameters: average the gradients of all named parameters, whether or not they belong to the
+            optimizer. Otherwise a parameter of the module that gets a gradient without being covered by
+            any attach is reported, once, by a warning.
+        check_replicas: compare all ranks' parameters after the first step and then once in this many
+            reductions (by hashes, which read them once); 0 never does. A difference is an error; buffers
+            that differ are only logged.
+        buffers: treatment of the module's buffers (BatchNorm's statistics, for example) in each reduction.
+            "local": each rank keeps its own; "broadcast": all ranks get rank 0's; "average": floating-point
+            buffers are averaged, the others are rank 0's.
+        timeout: limit of every wait for a peer; seconds or ``timedelta``.
 
     Returns:
-        The :class:`Reducer`. It lives as long as the optimizer or the module do, kept or not.
+        The :class:`Reducer`. It lives as long as the optimizer or the module, even if you do not keep it.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
         TypeError, ValueError: an argument is wrong, or ranks differ in names, shapes, dtypes, order
-            or settings (on every rank, naming the first difference). Nothing is left behind then.
+            or settings (on every rank, naming the first difference). Nothing is left behind in that case.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         optimizer = unwrapped(optimizer)
@@ -106,22 +108,22 @@ def attach(
             buffers=buffers,
         )
 
-    asked = _ask(settings, optimizer, model_or_named_parameters)
+    request = _check_request(settings, optimizer, model_or_named_parameters)
     communicator = Communicator(process_group, timeout)
     try:
-        return _join(communicator, asked)
+        return _attach_all(communicator, request)
     except BaseException:
         communicator.close()
         raise
 
 
-_Asked = tuple[Settings, ParameterTable] | Exception
+_Request = tuple[Settings, ParameterTable] | Exception
 
 
-def _ask(settings_of: Callable[[], Settings], optimizer: Any, model_or_named_parameters: Any) -> _Asked:
-    """Return the settings and the parameters; or what is wrong with them.
+def _check_request(settings_of: Callable[[], Settings], optimizer: Any, model_or_named_parameters: Any) -> _Request:
+    """Return the settings and the parameters, or the error that they cause.
 
-    Not raised yet: the others are told first, who are on their way to the same rendezvous.
+    The error is not raised yet: the other ranks are about to meet this one, and have to be told first.
     """
     try:
         settings = settings_of()
@@ -135,16 +137,16 @@ def _ask(settings_of: Callable[[], Settings], optimizer: Any, model_or_named_par
     return settings, table
 
 
-def _join(communicator: Communicator, asked: _Asked) -> Reducer:
-    """Make a Reducer on all ranks, or on none."""
-    settings, table = _shared(communicator, asked)
+def _attach_all(communicator: Communicator, request: _Request) -> Reducer:
+    """Attach on all ranks together, or on none of them."""
+    settings, table = _agreed(communicator, request)
     _make_equal(communicator, table, settings)
     try:
         made: Reducer | Exception = Reducer(table, communicator, settings)
     except Exception as error:
         made = error
     try:
-        reducer = _shared(communicator, made)
+        reducer = _agreed(communicator, made)
         register(reducer)
         watch_constructions(reducer)
         return reducer
@@ -155,11 +157,11 @@ def _join(communicator: Communicator, asked: _Asked) -> Reducer:
 
 
 def _make_equal(communicator: Communicator, table: ParameterTable, settings: Settings) -> None:
-    """Refuse ranks that differ in what must be given alike; then give all of them what rank 0 has."""
+    """Raise ValueError if the ranks' settings or parameters do not match; then copy rank 0's state to all ranks."""
     check_same_lines(communicator, settings.lines(), "setting")
     communicator.all_reduce(
         torch.zeros(1, dtype=torch.float32), algorithm=settings.algorithm
-    )  # a name that is none is an error here
+    )  # raises here if there is no such algorithm
     names = dict(table.named())
     lines = [f"{name}: {signature(p)}{'' if p.requires_grad else ' frozen'}" for name, p in names.items()]
     check_same_lines(communicator, lines, "parameter")
@@ -171,10 +173,10 @@ def _make_equal(communicator: Communicator, table: ParameterTable, settings: Set
     broadcast_state(communicator, table.optimizer, src=0)
 
 
-def _shared(communicator: Communicator, outcome: _T | Exception) -> _T:
-    """The outcome of this rank, if no rank has an error instead: raised here, and quoted on the others."""
+def _agreed(communicator: Communicator, outcome: _T | Exception) -> _T:
+    """Return this rank's outcome if every rank succeeded; otherwise raise its error, or quote another rank's."""
     if isinstance(outcome, CommError):
-        raise outcome  # they cannot be told
+        raise outcome  # the other ranks cannot be told
     problem = str(outcome) or type(outcome).__name__ if isinstance(outcome, Exception) else ""
     problems = [text.decode() for text in communicator.channel.all_gather_bytes(problem.encode())]
     if isinstance(outcome, Exception):

@@ -1,4 +1,4 @@
-"""What pycomm leaves at models and parameters. None of it keeps the rest of pycomm alive."""
+"""Hooks that pycomm leaves on models and parameters. None of them keeps the rest of pycomm alive."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pycomm.torch_internals import accumulation_hooks
 
 
 class ForwardHook:
-    """Lies among the module's hooks; a copy of the module (``deepcopy``, ``pickle``) gets one without effect.
+    """Pre-hook of a module's forward. A copy of the module (``deepcopy``, ``pickle``) gets one that does nothing.
 
-    In a forward that torch.compile compiles nothing is looked at: what would be found there is found when
-    backward begins, or before the step.
+    It also does nothing in a forward that torch.compile traces; what it would find is found when backward
+    begins, or before the step.
     """
 
     def __init__(self, before_forward: Callable[[], None] | None) -> None:
@@ -36,18 +36,19 @@ class ForwardHook:
 
 
 class Watcher(Protocol):
-    """What is to be kept alive by the hooks of a module, and asked before its forward."""
+    """Object that a module's hooks keep alive, and call before its forward."""
 
     def before_forward(self) -> None: ...
     def knows(self, param: torch.Tensor) -> bool: ...
 
 
 class ModelHooks:
-    """Hooks on an optimizer and its module, which hold what they call.
+    """Hooks on an optimizer and its module. They hold strong references to the objects they call.
 
     Args:
         before_step: called before each step, but after its closure.
         stepped: called before a closure runs for the first time.
+        watcher: object to call before each forward of the module.
     """
 
     def __init__(
@@ -65,12 +66,12 @@ class ModelHooks:
             self._uncovered = Uncovered(module, watcher.knows)
 
     def warn_of_uncovered(self) -> None:
-        """Warn of gradients that nobody averages; once."""
+        """Warn once of gradients that nobody averages."""
         if self._uncovered is not None:
             self._uncovered.warn()
 
     def remove(self) -> None:
-        """Leave optimizer and module as they were."""
+        """Remove the hooks from the optimizer and the module."""
         for handle in self._handles:
             handle.remove()
         if self._uncovered is not None:
@@ -78,10 +79,10 @@ class ModelHooks:
 
 
 def step_hook(check: Callable[[], None], begin: Callable[[], None]) -> Callable[..., Any]:
-    """A pre-hook for ``optimizer.step`` that calls ``check``: after its closure, if it has one, each time that runs.
+    """Return a pre-hook for ``optimizer.step`` that calls ``check``, after each run of the closure if there is one.
 
-    A closure runs the last backward pass of a window itself. Before the first time ``begin`` is called: some
-    optimizers (SAM) use the gradients that are there, and ask for others then.
+    A closure runs the last backward pass of a window itself. ``begin`` is called before its first run, because
+    some optimizers (SAM) use the existing gradients first and only then ask for new ones.
     """
 
     def hook(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -90,10 +91,10 @@ def step_hook(check: Callable[[], None], begin: Callable[[], None]) -> Callable[
             check()
             return None
         begin()
-        ask: Callable[[], Any] = closure
+        evaluate: Callable[[], Any] = closure
 
         def checked_closure() -> Any:
-            loss = ask()
+            loss = evaluate()
             check()
             return loss
 
@@ -105,10 +106,10 @@ def step_hook(check: Callable[[], None], begin: Callable[[], None]) -> Callable[
 
 
 class GradientHook:
-    """Calls ``method(owner, slot)`` when the gradient of ``param`` has been accumulated.
+    """Hook that calls ``method(owner, slot)`` when the gradient of ``param`` has been accumulated.
 
-    Weakly, both: a parameter's hooks are out of the garbage collector's sight, so what they hold is
-    never collected together with it.
+    Both references are weak: the garbage collector does not see a parameter's hooks, so it would never
+    collect a cycle that runs through them.
     """
 
     def __init__(self, owner: Any, method: Callable[[Any, Any], None], slot: Any, param: torch.Tensor) -> None:
@@ -122,26 +123,28 @@ class GradientHook:
         owner, slot = self._owner(), self._slot()
         if owner is None or slot is None:
             raise RuntimeError(
-                f"the gradient of {self._name!r} is not averaged any more: the optimizer that was attached is gone; "
+                f"the gradient of {self._name!r} is no longer averaged: the optimizer that was attached is gone; "
                 "attach() the one that you use now"
             )
         self._method(owner, slot)
 
     @property
     def orphaned(self) -> bool:
+        """Return whether the owner no longer exists."""
         return self._owner() is None
 
     def is_last(self, param: torch.Tensor) -> bool:
-        """Whether no other hook of ``param``, which may change the gradient, is called after this one."""
+        """Return whether no other hook of ``param``, which might change the gradient, is called after this one."""
         hooks = accumulation_hooks(param)
         return len(hooks) == 1 or next(reversed(hooks)) == self._handle.id
 
     def remove(self) -> None:
+        """Remove the hook from its parameter."""
         self._handle.remove()
 
 
 def _drop_orphans(param: torch.Tensor) -> None:
-    """Those of optimizers that are gone: ``param`` is about to be attached again."""
+    """Remove the hooks of optimizers that no longer exist from ``param``, which is about to be attached again."""
     for hook in list(accumulation_hooks(param).values()):
         if isinstance(hook, GradientHook) and hook.orphaned:
             hook.remove()

@@ -1,4 +1,4 @@
-"""When a backward pass begins, when all its gradients are there, and when it has really ended."""
+"""Detection of a backward pass: its beginning, the arrival of its last gradient, and its real end."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pycomm.torch_internals import compiles_autograd, current_graph_task, curren
 
 
 class BackwardWatch:
-    """Notices a pass by the gradients that it accumulates.
+    """Watch that detects backward passes by the gradients they accumulate.
 
-    ``on_begin`` is called before the first gradient of a pass, ``on_gradients`` when all are there, and
-    ``on_end`` when ``backward()`` is about to return. All watches whose gradients one pass brought hear
-    ``on_gradients`` before the first hears ``on_end``: whoever waits there for other ranks, which may
-    have begun with another watch, keeps nobody from what they need.
+    ``on_begin`` is called before the first gradient of a pass, ``on_gradients`` when all have arrived, and
+    ``on_end`` when ``backward()`` is about to return. If one pass produces gradients for several watches,
+    ``on_gradients`` is called on all of them before ``on_end`` is called on the first: ``on_end`` may wait
+    for other ranks, which may have reached another watch first and need what that watch sends.
 
     Autograd's final callbacks belong to a graph task. Reentrant checkpointing runs a nested task for
-    every checkpointed piece, whose callback comes while the outer backward still runs; then the node
-    that started it is still being evaluated. In that case a hook on that node asks the enclosing task
-    for a callback, and so on outwards. A task that fails goes without calling back: that is how a pass
-    that ended with an exception is known, and ``on_failure`` called.
+    every checkpointed piece, whose callback is called while the outer backward still runs; the node that
+    started the nested task is then still being evaluated. In that case a hook on that node requests a
+    callback from the enclosing task, and so on outwards. A task that fails is dropped without its
+    callback: this is how a pass that ended with an exception is detected, and ``on_failure`` called.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class BackwardWatch:
         self._abandoned = False
 
     def touch(self, *_: object) -> None:
-        """A gradient has been accumulated, in whatever task is running."""
+        """Note that a gradient has been accumulated, in whichever graph task is running."""
         if not self._active:
             _refuse_compiled_autograd()
         task = current_graph_task()
@@ -51,11 +51,12 @@ class BackwardWatch:
         queue_final_callback(_TaskEnd(self, task))
 
     def abandoned(self) -> bool:
-        """Whether a pass ended with an exception since this was asked last."""
+        """Return whether a pass has ended with an exception since the last call."""
         abandoned, self._abandoned = self._abandoned, False
         return abandoned
 
     def task_ended(self, task: int) -> None:
+        """Handle the final callback of a graph task."""
         enclosing = current_node()
         if enclosing is not None:
             enclosing.register_hook(self.touch)
@@ -70,6 +71,7 @@ class BackwardWatch:
             self._on_end()
 
     def task_failed(self) -> None:
+        """Handle a graph task that was dropped without its final callback."""
         if self._active:
             self._reset()
             self._abandoned = True
@@ -84,11 +86,11 @@ class BackwardWatch:
 
 _active: weakref.WeakSet[BackwardWatch] = weakref.WeakSet()
 _ending: weakref.WeakSet[BackwardWatch] = weakref.WeakSet()
-"""Those that have heard ``on_gradients``, and not yet ``on_end``."""
+"""Watches on which ``on_gradients`` has been called, and ``on_end`` not yet."""
 
 
 class _TaskEnd:
-    """A final callback, which notices if it is dropped without having been called."""
+    """Final callback of a graph task; reports a failure if it is dropped without having been called."""
 
     def __init__(self, watch: BackwardWatch, task: int) -> None:
         self._watch = weakref.ref(watch)

@@ -1,4 +1,4 @@
-"""Making every rank start from the same numbers."""
+"""Broadcast of parameters, buffers and optimizer state, so that every rank starts from the same values."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ def broadcast_parameters(
     *,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Overwrite all parameters and buffers, in place, by those of rank ``src``. Collective.
+    """Overwrite all parameters and buffers in place with those of rank ``src``. Collective.
 
     Args:
-        model_or_state_dict: a module, or a mapping of names to tensors (other values are left).
+        model_or_state_dict: a module, or a mapping of names to tensors (other values are left alone).
         src: rank within ``process_group``.
+        process_group: the default group if ``None``.
 
     Raises:
+        TypeError: ``model_or_state_dict`` is neither a module nor a mapping.
         ValueError: names, shapes or dtypes differ between ranks (on every rank, naming the first
-            difference), or ``src`` is no rank.
+            difference), or ``src`` is not a rank of the group.
     """
     tensors = named_tensors(model_or_state_dict)
     with Communicator(process_group) as communicator:
@@ -40,22 +42,29 @@ def broadcast_parameters(
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, src: int = 0, *, process_group: dist.ProcessGroup | None = None
 ) -> None:
-    """Give every rank the optimizer state and hyperparameters of rank ``src``. Collective.
+    """Copy the optimizer state and hyperparameters of rank ``src`` to every rank. Collective.
 
-    No step is taken, and tensors keep their dtypes (``load_state_dict`` would cast fp32 state of an
-    fp16 parameter to fp16). State that only other ranks have is dropped.
+    No step is taken, and tensors keep their dtypes (``load_state_dict`` would cast the fp32 state of an
+    fp16 parameter to fp16). State that rank ``src`` does not have is dropped on the other ranks.
 
-    Nothing is unpickled: functions and other objects that are no numbers, texts or tensors stay as each
-    rank has them.
+    Nothing is unpickled: each rank keeps its own functions and other objects that are not numbers,
+    strings, tensors or containers of them.
+
+    Args:
+        optimizer: changed in place.
+        src: rank within ``process_group``.
+        process_group: the default group if ``None``.
 
     Raises:
-        ValueError: the parameter groups differ in number or size, or a rank lacks such an object.
+        ValueError: the parameter groups differ in number or size, or a rank lacks an object that cannot
+            be sent.
     """
     with Communicator(process_group) as communicator:
         broadcast_state(communicator, optimizer, src)
 
 
 def named_tensors(model_or_state_dict: torch.nn.Module | Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers of a module, or the tensors of a mapping, by name."""
     if isinstance(model_or_state_dict, torch.nn.Module):
         model = model_or_state_dict
         return dict(model.named_parameters()) | dict(model.named_buffers())
@@ -67,30 +76,34 @@ def named_tensors(model_or_state_dict: torch.nn.Module | Mapping[str, Any]) -> d
 
 
 def check_same_tensors(communicator: Communicator, tensors: Mapping[str, torch.Tensor]) -> None:
-    """ValueError, on every rank, naming the first place where a rank's list differs from rank 0's."""
+    """Raise ValueError on every rank if a rank's tensors do not match rank 0's, naming the first difference."""
     lines = [f"{name}: {signature(t)}" for name, t in tensors.items()]
     check_same_lines(communicator, lines, "parameter or buffer")
 
 
 def signature(tensor: torch.Tensor) -> str:
-    """What must be equal on all ranks, for :func:`check_same_lines`."""
+    """Return shape, dtype and kind of device as one text for :func:`check_same_lines`."""
     where = "" if tensor.is_cpu else f" on {tensor.device.type}"
     return f"{list(tensor.shape)} {tensor.dtype}{where}"
 
 
 def check_same_lines(communicator: Communicator, lines: list[str], what: str) -> None:
-    """ValueError, on every rank, naming the first line in which a rank differs from rank 0."""
-    everyone = [text.decode().split("\n") for text in communicator.channel.all_gather_bytes("\n".join(lines).encode())]
-    for rank, theirs in enumerate(everyone):
-        for i in range(max(len(theirs), len(everyone[0]))):
-            here = theirs[i] if i < len(theirs) else "nothing"
-            there = everyone[0][i] if i < len(everyone[0]) else "nothing"
+    """Raise ValueError on every rank if a rank's lines differ from rank 0's, naming the first difference."""
+    by_rank = [text.decode().split("\n") for text in communicator.channel.all_gather_bytes("\n".join(lines).encode())]
+    first = by_rank[0]
+    for rank, other in enumerate(by_rank):
+        for i in range(max(len(other), len(first))):
+            here = other[i] if i < len(other) else "nothing"
+            there = first[i] if i < len(first) else "nothing"
             if here != there:
                 raise ValueError(f"the ranks disagree: {what} {i} is {here!r} on rank {rank}, {there!r} on rank 0")
 
 
 def broadcast_tensors(communicator: Communicator, tensors: Iterable[torch.Tensor], src: int) -> None:
-    """In place, packed into few messages. On every rank the same ones lie in CPU memory, the others on its GPU."""
+    """Broadcast tensors in place, packed into few messages. Collective.
+
+    The kind of device must match: a tensor that is in CPU memory on one rank is so on every rank.
+    """
     chunk: list[torch.Tensor] = []
     for tensor in tensors:
         if chunk and chunk[0].device != tensor.device:
@@ -114,7 +127,7 @@ def _broadcast_chunk(communicator: Communicator, tensors: list[torch.Tensor], sr
         return
     offset = 0
     for t in tensors:
-        # A copy: a piece of flat may lie at an address unfit for its dtype.
+        # Cloned, as a piece of flat may start at an address that is not aligned for its dtype.
         piece = flat[offset : offset + t.nbytes].clone()
         if t.numel() > 0:
             t.copy_(piece.view(t.dtype).view(t.shape))
@@ -122,10 +135,10 @@ def _broadcast_chunk(communicator: Communicator, tensors: list[torch.Tensor], sr
 
 
 def broadcast_state(communicator: Communicator, optimizer: torch.optim.Optimizer, src: int) -> None:
-    """See :func:`broadcast_optimizer_state`.
+    """Do the work of :func:`broadcast_optimizer_state`.
 
-    What is neither number, text, tensor nor a container of them stays as it is on each rank, which must
-    have it: a function among the hyperparameters, say.
+    An object that is not a number, string, tensor or container of them (a function among the
+    hyperparameters, for example) is not sent: each rank must have its own, and keeps it.
     """
     sizes = [f"{len(group['params'])} parameters" for group in optimizer.param_groups]
     check_same_lines(communicator, sizes, "optimizer parameter group")
@@ -140,7 +153,7 @@ def broadcast_state(communicator: Communicator, optimizer: torch.optim.Optimizer
     problem = ""
     if communicator.rank != src:
         try:
-            tensors = _take_state(optimizer, params, nodes)
+            tensors = _restructure_state(optimizer, params, nodes)
         except ValueError as error:
             problem = str(error)
     for rank, text in enumerate(communicator.channel.all_gather_bytes(problem.encode())):
@@ -149,18 +162,20 @@ def broadcast_state(communicator: Communicator, optimizer: torch.optim.Optimizer
     broadcast_tensors(communicator, tensors, src)
 
 
-def _take_state(optimizer: torch.optim.Optimizer, params: list[torch.Tensor], nodes: list[Node]) -> list[torch.Tensor]:
-    """Make the state look like ``nodes``; returns the tensors that are still to be filled in."""
+def _restructure_state(
+    optimizer: torch.optim.Optimizer, params: list[torch.Tensor], nodes: list[Node]
+) -> list[torch.Tensor]:
+    """Give the state the structure that ``nodes`` describes; return the tensors that have yet to be filled."""
     tensors: list[torch.Tensor] = []
-    of_params, of_groups = nodes[: len(params)], nodes[len(params) :]
+    param_nodes, group_nodes = nodes[: len(params)], nodes[len(params) :]
     entries = [
-        decode(node, optimizer.state.get(p, {}), p.device, tensors) for p, node in zip(params, of_params, strict=True)
+        decode(node, optimizer.state.get(p, {}), p.device, tensors) for p, node in zip(params, param_nodes, strict=True)
     ]
     groups = [
         decode(node, group, torch.device("cpu"), tensors)
-        for group, node in zip(optimizer.param_groups, of_groups, strict=True)
+        for group, node in zip(optimizer.param_groups, group_nodes, strict=True)
     ]
-    for p, entry in zip(params, entries, strict=True):  # nothing has been changed where something did not fit
+    for p, entry in zip(params, entries, strict=True):  # nothing has been changed so far, in case decode raised
         if entry:
             optimizer.state[p] = entry
         else:

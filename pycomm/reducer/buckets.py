@@ -1,4 +1,4 @@
-"""Parameters sorted into buckets, and how far each bucket has come."""
+"""Parameters sorted into buckets, and the progress of each bucket through a pass."""
 
 from __future__ import annotations
 
@@ -20,29 +20,30 @@ from pycomm.worker import Work
 
 @dataclass(eq=False)
 class Slot:
-    """A parameter, and where its gradient is in the current pass."""
+    """Parameter with its place in a bucket and the progress of its gradient in the current pass."""
 
     name: str
     param: torch.Tensor
     flight: BucketInFlight | None = None
     index: int = 0
-    """Place of the parameter in its bucket."""
+    """Index of the parameter in its bucket."""
     expected: int = 0
-    """How often its gradient is accumulated in one pass; 0 until one pass has been seen."""
+    """Number of times its gradient is accumulated in one pass; 0 until one pass has been seen."""
     fired: int = 0
+    """Number of times its gradient has been accumulated in this pass."""
     version: int = -1
     """Version counter of the averaged gradient when it was handed out."""
     hook: GradientHook | None = None
 
     def fire(self) -> None:
-        """Note that its gradient has been accumulated, once more."""
+        """Note that its gradient has been accumulated once more."""
         self.fired += 1
         flight = self.flight
         if self.fired == self.expected and flight is not None and flight.num_awaited is not None:
             flight.num_awaited -= 1
 
     def adopt(self) -> None:
-        """Let later passes of this window accumulate in the bucket itself."""
+        """Move ``.grad`` into the bucket, so that later passes of this window accumulate there."""
         grad, flight = self.param.grad, self.flight
         assert grad is not None
         assert flight is not None
@@ -52,41 +53,42 @@ class Slot:
             self.param.grad = view
 
     def show_bucket(self) -> None:
-        """Let ``.grad``, if there is one, be what lies in the bucket."""
+        """Make ``.grad``, if there is one, the view into the bucket."""
         if self.param.grad is not None and self.flight is not None:
             self.param.grad = self.flight.bucket.views[self.index]
 
     def leave_bucket(self) -> None:
-        """Give ``.grad`` memory of its own, if it lies in the bucket."""
+        """Copy ``.grad`` to memory of its own if it is a view into the bucket."""
         if self.flight is not None and self.param.grad is self.flight.bucket.views[self.index]:
             self.param.grad = self.param.grad.clone(memory_format=torch.preserve_format)
 
     def untouched(self) -> bool:
-        """Return whether ``.grad`` is what was handed out last."""
+        """Return whether ``.grad`` is still what was handed out last."""
         grad = self.param.grad
         if grad is None or self.flight is None:
             return grad is None
         bucket = self.flight.bucket
         same = grad is bucket.views[self.index] and version_of(grad) == self.version
-        return same and bucket.holds(self.index, grad)  # .grad.data may be something else by now
+        return same and bucket.holds(self.index, grad)  # .grad.data may have been replaced
 
 
 @dataclass(eq=False)
 class BucketInFlight:
-    """A bucket on its way: who is in it, how it travels, how far it has come in this pass."""
+    """Bucket on its way: the parameters in it, the exchange that sends it, and its progress in this pass."""
 
     slots: list[Slot]
     bucket: Bucket
     exchange: Exchange
     work: Work | GpuWork | None = None
     producers: set[int] = field(default_factory=set)
-    """Streams, as integers, that this pass's gradients came from; on a GPU."""
+    """On a GPU, the streams (as integers) on which this pass's gradients were computed."""
     squares: torch.Tensor | None = None
-    """Squared norm of each gradient, as it was received, if ``measured`` in this step; float64."""
+    """Squared norm of each gradient as it was received, float64; valid if ``measured``."""
     measured: bool = False
+    """Whether ``squares`` is of this step."""
     norm_scratch: kernels.Scratch = field(default_factory=kernels.Scratch)
     num_awaited: int | None = None
-    """Gradients that this pass has yet to bring; ``None`` while it is unknown how often they come."""
+    """Number of gradients still missing in this pass; ``None`` until one pass has shown how often each comes."""
 
     def begin_pass(self) -> None:
         """Expect the gradients of another pass."""
@@ -100,11 +102,11 @@ class BucketInFlight:
         self.bucket.leave_to_users()
 
     def ready(self) -> bool:
-        """Return whether all gradients are there."""
+        """Return whether all gradients have arrived."""
         return self.num_awaited == 0
 
     def hand_out(self, finite: Flag) -> None:
-        """Commit the exchange's state if ``finite``, and let the averages be ``.grad``."""
+        """Commit the exchange's state if ``finite``, and make the averages ``.grad``."""
         self.exchange.finish(finite)
         self.bucket.repair()
         for slot, view, used in zip(self.slots, self.bucket.views, self.exchange.used(), strict=True):
@@ -120,10 +122,10 @@ def make_buckets(
     bucket_bytes: int,
     algorithm: str = "auto",
 ) -> list[BucketInFlight]:
-    """Sort ``slots`` into buckets, in reverse order, which is about the order in which gradients come.
+    """Sort ``slots`` into buckets in reverse order, which is roughly the order in which gradients arrive.
 
-    A function of the parameters alone, so all ranks make the same buckets. Each holds parameters of
-    one dtype that travel one way, up to ``bucket_bytes`` (or one larger parameter).
+    The result depends on the parameters and settings alone, so all ranks make the same buckets. Each
+    bucket holds parameters of one dtype and one method, up to ``bucket_bytes`` (or one larger parameter).
     """
     flights = []
     for members, compressed in _groups(reversed(slots), compression, bucket_bytes):
@@ -152,7 +154,7 @@ def _groups(slots: Iterable[Slot], compression: Compression, bucket_bytes: int) 
 
 
 def method_stats(flights: Iterable[BucketInFlight]) -> dict[str, float]:
-    """Return what the exchanges have counted, added up, and how often selection missed."""
+    """Return the sums of the exchanges' counters, with the rate at which selection missed."""
     total: dict[str, float] = {}
     for flight in flights:
         for key, value in flight.exchange.stats().items():
@@ -163,5 +165,5 @@ def method_stats(flights: Iterable[BucketInFlight]) -> dict[str, float]:
 
 
 def nonfinite_source(flights: Iterable[BucketInFlight]) -> str | None:
-    """Return where the non-finite values of the last step that had any came from, if an exchange knows."""
+    """Return the source of the non-finite values in the last step that had any, if an exchange knows it."""
     return next((found for flight in flights if (found := flight.exchange.nonfinite_source())), None)

@@ -1,4 +1,4 @@
-"""Saving compression state, and handing it out again, also to another number of ranks."""
+"""Compression state in checkpoints: saved per rank, and redistributed if the number of ranks has changed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pycomm.reducer.settings import Settings
 _FORMAT = 3
 _KEYS = {"format", "method", "world_size", "steps", "ranks"}
 _CONTRIBUTIONS = ("residual", "velocity")
-"""State that counts as its sum over the ranks; any other is equal on all of them."""
+"""Keys of state whose sum over the ranks counts; all other state is equal on all ranks."""
 
 
 def _method(settings: Settings) -> str:
@@ -29,10 +29,10 @@ def _current(flights: Sequence[BucketInFlight]) -> State:
 def gather_state(
     flights: Sequence[BucketInFlight], settings: Settings, communicator: Communicator, steps: int
 ) -> dict[str, Any]:
-    """See ``Reducer.state_dict``.
+    """Do the work of ``Reducer.state_dict``.
 
-    What differs between the ranks stands below the rank's number: of what has one name on all ranks,
-    torch.distributed.checkpoint saves one.
+    State that differs between the ranks is stored under the rank's number, because
+    torch.distributed.checkpoint saves only one of several entries that have the same name.
     """
     state = {
         name: {key: torch.empty(t.shape, dtype=t.dtype).copy_(t) for key, t in entry.items()}
@@ -54,17 +54,17 @@ def select_state(
     communicator: Communicator,
     strict: bool,
 ) -> tuple[State, int]:
-    """This rank's share of ``state``, checked, and how many steps it comes from; see ``Reducer.load_state_dict``."""
+    """Return this rank's part of ``state``, checked, and its number of steps; see ``Reducer.load_state_dict``."""
     saved = list(state) if isinstance(state, list | tuple) else [state]
     if not saved:
         raise ValueError("state is an empty list, wanted one or all ranks of one world size")
-    for one in saved:
-        _check_header(one, settings, strict)
-    sizes = {one["world_size"] for one in saved}
+    for entry in saved:
+        _check_header(entry, settings, strict)
+    sizes = {entry["world_size"] for entry in saved}
     if len(sizes) != 1:
         raise ValueError(f"state lists ranks of world sizes {sorted(sizes)}, wanted one or all ranks of one")
-    ranks = [(int(rank), content) for one in saved for rank, content in one["ranks"].items()]
-    mine = _share(ranks, sizes.pop(), communicator)
+    ranks = [(int(rank), content) for entry in saved for rank, content in entry["ranks"].items()]
+    mine = _select_rank(ranks, sizes.pop(), communicator)
     _check_entries(mine, _current(flights), strict)
     return mine, saved[0]["steps"]
 
@@ -73,9 +73,9 @@ def _check_header(saved: Any, settings: Settings, strict: bool) -> None:
     if isinstance(saved, dict) and "format" in saved and saved["format"] != _FORMAT:
         raise ValueError(f"state has format {saved['format']}, this pycomm reads {_FORMAT}")
     if not isinstance(saved, dict) or not saved.keys() >= _KEYS or not isinstance(saved["ranks"], dict):
-        raise ValueError("state is no Reducer.state_dict() and no list of them")
+        raise ValueError("state is neither a Reducer.state_dict() nor a list of them")
     if not all(str(rank).isdecimal() and isinstance(content, dict) for rank, content in saved["ranks"].items()):
-        raise ValueError("state is no Reducer.state_dict(): its 'ranks' are not numbered")
+        raise ValueError("state is not a Reducer.state_dict(): its 'ranks' are not numbered")
     for key, least in (("world_size", 1), ("steps", 0)):
         value = saved[key]
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -84,13 +84,13 @@ def _check_header(saved: Any, settings: Settings, strict: bool) -> None:
         _check_content(f"state['ranks'][{rank!r}]", content)
     if strict and saved["method"] != _method(settings):
         raise ValueError(
-            f"state is of compression {saved['method']}, attach was given {_method(settings)} (strict=False loads what "
-            "fits)"
+            f"state is from compression {saved['method']}, attach was given {_method(settings)} (strict=False loads "
+            "what fits)"
         )
 
 
 def _check_content(where: str, content: dict[Any, Any]) -> None:
-    """ValueError unless it is tensors with memory, by key, by parameter name."""
+    """Raise ValueError unless ``content`` maps parameter names to dense tensors by key."""
     for name, entry in content.items():
         if not isinstance(name, str) or not isinstance(entry, dict):
             raise ValueError(f"{where}[{name!r}] is a {type(entry).__name__}, wanted tensors by key")
@@ -99,35 +99,35 @@ def _check_content(where: str, content: dict[Any, Any]) -> None:
                 raise ValueError(f"{where}[{name!r}][{key!r}] is a {type(tensor).__name__}, wanted a dense tensor")
 
 
-def _share(ranks: list[tuple[int, State]], size: int, communicator: Communicator) -> State:
-    """This rank's own, if it was saved by as many ranks; else its share of what all of them saved."""
+def _select_rank(ranks: list[tuple[int, State]], size: int, communicator: Communicator) -> State:
+    """Return this rank's own state if the world size is unchanged, otherwise its part of all ranks' state."""
     numbers = sorted(rank for rank, _ in ranks)
     if size == communicator.size and numbers.count(communicator.rank) == 1:
         return dict(ranks)[communicator.rank]
     if numbers == list(range(size)):
         return _reshard(ranks, communicator)
     raise ValueError(
-        f"state is of rank(s) {numbers} of {size}, this is rank {communicator.rank} of {communicator.size}: pass the "
+        f"state is from rank(s) {numbers} of {size}, this is rank {communicator.rank} of {communicator.size}: pass the "
         "list of all ranks' state_dicts, or one that has them all (of a distributed checkpoint: "
         "torch.distributed.checkpoint.format_utils.dcp_to_torch_save)"
     )
 
 
 def _reshard(ranks: Sequence[tuple[int, State]], communicator: Communicator) -> State:
-    """Old rank ``r``'s state goes to new rank ``r % size``; sums over the ranks are kept."""
+    """Return the state of every old rank ``r`` with ``r % size`` equal to this rank; sums over ranks are kept."""
     total: State = {}
     for rank, state in ranks:
-        takes = rank % communicator.size == communicator.rank
+        is_mine = rank % communicator.size == communicator.rank
         for name, entry in state.items():
             for key, tensor in entry.items():
                 slot = total.setdefault(name, {})
                 if key not in _CONTRIBUTIONS:
                     slot[key] = tensor
                     continue
-                share = tensor if takes else torch.zeros_like(tensor)
-                if key in slot and slot[key].shape != share.shape:
+                part = tensor if is_mine else torch.zeros_like(tensor)
+                if key in slot and slot[key].shape != part.shape:
                     raise ValueError(f"state[{name!r}][{key!r}] has different shapes on different ranks")
-                slot[key] = share if key not in slot else slot[key] + share
+                slot[key] = part if key not in slot else slot[key] + part
     return total
 
 

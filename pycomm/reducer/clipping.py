@@ -13,7 +13,7 @@ from pycomm.reducer.parameters import ParameterTable
 
 
 def unscaled_norm(table: ParameterTable, loss_scaler: Any) -> torch.Tensor:
-    """Return the norm of all gradients together, without the loss scale: 0-d float64 where they are.
+    """Return the norm of all gradients together without the loss scale, as a 0-d float64 tensor on their device.
 
     Raises:
         RuntimeError: the scaler leaves gradients of half-precision parameters scaled.
@@ -26,7 +26,7 @@ def unscaled_norm(table: ParameterTable, loss_scaler: Any) -> torch.Tensor:
 
 
 def clip(table: ParameterTable, norm: torch.Tensor, max_norm: float) -> None:
-    """Scale gradients of that ``norm`` to at most ``max_norm``: in the next step if it can, else here."""
+    """Scale gradients, whose norm is ``norm``, down to ``max_norm``: in the next step if it can do so, else now."""
     factor = narrowed(clip_factor(norm, max_norm), table.slots())
     if table.stepper.leave_factor(factor.float() if table.on_gpu else float(factor)):
         return

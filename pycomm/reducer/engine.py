@@ -1,4 +1,4 @@
-"""Engine of a Reducer: buckets launched while backward runs, waited for, and handed out as ``.grad``."""
+"""Engine of a Reducer: launches buckets while backward runs, waits for them, and hands them out as ``.grad``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pycomm.reducer.gradient_checks import require_no_average, require_sendable
 from pycomm.reducer.module_buffers import BufferSync
 from pycomm.reducer.parameters import ParameterTable
 from pycomm.reducer.progress import Progress
-from pycomm.reducer.replicas import Agreement
+from pycomm.reducer.replicas import ReplicaCheck
 from pycomm.reducer.settings import Settings
 from pycomm.reducer.window import AccumulationWindow
 from pycomm.transport.gpu import GpuWork
@@ -26,27 +26,33 @@ from pycomm.worker import Work
 
 
 class Engine:
-    """Sends the gradients of one window, bucket by bucket, in an order that is the same on all ranks.
+    """Engine that sends the gradients of one window, bucket by bucket, in the same order on all ranks.
 
-    A bucket is launched when all its gradients are there and all buckets before it have been launched:
-    it is handed to the communication thread, which packs and exchanges it while backward goes on. What
-    has not been launched when backward has computed everything (parameters that this step did not use)
-    goes then. The very first pass only learns how often each gradient is accumulated (parameters shared
-    between checkpointed pieces: several times) and launches everything at its end.
+    A bucket is launched when all its gradients have arrived and all buckets before it have been launched:
+    it is handed to the communication thread, which packs and exchanges it while backward continues.
+    Buckets still incomplete at the end of backward (with parameters that this step did not use) are
+    launched then. The very first pass only learns how often each gradient is accumulated (several times,
+    for a parameter shared between checkpointed pieces) and launches everything at its end.
 
     On a GPU the communication thread is a stream, and waiting means that the stream on which
-    ``backward()`` was called waits: the host goes on. It waits only in steps in which this rank has no
-    gradient for some parameter, to learn whether another has.
+    ``backward()`` was called waits, while the host continues. The host waits only in steps in which this
+    rank has no gradient for some parameter, to learn whether another rank has one.
+
+    Args:
+        table: parameters and their buckets.
+        communicator: the ranks to average over.
+        settings: arguments of ``attach``.
 
     Attributes:
-        table: of parameters and their buckets. window: of the passes that make a step.
-        progress: reductions and steps.
-        firing: whose hooks are being called.
-        measures: whether norms are taken as gradients are received.
-        buffers: what keeps the module's buffers equal, if anything does.
-        finite: whether the last step was finite; ``None`` where nothing had to know.
-        nonfinite_steps, committed_steps: counts, 0-d int64 where the gradients are.
-        wait_seconds: how long the host has waited for communication.
+        table: parameters and their buckets.
+        window: accumulation window, the passes that make up a step.
+        progress: counts of reductions and steps.
+        firing: slot of the parameter whose hooks are running, if any.
+        measures: whether norms are computed as gradients are received.
+        buffers: synchronisation of the module's buffers, if they are kept equal.
+        finite: whether the last step was finite; ``None`` if nothing needed to know.
+        nonfinite_steps, committed_steps: counts, 0-d int64 tensors on the gradients' device.
+        wait_seconds: time for which the host has waited for communication.
     """
 
     def __init__(
@@ -59,7 +65,7 @@ class Engine:
         self.table = table
         self.window = AccumulationWindow(communicator, settings, table.device, table.on_gpu)
         self.progress = Progress(table.device if table.on_gpu else None)
-        self._agreement = Agreement(
+        self._replica_check = ReplicaCheck(
             communicator, table.device, settings.check_replicas, not table.on_gpu, table.named, self._named_buffers
         )
         self.measures = False
@@ -71,30 +77,30 @@ class Engine:
         self._buffer_work: Work | GpuWork | None = None
         self._num_launched = 0
         self.firing: Slot | None = None
-        self._late: Slot | None = None  # whose .grad is to be its view, once its hooks have been called
+        self._late: Slot | None = None  # its .grad becomes its view once all its hooks have run
 
     def _named_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the buffers that nothing makes equal; the others differ until the reduction ends."""
+        """Return the buffers to compare; none if they are synchronised, which makes them equal only afterwards."""
         module = self.table.module
         return [] if module is None or self.buffers is not None else list(module.named_buffers())
 
     # A pass.
 
     def begin_pass(self) -> None:
-        """Let the buckets expect this pass's gradients; fix the scales, if it is the last of its window."""
+        """Prepare the buckets for this pass's gradients; fix the scales if it is the last pass of its window."""
         self.expect_gradients()
         if self.window.sending:
-            self._agreement.look_back(self.progress.num_steps, self.progress.num_reductions)
+            self._replica_check.check_previous(self.progress.num_steps, self.progress.num_reductions)
             self.window.fix_scales(with_next=True, step=self.committed_steps)
 
     def expect_gradients(self) -> None:
-        """Let the buckets expect gradients."""
+        """Prepare the buckets for another pass's gradients."""
         self._num_launched, self._late = 0, None
         for flight in self.table.flights:
             flight.begin_pass()
 
     def take(self, slot: Slot) -> None:
-        """Note that the gradient of ``slot`` has been accumulated; launch what is ready."""
+        """Note that the gradient of ``slot`` has been accumulated; launch the buckets that are ready."""
         slot.fire()
         require_sendable(slot)
         flight = slot.flight
@@ -112,15 +118,15 @@ class Engine:
             self._launch_ready()
 
     def has_launched(self) -> bool:
-        """Return whether part of this pass's gradients has been sent."""
+        """Return whether some of this pass's gradients have been sent."""
         return self._num_launched > 0
 
     def is_waited_for(self) -> bool:
-        """Return whether some bucket is under way."""
+        """Return whether any bucket is in flight."""
         return any(flight.work is not None for flight in self.table.flights)
 
     def drop_launched(self) -> None:
-        """Forget a pass that ended with an exception, where nobody else waits for the rest of it."""
+        """Forget a pass that ended with an exception; only if no other rank waits for the rest of it."""
         for flight in self.table.flights:
             if flight.work is not None:
                 flight.work.wait()
@@ -133,13 +139,13 @@ class Engine:
     def _launch_ready(self) -> None:
         firing = self.firing
         if firing is not None and firing.hook is not None and not firing.hook.is_last(firing.param):
-            return  # the gradient may not be what it will be: with the next one, or when all are there
+            return  # a later hook may still change this gradient; launched with the next one, or at the end
         flights = self.table.flights
         while self._num_launched < len(flights) and flights[self._num_launched].ready():
             self._launch(flights[self._num_launched])
 
     def launch_rest(self) -> None:
-        """Launch what is left, in order."""
+        """Launch the remaining buckets, in order."""
         if self._num_launched == 0:
             self.window.fix_clipping(self.table.slots())
         while self._num_launched < len(self.table.flights):
@@ -150,35 +156,35 @@ class Engine:
     def _launch(self, flight: BucketInFlight) -> None:
         self._num_launched += 1
         weights = self.window.weights
-        grads = [None if weights.nothing_here else slot.param.grad for slot in flight.slots]
+        grads = [None if weights.is_zero else slot.param.grad for slot in flight.slots]
         if weights.in_use and self.table.on_gpu:
-            weights.relative()  # the host waits here; on the communication thread nobody needs to
+            weights.relative()  # waits on the host here, so that the job does not have to
         job = self._exchange_of(flight, grads, is_first=self._num_launched == 1)
         flight.work = self._submit(job, grads, flight.producers | self.window.streams)
         flight.producers = set()
         for slot in flight.slots:
             if slot is self.firing:
-                self._late = slot  # hooks that are called after ours, DistributedDataParallel's say, want its gradient
+                self._late = slot  # hooks called after ours (DistributedDataParallel's) still need its gradient
             else:
-                slot.show_bucket()  # frees what autograd allocated as soon as it is packed
+                slot.show_bucket()  # autograd's own allocation is freed as soon as it has been packed
 
     def _exchange_of(
         self, flight: BucketInFlight, grads: list[torch.Tensor | None], is_first: bool
     ) -> Callable[[], None]:
-        """Return the job that exchanges ``grads``; what it is given is fixed now."""
+        """Return the job that exchanges ``grads``; its inputs are fixed now."""
         weights, scaling = self.window.weights, self.window.scaling
         weighted, on_gpu = weights.in_use, self.table.on_gpu
         measures = self.measures and not flight.exchange.transactional
         steps, reductions = self.progress.num_steps, self.progress.num_reductions
-        fingerprint = self._agreement.fingerprint(steps, reductions) if is_first else None
+        fingerprint = self._replica_check.fingerprint(steps, reductions) if is_first else None
 
         def job() -> None:
             scales = replace(scaling, relative=weights.relative()) if weighted else scaling
             if fingerprint is not None:
                 scales = replace(scales, fingerprint=fingerprint())
-            # attach compared all buckets: once the ranks are in the same reduction, they agree on the rest of it.
-            compared = contextlib.nullcontext() if is_first or on_gpu else self._communicator.channel.skip_checks()
-            with compared:
+            # attach has compared all buckets: ranks that agree on the first exchange agree on all of the reduction.
+            checks = contextlib.nullcontext() if is_first or on_gpu else self._communicator.channel.skip_checks()
+            with checks:
                 flight.exchange.exchange(grads, scales)
             if measures:
                 norms.measure(flight)
@@ -193,7 +199,7 @@ class Engine:
     # Receiving.
 
     def reduce(self) -> None:
-        """Launch what is left, wait for all, hand out."""
+        """Launch the remaining buckets, wait for all, and hand out the averages."""
         self.launch_rest()
         start = time.perf_counter()
         self._late = None
@@ -204,9 +210,9 @@ class Engine:
             if self._buffer_work is not None:
                 self._buffer_work.wait()
             self._hand_out()
-            self.table.stepper.forget()  # whatever was left for a step that did not come was of other gradients
+            self.table.stepper.forget()  # a factor left for a step that never came belonged to other gradients
         except BaseException:
-            self.table.drop_gradients()  # no average, and nobody is to take it for one
+            self.table.drop_gradients()  # they are no averages, and must not be mistaken for them
             raise
         finally:
             for flight in self.table.flights:
@@ -218,7 +224,7 @@ class Engine:
     def _hand_out(self) -> None:
         flights, progress = self.table.flights, self.progress
         if flights:
-            self._agreement.look(flights[0].exchange.differing(), progress.num_steps, progress.num_reductions)
+            self._replica_check.check(flights[0].exchange.differing(), progress.num_steps, progress.num_reductions)
         stateful = any(flight.exchange.transactional for flight in flights)
         self.finite = self._count_step() if stateful else None
         finite: Flag = True if self.finite is None else self.finite
@@ -227,14 +233,14 @@ class Engine:
         progress.reduced(False if self.finite is None else self.finite)
 
     def _count_step(self) -> Flag:
-        """Return whether the step is finite, decided by what all ranks received alike: they agree without a message."""
+        """Return whether the step is finite. All ranks have received the same bits, so they agree without a message."""
         flags = [flight.exchange.finite() for flight in self.table.flights]
         finite = torch.stack([torch.as_tensor(flag) for flag in flags]).all()
         self.nonfinite_steps += ~finite
         self.committed_steps += finite
         return finite if self.table.on_gpu else bool(finite)
 
-    # What users ask.
+    # Questions from users.
 
     def stats(self) -> dict[str, Any]:
         """Return the counters of ``Reducer.stats``."""
@@ -252,7 +258,7 @@ class Engine:
         }
 
     def name_of_not_finite(self) -> str | None:
-        """Return where the first value that is not finite is, or came from; ``None`` if all are. Waits for a GPU."""
+        """Return the location or source of the first non-finite value; ``None`` if all are finite. Waits for a GPU."""
         if self.finite is not None and not bool(self.finite):
             found = nonfinite_source(self.table.flights)
             if found is not None:
@@ -261,7 +267,7 @@ class Engine:
         return None if name is None else f"parameter {name!r}"
 
     def settle(self) -> bool:
-        """Return whether the last gradients are finite, alike on all ranks. Waits for a GPU."""
+        """Return whether the last gradients are finite; the same on all ranks. Waits for a GPU."""
         if self.finite is None:
             self.finite = all(bool(flight.exchange.finite()) for flight in self.table.flights)
         return bool(self.finite)

@@ -1,4 +1,4 @@
-"""Backward passes that are of this rank alone: what ``Reducer.paused`` lets through."""
+"""Backward passes of this rank alone, inside ``Reducer.paused``."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pycomm.torch_internals import version_of
 
 
 class LocalPasses:
-    """Remembers the gradients that paused passes left, until they are gone.
+    """Record of the gradients that paused passes left in ``.grad``, kept until they are gone.
 
     Attributes:
-        depth: how many ``paused()`` are open.
+        depth: number of ``paused()`` contexts that are open.
     """
 
     def __init__(self) -> None:
@@ -23,29 +23,31 @@ class LocalPasses:
         self._left: WeakKeyDictionary[Slot, tuple[weakref.ref[torch.Tensor], int]] = WeakKeyDictionary()
 
     def note(self, slot: Slot) -> None:
-        """The gradient of ``slot`` has been accumulated by a pass that is not averaged."""
+        """Note that a pass that is not averaged has accumulated the gradient of ``slot``."""
         grad = slot.param.grad
         assert grad is not None
         self._left[slot] = weakref.ref(grad), version_of(grad)
 
     def require_gone(self, why: str, firing: Slot | None = None) -> None:
-        """RuntimeError if such a gradient still is in ``.grad``.
+        """Raise RuntimeError if such a gradient is still in ``.grad``.
 
         Args:
-            why: that matters now. firing: the parameter to whose gradient this pass has already added.
+            why: reason for which it must be gone now, for the message.
+            firing: slot to whose gradient the current pass has already added.
         """
-        there = [slot for slot in self._left if self._may_be_there(slot, slot is firing)]
-        if not there:
+        suspects = [slot for slot in self._left if self._may_be_there(slot, slot is firing)]
+        if not suspects:
             self._left.clear()
             return
-        # zero_grad(set_to_none=False), or grad.data.zero_(), has been called where all is 0; one look for all.
-        grads = [slot.param.grad for slot in there if slot.param.grad is not None]
+        # A gradient that is all zeros was cleared by zero_grad(set_to_none=False) or grad.data.zero_(). The host
+        # waits once for all counts.
+        grads = [slot.param.grad for slot in suspects if slot.param.grad is not None]
         nonzero = torch.stack([grad.count_nonzero() for grad in grads]).tolist()
-        for slot, count in zip(there, nonzero, strict=True):
+        for slot, count in zip(suspects, nonzero, strict=True):
             if count > 0 or slot is firing:
                 raise RuntimeError(
                     f"the gradient of {slot.name!r} is still what a backward() inside reducer.paused() left, which is "
-                    f"never averaged: {why}; optimizer.zero_grad() first"
+                    f"never averaged: {why}; call optimizer.zero_grad() first"
                 )
         self._left.clear()
 

@@ -1,4 +1,4 @@
-"""Keeping a module's buffers, the running statistics of BatchNorm say, equal on all ranks."""
+"""Synchronisation of a module's buffers, such as BatchNorm's running statistics, between the ranks."""
 
 from __future__ import annotations
 
@@ -14,30 +14,35 @@ from pycomm.torch_internals import buffers_of
 BUFFERS = ("local", "broadcast", "average")
 
 
-_taken: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, weakref.ref[BufferSync]]] = weakref.WeakKeyDictionary()
-"""Who looks after which buffers."""
+_synced_by: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, weakref.ref[BufferSync]]] = weakref.WeakKeyDictionary()
+"""Owner of each buffer, by module and name."""
 
 
 class BufferSync:
-    """Gives all ranks rank 0's buffers, or the average of the floating ones, after each reduction.
+    """Job that makes a module's buffers equal after each reduction: rank 0's, or the floating-point ones averaged.
 
-    Where they lie is noted once; what lies there is looked up each time, since modules replace buffers.
-    Those of a module that was attached twice, with two optimizers, are left to who came first.
+    The places of the buffers are noted once, but the tensors are looked up each time, as modules replace
+    their buffers. If a module is attached twice, with two optimizers, its buffers belong to the first.
+
+    Args:
+        module: owner of the buffers, also in its submodules.
+        mode: "broadcast" or "average".
+        communicator: the ranks that share the buffers.
     """
 
-    def __init__(self, module: torch.nn.Module, how: str, communicator: Communicator) -> None:
+    def __init__(self, module: torch.nn.Module, mode: str, communicator: Communicator) -> None:
         self._places: list[tuple[torch.nn.Module, str]] = []
         for owner in module.modules():
-            takers = _taken.setdefault(owner, {})
+            syncs = _synced_by.setdefault(owner, {})
             for name in buffers_of(owner):
-                if name not in takers or takers[name]() is None:
-                    takers[name] = weakref.ref(self)
+                if name not in syncs or syncs[name]() is None:
+                    syncs[name] = weakref.ref(self)
                     self._places.append((owner, name))
-        self._averages = how == "average"
+        self._averages = mode == "average"
         self._communicator = communicator
 
     def buffers(self) -> Iterator[torch.Tensor]:
-        """Each once."""
+        """Yield each buffer once, also if it is registered twice."""
         seen: set[int] = set()
         for owner, name in self._places:
             buffer = buffers_of(owner).get(name)
@@ -47,17 +52,17 @@ class BufferSync:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Collective; on the communication thread, or stream."""
-        taken: list[torch.Tensor] = []
+        """Make the buffers equal. Collective; runs on the communication thread or stream."""
+        broadcast: list[torch.Tensor] = []
         by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for buffer in self.buffers():
             if self._averages and buffer.is_floating_point():
                 by_kind.setdefault((buffer.dtype, buffer.device), []).append(buffer)
             else:
-                taken.append(buffer)
+                broadcast.append(buffer)
         for buffers in by_kind.values():
             self._average(buffers)
-        broadcast_tensors(self._communicator, taken, src=0)
+        broadcast_tensors(self._communicator, broadcast, src=0)
 
     def _average(self, buffers: list[torch.Tensor]) -> None:
         flat = torch.cat([buffer.reshape(-1) for buffer in buffers])

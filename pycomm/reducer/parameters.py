@@ -1,4 +1,4 @@
-"""Parameters that take part: their names, what they must be, and the buckets they are in."""
+"""Parameters that take part in averaging: their names, the checks on them, and their buckets."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ _GRADIENT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 class ParameterTable:
-    """Parameters of an optimizer: ``slots`` of those that learn, sorted into buckets; and those that are frozen.
+    """Table of an optimizer's parameters: the trainable ones, sorted into buckets, and the frozen ones.
 
     Args:
+        optimizer: watched for parameters that are added later.
         names: the parameters by name.
-        module: that attach was given, unless it was names; where names of later ones come from.
+        module: the module, if ``attach`` was given one; source of names for parameters added later.
 
     Attributes:
         flights: the buckets.
-        device: where all parameters are. on_gpu: whether that is a GPU.
+        device: device of all parameters.
+        on_gpu: whether that is a GPU.
     """
 
     def __init__(
@@ -46,23 +48,23 @@ class ParameterTable:
 
     @property
     def stepper(self) -> Stepper:
-        """How the optimizer steps now."""
+        """Description of how the optimizer steps now."""
         return stepper_of(self.optimizer)
 
     def slots(self) -> list[Slot]:
-        """Return the slots of all parameters that learn."""
+        """Return the slots of all trainable parameters."""
         return list(self._slots.values())
 
     def named(self) -> list[tuple[str, torch.Tensor]]:
-        """Return all parameters with their names, those that learn first."""
+        """Return all parameters with their names, trainable ones first."""
         return [(slot.name, slot.param) for slot in (*self._slots.values(), *self._frozen.values())]
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Return the gradients that there are, by name."""
+        """Return the existing gradients by name."""
         return {slot.name: slot.param.grad for slot in self._slots.values() if slot.param.grad is not None}
 
     def drop_gradients(self) -> None:
-        """Let no parameter that learns have a gradient."""
+        """Set ``.grad`` of all trainable parameters to ``None``."""
         for slot in self._slots.values():
             slot.param.grad = None
 
@@ -71,11 +73,11 @@ class ParameterTable:
         return id(param) in self._slots or id(param) in self._frozen
 
     def unfrozen(self) -> list[Slot]:
-        """Return the slots of parameters that learn by now, and have not been admitted."""
+        """Return the slots of parameters that have become trainable and have not been admitted yet."""
         return [slot for slot in self._frozen.values() if slot.param.requires_grad]
 
     def admit(self) -> list[Slot]:
-        """Let the unfrozen take part, and return them; they have no buckets yet."""
+        """Move unfrozen parameters to the trainable ones, and return their slots; they have no buckets yet."""
         slots = self.unfrozen()
         for slot in slots:
             del self._frozen[id(slot.param)]
@@ -89,9 +91,9 @@ class ParameterTable:
         )
 
     def find_new(self, communicator: Communicator) -> bool:
-        """Notice ``add_param_group`` and unfreezing; returns whether there is someone to admit.
+        """Find parameters added by ``add_param_group`` or unfrozen; return whether there are any to admit.
 
-        Runs at the same points of the program on all ranks.
+        Called at the same points of the program on all ranks. Collective if there are any.
         """
         added = [p for p in optimizer_parameters(self.optimizer) if not self.knows(p)]
         if not added and not self.unfrozen():
@@ -107,17 +109,17 @@ class ParameterTable:
         return True
 
     def require_no_unknown_gradients(self) -> None:
-        """Raise RuntimeError for a gradient that came before its parameter was admitted."""
+        """Raise RuntimeError if a parameter got a gradient before it was admitted."""
         for slot in self.unfrozen():
             if slot.param.grad is not None:
                 raise RuntimeError(
-                    f"the gradient of {slot.name!r} has not been averaged: it was unfrozen after attach, and no "
-                    "parameter that pycomm already knew took part in this backward; attach the module itself, not its "
-                    "named_parameters()"
+                    f"the gradient of {slot.name!r} has not been averaged: the parameter was unfrozen after attach, "
+                    "and no parameter that pycomm already knew took part in this backward; attach the module itself, "
+                    "not its named_parameters()"
                 )
 
     def require_as_attached(self) -> None:
-        """Raise RuntimeError for a parameter whose dtype or device is no longer that of its bucket."""
+        """Raise RuntimeError if a parameter no longer has the dtype or device of its bucket."""
         for flight in self.flights:
             dtype, device = flight.bucket.dtype, flight.bucket.device
             for slot in flight.slots:
@@ -129,7 +131,7 @@ class ParameterTable:
                     )
 
     def clear(self) -> None:
-        """Forget everything, and give the memory of the buckets back."""
+        """Forget all parameters, and release the memory of the buckets."""
         self.flights.clear()
         self._slots.clear()
         self._frozen.clear()
@@ -154,10 +156,10 @@ def _names_of(
     model_or_named_parameters: torch.nn.Module | Iterable[tuple[str, torch.Tensor]],
     all_parameters: bool,
 ) -> dict[str, torch.Tensor]:
-    """Return the optimizer's parameters by name, in the order of the model; or all that have a name.
+    """Return the optimizer's parameters by name in the model's order, or with ``all_parameters`` all named ones.
 
     Raises:
-        TypeError, ValueError: no names, a name twice, a parameter of the optimizer without a name.
+        TypeError, ValueError: the names are missing or ambiguous, or a parameter of the optimizer has none.
     """
     if isinstance(model_or_named_parameters, torch.nn.Module):
         pairs: list[tuple[str, torch.Tensor]] = list(model_or_named_parameters.named_parameters())
@@ -176,7 +178,7 @@ def _names_of(
     if wanted:
         raise ValueError(
             f"{len(wanted)} parameter(s) of the optimizer are not among model_or_named_parameters, "
-            f"the first of shape {_shape_of(optimizer, wanted)}: was it given another model?"
+            f"the first of shape {_shape_of(optimizer, wanted)}: was it given a different model?"
         )
     return names
 
@@ -197,7 +199,7 @@ def _shape_of(optimizer: torch.optim.Optimizer, wanted: set[int]) -> list[int]:
 
 
 def check_parameters(names: dict[str, torch.Tensor], device: torch.device | None = None) -> None:
-    """Raise TypeError or ValueError for a parameter whose gradient cannot travel, or that is not on ``device``."""
+    """Raise TypeError or ValueError if the gradient of a parameter cannot be sent, or it is not on ``device``."""
     for name, param in names.items():
         _check_memory(name, param)
         if param.dtype not in _GRADIENT_DTYPES:
@@ -214,12 +216,12 @@ def check_parameters(names: dict[str, torch.Tensor], device: torch.device | None
 
 
 def _check_memory(name: str, param: torch.Tensor) -> None:
-    """Raise TypeError for a parameter that is no piece of this process's memory."""
+    """Raise TypeError if ``param`` is not backed by ordinary memory of this process, ValueError if torch steps it."""
     kind = type(param).__name__
     if is_flat_parameter(param):
         raise TypeError(
-            f"parameter {name!r} is a flat parameter of FullyShardedDataParallel, of which each rank has another "
-            "shard: FSDP averages gradients itself; leave pycomm.attach out"
+            f"parameter {name!r} is a flat parameter of FullyShardedDataParallel, of which each rank has a "
+            "different shard: FSDP averages gradients itself; leave pycomm.attach out"
         )
     if hasattr(param, "__tensor_flatten__") or hasattr(param, "device_mesh"):
         raise TypeError(
@@ -241,5 +243,5 @@ def _check_memory(name: str, param: torch.Tensor) -> None:
 def _has_no_memory(param: torch.Tensor) -> bool:
     try:
         return param.data_ptr() == 0
-    except RuntimeError:  # a tensor that only pretends to have any
+    except RuntimeError:  # a tensor subclass without storage
         return True

@@ -1,4 +1,4 @@
-"""Backward passes as they are noticed: what happens when gradients come, when all have come, and at the end."""
+"""Handling of backward passes: each gradient, the last gradient, and the end of the pass."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _HALF_SENT = (
 
 
 class Passes:
-    """Drives the engine by what autograd tells: a hook on each parameter, and the end of each backward pass.
+    """Driver of the engine, called by autograd: by a hook on each parameter and at the end of each backward pass.
 
     Attributes:
-        model_hooks: hooks on the optimizer and the module, once there are any.
-        stopped: why this rank takes part no more.
+        model_hooks: hooks on the optimizer and the module, once they are installed.
+        stopped: error after which this rank no longer takes part; empty while it does.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Passes:
     ) -> None:
         self._communicator, self._settings = communicator, settings
         self._engine, self._table, self._window, self._progress = engine, engine.table, engine.window, engine.progress
-        self._watch = BackwardWatch(self._begin, self._gradients_are_there, self._end, self._failed)
+        self._watch = BackwardWatch(self._begin, self._all_gradients_arrived, self._end, self._failed)
         self._local = LocalPasses()
         self._hooks: list[GradientHook] = []
         self.model_hooks: ModelHooks | None = None
@@ -55,7 +55,7 @@ class Passes:
             self._hooks.append(slot.hook)
 
     def unhook(self) -> None:
-        """Listen no more."""
+        """Remove all hooks."""
         for hook in self._hooks:
             hook.remove()
         if self.model_hooks is not None:
@@ -67,9 +67,9 @@ class Passes:
             self.hook(self._table.admit())
 
     def before_forward(self) -> None:
-        """Look for something else that averages these parameters; for new ones, where a window may begin."""
+        """Refuse wrappers that average these parameters too; admit new parameters if a window may begin here."""
         if current_graph_task() != -1:
-            return  # a checkpoint recomputes inside backward
+            return  # inside backward: a checkpointed piece is being recomputed
         refuse_active_wrapper(lambda: dict(self._table.named()))
         self.forget_abandoned()
         if not self._window.is_open and not self.stopped and not self._local.depth:
@@ -79,9 +79,11 @@ class Passes:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Let passes inside be this rank's alone; see ``Reducer.paused``."""
+        """Keep backward passes inside local to this rank; see ``Reducer.paused``."""
         if self._window.is_open:
-            raise RuntimeError("paused() inside an accumulation window: its gradients would be mixed; flush() first")
+            raise RuntimeError(
+                "paused() inside an accumulation window: its gradients would be mixed; call flush() first"
+            )
         self._local.depth += 1
         try:
             yield
@@ -103,7 +105,7 @@ class Passes:
         self._table.require_no_unknown_gradients()
         self._progress.stepped()
 
-    # What autograd tells.
+    # Callbacks of autograd.
 
     def _on_gradient(self, slot: Slot) -> None:
         if self._local.depth > 0:
@@ -125,9 +127,10 @@ class Passes:
         self._require_right_pass()
         self._engine.begin_pass()
 
-    def _gradients_are_there(self) -> None:
+    def _all_gradients_arrived(self) -> None:
         if self._window.sending:
-            # What is known goes first: ranks differ in what they have launched by now, but not in this order.
+            # Known buckets first, before _end looks for new parameters: ranks may differ in how many buckets they
+            # have launched by now, but not in their order.
             self._engine.launch_rest()
 
     def _end(self) -> None:
@@ -150,7 +153,7 @@ class Passes:
         self.require_taking_part()
         if not self._window.end_early(self._engine.committed_steps):
             return
-        if not self._window.is_open:  # others have gradients: take part without any
+        if not self._window.is_open:  # other ranks have gradients: this one takes part without any
             self._table.drop_gradients()
         self._engine.expect_gradients()
         self._engine.reduce()
@@ -158,26 +161,27 @@ class Passes:
     # Errors.
 
     def require_taking_part(self) -> None:
-        """Raise RuntimeError after an error that kept this rank from a reduction."""
+        """Raise RuntimeError if an earlier error has kept this rank from a reduction."""
         if self.stopped:
-            raise RuntimeError(f"this Reducer takes part no more since an earlier error: {self.stopped}")
+            raise RuntimeError(f"this Reducer no longer takes part after an earlier error: {self.stopped}")
 
     def _require_right_pass(self) -> None:
         self.require_taking_part()
         self._local.require_gone("this backward() would add to it", self._engine.firing)
-        if not self._window.is_open and not self._settings.all_parameters:  # whose optimizers are several
+        # With all_parameters the parameters may belong to several optimizers, of which only one reports its steps.
+        if not self._window.is_open and not self._settings.all_parameters:
             self._progress.require_used()
         self._table.require_as_attached()
 
     def _stop(self, error: Exception) -> None:
-        """Tell the other ranks, who are on their way to this reduction or in it, and leave."""
+        """Stop taking part, and tell the other ranks, which are about to enter this reduction or are in it."""
         if self.stopped or self._communicator.size == 1 or torch.compiler.is_compiling():
             return
         self.stopped = str(error)
         self._communicator.channel.abandon(self.stopped, in_step=not self._engine.is_waited_for())
 
     def forget_abandoned(self) -> None:
-        """Recover from a pass that ended with an exception, where that is possible."""
+        """Recover from a pass that ended with an exception, if possible; else raise RuntimeError."""
         if not self._watch.abandoned() or not self._engine.has_launched():
             return
         if self._communicator.size > 1:

@@ -1,4 +1,4 @@
-"""An optimizer's state as JSON and tensors, so that no rank has to unpickle what another one sent."""
+"""Optimizer state as JSON and tensors, so that no rank has to unpickle data from another."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 Node = list[Any]
-"""What stands for a value: its kind, then what that kind needs."""
+"""Encoded value: its kind, followed by the fields of that kind."""
 
 _MISSING = object()
 _NUMBERS_AND_TEXT = (bool, int, float, str, type(None))
 
 
 def encode(value: Any, tensors: list[torch.Tensor]) -> Node:
-    """``value`` for JSON; the tensors in it are appended to ``tensors``, of which only the looks are in it."""
+    """Return ``value`` encoded for JSON, with tensors replaced by their signatures and appended to ``tensors``."""
     if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided:
         tensors.append(value)
         return ["tensor", list(value.shape), str(value.dtype).removeprefix("torch."), value.is_cpu]
@@ -28,14 +28,18 @@ def encode(value: Any, tensors: list[torch.Tensor]) -> Node:
 
 
 def decode(node: Node, old: Any, device: torch.device, tensors: list[torch.Tensor], where: str = "") -> Any:
-    """What ``encode`` was given; what cannot travel, and tensors that fit, are taken from ``old``.
+    """Return the value that ``encode`` was given; tensors are not filled in yet.
 
     Args:
-        device: of new tensors, unless they were on the CPU (Adam's "step").
-        tensors: those to be filled in are appended, in the order of ``encode``.
+        node: result of ``encode``.
+        old: this rank's own value, from which objects that cannot be sent, and tensors of the same
+            signature, are reused.
+        device: device of new tensors, unless they were on the CPU (Adam's "step").
+        tensors: tensors that have yet to be filled are appended here, in the order of ``encode``.
+        where: path of the value, for messages.
 
     Raises:
-        ValueError: ``old`` lacks something that cannot travel.
+        ValueError: ``old`` lacks an object that cannot be sent.
     """
     kind, content = node[0], node[1]
     if kind == "tensor":

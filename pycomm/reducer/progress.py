@@ -1,4 +1,4 @@
-"""How far training has come on this rank: reductions, and the steps that used them."""
+"""Progress of training on this rank: reductions, and the steps that used them."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from pycomm.compression.base import Flag
 
 
 class HostCopy:
-    """Flags that a device computes, on their way to the host, which waits for them only when it asks."""
+    """Copy of flags from a device to the host, which waits for them only when it reads them."""
 
     def __init__(self, num_flags: int, device: torch.device) -> None:
         pinned = device.type == "cuda" and torch.cuda.is_available()
         self._host = torch.zeros(num_flags, dtype=torch.bool, pin_memory=pinned)
-        self._array = self._host.numpy()  # asked instead of torch, which would wait for everything
+        self._array = self._host.numpy()  # read instead of the tensor, as torch would wait for the whole device
         self._event: torch.cuda.Event | None = None
 
     def put(self, flags: torch.Tensor) -> None:
-        """On the current stream."""
+        """Begin to copy ``flags``, on the current stream."""
         self._host.copy_(flags, non_blocking=True)
         if flags.is_cuda:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(flags.device))
 
     def get(self) -> list[bool]:
-        """What was put last; once it is there."""
+        """Wait for the flags that were put last, and return them."""
         if self._event is not None:
             self._event.synchronize()
         flags: list[bool] = self._array.tolist()
@@ -32,26 +32,27 @@ class HostCopy:
 
 
 class Progress:
-    """Counts.
-
-    Attributes:
-        num_reductions: that have been handed out.
-        num_steps: of them, those that ``optimizer.step()`` has used.
+    """Counters of reductions and steps.
 
     Args:
-        device: where what compression does becomes known, if the host does not wait for that.
+        device: device on which it is computed whether compression has committed its state; ``None`` if
+            the host knows.
+
+    Attributes:
+        num_reductions: number of reductions that have been handed out.
+        num_steps: number of those that ``optimizer.step()`` has used.
     """
 
     def __init__(self, device: torch.device | None) -> None:
         self.num_reductions = 0
         self.num_steps = 0
         self._used = True
-        # Whether the last reduction has changed what compression keeps; None where only the device knows.
+        # Whether compression committed state in the last reduction; None if only the device knows.
         self._committed: bool | None = False
         self._on_device = None if device is None else HostCopy(1, device)
 
     def reduced(self, committed: Flag) -> None:
-        """Gradients have been handed out; ``committed``: state of compression has changed with them."""
+        """Note that averages have been handed out, and whether compression ``committed`` state with them."""
         self.num_reductions += 1
         self._used = False
         if isinstance(committed, torch.Tensor):
@@ -62,20 +63,20 @@ class Progress:
             self._committed = committed
 
     def stepped(self) -> None:
-        """``step()`` has been called, or is about to do its work."""
+        """Note that ``step()`` uses the last averages."""
         if not self._used:
             self._used = True
             self.num_steps += 1
 
-    def left_out(self) -> None:
-        """No step is to use the last averages, and that is meant."""
+    def skipped(self) -> None:
+        """Note that the step for the last averages is left out on purpose."""
         self._used = True
 
     def require_used(self) -> None:
-        """RuntimeError if what was sent of the last gradients counts as applied, and no step has applied it.
+        """Raise RuntimeError if compression has counted the last gradients as applied, but no step has applied them.
 
-        Not before the first step: there are loops that update parameters without ``step()``. Waits for a GPU
-        where the last step was left out, which a loss scaler may have done.
+        Never raises before the first step, as some loops update parameters without ``step()``. Waits for a
+        GPU if the last step was left out, as a loss scaler may have done.
         """
         if self._used or self.num_steps == 0:
             return
@@ -88,7 +89,7 @@ class Progress:
         raise RuntimeError(
             "optimizer.step() has not used the last averaged gradients: their pass is in the residuals and velocities "
             "of compression, but in no parameter. A backward() that is not a step of this optimizer (a generator's "
-            "through its discriminator, a penalty, a saliency map) belongs into `with reducer.paused():`; several "
-            "passes of one step want attach(..., accumulate=n); a step that is left out on purpose wants "
+            "through its discriminator, a penalty, a saliency map) belongs in `with reducer.paused():`; several "
+            "passes of one step need attach(..., accumulate=n); a step that is left out on purpose needs "
             "reducer.skip_step()"
         )

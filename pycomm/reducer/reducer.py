@@ -1,4 +1,4 @@
-"""What ``attach`` returns: the public face of averaging, and the hooks on optimizer and module that keep it alive."""
+"""Reducer, which ``attach`` returns: the public face of averaging, kept alive by hooks on optimizer and module."""
 
 from __future__ import annotations
 
@@ -24,10 +24,14 @@ from pycomm.reducer.wrappers import unwatch_constructions
 
 
 class Reducer:
-    """Averages gradients over the ranks while backward runs. Made by :func:`pycomm.attach`.
+    """Reducer that averages gradients over the ranks while backward runs. Made by :func:`pycomm.attach`.
 
-    It lives as long as the optimizer, or the module that was given: their hooks hold it, those of the
-    parameters do not.
+    It lives as long as the optimizer or the attached module, because their hooks refer to it; the hooks of
+    the parameters do not.
+
+    Attributes:
+        optimizer: the optimizer that was attached.
+        module: the module that was attached; ``None`` if ``attach`` was given named parameters.
     """
 
     _detached = False
@@ -70,13 +74,13 @@ class Reducer:
         self._passes.unhook()
         self._engine.buffers = None
 
-    # Methods of this object, so that the hooks hold it, and not only the parts that are called.
+    # Methods of this object, so that the hooks keep it alive, and not only its parts.
 
     def _before_step(self) -> None:
         self._passes.require_averaged()
 
     def before_forward(self) -> None:
-        """Look for new parameters, and for something else that averages these; a hook of the module calls it."""
+        """Admit new parameters, and refuse wrappers that average these too. Called by a hook of the module."""
         self._passes.before_forward()
 
     def knows(self, param: torch.Tensor) -> bool:
@@ -84,15 +88,19 @@ class Reducer:
         return self._table.knows(param)
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
-        """Return all parameters that are averaged here, or will be once they are unfrozen."""
+        """Return all parameters that are averaged here, or will be once they are unfrozen, by name."""
         return dict(self._table.named())
 
     def flush(self) -> None:
-        """Reduce a ragged last accumulation window; before unscaling, clipping and ``step``. Collective.
+        """Average an accumulation window that ended early. Collective; call before unscaling, clipping and ``step``.
 
-        Nothing happens where no rank has gradients waiting. A rank whose window was just complete has
-        nothing to flush; others may have fewer passes, or none, if :meth:`set_weight` is in use, and as
-        few as each other otherwise.
+        Does nothing if no rank has gradients waiting. If :meth:`set_weight` is in use, the ranks may have had
+        different numbers of passes: a rank whose window was complete has already sent its gradients and does
+        nothing here, while ranks with fewer passes, or none, join it by this call. Otherwise all ranks must
+        have had equally many.
+
+        Raises:
+            RuntimeError: this Reducer is detached, or no longer takes part after an error.
         """
         self._require_attached()
         if self._idle or self._window.complete:
@@ -102,13 +110,14 @@ class Reducer:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Backward passes inside are this rank's alone: nothing is sent, and nothing waits for other ranks.
+        """Keep backward passes inside local to this rank: nothing is sent, and no rank is waited for.
 
-        For passes that are no training step of this optimizer: a saliency map, a penalty, the generator's
-        pass through its discriminator (``with discriminator_reducer.paused(): generator_loss.backward()``).
-        What they leave in ``.grad`` is never averaged and enters no residual. If it is still there at the
-        next pass outside, or at ``optimizer.step()``, that is an error: ``zero_grad()`` first. Not
-        collective: some ranks may pause, or all.
+        Use it for passes that are not a training step of this optimizer: a saliency map, a penalty, the
+        generator's pass through its discriminator
+        (``with discriminator_reducer.paused(): generator_loss.backward()``). Gradients that such passes
+        leave in ``.grad`` are never averaged and enter no residual. It is an error if they are still there
+        in the next pass outside, or at ``optimizer.step()``: call ``zero_grad()`` first. Not collective:
+        any of the ranks may pause.
 
         Raises:
             RuntimeError: an accumulation window is open.
@@ -118,30 +127,32 @@ class Reducer:
             yield
 
     def skip_step(self) -> None:
-        """Say that ``optimizer.step()`` is left out on purpose for the last averaged gradients, on all ranks.
+        """Declare that ``optimizer.step()`` is left out on purpose for the last averaged gradients, on all ranks.
 
-        Only methods that carry state ask for it: what they sent of these gradients is lost then, not sent later.
+        Only compression methods that carry state require it: the part of these gradients that they sent is
+        lost, not sent again later.
         """
         self._require_attached()
-        self._progress.left_out()
+        self._progress.skipped()
 
     def set_weight(self, num_samples: float) -> None:
-        """Say, before ``backward()``, that the loss is the mean over ``num_samples`` samples, or tokens.
+        """Declare, before ``backward()``, that the loss is the mean over ``num_samples`` samples or tokens.
 
-        From now on ``.grad`` gets the mean over the samples of all ranks, and of all passes of an
-        accumulation window: the sum of n_p times g_p over the sum of n_p. So the loss of each pass is to
-        be the plain mean over its own samples, not divided by the number of passes. Holds for later
-        passes until it is called again. All ranks call it, at the same step at first. With
-        ``average=False`` the result is that mean times the world size. A rank without samples for this
-        step sets 0; its gradients, NaN or not, do not count.
+        From now on ``.grad`` gets the mean over the samples of all ranks and of all passes of an
+        accumulation window: the sum of n_p g_p divided by the sum of n_p, with g_p the gradient of pass p
+        and n_p its ``num_samples``. The loss of each pass must therefore be the plain mean over its own
+        samples, not divided by the number of passes. The value holds for later passes until the next call.
+        All ranks must make their first call in the same step. With ``average=False`` the result is that
+        mean times the world size. A rank that has no samples in this step sets 0; its gradients, even NaN,
+        do not count.
 
         Args:
-            num_samples: may be fractional.
+            num_samples: not negative; may be fractional.
 
         Raises:
-            TypeError, ValueError: not a finite number, or negative; 0 inside an accumulation window, or
-                the window's first passes went without. ``backward()`` raises ``ValueError``, on every
-                rank, where the weights of all ranks sum to zero.
+            TypeError, ValueError: ``num_samples`` is not a finite number, or is negative; or, inside an
+                accumulation window, it is 0 or the window began without it. ``backward()`` raises
+                ``ValueError`` on every rank if the weights of all ranks sum to zero.
         """
         self._require_attached()
         self._passes.forget_abandoned()
@@ -150,27 +161,28 @@ class Reducer:
             self._install()
         if factor != 1.0:
             for grad in self._table.gradients().values():
-                grad.zero_() if factor == 0.0 else grad.mul_(factor)  # of no samples it may be NaN
+                grad.zero_() if factor == 0.0 else grad.mul_(factor)  # a gradient of no samples may be NaN
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float, *, error_if_nonfinite: bool = False) -> torch.Tensor:
-        """Scale the averaged gradients so that their norm, of all together and without the loss scale, is in bounds.
+        """Scale the averaged gradients so that their total norm, without the loss scale, is at most ``max_norm``.
 
-        Between ``backward()`` and ``step()``, as ``torch.nn.utils.clip_grad_norm_``, without reading the
-        gradients a second time: norms are taken as the buckets arrive, while backward runs (from the
-        second step on). Where pycomm's kernels step
-        (:func:`pycomm.fuse`, :func:`pycomm.master_weights`) the factor is applied by them, and
-        ``.grad`` stays as it is. With torch's GradScaler, ``unscale_`` first. All ranks get the same.
+        Call it between ``backward()`` and ``step()``, like ``torch.nn.utils.clip_grad_norm_``. From the
+        second step on it does not read the gradients again: their norms are computed as the buckets
+        arrive, while backward runs. If pycomm's kernels do the step (:func:`pycomm.fuse`,
+        :func:`pycomm.master_weights`), they apply the factor, and ``.grad`` stays unchanged. With torch's
+        GradScaler, call ``unscale_`` first. The result is the same on all ranks.
 
         Args:
-            max_norm: the bound. error_if_nonfinite: raise where the norm is not finite; waits for a GPU.
+            max_norm: the bound, a positive number.
+            error_if_nonfinite: raise RuntimeError if the norm is not finite; waits for a GPU.
 
         Returns:
-            The norm before clipping: a 0-d tensor, float64, on the parameters' device.
+            The norm before clipping: a 0-d float64 tensor on the parameters' device.
 
         Raises:
-            TypeError, ValueError: ``max_norm`` is no positive number.
-            RuntimeError: the norm is not finite, naming a parameter; an accumulation window is open.
+            TypeError, ValueError: ``max_norm`` is not a positive number.
+            RuntimeError: the norm is not finite (a parameter is named), or an accumulation window is open.
         """
         self._require_attached()
         max_norm = checks.positive("max_norm", max_norm)
@@ -184,9 +196,9 @@ class Reducer:
         return norm
 
     def settle(self) -> bool:
-        """Flush a ragged window; then whether all gradients are finite, alike on all ranks. Waits for a GPU.
+        """Flush an incomplete window, then return whether all gradients are finite; the same on all ranks.
 
-        Collective only where ``accumulate`` is above 1. What :class:`pycomm.LossScaler` asks.
+        Called by :class:`pycomm.LossScaler`. Waits for a GPU. Collective only if ``accumulate`` is above 1.
         """
         if self._settings.accumulate > 1:
             self.flush()
@@ -197,52 +209,54 @@ class Reducer:
         )
 
     def name_of_not_finite(self) -> str | None:
-        """Return where the first value that is not finite is, or came from; ``None`` if all are. Waits for a GPU."""
+        """Return the location or source of the first non-finite value; ``None`` if all are finite. Waits for a GPU."""
         return self._engine.name_of_not_finite()
 
     def stats(self) -> dict[str, Any]:
-        """Counters since ``attach``.
+        """Return the counters since ``attach``.
 
         Returns:
             ``bytes_sent`` (payload bytes that this rank has handed to the transport), ``steps``
-            (reductions), ``wait_seconds`` (how long ``backward()`` was held up by communication; on a
-            GPU only the host's part of it, almost nothing),
-            ``nonfinite_steps`` and ``last_nonfinite`` (steps in which compression state was left
-            alone, and whose gradient was to blame), ``num_buckets``, ``transport``. With TopK and DGC
-            also ``selections`` (of parameters), ``selections_missed`` (those for which the last step's
-            threshold was none to go by, which costs another read) and their ratio ``miss_rate``.
+            (reductions), ``wait_seconds`` (time for which communication held up ``backward()``; on a GPU
+            only the host's part of it, which is close to zero), ``nonfinite_steps`` (steps that left
+            compression state unchanged because of non-finite gradients), ``last_nonfinite`` (source of
+            the last such gradient, or ``None``), ``num_buckets`` and ``transport``. With TopK and DGC also
+            ``selections`` (of parameters), ``selections_missed`` (those for which the last step's
+            threshold was unusable, which costs another read) and their ratio ``miss_rate``.
         """
         if self._detached:
             return dict(self._last_stats)
         return self._engine.stats()
 
     def state_dict(self) -> dict[str, Any]:
-        """What compression carries from step to step on *this* rank.
+        """Return the state that compression carries from step to step on *this* rank.
 
-        Save it per rank, or all ranks' by a distributed checkpoint.
+        Save it per rank, or all ranks' together in a distributed checkpoint.
 
-        ``["ranks"][str(rank)][parameter_name]["residual"]`` is what this rank has not sent yet (DGC's v), as
-        its contribution to the average, without the loss scale: a tensor of the parameter's shape. With
-        momentum correction ``["velocity"]`` is DGC's u, in the same units; PowerSGD has ``["q"]``, equal on
-        all ranks. ``world_size``, ``method`` and ``steps``, how many were committed, stand beside. Loads with
-        ``torch.load(weights_only=True)``; ``torch.distributed.checkpoint.save({"reducer": reducer})`` keeps
-        every rank's.
+        ``["ranks"][str(rank)][parameter_name]["residual"]`` is the part of this rank's gradients that has
+        not been sent yet (DGC's v), as its contribution to the average, without the loss scale: a tensor
+        of the parameter's shape. With momentum correction there is also ``["velocity"]``, DGC's u, in the
+        same units; with PowerSGD ``["q"]``, equal on all ranks. The other keys are ``format``,
+        ``world_size``, ``method`` and ``steps``, the number of committed steps. The dict loads with
+        ``torch.load(weights_only=True)``; ``torch.distributed.checkpoint.save({"reducer": reducer})``
+        keeps every rank's.
         """
         self._require_attached()
         return gather_state(self._table.flights, self._settings, self._communicator, int(self._engine.committed_steps))
 
     def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]], *, strict: bool = True) -> None:
-        """Take back what :meth:`state_dict` gave.
+        """Load state that :meth:`state_dict` returned.
 
         Args:
-            state: this rank's own, one with the ``ranks`` of all, or the list of all ranks'. From another
-                number of ranks than there are now, residuals and velocities are handed out so that their
-                sums over the ranks are kept.
-            strict: whether missing and unknown parameters, and another method's state, are errors.
+            state: this rank's own dict, one dict with the ``ranks`` of all, or the list of all ranks'
+                dicts. If it comes from a different number of ranks, residuals and velocities are
+                redistributed so that their sums over the ranks are kept.
+            strict: raise ValueError for missing or unknown parameters and for another method's state,
+                instead of loading what fits.
 
         Raises:
-            ValueError: another rank's or world size's single dict, another method's, names or shapes
-                that do not fit.
+            ValueError: a single dict is of another rank or world size, or the method, names or shapes do
+                not match.
         """
         self._require_attached()
         chosen, steps = select_state(state, self._table.flights, self._settings, self._communicator, strict)
@@ -251,7 +265,7 @@ class Reducer:
         self._engine.committed_steps.fill_(steps)
 
     def detach(self) -> None:
-        """Undo ``attach``: no hooks, ``.grad`` in ordinary memory, shared memory given back. Idempotent."""
+        """Undo ``attach``: remove all hooks, move ``.grad`` to ordinary memory, release shared memory. Idempotent."""
         if self._detached:
             return
         self._last_stats = self.stats()
@@ -262,7 +276,7 @@ class Reducer:
         forget(self)
         unwatch_constructions(self)
         self._communicator.close(self._passes.stopped or None)
-        # The shared memory goes with its last view, not when a garbage collector gets to this object.
+        # Cleared now, so that shared memory is released with its last view and not when this object is collected.
         self._table.clear()
 
     def _require_attached(self) -> None:

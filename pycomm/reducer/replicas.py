@@ -1,9 +1,9 @@
-"""Whether the ranks are at the same step, with the same parameters: what travels as a fingerprint, and what it says.
+"""Check that the ranks are at the same step with the same parameters, by fingerprints that travel with gradients.
 
-Each reduction carries how many steps the optimizer has taken, modulo 16: a rank that ran a backward
-pass of its own is found out in the next reduction, by all. Now and then it also carries hashes of all
-parameters and of the module's buffers (one read of them). When a bit differs, which all ranks see, they
-exchange what the bits were made of, and name what is different and where.
+Each reduction carries the number of steps that the optimizer has taken, modulo 16: if a rank ran a
+backward pass on its own, all ranks learn it in the next reduction. Now and then a reduction also carries
+hashes of all parameters and of the module's buffers (which read them once). If a bit differs, all ranks
+see that; they then exchange the data behind the bits, and name the difference and its ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _STEP = slice(0, _STEP_BITS)
 _PARAMETERS = slice(_STEP_BITS, FINGERPRINT_BITS - _BUFFER_BITS)
 _BUFFERS = slice(FINGERPRINT_BITS - _BUFFER_BITS, FINGERPRINT_BITS)
 _LAST_BITS = 1e-3
-"""How far parameters may be apart, by their largest magnitude, for processors that round differently to explain it."""
+"""Largest difference, relative to the largest magnitude, that processors which round differently may explain."""
 
 _logger = logging.getLogger("pycomm")
 _KNOWN_DTYPES = frozenset(getattr(torch, name) for name in DTYPES)
@@ -40,48 +40,52 @@ Named = Sequence[tuple[str, torch.Tensor]]
 
 
 class _Hashes:
-    """The hashes of a changing list of tensors, and one number of them all."""
+    """Hashes of a changing list of tensors, combined into a few bits."""
 
     def __init__(self, device: torch.device, num_bits: int) -> None:
         self._device = device
         self._shifts = torch.arange(64 - num_bits, 64, device=device, dtype=torch.int64)
         self._scratch = kernels.Scratch()
         self._weights = self._each = torch.empty(0, dtype=torch.int64, device=device)
-        self._of: list[str] = []
+        self._names: list[str] = []
 
     def bits(self, named: Named) -> torch.Tensor:
-        """Bools that differ, all but certainly, where a tensor does. Nothing waits for a GPU."""
+        """Return bools that almost certainly differ if a tensor does. Does not wait for a GPU."""
         named = [(name, tensor) for name, tensor in named if tensor.device == self._device]
         names = [name for name, _ in named]
-        if names != self._of:
+        if names != self._names:
             weights = [zlib.crc32(name.encode()) << 20 | 2 * i + 1 for i, name in enumerate(names)]
             on_host = torch.tensor(weights, dtype=torch.int64, pin_memory=self._device.type == "cuda")
             self._weights = on_host.to(self._device, non_blocking=True)
             self._each = torch.empty_like(self._weights)
-            self._of = names
+            self._names = names
         if named:
-            kernels.hashes([_plain(tensor) for _, tensor in named], out=self._each, scratch=self._scratch)
+            kernels.hashes([_hashable(tensor) for _, tensor in named], out=self._each, scratch=self._scratch)
         total = (self._each * self._weights).sum()
         return ((total >> self._shifts) & 1).bool()
 
     def by_name(self) -> tuple[list[str], np.ndarray]:
-        """The last ones."""
-        return self._of, self._each.cpu().numpy()
+        """Return the names and hashes of the tensors in the last call of :meth:`bits`."""
+        return self._names, self._each.cpu().numpy()
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """As the kernels know it."""
+def _hashable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` detached, as bytes if the kernels do not know its dtype."""
     tensor = tensor.detach()
     return tensor if tensor.dtype in _KNOWN_DTYPES else tensor.contiguous().view(-1).view(torch.uint8)
 
 
-class Agreement:
-    """What this rank says in its fingerprints, and what the ranks do about a difference.
+class ReplicaCheck:
+    """Maker of this rank's fingerprints, which reports differences between the ranks.
 
     Args:
-        interval: reductions from one comparison of parameters to the next; 0 for none.
-        waits: whether the host may wait for what ``device`` has computed.
-        parameters: what there is to be compared, by name, equal on all ranks; asked for each time. buffers: likewise.
+        communicator: the ranks to compare.
+        device: device of the parameters.
+        interval: number of reductions from one comparison of parameters to the next; 0 for none.
+        waits: whether the host may wait for results of ``device``.
+        parameters: returns the tensors to compare by name, which must be equal on all ranks; called for
+            each comparison.
+        buffers: likewise, for the module's buffers.
     """
 
     def __init__(
@@ -103,19 +107,20 @@ class Agreement:
         self._buffer_hashes = _Hashes(device, _BUFFER_BITS)
         self._seen = [] if waits else [HostCopy(FINGERPRINT_BITS, device) for _ in range(2)]
         self._num_seen = 0
-        self._noted = self._warned = False
+        self._logged = self._warned = False
 
     def is_due(self, num_reductions: int) -> bool:
-        """Whether parameters are compared in the reduction that follows so many; alike on all ranks."""
-        # Also in the second one: what is set up differently shows after the first step.
+        """Return whether parameters are compared in the reduction that follows ``num_reductions`` others."""
+        # Always in the second reduction: differences in setup show after the first step.
         return (
             self._interval > 0 and num_reductions > 0 and (num_reductions == 1 or num_reductions % self._interval == 0)
         )
 
     def fingerprint(self, num_steps: int, num_reductions: int) -> Callable[[], torch.Tensor]:
-        """What makes it, on the communication thread, or stream; the parameters are not written to meanwhile.
+        """Return the function that computes the fingerprint, to be called on the communication thread or stream.
 
-        What is compared is what there is now: the lists may grow before that thread comes to it.
+        The parameters must not be written to until then. The lists of tensors are read now, as they may
+        grow before that thread calls the function.
         """
         by_step = self._by_step[num_steps % (1 << _STEP_BITS)]
         if not self.is_due(num_reductions):
@@ -130,23 +135,26 @@ class Agreement:
 
         return make
 
-    def look(self, differing: torch.Tensor, num_steps: int, num_reductions: int) -> None:
-        """Settle what the ranks differ in: at once, or on a GPU by :meth:`look_back`, so that nobody waits."""
+    def check(self, differing: torch.Tensor, num_steps: int, num_reductions: int) -> None:
+        """Report differences between the ranks, at once or, to avoid waiting for a GPU, in :meth:`check_previous`."""
         if self._seen:
             self._seen[self._num_seen % 2].put(differing)
             self._num_seen += 1
         elif bool(differing.any()):
-            self.settle(differing.tolist(), num_steps, num_reductions)
+            self.report(differing.tolist(), num_steps, num_reductions)
 
-    def look_back(self, num_steps: int, num_reductions: int) -> None:
-        """At the beginning of each reduction, on all ranks: settle what the one before the last brought on a GPU."""
+    def check_previous(self, num_steps: int, num_reductions: int) -> None:
+        """Report differences that the reduction before the last found on a GPU.
+
+        Called on all ranks at the beginning of each reduction.
+        """
         if self._num_seen > 1:
             differing = self._seen[self._num_seen % 2].get()
             if any(differing):
-                self.settle(differing, num_steps, num_reductions)
+                self.report(differing, num_steps, num_reductions)
 
-    def settle(self, differing: Sequence[bool], num_steps: int, num_reductions: int) -> None:
-        """Raise, warn or note what the ranks differ in. Collective; all ranks come to the same.
+    def report(self, differing: Sequence[bool], num_steps: int, num_reductions: int) -> None:
+        """Raise, warn or log the differences between the ranks. Collective; all ranks do the same.
 
         Raises:
             RuntimeError: the ranks are at different steps, or their parameters differ.
@@ -154,12 +162,12 @@ class Agreement:
         if any(differing[_STEP]):
             raise RuntimeError(self._out_of_step(num_steps))
         if any(differing[_PARAMETERS]):
-            self._settle_parameters(num_reductions)
-        if any(differing[_BUFFERS]) and not self._noted:
-            self._noted = True
+            self._report_parameters(num_reductions)
+        if any(differing[_BUFFERS]) and not self._logged:
+            self._logged = True
             name, ranks, count = self._first_difference(self._buffer_hashes)
             _logger.warning(
-                "buffer %r%s differs between the ranks (not on rank 0 as on %s): each rank keeps its own. "
+                "buffer %r%s differs between the ranks (%s from the others): each rank keeps its own. "
                 'attach(..., buffers="broadcast") or "average" makes them equal after each reduction',
                 name,
                 f", and {count - 1} more," if count > 1 else "",
@@ -167,45 +175,45 @@ class Agreement:
             )
 
     def _out_of_step(self, num_steps: int) -> str:
-        everyone = [json.loads(text) for text in self._share(json.dumps(num_steps))]
-        most = max(everyone)
-        behind = [rank for rank, steps in enumerate(everyone) if steps < most]
-        counts = ", ".join(f"rank {rank}: {steps}" for rank, steps in enumerate(everyone))
+        all_steps = [json.loads(text) for text in self._all_gather_text(json.dumps(num_steps))]
+        most = max(all_steps)
+        behind = [rank for rank, steps in enumerate(all_steps) if steps < most]
+        counts = ", ".join(f"rank {rank}: {steps}" for rank, steps in enumerate(all_steps))
         return (
             f"the ranks are out of step: averages that optimizer.step() has used before this reduction: {counts}. "
             f"{_ranks(behind).capitalize()} ran a backward() that the others did not, or left out a step. The last "
             "averages were of different passes. A pass that is not a training step of all ranks (a saliency map, a "
-            "penalty, validation) belongs into `with reducer.paused():`"
+            "penalty, validation) belongs in `with reducer.paused():`"
         )
 
-    def _settle_parameters(self, num_reductions: int) -> None:
+    def _report_parameters(self, num_reductions: int) -> None:
         name, ranks, count = self._first_difference(self._parameter_hashes)
-        processors = self._share(_processor())
+        processors = self._all_gather_text(_processor())
         apart, largest = self._distance()
         alike = len(set(processors)) == 1
         more = f" ({count} parameters differ)" if count > 1 else ""
-        says = (
-            f"the replicas differ after {num_reductions} reductions: parameter {name!r} on {_ranks(ranks)} is not what "
-            f"it is on the other ranks{more}; the largest difference is {apart:.3g}, the largest magnitude "
-            f"{largest:.3g}"
+        message = (
+            f"the replicas differ after {num_reductions} reductions: parameter {name!r} on {_ranks(ranks)} differs "
+            f"from the other ranks{more}; the largest difference is {apart:.3g}, the largest magnitude {largest:.3g}"
         )
         if alike or not apart <= _LAST_BITS * largest:
             raise RuntimeError(
-                f"{says}. Something updates them differently: a learning rate, data that decides whether a step is "
+                f"{message}. Something updates them differently: a learning rate, data that decides whether a step is "
                 "taken, code that writes to parameters, gradients that were never averaged. "
-                "pycomm.broadcast_parameters(model) makes them equal again; attach(..., check_replicas=0) does not look"
+                "pycomm.broadcast_parameters(model) makes them equal again; attach(..., check_replicas=0) turns this "
+                "check off"
             )
         if not self._warned:
             self._warned = True
             kinds = ", ".join(sorted(set(processors)))
             warnings.warn(
-                f"{says}. The ranks' processors ({kinds}) round differently in optimizer.step(), which explains it",
+                f"{message}. The ranks' processors ({kinds}) round differently in optimizer.step(), which explains it",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
     def _distance(self) -> tuple[float, float]:
-        """The largest difference between the ranks' parameters, and the largest magnitude. Collective."""
+        """Return the largest difference between the ranks' parameters and the largest magnitude. Collective."""
         found = torch.zeros(2, dtype=torch.float64)
         for _, parameter in self._parameters():
             if parameter.numel() == 0:
@@ -214,28 +222,28 @@ class Agreement:
             self._communicator.all_reduce(highest, "max")
             self._communicator.all_reduce(lowest, "min")
             here = torch.stack([(highest - lowest).max(), torch.maximum(highest.abs(), lowest.abs()).max()]).cpu()
-            found = torch.where(found >= here, found, here)  # what is not a number stays
+            found = torch.where(found >= here, found, here)  # NaN stays
         return float(found[0]), float(found[1])
 
     def _first_difference(self, hashes: _Hashes) -> tuple[str, list[int], int]:
-        """The first name, the ranks that have something else than most, and how many names there are. Collective."""
+        """Return the first name that differs, the ranks in the minority, and the number of such names. Collective."""
         names, mine = hashes.by_name()
-        everyone = np.stack(
+        by_rank = np.stack(
             [np.frombuffer(data, np.int64) for data in self._communicator.channel.all_gather_bytes(mine.tobytes())]
         )
-        differing = np.flatnonzero((everyone != everyone[0]).any(axis=0))
-        if len(differing) == 0:  # on a GPU they may have been taken again since
+        differing = np.flatnonzero((by_rank != by_rank[0]).any(axis=0))
+        if len(differing) == 0:  # on a GPU the hashes may have been computed again since
             return "?", [], 0
-        column = everyone[:, differing[0]].tolist()
+        column = by_rank[:, differing[0]].tolist()
         usual = Counter(column).most_common(1)[0][0]
         return names[differing[0]], [rank for rank, value in enumerate(column) if value != usual], len(differing)
 
-    def _share(self, text: str) -> list[str]:
+    def _all_gather_text(self, text: str) -> list[str]:
         return [data.decode() for data in self._communicator.channel.all_gather_bytes(text.encode())]
 
 
 def _processor() -> str:
-    """What decides how floating point numbers are rounded here."""
+    """Return the names of this rank's CPU and GPU, on which the rounding of floating-point numbers depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

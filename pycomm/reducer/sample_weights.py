@@ -1,4 +1,4 @@
-"""Averages in which every sample, or token, counts the same, however the ranks' shares differ."""
+"""Weights for averages in which every sample or token counts the same, however many each rank has."""
 
 from __future__ import annotations
 
@@ -13,38 +13,42 @@ from pycomm.worker import Work
 
 
 class SampleWeights:
-    """How many samples this rank's gradients are means of, pass by pass, and how much that is of all ranks'.
+    """Number of samples behind this rank's gradients, pass by pass, and their share of all ranks' samples.
 
-    Autograd adds up what the passes of a window bring. With g_p the gradient of pass p's mean loss over
-    n_p samples, what is wanted is the sum of n_p g_p. So accumulated gradients are kept in units of the
-    next pass's n: before that pass they are multiplied with n_before / n_next, which is 1 unless a batch
-    is smaller than the one before. The window's gradient is then n_last times what has accumulated, and
-    that over the sum of n over all passes and ranks, which takes one message of 8 bytes, is this rank's
-    contribution.
+    Autograd adds up the gradients of a window's passes. With g_p the gradient of pass p's mean loss over
+    n_p samples, the sum of n_p g_p is wanted. Accumulated gradients are therefore kept in units of the
+    next pass's n: before that pass they are multiplied by n_before / n_next, which is 1 unless the batch
+    size changes. The window's gradient is then n_last times the accumulated gradient. Divided by the sum
+    of n over all passes and ranks, which takes one message of 16 bytes, it is this rank's contribution.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._unit: float | None = None  # of what has accumulated, or will in the next pass
+        self._unit: float | None = None  # n of the accumulated gradients, or of the next pass if there are none
         self._passed = 0.0  # samples of this window's earlier passes
-        self._window = 0.0  # of all of them, once the window is known to end
-        self._here = 0.0  # the unit of what is sent
+        self._window = 0.0  # samples of all its passes, once it is known to end
+        self._sent_unit = 0.0  # n of the gradients that are sent
         self._sum: Work | None = None
 
     @property
     def in_use(self) -> bool:
+        """Return whether weights have been set at all."""
         return self._unit is not None
 
     @property
-    def nothing_here(self) -> bool:
-        """Whether what has accumulated here counts for nothing."""
-        return self.in_use and self._here == 0
+    def is_zero(self) -> bool:
+        """Return whether the gradients accumulated on this rank have weight zero."""
+        return self.in_use and self._sent_unit == 0
 
     def set(self, num_samples: Any, num_passes: int) -> float:
-        """The next pass's n; returns what accumulated gradients must be multiplied with first.
+        """Set n of the next pass; return the factor by which accumulated gradients must be multiplied first.
+
+        Args:
+            num_samples: finite and not negative.
+            num_passes: number of passes that the open window has had.
 
         Raises:
-            TypeError, ValueError: not a number, or not usable at this point.
+            TypeError, ValueError: ``num_samples`` is not such a number, or not allowed at this point.
         """
         if isinstance(num_samples, bool) or not isinstance(num_samples, numbers.Real):
             raise TypeError(f"num_samples is {num_samples!r}, wanted a number")
@@ -59,18 +63,23 @@ class SampleWeights:
         return 1.0 if num_passes == 0 or before == unit else (before or 0.0) / unit
 
     def note_pass(self) -> None:
-        """A pass that is not its window's last has ended."""
+        """Note that a pass has ended that is not the last of its window."""
         self._passed += self._unit or 0.0
 
-    def share(self, passes_here: int, with_next: bool) -> None:
-        """Begin to learn the sum over all ranks; the window ends with the next pass, or has ended. Collective.
+    def start_sum(self, num_passes: int, with_next: bool) -> None:
+        """Begin to sum the samples of the window over all ranks. Collective.
 
-        The message is the same in both cases: ranks may differ in how many passes their window has.
+        The message is the same whether the window ends with the next pass or has ended, as the ranks may
+        differ in their numbers of passes.
+
+        Args:
+            num_passes: number of passes that have ended on this rank.
+            with_next: whether the next pass belongs to the window.
         """
         mine = self._passed + ((self._unit or 0.0) if with_next else 0.0)
-        self._here = (self._unit or 0.0) if passes_here > 0 or with_next else 0.0
+        self._sent_unit = (self._unit or 0.0) if num_passes > 0 or with_next else 0.0
         self._window, self._passed = mine, 0.0
-        sums = np.array([mine, passes_here + with_next])
+        sums = np.array([mine, num_passes + with_next])
 
         def job() -> tuple[float, float]:
             self._communicator.all_reduce(sums, "sum")
@@ -79,17 +88,19 @@ class SampleWeights:
         self._sum = self._communicator.channel.submit(job)
 
     def mean_factor(self) -> float:
-        """What has accumulated here, times this, is the gradient of the mean over this rank's own samples."""
-        return self._here / self._window if self.in_use and self._window > 0 else 1.0
+        """Return the factor that turns the accumulated gradient into that of the mean over this rank's own samples."""
+        return self._sent_unit / self._window if self.in_use and self._window > 0 else 1.0
 
-    def anybody(self) -> bool:
-        """Whether any rank has had a pass in this window. Waits."""
+    def any_passes(self) -> bool:
+        """Return whether any rank has had a pass in this window. Waits for the sum."""
         assert self._sum is not None
         _, passes = self._sum.wait()
         return bool(passes > 0)
 
     def relative(self) -> float:
-        """How much what has accumulated here counts, where 1 is as much as the average rank's. Waits.
+        """Return the weight of the gradients accumulated here relative to the ranks' mean weight. Waits for the sum.
+
+        Multiplied by it, they are averaged correctly by a plain mean over the ranks.
 
         Raises:
             ValueError: the weights of all ranks sum to zero; on every rank.
@@ -98,4 +109,4 @@ class SampleWeights:
         total, _ = self._sum.wait()
         if total == 0:
             raise ValueError("the weights of this step sum to zero over all ranks: there is nothing to average")
-        return float(self._communicator.size * self._here / total)
+        return float(self._communicator.size * self._sent_unit / total)

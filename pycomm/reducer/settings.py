@@ -1,4 +1,4 @@
-"""What a reducer was told."""
+"""Settings of a Reducer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pycomm.reducer.module_buffers import BUFFERS
 
 @dataclass(frozen=True)
 class Settings:
-    """What ``attach`` was told; equal on all ranks."""
+    """Arguments of ``attach``, checked; equal on all ranks."""
 
     compression: Compression
     bucket_bytes: int
@@ -29,6 +29,7 @@ class Settings:
     buffers: str = "local"
 
     def lines(self) -> list[str]:
+        """Return one line per setting, to be compared between the ranks."""
         return [
             f"compression={self.compression!r}",
             f"bucket_mb={self.bucket_bytes / 2**20}",
@@ -57,7 +58,7 @@ def checked_settings(
     check_replicas: int,
     buffers: str,
 ) -> Settings:
-    """What ``attach`` was given, checked.
+    """Return the arguments of ``attach`` as checked settings.
 
     Raises:
         TypeError, ValueError: an argument is wrong; it is named.
@@ -96,9 +97,9 @@ def _name(name: str, value: Any) -> str:
     return value
 
 
-def _buffers(how: Any, model: Any) -> str:
-    if how not in BUFFERS:
-        raise ValueError(f"buffers is {how!r}, wanted one of {', '.join(BUFFERS)}")
-    if how != "local" and not isinstance(model, torch.nn.Module):
-        raise ValueError(f"buffers={how!r} wants the module itself, not its named_parameters()")
-    return str(how)
+def _buffers(mode: Any, model: Any) -> str:
+    if mode not in BUFFERS:
+        raise ValueError(f"buffers is {mode!r}, wanted one of {', '.join(BUFFERS)}")
+    if mode != "local" and not isinstance(model, torch.nn.Module):
+        raise ValueError(f"buffers={mode!r} wants the module itself, not its named_parameters()")
+    return str(mode)

@@ -1,4 +1,4 @@
-"""Parameters of a module that get gradients which nobody averages."""
+"""Parameters of a module that get gradients without any attach averaging them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from pycomm.optim.attached import is_covered
 
 
 class Uncovered:
-    """Watches the parameters of ``module`` that have no place in a Reducer, and warns once if one gets a gradient.
+    """Watch over the parameters of ``module`` that no Reducer covers; warns once if one of them gets a gradient.
 
     Args:
-        knows: whether a parameter has a place in the Reducer that is being made.
+        module: the module whose parameters are watched.
+        knows: returns whether the Reducer that is being made covers a parameter.
     """
 
     def __init__(self, module: torch.nn.Module, knows: Callable[[torch.Tensor], bool]) -> None:
@@ -26,14 +27,14 @@ class Uncovered:
         self.watch(module)
 
     def watch(self, module: torch.nn.Module) -> None:
-        """Look again: others may learn by now."""
+        """Hook the trainable parameters that are neither covered nor hooked yet."""
         for name, param in module.named_parameters():
             if param.requires_grad and id(param) not in self._handles and not self._is_covered(param):
                 register: Any = param.register_post_accumulate_grad_hook
                 self._handles[id(param)] = register(_Note(self, name))
 
     def note(self, name: str, param: torch.Tensor) -> None:
-        """``param`` has got a gradient."""
+        """Note that ``param`` has got a gradient."""
         if self._is_covered(param):  # by an attach that came later
             self._handles[id(param)].remove()
         else:
@@ -43,7 +44,7 @@ class Uncovered:
         return self._knows(param) or is_covered(param)
 
     def warn(self) -> None:
-        """At the end of a pass; once."""
+        """Warn of the parameters noted so far; only once. Called at the end of a pass."""
         if not self._names:
             return
         names = list(dict.fromkeys(self._names))
@@ -51,21 +52,22 @@ class Uncovered:
         shown = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         warnings.warn(
             "these parameters of the module get gradients, but are no parameters of the optimizer, and nothing "
-            f"averages them: {shown}. What is computed from them differs between the ranks, "
-            "clip_grad_norm_(model.parameters()) for one. attach the optimizer that has them too, or write "
+            f"averages them: {shown}. Anything computed from them differs between the ranks, for example "
+            "clip_grad_norm_(model.parameters()). Attach the optimizer that has them too, or write "
             "attach(..., all_parameters=True), or requires_grad_(False)",
             RuntimeWarning,
             stacklevel=2,
         )
 
     def close(self) -> None:
+        """Remove all hooks, and forget what was noted."""
         for handle in self._handles.values():
             handle.remove()
         self._names.clear()
 
 
 class _Note:
-    """A hook that keeps nothing alive."""
+    """Hook of a parameter that does not keep its owner alive."""
 
     def __init__(self, owner: Uncovered, name: str) -> None:
         self._owner, self._name = weakref.ref(owner), name

@@ -1,4 +1,4 @@
-"""Accumulation window: the backward passes between two optimizer steps, and what their gradients are scaled by."""
+"""Accumulation window: the backward passes between two optimizer steps, and the scales of their gradients."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from pycomm.reducer.settings import Settings
 
 
 class AccumulationWindow:
-    """Passes of one optimizer step, the last of which sends; the scales are fixed when that one begins.
+    """Backward passes of one optimizer step. The last one sends; the scales are fixed when it begins.
 
     Attributes:
-        num_passes: how many have ended in this window.
-        sending: whether the pass that runs, or ran last, is the last of its window.
+        num_passes: number of passes that have ended in this window.
+        sending: whether the current (or latest) pass is the last of its window.
         complete: whether a full window has ended, and nothing has happened since.
-        weights: of the samples behind each pass.
-        scaling: of the window that is being sent; without this rank's share of the samples, which only
-            a job on the communication thread waits for.
-        streams: on a GPU, those on which the scales were computed, as integers.
+        weights: weights by the number of samples behind each pass.
+        scaling: scales of the window that is being sent, except for this rank's relative weight, which
+            is known only to a job on the communication thread.
+        streams: on a GPU, the streams (as integers) on which the scales were computed.
     """
 
     def __init__(self, communicator: Communicator, settings: Settings, device: torch.device, on_gpu: bool) -> None:
@@ -42,11 +42,11 @@ class AccumulationWindow:
 
     @property
     def is_open(self) -> bool:
-        """Whether passes have ended whose gradients have not been sent."""
+        """Return whether passes have ended whose gradients have not been sent yet."""
         return self.num_passes > 0
 
     def begin_pass(self) -> None:
-        """Note that a pass begins, and whether it is the last of the window."""
+        """Note that a pass begins; decide whether it is the last of the window."""
         self.complete = False
         self.sending = self.num_passes + 1 >= self._settings.accumulate
 
@@ -61,44 +61,47 @@ class AccumulationWindow:
         self.num_passes = 0
 
     def fix_scales(self, *, with_next: bool, step: torch.Tensor) -> None:
-        """Fix the scales of the window, which ends with the next pass or has ended. Collective if weights are in use.
+        """Fix the scales of the window, which is about to end or has ended. Collective if weights are in use.
 
         Args:
-            with_next: whether the next pass belongs to it.
-            step: how many steps were committed before this one, 0-d int64.
+            with_next: whether the next pass belongs to the window.
+            step: number of steps committed before this one, 0-d int64.
         """
         if self.weights.in_use:
-            self.weights.share(self.num_passes, with_next)
+            self.weights.start_sum(self.num_passes, with_next)
         loss_scale = self._loss_scale.current(self._device, self._on_gpu)
         if self._on_gpu and isinstance(loss_scale, torch.Tensor):
             self.streams = {self._communicator.channel.current_stream(self._device)}
-        # A number of its own for this step: the count goes on while the step may still be read from.
+        # A copy: the count may be incremented before the GPU has read it for this step.
         number = step.clone() if self._on_gpu else int(step)
         average, size = self._settings.average, self._communicator.size
         self.scaling = Scaling(size, loss_scale=loss_scale, average=average, step=number)
 
     def fix_clipping(self, slots: Sequence[Slot]) -> None:
-        """Fix the factor that brings this rank's own gradient in bounds; before anything is sent."""
+        """Fix the factor that clips this rank's own gradient, before anything is sent."""
         max_norm = self._settings.clip_local_norm
         if max_norm is None:
             return
         squares = norms.squared_norm([], slots)
         norm = squares.sqrt() * self.weights.mean_factor() / self.scaling.loss_scale
-        # What is not finite stays so, and is found where it always is.
+        # Non-finite gradients are not clipped; they are found where they always are, after the exchange.
         factor = norms.narrowed(torch.where(torch.isfinite(norm), norms.clip_factor(norm, max_norm), 1.0), slots)
         self.scaling = replace(self.scaling, clip=factor.float() if self._on_gpu else float(factor))
         if self._on_gpu:
             self.streams.add(self._communicator.channel.current_stream(self._device))
 
     def end_early(self, step: torch.Tensor) -> bool:
-        """End the window before it is full, and fix its scales. Collective; waits.
+        """End the window before it is full, and fix its scales. Collective; waits for all ranks.
+
+        Args:
+            step: number of steps committed before this one, 0-d int64.
 
         Returns:
             Whether any rank has had a pass in it, so that there is something to send.
         """
         if self.weights.in_use:
             self.fix_scales(with_next=False, step=step)
-            return self.weights.anybody()
+            return self.weights.any_passes()
         waiting = torch.tensor([self.num_passes], dtype=torch.int64)
         self._communicator.all_reduce(waiting, "max")
         if waiting.item() == 0:

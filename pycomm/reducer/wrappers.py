@@ -1,10 +1,10 @@
-"""Finding out that something else averages, or owns, the same parameters.
+"""Detection of wrappers that average or own the same parameters.
 
 DistributedDataParallel reads ``.grad`` in hooks of its own and writes to it when backward ends; with
-pycomm on the same parameters both work on the same memory, and what comes out is neither's average.
-It may be there before ``attach`` or come after it, be inside the model that was given or around it.
-So it is looked for: among all living modules when ``attach`` is called, when a module becomes part of
-one (which is how every wrapper begins), and by what torch says of the forward that is running.
+pycomm on the same parameters both work on the same memory, and the result is neither's average. The
+wrapper may be made before ``attach`` or after it, and be inside the given model or around it. So it is
+looked for among all living modules when ``attach`` is called, whenever a module is registered in a
+wrapper (the first thing that every wrapper does), and in every forward, where torch names the active one.
 """
 
 from __future__ import annotations
@@ -27,45 +27,47 @@ _WRAPPERS = {
     ),
     "deepspeed.runtime.engine.DeepSpeedEngine": "averages gradients itself",
 }
-"""What does so, by the full names of classes: none of them is imported for this."""
+"""Descriptions of the wrappers by full class name, so that none of them has to be imported."""
 
 
 def wrapper_of(cls: type) -> str | None:
-    """Which of the known wrappers ``cls`` is, or is derived from."""
+    """Return the full name of the known wrapper that ``cls`` is or derives from, or ``None``."""
     return next((name for base in cls.__mro__ if (name := f"{base.__module__}.{base.__qualname__}") in _WRAPPERS), None)
 
 
 def refuse_wrapped(names: Mapping[str, torch.Tensor], model: Any, hint: str = "") -> None:
-    """ValueError if a living wrapper has one of the parameters. Looks at every object there is.
+    """Raise ValueError if a living wrapper has one of the parameters. Looks at every object in the process.
 
     Args:
-        hint: what to write instead, where that is known better.
+        names: the parameters by name.
+        model: what ``attach`` was given; only modules are searched.
+        hint: advice for the message, in place of the general one.
     """
     if isinstance(model, torch.nn.Module):
         for module in model.modules():
             if wrapper_of(type(module)) is not None:
-                raise ValueError(_says(module, next(iter(names), "?"), _around(module, model), hint))
+                raise ValueError(_message(module, next(iter(names), "?"), _around(module, model), hint))
     found = _first_conflict(names)
     if found is not None:
-        gc.collect()  # it may be one that nobody has any more
+        gc.collect()  # it may be garbage
         found = None
         found = _first_conflict(names)
     if found is not None:
         module, name = found
-        raise ValueError(_says(module, name, _parent_of(module), hint))
+        raise ValueError(_message(module, name, _parent_of(module), hint))
 
 
 def refuse_active_wrapper(names_of: Callable[[], Mapping[str, torch.Tensor]]) -> None:
-    """ValueError if DistributedDataParallel's forward is running around these parameters."""
+    """Raise ValueError if a forward of DistributedDataParallel is running that has one of these parameters."""
     active = active_ddp_module()
     if active is not None:
         name = _common(active, names_of())
         if name is not None:
-            raise ValueError(_says(active, name, _parent_of(active), ""))
+            raise ValueError(_message(active, name, _parent_of(active), ""))
 
 
 class Owner(Protocol):
-    """Who averages parameters here."""
+    """Object that averages parameters: a Reducer."""
 
     module: torch.nn.Module | None
 
@@ -78,7 +80,7 @@ _watch: list[Any] = []
 
 
 def watch_constructions(owner: Owner) -> None:
-    """Let the constructor of a wrapper raise ValueError, from now on, where it gets parameters of ``owner``."""
+    """Make the constructors of wrappers raise ValueError from now on if they get parameters of ``owner``."""
     _owners.add(owner)
     if not _watch:
         _watch.append(register_module_module_registration_hook(_on_registration))
@@ -95,10 +97,10 @@ def unwatch_constructions(owner: Owner) -> None:
 def _on_registration(parent: torch.nn.Module, _name: str, child: torch.nn.Module | None) -> None:
     if child is None or wrapper_of(type(parent)) is None or _conflict(child) is None:
         return
-    gc.collect()  # the owner may be one that nobody has any more
+    gc.collect()  # the owner may be garbage
     name = _conflict(child)
     if name is not None:
-        raise ValueError(_says(parent, name, None, ""))
+        raise ValueError(_message(parent, name, None, ""))
 
 
 def _conflict(child: torch.nn.Module) -> str | None:
@@ -107,19 +109,19 @@ def _conflict(child: torch.nn.Module) -> str | None:
         name = _common(child, names)
         if name is not None:
             return name
-        if _share_modules(child, owner.module):  # FSDP has taken its parameters already
+        if _share_modules(child, owner.module):  # FSDP has already replaced its parameters
             return next(iter(names), "?")
     return None
 
 
 def _living_wrappers() -> Iterator[torch.nn.Module]:
     known: dict[type, bool] = {}
-    for thing in gc.get_objects():
-        cls = type(thing)
+    for candidate in gc.get_objects():
+        cls = type(candidate)
         if cls not in known:
             known[cls] = issubclass(cls, torch.nn.Module) and wrapper_of(cls) is not None
         if known[cls]:
-            yield thing
+            yield candidate
 
 
 def _first_conflict(names: Mapping[str, torch.Tensor]) -> tuple[torch.nn.Module, str] | None:
@@ -131,9 +133,9 @@ def _first_conflict(names: Mapping[str, torch.Tensor]) -> tuple[torch.nn.Module,
 
 
 def _common(module: torch.nn.Module, names: Mapping[str, torch.Tensor]) -> str | None:
-    """The first of ``names`` whose parameter ``module`` has."""
+    """Return the first of ``names`` whose parameter belongs to ``module``, or ``None``."""
     if not has_parts(module):
-        return None  # half made, or half gone
+        return None  # half constructed, or half destroyed
     ids = {id(p) for p in module.parameters()}
     return next((name for name, p in names.items() if id(p) in ids), None)
 
@@ -147,16 +149,16 @@ def _around(wrapper: torch.nn.Module, model: torch.nn.Module) -> torch.nn.Module
 
 
 def _parent_of(wrapper: torch.nn.Module) -> torch.nn.Module | None:
-    """A module of which ``wrapper`` is a part: OptimizedModule, _FabricModule and the like."""
-    for thing in gc.get_objects():
-        if issubclass(type(thing), torch.nn.Module):
-            module: torch.nn.Module = thing
+    """Return a module that has ``wrapper`` as its child (OptimizedModule, _FabricModule and the like), or ``None``."""
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), torch.nn.Module):
+            module: torch.nn.Module = candidate
             if any(child is wrapper for child in children_of(module).values()):
                 return module
     return None
 
 
-def _says(wrapper: torch.nn.Module, name: str, outer: torch.nn.Module | None, hint: str) -> str:
+def _message(wrapper: torch.nn.Module, name: str, outer: torch.nn.Module | None, hint: str) -> str:
     kind = wrapper_of(type(wrapper))
     assert kind is not None
     inside = "" if outer is None else f" (inside {type(outer).__name__})"

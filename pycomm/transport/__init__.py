@@ -1,1 +1,1 @@
-"""How bytes get from rank to rank. One interface (``base.Transport``), one file per way."""
+"""Transports, which move bytes between ranks. One interface (``base.Transport``), one file per transport."""

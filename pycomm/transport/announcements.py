@@ -1,4 +1,4 @@
-"""Announcements: 48 bytes in which each rank says what it is about to do, so that ranks that disagree get an error."""
+"""Announcements: 48 bytes in which each rank describes its next operation, so that ranks that disagree get an error."""
 
 from __future__ import annotations
 
@@ -13,18 +13,27 @@ _DTYPES = tuple(getattr(torch, name) for name in DTYPES)
 
 
 def agree(group: TorchGroup, kind: str, x: torch.Tensor, op: str, root: int, timeout: float, tag: int = 0) -> None:
-    """Compare what the ranks are about to do. Collective.
+    """Compare the next operations of all ranks. Collective.
+
+    Args:
+        group: the ranks to compare.
+        kind: name of the operation.
+        x: its array; dtype and number of elements are compared.
+        op: its reduction.
+        root: its source rank, or the digest of its schedule.
+        timeout: of every wait, in seconds.
+        tag: tag of the array's dtype if the operation only moves bytes, else 0.
 
     Raises:
-        ValueError: on every rank: they differ, or one cannot take part.
-        CommError: a rank announced what cannot be, or as from any collective.
+        ValueError: on every rank: the operations differ, or a rank cannot take part.
+        CommError: a rank sent an invalid announcement, or failed.
     """
     mine = [_KINDS.index(kind), _DTYPES.index(x.dtype), OPS.index(op), root, x.numel(), tag]
-    everyone = torch.empty(group.size * len(mine), dtype=torch.int64)
-    group.gather(kind, everyone, torch.tensor(mine, dtype=torch.int64), timeout)
-    rows = everyone.view(group.size, len(mine)).tolist()
+    gathered = torch.empty(group.size * len(mine), dtype=torch.int64)
+    group.gather(kind, gathered, torch.tensor(mine, dtype=torch.int64), timeout)
+    rows = gathered.view(group.size, len(mine)).tolist()
     for p, row in enumerate(rows):
-        if not _is_possible(row):
+        if not _is_valid(row):
             raise group.fail(kind, p, f"rank {p} announced what cannot be", 0.0)
     if kind == "refused":
         return  # this rank has its own error to report
@@ -38,7 +47,7 @@ def agree(group: TorchGroup, kind: str, x: torch.Tensor, op: str, root: int, tim
             )
 
 
-def _is_possible(row: list[int]) -> bool:
+def _is_valid(row: list[int]) -> bool:
     kind, dtype, op, _, count, _ = row
     return 0 <= kind < len(_KINDS) and 0 <= dtype < len(_DTYPES) and 0 <= op < len(OPS) and count >= 0
 

@@ -1,4 +1,4 @@
-"""What every transport can do. The arguments and errors are those of :class:`pycomm.Communicator`."""
+"""Interface of all transports. The arguments and errors are those of :class:`pycomm.Communicator`."""
 
 from __future__ import annotations
 
@@ -11,22 +11,26 @@ import torch
 import pycomm._native as _native
 
 Message = tuple[int, torch.Tensor]
-"""Peer, and what goes there or comes from there: contiguous, one-dimensional, not empty."""
+"""Peer, and the tensor to send to it or receive from it: contiguous, one-dimensional, not empty."""
 
 
 class Transport(Protocol):
-    """The collectives among ``size`` ranks, in place, blocking, each wait at most ``timeout`` s.
+    """Collectives among ``size`` ranks: in place and blocking, with every wait limited to ``timeout`` seconds.
 
-    All ranks call the same operations in the same order with the same sizes and dtypes. Before any
-    data moves, ranks compare what they are about to do; a difference, or a wrong argument on one
-    rank, is an error on all.
+    All ranks call the same operations in the same order with the same sizes and dtypes. Before any data
+    moves, the ranks compare their operations; a difference, or a wrong argument on one rank, is an error
+    on all of them.
+
+    Attributes:
+        name: name of the transport, as in ``Communicator.transport``.
+        rank, size: rank of this process, and number of ranks.
     """
 
     name: str
     rank: int
     size: int
     skip_checks: bool
-    """While true, ranks need not compare: what they do follows from what they compared before."""
+    """While true, the ranks need not compare operations, because these follow from ones that were compared."""
 
     interruptible: bool
     """Whether :meth:`close` ends an operation that is in progress on another thread."""
@@ -40,17 +44,17 @@ class Transport(Protocol):
     def barrier(self, timeout: float) -> None: ...
 
     def refuse(self, reason: str, timeout: float) -> None:
-        """Stand in for an operation whose arguments are wrong on this rank; the others get told."""
+        """Stand in for an operation whose arguments are wrong on this rank; the other ranks get a ValueError."""
 
     def close(self, reason: str) -> None:
-        """Give everything back. Peers that wait for this rank are told ``reason``, where the transport can."""
+        """Release all resources. Peers that wait for this rank are told ``reason``, if the transport can do so."""
 
 
 def bytes_of(x: Any, name: str) -> npt.NDArray[np.uint8]:
-    """The memory of an array, or of anything with the buffer protocol, in CPU memory, to read.
+    """Return the memory of a CPU array, or of another object with the buffer protocol, as bytes to read.
 
     Raises:
-        TypeError, ValueError: it is none; with ``name``.
+        TypeError, ValueError: ``x`` is no such object; the message starts with ``name``.
     """
     array: Any = _native.HostArray(x, name, False, True)
     return np.frombuffer(array, np.uint8)

@@ -1,4 +1,4 @@
-"""Which transport a process group gets."""
+"""Choice of the transport for a process group."""
 
 from __future__ import annotations
 
@@ -29,15 +29,20 @@ TRANSPORTS = ("auto", "shared_memory", "torch")
 def choose_transport(
     group: dist.ProcessGroup, wanted: str, timeout: float, problem: Exception | None = None
 ) -> Transport:
-    """``wanted`` of ``TRANSPORTS``; "auto" is shared memory where all ranks are on one host. Collective.
+    """Return the transport ``wanted`` for ``group``; "auto" is shared memory if all ranks are on one host. Collective.
 
     Args:
-        problem: what is wrong with this rank's arguments: raised here once the others know, who get a ValueError.
+        group: the ranks that meet.
+        wanted: one of ``TRANSPORTS``.
+        timeout: limit of the whole rendezvous, in seconds.
+        problem: error in this rank's arguments, if any; raised once the other ranks have been told, which
+            get a ValueError.
 
     Raises:
-        ValueError: shared memory is wanted, and there are several hosts; or the group cannot have another
-            beside it; or ranks want different things, or run different versions of pycomm.
-        CommError: a rank did not come in time, or failed.
+        ValueError: shared memory is wanted, but the ranks are on several hosts; or the group's backend
+            cannot make a second group; or the ranks want different transports, or run different versions
+            of pycomm.
+        CommError: a rank did not arrive in time, or failed.
         OSError, MemoryError: this machine refused sockets or memory.
     """
     with _turn_of(group, timeout), Meeting(store_of(group), group.rank(), group.size(), timeout) as meeting:
@@ -45,11 +50,11 @@ def choose_transport(
             try:
                 listener = open_sockets.enter_context(listen(meeting.size))
                 mine = {"wanted": str(wanted), "version": _native.build_info()["version"], **introduction(listener)}
-                problem = problem or _look_at(group, wanted)
+                problem = problem or _group_problem(group, wanted)
             except OSError as error:
                 problem, mine = problem or error, {}
-            greetings = _greet(meeting, mine, problem)
-            _require_alike(greetings)
+            greetings = _exchange_greetings(meeting, mine, problem)
+            _require_same_choice(greetings)
             same_host = all(other["host"] == mine["host"] for other in greetings)
             if wanted == "shared_memory" and not same_host:
                 raise ValueError("transport is 'shared_memory', but the ranks are not all on one host")
@@ -60,18 +65,18 @@ def choose_transport(
                 else:
                     own = own_group(group, f"{group.group_name}/pycomm/{meeting.name}", timeout)
                     transport = TorchTransport(own, RollCall(store_of(group), meeting.name, group.rank(), greetings))
-                _settle(transport, timeout)
+                _wait_until_ready(transport, timeout)
             except BaseException as error:
                 if isinstance(error, CommError):
-                    meeting.check(late=True)  # another rank's reason is the better one
+                    meeting.check(late=True)  # raises the reason that another rank reports, if one does
                 meeting.report(error)
                 raise
         meeting.end()
         return transport
 
 
-def _greet(meeting: Meeting, mine: dict[str, Any], problem: Exception | None) -> list[dict[str, Any]]:
-    """Everybody's greeting; raises ``problem``, once the others know of it, or after they did not come."""
+def _exchange_greetings(meeting: Meeting, mine: dict[str, Any], problem: Exception | None) -> list[dict[str, Any]]:
+    """Return the greetings of all ranks; or raise ``problem`` once the other ranks know of it or failed to arrive."""
     if problem is None:
         return meeting.greet(mine)
     with contextlib.suppress(CommError, ValueError):
@@ -84,11 +89,11 @@ _turns: defaultdict[tuple[int, str, int], threading.RLock] = defaultdict(threadi
 
 @contextlib.contextmanager
 def _turn_of(group: dist.ProcessGroup, timeout: float) -> Iterator[None]:
-    """Threads that make communicators of one group take turns: a rank has one greeting at a time.
+    """Make threads that create communicators of one group take turns, as a rank has only one greeting at a time.
 
-    Which thread meets which of another rank is left to chance, as always where threads call collectives.
+    Which threads of two ranks meet is left to chance, as always when several threads call collectives.
     """
-    turn = _turns[os.getpid(), group.group_name, group.rank()]  # a forked child has its own
+    turn = _turns[os.getpid(), group.group_name, group.rank()]  # a forked child has locks of its own
     if not turn.acquire(timeout=timeout):
         what = f"another thread was making a communicator for {timeout:.2f} s"
         raise CommError.during("rendezvous", what, rank=group.rank(), elapsed=timeout)
@@ -98,8 +103,8 @@ def _turn_of(group: dist.ProcessGroup, timeout: float) -> Iterator[None]:
         turn.release()
 
 
-def _look_at(group: dist.ProcessGroup, wanted: str) -> Exception | None:
-    """What speaks against another group beside ``group``, where one is needed."""
+def _group_problem(group: dist.ProcessGroup, wanted: str) -> Exception | None:
+    """Return the reason why ``group`` cannot have another group beside it, if one is needed; else ``None``."""
     try:
         if wanted == "torch":
             cpu_backend_of(group)
@@ -109,7 +114,7 @@ def _look_at(group: dist.ProcessGroup, wanted: str) -> Exception | None:
     return None
 
 
-def _require_alike(greetings: Sequence[Mapping[str, Any]]) -> None:
+def _require_same_choice(greetings: Sequence[Mapping[str, Any]]) -> None:
     first = greetings[0]
     for p, other in enumerate(greetings):
         if other["version"] != first["version"]:
@@ -120,8 +125,8 @@ def _require_alike(greetings: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def _settle(transport: Transport, timeout: float) -> None:
-    """Return once all ranks have theirs: memory mapped, connections made, the store read."""
+def _wait_until_ready(transport: Transport, timeout: float) -> None:
+    """Return once the transports of all ranks are ready: memory mapped, connections made, the store read."""
     try:
         transport.barrier(timeout)
     except BaseException:

@@ -1,7 +1,7 @@
-"""Communication on one GPU: a stream of its own, NCCL on it, and the order between it and everybody else's streams.
+"""Communication on one GPU: a stream of its own, NCCL on it, and its order relative to all other streams.
 
-Nothing here waits on the host. An operation starts after what its arrays' producers have been given
-so far, and what the producers are given afterwards starts after it.
+Nothing here waits on the host. An operation starts after all work that its arrays' producers have been
+given so far, and work given to the producers afterwards starts after the operation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pycomm.transport.nccl import NcclTransport
 
 
 def gpu_of(array: Any) -> int | None:
-    """The ordinal of the GPU that ``array`` is on; ``None`` for any other object."""
+    """Return the ordinal of the GPU that ``array`` is on; ``None`` for any other object."""
     if isinstance(array, torch.Tensor):
         return array.get_device() if array.is_cuda else None
     try:
@@ -26,12 +26,12 @@ def gpu_of(array: Any) -> int | None:
             return None
         device = getattr(array, "device", 0)
         return int(getattr(device, "id", device))  # cupy's has an id
-    except Exception:  # whatever a strange object comes to: it is refused where the others are told
+    except Exception:  # from a foreign object: it is refused later, where the other ranks are told
         return None
 
 
 def stream_of(array: Any) -> int:
-    """The stream that ``array``'s library works on now, as an integer."""
+    """Return the stream on which the library of ``array`` currently works, as an integer."""
     if isinstance(array, torch.Tensor):
         return current_stream(array.get_device())
     stream = array.__cuda_array_interface__.get("stream")
@@ -39,13 +39,13 @@ def stream_of(array: Any) -> int:
 
 
 def current_stream(device: int) -> int:
-    """torch's, as an integer."""
+    """Return torch's current stream as an integer (``cudaStream_t``)."""
     handle: int = torch.cuda.current_stream(device).cuda_stream
     return handle
 
 
 class GpuWork:
-    """Something under way on a GPU."""
+    """Operation in progress on a GPU."""
 
     def __init__(self, queue: GpuQueue, moment: Any, producers: Collection[int], result: Any) -> None:
         self._queue = queue
@@ -54,12 +54,18 @@ class GpuWork:
         self._result = result
 
     def is_completed(self) -> bool:
-        """Whether the GPU has come past it."""
+        """Return whether the GPU has finished the operation."""
         passed: bool = self._moment.has_passed()
         return passed
 
     def wait(self) -> Any:
-        """Let the streams that wait for it start after it; does not block the host."""
+        """Make the producers' streams and torch's current one wait for the operation; return its result.
+
+        Does not block the host.
+
+        Raises:
+            CommError: NCCL has failed meanwhile.
+        """
         self._queue.check()
         for stream in {*self._producers, *self._queue.torch_streams()}:
             self._moment.hold_back(stream)
@@ -67,10 +73,11 @@ class GpuWork:
 
 
 class GpuQueue:
-    """One GPU's communication stream. Made when the first array of that GPU comes, by all ranks alike.
+    """Communication stream of one GPU. All ranks make it with their first operation on that GPU.
 
     Args:
-        make_transport: makes NCCL's communicator for an algorithm; collective.
+        device: ordinal of the GPU.
+        make_transport: makes NCCL's communicator for a device and an algorithm; collective.
     """
 
     def __init__(self, device: int, make_transport: Callable[[int, str], NcclTransport]) -> None:
@@ -82,14 +89,14 @@ class GpuQueue:
         self._grouped: list[Sequence[Any]] | None = None  # the arrays of an open group's operations
 
     def transport(self, algorithm: str = "native") -> NcclTransport:
-        """NCCL's communicator, collectively made at first use."""
+        """Return NCCL's communicator for ``algorithm``. Collective at first use, which makes it."""
         if algorithm not in self._transports:
             self._transports[algorithm] = self._make_transport(self.device, algorithm)
         return self._transports[algorithm]
 
     @property
     def _stream(self) -> Any:
-        """Made once NCCL is there: where it, or CUDA, is missing, the error is the one that all ranks share."""
+        """Communication stream; made after NCCL's communicator, so that ranks share the error if NCCL is missing."""
         if self._own_stream is None:
             self.transport()
             self._own_stream = _native.CommStream(self.device)
@@ -99,13 +106,23 @@ class GpuQueue:
         return torch.cuda.ExternalStream(self._stream.handle, self.device)  # type: ignore[no-untyped-call]
 
     def torch_streams(self) -> list[int]:
-        """torch's current stream, where torch knows GPUs."""
+        """Return torch's current stream in a list, which is empty if torch has no CUDA."""
         return [current_stream(self.device)] if torch.cuda.is_available() else []
 
     def enqueue(
         self, arrays: Sequence[Any], operation: Callable[[int], None], async_op: bool, kept: Sequence[Any] = ()
     ) -> GpuWork | None:
-        """Let ``operation(stream)`` enqueue something that reads and writes ``arrays`` and needs ``kept`` meanwhile."""
+        """Call ``operation(stream)``, ordered before and after the work on the streams of ``arrays``.
+
+        Args:
+            arrays: arrays that the operation reads or writes.
+            operation: enqueues work on the given stream and returns.
+            async_op: leave it to ``wait()`` of the returned work to hold back the arrays' streams.
+            kept: other objects that must live until the operation has finished.
+
+        Raises:
+            ValueError: ``async_op`` inside a group.
+        """
         producers = list({stream_of(array) for array in arrays})
         self._drop_finished()
         if self._grouped is not None and async_op:
@@ -114,14 +131,14 @@ class GpuQueue:
             self._stream.follow(stream)
         operation(self._stream.handle)
         if self._grouped is not None:
-            self._grouped.append(arrays)  # also so that they live until NCCL is given the operation
+            self._grouped.append(arrays)  # this also keeps them alive until NCCL is given the operation
             return None
         moment = self._stream.now()
         if not async_op:
             for stream in producers:
                 moment.hold_back(stream)
             return None
-        self._kept.append((moment, [*arrays, *kept]))  # nobody may reuse their memory before
+        self._kept.append((moment, [*arrays, *kept]))  # so that their memory is not reused before
         return GpuWork(self, moment, producers, None)
 
     def run(self, job: Callable[[], Any], reads: Sequence[torch.Tensor | None], producers: Collection[int]) -> GpuWork:
@@ -133,19 +150,23 @@ class GpuQueue:
             result = job()
         for tensor in reads:
             if tensor is not None:
-                tensor.record_stream(ours)  # its memory is not reused before our stream has come here
+                tensor.record_stream(ours)  # so that its memory is not reused before our stream has finished the job
         return GpuWork(self, self._stream.now(), producers, result)
 
     @property
     def has_open_group(self) -> bool:
-        """Whether :meth:`grouped` has begun, and not ended."""
+        """Return whether a :meth:`grouped` context is open."""
         return self._grouped is not None
 
     @contextlib.contextmanager
     def grouped(self, timeout: float) -> Iterator[None]:
-        """As :meth:`NcclTransport.grouped`; the producers of all arrays are held back by the group as a whole."""
+        """Group operations as :meth:`NcclTransport.grouped` does; all arrays' streams wait for the whole group.
+
+        Raises:
+            RuntimeError: a group is already open.
+        """
         if self._grouped is not None:
-            raise RuntimeError("a group is open already on this GPU; groups do not nest")
+            raise RuntimeError("a group is already open on this GPU; groups do not nest")
         transport, self._grouped = self.transport(), []
         try:
             with transport.grouped(timeout):
@@ -157,17 +178,18 @@ class GpuQueue:
             self._grouped = None
 
     def check(self) -> None:
-        """Raise what NCCL's watchdogs have found."""
+        """Raise the errors that NCCL's watchdogs have found."""
         for transport in self._transports.values():
             transport.check()
 
     def close(self) -> None:
+        """Release NCCL's communicators and the stream. Not collective."""
         for transport in self._transports.values():
             transport.close()
         self._transports.clear()
         if self._own_stream is not None:
-            with contextlib.suppress(RuntimeError):  # a GPU that is lost holds nobody back
-                # What is queued on our stream may still write to memory that the caller is about to free.
+            with contextlib.suppress(RuntimeError):  # nothing to order on a GPU that is lost
+                # Work queued on our stream may still write to memory that the caller is about to free.
                 moment = self._own_stream.now()
                 for stream in self.torch_streams():
                     moment.hold_back(stream)

@@ -1,4 +1,4 @@
-"""Arrays in CPU memory as tensors of one dimension, checked for what an operation does to them."""
+"""Arrays in CPU memory as one-dimensional tensors, checked for use in an operation."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ OPS = ("sum", "mean", "min", "max")
 
 
 class Pair(NamedTuple):
-    """What an operation writes and reads: flat tensors, the tag of their dtype, and how many elements ``x`` has."""
+    """Output and input of an operation, as flat tensors."""
 
     out: torch.Tensor
     x: torch.Tensor
     tag: int
+    """Tag of their dtype."""
     elements: int
+    """Number of elements of ``x`` in its own dtype."""
 
 
-def require(good: bool, problem: str, kind: type[Exception] = ValueError) -> None:
-    """Raise a ``kind`` that says ``problem``, unless all is ``good``."""
-    if not good:
+def require(condition: bool, problem: str, kind: type[Exception] = ValueError) -> None:
+    """Raise an exception of type ``kind`` with the message ``problem`` unless ``condition`` holds."""
+    if not condition:
         raise kind(problem)
 
 
 def require_op(op: object, dtype: str, name: str) -> None:
-    """Raise TypeError or ValueError unless ``op`` is a reduction, and one for elements of ``dtype``."""
+    """Raise TypeError or ValueError unless ``op`` is a reduction that is defined for ``dtype``."""
     wanted = "wanted 'sum', 'mean', 'min' or 'max'"
     require(isinstance(op, str), f"op is {op!r}, {wanted}", TypeError)
     require(op in OPS, f"op is {op!r}, {wanted}")
@@ -40,7 +42,7 @@ def reducible(name: str, x: Any, op: object, writes: bool) -> torch.Tensor:
     """Return ``x`` as a flat tensor for the reduction ``op``.
 
     Raises:
-        TypeError, ValueError: it suits no reduction, or not this one.
+        TypeError, ValueError: no reduction can use ``x``, or not this one.
     """
     array = _native.HostArray(x, name, writes, False)
     require_op(op, array.dtype, name)
@@ -48,16 +50,23 @@ def reducible(name: str, x: Any, op: object, writes: bool) -> torch.Tensor:
 
 
 def tensor_of(array: _native.HostArray) -> torch.Tensor:
-    """Return the memory of ``array`` as a tensor of one dimension, which keeps it."""
+    """Return a one-dimensional tensor on the memory of ``array``, which it keeps alive."""
     dtype: torch.dtype = getattr(torch, array.dtype)
     return torch.frombuffer(array, dtype=dtype) if array.count > 0 else torch.empty(0, dtype=dtype)
 
 
 def apart(out: Any, x: Any, rank: int, size: int, ops: tuple[Any, ...] = ()) -> Pair:
-    """Check two arrays of one dtype, which ``ops`` can do, that must not overlap.
+    """Return ``out`` and ``x`` as flat tensors; they must not overlap, or one must be this rank's part of the other.
+
+    Args:
+        out: array to write.
+        x: array to read, of the same dtype.
+        rank: this rank.
+        size: number of ranks.
+        ops: reductions that must be defined for the dtype; none if bytes are only moved.
 
     Raises:
-        TypeError, ValueError: they do not suit the operation, or each other.
+        TypeError, ValueError: the operation cannot use them, or they do not match each other.
     """
     moves = not ops
     target, source = _native.HostArray(out, "out", True, moves), _native.HostArray(x, "x", False, moves)

@@ -1,9 +1,10 @@
-"""How the ranks of a group come together: what they say to each other through the group's store.
+"""Meeting of the ranks of a group through the group's store.
 
-Every rank has one place in the store, its greeting: who it is, or what is wrong with its arguments. A
-rank that has read everybody's greeting says so under a name that follows from all of them, so ranks go
-on together only if they have read the same; one that fails, or comes again, has another greeting, and
-who waits notices. Nothing counts attempts, so whatever becomes of one attempt the next one starts fresh.
+Every rank has one key in the store for its greeting, which says who it is, or what is wrong with its
+arguments. A rank that has read all greetings confirms that under a name derived from all of them, so the
+ranks continue together only if they have read the same greetings. A rank that fails, or tries again,
+replaces its greeting, which ranks that still wait notice. Attempts are not counted: whatever happened in
+one attempt, the next one starts afresh.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from pycomm.torch_internals import PrefixStore, Store
 from pycomm.worker import Worker
 
 _SLOWEST_POLL = 0.2  # seconds
-_SLOWEST_ANSWER = 2.0  # seconds, that a question gets even when the time is over
-_LATE_REPORT = 1.0  # seconds, for the reason of a failure to come after its consequences
+_SLOWEST_ANSWER = 2.0  # seconds that the store gets to answer even after the deadline
+_LATE_REPORT = 1.0  # seconds by which the reason of a failure may arrive later than its consequences
 _LONGEST_REASON = 2000  # characters
 _LONGEST_GREETING = 1 << 16  # bytes
 
@@ -30,10 +31,10 @@ T = TypeVar("T")
 
 
 class Meeting:
-    """One attempt to bring ``size`` ranks together through ``store``, within ``timeout`` seconds.
+    """Attempt to bring ``size`` ranks together through ``store`` within ``timeout`` seconds.
 
     Attributes:
-        name: of this attempt, once :meth:`greet` has returned; unlike all others that the store has seen.
+        name: name of this attempt, set once :meth:`greet` has returned; unique in the store.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
@@ -43,32 +44,34 @@ class Meeting:
         self._store = PrefixStore("pycomm", store)
         self._started = time.monotonic()
         self._deadline = self._started + timeout
-        # A store whose server hangs answers never, and some of its calls know no timeout.
-        self._asker = Worker(f"pycomm-store-{rank}")
+        # On a thread of its own: a store whose server hangs never answers, and some of its calls have no timeout.
+        self._store_worker = Worker(f"pycomm-store-{rank}")
 
     def __enter__(self) -> Meeting:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._asker.stop(patience=0.0)
+        self._store_worker.stop(patience=0.0)
 
     def left(self) -> float:
-        """How many seconds there still are."""
+        """Return the number of seconds left until the deadline."""
         return max(0.001, self._deadline - time.monotonic())
 
     def failed(self, peer: int | None, what: str) -> CommError:
+        """Return the error that says ``what`` went wrong in this meeting."""
         elapsed = time.monotonic() - self._started
         return CommError.during(
             "rendezvous", f"{what} after {elapsed:.2f} s", rank=self.rank, peer=peer, elapsed=elapsed
         )
 
     def greet(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        """Everybody's greeting, by rank; returns, or raises, once all ranks have read all of them.
+        """Return the greetings of all ranks, in rank order. Returns or raises once all ranks have read all of them.
 
-        What is wrong with a rank's arguments is in its greeting as "problem".
+        Args:
+            mine: this rank's greeting; an error in its arguments is stored under "problem".
 
         Raises:
-            CommError: a rank did not come in time, the store failed, or holds no greeting.
+            CommError: a rank did not arrive in time, or the store failed or holds something else.
             ValueError: another rank has a problem.
         """
         key = f"hello/{self.rank}"
@@ -79,7 +82,7 @@ class Meeting:
             while not self._all_have_read(greetings):
                 greetings = self._greetings()
         except BaseException as error:
-            if self.name:  # others may have seen that it had read all, and have gone on
+            if self.name:  # other ranks may have seen this rank's confirmation, and have continued
                 self.report(error)
             raise
         finally:
@@ -91,22 +94,22 @@ class Meeting:
         return greetings
 
     def report(self, error: BaseException) -> None:
-        """Tell the others, who may be on their way through what comes after the greeting, why this rank fails."""
+        """Report this rank's failure to the others, which may have continued after the greeting."""
         text = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
         key = f"problem/{self.name}"
 
         def tell() -> None:
-            if not self._store.check([key]):  # the first reason is the one to tell
+            if not self._store.check([key]):  # only the first reason is reported
                 self._store.set(key, f"{self.rank} {text}")
 
         with contextlib.suppress(CommError):
             self._ask("what went wrong", tell, _SLOWEST_ANSWER)
 
     def check(self, late: bool = False) -> None:
-        """Raise what another rank reported; ``late``: it may take a moment to come.
+        """Raise CommError if another rank has reported a failure.
 
-        Raises:
-            CommError: a rank has failed.
+        Args:
+            late: wait a moment for a report that may still arrive.
         """
         key = f"problem/{self.name}"
         give_up = time.monotonic() + (_LATE_REPORT if late else 0.0)
@@ -114,16 +117,16 @@ class Meeting:
             if time.monotonic() >= give_up:
                 return
             time.sleep(0.02)
-        told: bytes = self._ask("what went wrong", lambda: self._store.get(key))
-        rank, _, text = told.decode("utf-8", "replace").partition(" ")
+        report: bytes = self._ask("what went wrong", lambda: self._store.get(key))
+        rank, _, text = report.decode("utf-8", "replace").partition(" ")
         if rank != str(self.rank):
             raise self.failed(int(rank) if rank.isdigit() else None, f"rank {rank} could not take part: {text}")
 
-    def wait_a_little(self, rank: int) -> None:
-        """For who polls until ``rank`` does something: a moment, unless there is no sense in waiting on.
+    def back_off(self, rank: int) -> None:
+        """Sleep for a moment before polling ``rank`` again.
 
         Raises:
-            CommError: the time is over, or a rank has failed.
+            CommError: the deadline has passed, or a rank has failed.
         """
         self.check()
         if time.monotonic() >= self._deadline:
@@ -131,7 +134,7 @@ class Meeting:
         time.sleep(0.01)
 
     def end(self) -> None:
-        """Take back what only this attempt needed, once every rank has gone on; stores that cannot delete keep it."""
+        """Delete this attempt's key, once every rank has continued; stores that cannot delete keep it."""
         with contextlib.suppress(CommError, RuntimeError, NotImplementedError):
             key = f"read/{self.name}/{self.rank}"
             self._ask("what is over", lambda: self._store.delete_key(key), _SLOWEST_ANSWER)
@@ -151,7 +154,7 @@ class Meeting:
         return [greeting for greeting in greetings if greeting is not None]
 
     def _read(self, rank: int) -> dict[str, Any] | None:
-        """``rank``'s greeting; ``None`` while there is none."""
+        """Return the greeting of ``rank``; ``None`` while there is none."""
         key = f"hello/{rank}"
         data: bytes = self._store.get(key) if self._store.check([key]) else b""
         if not data:
@@ -163,14 +166,14 @@ class Meeting:
         except (ValueError, RecursionError) as error:
             self._malformed(rank, str(error))
         if not isinstance(greeting, dict) or not isinstance(greeting.get("nonce"), str):
-            self._malformed(rank, "no greeting of pycomm")
+            self._malformed(rank, "not a greeting of pycomm")
         return greeting
 
     def _malformed(self, rank: int, what: str) -> NoReturn:
         raise self.failed(rank, f"what the store holds for rank {rank} is malformed ({what})")
 
     def _all_have_read(self, greetings: Sequence[dict[str, Any]]) -> bool:
-        """Wait for that; false where a rank has another greeting meanwhile."""
+        """Wait until all ranks have read ``greetings``; return false if a rank has replaced its greeting meanwhile."""
         nonces = " ".join(greeting["nonce"] for greeting in greetings)
         self.name = hashlib.sha256(nonces.encode()).hexdigest()[:32]
         keys = [f"read/{self.name}/{rank}" for rank in range(self.size)]
@@ -185,14 +188,14 @@ class Meeting:
             waiting_for = unread()
             if not waiting_for:
                 return None
-            theirs = [self._read(rank) for rank in range(self.size)]
+            current = [self._read(rank) for rank in range(self.size)]
             same = [
                 there is not None and there["nonce"] == here["nonce"]
-                for there, here in zip(theirs, greetings, strict=True)
+                for there, here in zip(current, greetings, strict=True)
             ]
             if all(same):
                 return waiting_for[0]
-            # Who goes on takes its greeting back, but not before all have read: so that is looked at again.
+            # A rank that continues removes its greeting, but only after all have read it: hence the second look.
             changed = bool(unread())
             return None
 
@@ -200,7 +203,11 @@ class Meeting:
         return not changed
 
     def _poll(self, missing: Callable[[], int | None]) -> None:
-        """Return once ``missing`` names no rank any more; it asks the store."""
+        """Call ``missing``, which asks the store, until it names no more ranks.
+
+        Raises:
+            CommError: the deadline has passed.
+        """
         began = time.monotonic()
         while (rank := self._ask("a rank", missing)) is not None:
             now = time.monotonic()
@@ -209,7 +216,17 @@ class Meeting:
             time.sleep(min(_SLOWEST_POLL, 0.001 + (now - began) / 20))
 
     def _ask(self, about: str, question: Callable[[], T], patience: float | None = None) -> T:
-        work = self._asker.submit(question)
+        """Return the result of ``question``, which is run on the store's thread.
+
+        Args:
+            about: subject of the question, for messages.
+            question: calls the store.
+            patience: seconds to wait for the answer; up to the deadline if ``None``.
+
+        Raises:
+            CommError: the store failed, or did not answer in time.
+        """
+        work = self._store_worker.submit(question)
         if not work.ends_within(max(_SLOWEST_ANSWER, self.left()) if patience is None else patience):
             raise self.failed(None, f"the process group's store did not answer, asked about {about},")
         try:

@@ -1,7 +1,7 @@
-"""Collectives between GPUs, by NCCL. The work is done in csrc/transport/nccl_group.h.
+"""Collectives between GPUs by NCCL. The work is done in csrc/transport/nccl_group.h.
 
-NCCL is no dependency: it is looked for when it is first wanted, in the copy that PyTorch has loaded, the packages
-``nvidia-nccl-cu12`` / ``nvidia-nccl-cu13``, and the system. ``PYCOMM_NCCL_LIBRARY`` names another one.
+NCCL is not a dependency. When it is first needed, pycomm looks for the copy that PyTorch has loaded, then in the
+packages ``nvidia-nccl-cu12`` / ``nvidia-nccl-cu13``, then in the system. ``PYCOMM_NCCL_LIBRARY`` names another one.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _SHARED_GPU_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 def candidate_paths() -> list[str]:
-    """Where Python packages have put NCCL."""
+    """Return the paths at which Python packages have installed NCCL."""
     try:
         spec = importlib.util.find_spec("nvidia.nccl")
-    except (ImportError, ValueError):  # there is no package "nvidia", or it is something else
+    except (ImportError, ValueError):  # there is no package "nvidia", or it is not a package
         return []
     folders = spec.submodule_search_locations if spec is not None else None
     candidates = [Path(folder) / "lib" / "libnccl.so.2" for folder in folders or ()]
@@ -39,28 +39,32 @@ def candidate_paths() -> list[str]:
 
 
 def nccl_version() -> tuple[str, str] | None:
-    """``(version, path)`` of the NCCL that would be used; ``None`` if there is none or this build has no CUDA."""
+    """Return ``(version, path)`` of the NCCL that would be used; ``None`` without one, or if this build has no CUDA."""
     return _native.nccl_version(candidate_paths()) if hasattr(_native, "nccl_version") else None
 
 
 class NcclTransport:
-    """NCCL among ``size`` ranks, each on the CUDA device ``device``; creating one is collective.
+    """NCCL communicator among ``size`` ranks, each on its CUDA device ``device``. Creating one is collective.
 
-    Operations are enqueued on ``stream`` (a ``cudaStream_t`` as an integer) and return. Arrays are contiguous device
-    arrays that must stay alive until the stream has come past the operation; ``timeout`` is in seconds, from the call
-    until then. Wrong arguments are errors on the rank that gave them, and only there.
+    Operations are enqueued on ``stream`` (a ``cudaStream_t`` as an integer) and return at once. Arrays are contiguous
+    device arrays that must stay alive until the stream has finished the operation; ``timeout``, in seconds, limits the
+    time from the call until then. Wrong arguments are errors only on the rank that gave them.
 
     Args:
-        share: gives all ranks' bytes, in rank order, to every rank; over the CPU.
-        algorithm: "native", what NCCL chooses, or "ring", which is ``NCCL_ALGO=Ring`` in the environment while this
-            communicator is made. (NCCL reads the environment of the process: see csrc/transport/nccl_init.h.)
-        timeout: for creating the communicator, in seconds.
+        rank, size: this rank, and the number of ranks.
+        device: ordinal of this rank's GPU.
+        share: all-gather of bytes over the CPU; returns those of all ranks, in rank order.
+        algorithm: "native", which leaves the choice to NCCL, or "ring", for which ``NCCL_ALGO=Ring`` is set in the
+            environment while this communicator is made. (NCCL reads the environment of the process: see
+            csrc/transport/nccl_init.h.)
+        timeout: limit for creating the communicator, in seconds.
 
     Raises:
-        ValueError: on every rank: ranks differ in what must be equal, or share a GPU where NCCL cannot.
-        RuntimeError: on every rank: some rank has no NCCL that can be used.
-        CommError: NCCL failed on some rank, or a rank did not come in time. Later from any operation: the communicator
-            is of no further use, and what operations since then wrote is not valid.
+        ValueError: on every rank: the ranks' algorithms or versions of NCCL differ, or ranks share a GPU although NCCL
+            does not support it.
+        RuntimeError: on every rank: some rank has no usable NCCL.
+        CommError: NCCL failed on some rank, or a rank did not arrive in time. If raised by an operation later, the
+            communicator is unusable, and the results of operations since the failure are invalid.
     """
 
     name = "nccl"
@@ -110,9 +114,9 @@ class NcclTransport:
 
     @contextlib.contextmanager
     def grouped(self, timeout: float) -> Iterator[None]:
-        """Operations called inside are given to NCCL together, at the end: sends and receives that need each other.
+        """Collect the operations called inside and give them to NCCL together at the end, all on one stream.
 
-        All on one stream. When the body raises, none of them happens on this rank.
+        This is for sends and receives that need each other. If the body raises, none of them is executed on this rank.
         """
         self._group.group_start()
         try:
@@ -123,13 +127,16 @@ class NcclTransport:
         self._group.group_end(timeout)
 
     def close(self) -> None:
-        """Idempotent, not collective. Operations still on the device get a second to end, and are aborted then."""
+        """Close the communicator, and abort operations that are on the device after another second.
+
+        Idempotent, not collective.
+        """
         _open.discard(self)
         self._group.close("it was closed")
 
 
 def _plan_of(paths: Sequence[str], device: int, algorithm: str) -> dict[str, Any]:
-    """What this rank brings; ``problem`` says why it cannot take part."""
+    """Return what the other ranks must know of this one; ``problem`` is the reason why it cannot take part, if any."""
     plan: dict[str, Any] = {"problem": None, "kind": "RuntimeError", "version": None, "algorithm": algorithm}
     if algorithm not in ALGORITHMS:
         plan |= {"problem": f"algorithm is {algorithm!r}, wanted one of {', '.join(ALGORITHMS)}", "kind": "ValueError"}
@@ -147,14 +154,14 @@ def _plan_of(paths: Sequence[str], device: int, algorithm: str) -> dict[str, Any
     try:
         plan["version"], plan["path"] = _native.nccl_library(list(paths))
         plan["gpu"] = _identity_of(device)
-    except Exception as error:  # whatever it is, the others must hear of it
+    except Exception as error:  # of any kind: the other ranks must be told
         plan["problem"] = str(error)
     plan["may_share_gpu"] = os.environ.get(_SHARED_GPU_VARIABLE) == "1"
     return plan
 
 
 def _identity_of(device: int) -> str:
-    """Equal for ranks on one GPU: its UUID where torch tells it, else where this process sees it."""
+    """Return a text that is equal for ranks on one GPU: its UUID if torch knows it, else its ordinal and host."""
     if torch.cuda.is_available():
         uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
         if uuid is not None:
@@ -171,7 +178,7 @@ def _exchange(share: Callable[[bytes], list[bytes]], mine: dict[str, Any]) -> li
 
 
 def _require_agreement(plans: list[dict[str, Any]]) -> None:
-    """Every rank looks at the same plans, so all raise the same."""
+    """Raise ValueError or RuntimeError if the ranks' plans do not match; the same on all ranks, which see the same."""
     for p, plan in enumerate(plans):
         if plan["problem"] is not None:
             kind = ValueError if plan["kind"] == "ValueError" else RuntimeError
@@ -207,17 +214,17 @@ def _require_shared_gpu(first: int, second: int, plans: list[dict[str, Any]]) ->
 
 
 def _make_unique_id(paths: Sequence[str], rank: int, share: Callable[[bytes], list[bytes]]) -> bytes:
-    """Rank 0's, on every rank."""
+    """Return the unique id that rank 0 makes, on every rank."""
     mine: dict[str, str] = {}
     if rank == 0:
         try:
             mine["id"] = _native.nccl_unique_id(list(paths)).hex()
         except Exception as error:
             mine["problem"] = str(error)
-    theirs = _exchange(share, mine)[0]
-    if "problem" in theirs:
-        raise RuntimeError(f"rank 0 cannot use NCCL: {theirs['problem']}")
-    return bytes.fromhex(theirs["id"])
+    first = _exchange(share, mine)[0]
+    if "problem" in first:
+        raise RuntimeError(f"rank 0 cannot use NCCL: {first['problem']}")
+    return bytes.fromhex(first["id"])
 
 
 def _require_success(rank: int, outcomes: list[dict[str, Any]]) -> None:
@@ -232,6 +239,6 @@ _open: weakref.WeakSet[NcclTransport] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Before the interpreter ends: NCCL and the watchdog must not outlive what they use."""
+    """Close all transports before the interpreter ends: NCCL and the watchdogs must not outlive what they use."""
     for transport in list(_open):
         transport.close()

@@ -1,8 +1,8 @@
-"""The process group that the user has, and one of a communicator's own beside it.
+"""Process group of the user, and the communicator's own group beside it.
 
-Operations of one group must be called in one order on all ranks. A communicator works on a thread of
-its own, so on the user's group its operations would mix with the user's, and with those of other
-communicators: a hang or, over Gloo, the end of the process.
+Operations of one group must be called in the same order on all ranks. A communicator works on a thread
+of its own, so on the user's group its operations would mix with the user's and with those of other
+communicators, which would end in a hang or, over Gloo, in an abort of the process.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ from pycomm.torch_internals import make_process_group, number_process_group, own
 
 
 def group_of(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
-    """The group that a user means: the default one for ``None``; ValueError for what is none."""
+    """Return the process group that the user's argument stands for; the default group for ``None``.
+
+    Raises:
+        ValueError: it is a ``DeviceMesh`` of several dimensions, or a group without this rank.
+    """
     if isinstance(process_group, DeviceMesh):
         if process_group.ndim != 1:
             raise ValueError(
                 f"process_group is a DeviceMesh of {process_group.ndim} dimensions {process_group.mesh_dim_names}, "
-                'wanted one: mesh["dp"], say'
+                'wanted one, such as mesh["dp"]'
             )
         process_group = process_group.get_group()
     group = process_group if process_group is not None else dist.group.WORLD
@@ -30,10 +34,10 @@ def group_of(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.Proce
 
 
 def cpu_backend_of(group: dist.ProcessGroup) -> str:
-    """The name of the backend that moves ``group``'s CPU tensors.
+    """Return the name of the backend that moves CPU tensors in ``group``.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the group has no such backend.
     """
     backends = str(dist.get_backend_config(group))  # such as "cpu:gloo,cuda:nccl"
     names = dict(part.split(":", 1) for part in backends.split(",") if ":" in part)
@@ -46,7 +50,7 @@ def cpu_backend_of(group: dist.ProcessGroup) -> str:
 
 
 def require_own_group(group: dist.ProcessGroup) -> None:
-    """ValueError if the backend has no groups that only some of all ranks make, and ``group`` is one."""
+    """Raise ValueError if ``group`` is a sub-group, and its backend can only make groups on all ranks together."""
     if cpu_backend_of(group) == dist.Backend.MPI and group.size() < dist.get_world_size():
         raise ValueError(
             "process_group is a sub-group over MPI, whose groups only all ranks together can make: pass a group of "
@@ -55,15 +59,16 @@ def require_own_group(group: dist.ProcessGroup) -> None:
 
 
 def own_group(group: dist.ProcessGroup, name: str, timeout: float) -> dist.ProcessGroup:
-    """A group of ``group``'s ranks, in their order, for CPU tensors and by the same backend. Collective among them.
+    """Make a group for CPU tensors with the ranks, rank order and backend of ``group``. Collective among its ranks.
 
     Args:
-        name: unique among all groups that these ranks ever have.
-        timeout: in seconds, of its creation and of every operation.
+        group: the user's group.
+        name: unique among all groups that these ranks will ever have.
+        timeout: of its creation and of every operation, in seconds.
 
     Raises:
-        ValueError: the backend has no groups that only some of all ranks make.
-        CommError: a rank did not come in time, or could not be reached.
+        ValueError: the backend can only make groups on all ranks together.
+        CommError: a rank did not arrive in time, or could not be reached.
     """
     backend = cpu_backend_of(group)
     require_own_group(group)
@@ -78,6 +83,6 @@ def own_group(group: dist.ProcessGroup, name: str, timeout: float) -> dist.Proce
 
 
 def destroy_group(group: dist.ProcessGroup) -> None:
-    """Give ``group`` back, unless all groups went with ``destroy_process_group()``."""
+    """Destroy ``group``, unless ``destroy_process_group()`` has already destroyed all groups."""
     if owns_process_group(group):
         dist.destroy_process_group(group)

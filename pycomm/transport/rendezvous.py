@@ -1,11 +1,11 @@
-"""How the ranks of one host exchange their shared memory.
+"""Exchange of shared memory between the ranks of one host.
 
-Every rank opens a listening socket in the abstract namespace (no file, gone with its process) and
-greets the others with its address and process number (:mod:`pycomm.transport.meeting`). Rank ``r``
-connects to every rank below it and accepts every rank above. Who is at the other end of a connection
-the kernel says (``SO_PEERCRED``), before anything is sent or awaited: a process of the same user, with
-the number that the greeting has. Over it each side passes the descriptor of its memory
-(``SCM_RIGHTS``); afterwards it stays open, silent: its end of file is how the death of a peer is noticed.
+Every rank opens a listening socket in the abstract namespace (which needs no file, and disappears with
+its process) and greets the others with its address and process id (:mod:`pycomm.transport.meeting`).
+Rank ``r`` connects to every rank below it and accepts connections from every rank above. Before anything
+is sent or awaited, the kernel tells which process is at the other end (``SO_PEERCRED``): it must belong to
+the same user and have the process id of the greeting. Each side then passes the descriptor of its memory
+(``SCM_RIGHTS``). Afterwards the connection stays open and silent; its end of file reveals that a peer died.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from pycomm.transport.meeting import Meeting
 _HELLO = struct.Struct("=i")  # the sender's rank
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _ROOM_FOR_STRANGERS = 64
-_SLICE = 0.2  # seconds between looks at what other ranks report
+_SLICE = 0.2  # seconds between checks for failures that other ranks report
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def host_identity() -> str:
-    """Equal for processes that can share memory: same boot, same user, same namespaces.
+    """Return a text that is equal for processes that can share memory: same boot, same user, same namespaces.
 
-    Those of the network (abstract sockets), of processes (their numbers say who is at the other end of
-    a socket) and of users (a number means the same user).
+    The namespaces are those of the network (for abstract sockets), of processes (whose ids identify the
+    other end of a socket) and of users (in which a user id means the same user).
     """
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
@@ -43,20 +43,21 @@ def host_identity() -> str:
 
 @dataclass
 class Peers:
-    """Descriptors by rank: ``memory[rank]`` is this rank's own, ``sockets[rank]`` is -1."""
+    """File descriptors by rank: ``memory[rank]`` is this rank's own, ``sockets[rank]`` is -1."""
 
     memory: list[int]
     sockets: list[int]
     file_bytes: int
 
     def close(self) -> None:
+        """Close all descriptors."""
         for descriptor in self.memory + self.sockets:
             if descriptor >= 0:
                 os.close(descriptor)
 
 
 def listen(size: int) -> socket.socket:
-    """A socket for ``size`` ranks to connect to. Its address is good only in this network namespace."""
+    """Return a listening socket for ``size`` ranks. Its address is valid only in this network namespace."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(f"\0pycomm-{secrets.token_hex(16)}")
@@ -68,15 +69,15 @@ def listen(size: int) -> socket.socket:
 
 
 def introduction(listener: socket.socket) -> dict[str, Any]:
-    """What the others need to know to find this rank, and to know it again."""
+    """Return the part of a greeting by which other ranks find this one, and recognise it."""
     return {"host": host_identity(), "pid": os.getpid(), "address": bytes(listener.getsockname()).hex()}
 
 
 def exchange_memory(meeting: Meeting, listener: socket.socket, greetings: Sequence[Mapping[str, Any]]) -> Peers:
-    """Connect to all other ranks of this host, by their :func:`introduction`, and swap memory with them.
+    """Connect to all other ranks of this host, by their :func:`introduction`, and exchange memory with them.
 
     Raises:
-        CommError: a rank did not come in time, failed, or is not who it says.
+        CommError: a rank did not arrive in time, failed, or is not the process it claims to be.
         OSError: this machine refused sockets or memory.
     """
     rank, size = meeting.rank, meeting.size
@@ -90,7 +91,7 @@ def exchange_memory(meeting: Meeting, listener: socket.socket, greetings: Sequen
         while any(peers.sockets[p] < 0 for p in range(rank + 1, size)):
             _accept(meeting, peers, listener, pids)
     except BaseException as error:
-        meeting.report(error)  # before the others see a connection end
+        meeting.report(error)  # before the other ranks see a connection end
         peers.close()
         raise
     return peers
@@ -100,7 +101,7 @@ def _anonymous_memory(num_bytes: int) -> int:
     descriptor = os.memfd_create("pycomm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, num_bytes)
-        # Nobody may take pages away under a peer's mapping: that would be a SIGBUS there.
+        # Sealed, so that no process can remove pages under a peer's mapping, which would cause a SIGBUS there.
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
     except BaseException:
         os.close(descriptor)
@@ -108,25 +109,25 @@ def _anonymous_memory(num_bytes: int) -> int:
     return descriptor
 
 
-def _is_such_memory(descriptor: int, num_bytes: int) -> bool:
+def _is_sealed_memory(descriptor: int, num_bytes: int) -> bool:
     try:
         sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
-    except OSError:  # no memory file at all
+    except OSError:  # not a memory file
         return False
     return sealed and os.fstat(descriptor).st_size == num_bytes
 
 
 def _process_behind(connection: socket.socket) -> int | None:
-    """The number of the process at the other end, ``None`` if it is not this user's."""
+    """Return the id of the process at the other end; ``None`` if it belongs to another user."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _gid = _CREDENTIALS.unpack(raw)
     return pid if uid == os.geteuid() and pid > 0 else None
 
 
 def _receive(connection: socket.socket, num_bytes: int) -> tuple[int, int] | None:
-    """``(rank, memory)`` of the other side, ``None`` if what came is neither."""
+    """Return ``(rank, memory)`` of the other side; ``None`` if the message is malformed."""
     data, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size, 1, socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC)
-    if len(data) == _HELLO.size and len(descriptors) == 1 and _is_such_memory(descriptors[0], num_bytes):
+    if len(data) == _HELLO.size and len(descriptors) == 1 and _is_sealed_memory(descriptors[0], num_bytes):
         return _HELLO.unpack(data)[0], descriptors[0]
     for descriptor in descriptors:
         os.close(descriptor)
@@ -136,7 +137,7 @@ def _receive(connection: socket.socket, num_bytes: int) -> tuple[int, int] | Non
 def _connect(meeting: Meeting, peers: Peers, p: int, address: bytes, pid: int) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         try:
-            _knock(connection, address, meeting, p)
+            _connect_with_retry(connection, address, meeting, p)
             if _process_behind(connection) != pid:
                 raise meeting.failed(p, f"another process has the place of rank {p}")
             socket.send_fds(connection, [_HELLO.pack(meeting.rank)], [peers.memory[meeting.rank]])
@@ -148,20 +149,20 @@ def _connect(meeting: Meeting, peers: Peers, p: int, address: bytes, pid: int) -
             if answer is not None:
                 os.close(answer[1])
             meeting.check(late=True)
-            raise meeting.failed(p, f"rank {p} did not answer as itself")
+            raise meeting.failed(p, f"rank {p} did not identify itself correctly")
         peers.memory[p] = answer[1]
         connection.settimeout(None)
         peers.sockets[p] = connection.detach()
 
 
-def _knock(connection: socket.socket, address: bytes, meeting: Meeting, p: int) -> None:
-    """Connect; while the listener's queue is full, which the kernel says at once, again and again."""
+def _connect_with_retry(connection: socket.socket, address: bytes, meeting: Meeting, p: int) -> None:
+    """Connect; retry while the listener's queue is full, which the kernel reports at once."""
     connection.settimeout(_SLICE)
     while True:
         try:
             return connection.connect(address)
         except BlockingIOError:
-            meeting.wait_a_little(p)
+            meeting.back_off(p)
 
 
 def _await_answer(connection: socket.socket, meeting: Meeting, num_bytes: int, p: int) -> tuple[int, int] | None:
@@ -169,17 +170,17 @@ def _await_answer(connection: socket.socket, meeting: Meeting, num_bytes: int, p
         try:
             return _receive(connection, num_bytes)
         except TimeoutError:
-            meeting.wait_a_little(p)
+            meeting.back_off(p)
 
 
 def _accept(meeting: Meeting, peers: Peers, listener: socket.socket, pids: Sequence[int]) -> None:
-    """Take one connection; one that is not from an expected peer is dropped."""
+    """Accept one connection; drop it if it is not from an expected peer."""
     missing = [p for p in range(meeting.rank + 1, meeting.size) if peers.sockets[p] < 0]
     listener.settimeout(_SLICE)
     try:
         connection, _ = listener.accept()
     except TimeoutError:
-        meeting.wait_a_little(missing[0])
+        meeting.back_off(missing[0])
         return
     with connection:
         process = _process_behind(connection)

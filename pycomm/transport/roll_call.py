@@ -1,8 +1,8 @@
-"""Finding out whose fault it was, where the transport only says that something failed.
+"""Search for the rank that caused a failure, if the transport only reports that something failed.
 
-A broken connection shows up wherever a rank happens to wait, often for another one that has given up
-for the same reason. So each rank that gives up says so in the process group's store, and whom it blames;
-on its own host a rank also looks at the others' processes.
+A broken connection shows up wherever a rank happens to wait, often for another rank that has given up
+for the same reason. So each rank that gives up leaves a note in the process group's store, saying which
+rank it blames. On its own host a rank also checks whether the other ranks' processes are alive.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pycomm.torch_internals import PrefixStore, Store
 from pycomm.transport.rendezvous import host_identity
 from pycomm.worker import Worker
 
-_GRACE = 2.0  # seconds for the others to say that they live
+_GRACE = 2.0  # seconds in which the other ranks may report that they are alive
 _ANSWER = 1.0  # seconds for the store to answer
 _LONGEST_REASON = 500  # characters
 
@@ -27,15 +27,18 @@ _FATES = {"dead": "died", "stopped": "is stopped", "dumping core": "is dumping c
 
 
 def _int(value: object) -> int:
-    """``value`` of a note, which may hold anything; -1 where it is no number."""
+    """Return ``value``, read from a note that may hold anything, if it is an int; otherwise -1."""
     return value if isinstance(value, int) else -1
 
 
 class RollCall:
-    """Who is still there, of the ranks that met as ``name``.
+    """Roll call of the ranks that met as ``name``: which of them are alive, and which one caused a failure.
 
     Args:
-        greetings: everybody's, with "host" and "pid".
+        store: the process group's store.
+        name: name of the meeting.
+        rank: this rank.
+        greetings: greetings of all ranks, with "host" and "pid".
     """
 
     def __init__(self, store: Store, name: str, rank: int, greetings: Sequence[Mapping[str, Any]]) -> None:
@@ -46,31 +49,32 @@ class RollCall:
         self._left = False
 
     def leave(self, blamed: int | None, reason: str, finished: int) -> None:
-        """Say that this rank takes part no more. Only the first time counts.
+        """Note in the store that this rank has stopped taking part. Only the first call counts.
 
         Args:
-            blamed: whose fault that is: this rank's, another's, or ``None``, which nobody knows.
-            finished: how many operations it has ended well.
+            blamed: the rank that caused it, this one or another; ``None`` if unknown.
+            reason: explanation, for the other ranks' messages.
+            finished: number of operations that this rank has completed.
         """
         if not self._left:
             self._left = True
-            self._say({"blamed": blamed, "reason": reason[:_LONGEST_REASON], "finished": finished})
+            self._write_note({"blamed": blamed, "reason": reason[:_LONGEST_REASON], "finished": finished})
 
     def culprit(self, suspect: int | None, operation: int) -> tuple[int | None, str]:
-        """Who is to blame for an operation that failed, and what is known of it; takes a moment.
+        """Return the rank that caused the failure of an operation, and an explanation. Takes a moment.
 
         Args:
-            suspect: who was waited for, if that is known; blamed if nothing better comes up.
-            operation: its number. Who has finished so many has nothing to do with it.
+            suspect: the rank that was waited for, if known; the result if nothing better is found.
+            operation: number of the operation. Ranks that have completed as many are not involved.
         """
-        self._say({})  # that this rank lives
+        self._write_note({})  # this rank is alive
         give_up = time.monotonic() + _GRACE
         notes: dict[int, dict[str, Any]] = {}
         done: set[int] = set()
         while time.monotonic() < give_up:
             notes = self._notes()
             done = {p for p, note in notes.items() if _int(note.get("finished")) >= operation}
-            found = self._dead(done) or self._accused({p: note for p, note in notes.items() if p not in done})
+            found = self._dead(done) or self._blamed({p: note for p, note in notes.items() if p not in done})
             if found is not None:
                 return found
             time.sleep(0.02)
@@ -89,8 +93,8 @@ class RollCall:
     def _fate(self, pid: int) -> str:
         return "" if pid in (0, os.getpid()) else _FATES.get(_native.process_state(pid), "")
 
-    def _accused(self, notes: Mapping[int, dict[str, Any]]) -> tuple[int, str] | None:
-        """Who has left by its own fault; else whom another one blames."""
+    def _blamed(self, notes: Mapping[int, dict[str, Any]]) -> tuple[int, str] | None:
+        """Return a rank that blames itself; otherwise one that another rank blames; with the reason."""
         for p, note in notes.items():
             if note.get("blamed") == p:
                 return p, f"rank {p} gave up ({note.get('reason')})"
@@ -100,7 +104,7 @@ class RollCall:
                 return blamed, f"rank {p} gave up ({note.get('reason')})"
         return None
 
-    def _say(self, note: dict[str, Any]) -> None:
+    def _write_note(self, note: dict[str, Any]) -> None:
         self._ask(lambda: self._store.set(str(self._rank), json.dumps(note)))
 
     def _notes(self) -> dict[int, dict[str, Any]]:
@@ -109,7 +113,7 @@ class RollCall:
         def read() -> None:
             for p in range(len(self._pids)):
                 if p != self._rank and self._store.check([str(p)]):
-                    with contextlib.suppress(ValueError, RecursionError):  # what is no note
+                    with contextlib.suppress(ValueError, RecursionError):  # it is not a note
                         note = json.loads(self._store.get(str(p)))
                         notes[p] = note if isinstance(note, dict) else {}
 
@@ -117,8 +121,8 @@ class RollCall:
         return dict(notes)
 
     def _ask(self, question: Callable[[], object]) -> None:
-        """The store may be gone with its host, or hang: then nothing is said."""
-        asker = Worker(f"pycomm-roll-call-{self._rank}")
+        """Run ``question`` on a thread of its own; give up silently if the store fails, or hangs with its host."""
+        worker = Worker(f"pycomm-roll-call-{self._rank}")
         with contextlib.suppress(RuntimeError):
-            asker.submit(question).ends_within(_ANSWER)
-        asker.stop(patience=0.0)
+            worker.submit(question).ends_within(_ANSWER)
+        worker.stop(patience=0.0)

@@ -14,10 +14,10 @@ _MOST_BYTES = 2**63 - 1
 
 
 class SharedMemoryTransport:
-    """Through memory that all ranks have mapped; takes ownership of ``peers``."""
+    """Transport through memory that all ranks have mapped. It takes ownership of ``peers``."""
 
     name = "shared_memory"
-    skip_checks = False  # comparing costs nothing here, and goes on
+    skip_checks = False  # ignored, as comparing costs nothing here
     interruptible = True
 
     def __init__(self, rank: int, peers: Peers) -> None:

@@ -1,7 +1,7 @@
-"""torch.distributed's collectives, by the backend that the user already has: for ranks that are not all on one host.
+"""Collectives of torch.distributed, by the user's own backend, for ranks that are not all on one host.
 
-Every operation is preceded by an all-gather of 48 bytes per rank in which the ranks say what they
-are about to do, so that ranks that disagree get an error instead of a hang.
+Every operation is preceded by an all-gather of 48 bytes per rank in which the ranks describe the
+operation, so that ranks that disagree get an error instead of a hang.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from pycomm.transport.torch_group import DIRECT_RANKS, TorchGroup
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., None])
 
-# Newer releases have another name for it, and warn of the old one.
+# Newer releases of torch renamed it, and warn about the old name.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-# What is even less than TorchGroup sends straight to everybody is gathered, then reduced by every rank.
-_GATHERED_BYTES = 256 << 10  # that every rank receives
+# Small tensors are gathered, then reduced by every rank, as long as a rank receives at most this many bytes.
+_GATHERED_BYTES = 256 << 10
 _REDUCTIONS = {
     "sum": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.SUM,
@@ -39,7 +39,7 @@ _REDUCTIONS = {
 
 
 def _counted(operation: F) -> F:
-    """Count ``operation``, which ends well also where all ranks agree that one of them was wrong."""
+    """Count calls of ``operation``; one also counts as finished if it raises the same error on all ranks."""
 
     @functools.wraps(operation)
     def count(self: TorchTransport, *args: Any) -> None:
@@ -57,7 +57,7 @@ def _counted(operation: F) -> F:
 
 
 class TorchTransport:
-    """torch.distributed's own collectives on ``group``, which nobody else uses, and which it destroys."""
+    """Transport by torch.distributed's collectives on ``group``, which nobody else uses, and which it destroys."""
 
     name = "torch"
     interruptible = False
@@ -76,7 +76,7 @@ class TorchTransport:
 
     @_counted
     def all_reduce(self, x: Any, op: str, timeout: float) -> None:
-        tensor = self._look(timeout, lambda: reducible("x", x, op, writes=True))
+        tensor = self._checked(timeout, lambda: reducible("x", x, op, writes=True))
         self._agree("all_reduce", tensor, op, 0, timeout)
         if op == "mean" and tensor.dtype in (torch.float16, torch.bfloat16):
             wide = tensor.float()  # the sum may not fit the half type although the mean does
@@ -89,9 +89,9 @@ class TorchTransport:
     def run_schedule(
         self, program: Program, x: Any, op: str, timeout: float, run: Callable[[torch.Tensor], None]
     ) -> None:
-        """Compare ``program`` and ``x`` with the other ranks', then let ``run`` all-reduce ``x`` by messages."""
+        """Compare ``program`` and ``x`` with the other ranks', then call ``run`` to all-reduce ``x`` by messages."""
 
-        def look() -> torch.Tensor:
+        def check() -> torch.Tensor:
             require(
                 (program.rank, program.num_ranks) == (self.rank, self.size),
                 f"the program is of rank {program.rank} of {program.num_ranks}, wanted one of rank {self.rank} of "
@@ -99,15 +99,15 @@ class TorchTransport:
             )
             return reducible("x", x, op, writes=True)
 
-        tensor = self._look(timeout, look)
+        tensor = self._checked(timeout, check)
         self._agree("schedule", tensor, op, program.digest >> 1, timeout)  # 63 bits
         run(tensor)
 
     def _reduce(self, tensor: torch.Tensor, op: str, timeout: float) -> None:
         if self.size <= DIRECT_RANKS and (self.size - 1) * tensor.nbytes <= _GATHERED_BYTES:
-            everyone = torch.empty(self.size * tensor.numel(), dtype=tensor.dtype)
-            self._group.gather("all_reduce", everyone, tensor.view(-1), timeout)
-            kernels.reduce(tensor, list(everyone.view(self.size, *tensor.shape)), op)
+            gathered = torch.empty(self.size * tensor.numel(), dtype=tensor.dtype)
+            self._group.gather("all_reduce", gathered, tensor.view(-1), timeout)
+            kernels.reduce(tensor, list(gathered.view(self.size, *tensor.shape)), op)
             return
         group = self._group.group
         work = self._group.begin(
@@ -120,7 +120,7 @@ class TorchTransport:
     @_counted
     def reduce_scatter(self, out: Any, x: Any, op: str, timeout: float) -> None:
 
-        def look() -> tuple[torch.Tensor, torch.Tensor]:
+        def check() -> tuple[torch.Tensor, torch.Tensor]:
             target, source, _, _ = apart(out, x, self.rank, self.size, (op,))
             require(
                 source.numel() == self.size * target.numel(),
@@ -129,7 +129,7 @@ class TorchTransport:
             )
             return target, source
 
-        target, source = self._look(timeout, look)
+        target, source = self._checked(timeout, check)
         self._agree("reduce_scatter", source, op, 0, timeout)
         if target.numel() == 0:
             return
@@ -151,7 +151,7 @@ class TorchTransport:
     @_counted
     def all_gather(self, out: Any, x: Any, timeout: float) -> None:
 
-        def look() -> tuple[torch.Tensor, torch.Tensor, int]:
+        def check() -> tuple[torch.Tensor, torch.Tensor, int]:
             target, source, tag, _ = apart(out, x, self.rank, self.size)
             require(
                 target.numel() == self.size * source.numel(),
@@ -160,14 +160,14 @@ class TorchTransport:
             )
             return target, source, tag
 
-        target, source, tag = self._look(timeout, look)
+        target, source, tag = self._checked(timeout, check)
         self._agree("all_gather", source, "sum", 0, timeout, tag)
         self._group.gather("all_gather", target.view(torch.uint8), source.view(torch.uint8), timeout)
 
     @_counted
     def all_to_all(self, out: Any, x: Any, timeout: float) -> None:
 
-        def look() -> tuple[torch.Tensor, torch.Tensor, int]:
+        def check() -> tuple[torch.Tensor, torch.Tensor, int]:
             target, source, tag, elements = apart(out, x, self.rank, self.size)
             problem = f"out has {target.numel()} elements, wanted {source.numel()}, as x"
             require(target.numel() == source.numel(), problem)
@@ -175,26 +175,26 @@ class TorchTransport:
             require(elements % self.size == 0, problem)
             return target, source, tag
 
-        target, source, tag = self._look(timeout, look)
+        target, source, tag = self._checked(timeout, check)
         self._agree("all_to_all", source, "sum", 0, timeout, tag)
         if source.numel() == 0:
             return
-        theirs, ours = target.view(self.size, -1), source.view(self.size, -1)
+        received, sent = target.view(self.size, -1), source.view(self.size, -1)
         peers = [p for p in range(self.size) if p != self.rank]
-        theirs[self.rank].copy_(ours[self.rank])
-        self._group.exchange([(p, ours[p]) for p in peers], [(p, theirs[p]) for p in peers], timeout, "all_to_all")
+        received[self.rank].copy_(sent[self.rank])
+        self._group.exchange([(p, sent[p]) for p in peers], [(p, received[p]) for p in peers], timeout, "all_to_all")
 
     @_counted
     def broadcast(self, x: Any, src: int, timeout: float) -> None:
 
-        def look() -> tuple[_native.HostArray, int]:
+        def check() -> tuple[_native.HostArray, int]:
             array = _native.HostArray(x, "x", True, True)
             whole = isinstance(src, SupportsIndex) and not isinstance(src, bool)
             require(whole, f"src is {src!r}, wanted an int", TypeError)
             require(0 <= index(src) < self.size, f"src is {src}, wanted 0 <= src < {self.size}")
             return array, index(src)
 
-        array, source = self._look(timeout, look)
+        array, source = self._checked(timeout, check)
         tensor = tensor_of(array)
         self._agree("broadcast", tensor, "sum", source, timeout, array.tag)
         group = self._group.group
@@ -210,22 +210,22 @@ class TorchTransport:
 
     @_counted
     def refuse(self, reason: str, timeout: float) -> None:
-        self._stand_in(timeout)
+        self._announce_refusal(timeout)
 
-    def _stand_in(self, timeout: float) -> None:
+    def _announce_refusal(self, timeout: float) -> None:
         self._agree("refused", torch.empty(0), "sum", 0, timeout)
 
     def close(self, reason: str) -> None:
         self._group.close(reason)
 
     def _agree(self, kind: str, x: torch.Tensor, op: str, root: int, timeout: float, tag: int = 0) -> None:
-        if not self.skip_checks or kind == "barrier":  # whose comparison is the waiting
+        if not self.skip_checks or kind == "barrier":  # a barrier consists of nothing but the comparison
             agree(self._group, kind, x, op, root, timeout, tag)
 
-    def _look(self, timeout: float, look: Callable[[], T]) -> T:
-        """Return what ``look`` does; the others are told before its error leaves."""
+    def _checked(self, timeout: float, check: Callable[[], T]) -> T:
+        """Return the result of ``check``; if it raises, tell the other ranks before passing on the error."""
         try:
-            return look()
+            return check()
         except Exception:
-            self._stand_in(timeout)
+            self._announce_refusal(timeout)
             raise

@@ -1,4 +1,4 @@
-"""A process group of torch.distributed that nobody else uses: messages, waits, and who is to blame."""
+"""Private process group of torch.distributed: messages, waits, and the search for the rank that caused a failure."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from pycomm.transport.roll_call import RollCall
 
 T = TypeVar("T")
 
-# Newer releases have another name for it, and warn of the old one.
+# Newer releases of torch renamed it, and warn about the old name.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# So few ranks, and so few bytes of each, go straight to everybody: over Gloo that takes half as long as its ring, or
-# less, since each step of a ring waits for a process to be woken.
+# Up to this many ranks and bytes per rank, messages go directly to every rank. Over Gloo that takes at most half as
+# long as its ring, since each step of a ring waits for a process to wake up.
 DIRECT_RANKS = 16
 _DIRECT_BYTES = 256 << 10
 
 
 class TorchGroup:
-    """Owner of ``group``, which is destroyed with it.
+    """Owner of a process group that nobody else uses, and which it destroys when it is closed.
 
-    After a failure every use is an error that says what failed first.
+    After a failure, every further use raises an error that names the first failure.
 
     Attributes:
-        rank, size: of this process, and how many there are.
-        begun, finished: how many operations have been; all ranks count alike.
+        rank, size: rank of this process, and number of ranks.
+        begun, finished: numbers of operations begun and finished; all ranks count alike.
     """
 
     def __init__(self, group: dist.ProcessGroup, roll_call: RollCall) -> None:
         self._own: dist.ProcessGroup | None = group
         self._roll_call = roll_call
         self._pid = os.getpid()
-        self._broken = ""  # why, once an operation failed
+        self._broken = ""  # the reason, once an operation has failed
         self._broken_by: int | None = None
         self.begun = self.finished = 0
         self.rank = group.rank()
@@ -48,13 +48,17 @@ class TorchGroup:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The group; CommError once it is closed, broken, or inherited by a fork."""
+        """Process group to use.
+
+        Raises:
+            CommError: it is closed, broken, or was inherited by a fork.
+        """
         if os.getpid() != self._pid:
             raise self._error(
                 f"this communicator belongs to process {self._pid} and was inherited by a fork; make one in the new "
                 "process"
             )
-        if self._own is None:  # which torch would take for the default group
+        if self._own is None:  # torch would take None for the default group
             raise self._error("this communicator is closed")
         if self._broken:
             what = f"this communicator is broken since an earlier failure ({self._broken})"
@@ -64,8 +68,8 @@ class TorchGroup:
     def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], timeout: float, operation: str = "all_reduce"
     ) -> None:
-        """See :class:`pycomm.execute.messages.Messenger`."""
-        # As bytes: not every backend knows every type.
+        """Send and receive messages; the interface is :class:`pycomm.execute.messages.Messenger`."""
+        # As bytes, because not every backend supports every dtype.
         group = self.group
 
         def start(way: Callable[..., Any], peer: int, tensor: torch.Tensor) -> Any:
@@ -78,36 +82,39 @@ class TorchGroup:
             self.wait(operation, work, timeout, peer)
 
     def gather(self, operation: str, out: torch.Tensor, x: torch.Tensor, timeout: float) -> None:
-        """Write the ``x`` of all ranks into ``out``, both flat."""
+        """Write the ``x`` of all ranks into ``out`` in rank order; both are flat."""
         if self.size > DIRECT_RANKS or x.nbytes > _DIRECT_BYTES:
             group = self.group
             work = self.begin(operation, lambda: _all_gather(out, x, group=group, async_op=True))
             self.wait(operation, work, timeout)
             return
-        everyones = out.view(self.size, -1)
-        everyones[self.rank].copy_(x)
+        by_rank = out.view(self.size, -1)
+        by_rank[self.rank].copy_(x)
         if x.numel() > 0:
             peers = [p for p in range(self.size) if p != self.rank]
-            self.exchange([(p, x) for p in peers], [(p, everyones[p]) for p in peers], timeout, operation)
+            self.exchange([(p, x) for p in peers], [(p, by_rank[p]) for p in peers], timeout, operation)
 
     def wait(self, operation: str, work: Any, timeout: float, peer: int | None = None) -> None:
+        """Wait for ``work`` of ``operation`` for at most ``timeout`` seconds; raise CommError if it fails."""
         start = time.monotonic()
         try:
             work.wait(timedelta(seconds=timeout))
         except RuntimeError as error:
-            raise self._look_for_culprit(operation, peer, error, time.monotonic() - start) from error
+            raise self._fail_with_culprit(operation, peer, error, time.monotonic() - start) from error
 
     def begin(self, operation: str, start: Callable[[], T], peer: int | None = None) -> T:
+        """Return the result of ``start``, which begins a part of ``operation``; raise CommError if it fails."""
         try:
             return start()
         except RuntimeError as error:
-            raise self._look_for_culprit(operation, peer, error, 0.0) from error
+            raise self._fail_with_culprit(operation, peer, error, 0.0) from error
 
-    def _look_for_culprit(self, operation: str, peer: int | None, error: Exception, elapsed: float) -> CommError:
+    def _fail_with_culprit(self, operation: str, peer: int | None, error: Exception, elapsed: float) -> CommError:
         culprit, what = self._roll_call.culprit(peer, self.begun)
         return self.fail(operation, culprit, f"{what or 'failed'}; torch.distributed: {error}", elapsed)
 
     def fail(self, operation: str, peer: int | None, what: str, elapsed: float) -> CommError:
+        """Mark the group as broken, tell the other ranks, and return the error to raise."""
         error = self._error(f"{what} after {elapsed:.2f} s", operation, peer, elapsed)
         if not self._broken:
             self._broken, self._broken_by = str(error), peer
@@ -115,7 +122,8 @@ class TorchGroup:
         return error
 
     def close(self, reason: str) -> None:
-        # With the last reference to it go its connections, which is how peers notice.
+        """Destroy the group, and tell ranks that still wait for this one the ``reason``."""
+        # Its connections close with the last reference to it, which makes peers notice.
         group, self._own = self._own, None
         if group is not None:
             self._roll_call.leave(self.rank, f"rank {self.rank}: {reason}", self.finished)

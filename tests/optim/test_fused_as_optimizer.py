@@ -263,7 +263,7 @@ def test_twice(fuse: Fuse) -> None:
     fuse(optimizer)
     for _ in range(2):
         for again in FUSES:
-            with pytest.raises(RuntimeError, match="the step of this SGD is pycomm's already"):
+            with pytest.raises(RuntimeError, match="the step of this SGD has already been replaced by pycomm's"):
                 again(optimizer)
         lr_scheduler.StepLR(optimizer, 2)
 

@@ -314,8 +314,8 @@ def test_bad_options(cls: Build, name: str, values: list[Any]) -> None:
 
 def test_nesterov_wants_momentum() -> None:
     param = nn.Parameter(torch.ones(2))
-    with pytest.raises(ValueError, match="nesterov wants momentum, which is 0"):
+    with pytest.raises(ValueError, match="nesterov needs a positive momentum, which is 0"):
         pycomm.LARS([param], 0.1, momentum=0.0, nesterov=True)
-    with pytest.raises(ValueError, match="nesterov wants momentum, which is 0"):
+    with pytest.raises(ValueError, match="nesterov needs a positive momentum, which is 0"):
         pycomm.LARS([{"params": [param], "momentum": 0}], 0.1, nesterov=True)
     pycomm.LARS([{"params": [param], "momentum": 0.5}], 0.1, momentum=0.0, nesterov=True)

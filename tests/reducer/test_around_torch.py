@@ -217,7 +217,7 @@ def test_trainers_optimizers_are_unwrapped(how: str) -> None:
             scaler.step(outer)
             scaler.update()
         assert_replicas_equal(model)
-        with pytest.raises(ValueError, match="parameter '0.weight' is attached already"):
+        with pytest.raises(ValueError, match="parameter '0.weight' is already attached"):
             pycomm.attach(inner, model)
 
 

@@ -80,7 +80,7 @@ def test_it_lives_as_long_as_optimizer_or_module() -> None:
     close(model[0].weight.grad, average_gradients(make_model(), losses_at(0))["0.weight"])
     optimizer = sgd(model)
     gc.collect()
-    with pytest.raises(RuntimeError, match="is not averaged any more: the optimizer that was attached is gone"):
+    with pytest.raises(RuntimeError, match="is no longer averaged: the optimizer that was attached is gone"):
         loss_of(model, rank, 1).backward()
     optimizer.zero_grad()
     with attached(optimizer, model):

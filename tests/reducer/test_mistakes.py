@@ -120,7 +120,7 @@ def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="two parameters are called 'same'"):
         pycomm.attach(optimizer, twice)
     with attached(optimizer, model):
-        with pytest.raises(ValueError, match="parameter '0.weight' is attached already"):
+        with pytest.raises(ValueError, match="parameter '0.weight' is already attached"):
             pycomm.attach(optimizer, model, timeout=20)
     with attached(optimizer, model):
         pass

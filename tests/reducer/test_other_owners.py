@@ -189,5 +189,5 @@ def test_a_gradient_that_another_hook_takes_is_an_error() -> None:
     model = make_model()
     model[0].bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     with attached(sgd(model), model):
-        with pytest.raises(RuntimeError, match="the gradient of '0.bias' has been taken away by another hook"):
+        with pytest.raises(RuntimeError, match="the gradient of '0.bias' has been removed by another hook"):
             loss_of(model, 0, 0).backward()

@@ -130,7 +130,7 @@ def left_out_on_purpose(says_so: bool) -> None:
 def test_a_step_left_out_on_purpose(two_ranks: RankPool) -> None:
     two_ranks.run(left_out_on_purpose, True)
     for error in two_ranks.errors(left_out_on_purpose, False):
-        assert "a step that is left out on purpose wants reducer.skip_step()" in str(error)
+        assert "a step that is left out on purpose needs reducer.skip_step()" in str(error)
 
 
 class Sharpness(torch.optim.SGD):

@@ -61,10 +61,10 @@ def test_a_last_bit_is_found(two_ranks: RankPool, compression: Any) -> None:
 def test_the_parameter_and_the_rank_are_named(rank_pools: Pools) -> None:
     for steps, says in rank_pools(2).run(drift, "2.weight", 5, {"check_replicas": 1}, None):
         assert steps == 5
-        assert "parameter '2.weight' on rank 1 is not what it is on the other ranks; the largest" in says
+        assert "parameter '2.weight' on rank 1 differs from the other ranks; the largest" in says
     for steps, says in rank_pools(3).run(drift, "lr", 3, {"check_replicas": 2}, None):
         assert steps == 4
-        assert "parameter '0.weight' on rank 1 is not what it is on the other ranks (6 parameters differ)" in says
+        assert "parameter '0.weight' on rank 1 differs from the other ranks (6 parameters differ)" in says
         assert "a learning rate" in says
 
 

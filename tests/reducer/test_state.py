@@ -83,8 +83,8 @@ def test_states_that_do_not_fit() -> None:
             with pytest.raises(ValueError, match=says):
                 reducer.load_state_dict(broken, **options)
 
-        loads({}, "is no Reducer.state_dict")
-        loads({**state, "method": "DGC"}, "state is of compression DGC, attach was given TopK")
+        loads({}, "state is neither a Reducer.state_dict")
+        loads({**state, "method": "DGC"}, "state is from compression DGC, attach was given TopK")
         loads({**state, "format": 9}, "state has format 9")
         loads({**state, "ranks": {str(1 - rank): own_state(state)}}, "pass the list of all ranks'")
         loads({**state, "world_size": 3}, "pass the list of all ranks'")
@@ -92,7 +92,7 @@ def test_states_that_do_not_fit() -> None:
         loads([], "wanted one or all ranks of one world size")
         loads([state, {**state, "world_size": 3}], r"state lists ranks of world sizes \[2, 3\]")
         loads({**state, "ranks": {"a": {}}}, "its 'ranks' are not numbered")
-        loads({**state, "ranks": 3}, "is no Reducer.state_dict")
+        loads({**state, "ranks": 3}, "state is neither a Reducer.state_dict")
 
         def of(content: Any) -> dict[str, Any]:
             return {**state, "ranks": {str(rank): content}}
