@@ -83,14 +83,7 @@ class Communicator:
         transport: str = "auto",
         network: Network | str | os.PathLike[str] | None = None,
     ) -> None:
-        self._timeout = DEFAULT_TIMEOUT.total_seconds()
-        problem: Exception | None = None
-        try:
-            self._timeout = seconds_of(timeout)
-            if transport not in TRANSPORTS:
-                raise ValueError(f"transport is {transport!r}, wanted one of {', '.join(TRANSPORTS)}")
-        except (TypeError, ValueError) as error:  # raised later, as the other ranks have to be told first
-            problem = error
+        self._timeout, problem = _check_arguments(timeout, transport)
         if not dist.is_available() or not dist.is_initialized():
             raise problem or RuntimeError(
                 "torch.distributed is not initialised: call torch.distributed.init_process_group() first "
@@ -233,11 +226,11 @@ class Communicator:
 
     def send(self, x: Any, dst: int) -> None:
         """Send ``x``, which is on a GPU, to rank ``dst``, which calls :meth:`recv`. Any dtype."""
-        self.channel.on_gpu(self._gpu_of_message(x), [x], lambda nccl, *when: nccl.send(x, dst, *when))
+        self.channel.on_gpu(_gpu_of_message(x), [x], lambda nccl, *when: nccl.send(x, dst, *when))
 
     def recv(self, x: Any, src: int) -> None:
         """Overwrite ``x``, which is on a GPU, with the array of equal size that rank ``src`` sends. Any dtype."""
-        self.channel.on_gpu(self._gpu_of_message(x), [x], lambda nccl, *when: nccl.recv(x, src, *when))
+        self.channel.on_gpu(_gpu_of_message(x), [x], lambda nccl, *when: nccl.recv(x, src, *when))
 
     @contextlib.contextmanager
     def group(self, device: torch.device | int) -> Iterator[None]:
@@ -280,16 +273,27 @@ class Communicator:
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, size={self.size}, transport={self.transport!r})"
 
-    def _gpu_of_message(self, x: Any) -> int:
-        gpu = gpu_of(x)
-        if gpu is None:
-            raise ValueError(
-                f"x is a {type(x).__name__} in CPU memory, wanted an array on a GPU: only NCCL has messages"
-            )
-        return gpu
-
     def _program(self, algorithm: str | Table, x: Any) -> Program | None:
         try:
             return self._selector.find(algorithm, x)
         except Exception as error:  # a foreign object may raise anything
             self.channel.refuse_and_raise(error)
+
+
+def _check_arguments(timeout: timedelta | float, transport: str) -> tuple[float, Exception | None]:
+    """Return the timeout in seconds and what is wrong, which is raised later: the other ranks have to be told first."""
+    seconds = DEFAULT_TIMEOUT.total_seconds()
+    try:
+        seconds = seconds_of(timeout)
+        if transport not in TRANSPORTS:
+            raise ValueError(f"transport is {transport!r}, wanted one of {', '.join(TRANSPORTS)}")
+    except (TypeError, ValueError) as error:
+        return seconds, error
+    return seconds, None
+
+
+def _gpu_of_message(x: Any) -> int:
+    gpu = gpu_of(x)
+    if gpu is None:
+        raise ValueError(f"x is a {type(x).__name__} in CPU memory, wanted an array on a GPU: only NCCL has messages")
+    return gpu

@@ -25,9 +25,7 @@ class _Stage(Enum):
 
 
 class LossScaler:
-    """Scaler of the loss, so that small gradients survive half precision; used like ``torch.amp.GradScaler``.
-
-    ::
+    """Scaler of the loss, so that small gradients survive half precision; used like ``torch.amp.GradScaler``::
 
         scaler = pycomm.LossScaler()
         reducer = pycomm.attach(optimizer, model, loss_scaler=scaler)

@@ -16,6 +16,7 @@ from pycomm.errors import CommError
 from pycomm.optim.attached import refuse_second_attach, register
 from pycomm.optim.parameters import unwrapped
 from pycomm.reducer.broadcast import broadcast_state, broadcast_tensors, check_same_lines, signature
+from pycomm.reducer.engine import Engine
 from pycomm.reducer.parameters import ParameterTable, table_of
 from pycomm.reducer.reducer import Reducer
 from pycomm.reducer.settings import Settings, checked_settings
@@ -142,7 +143,7 @@ def _attach_all(communicator: Communicator, request: _Request) -> Reducer:
     settings, table = _agreed(communicator, request)
     _make_equal(communicator, table, settings)
     try:
-        made: Reducer | Exception = Reducer(table, communicator, settings)
+        made: Reducer | Exception = Reducer(Engine(table, communicator, settings))
     except Exception as error:
         made = error
     try:

@@ -38,13 +38,10 @@ class Engine:
     ``backward()`` was called waits, while the host continues. The host waits only in steps in which this
     rank has no gradient for some parameter, to learn whether another rank has one.
 
-    Args:
+    Attributes:
         table: parameters and their buckets.
         communicator: the ranks to average over.
         settings: arguments of ``attach``.
-
-    Attributes:
-        table: parameters and their buckets.
         window: accumulation window, the passes that make up a step.
         progress: counts of reductions and steps.
         firing: slot of the parameter whose hooks are running, if any.
@@ -55,13 +52,8 @@ class Engine:
         wait_seconds: time for which the host has waited for communication.
     """
 
-    def __init__(
-        self,
-        table: ParameterTable,
-        communicator: Communicator,
-        settings: Settings,
-    ) -> None:
-        self._communicator, self._settings = communicator, settings
+    def __init__(self, table: ParameterTable, communicator: Communicator, settings: Settings) -> None:
+        self.communicator, self.settings = communicator, settings
         self.table = table
         self.window = AccumulationWindow(communicator, settings, table.device, table.on_gpu)
         self.progress = Progress(table.device if table.on_gpu else None)
@@ -109,12 +101,12 @@ class Engine:
         if late is not None:
             late.show_bucket()
         if self.table.on_gpu:
-            flight.producers.add(self._communicator.channel.current_stream(self.table.device))
+            flight.producers.add(self.communicator.channel.current_stream(self.table.device))
         if not self.window.is_open:
-            require_no_average(slot, self._settings)
+            require_no_average(slot, self.settings)
         if not self.window.sending:
             slot.adopt()
-        elif slot.expected and self._settings.clip_local_norm is None:
+        elif slot.expected and self.settings.clip_local_norm is None:
             self._launch_ready()
 
     def has_launched(self) -> bool:
@@ -183,7 +175,7 @@ class Engine:
             if fingerprint is not None:
                 scales = replace(scales, fingerprint=fingerprint())
             # attach has compared all buckets: ranks that agree on the first exchange agree on all of the reduction.
-            checks = contextlib.nullcontext() if is_first or on_gpu else self._communicator.channel.skip_checks()
+            checks = contextlib.nullcontext() if is_first or on_gpu else self.communicator.channel.skip_checks()
             with checks:
                 flight.exchange.exchange(grads, scales)
             if measures:
@@ -193,8 +185,8 @@ class Engine:
 
     def _submit(self, job: Callable[[], None], reads: list[torch.Tensor | None], producers: set[int]) -> Work | GpuWork:
         if self.table.on_gpu:
-            return self._communicator.channel.submit_on_gpu(self.table.device, job, reads, producers)
-        return self._communicator.channel.submit(job)
+            return self.communicator.channel.submit_on_gpu(self.table.device, job, reads, producers)
+        return self.communicator.channel.submit(job)
 
     # Receiving.
 
@@ -253,7 +245,7 @@ class Engine:
             "nonfinite_steps": nonfinite_steps,
             "last_nonfinite": last_nonfinite,
             "num_buckets": len(self.table.flights),
-            "transport": "nccl" if self.table.on_gpu else self._communicator.transport,
+            "transport": "nccl" if self.table.on_gpu else self.communicator.transport,
             **method_stats(self.table.flights),
         }
 
@@ -266,8 +258,14 @@ class Engine:
         name = norms.first_not_finite(self.table.gradients())
         return None if name is None else f"parameter {name!r}"
 
-    def settle(self) -> bool:
-        """Return whether the last gradients are finite; the same on all ranks. Waits for a GPU."""
+    def settle(self, was_exchanged: bool) -> bool:
+        """Return whether the last gradients are finite; the same on all ranks. Waits for a GPU.
+
+        Args:
+            was_exchanged: whether the engine has sent and received them; a lone rank's are only looked at.
+        """
+        if not was_exchanged:
+            return bool(torch.isfinite(norms.squared_norm(self.table.flights, self.table.slots())))
         if self.finite is None:
             self.finite = all(bool(flight.exchange.finite()) for flight in self.table.flights)
         return bool(self.finite)

@@ -7,13 +7,11 @@ from collections.abc import Iterator
 
 import torch
 
-from pycomm.communicator import Communicator
 from pycomm.reducer.autograd_hooks import GradientHook, ModelHooks
 from pycomm.reducer.backward import BackwardWatch
 from pycomm.reducer.buckets import Slot
 from pycomm.reducer.engine import Engine
 from pycomm.reducer.local_passes import LocalPasses
-from pycomm.reducer.settings import Settings
 from pycomm.reducer.wrappers import refuse_active_wrapper
 from pycomm.torch_internals import current_graph_task
 
@@ -31,13 +29,8 @@ class Passes:
         stopped: error after which this rank no longer takes part; empty while it does.
     """
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        settings: Settings,
-        engine: Engine,
-    ) -> None:
-        self._communicator, self._settings = communicator, settings
+    def __init__(self, engine: Engine) -> None:
+        self._communicator, self._settings = engine.communicator, engine.settings
         self._engine, self._table, self._window, self._progress = engine, engine.table, engine.window, engine.progress
         self._watch = BackwardWatch(self._begin, self._all_gradients_arrived, self._end, self._failed)
         self._local = LocalPasses()

@@ -10,16 +10,13 @@ from typing import Any
 import torch
 
 from pycomm import checks
-from pycomm.communicator import Communicator
 from pycomm.optim.attached import forget
-from pycomm.reducer import clipping, norms
+from pycomm.reducer import clipping
 from pycomm.reducer.autograd_hooks import ModelHooks
 from pycomm.reducer.checkpoint import gather_state, select_state
 from pycomm.reducer.engine import Engine
 from pycomm.reducer.module_buffers import BufferSync
-from pycomm.reducer.parameters import ParameterTable
 from pycomm.reducer.passes import Passes
-from pycomm.reducer.settings import Settings
 from pycomm.reducer.wrappers import unwatch_constructions
 
 
@@ -37,22 +34,16 @@ class Reducer:
     _detached = False
     _last_stats: Mapping[str, Any] = MappingProxyType({})
 
-    def __init__(
-        self,
-        table: ParameterTable,
-        communicator: Communicator,
-        settings: Settings,
-    ) -> None:
-        self.optimizer, self.module = table.optimizer, table.module
+    def __init__(self, engine: Engine) -> None:
+        communicator, settings = engine.communicator, engine.settings
         self._communicator, self._settings = communicator, settings
-        self._table = table
-        self._engine = engine = Engine(table, communicator, settings)
-        self._window, self._progress = engine.window, engine.progress
-        self._passes = Passes(communicator, settings, engine)
+        self._engine, self._table, self._window, self._progress = engine, engine.table, engine.window, engine.progress
+        self.optimizer, self.module = engine.table.optimizer, engine.table.module
+        self._passes = Passes(engine)
         # One rank that compresses nothing has nothing to do.
         self._idle = communicator.size == 1 and not settings.compression.transactional and not settings.clip_local_norm
         if self._idle:
-            table.admit()
+            self._table.admit()
             return
         try:
             self._install()
@@ -202,11 +193,7 @@ class Reducer:
         """
         if self._settings.accumulate > 1:
             self.flush()
-        return (
-            bool(torch.isfinite(norms.squared_norm(self._table.flights, self._table.slots())))
-            if self._idle
-            else self._engine.settle()
-        )
+        return self._engine.settle(was_exchanged=not self._idle)
 
     def name_of_not_finite(self) -> str | None:
         """Return the location or source of the first non-finite value; ``None`` if all are finite. Waits for a GPU."""
