@@ -60,8 +60,7 @@ class Communicator:
             another transport, "auto" means "native".
 
     Attributes:
-        rank: rank of this process in the group.
-        size: number of ranks.
+        rank, size: rank of this process in the group, and number of ranks.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
@@ -126,12 +125,7 @@ class Communicator:
         """Return an uninitialised tensor in memory that the transport can access directly.
 
         Not collective: ranks may allocate different tensors at any time. Operations on such tensors (on all
-        ranks) move each byte only once. The memory lives as long as the tensor.
-
-        Args:
-            shape: an int, or several.
-            dtype: any dtype of torch.
-            device: the CPU if ``None``, or a GPU.
+        ranks) move each byte only once. The memory lives as long as the tensor. ``device`` is the CPU if ``None``.
 
         Raises:
             TypeError: ``shape`` or ``dtype`` has the wrong type.
@@ -214,11 +208,8 @@ class Communicator:
     def all_to_all(self, out: Any, x: Any, async_op: bool = False) -> Work | GpuWork | None:
         """Send part p of ``x`` to rank p, where it becomes part ``rank`` of ``out``.
 
-        Both arrays consist of as many equal parts as there are ranks. Any dtype; in CPU memory only. Between
-        GPUs, use :meth:`send` and :meth:`recv` in a :meth:`group`.
-
-        Raises:
-            ValueError: an array is on a GPU.
+        Both arrays consist of as many equal parts as there are ranks. Any dtype; in CPU memory only, else
+        ValueError. Between GPUs, use :meth:`send` and :meth:`recv` in a :meth:`group`.
         """
         if gpu_of(x) is not None or gpu_of(out) is not None:
             raise ValueError("all_to_all wants arrays in CPU memory; between GPUs use group(), send() and recv()")
@@ -233,11 +224,11 @@ class Communicator:
 
     def send(self, x: Any, dst: int) -> None:
         """Send ``x``, which is on a GPU, to rank ``dst``, which calls :meth:`recv`. Any dtype."""
-        self.channel.on_gpu(self._gpu_of_message(x), [x], lambda nccl, *when: nccl.send(x, dst, *when))
+        self.channel.on_gpu(_gpu_of_message(x), [x], lambda nccl, *when: nccl.send(x, dst, *when))
 
     def recv(self, x: Any, src: int) -> None:
         """Overwrite ``x``, which is on a GPU, with the array of equal size that rank ``src`` sends. Any dtype."""
-        self.channel.on_gpu(self._gpu_of_message(x), [x], lambda nccl, *when: nccl.recv(x, src, *when))
+        self.channel.on_gpu(_gpu_of_message(x), [x], lambda nccl, *when: nccl.recv(x, src, *when))
 
     @contextlib.contextmanager
     def group(self, device: torch.device | int) -> Iterator[None]:
@@ -280,16 +271,15 @@ class Communicator:
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, size={self.size}, transport={self.transport!r})"
 
-    def _gpu_of_message(self, x: Any) -> int:
-        gpu = gpu_of(x)
-        if gpu is None:
-            raise ValueError(
-                f"x is a {type(x).__name__} in CPU memory, wanted an array on a GPU: only NCCL has messages"
-            )
-        return gpu
-
     def _program(self, algorithm: str | Table, x: Any) -> Program | None:
         try:
             return self._selector.find(algorithm, x)
         except Exception as error:  # a foreign object may raise anything
             self.channel.refuse_and_raise(error)
+
+
+def _gpu_of_message(x: Any) -> int:
+    gpu = gpu_of(x)
+    if gpu is None:
+        raise ValueError(f"x is a {type(x).__name__} in CPU memory, wanted an array on a GPU: only NCCL has messages")
+    return gpu

@@ -40,10 +40,7 @@ class Engine:
     rank has no gradient for some parameter, to learn whether another rank has one.
 
     Args:
-        table: parameters and their buckets.
         module: the module whose buffers are compared between the ranks, if one was given.
-        communicator: the ranks to average over.
-        settings: arguments of ``attach``.
 
     Attributes:
         table: parameters and their buckets.
