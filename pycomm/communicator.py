@@ -60,8 +60,7 @@ class Communicator:
             another transport, "auto" means "native".
 
     Attributes:
-        rank: rank of this process in the group.
-        size: number of ranks.
+        rank, size: rank of this process in the group, and number of ranks.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
@@ -119,12 +118,7 @@ class Communicator:
         """Return an uninitialised tensor in memory that the transport can access directly.
 
         Not collective: ranks may allocate different tensors at any time. Operations on such tensors (on all
-        ranks) move each byte only once. The memory lives as long as the tensor.
-
-        Args:
-            shape: an int, or several.
-            dtype: any dtype of torch.
-            device: the CPU if ``None``, or a GPU.
+        ranks) move each byte only once. The memory lives as long as the tensor. ``device`` is the CPU if ``None``.
 
         Raises:
             TypeError: ``shape`` or ``dtype`` has the wrong type.
@@ -207,11 +201,8 @@ class Communicator:
     def all_to_all(self, out: Any, x: Any, async_op: bool = False) -> Work | GpuWork | None:
         """Send part p of ``x`` to rank p, where it becomes part ``rank`` of ``out``.
 
-        Both arrays consist of as many equal parts as there are ranks. Any dtype; in CPU memory only. Between
-        GPUs, use :meth:`send` and :meth:`recv` in a :meth:`group`.
-
-        Raises:
-            ValueError: an array is on a GPU.
+        Both arrays consist of as many equal parts as there are ranks. Any dtype; in CPU memory only, else
+        ValueError. Between GPUs, use :meth:`send` and :meth:`recv` in a :meth:`group`.
         """
         if gpu_of(x) is not None or gpu_of(out) is not None:
             raise ValueError("all_to_all wants arrays in CPU memory; between GPUs use group(), send() and recv()")

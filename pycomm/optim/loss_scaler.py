@@ -47,8 +47,7 @@ class LossScaler:
     Args:
         init_scale: initial scale, a positive number.
         growth_interval: number of consecutive steps after which the scale grows.
-        growth_factor: factor by which it grows, above 1.
-        backoff_factor: factor by which it shrinks after a skipped step, between 0 and 1.
+        growth_factor, backoff_factor: factors by which it grows, above 1, and shrinks, between 0 and 1.
         dynamic: whether the scale changes at all. A static one still skips steps.
         enabled: ``False`` makes every call behave as if there were no scaler.
 
@@ -90,11 +89,7 @@ class LossScaler:
         self.skipped_steps = 0
 
     def scale(self, outputs: Any) -> Any:
-        """Return ``outputs``, a tensor or nested iterables of tensors, multiplied by the scale.
-
-        Raises:
-            TypeError: ``outputs`` contains something else.
-        """
+        """Return ``outputs``, a tensor or nested iterables of tensors (else TypeError), multiplied by the scale."""
         if not self._enabled:
             return outputs
         if isinstance(outputs, torch.Tensor):

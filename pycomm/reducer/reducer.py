@@ -23,12 +23,10 @@ from pycomm.reducer.wrappers import unwatch_constructions
 class Reducer:
     """Reducer that averages gradients over the ranks while backward runs. Made by :func:`pycomm.attach`.
 
-    It lives as long as the optimizer or the attached module, because their hooks refer to it; the hooks of
-    the parameters do not.
+    It lives as long as the optimizer or the attached module, whose hooks refer to it (parameters' hooks do not).
 
     Attributes:
-        optimizer: the optimizer that was attached.
-        module: the module that was attached; ``None`` if ``attach`` was given named parameters.
+        optimizer, module: the attached ones; ``module`` is ``None`` if ``attach`` was given named parameters.
     """
 
     _detached = False
@@ -89,9 +87,6 @@ class Reducer:
         different numbers of passes: a rank whose window was complete has already sent its gradients and does
         nothing here, while ranks with fewer passes, or none, join it by this call. Otherwise all ranks must
         have had equally many.
-
-        Raises:
-            RuntimeError: this Reducer is detached, or no longer takes part after an error.
         """
         self._require_attached()
         if self._idle or self._window.complete:
@@ -103,12 +98,11 @@ class Reducer:
     def paused(self) -> Iterator[None]:
         """Keep backward passes inside local to this rank: nothing is sent, and no rank is waited for.
 
-        Use it for passes that are not a training step of this optimizer: a saliency map, a penalty, the
-        generator's pass through its discriminator
-        (``with discriminator_reducer.paused(): generator_loss.backward()``). Gradients that such passes
-        leave in ``.grad`` are never averaged and enter no residual. It is an error if they are still there
-        in the next pass outside, or at ``optimizer.step()``: call ``zero_grad()`` first. Not collective:
-        any of the ranks may pause.
+        Use it for passes that are not a training step of this optimizer: a saliency map, a penalty, the generator's
+        pass through its discriminator (``with discriminator_reducer.paused(): generator_loss.backward()``).
+        Gradients that such passes leave in ``.grad`` are never averaged and enter no residual. It is an error if
+        they are still there in the next pass outside, or at ``optimizer.step()``: call ``zero_grad()`` first.
+        Not collective: any of the ranks may pause.
 
         Raises:
             RuntimeError: an accumulation window is open.
@@ -120,8 +114,7 @@ class Reducer:
     def skip_step(self) -> None:
         """Declare that ``optimizer.step()`` is left out on purpose for the last averaged gradients, on all ranks.
 
-        Only compression methods that carry state require it: the part of these gradients that they sent is
-        lost, not sent again later.
+        Only compression methods with state require it: what they sent of these gradients is lost, not sent again.
         """
         self._require_attached()
         self._progress.skipped()
@@ -141,9 +134,8 @@ class Reducer:
             num_samples: not negative; may be fractional.
 
         Raises:
-            TypeError, ValueError: ``num_samples`` is not a finite number, or is negative; or, inside an
-                accumulation window, it is 0 or the window began without it. ``backward()`` raises
-                ``ValueError`` on every rank if the weights of all ranks sum to zero.
+            TypeError, ValueError: ``num_samples`` is not a finite number, or is negative; or, inside an accumulation
+                window, it is 0 or the window began without it. On every rank, from ``backward()``: all weights are 0.
         """
         self._require_attached()
         self._passes.forget_abandoned()
@@ -216,9 +208,7 @@ class Reducer:
         return self._engine.stats()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that compression carries from step to step on *this* rank.
-
-        Save it per rank, or all ranks' together in a distributed checkpoint.
+        """Return the state that compression carries from step to step on *this* rank, to be saved by every rank.
 
         ``["ranks"][str(rank)][parameter_name]["residual"]`` is the part of this rank's gradients that has
         not been sent yet (DGC's v), as its contribution to the average, without the loss scale: a tensor
@@ -242,8 +232,7 @@ class Reducer:
                 instead of loading what fits.
 
         Raises:
-            ValueError: a single dict is of another rank or world size, or the method, names or shapes do
-                not match.
+            ValueError: a single dict is of another rank or world size, or method, names or shapes do not match.
         """
         self._require_attached()
         chosen, steps = select_state(state, self._table.flights, self._settings, self._communicator, strict)
