@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
+import torch
+
 import pycomm._native as _native
-from pycomm.execute.messages import run_program
+from pycomm.execute.messages import Messenger, run_program
 from pycomm.schedule.program import Program
 from pycomm.transport.base import Transport
 from pycomm.transport.shared_memory import SharedMemoryTransport
-from pycomm.transport.torch_distributed import TorchTransport
 
 
 class Runner(Protocol):
@@ -23,6 +25,16 @@ class Runner(Protocol):
             ValueError, TypeError: on every rank: an argument is wrong on some rank, or ranks differ.
             CommError: as from any collective.
         """
+
+
+@runtime_checkable
+class MessageTransport(Messenger, Protocol):
+    """Transport that can send and receive, and compare what the ranks are about to run."""
+
+    def run_schedule(
+        self, program: Program, x: Any, op: str, timeout: float, run: Callable[[torch.Tensor], None]
+    ) -> None:
+        """Compare ``program`` and ``x`` with the other ranks', then let ``run`` all-reduce ``x`` by messages."""
 
 
 class CompiledRunner:
@@ -42,9 +54,9 @@ class CompiledRunner:
 
 
 class MessageRunner:
-    """Executor that goes round by round through the sends and receives of torch.distributed."""
+    """Executor that goes round by round through a transport's sends and receives."""
 
-    def __init__(self, transport: TorchTransport) -> None:
+    def __init__(self, transport: MessageTransport) -> None:
         self._transport = transport
 
     def run(self, program: Program, x: Any, op: str, timeout: float) -> None:
@@ -57,5 +69,5 @@ def runner_for(transport: Transport) -> Runner:
     """Return the executor of programs that goes with ``transport``."""
     if isinstance(transport, SharedMemoryTransport):
         return CompiledRunner(transport)
-    assert isinstance(transport, TorchTransport)
+    assert isinstance(transport, MessageTransport)
     return MessageRunner(transport)
