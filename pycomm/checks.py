@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import numbers
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, SupportsIndex, cast
 
@@ -68,6 +69,20 @@ def positive(name: str, value: Any) -> float:
     if not value > 0:
         raise ValueError(f"{name} is {value}, wanted a positive number")
     return float(value)
+
+
+def bounded(name: str, value: Any, wanted: str, is_valid: Callable[[float], bool]) -> float:
+    """Return ``value``, a real number of any type but bool, as a float.
+
+    Raises:
+        TypeError, ValueError: it is no number, or not ``is_valid``, which ``wanted`` describes.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} is {value!r}, wanted a number")
+    number = float(value)
+    if not is_valid(number):
+        raise ValueError(f"{name} is {value}, wanted {wanted}")
+    return number
 
 
 def instance(name: str, value: Any, kind: type) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pycomm import kernels
+from pycomm import checks, kernels
 from pycomm.optim.attached import reducer_of
 from pycomm.optim.parameters import gradients_of
 from pycomm.optim.step_override import Factor, stepper_of
@@ -74,13 +74,9 @@ class LossScaler:
             raise ValueError(f"growth_factor is {growth_factor}, wanted a number above 1")
         if not 0 < backoff_factor < 1:
             raise ValueError(f"backoff_factor is {backoff_factor}, wanted a number between 0 and 1")
-        if isinstance(growth_interval, bool) or not isinstance(growth_interval, int):
-            raise TypeError(f"growth_interval is {growth_interval!r}, wanted an int")
-        if growth_interval < 1:
-            raise ValueError(f"growth_interval is {growth_interval}, wanted at least 1")
         self._scale = float(init_scale)
         self._growth_factor, self._backoff_factor = float(growth_factor), float(backoff_factor)
-        self._growth_interval = growth_interval
+        self._growth_interval = checks.count("growth_interval", growth_interval, 1)
         self._growth_tracker = 0
         self._dynamic, self._enabled = dynamic, enabled
         self._stages: dict[int, tuple[torch.optim.Optimizer, _Stage, bool]] = {}  # by id; the bool: all finite

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-import numbers
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from pycomm.checks import count
+from pycomm.checks import bounded, count
 
 
 def linear_scaled_lr(base_lr: float, batch_size: int, base_batch_size: int = 256) -> float:
@@ -91,7 +90,7 @@ class PolynomialDecay:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "total_steps", count("total_steps", self.total_steps, 1))
-        power = _number("power", self.power, "a positive number", lambda x: 0 < x < math.inf)
+        power = bounded("power", self.power, "a positive number", lambda x: 0 < x < math.inf)
         object.__setattr__(self, "power", power)
         object.__setattr__(self, "final", _fraction("final", self.final))
 
@@ -119,7 +118,7 @@ class StepDecay:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "milestones", _milestones(self.milestones))
-        gamma = _number("gamma", self.gamma, "above 0 and at most 1", lambda x: 0 < x <= 1)
+        gamma = bounded("gamma", self.gamma, "above 0 and at most 1", lambda x: 0 < x <= 1)
         object.__setattr__(self, "gamma", gamma)
 
     def factor(self, step: int, warmup_steps: int) -> float:
@@ -258,7 +257,7 @@ class BatchSizeGrowth:
     def __init__(self, initial: int, milestones: Iterable[int], factor: float, maximum: int | None = None) -> None:
         self.initial = count("initial", initial, 1)
         self.milestones = _milestones(milestones)
-        self.factor = _number("factor", factor, "a number above 1", lambda x: 1 < x < math.inf)
+        self.factor = bounded("factor", factor, "a number above 1", lambda x: 1 < x < math.inf)
         self.maximum = None if maximum is None else count("maximum", maximum, 1)
         if self.maximum is not None and self.maximum < self.initial:
             raise ValueError(f"maximum is {self.maximum}, wanted at least initial = {self.initial}")
@@ -354,17 +353,8 @@ def _milestones(values: Any) -> tuple[int, ...]:
 
 
 def _lr(base_lr: float) -> float:
-    return _number("base_lr", base_lr, "a positive number", lambda x: 0 < x < math.inf)
+    return bounded("base_lr", base_lr, "a positive number", lambda x: 0 < x < math.inf)
 
 
 def _fraction(name: str, value: float) -> float:
-    return _number(name, value, "0 to 1", lambda x: 0 <= x <= 1)
-
-
-def _number(name: str, value: Any, wanted: str, is_valid: Callable[[float], bool]) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} is {value!r}, wanted a number")
-    number = float(value)
-    if not is_valid(number):
-        raise ValueError(f"{name} is {value}, wanted {wanted}")
-    return number
+    return bounded(name, value, "0 to 1", lambda x: 0 <= x <= 1)

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import PackedSequence
 
+from pycomm import checks
+
 
 @dataclass(frozen=True, eq=False)
 class Shard:
@@ -64,7 +66,7 @@ def shard_batch(
             (the same on every rank).
     """
     if per_rank is not None:
-        _check_int("per_rank", per_rank, 1)
+        checks.count("per_rank", per_rank, 1)
     rank, world_size = _rank_and_size(rank, world_size, process_group)
     samples = batch if _is_count(batch) else _samples(batch)
     if samples < world_size:
@@ -94,8 +96,8 @@ def _rank_and_size(rank: int | None, world_size: int | None, group: dist.Process
             raise ValueError("this process is not a member of process_group")
         rank = dist.get_rank(group) if rank is None else rank
         world_size = dist.get_world_size(group) if world_size is None else world_size
-    _check_int("world_size", world_size, 1)
-    _check_int("rank", rank, 0)
+    checks.count("world_size", world_size, 1)
+    checks.count("rank", rank, 0)
     if rank >= world_size:
         raise ValueError(f"rank is {rank}, wanted 0 <= rank < {world_size}")
     return rank, world_size
@@ -147,10 +149,3 @@ def _map(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     for key, item in batch.items():
         mapping[key] = _map(item, function)
     return mapping
-
-
-def _check_int(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}, wanted an int")
-    if value < least:
-        raise ValueError(f"{name} is {value}, wanted at least {least}")

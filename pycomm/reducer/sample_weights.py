@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import numbers
 from typing import Any
 
 import numpy as np
 
+from pycomm.checks import bounded
 from pycomm.communicator import Communicator
 from pycomm.worker import Work
 
@@ -50,11 +50,8 @@ class SampleWeights:
         Raises:
             TypeError, ValueError: ``num_samples`` is not such a number, or not allowed at this point.
         """
-        if isinstance(num_samples, bool) or not isinstance(num_samples, numbers.Real):
-            raise TypeError(f"num_samples is {num_samples!r}, wanted a number")
-        before, unit = self._unit, float(num_samples)
-        if not (unit >= 0 and math.isfinite(unit)):
-            raise ValueError(f"num_samples is {num_samples}, wanted a finite number that is not negative")
+        wanted = "a finite number that is not negative"
+        before, unit = self._unit, bounded("num_samples", num_samples, wanted, lambda n: 0 <= n < math.inf)
         if num_passes > 0 and before is None:
             raise ValueError("set_weight inside an accumulation window that began without it: call it before each pass")
         if num_passes > 0 and unit == 0:
