@@ -17,22 +17,12 @@ from pycomm.cli.demo.live import display
 from pycomm.cli.demo.messages import Outcome, Progress, Results
 from pycomm.cli.demo.plot import save_plot
 from pycomm.cli.demo.report import conclusions, show
-from pycomm.cli.demo.settings import Settings, methods_for
 from pycomm.cli.demo.trainee import first_difference
+from tests.cli.small import small_settings
 from tests.ranks import RankPool
 
 STEPS = 40
-SETTINGS = Settings(
-    ranks=2,
-    methods=methods_for(["topk"], 0.01),
-    steps=STEPS,
-    seed=0,
-    batch=1,
-    context=8,
-    width=64,
-    layers=1,
-    output=Path("unused.png"),
-)
+SETTINGS = small_settings("topk", STEPS)
 
 
 def outcome(label: str, seconds: float, *, loss: float = 2.5, sent: int = 1000, jitter: float = 0.0) -> Outcome:

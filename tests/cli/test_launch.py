@@ -5,27 +5,17 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from pycomm.cli.demo.messages import Message, Progress
-from pycomm.cli.demo.settings import Settings, methods_for
+from pycomm.cli.demo.settings import Settings
 from pycomm.cli.launch import Failure, RankError, Tell, explain, run_ranks
+from tests.cli.small import small_settings
 
-SETTINGS = Settings(
-    ranks=2,
-    methods=methods_for(["none"], 0.01),
-    steps=20,
-    seed=0,
-    batch=1,
-    context=8,
-    width=64,
-    layers=1,
-    output=Path("unused.png"),
-)
+SETTINGS = small_settings("none", 20)
 
 
 def tells_much(_settings: Settings, tell: Tell) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -76,3 +76,11 @@ def misaligned(x: torch.Tensor, offset: int) -> np.ndarray:
 
 def pairs(dtypes: tuple[torch.dtype, ...]) -> list[tuple[torch.dtype, torch.dtype]]:
     return list(itertools.product(dtypes, dtypes))
+
+
+def assert_refused(message: str, call: Callable[[], object]) -> None:
+    """Assert that ``call`` raises ``message``: TypeError if it is about a type, else ValueError."""
+    kind = TypeError if "dtype" in message or "is a" in message else ValueError
+    with pytest.raises(kind) as raised:
+        call()
+    assert message in str(raised.value)

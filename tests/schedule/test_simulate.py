@@ -52,16 +52,26 @@ def table(num_ranks: int, num_chunks: int, rounds: list[list[Edge]]) -> Any:
     return SimpleNamespace(num_ranks=num_ranks, num_chunks=num_chunks, rounds=generate)
 
 
+class Times(defaultdict[Any, float]):
+    """Seconds at which something is done; 0 for what has not begun."""
+
+    def __init__(self) -> None:
+        super().__init__(float)
+
+
+def link_between(net: Network, src: int, dst: int) -> Link:
+    """Return the link that a message from ``src`` to ``dst`` takes."""
+    near = net.per_host is None or src // net.per_host == dst // net.per_host
+    return net.within_host if near else net.between_hosts
+
+
 def slow_simulate(s: Any, nbytes: float, net: Network) -> float:
     """Simulate edge by edge."""
-    sending: dict[Any, float] = defaultdict(float)
-    receiving: dict[Any, float] = defaultdict(float)
-    final: dict[Any, float] = defaultdict(float)
+    sending, receiving, final = Times(), Times(), Times()
     for r in s.rounds():
         written: dict[tuple[int, int], float] = {}
         for src, dst, first, count, op in r.edges():
-            near = net.per_host is None or src // net.per_host == dst // net.per_host
-            link = net.within_host if near else net.between_hosts
+            link = link_between(net, src, dst)
             chunks = range(first, first + count)
             start = max([sending[src], receiving[dst], *(final[src, chunk] for chunk in chunks)])
             sending[src] = start + link.alpha + link.beta * nbytes * count / s.num_chunks
@@ -271,14 +281,11 @@ def test_segments_do_not_beat_physics(name: str, net: Network) -> None:
 
 def fluid(s: Any, per_chunk: int, net: Network) -> float:
     """Simulate segments of one byte, ``per_chunk`` to a chunk, each sent as soon as possible: none is faster."""
-    sending: dict[Any, float] = defaultdict(float)
-    receiving: dict[Any, float] = defaultdict(float)
-    final: dict[Any, float] = defaultdict(float)
+    sending, receiving, final = Times(), Times(), Times()
     for r in s.rounds():
         written: dict[tuple[int, int], float] = {}
         for src, dst, first, count, op in r.edges():
-            near = net.per_host is None or src // net.per_host == dst // net.per_host
-            link = net.within_host if near else net.between_hosts
+            link = link_between(net, src, dst)
             sent = added = max(sending[src], receiving[dst])
             for segment in range(first * per_chunk, (first + count) * per_chunk):
                 sent = max(sent, final[src, segment]) + link.alpha + link.beta
