@@ -133,7 +133,7 @@ def test_states_that_are_none() -> None:
         for value in (-1, False, "3", 1.5, None):
             loads({"steps": value}, f"state['steps'] is {value!r}, wanted an int of at least 0")
         for key in ("method", "world_size", "steps", "ranks", "format"):
-            with pytest.raises(ValueError, match=r"state is no Reducer.state_dict\(\)"):
+            with pytest.raises(ValueError, match=r"state is neither a Reducer.state_dict\(\)"):
                 reducer.load_state_dict({name: value for name, value in state.items() if name != key})
         loads({"ranks": {rank: [mine]}}, "its 'ranks' are not numbered")
         loads({"ranks": {rank: {**mine, 3: {}}}}, f"state['ranks']['{rank}'][3] is a dict, wanted tensors by key")
