@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,8 @@ settings.register_profile(
 )
 settings.load_profile("pycomm")
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+# A shell without job control starts what it puts into the background with Ctrl-C ignored, which is inherited.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
