@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -91,31 +92,22 @@ def attach(
         TypeError, ValueError: an argument is wrong, or ranks differ in names, shapes, dtypes, order
             or settings (on every rank, naming the first difference). Nothing is left behind in that case.
     """
-    if isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = unwrapped(optimizer)
-
-    def settings() -> Settings:
-        return checked_settings(
-            model_or_named_parameters,
-            compression=compression,
-            bucket_mb=bucket_mb,
-            accumulate=accumulate,
-            average=average,
-            loss_scaler=loss_scaler,
-            clip_local_norm=clip_local_norm,
-            algorithm=algorithm,
-            all_parameters=all_parameters,
-            check_replicas=check_replicas,
-            buffers=buffers,
-        )
-
+    settings = functools.partial(
+        checked_settings,
+        model_or_named_parameters,
+        compression=compression,
+        bucket_mb=bucket_mb,
+        accumulate=accumulate,
+        average=average,
+        loss_scaler=loss_scaler,
+        clip_local_norm=clip_local_norm,
+        algorithm=algorithm,
+        all_parameters=all_parameters,
+        check_replicas=check_replicas,
+        buffers=buffers,
+    )
     request = _check_request(settings, optimizer, model_or_named_parameters)
-    communicator = Communicator(process_group, timeout)
-    try:
-        return _attach_all(communicator, request)
-    except BaseException:
-        communicator.close()
-        raise
+    return _attach_all(request, process_group, timeout)
 
 
 _Request = tuple[Settings, ParameterTable] | Exception
@@ -126,6 +118,8 @@ def _check_request(settings_of: Callable[[], Settings], optimizer: Any, model_or
 
     The error is not raised yet: the other ranks are about to meet this one, and have to be told first.
     """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = unwrapped(optimizer)
     try:
         settings = settings_of()
         table = table_of(optimizer, model_or_named_parameters, settings.all_parameters)
@@ -138,8 +132,20 @@ def _check_request(settings_of: Callable[[], Settings], optimizer: Any, model_or
     return settings, table
 
 
-def _attach_all(communicator: Communicator, request: _Request) -> Reducer:
-    """Attach on all ranks together, or on none of them."""
+def _attach_all(
+    request: _Request, process_group: dist.ProcessGroup | DeviceMesh | None, timeout: timedelta | float
+) -> Reducer:
+    """Attach on all ranks together, or on none of them; nothing is left behind then."""
+    communicator = Communicator(process_group, timeout)
+    try:
+        return _attach_over(communicator, request)
+    except BaseException:
+        communicator.close()
+        raise
+
+
+def _attach_over(communicator: Communicator, request: _Request) -> Reducer:
+    """Make a Reducer over ``communicator`` on all ranks, or on none of them."""
     settings, table = _agreed(communicator, request)
     _make_equal(communicator, table, settings)
     try:
