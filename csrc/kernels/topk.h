@@ -7,7 +7,7 @@
 //
 // It takes about one read of x (float32 on the CPU, all types on a GPU): a guess at a threshold a little below the k-th
 // magnitude, one pass that collects the elements that reach it, and a radix selection among these candidates. The guess
-// is 0.98 of `threshold`, where that holds the k-th magnitude of an earlier similar x, positive and finite; otherwise
+// is kThresholdHint of `threshold`, where that holds the k-th magnitude of an earlier similar x, positive and finite; otherwise
 // it comes from a sample at fixed places. If the guess was too high (fewer than k candidates) or too low (more than
 // there is room for: ties, adversarial order), the sample is tried if it has not been, and then a radix selection over
 // x itself, with a few more reads. The result depends on x and k alone. `threshold`, where it is not null, is set to
@@ -22,6 +22,9 @@
 #include "kernels/on_device.h"
 
 namespace pycomm {
+
+// From one step to the next a gradient's k-th magnitude falls by a few per cent now and then; candidates are few still.
+inline constexpr float kThresholdHint = 0.9f;
 
 void topk(const Buffer& x, int64_t k, const Buffer& values, int32_t* indices, float* threshold, int num_threads);
 

@@ -74,6 +74,9 @@ void check_topks(std::mt19937& random) {
     check_topk(x, 60, 0.0f, "topk from a sample");
     check_topk(x, 2000, 2.2f, "topk from an earlier threshold");
     check_topk(x, 50, 1e30f, "topk from a useless threshold");
+    std::vector<float> sparse(x.size());
+    for (size_t i = 0; i < x.size(); i += 70) sparse[i] = x[i];
+    check_topk(sparse, 60, 0.0f, "topk of zeros for the most part");
     for (float& value : x) value = std::round(value * 2.0f);
     check_topk(x, 5000, 0.0f, "topk with ties");
     x.resize(9000);
@@ -187,7 +190,8 @@ int main(int argc, char** argv) {
             check_scatter_add(random, round % 2 == 0);
             check_topks(random);
             check_sparsify(random, 0.0f, "sparsify without thresholds");
-            check_sparsify(random, 2.0f, "sparsify with thresholds");
+            check_sparsify(random, 2.4f, "sparsify with thresholds");
+            check_sparsify(random, 1.0f, "sparsify with useless thresholds");
             check_quantize(random);
             for (int times = 0; times < 3; ++times) check_squares(random);
         }

@@ -83,7 +83,7 @@ class Sparsification {
 
     // Sums `part` up; what exceeds the earlier threshold becomes a candidate.
     bool collect(size_t j, Range part, Candidates& candidates) const {
-        Collector collector{.limit = 0.98f * selection_.thresholds[j],
+        Collector collector{.limit = kThresholdHint * selection_.thresholds[j],
                             .first_index = static_cast<uint32_t>(part.begin - offsets_[j]),
                             .list = candidates.list.get() + candidates.used,
                             .capacity = room_for(j, part.size()),

@@ -172,7 +172,7 @@ std::optional<Candidates> find_candidates(const Buffer& x, int64_t k, const floa
     constexpr int64_t kSmall = 1 << 16;  // sampling costs more than it saves
     if (x.count < kSmall || k > x.count / 4) return std::nullopt;
     if (earlier != nullptr && *earlier > 0.0f && std::isfinite(*earlier)) {
-        auto found = candidates_above(x, float_bits(0.98f * *earlier), k, num_threads);
+        auto found = candidates_above(x, float_bits(kThresholdHint * *earlier), k, num_threads);
         if (found) return found;
     }
     return candidates_above(x, sample_threshold(x, k), k, num_threads);

@@ -4,6 +4,7 @@
 
 #include "device/launch.h"
 #include "kernels/cuda/accumulate_pass.h"
+#include "kernels/topk.h"
 
 namespace pycomm::cuda {
 namespace {
@@ -20,7 +21,7 @@ struct Pass {
     const char* old_velocity;
     float momentum;
     bool nesterov;
-    bool* finite;
+    Findings findings;
     Marks marks;
     int64_t shift;
 };
@@ -44,7 +45,7 @@ struct Gradient {
         limit = 0xffffffffu;
         if (pass.marks.words == nullptr) return;
         float threshold = pass.marks.thresholds[j];
-        if (threshold > 0.0f && is_finite(threshold)) limit = device::bits_of(0.98f * threshold);
+        if (threshold > 0.0f && is_finite(threshold)) limit = device::bits_of(kThresholdHint * threshold);
     }
 };
 
@@ -91,7 +92,7 @@ struct Terms {
         }
         store_packet<Acc, kCount>(pass.acc, at, sums);
         if (pass.velocity != nullptr) store_packet<Acc, kCount>(pass.velocity, at, velocity);
-        if (!all) pass.finite[gradient.number] = false;
+        if (!all) pass.findings.answers[gradient.number] = pass.findings.when_not_finite;
         return marked;
     }
 };
@@ -153,9 +154,8 @@ PYCOMM_KERNEL accumulate_kernel(Pass pass) {
 
 }  // namespace
 
-void accumulate_pass(const Accumulation& job, const Entry* entries, Scale scale, bool* finite, Marks marks,
+void accumulate_pass(const Accumulation& job, const Entry* entries, Scale scale, Findings findings, Marks marks,
                      Stream stream) {
-    device::fill_bytes(finite, 1, static_cast<int64_t>(job.grads.size()), stream);
     if (job.acc.count == 0) return;
     const auto num_grads = static_cast<int>(job.grads.size());
     Pass pass{Table{entries, num_grads, job.acc.count},
@@ -169,7 +169,7 @@ void accumulate_pass(const Accumulation& job, const Entry* entries, Scale scale,
               static_cast<const char*>(job.old_velocity),
               job.momentum,
               job.nesterov,
-              finite,
+              findings,
               marks,
               shift_of(job.acc)};
     with_float_type(job.grads[0].dtype, [&](auto* type) {
@@ -187,7 +187,8 @@ int64_t accumulate_workspace_bytes(const Accumulation& job) {
 
 void accumulate(const Accumulation& job, Scale scale, bool* finite, Workspace& workspace, Stream stream) {
     Table table = upload(arrays_of(job), workspace, stream);
-    accumulate_pass(job, table.entries, scale, finite, {}, stream);
+    device::fill_bytes(finite, 1, static_cast<int64_t>(job.grads.size()), stream);
+    accumulate_pass(job, table.entries, scale, {finite, false}, {}, stream);
 }
 
 }  // namespace pycomm::cuda

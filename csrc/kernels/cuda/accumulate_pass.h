@@ -11,7 +11,8 @@
 
 namespace pycomm::cuda {
 
-// Bits of the sums that exceed 0.98 of their gradient's threshold, where that is positive and finite. For float32.
+// Bits of the sums that exceed kThresholdHint of their gradient's threshold, where that is positive and finite. For
+// float32.
 struct Marks {
     uint32_t* words = nullptr;  // bit i % 32 of word i / 32 is element i - shift_of(acc); null: no marks are wanted
     const float* thresholds = nullptr;
@@ -34,8 +35,14 @@ inline std::vector<Buffer> arrays_of(const Accumulation& job) {
     return arrays;
 }
 
+// Answers for each gradient: `answers[j]` becomes `when_not_finite` if one of its sums is not finite, and else stays.
+struct Findings {
+    bool* answers;
+    bool when_not_finite;
+};
+
 // `entries`: of arrays_of(job), in memory of the device.
-void accumulate_pass(const Accumulation& job, const Entry* entries, Scale scale, bool* finite, Marks marks,
+void accumulate_pass(const Accumulation& job, const Entry* entries, Scale scale, Findings findings, Marks marks,
                      Stream stream);
 
 }  // namespace pycomm::cuda

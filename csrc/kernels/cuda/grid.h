@@ -1,4 +1,4 @@
-// Working together: sums over the threads of a warp and of a block, parts for blocks, and a barrier among all of them.
+// Working together: sums over the threads of a warp and of a block, and parts for blocks.
 #pragma once
 
 #include <cstdint>
@@ -56,26 +56,6 @@ PYCOMM_DEVICE void sum_blocks(const T* values, uint64_t* before, uint64_t* total
     }
     scan_block(mine_before, before);
     scan_block(mine, total);
-}
-
-// Barrier of all threads of a kernel started by launch_together.
-struct Grid {
-    uint32_t* arrived;        // on the device; starts as 0
-    uint32_t generation = 0;  // meetings so far
-};
-
-// Waits until every block has come here; what any thread wrote before is then seen by all.
-PYCOMM_DEVICE void grid_barrier(Grid& grid) {
-    ++grid.generation;
-    device::block_barrier();
-    if (device::thread_index() == 0) {
-        device::device_fence();
-        device::atomic_add(grid.arrived, 1);
-        uint32_t wanted = grid.generation * static_cast<uint32_t>(device::num_blocks());
-        while (device::atomic_read(grid.arrived) < wanted) device::pause();
-        device::device_fence();
-    }
-    device::block_barrier();
 }
 
 }  // namespace pycomm::cuda

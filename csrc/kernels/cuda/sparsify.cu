@@ -1,14 +1,17 @@
 // Two kernels:
 //
 //   accumulate   the sums, and a bit for each that exceeds what its gradient's last threshold suggests
-//   select       one block per gradient: a list of the elements that have a bit, in order, and of that list the exact
-//                k-th key by radix, as topk does it; or of the gradient's whole part of acc where the list is no good
+//   select       of every gradient the k largest, as topk selects them, from what has a bit, or from what a sample
+//                suggests. Each block has an equal part of all elements, and the blocks that have a part of a gradient
+//                are a team; a block that has several gradients, or ends of them, goes through them in order.
 #include "kernels/sparsify.h"
+
+#include <algorithm>
 
 #include "device/launch.h"
 #include "kernels/cuda/accumulate_pass.h"
-#include "kernels/cuda/marked.h"
 #include "kernels/cuda/topk_select.h"
+#include "kernels/topk.h"
 
 namespace pycomm::cuda {
 namespace {
@@ -18,104 +21,193 @@ using namespace selection;
 struct Choice {
     const Entry* grads;
     const Entry* outs;  // how many of each gradient, as arrays that follow each other
+    int num_grads;
     const char* acc;
     char* values;
     int32_t* indices;
     float* thresholds;
+    bool* finite;
     bool* missed;
+    const bool* not_finite;
     Marks marks;
     int64_t shift;
-    uint32_t* list_keys;
+    Record* records;
+    int num_records;
+    uint32_t* slots;  // three for every block and gradient
+    char* edges;
+    uint32_t* words;
+    char* list_keys;
     uint32_t* list_indices;
 };
+
+// Room in the list for twice what is wanted, and for some that are in the way: where a gradient's part begins.
+PYCOMM_HOST_DEVICE int64_t place_of_list(int64_t before, int64_t wanted_before, int64_t gradients_before) {
+    return 2 * wanted_before + before / 128 + 64 * gradients_before;
+}
+
+// The same for the marks of samples, in words.
+PYCOMM_HOST_DEVICE int64_t place_of_words(int64_t before, int64_t gradients_before) {
+    return (before / 1024 + 3 * gradients_before) * 32;
+}
 
 // One gradient's part of everything.
 struct Elected {
     int64_t begin, end;  // in acc
-    int64_t start;       // in the outputs
-    int64_t k;
-    int64_t list;  // where its list begins
-    int64_t capacity;
+    int64_t start, k;    // in the outputs
+    int first, last;     // blocks of the team
 
     PYCOMM_MEMBER Elected(const Choice& job, int j) {
         begin = job.grads[j].begin;
         end = job.grads[j + 1].begin;
         start = job.outs[j].begin - job.outs[0].begin;
         k = job.outs[j + 1].begin - job.outs[j].begin;
-        list = place_of_list(begin, start, j);
-        capacity = place_of_list(end, start + k, j + 1) - list;
+        first = owner_of(job, begin);
+        last = end > begin ? owner_of(job, end - 1) : first;
     }
 
-    // Room for twice what is wanted, and for some that are in the way.
-    PYCOMM_HOST_DEVICE int64_t place_of_list(int64_t before, int64_t wanted_before, int64_t gradients_before) {
-        return 2 * wanted_before + before / 128 + 64 * gradients_before;
+    // The block that has element i: the last one whose part begins at or before it.
+    PYCOMM_MEMBER static int owner_of(const Choice& job, int64_t i) {
+        int64_t total = job.grads[job.num_grads].begin;
+        return static_cast<int>(((i + 1) * device::num_blocks() - 1) / total);
+    }
+
+    PYCOMM_MEMBER bool has_team() const { return first < last; }
+
+    // Each has one where there are enough. Else a gradient's is that of its team's first block, in which no other
+    // team can begin; blocks by themselves have theirs behind these.
+    PYCOMM_MEMBER int record(const Choice& job, int j) const {
+        if (job.num_records >= job.num_grads) return j;
+        return has_team() ? first : device::num_blocks() + first;
+    }
+
+    template <class K>
+    PYCOMM_MEMBER Job<K> job_of(const Choice& job, int j) const {
+        const int64_t list = place_of_list(begin, start, j);
+        const int64_t num_slots = int64_t{device::num_blocks()} + job.num_grads;
+        uint32_t* slots = job.slots + first + j;  // no other team's: from one to the next both, or j alone, go up
+        return {job.acc + begin * static_cast<int64_t>(sizeof(typename K::Bits)),
+                static_cast<uint32_t>(end - begin),
+                static_cast<uint32_t>(k),
+                job.thresholds + j,
+                job.values + start * static_cast<int64_t>(sizeof(typename K::Bits)),
+                reinterpret_cast<char*>(job.indices + start),
+                begin,
+                sample_rank_of(end - begin, k),
+                static_cast<uint32_t>(place_of_list(end, start + k, j + 1) - list),
+                job.records + record(job, j),
+                slots,
+                slots + num_slots,
+                slots + 2 * num_slots,
+                reinterpret_cast<Edge<typename K::Key>*>(job.edges) + record(job, j) * int64_t{kMostEdges},
+                job.words + place_of_words(begin, j),
+                reinterpret_cast<typename K::Key*>(job.list_keys) + list,
+                job.list_indices + list};
     }
 };
 
-// Lists what is marked. Returns how many; 0: fewer than k, or more than there is room for.
 template <class K>
-PYCOMM_DEVICE uint32_t list_marked(const Choice& job, const Elected& mine) {
-    MarkedRange marked{job.marks.words, mine.begin + job.shift, mine.end + job.shift};
-    uint64_t before = 0, total = marked.count(&before);
-    if (total < static_cast<uint64_t>(mine.k) || total > static_cast<uint64_t>(mine.capacity)) return 0;
-    marked.list(static_cast<uint64_t>(mine.list) + before, [&](uint64_t place, int64_t bit) {
-        int64_t index = bit - job.shift;
-        job.list_keys[place] = static_cast<uint32_t>(K::of(load_element<typename K::Bits>(job.acc, index)));
-        job.list_indices[place] = static_cast<uint32_t>(index);
-    });
-    return static_cast<uint32_t>(total);  // seen by all after the next barrier, which counting begins with
+PYCOMM_DEVICE void select_of(const Choice& choice, const Elected& mine, int j, uint32_t* counts) {
+    using Key = typename K::Key;
+    const Job<K> job = mine.job_of<K>(choice, j);
+    Team team{&job.record->meeting, device::block_index() - mine.first, mine.last - mine.first + 1};
+    Candidates<K> found = {};
+    bool missed = false;
+    if constexpr (std::is_same_v<Key, uint32_t>) {
+        float earlier = *job.threshold;
+        if (earlier > 0.0f && is_finite(earlier) && job.k <= job.count / 2) {
+            MarkedRange all{choice.marks.words, mine.begin + choice.shift, mine.end + choice.shift};
+            found = list_marked(job, all, Floor<K>{K::near(kThresholdHint * earlier)}, counts, team);
+            missed = !found.listed;
+        }
+    }
+    if (!found.listed && job.sample_rank != 0) {
+        Key lowest = sample(job, counts, team);
+        found = list_from(job, Floor<K>{lowest > 0 ? lowest : Key{1}}, counts, team);
+    }
+    select(job, found, counts, team);
+    if (team.rank == 0 && device::thread_index() == 0) choice.missed[j] = missed;
 }
 
 template <class T>
 PYCOMM_KERNEL select_kernel(Choice job) {
-    using K = Keys<T>;
-    using Key = typename K::Key;
     PYCOMM_SHARED(uint32_t, counts, kBins);
-    const int j = device::block_index();
-    const Elected mine(job, j);
-    if (mine.k == 0) return;
-    uint32_t listed = 0;
-    if constexpr (std::is_same_v<T, float>) {
-        float earlier = job.thresholds[j];
-        if (earlier > 0.0f && is_finite(earlier) && mine.k <= (mine.end - mine.begin) / 2) {
-            listed = list_marked<K>(job, mine);
-            if (listed == 0 && device::thread_index() == 0) job.missed[j] = true;
-        }
+    const Table grads{job.grads, job.num_grads, job.grads[job.num_grads].begin};
+    const int64_t begin = grads.total * device::block_index() / device::num_blocks();
+    const int64_t end = grads.total * (device::block_index() + 1) / device::num_blocks();
+    for (int j = array_at(grads, begin); j < job.num_grads && job.grads[j].begin < end; ++j) {
+        const Elected mine(job, j);
+        if (mine.k > 0) select_of<Keys<T>>(job, mine, j, counts);
     }
-    Part part{0, listed != 0 ? listed : mine.end - mine.begin};
-    auto key_at = [&](int64_t i) -> Key {
-        if (listed != 0) return job.list_keys[mine.list + i];
-        return K::of(load_element<typename K::Bits>(job.acc, mine.begin + i));
-    };
-    auto wanted = static_cast<uint32_t>(mine.k);
-    Threshold<K> threshold = find_threshold<K>(wanted, [&](int, int low, Key decided, Key prefix) {
-        count_digits_in_block<Key>(counts, part, low, decided, prefix, key_at);
-        return counts;
-    });
-    for_selected<K>(part, threshold, 0, key_at, [&](uint32_t place, int64_t i) {
-        int64_t index = listed != 0 ? job.list_indices[mine.list + i] : mine.begin + i;
-        job.indices[mine.start + place] = static_cast<int32_t>(index);
-        store_element(job.values, mine.start + place, load_element<typename K::Bits>(job.acc, index));
-    });
-    if (device::thread_index() == 0) job.thresholds[j] = K::float_of(threshold.key);
+    for (int j = device::block_index() * device::num_threads() + device::thread_index(); j < job.num_grads;
+         j += device::num_blocks() * device::num_threads()) {
+        job.finite[j] = !job.not_finite[j];
+        if (job.outs[j].begin == job.outs[j + 1].begin) job.missed[j] = false;
+    }
 }
 
 // Layout of the workspace, behind the table.
 struct Layout {
-    int64_t words, keys, indices, num_bytes;
+    int64_t not_finite, records, slots, edges, marks, words, keys, indices, num_bytes;
 
     Layout(const Accumulation& job, const Selection& selection) {
-        bool marks = job.acc.dtype == DType::kF32;
-        auto num_grads = static_cast<int64_t>(job.grads.size());
-        int64_t listed = marks ? Elected::place_of_list(job.acc.count, selection.values.count, num_grads) : 0;
-        words = round_up(table_bytes(2 * job.grads.size() + job.weights.size()));
-        keys = words + (marks ? round_up(words_of_marks(job.acc.count) * 4) : 0);
-        indices = keys + round_up(listed * 4);
+        const bool is_float = job.acc.dtype == DType::kF32;
+        const auto num_grads = static_cast<int64_t>(job.grads.size());
+        const int64_t listed = place_of_list(job.acc.count, selection.values.count, num_grads);
+        const int64_t num_records = records_for(num_grads, kMaxBlocks);
+        const int64_t edge_bytes = is_float ? sizeof(Edge<uint32_t>) : sizeof(Edge<uint64_t>);
+        not_finite = round_up(table_bytes(2 * job.grads.size() + job.weights.size()));
+        records = not_finite + round_up(num_grads);
+        slots = records + round_up(num_records * int64_t{sizeof(Record)});
+        edges = slots + round_up(3 * (kMaxBlocks + num_grads) * 4);
+        marks = edges + round_up(num_records * kMostEdges * edge_bytes);
+        words = marks + (is_float ? round_up(words_of_marks(job.acc.count) * 4) : 0);
+        keys = words + round_up(place_of_words(job.acc.count, num_grads) * 4);
+        indices = keys + round_up(listed * size_of(job.acc.dtype));
         num_bytes = indices + round_up(listed * 4);
     }
 
+    static int64_t records_for(int64_t num_grads, int64_t blocks) { return std::min(num_grads, 2 * blocks); }
     static int64_t round_up(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 };
+
+Choice choice_of(const Accumulation& job, const Selection& selection, const Layout& layout, const Entry* entries,
+                 bool* finite, char* memory) {
+    const auto num_grads = static_cast<int>(job.grads.size());
+    Choice choice = {};
+    choice.grads = entries;
+    choice.outs = entries + num_grads + static_cast<int64_t>(job.weights.size());
+    choice.num_grads = num_grads;
+    choice.acc = job.acc.bytes();
+    choice.values = selection.values.bytes();
+    choice.indices = selection.indices;
+    choice.thresholds = selection.thresholds;
+    choice.finite = finite;
+    choice.missed = selection.missed;
+    choice.not_finite = reinterpret_cast<bool*>(memory + layout.not_finite);
+    if (job.acc.dtype == DType::kF32) {
+        choice.marks = {reinterpret_cast<uint32_t*>(memory + layout.marks), selection.thresholds};
+    }
+    choice.shift = shift_of(job.acc);
+    choice.records = reinterpret_cast<Record*>(memory + layout.records);
+    choice.slots = reinterpret_cast<uint32_t*>(memory + layout.slots);
+    choice.edges = memory + layout.edges;
+    choice.words = reinterpret_cast<uint32_t*>(memory + layout.words);
+    choice.list_keys = memory + layout.keys;
+    choice.list_indices = reinterpret_cast<uint32_t*>(memory + layout.indices);
+    return choice;
+}
+
+template <class T>
+void run(const Accumulation& job, Scale scale, const Layout& layout, Choice choice, char* memory, Stream stream) {
+    const int resident = device::max_resident_blocks("sparsify", select_kernel<T>);
+    const int64_t blocks = blocks_for_selection(job.acc.count, job.acc.device, resident);
+    choice.num_records = static_cast<int>(Layout::records_for(choice.num_grads, blocks));
+    const int64_t zeros = layout.records - layout.not_finite + choice.num_records * int64_t{sizeof(Record)};
+    device::fill_bytes(memory + layout.not_finite, 0, zeros, stream);
+    bool* not_finite = reinterpret_cast<bool*>(memory + layout.not_finite);
+    accumulate_pass(job, choice.grads, scale, {not_finite, true}, choice.marks, stream);
+    device::launch_together("sparsify", select_kernel<T>, blocks, stream, choice);
+}
 
 }  // namespace
 
@@ -125,35 +217,18 @@ int64_t sparsify_workspace_bytes(const Accumulation& job, const Selection& selec
 
 void sparsify(const Accumulation& job, Scale scale, const Selection& selection, bool* finite, Workspace& workspace,
               Stream stream) {
-    const auto num_grads = static_cast<int64_t>(job.grads.size());
+    if (job.acc.count == 0) {
+        device::fill_bytes(finite, 1, static_cast<int64_t>(job.grads.size()), stream);
+        device::fill_bytes(selection.missed, 0, static_cast<int64_t>(job.grads.size()), stream);
+        return;
+    }
     const Layout layout(job, selection);
-    device::fill_bytes(selection.missed, 0, num_grads, stream);
     std::vector<Buffer> arrays = arrays_of(job);
     for (int64_t count : selection.counts) arrays.push_back({nullptr, count, job.acc.dtype});
     const Entry* entries = upload(arrays, workspace, stream).entries;
-    char* memory = workspace.memory;
-    Marks marks;
-    if (job.acc.dtype == DType::kF32) {
-        marks = {reinterpret_cast<uint32_t*>(memory + layout.words), selection.thresholds};
-    }
-    accumulate_pass(job, entries, scale, finite, marks, stream);
-    if (selection.values.count == 0) return;
-    Choice choice{entries,
-                  entries + num_grads + static_cast<int64_t>(job.weights.size()),
-                  job.acc.bytes(),
-                  selection.values.bytes(),
-                  selection.indices,
-                  selection.thresholds,
-                  selection.missed,
-                  marks,
-                  shift_of(job.acc),
-                  reinterpret_cast<uint32_t*>(memory + layout.keys),
-                  reinterpret_cast<uint32_t*>(memory + layout.indices)};
-    if (job.acc.dtype == DType::kF64) {
-        device::launch("sparsify", select_kernel<double>, num_grads, stream, choice);
-    } else {
-        device::launch("sparsify", select_kernel<float>, num_grads, stream, choice);
-    }
+    const Choice choice = choice_of(job, selection, layout, entries, finite, workspace.memory);
+    if (job.acc.dtype == DType::kF64) return run<double>(job, scale, layout, choice, workspace.memory, stream);
+    run<float>(job, scale, layout, choice, workspace.memory, stream);
 }
 
 }  // namespace pycomm::cuda

@@ -1,121 +1,189 @@
 // From a guess at the threshold to a list of all elements that reach it, in order, with one read of x.
 #pragma once
 
+#include "kernels/cuda/marked.h"
 #include "kernels/cuda/topk_digits.h"
 
 namespace pycomm::cuda::selection {
 
+// The histogram of candidates has narrow bins: what is left to decide in the one that holds the k-th key is little.
+// Together they reach from the floor to about twice that, and the last one on from there.
+template <class K>
+struct Floor {
+    using Key = typename K::Key;
+    static constexpr int kShift = K::kMantissa > kDigitBits ? K::kMantissa - kDigitBits : 0;
+
+    Key lowest;  // key of a candidate
+
+    PYCOMM_MEMBER uint32_t bin_of(Key key) const {
+        Key bin = (key - lowest) >> kShift;
+        return bin < kBins - 1 ? static_cast<uint32_t>(bin) : kBins - 1;
+    }
+    // The keys of a bin, less base(bin), have this many bits.
+    PYCOMM_MEMBER Key base(uint32_t bin) const {
+        return bin == kBins - 1 ? 0 : lowest + (static_cast<Key>(bin) << kShift);
+    }
+    PYCOMM_MEMBER int bits(uint32_t bin) const { return bin == kBins - 1 ? K::kBits : kShift; }
+};
+
+// What there is to select from: a list, of which `part` is this block's; without one, all of x.
+template <class K>
+struct Candidates {
+    bool listed;
+    Part part;
+    Floor<K> floor;
+};
+
+// What this block has found of it.
+struct Found {
+    uint32_t count;
+    uint64_t before_warp;
+    MarkedRange marks;
+};
+
 // The lowest key of the bin that holds the sample_rank-th largest of the sample.
 template <class K>
-PYCOMM_DEVICE typename K::Key sample(const Job<K>& job, uint32_t* counts, Grid& grid) {
+PYCOMM_DEVICE typename K::Key sample(const Job<K>& job, uint32_t* counts, Team& team) {
     using Key = typename K::Key;
     constexpr int kLow = K::kBits - kDigitBits;
     constexpr int kSamplers = 16;  // blocks that take part
-    int samplers = device::num_blocks() < kSamplers ? device::num_blocks() : kSamplers;
-    if (device::block_index() < samplers) {
+    int samplers = team.size < kSamplers ? team.size : kSamplers;
+    if (team.rank < samplers) {
         constexpr int64_t kTotal = int64_t{kSampleLines} * kLineElems;
-        Part part{kTotal * device::block_index() / samplers, kTotal * (device::block_index() + 1) / samplers};
+        Part part{kTotal * team.rank / samplers, kTotal * (team.rank + 1) / samplers};
         int64_t step = (job.count - kLineElems) / kSampleLines;
-        count_digits<Key>(job.shared->cleared.sampled, counts, part, kLow, 0, 0,
+        count_digits<Key>(counts, part, kLow, 0, 0,
                           [&](int64_t i) { return key_of_x(job, i / kLineElems * step + i % kLineElems); });
+        add_counts(counts, job.record->bins);
     }
-    grid_barrier(grid);
-    return static_cast<Key>(find_digit(job.shared->cleared.sampled, job.sample_rank).digit) << kLow;
+    bool last = arrive(team);
+    if (last) note_digit(job.record, job.sample_rank);
+    dismiss(team, last);
+    return static_cast<Key>(job.record->digit) << kLow;
 }
 
-// Marks the elements of one tile that reach `floor`; all 32 lanes of a warp. Returns how many.
-template <class K>
-PYCOMM_DEVICE uint32_t mark_tile(const Job<K>& job, const View<K>& view, uint32_t tile, typename K::Key floor) {
-    constexpr uint32_t kCount = View<K>::kCount;
-    constexpr uint32_t kRows = kWarpSize / kCount;
-    auto lane = static_cast<uint32_t>(device::thread_index() % kWarpSize);
-    Packet<typename K::Bits, kCount> rows[kRows];  // all loads first, so that they are under way together
+// Which of a packet's elements reach the floor, from the lowest bit on; counts them in the histogram.
+template <class K, int kCount>
+PYCOMM_DEVICE uint32_t marks_of(const Packet<typename K::Bits, kCount>& packet, const Floor<K>& floor,
+                                uint32_t* counts) {
+    uint32_t bits = 0;
 #pragma unroll
-    for (uint32_t r = 0; r < kRows; ++r) {
-        rows[r] = view.at(static_cast<uint64_t>(tile) * kTileElems + (r * kWarpSize + lane) * kCount);
+    for (int e = 0; e < kCount; ++e) {
+        bits |= static_cast<uint32_t>(K::of(packet.values[e]) >= floor.lowest) << e;
     }
-    uint32_t word = 0, marked = 0;
+    if (bits != 0) {
 #pragma unroll
-    for (uint32_t r = 0; r < kRows; ++r) {
-#pragma unroll
-        for (uint32_t e = 0; e < kCount; ++e) {
-            uint32_t ones = device::ballot(K::of(rows[r].values[e]) >= floor);
-            if (lane == r * kCount + e) word = ones;
-            marked += static_cast<uint32_t>(device::count_ones(ones));
+        for (int e = 0; e < kCount; ++e) {
+            if ((bits >> e & 1u) != 0) device::atomic_add(&counts[floor.bin_of(K::of(packet.values[e]))], 1);
         }
     }
-    job.words[tile * kWarpSize + lane] = word;
-    if (lane == 0) job.tile_counts[tile] = marked;
-    return marked;
+    return bits;
 }
 
-// One read of x. Afterwards `before` and `total` say how many elements are marked before this block's tiles, and in
-// all. `floor` is at least 1: what lies outside x reads as 0.
+// Marks the elements of one tile that reach the floor; all 32 lanes of a warp. Returns how many this lane found.
 template <class K>
-PYCOMM_DEVICE void mark(const Job<K>& job, typename K::Key floor, Grid& grid, uint64_t* before, uint64_t* total) {
-    View<K> view(job);
-    Part tiles = part_of(view.num_tiles());
-    int warp = device::thread_index() / kWarpSize, warps = device::num_threads() / kWarpSize;
-    uint64_t marked = 0, in_block = 0;
-    for (int64_t tile = tiles.begin + warp; tile < tiles.end; tile += warps) {
-        marked += mark_tile(job, view, static_cast<uint32_t>(tile), floor);
-    }
-    scan_block(device::thread_index() % kWarpSize == 0 ? marked : 0, &in_block);
-    if (device::thread_index() == 0) job.shared->marked[device::block_index()] = static_cast<uint32_t>(in_block);
-    grid_barrier(grid);
-    sum_blocks(job.shared->marked, before, total);
-}
-
-// Writes the marked elements of one tile to the list from `at` on; all 32 lanes of a warp.
-template <class K>
-PYCOMM_DEVICE void list_tile(const Job<K>& job, const View<K>& view, uint32_t tile, uint32_t at) {
-    constexpr uint32_t kCount = View<K>::kCount;
-    auto lane = static_cast<uint32_t>(device::thread_index() % kWarpSize);
-    uint32_t word = job.words[tile * kWarpSize + lane];
-    uint32_t up_to_here = scan_warp(static_cast<uint32_t>(device::count_ones(word)));
-    // Bit b of word e of a row is element b * kCount + e of it: order goes through all words of the row.
-    uint32_t row = lane / kCount, element = lane % kCount;
-    uint32_t up_to_row = device::shuffle(up_to_here, row == 0 ? 0 : static_cast<int>(row * kCount) - 1);
-    uint32_t words[kCount];
+PYCOMM_DEVICE uint32_t mark_tile(const Job<K>& job, const View<K>& view, int64_t tile, const Floor<K>& floor,
+                                 uint32_t* counts) {
+    constexpr int kCount = View<K>::kCount, kRows = View<K>::kTileRows;
+    constexpr int kLanes = kWarpSize / kCount;  // that make a word together; as many as there are rows
+    int lane = device::thread_index() % kWarpSize, of_word = lane % kLanes;
+    Packet<typename K::Bits, kCount> rows[kRows];
+    view.load(tile, rows);
+    uint32_t mine = 0, found = 0;
 #pragma unroll
-    for (uint32_t e = 0; e < kCount; ++e) words[e] = device::shuffle(word, static_cast<int>(row * kCount + e));
-    for (uint32_t left = word; left != 0; left &= left - 1) {
-        auto bit = static_cast<uint32_t>(device::lowest_one(left));
-        uint32_t place = at + (row == 0 ? 0 : up_to_row);
-#pragma unroll
-        for (uint32_t e = 0; e < kCount; ++e) {
-            place += static_cast<uint32_t>(device::count_ones(words[e] & ((1u << bit) - 1)));
-            if (e < element) place += words[e] >> bit & 1u;
-        }
-        uint32_t index = tile * kTileElems + (row * kWarpSize + bit) * kCount + element - view.shift;
-        job.list_indices[place] = index;
-        job.list_keys[place] = key_of_x(job, index);
+    for (int r = 0; r < kRows; ++r) {
+        uint32_t bits = marks_of<K, kCount>(rows[r], floor, counts);
+        if (device::ballot(bits != 0) == 0) continue;
+        found += static_cast<uint32_t>(device::count_ones(bits));
+        uint32_t word = bits << (kCount * of_word);  // in the end all lanes of the word have it
+        for (int distance = 1; distance < kLanes; distance *= 2) word |= device::shuffle(word, lane ^ distance);
+        if (of_word == r) mine = word;
     }
+    job.words[tile * View<K>::kTileWords + of_word * kCount + lane / kLanes] = mine;
+    return found;
 }
 
-// The marked elements, in order, into the list; those of this block from `at` on.
+// One read of x: marks, and the histogram, of what reaches the floor, which is at least 1.
 template <class K>
-PYCOMM_DEVICE void compact(const Job<K>& job, uint32_t at, Grid& grid) {
-    PYCOMM_SHARED(uint32_t, counts, device::kMaxThreads);
-    PYCOMM_SHARED(uint32_t, places, device::kMaxThreads);
-    View<K> view(job);
-    Part tiles = part_of(view.num_tiles());
-    int thread = device::thread_index(), threads = device::num_threads();
-    int warp = thread / kWarpSize, warps = threads / kWarpSize;
-    for (int64_t base = tiles.begin; base < tiles.end; base += threads) {
-        uint64_t in_round = 0;
-        uint32_t count = base + thread < tiles.end ? job.tile_counts[base + thread] : 0;
-        auto before = static_cast<uint32_t>(scan_block(count, &in_round));
-        counts[thread] = count;
-        places[thread] = at + before;
-        device::block_barrier();
-        for (int i = warp; i < threads; i += warps) {
-            if (counts[i] != 0) list_tile(job, view, static_cast<uint32_t>(base + i), places[i]);
-        }
-        // The next round is not written before the barriers in its scan.
-        at += static_cast<uint32_t>(in_round);
+PYCOMM_DEVICE Found mark(const Job<K>& job, const Floor<K>& floor, uint32_t* counts, const Team& team) {
+    const View<K> view(job);
+    const Part tiles = team.part_of(view.num_tiles());
+    clear(counts);
+    device::block_barrier();
+    uint64_t mine = 0, in_block = 0;
+    const Part part = part_of_warp(tiles);
+    for (int64_t tile = part.begin; tile < part.end; ++tile) mine += mark_tile(job, view, tile, floor, counts);
+    uint64_t before = scan_block(mine, &in_block);
+    add_counts(counts, job.record->bins);
+    int64_t begin = tiles.begin * View<K>::kTileElems, end = tiles.end * View<K>::kTileElems;
+    return {static_cast<uint32_t>(in_block), device::shuffle(before, 0), {job.words, begin, end}};
+}
+
+// Called by the block that came last: whether the candidates that all blocks have found make a good list.
+template <class K>
+PYCOMM_DEVICE bool note_list(const Job<K>& job, const Team& team) {
+    uint32_t total = add_up_before(job.marked, team.size);
+    bool good = total >= job.k && total <= job.capacity;
+    if (device::thread_index() == 0) {
+        job.record->listed = good ? total : 0;
+        job.record->num_edges = 0;
     }
-    grid_barrier(grid);
+    return good;
+}
+
+// The elements that are marked, in order, into the list, whose places from `at` on are this block's. Calls then(key).
+template <class K, class Then>
+PYCOMM_DEVICE void list(const Job<K>& job, const Found& found, int64_t shift, uint32_t at, Then&& then) {
+    found.marks.list(at + found.before_warp, [&](uint64_t place, int64_t bit) {
+        int64_t index = bit - shift;
+        typename K::Key key = key_of_x(job, index);
+        job.list_keys[place] = key;
+        job.list_indices[place] = static_cast<uint32_t>(index);
+        then(key);
+    });
+    device::block_barrier();
+}
+
+// A list of what reaches the floor, if that makes a good one; job.record says in which bin the k-th key lies.
+template <class K>
+PYCOMM_DEVICE Candidates<K> list_from(const Job<K>& job, const Floor<K>& floor, uint32_t* counts, Team& team) {
+    const Found found = mark(job, floor, counts, team);
+    if (device::thread_index() == 0) job.marked[team.rank] = found.count;
+    bool last = arrive(team);
+    if (last) {
+        if (note_list(job, team)) {
+            note_digit(job.record, job.k);
+        } else {
+            clear(job.record->bins);
+        }
+    }
+    dismiss(team, last);
+    if (job.record->listed == 0) return {};
+    uint32_t at = job.marked[team.rank];
+    list(job, found, View<K>(job).shift, at, [](typename K::Key) {});
+    return {true, {at, at + found.count}, floor};
+}
+
+// The same from marks that somebody else has made: those of `all`, of which bit i is element i - all.begin.
+template <class K>
+PYCOMM_DEVICE Candidates<K> list_marked(const Job<K>& job, const MarkedRange& all, const Floor<K>& floor,
+                                        uint32_t* counts, Team& team) {
+    const Part part = team.part_of(job.count);
+    Found found{0, 0, {all.words, all.begin + part.begin, all.begin + part.end}};
+    found.count = found.marks.count(&found.before_warp);
+    clear(counts);
+    if (device::thread_index() == 0) job.marked[team.rank] = found.count;
+    bool last = arrive(team);
+    if (last) note_list(job, team);
+    dismiss(team, last);
+    if (job.record->listed == 0) return {};
+    uint32_t at = job.marked[team.rank];
+    list(job, found, all.begin, at, [&](typename K::Key key) { device::atomic_add(&counts[floor.bin_of(key)], 1); });
+    add_counts(counts, job.record->bins);
+    last = arrive(team);
+    if (last) note_digit(job.record, job.k);
+    dismiss(team, last);
+    return {true, {at, at + found.count}, floor};
 }
 
 }  // namespace pycomm::cuda::selection

@@ -1,27 +1,41 @@
-// Radix selection's two steps: how often each digit occurs, and which one the wanted key has.
+// Histograms of keys, and which bin the wanted key lies in.
 #pragma once
 
 #include "kernels/cuda/topk_job.h"
 
 namespace pycomm::cuda::selection {
 
+// Sets all bins to 0; by one block, whose next barrier makes it known.
+PYCOMM_DEVICE void clear(uint32_t* bins) {
+    for (auto bin = static_cast<uint32_t>(device::thread_index()); bin < kBins;
+         bin += static_cast<uint32_t>(device::num_threads())) {
+        bins[bin] = 0;
+    }
+}
+
+// Adds what the block has counted, in shared memory, to bins of the whole team.
+PYCOMM_DEVICE void add_counts(const uint32_t* counts, uint32_t* bins) {
+    device::block_barrier();
+    for (auto bin = static_cast<uint32_t>(device::thread_index()); bin < kBins;
+         bin += static_cast<uint32_t>(device::num_threads())) {
+        if (counts[bin] != 0) device::atomic_add(&bins[bin], counts[bin]);
+    }
+}
+
 // Counts how often each digit (12 bits from `low` on) occurs among the keys of `part` whose bits under `decided` equal
 // `prefix`. `counts`: kBins of the block's shared memory; between two calls lies a barrier.
 template <class Key, class KeyAt>
-PYCOMM_DEVICE void count_digits_in_block(uint32_t* counts, Part part, int low, Key decided, Key prefix,
-                                         KeyAt&& key_at) {
+PYCOMM_DEVICE void count_digits(uint32_t* counts, Part part, int low, Key decided, Key prefix, KeyAt&& key_at) {
     constexpr int kUnroll = 4;
     int thread = device::thread_index(), threads = device::num_threads(), lane = thread % kWarpSize;
-    for (uint32_t bin = static_cast<uint32_t>(thread); bin < kBins; bin += static_cast<uint32_t>(threads)) {
-        counts[bin] = 0;
-    }
+    clear(counts);
     device::block_barrier();
     for (int64_t base = part.begin; base < part.end; base += kUnroll * threads) {
         Key keys[kUnroll];
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u) {
             int64_t i = base + u * threads + thread;
-            keys[u] = i < part.end ? key_at(i) : 0;
+            keys[u] = key_at(i < part.end ? i : part.end - 1);
         }
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u) {
@@ -35,18 +49,6 @@ PYCOMM_DEVICE void count_digits_in_block(uint32_t* counts, Part part, int low, K
             if (lane == 0) device::atomic_add(&counts[first], static_cast<uint32_t>(device::count_ones(same)));
             if (counted && digit != first) device::atomic_add(&counts[digit], 1);
         }
-    }
-    device::block_barrier();
-}
-
-// The same, added to `bins`, which other blocks add to as well.
-template <class Key, class KeyAt>
-PYCOMM_DEVICE void count_digits(uint32_t* bins, uint32_t* counts, Part part, int low, Key decided, Key prefix,
-                                KeyAt&& key_at) {
-    count_digits_in_block<Key>(counts, part, low, decided, prefix, key_at);
-    auto thread = static_cast<uint32_t>(device::thread_index()), threads = static_cast<uint32_t>(device::num_threads());
-    for (uint32_t bin = thread; bin < kBins; bin += threads) {
-        if (counts[bin] != 0) device::atomic_add(&bins[bin], counts[bin]);
     }
 }
 
@@ -73,6 +75,16 @@ PYCOMM_DEVICE Digit find_digit(const uint32_t* bins, uint32_t wanted) {
     }
     device::block_barrier();
     return found[0];  // not overwritten before the barriers in the next call's scan
+}
+
+// Called by the block that came last: notes the bin of the wanted-th key for all, and clears the bins.
+PYCOMM_DEVICE void note_digit(Record* record, uint32_t wanted) {
+    Digit found = find_digit(record->bins, wanted);
+    if (device::thread_index() == 0) {
+        record->digit = found.digit;
+        record->wanted = found.wanted;
+    }
+    clear(record->bins);
 }
 
 }  // namespace pycomm::cuda::selection

@@ -1,8 +1,7 @@
-// The exact k largest, in their order, of a list of candidates or of all elements. One piece of code for both, although
-// what it reads differs: each copy more of it takes the compiler as long as all other kernels.
+// The exact k largest, in their order, of a list of candidates or of all elements.
 #pragma once
 
-#include "kernels/cuda/topk_digits.h"
+#include "kernels/cuda/topk_candidates.h"
 
 namespace pycomm::cuda::selection {
 
@@ -12,15 +11,15 @@ struct Threshold {
     uint32_t ties;        // how many of the elements that have it are selected
 };
 
-// `count(pass, low, decided, prefix)` returns the bins with the digits from `low` on of the keys to choose from.
-template <class K, class Count>
-PYCOMM_DEVICE Threshold<K> find_threshold(uint32_t wanted, Count&& count) {
+// The wanted-th largest of keys of `bits` bits. digit_of(low, decided, prefix, wanted) returns, of the keys whose bits
+// under `decided` are `prefix`, the digit from `low` on that the wanted-th has.
+template <class K, class DigitOf>
+PYCOMM_DEVICE Threshold<K> find_threshold(int bits, uint32_t wanted, DigitOf&& digit_of) {
     using Key = typename K::Key;
     Key prefix = 0, decided = 0;
-    int pass = 0;
-    for (int high = K::kBits; high > 0; high -= kDigitBits, ++pass) {
+    for (int high = bits; high > 0; high -= kDigitBits) {
         int low = high > kDigitBits ? high - kDigitBits : 0;
-        Digit found = find_digit(count(pass, low, decided, prefix), wanted);
+        Digit found = digit_of(low, decided, prefix, wanted);
         // The last digit may reach into bits that are decided already; they agree.
         prefix |= static_cast<Key>(found.digit) << low;
         decided |= static_cast<Key>(kBins - 1) << low;
@@ -57,31 +56,112 @@ PYCOMM_DEVICE void for_selected(Part part, Threshold<K> threshold, uint64_t befo
     }
 }
 
-// The k largest, in their order, to the outputs: of the first `listed` of the list, or, where that is 0, of x.
+// Called by the block that came last: tells all the threshold, and every block what is selected before it.
 template <class K>
-PYCOMM_DEVICE void select(const Job<K>& job, uint32_t* counts, uint32_t listed, Grid& grid) {
+PYCOMM_DEVICE void note_threshold(const Job<K>& job, const Team& team, Threshold<K> threshold) {
+    add_up_before(job.above, team.size);
+    add_up_before(job.equal, team.size);
+    if (device::thread_index() != 0) return;
+    job.record->key = threshold.key;
+    job.record->ties = threshold.ties;
+    job.record->is_exact = 1;
+}
+
+// Called by the block that came last: the threshold, from the edges alone.
+template <class K>
+PYCOMM_DEVICE void decide_edges(const Job<K>& job, const Floor<K>& floor, uint32_t* counts, const Team& team) {
     using Key = typename K::Key;
-    Part part = part_of(listed != 0 ? listed : job.count);
-    auto key_at = [&](int64_t i) { return listed != 0 ? job.list_keys[i] : key_of_x(job, i); };
-    Threshold<K> threshold = find_threshold<K>(job.k, [&](int pass, int low, Key decided, Key prefix) {
-        uint32_t* bins = job.shared->cleared.histograms[pass];
-        count_digits<Key>(bins, counts, part, low, decided, prefix, key_at);
-        grid_barrier(grid);
-        return bins;
-    });
-    int thread = device::thread_index(), threads = device::num_threads();
-    uint64_t mine = 0, in_block = 0, before = 0, total = 0;
-    for (int64_t i = part.begin + thread; i < part.end; i += threads) mine += tally<K>(part, i, threshold, key_at);
+    Record* record = job.record;
+    const uint32_t num_edges = device::atomic_read(&record->num_edges);
+    if (num_edges > kMostEdges) {
+        if (device::thread_index() == 0) record->is_exact = 0;
+        return;
+    }
+    const Part all{0, num_edges};
+    const Key base = floor.base(record->digit);
+    Threshold<K> threshold = find_threshold<K>(
+        floor.bits(record->digit), record->wanted, [&](int low, Key decided, Key prefix, uint32_t wanted) {
+            count_digits<Key>(counts, all, low, decided, prefix, [&](int64_t i) { return job.edges[i].key - base; });
+            device::block_barrier();
+            return find_digit(counts, wanted);
+        });
+    threshold.key += base;
+    for (int64_t i = device::thread_index(); i < num_edges; i += device::num_threads()) {
+        Edge<Key> edge = job.edges[i];
+        if (edge.key > threshold.key) device::atomic_add(&job.above[edge.rank], 1);
+        if (edge.key == threshold.key) device::atomic_add(&job.equal[edge.rank], 1);
+    }
+    device::block_barrier();
+    note_threshold(job, team, threshold);
+}
+
+// The threshold of a list whose histogram said in which bin it lies, at one more meeting. record->is_exact is 0 where
+// that bin holds more than the edges have room for.
+template <class K>
+PYCOMM_DEVICE void threshold_of_list(const Job<K>& job, const Candidates<K>& from, uint32_t* counts, Team& team) {
+    const uint32_t bin = job.record->digit;
+    uint64_t mine = 0, above = 0;
+    for (int64_t i = from.part.begin + device::thread_index(); i < from.part.end; i += device::num_threads()) {
+        typename K::Key key = job.list_keys[i];
+        uint32_t in = from.floor.bin_of(key);
+        if (in > bin) ++mine;
+        if (in != bin) continue;
+        uint32_t place = device::atomic_add(&job.record->num_edges, 1);
+        if (place < kMostEdges) job.edges[place] = {key, static_cast<uint32_t>(team.rank)};
+    }
+    scan_block(mine, &above);
+    if (device::thread_index() == 0) {
+        job.above[team.rank] = static_cast<uint32_t>(above);
+        job.equal[team.rank] = 0;
+    }
+    bool last = arrive(team);
+    if (last) decide_edges(job, from.floor, counts, team);
+    dismiss(team, last);
+}
+
+// The threshold of any keys, by radix: a meeting for every 12 bits, and one more.
+template <class K, class KeyAt>
+PYCOMM_DEVICE void threshold_of_all(const Job<K>& job, Part part, uint32_t* counts, Team& team, KeyAt&& key_at) {
+    using Key = typename K::Key;
+    Record* record = job.record;
+    Threshold<K> threshold =
+        find_threshold<K>(K::kBits, job.k, [&](int low, Key decided, Key prefix, uint32_t wanted) -> Digit {
+            count_digits<Key>(counts, part, low, decided, prefix, key_at);
+            add_counts(counts, record->bins);
+            bool last = arrive(team);
+            if (last) note_digit(record, wanted);
+            dismiss(team, last);
+            return {record->digit, record->wanted};
+        });
+    uint64_t mine = 0, in_block = 0;
+    for (int64_t i = part.begin + device::thread_index(); i < part.end; i += device::num_threads()) {
+        mine += tally<K>(part, i, threshold, key_at);
+    }
     scan_block(mine, &in_block);
-    if (thread == 0) job.shared->selected[device::block_index()] = in_block;
-    grid_barrier(grid);
-    sum_blocks(job.shared->selected, &before, &total);
+    if (device::thread_index() == 0) {
+        job.above[team.rank] = static_cast<uint32_t>(in_block >> 32);
+        job.equal[team.rank] = static_cast<uint32_t>(in_block);
+    }
+    bool last = arrive(team);
+    if (last) note_threshold(job, team, threshold);
+    dismiss(team, last);
+}
+
+// The k largest, in their order, to the outputs.
+template <class K>
+PYCOMM_DEVICE void select(const Job<K>& job, const Candidates<K>& from, uint32_t* counts, Team& team) {
+    const Part part = from.listed ? from.part : team.part_of(job.count);
+    auto key_at = [&](int64_t i) { return from.listed ? job.list_keys[i] : key_of_x(job, i); };
+    if (from.listed) threshold_of_list(job, from, counts, team);
+    if (!from.listed || job.record->is_exact == 0) threshold_of_all(job, part, counts, team, key_at);
+    const Threshold<K> threshold{static_cast<typename K::Key>(job.record->key), job.record->ties};
+    const uint64_t before = static_cast<uint64_t>(job.above[team.rank]) << 32 | job.equal[team.rank];
     for_selected<K>(part, threshold, before, key_at, [&](uint32_t place, int64_t i) {
-        uint32_t index = listed != 0 ? job.list_indices[i] : static_cast<uint32_t>(i);
-        store_element(job.indices, place, static_cast<int32_t>(index));
+        uint32_t index = from.listed ? job.list_indices[i] : static_cast<uint32_t>(i);
+        store_element(job.indices, place, static_cast<int32_t>(job.offset + index));
         store_element(job.values, place, load_element<typename K::Bits>(job.x, index));
     });
-    if (job.threshold != nullptr && device::block_index() == 0 && thread == 0) {
+    if (job.threshold != nullptr && team.rank == 0 && device::thread_index() == 0) {
         *job.threshold = K::float_of(threshold.key);
     }
 }
