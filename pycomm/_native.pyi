@@ -68,6 +68,8 @@ def sparsify(
     indices: Any,
     thresholds: Any,
     missed: Any,
+    num_missed: Any | None,
+    largest: Any | None,
     scratch: Scratch | None,
     num_threads: int,
 ) -> None: ...
@@ -103,6 +105,54 @@ def unpack_signs(
     words: Sequence[Any], magnitudes: Sequence[Any], out: Any, scale: Any, scratch: Scratch | None, num_threads: int
 ) -> None: ...
 def absmax(tensors: Sequence[Any], out: Any, scratch: Scratch | None, num_threads: int) -> None: ...
+
+class EntryLayout:
+    num_params: int
+    num_bits: int
+    count: int
+    limit: int
+    num_bytes: int
+    def __init__(self, num_params: int, num_bits: int, count: int, limit: int, dtype: str, half: bool) -> None: ...
+    def verdict_places(self, num_ranks: int) -> tuple[int, int, int, int, int]: ...
+
+def pack_entries(
+    layout: EntryLayout,
+    message: Any,
+    verdict: Any,
+    num_ranks: int,
+    values: Any,
+    indices: Any,
+    largest: Any | None,
+    flat: Any,
+    velocity: Any | None,
+    keeps: Any | None,
+    finite: Any,
+    fingerprint: Any | None,
+) -> None: ...
+def unpack_entries(
+    layout: EntryLayout,
+    messages: Any,
+    num_ranks: int,
+    factor: Any,
+    most: float,
+    indices: Any,
+    verdict: Any,
+    scratch: Scratch | None,
+) -> None: ...
+def add_entries(
+    layout: EntryLayout,
+    messages: Any,
+    num_ranks: int,
+    indices: Any,
+    factor: Any,
+    out: Any,
+    states: list[tuple[Any, Any]],
+    used: Any | None,
+    ends: Any | None,
+    last_sources: Any | None,
+    verdict: Any,
+    num_threads: int,
+) -> None: ...
 def hashes(tensors: Sequence[Any], out: Any, scratch: Scratch | None, num_threads: int) -> None: ...
 def norms(tensors: Sequence[Any], squares: Any, scratch: Scratch | None, num_threads: int) -> None: ...
 

@@ -43,7 +43,7 @@ class SelectionArrays {
     Selection selection;
 
     SelectionArrays(const Accumulation& job, py::handle counts, py::handle values, py::handle indices,
-                    py::handle thresholds, py::handle missed) {
+                    py::handle thresholds, py::handle missed, const py::object& num_missed, const py::object& largest) {
         selection.counts = integers_of(counts, "counts");
         const int64_t total = checked_total(job, selection.counts);
         const auto num_grads = static_cast<int64_t>(selection.counts.size());
@@ -59,6 +59,16 @@ class SelectionArrays {
         selection.indices = static_cast<int32_t*>(indices_.buffer.data);
         selection.thresholds = static_cast<float*>(thresholds_.buffer.data);
         selection.missed = static_cast<bool*>(missed_.buffer.data);
+        if (!num_missed.is_none()) {
+            num_missed_ = written(num_missed, "num_missed", DType::kI32, 1, "one int32");
+            selection.num_missed = static_cast<int32_t*>(num_missed_.buffer.data);
+        }
+        if (!largest.is_none()) {
+            require_same(values_.buffer, "values", Buffer{nullptr, total, DType::kF32},
+                         "wanted where there is `largest`");
+            largest_ = written(largest, "largest", DType::kF32, 1, "one float32");
+            selection.largest = static_cast<float*>(largest_.buffer.data);
+        }
     }
 
     void add_to(Arguments& arguments) const {
@@ -66,21 +76,23 @@ class SelectionArrays {
         arguments.writes(indices_, "indices");
         arguments.writes(thresholds_, "thresholds");
         arguments.writes(missed_, "missed");
+        if (selection.num_missed != nullptr) arguments.writes(num_missed_, "num_missed");
+        if (selection.largest != nullptr) arguments.writes(largest_, "largest");
     }
 
    private:
-    Array values_, indices_, thresholds_, missed_;
+    Array values_, indices_, thresholds_, missed_, num_missed_, largest_;
 };
 
 void sparsify_arrays(py::handle grads, py::object weights, py::object factors, py::handle acc, py::object residual,
                      py::object velocity, py::object old_velocity, py::handle finite, py::handle scale,
                      py::handle decay, py::handle momentum, py::handle nesterov, py::handle counts, py::handle values,
-                     py::handle indices, py::handle thresholds, py::handle missed, py::handle scratch,
-                     int num_threads) {
+                     py::handle indices, py::handle thresholds, py::handle missed, const py::object& num_missed,
+                     const py::object& largest, py::handle scratch, int num_threads) {
     Scratch* const memory = scratch_of(scratch);
     AccumulationArguments given(grads, weights, factors, acc, residual, velocity, old_velocity, finite, scale, decay,
                                 momentum, nesterov);
-    SelectionArrays outputs(given.job, counts, values, indices, thresholds, missed);
+    SelectionArrays outputs(given.job, counts, values, indices, thresholds, missed, num_missed, largest);
     const Selection& selection = outputs.selection;
     Arguments arguments;
     given.add_to(arguments);
@@ -103,7 +115,8 @@ void bind_sparsify(py::module_& module) {
     module.def("sparsify", &sparsify_arrays, py::arg("grads"), py::arg("weights"), py::arg("factors"), py::arg("acc"),
                py::arg("residual"), py::arg("velocity"), py::arg("old_velocity"), py::arg("finite"), py::arg("scale"),
                py::arg("decay"), py::arg("momentum"), py::arg("nesterov"), py::arg("counts"), py::arg("values"),
-               py::arg("indices"), py::arg("thresholds"), py::arg("missed"), scratch, num_threads);
+               py::arg("indices"), py::arg("thresholds"), py::arg("missed"), py::arg("num_missed"), py::arg("largest"),
+               scratch, num_threads);
 }
 
 }  // namespace pycomm

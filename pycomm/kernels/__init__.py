@@ -13,6 +13,7 @@ wrong in it.
 from pycomm.kernels.absmax import absmax
 from pycomm.kernels.accumulate import Decay, Momentum, accumulate
 from pycomm.kernels.devices import cuda_devices
+from pycomm.kernels.entries import EntryLayout, Gathered, Taken, add_entries, pack_entries, unpack_entries
 from pycomm.kernels.hashes import hashes
 from pycomm.kernels.indices import pack_indices, packed_words, unpack_indices
 from pycomm.kernels.norms import squared_norms
@@ -29,13 +30,17 @@ from pycomm.kernels.topk import topk
 
 __all__ = [
     "Decay",
+    "EntryLayout",
+    "Gathered",
     "Moments",
     "Momentum",
     "Quantization",
     "Scratch",
+    "Taken",
     "absmax",
     "accumulate",
     "adam_step",
+    "add_entries",
     "cuda_devices",
     "dequantize",
     "hashes",
@@ -44,6 +49,7 @@ __all__ = [
     "momentum_step",
     "num_threads",
     "pack",
+    "pack_entries",
     "pack_indices",
     "pack_signs",
     "packed_words",
@@ -57,6 +63,7 @@ __all__ = [
     "squared_norms",
     "topk",
     "unpack",
+    "unpack_entries",
     "unpack_indices",
     "unpack_signs",
 ]

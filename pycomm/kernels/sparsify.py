@@ -22,6 +22,8 @@ def sparsify(
     thresholds: Any,
     scale: Any = 1.0,
     *,
+    num_missed: Any | None = None,
+    largest: Any | None = None,
     factors: Any | None = None,
     momentum: Momentum | None = None,
     decay: Decay | None = None,
@@ -36,6 +38,8 @@ def sparsify(
             the lowest index; NaN ranks above inf.
         thresholds: float32 array, one for each gradient, zeros at first and kept by the caller from
             step to step: the last step's smallest selected magnitudes. It never changes the result.
+        num_missed: one int32, which grows by the number of thresholds that were of no use.
+        largest: one float32 to write the largest selected magnitude to; for float32 sums only.
 
     Returns:
         Two bool arrays with an element for each gradient: whether all sums are finite, and whether its
@@ -49,5 +53,6 @@ def sparsify(
     values, indices = pair("out", out, "values and indices")
     common = arguments_of(factors, acc, residual, momentum, decay, finite, scale)
     selection = {"counts": counts, "values": values, "indices": indices, "thresholds": thresholds}
-    _native.sparsify(grads, **common, **selection, missed=missed, scratch=scratch, num_threads=num_threads())
+    counters = {"missed": missed, "num_missed": num_missed, "largest": largest}
+    _native.sparsify(grads, **common, **selection, **counters, scratch=scratch, num_threads=num_threads())
     return finite, missed

@@ -1,8 +1,10 @@
 #include "kernels/sparsify.h"
 
+#include <algorithm>
 #include <cmath>
 #include <memory>
 
+#include "kernels/absmax.h"
 #include "kernels/cpu/accumulation_pass.h"
 #include "kernels/cpu/pieces.h"
 #include "kernels/cpu/selection.h"
@@ -142,6 +144,12 @@ void sparsify(const Accumulation& job, double scale, const Selection& selection,
     Sparsification sparsification(job, scale, selection, num_threads);
     sparsification.sum(finite);
     sparsification.select(num_threads);
+    if (selection.num_missed != nullptr) {
+        *selection.num_missed +=
+            static_cast<int32_t>(std::count(selection.missed, selection.missed + selection.counts.size(), true));
+    }
+    if (selection.largest == nullptr) return;
+    *selection.largest = absmax({selection.values}, num_threads);
 }
 
 }  // namespace pycomm

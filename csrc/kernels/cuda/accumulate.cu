@@ -126,6 +126,9 @@ template <class Acc, class Grad>
 PYCOMM_KERNEL accumulate_kernel(Pass pass) {
     constexpr int kCount = 16 / sizeof(Acc);
     constexpr int kElems = kRows * device::kWarpSize * kCount;
+    if (pass.findings.zero != nullptr && device::block_index() == 0 && device::thread_index() == 0) {
+        *pass.findings.zero = 0.0f;
+    }
     int warp = device::thread_index() / device::kWarpSize, warps = device::num_threads() / device::kWarpSize;
     int64_t chunk = static_cast<int64_t>(device::block_index()) * warps + warp;
     int64_t begin = chunk * kElems - pass.shift;

@@ -39,6 +39,7 @@ inline std::vector<Buffer> arrays_of(const Accumulation& job) {
 struct Findings {
     bool* answers;
     bool when_not_finite;
+    float* zero = nullptr;  // set to 0 for the next kernel; null: nothing to set
 };
 
 // `entries`: of arrays_of(job), in memory of the device.

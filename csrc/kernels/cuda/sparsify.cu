@@ -28,6 +28,8 @@ struct Choice {
     float* thresholds;
     bool* finite;
     bool* missed;
+    int32_t* num_missed;
+    float* largest;
     const bool* not_finite;
     Marks marks;
     int64_t shift;
@@ -91,6 +93,7 @@ struct Elected {
                 job.thresholds + j,
                 job.values + start * static_cast<int64_t>(sizeof(typename K::Bits)),
                 reinterpret_cast<char*>(job.indices + start),
+                reinterpret_cast<uint32_t*>(job.largest),
                 begin,
                 sample_rank_of(end - begin, k),
                 static_cast<uint32_t>(place_of_list(end, start + k, j + 1) - list),
@@ -125,7 +128,9 @@ PYCOMM_DEVICE void select_of(const Choice& choice, const Elected& mine, int j, u
         found = list_from(job, Floor<K>{lowest > 0 ? lowest : Key{1}}, counts, team);
     }
     select(job, found, counts, team);
-    if (team.rank == 0 && device::thread_index() == 0) choice.missed[j] = missed;
+    if (team.rank != 0 || device::thread_index() != 0) return;
+    choice.missed[j] = missed;
+    if (missed && choice.num_missed != nullptr) device::atomic_add(reinterpret_cast<uint32_t*>(choice.num_missed), 1);
 }
 
 template <class T>
@@ -183,6 +188,8 @@ Choice choice_of(const Accumulation& job, const Selection& selection, const Layo
     choice.thresholds = selection.thresholds;
     choice.finite = finite;
     choice.missed = selection.missed;
+    choice.num_missed = selection.num_missed;
+    choice.largest = selection.largest;
     choice.not_finite = reinterpret_cast<bool*>(memory + layout.not_finite);
     if (job.acc.dtype == DType::kF32) {
         choice.marks = {reinterpret_cast<uint32_t*>(memory + layout.marks), selection.thresholds};
@@ -205,7 +212,7 @@ void run(const Accumulation& job, Scale scale, const Layout& layout, Choice choi
     const int64_t zeros = layout.records - layout.not_finite + choice.num_records * int64_t{sizeof(Record)};
     device::fill_bytes(memory + layout.not_finite, 0, zeros, stream);
     bool* not_finite = reinterpret_cast<bool*>(memory + layout.not_finite);
-    accumulate_pass(job, choice.grads, scale, {not_finite, true}, choice.marks, stream);
+    accumulate_pass(job, choice.grads, scale, {not_finite, true, choice.largest}, choice.marks, stream);
     device::launch_together("sparsify", select_kernel<T>, blocks, stream, choice);
 }
 
@@ -220,6 +227,7 @@ void sparsify(const Accumulation& job, Scale scale, const Selection& selection, 
     if (job.acc.count == 0) {
         device::fill_bytes(finite, 1, static_cast<int64_t>(job.grads.size()), stream);
         device::fill_bytes(selection.missed, 0, static_cast<int64_t>(job.grads.size()), stream);
+        if (selection.largest != nullptr) device::fill_bytes(selection.largest, 0, sizeof(float), stream);
         return;
     }
     const Layout layout(job, selection);

@@ -72,6 +72,7 @@ void launch_topk(const Buffer& x, int64_t k, const Buffer& values, int32_t* indi
                threshold,
                values.bytes(),
                reinterpret_cast<char*>(indices),
+               nullptr,
                0,
                layout.sample_rank,
                layout.capacity,

@@ -63,6 +63,7 @@ struct Job {
     float* threshold;
     char* values;
     char* indices;
+    uint32_t* largest;     // of the keys that are selected, by all teams; null: not wanted
     int64_t offset;        // of x in what the indices are about
     uint32_t sample_rank;  // see sample_rank_of()
     uint32_t capacity;     // of the list

@@ -156,11 +156,16 @@ PYCOMM_DEVICE void select(const Job<K>& job, const Candidates<K>& from, uint32_t
     if (!from.listed || job.record->is_exact == 0) threshold_of_all(job, part, counts, team, key_at);
     const Threshold<K> threshold{static_cast<typename K::Key>(job.record->key), job.record->ties};
     const uint64_t before = static_cast<uint64_t>(job.above[team.rank]) << 32 | job.equal[team.rank];
+    uint32_t largest = 0;
     for_selected<K>(part, threshold, before, key_at, [&](uint32_t place, int64_t i) {
         uint32_t index = from.listed ? job.list_indices[i] : static_cast<uint32_t>(i);
         store_element(job.indices, place, static_cast<int32_t>(job.offset + index));
-        store_element(job.values, place, load_element<typename K::Bits>(job.x, index));
+        typename K::Bits value = load_element<typename K::Bits>(job.x, index);
+        store_element(job.values, place, value);
+        auto key = static_cast<uint32_t>(K::of(value));
+        largest = key > largest ? key : largest;
     });
+    if (job.largest != nullptr && largest > device::atomic_read(job.largest)) device::atomic_max(job.largest, largest);
     if (job.threshold != nullptr && team.rank == 0 && device::thread_index() == 0) {
         *job.threshold = K::float_of(threshold.key);
     }

@@ -1,0 +1,314 @@
+"""Messages of entries: what travels, the verdict and the sum against plain torch, a GPU against the CPU."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from pycomm import kernels
+from pycomm.kernels import EntryLayout, Gathered, Taken
+from tests.kernels.gpus import Gpu, gpu, requires_gpu
+from tests.kernels.reference import assert_same_bits
+
+__all__ = ["gpu"]
+
+SIZES = [30, 1, 6000, 700, 2500]
+COUNTS = [3, 1, 41, 7, 12]
+LIMIT, COUNT = sum(SIZES), sum(COUNTS)
+BITS = 5
+
+
+class Host(Gpu):
+    """The CPU, with a GPU's interface."""
+
+    def put(self, tensor: torch.Tensor, device: int = 0) -> torch.Tensor:
+        return tensor.clone()
+
+    def get(self, array: torch.Tensor) -> torch.Tensor:
+        return array.clone()
+
+
+@dataclass
+class Rank:
+    """What one rank has selected."""
+
+    flat: torch.Tensor
+    velocity: torch.Tensor
+    indices: torch.Tensor
+    finite: torch.Tensor
+    fingerprint: torch.Tensor | None
+    keeps: torch.Tensor | None = None
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self.flat[self.indices.long()]
+
+    def taken(self, at: Gpu, flat: Any, velocity: Any) -> Taken:
+        put = lambda tensor: None if tensor is None else at.put(tensor)  # noqa: E731
+        largest = at.put(self.values.abs().max().float().reshape(1)) if self.flat.dtype == torch.float32 else None
+        return Taken(
+            put(self.values),
+            put(self.indices),
+            flat,
+            put(self.finite),
+            largest,
+            velocity,
+            put(self.keeps),
+            put(self.fingerprint),
+        )
+
+
+def ranks_of(number: int, dtype: torch.dtype, scale: float = 1.0) -> list[Rank]:
+    generator = torch.Generator().manual_seed(number)
+    ranks = []
+    for _ in range(number):
+        flat = torch.randn(LIMIT, generator=generator, dtype=dtype) * scale
+        begins = itertools.accumulate(SIZES, initial=0)
+        parts = [
+            begin + torch.randperm(size, generator=generator)[:k].sort().values
+            for begin, size, k in zip(begins, SIZES, COUNTS, strict=False)
+        ]
+        velocity = torch.randn(LIMIT, generator=generator, dtype=dtype)
+        fingerprint = torch.tensor([True, False, True, True, False])
+        ranks.append(
+            Rank(flat, velocity, torch.cat(parts).int(), torch.ones(len(SIZES), dtype=torch.bool), fingerprint)
+        )
+    return ranks
+
+
+@dataclass
+class Exchanged:
+    """What one step over some ranks leaves, on the CPU."""
+
+    layout: EntryLayout
+    messages: torch.Tensor
+    left: list[torch.Tensor]
+    velocities: list[torch.Tensor]
+    indices: torch.Tensor
+    verdict: torch.Tensor
+    gathered: Gathered = field(repr=False)
+
+    @property
+    def finite(self) -> bool:
+        return bool(self.verdict[self.layout.verdict_places(self.gathered.num_ranks)[0]])
+
+    def piece(self, which: int) -> torch.Tensor:
+        """From the ``which``-th place of the verdict to the next."""
+        places = (*self.layout.verdict_places(self.gathered.num_ranks),)
+        return self.verdict[places[which] : places[which + 1]]
+
+    @property
+    def sources(self) -> list[int]:
+        return self.piece(1).view(torch.int64).tolist()
+
+    @property
+    def used(self) -> list[int]:
+        return self.piece(2).tolist()
+
+    @property
+    def differing(self) -> list[int]:
+        return self.piece(3)[:BITS].tolist()
+
+
+def exchange(
+    ranks: list[Rank], half: bool = False, at: Gpu | None = None, factor: Any = 1.0, unused: tuple[int, ...] = ()
+) -> Exchanged:
+    at = Host() if at is None else at
+    dtype = ranks[0].flat.dtype
+    layout = EntryLayout(len(SIZES), BITS, COUNT, LIMIT, str(dtype).removeprefix("torch."), half)
+    size = len(ranks)
+    verdict = at.put(torch.full((layout.verdict_places(size)[-1],), 0xA5, dtype=torch.uint8))
+    indices = at.put(torch.full((size * COUNT,), -1, dtype=torch.int32))
+    messages, left, velocities = [], [], []
+    for rank in ranks:
+        message = at.put(torch.zeros(layout.num_bytes, dtype=torch.uint8))
+        flat, velocity = at.put(rank.flat), at.put(rank.velocity)
+        kernels.pack_entries(message, rank.taken(at, flat, velocity), Gathered(layout, size, None, indices, verdict))
+        packed = at.get(message)
+        packed[list(unused)] = 0
+        messages.append(packed)
+        left.append(at.get(flat))
+        velocities.append(at.get(velocity))
+    together = torch.cat(messages)
+    gathered = Gathered(layout, size, at.put(together), indices, verdict)
+    kernels.unpack_entries(gathered, factor, torch.finfo(dtype).max)
+    verdict_bytes = at.get(verdict)
+    verdict_bytes[:8] = 0
+    return Exchanged(layout, together, left, velocities, at.get(indices), verdict_bytes, gathered)
+
+
+def summed(found: Exchanged, ranks: list[Rank], half: bool, factor: float, dtype: torch.dtype) -> torch.Tensor:
+    """The sum in the order of the ranks, each term and each sum rounded."""
+    wide = ranks[0].flat.dtype
+    out = torch.zeros(LIMIT, dtype=wide)
+    for rank, left in zip(ranks, found.left, strict=True):
+        places = rank.indices.long()
+        sent = rank.values - left[places] if half else rank.values  # exact: the error is what rounding took
+        out[places] += sent * torch.tensor(factor, dtype=wide)
+    return out.to(dtype)
+
+
+CASES = [(torch.float32, False), (torch.float32, True), (torch.float64, False)]
+
+
+@pytest.mark.parametrize(("dtype", "half"), CASES)
+@pytest.mark.parametrize("size", [1, 3])
+def test_on_cpu(dtype: torch.dtype, half: bool, size: int) -> None:
+    ranks = ranks_of(size, dtype)
+    found = exchange(ranks, half)
+    assert torch.equal(found.indices, torch.cat([rank.indices for rank in ranks]))
+    assert (found.finite, found.sources, found.used, found.differing) == (
+        True,
+        [0] * size,
+        [1] * len(SIZES),
+        [0] * BITS,
+    )
+    for rank, left, velocity in zip(ranks, found.left, found.velocities, strict=True):
+        places = rank.indices.long()
+        others = torch.ones(LIMIT, dtype=torch.bool)
+        others[places] = False
+        assert torch.equal(left[others], rank.flat[others])
+        most = rank.values.abs().max() * 2**-11 if half else 0.0
+        assert left[places].abs().max() <= most
+        assert bool(left[places].any()) == half
+        assert torch.equal(velocity[others], rank.velocity[others])
+        assert not velocity[places].any()
+    for out_dtype in (dtype, torch.bfloat16):
+        out = torch.full((LIMIT,), math.nan, dtype=out_dtype)
+        kernels.add_entries(found.gathered, 0.25, out)
+        assert_same_bits(out, summed(found, ranks, half, 0.25, out_dtype))
+
+
+def test_scale_of_half_values() -> None:
+    for scale in (1e-30, 1e-44, 1e30, 0.0):
+        ranks = ranks_of(2, torch.float32, scale)
+        found = exchange(ranks, half=True)
+        assert found.finite
+        out = torch.empty(LIMIT)
+        kernels.add_entries(found.gathered, 1.0, out)
+        wanted = summed(found, ranks, False, 1.0, torch.float32)
+        assert (out - wanted).abs().max() <= max(2.0**-11 * wanted.abs().max(), 1e-44)
+
+
+def test_verdict() -> None:
+    ranks = ranks_of(3, torch.float32)
+    ranks[1].finite[2:4] = False
+    assert ranks[2].fingerprint is not None
+    ranks[2].fingerprint = ~ranks[2].fingerprint
+    ranks[0].fingerprint = None
+    found = exchange(ranks, unused=(0, 4))
+    assert (found.finite, found.sources, found.used) == (False, [0, 3, 0], [0, 1, 1, 1, 0])
+    assert found.differing == [1] * BITS
+
+
+def test_sums_that_overflow() -> None:
+    ranks = ranks_of(3, torch.float32)
+    for rank in ranks:
+        rank.flat[rank.indices[4]] = -1.2e38
+    assert not exchange(ranks).finite
+    assert exchange(ranks, factor=0.5).finite
+    ranks[1].flat[ranks[1].indices[7]] = math.nan
+    assert not exchange(ranks, factor=0.0).finite
+
+
+def test_unused_parameters_keep_their_state() -> None:
+    ranks = ranks_of(2, torch.float32)
+    found = exchange(ranks)
+    now, before = torch.ones(LIMIT), torch.full((LIMIT,), 2.0)
+    used = torch.tensor([True, False, True, True, False])
+    ends = torch.tensor(SIZES).cumsum(0)
+    out = before  # as it is with error feedback
+    kernels.add_entries(found.gathered, 1.0, out, [(now, before.clone())], used=used, ends=ends)
+    assert torch.equal(now, torch.where(used, 1.0, 2.0).repeat_interleave(torch.tensor(SIZES)))
+    assert_same_bits(out, summed(found, ranks, False, 1.0, torch.float32))
+
+
+def test_entries_that_keep_their_velocity() -> None:
+    rank = ranks_of(1, torch.float32)[0]
+    rank = replace(rank, keeps=torch.arange(COUNT) % 2 == 0)
+    places = rank.indices.long()
+    velocity = exchange([rank]).velocities[0]
+    assert torch.equal(velocity[places[::2]], rank.velocity[places[::2]])
+    assert not velocity[places[1::2]].any()
+
+
+def test_bad_arguments() -> None:
+    rank = ranks_of(1, torch.float32)[0]
+    layout = EntryLayout(len(SIZES), BITS, COUNT, LIMIT, "float32", False)
+    message, verdict = (torch.zeros(n, dtype=torch.uint8) for n in (layout.num_bytes, layout.verdict_places(1)[-1]))
+    gathered = Gathered(layout, 1, message, torch.zeros(COUNT, dtype=torch.int32), verdict)
+    good = rank.taken(Host(), rank.flat.clone(), None)
+    with pytest.raises(ValueError, match="message has 3 bytes, wanted"):
+        kernels.pack_entries(message[:3], good, gathered)
+    with pytest.raises(ValueError, match="indices has 3 elements"):
+        kernels.pack_entries(message, replace(good, indices=rank.indices[:3]), gathered)
+    with pytest.raises(ValueError, match=r"indices\[\d+\] is \d+, wanted"):
+        kernels.pack_entries(message, replace(good, indices=rank.indices.flip(0)), gathered)
+    with pytest.raises(TypeError, match="flat has dtype float64"):
+        kernels.pack_entries(message, replace(good, flat=rank.flat.double()), gathered)
+    with pytest.raises(ValueError, match="flat overlaps values"):
+        kernels.pack_entries(message, replace(good, flat=rank.flat, values=rank.flat[:COUNT]), gathered)
+    with pytest.raises(ValueError, match="more indices than count|no ascending indices"):
+        kernels.unpack_entries(replace(gathered, messages=torch.full_like(message, 255)), 1.0, 1.0)
+    with pytest.raises(ValueError, match="out has 7 elements, wanted"):
+        kernels.add_entries(gathered, 1.0, torch.zeros(7))
+    with pytest.raises(TypeError, match="half values of float64"):
+        EntryLayout(1, 1, 1, 1, "float64", True)
+    with pytest.raises(ValueError, match="count is 0, wanted 1 <= count"):
+        EntryLayout(1, 1, 0, 1, "float32", False)
+
+
+@requires_gpu
+@pytest.mark.parametrize(("dtype", "half"), CASES)
+@pytest.mark.parametrize("size", [1, 3])
+def test_gpu(gpu: Gpu, dtype: torch.dtype, half: bool, size: int) -> None:
+    ranks = ranks_of(size, dtype)
+    for rank in ranks[1:]:
+        rank.keeps = torch.arange(COUNT) % 3 == 0
+    wanted, found = exchange(ranks, half), exchange(ranks, half, gpu, gpu.put(torch.tensor(1.0)))
+    for name in ("messages", "indices", "verdict"):
+        assert torch.equal(getattr(wanted, name), getattr(found, name)), name
+    for one, other in zip(wanted.left + wanted.velocities, found.left + found.velocities, strict=True):
+        assert_same_bits(other, one)
+    for out_dtype in (torch.float32, torch.float16, torch.float64):
+        out, on_gpu = torch.empty(LIMIT, dtype=out_dtype), gpu.garbage(LIMIT, out_dtype)
+        kernels.add_entries(wanted.gathered, 0.3, out)
+        kernels.add_entries(found.gathered, 0.3, on_gpu)
+        assert_same_bits(gpu.get(on_gpu), out)
+
+
+@requires_gpu
+@pytest.mark.parametrize("finite", [True, False])
+def test_gpu_puts_state_back(gpu: Gpu, finite: bool) -> None:
+    """If a step is not finite, or where a parameter is unused; out is one of the old states."""
+    ranks = ranks_of(3, torch.float32)
+    ranks[2].finite[1] = finite
+    found = exchange(ranks, at=gpu)
+    assert (found.finite, found.sources) == (finite, [0, 0, 0 if finite else 2])
+    used = torch.tensor([True, False, True, True, False])
+    ends, sources = gpu.put(torch.tensor(SIZES).cumsum(0)), gpu.put(torch.full((3,), 77))
+    states = [torch.full((LIMIT,), float(value)) for value in (1, 2, 3, 4)]
+    now, before, other, other_before = gpu.puts(states)
+    pairs = [(now, before), (other, other_before)]
+    kernels.add_entries(found.gathered, 2.0, before, pairs, used=gpu.put(used), ends=ends, last_sources=sources)
+    stays = used.repeat_interleave(torch.tensor(SIZES)) & finite
+    assert torch.equal(gpu.get(now), torch.where(stays, 1.0, 2.0))
+    assert torch.equal(gpu.get(other), torch.where(stays, 3.0, 4.0))
+    assert gpu.get(sources).tolist() == ([77] * 3 if finite else [0, 0, 2])
+    wanted = summed(found, ranks, False, 2.0 if finite else math.nan, torch.float32)
+    assert_same_bits(gpu.get(before), wanted)
+
+
+@requires_gpu
+def test_gpu_reports_bad_messages(gpu: Gpu) -> None:
+    found = exchange(ranks_of(1, torch.float32), at=gpu)
+    spoilt = replace(found.gathered, messages=gpu.put(torch.full_like(found.messages, 255)))
+    kernels.unpack_entries(spoilt, 1.0, 1.0)
+    gpu.get(spoilt.verdict)
+    with pytest.raises(ValueError, match="unpack_indices: words are none that pack_indices makes"):
+        kernels.unpack_entries(found.gathered, 1.0, 1.0)
