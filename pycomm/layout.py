@@ -10,6 +10,13 @@ def on_gpu(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return ``tensor``, which lies on the CPU, on ``device``; the host does not wait for a GPU."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 def view_like(part: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """Return ``part`` in the shape of ``param``, and in its memory order if that is dense (channels_last, say)."""
     # .data has a version counter of its own, which tells whether this very gradient was written to.

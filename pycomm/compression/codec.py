@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,7 +13,7 @@ import torch
 from pycomm import kernels
 from pycomm.bucket import Bucket
 from pycomm.compression.base import Defaults, Flag, Operation, State
-from pycomm.compression.report import Report
+from pycomm.compression.report import Report, Told
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,46 @@ class Accumulated:
             sends.
         velocity: velocities, which a codec may zero where it sends entries (momentum factor masking);
             or ``None``.
+        factor: factor that turns a sum over the ranks, in units of the sums, into what ``.grad`` gets.
+        most: largest magnitude that may come out there.
     """
 
     flat: torch.Tensor
     velocity: torch.Tensor | None
+    factor: float | torch.Tensor = 1.0
+    most: float = math.inf
+
+    def fits(self, largest: torch.Tensor) -> torch.Tensor:
+        """Return whether sums of magnitude ``largest`` can come out: a 0-d bool."""
+        return largest * self.factor <= self.most
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is to be done with a step once it is known whether it is finite on all ranks.
+
+    Attributes:
+        bucket: gets the averages.
+        sums: flat memory of the sums' dtype that may be overwritten; the bucket's own, if ``in_bucket``.
+        factor: see :class:`Accumulated`.
+        states: pairs of flat state, as it is after this step and as it was before.
+        finite: on the CPU true; on a GPU, where it is a tensor, state is put back if it is false.
+        used: for each parameter, whether its change of state stays; ``None``: all do.
+        report: the step's report.
+        last_sources: gets the report's sources if ``finite`` is a false tensor; int64.
+        scratch: for the kernels.
+    """
+
+    bucket: Bucket
+    sums: torch.Tensor
+    in_bucket: bool
+    factor: float | torch.Tensor
+    states: list[tuple[torch.Tensor, torch.Tensor]]
+    finite: Flag
+    used: torch.Tensor | None
+    report: Report
+    last_sources: torch.Tensor
+    scratch: kernels.Scratch
 
 
 class Codec(Protocol):
@@ -42,14 +79,14 @@ class Codec(Protocol):
     def accumulate(self, acc: torch.Tensor, residual: torch.Tensor | None, *args: Any, **options: Any) -> torch.Tensor:
         """Run :func:`pycomm.kernels.accumulate`, with what can be done in the same pass."""
 
-    def send(self, accumulated: Accumulated, codes: torch.Tensor) -> Report:
-        """Take a part out of ``accumulated``, send it with ``codes``, and receive every rank's."""
+    def send(self, accumulated: Accumulated, told: Told) -> Report:
+        """Take a part out of ``accumulated``, send it with what is ``told``, and receive every rank's."""
 
-    def largest(self) -> torch.Tensor:
-        """Return a bound on the magnitudes that :meth:`write` would give with factor 1; 0-d float64."""
+    def finite(self, report: Report, accumulated: Accumulated) -> torch.Tensor:
+        """Return whether all that was sent is finite, and its sum over the ranks fits: a 0-d bool."""
 
-    def write(self, out: torch.Tensor, factor: float | torch.Tensor) -> None:
-        """Write the sum over the ranks of what they sent, times ``factor``, to flat ``out``."""
+    def settle(self, outcome: Outcome) -> None:
+        """Write the sum over the ranks of what they sent to the bucket, and put state back where that is due."""
 
     def commit(self, finite: Flag) -> None:
         """Keep this step's state for the next one, if ``finite``."""
@@ -77,6 +114,49 @@ class BaseCodec(Defaults):
 
     def commit(self, finite: Flag) -> None:
         pass
+
+    def largest(self) -> torch.Tensor:
+        """Return a bound on the magnitudes that :meth:`write` would give with factor 1; 0-d float64."""
+        raise NotImplementedError
+
+    def write(self, out: torch.Tensor, factor: float | torch.Tensor) -> None:
+        """Write the sum over the ranks of what they sent, times ``factor``, to flat ``out``."""
+        raise NotImplementedError
+
+    def finite(self, report: Report, accumulated: Accumulated) -> torch.Tensor:
+        # Finite terms can still overflow in the sum, or once the loss scale is back: no rank may commit then.
+        return report.finite() & accumulated.fits(self.largest())
+
+    def settle(self, outcome: Outcome) -> None:
+        settle_by(self.write, outcome)
+
+
+Write = Callable[[torch.Tensor, float | torch.Tensor], None]
+
+
+def settle_by(write: Write, outcome: Outcome) -> None:
+    """Do what :meth:`Codec.settle` says; ``write(out, factor)`` writes the sum over the ranks."""
+    for now, before in outcome.states:
+        _put_back(outcome, now, before)
+    factor = outcome.factor
+    if isinstance(outcome.finite, torch.Tensor):
+        finite, last = outcome.finite, outcome.last_sources
+        last.copy_(torch.where(finite, last, outcome.report.nonfinite_sources()))
+        one = torch.ones((), dtype=torch.float64, device=finite.device)  # two numbers would get the default dtype
+        factor = torch.where(finite, one * factor, math.nan).float()  # what was sent comes out as NaN
+    write(outcome.sums, factor)
+    if not outcome.in_bucket:
+        kernels.unpack(outcome.sums, [outcome.bucket.flat])
+
+
+def _put_back(outcome: Outcome, now: torch.Tensor, before: torch.Tensor) -> None:
+    """Put the state of before back: of unused parameters, and all of it if a tensor says the step is not finite."""
+    if outcome.used is not None:
+        parts = zip(outcome.bucket.parts(now), outcome.bucket.parts(before), outcome.used, strict=True)
+        for part, old, used in parts:
+            torch.where(used, part, old, out=part)
+    if isinstance(outcome.finite, torch.Tensor):
+        kernels.pack([before], now, unless=outcome.finite, scratch=outcome.scratch)
 
 
 def wide_dtype(bucket: Bucket) -> torch.dtype:

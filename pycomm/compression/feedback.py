@@ -27,8 +27,8 @@ from pycomm import kernels
 from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag, Method, Operation, Scaling, State, as_flag
-from pycomm.compression.codec import Accumulated, Codec, wide_dtype
-from pycomm.compression.report import Report, codes_of
+from pycomm.compression.codec import Accumulated, Codec, Outcome, wide_dtype
+from pycomm.compression.report import Report, Told
 from pycomm.layout import laid_out_like
 
 
@@ -74,8 +74,8 @@ class CodecExchange:
         self._own_sums = None if shares_memory else memory()
         self._velocity = memory().zero_() if self._correction.momentum else None
         self._new_velocity = memory() if self._correction.momentum else None
-        self._scaling = Scaling(communicator.size)
         self._report: Report | None = None
+        self._accumulated: Accumulated | None = None
         self._kept: torch.Tensor | None = None  # the old residual, where memories cannot change places
         self._nonfinite_sources = torch.zeros(communicator.size, dtype=torch.int64, device=bucket.device)
         self._all_used_here = True
@@ -93,12 +93,12 @@ class CodecExchange:
 
     def exchange(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
         bucket = self._bucket
-        self._scaling = scaling
-        self._all_used_here = all(grad is not None for grad in grads)
-        # A missing gradient counts as zeros: what is left from earlier steps still goes out.
+        unused = tuple(i for i, grad in enumerate(grads) if grad is None)
+        self._all_used_here = not unused
+        if unused:  # counts as zeros: what is left from earlier steps still goes out
+            torch._foreach_zero_([bucket.views[i] for i in unused])
         raws = [
-            laid_out_like(view.zero_() if grad is None else grad, view)
-            for grad, view in zip(grads, bucket.views, strict=True)
+            laid_out_like(view if grad is None else grad, view) for grad, view in zip(grads, bucket.views, strict=True)
         ]
         self.codec.begin(scaling.step)
         flat, velocity = self._flat(self._sums), self._optional_flat(self._new_velocity)
@@ -110,7 +110,8 @@ class CodecExchange:
             **self._corrections(raws, scaling, velocity),
             scratch=self._accumulate_scratch,
         )
-        self._report = self.codec.send(Accumulated(flat, velocity), codes_of(grads, finite, scaling.fingerprint))
+        self._accumulated = Accumulated(flat, velocity, scaling.from_state(), torch.finfo(bucket.dtype).max)
+        self._report = self.codec.send(self._accumulated, Told(unused, finite, scaling.fingerprint))
 
     def _corrections(self, raws: list[torch.Tensor], scaling: Scaling, velocity: torch.Tensor | None) -> dict[str, Any]:
         config, bucket = self._correction, self._bucket
@@ -132,9 +133,8 @@ class CodecExchange:
 
     def finite(self) -> Flag:
         assert self._report is not None
-        # Finite terms can still overflow in the sum, or once the loss scale is back: no rank may commit then.
-        fits = self.codec.largest() * self._scaling.from_state() <= torch.finfo(self._bucket.dtype).max
-        return as_flag(self._report.finite() & fits, self._bucket)
+        assert self._accumulated is not None
+        return as_flag(self.codec.finite(self._report, self._accumulated), self._bucket)
 
     def differing(self) -> torch.Tensor:
         assert self._report is not None
@@ -155,33 +155,37 @@ class CodecExchange:
 
     def finish(self, finite: Flag) -> None:
         assert self._report is not None
-        factor = self._scaling.from_state()
-        if isinstance(finite, torch.Tensor):
-            self._nonfinite_sources = torch.where(finite, self._nonfinite_sources, self._report.nonfinite_sources())
-            one = torch.ones((), dtype=torch.float64, device=finite.device)  # two numbers would get the default dtype
-            self._commit(finite, torch.where(finite, one * factor, math.nan).float())
-        elif finite:
-            self._commit(finite, factor)
+        if isinstance(finite, torch.Tensor) or finite:
+            self._commit(finite)
         else:
-            self._nonfinite_sources = self._report.nonfinite_sources()
+            self._nonfinite_sources.copy_(self._report.nonfinite_sources())
             self._bucket.flat.fill_(math.nan)
 
-    def _commit(self, finite: Flag, factor: float | torch.Tensor) -> None:
-        """Make the new state current, unless ``finite`` is a false tensor, and write the averages times ``factor``.
-
-        ``factor`` is NaN if the step is not finite: then what was sent comes out as NaN.
-        """
-        self._keep_unused_state()
+    def _commit(self, finite: Flag) -> None:
+        """Make the new state current and write the averages; if ``finite`` is a false tensor, the codec undoes it."""
+        assert self._report is not None
+        assert self._accumulated is not None
+        states = []
         if self._velocity is not None and self._new_velocity is not None:
             self._velocity, self._new_velocity = self._new_velocity, self._velocity
-            self._restore_unless(self._velocity, self._new_velocity, finite)
+            states.append((self._flat(self._velocity), self._flat(self._new_velocity)))
         if self._residual is not None:
             self._swap_residual()
-            self._restore_unless(self._residual, self._sums, finite)
+            states.append((self._flat(self._residual), self._flat(self._sums)))
         self.codec.commit(finite)
-        self.codec.write(self._flat(self._sums), factor)
-        if self._own_sums is not None:
-            kernels.unpack(self._flat(self._own_sums), [self._bucket.flat])
+        outcome = Outcome(
+            bucket=self._bucket,
+            sums=self._flat(self._sums),
+            in_bucket=self._own_sums is None,
+            factor=self._accumulated.factor,
+            states=states,
+            finite=finite,
+            used=None if self._all_used_here else self._report.used(),
+            report=self._report,
+            last_sources=self._nonfinite_sources,
+            scratch=self._finish_scratch,
+        )
+        self.codec.settle(outcome)
 
     def _swap_residual(self) -> None:
         """Make what is left of the sums the next residual; the old one's memory takes the averages.
@@ -200,23 +204,6 @@ class CodecExchange:
         else:
             self._own_sums = old
         self._residual = sums
-
-    def _restore_unless(self, new: torch.Tensor, old: torch.Tensor, finite: Flag) -> None:
-        if isinstance(finite, torch.Tensor):
-            kernels.pack([old], new, unless=finite, scratch=self._finish_scratch)
-
-    def _keep_unused_state(self) -> None:
-        """Keep the old state of parameters for which no rank had a gradient; they get no update anywhere."""
-        if self._all_used_here:
-            return
-        assert self._report is not None
-        used = self._report.used()
-        for new, old in ((self._sums, self._residual), (self._new_velocity, self._velocity)):
-            if new is None or old is None:
-                continue
-            parts = zip(self._bucket.parts(new), self._bucket.parts(old), used, strict=True)
-            for part, before, any_rank in parts:
-                torch.where(any_rank, part, before, out=part)
 
     def operations_among(self, size: int) -> list[Operation] | None:
         return self.codec.operations_among(size)

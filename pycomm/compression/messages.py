@@ -14,7 +14,7 @@ from pycomm import kernels
 from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression.codec import wide_dtype
-from pycomm.compression.report import GatheredReport, Report, SummedReport, num_codes
+from pycomm.compression.report import GatheredReport, Report, SummedReport, Told, num_codes
 
 _ALIGNMENT = 8  # bytes, of every array in a message, whatever its dtype
 
@@ -78,9 +78,9 @@ class GatheredMessages:
     def _no_bytes(self) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8, device=self._device)
 
-    def gather(self, codes: torch.Tensor) -> Report:
-        """Send ``mine``, with ``codes``, to all ranks, and receive ``everyones``."""
-        self._message[: self._num_codes] = codes
+    def gather(self, told: Told) -> Report:
+        """Send ``mine``, with what is ``told``, to all ranks, and receive ``everyones``."""
+        self._message[: self._num_codes] = told.codes()
         self._communicator.all_gather(self._everyone, self._message)
         return GatheredReport(torch.stack(self._rows))
 
@@ -105,9 +105,9 @@ class SummedMessage:
         self.values = self._memory[:count]
         self._report = SummedReport(self._memory[count:], num_params)
 
-    def all_reduce(self, codes: torch.Tensor) -> Report:
-        """Sum ``values``, and the report made of ``codes``, over the ranks, in place."""
-        self._report.fill(codes, self._communicator.rank)
+    def all_reduce(self, told: Told) -> Report:
+        """Sum ``values``, and the report made of what is ``told``, over the ranks, in place."""
+        self._report.fill(told.codes(), self._communicator.rank)
         self._communicator.all_reduce(self._memory)
         return self._report
 

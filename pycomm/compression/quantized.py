@@ -9,7 +9,7 @@ from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression.codec import Accumulated, BaseCodec, seed_of, sum_of_maxima
 from pycomm.compression.messages import GatheredMessages
-from pycomm.compression.report import Report
+from pycomm.compression.report import Report, Told
 
 
 class QuantizedCodec(BaseCodec):
@@ -40,7 +40,7 @@ class QuantizedCodec(BaseCodec):
         if self._seed is not None:
             self._seed[1:].fill_(step)
 
-    def send(self, accumulated: Accumulated, codes: torch.Tensor) -> Report:
+    def send(self, accumulated: Accumulated, told: Told) -> Report:
         flat = accumulated.flat
         scales, small = self._messages.mine
         if flat.dtype == torch.float32:
@@ -51,7 +51,7 @@ class QuantizedCodec(BaseCodec):
             kernels.dequantize([scales], [small], self._config, sent)
             flat.sub_(sent)
         self.bytes_sent += self._messages.num_bytes
-        return self._messages.gather(codes)
+        return self._messages.gather(told)
 
     def largest(self) -> torch.Tensor:
         return sum_of_maxima([scales for scales, _ in self._messages.everyones]) * self._config.levels

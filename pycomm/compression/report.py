@@ -9,7 +9,7 @@ Behind that travels a fingerprint (see fingerprint.py). Gathered, its bits are a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -40,24 +40,30 @@ def num_codes(num_params: int) -> int:
     return num_params + FINGERPRINT_BITS
 
 
-def codes_of(
-    grads: Sequence[torch.Tensor | None], finite: torch.Tensor, fingerprint: torch.Tensor | None
-) -> torch.Tensor:
-    """Return this rank's codes: uint8, one per parameter, then the bits of the fingerprint.
+@dataclass(frozen=True)
+class Told:
+    """What this rank tells the others about a bucket's gradients.
 
-    Args:
-        grads: ``None`` for unused parameters.
-        finite: for each parameter, whether what its gradient led to is finite.
+    Attributes:
+        unused: indices of the parameters that it has no gradient for.
+        finite: for each parameter, whether what its gradient led to is finite: bool.
         fingerprint: ``None`` on all ranks alike: its bits are 0.
     """
-    codes = torch.zeros(num_codes(len(grads)), dtype=torch.uint8, device=finite.device)
-    codes[: len(grads)] = torch.where(finite, USED, NOT_FINITE)
-    for i, grad in enumerate(grads):
-        if grad is None:
+
+    unused: tuple[int, ...]
+    finite: torch.Tensor
+    fingerprint: torch.Tensor | None
+
+    def codes(self) -> torch.Tensor:
+        """Return it as codes: uint8, one per parameter, then the bits of the fingerprint."""
+        num_params = len(self.finite)
+        codes = torch.zeros(num_codes(num_params), dtype=torch.uint8, device=self.finite.device)
+        codes[:num_params] = torch.where(self.finite, USED, NOT_FINITE)
+        for i in self.unused:
             codes[i].fill_(UNUSED)  # assigning a number would copy it from the host, and wait
-    if fingerprint is not None:
-        codes[len(grads) :] = fingerprint
-    return codes
+        if self.fingerprint is not None:
+            codes[num_params:] = self.fingerprint
+        return codes
 
 
 def _first_not_finite(codes: torch.Tensor) -> torch.Tensor:

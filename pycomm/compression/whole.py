@@ -8,7 +8,7 @@ from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression.codec import Accumulated, BaseCodec
 from pycomm.compression.messages import SummedMessage
-from pycomm.compression.report import Report
+from pycomm.compression.report import Report, Told
 
 
 class WholeCodec(BaseCodec):
@@ -18,11 +18,11 @@ class WholeCodec(BaseCodec):
         super().__init__()
         self._message = SummedMessage(bucket, communicator, bucket.num_elements)
 
-    def send(self, accumulated: Accumulated, codes: torch.Tensor) -> Report:
+    def send(self, accumulated: Accumulated, told: Told) -> Report:
         self._message.values.copy_(accumulated.flat)
         accumulated.flat.zero_()
         self.bytes_sent += self._message.num_bytes
-        return self._message.all_reduce(codes)
+        return self._message.all_reduce(told)
 
     def largest(self) -> torch.Tensor:
         return self._message.largest()

@@ -104,15 +104,15 @@ class Exchanged:
 
     @property
     def sources(self) -> list[int]:
-        return self.piece(1).view(torch.int64).tolist()
+        return [int(source) for source in self.piece(1).view(torch.int64)]
 
     @property
     def used(self) -> list[int]:
-        return self.piece(2).tolist()
+        return [int(flag) for flag in self.piece(2)]
 
     @property
     def differing(self) -> list[int]:
-        return self.piece(3)[:BITS].tolist()
+        return [int(flag) for flag in self.piece(3)[:BITS]]
 
 
 def exchange(
@@ -192,7 +192,7 @@ def test_scale_of_half_values() -> None:
         out = torch.empty(LIMIT)
         kernels.add_entries(found.gathered, 1.0, out)
         wanted = summed(found, ranks, False, 1.0, torch.float32)
-        assert (out - wanted).abs().max() <= max(2.0**-11 * wanted.abs().max(), 1e-44)
+        assert float((out - wanted).abs().max()) <= max(2.0**-11 * float(wanted.abs().max()), 1e-44)
 
 
 def test_verdict() -> None:

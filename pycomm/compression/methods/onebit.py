@@ -12,7 +12,7 @@ from pycomm.communicator import Communicator
 from pycomm.compression.codec import Accumulated, BaseCodec, sum_of_maxima
 from pycomm.compression.feedback import CodecMethod
 from pycomm.compression.messages import GatheredMessages
-from pycomm.compression.report import Report
+from pycomm.compression.report import Report, Told
 
 
 class SignCodec(BaseCodec):
@@ -28,7 +28,7 @@ class SignCodec(BaseCodec):
         )
         self._scratches = [kernels.Scratch() for _ in words]
 
-    def send(self, accumulated: Accumulated, codes: torch.Tensor) -> Report:
+    def send(self, accumulated: Accumulated, told: Told) -> Report:
         magnitudes, words = self._messages.mine
         parts = zip(self._bucket.parts(accumulated.flat), torch.split(words, self._words), strict=True)
         for i, (part, bits) in enumerate(parts):
@@ -40,7 +40,7 @@ class SignCodec(BaseCodec):
                 kernels.pack_signs(part.float(), magnitude, bits)
                 part.sub_(torch.where(torch.signbit(part), -magnitude, magnitude))
         self.bytes_sent += self._messages.num_bytes
-        return self._messages.gather(codes)
+        return self._messages.gather(told)
 
     def largest(self) -> torch.Tensor:
         return sum_of_maxima([magnitudes for magnitudes, _ in self._messages.everyones])

@@ -14,7 +14,7 @@ from pycomm.compression.base import Flag, State
 from pycomm.compression.codec import Accumulated, BaseCodec, seed_of, wide_dtype
 from pycomm.compression.feedback import CodecMethod
 from pycomm.compression.messages import SummedMessage
-from pycomm.compression.report import Report
+from pycomm.compression.report import Report, Told
 
 
 class LowRankCodec(BaseCodec):
@@ -39,20 +39,20 @@ class LowRankCodec(BaseCodec):
         self._q = first.to(bucket.device)
         self._bases: list[torch.Tensor] = []
 
-    def send(self, accumulated: Accumulated, codes: torch.Tensor) -> Report:
+    def send(self, accumulated: Accumulated, told: Told) -> Report:
         parts = self._bucket.parts(accumulated.flat)
         matrices = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
         ps, qs = _cut(self._ps.values, self._p_shapes), _cut(self._qs.values, self._q_shapes)
         for matrix, q, p in zip(matrices, _cut(self._q, self._q_shapes), ps, strict=True):
             torch.mm(matrix, q, out=p)
-        report = self._ps.all_reduce(codes)
+        report = self._ps.all_reduce(told)
         finite = report.finite()
         # Non-finite numbers must not get into a decomposition, which might never end; the result is not used then.
         self._bases = [torch.linalg.qr(torch.where(finite, p, 0.0)).Q for p in ps]
         for matrix, p, q in zip(matrices, self._bases, qs, strict=True):
             torch.mm(matrix.t(), p, out=q)
             matrix.addmm_(p, q.t(), alpha=-1.0)
-        self._qs.all_reduce(codes)
+        self._qs.all_reduce(told)
         self.bytes_sent += self._ps.num_bytes + self._qs.num_bytes
         return report
 

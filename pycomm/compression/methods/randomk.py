@@ -12,7 +12,7 @@ from pycomm.communicator import Communicator
 from pycomm.compression.codec import Accumulated, BaseCodec, seed_of
 from pycomm.compression.feedback import CodecMethod
 from pycomm.compression.messages import SummedMessage
-from pycomm.compression.report import Report
+from pycomm.compression.report import Report, Told
 
 _BITS = 31  # of a random number, so that products with the size of a stratum stay below 2**62
 
@@ -44,13 +44,13 @@ class RandomCodec(BaseCodec):
     def begin(self, step: int | torch.Tensor) -> None:
         self._indices = self._begins + (self._random(step) * self._sizes >> _BITS)
 
-    def send(self, accumulated: Accumulated, codes: torch.Tensor) -> Report:
+    def send(self, accumulated: Accumulated, told: Told) -> Report:
         flat = accumulated.flat
         values = flat[self._indices]
         flat[self._indices] = 0.0
         self._message.values.copy_(values * self._sizes if self._unbiased else values)
         self.bytes_sent += self._message.num_bytes
-        return self._message.all_reduce(codes)
+        return self._message.all_reduce(told)
 
     def _random(self, step: int | torch.Tensor) -> torch.Tensor:
         """Return a number in [0, 2**31) for every stratum, which depends on the seed and ``step`` only."""

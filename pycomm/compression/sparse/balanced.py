@@ -27,10 +27,10 @@ from pycomm import kernels
 from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag
-from pycomm.compression.codec import wide_dtype
+from pycomm.compression.codec import Accumulated, Outcome, settle_by, wide_dtype
 from pycomm.compression.messages import GatheredMessages, Layout
-from pycomm.compression.report import Report
-from pycomm.compression.sparse.sums import Entries
+from pycomm.compression.report import Report, Told
+from pycomm.compression.sparse.sums import Entries, Selected
 
 SPLIT_ROOM, SUM_ROOM, MARGIN = 1.5, 2.0, 1.25
 
@@ -87,7 +87,6 @@ class BalancedSum:
         even = [self._num_elements * p // self._size for p in range(self._size + 1)]
         self._plan: tuple[list[int], int | None] = even, None  # borders, and how full the fullest part was
         self._next: tuple[list[int], int | None] = self._plan
-        self._sent = torch.empty(0, dtype=torch.int64)
         self._sums: list[tuple[Part, torch.Tensor, torch.Tensor | None]] = []
         self._pieces = self._received = torch.empty(0, dtype=torch.uint8)
         self._messages = GatheredMessages(bucket, communicator, [])
@@ -111,26 +110,28 @@ class BalancedSum:
         longest = max(part.sum_layout(self._dtype).num_bytes() for part in self._parts)
         self._messages.arrange([(torch.int64, self._size), (torch.uint8, longest)])
 
-    def reduce(self, flat: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, codes: torch.Tensor) -> Report:
+    def send(self, selected: Selected, told: Told) -> Report:
         self._arrange()
+        flat, values, indices = selected.flat, selected.values, selected.indices
         own = self._parts[self._rank]
         pieces, received = self._pieces[: self._num_bytes], self._received[: self._num_bytes]
-        self._split_up(flat, values, indices, torch.split(pieces, self._num_bytes // self._size))
+        sent = self._split_up(flat, values, indices, torch.split(pieces, self._num_bytes // self._size))
+        selected.mask_velocity(sent)
         self._communicator.all_to_all(received, pieces)
         summed = self._add_up(own, torch.split(received, self._num_bytes // self._size))
         header = self._messages.mine[0]
         header[0] = torch.count_nonzero(summed)
         header[1:] = indices[[self._count * p // self._size for p in range(1, self._size)]]
         flat[own.begin : own.end] += self._put(own, summed)
-        report = self._messages.gather(codes)
+        report = self._messages.gather(told)
         self.bytes_sent += self._num_bytes // self._size * (self._size - 1) + self._messages.num_bytes
         self._take()
         return report
 
     def _split_up(
         self, flat: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, pieces: Sequence[torch.Tensor]
-    ) -> None:
-        """Move the entries in each part out of ``flat`` into the piece for its owner."""
+    ) -> torch.Tensor:
+        """Move the entries in each part out of ``flat`` into the piece for its owner; return their indices, int64."""
         cuts = torch.searchsorted(indices, torch.tensor(self._plan[0], dtype=torch.int32)).tolist()
         sent = []
         for p, (part, piece) in enumerate(zip(self._parts, pieces, strict=True)):
@@ -147,7 +148,7 @@ class BalancedSum:
             left = part.split.put(filled, where, part.split_layout().arrays_in(piece))
             flat[places.long()] = left[: len(mine)]
             sent.append(places.long())
-        self._sent = torch.cat(sent)
+        return torch.cat(sent)
 
     def _add_up(self, own: Part, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
         summed = torch.zeros(own.length, dtype=self._dtype)
@@ -181,13 +182,14 @@ class BalancedSum:
         if finite:
             self._plan = self._next
 
-    def sent(self) -> torch.Tensor:
-        return self._sent
+    def finite(self, report: Report, accumulated: Accumulated) -> torch.Tensor:
+        largest = torch.stack([values.abs().max() for _, values, _ in self._sums]).double().max()
+        return report.finite() & accumulated.fits(largest)
 
-    def largest(self) -> torch.Tensor:
-        return torch.stack([values.abs().max() for _, values, _ in self._sums]).double().max()
+    def settle(self, outcome: Outcome) -> None:
+        settle_by(self._write, outcome)
 
-    def write(self, out: torch.Tensor, factor: float | torch.Tensor) -> None:
+    def _write(self, out: torch.Tensor, factor: float | torch.Tensor) -> None:
         out.zero_()
         for part, values, places in self._sums:
             into = out[part.begin : part.end]

@@ -11,10 +11,11 @@ from pycomm import kernels
 from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag, Operation, State
-from pycomm.compression.codec import Accumulated, wide_dtype
-from pycomm.compression.report import Report
+from pycomm.compression.codec import Accumulated, Outcome, wide_dtype
+from pycomm.compression.report import Report, Told
 from pycomm.compression.sparse.choice import make_sparse_sum, operations
-from pycomm.compression.sparse.sums import SparseSum
+from pycomm.compression.sparse.sums import Selected, SparseSum
+from pycomm.layout import to_device
 
 Density = Callable[[int | torch.Tensor], float]
 """Fraction of the entries to send, as a function of the step's number."""
@@ -36,11 +37,11 @@ class SparseCodec:
         self._density = 0.0
         self._counts: list[int] = []
         num_params = len(bucket.names)
-        self._ends = torch.tensor(bucket.numels, device=bucket.device).cumsum(0)  # of parameters, in flat tensors
+        self._ends = to_device(torch.tensor(bucket.numels).cumsum(0), bucket.device)
         # The last step's k-th magnitudes: this step's selection begins there.
         self._thresholds = torch.zeros(num_params, dtype=torch.float32, device=bucket.device)
         self._num_selections = 0
-        self._num_missed = torch.zeros((), dtype=torch.int64, device=bucket.device)
+        self._num_missed = torch.zeros(1, dtype=torch.int32, device=bucket.device)
         self._sum: SparseSum | None = None
         self._bytes_before = 0  # by sums of other densities
 
@@ -59,8 +60,12 @@ class SparseCodec:
         dtype, total = wide_dtype(bucket), sum(self._counts)
         self._values = torch.empty(total, dtype=dtype, device=bucket.device)
         self._indices = torch.empty(total, dtype=torch.int32, device=bucket.device)
-        whole = [n == k for n, k in zip(bucket.numels, self._counts, strict=True)]
-        self._sent_whole = torch.tensor(whole, device=bucket.device) if any(whole) else None
+        self._largest = torch.zeros(1, device=bucket.device) if dtype == torch.float32 else None
+        self._whole = self._keeps = None
+        whole = torch.tensor([n == k for n, k in zip(bucket.numels, self._counts, strict=True)])
+        if whole.any():
+            self._whole = to_device(whole, bucket.device)
+            self._keeps = to_device(whole.repeat_interleave(torch.tensor(self._counts)), bucket.device)
         self._sum = make_sparse_sum(bucket, self._communicator, total, self._half_values)
 
     def accumulate(
@@ -72,31 +77,23 @@ class SparseCodec:
         **options: Any,
     ) -> torch.Tensor:
         out = self._values, self._indices
-        finite, missed = kernels.sparsify(acc, residual, grads, self._counts, out, self._thresholds, *args, **options)
+        options |= {"num_missed": self._num_missed, "largest": self._largest}
+        finite, _ = kernels.sparsify(acc, residual, grads, self._counts, out, self._thresholds, *args, **options)
         self._num_selections += len(self._counts)
-        self._num_missed += missed.sum()
         return finite  # type: ignore[no-any-return]
 
-    def send(self, accumulated: Accumulated, codes: torch.Tensor) -> Report:
+    def send(self, accumulated: Accumulated, told: Told) -> Report:
         assert self._sum is not None
-        report = self._sum.reduce(accumulated.flat, self._values, self._indices, codes)
-        velocity = accumulated.velocity
-        if velocity is not None:
-            sent = self._sum.sent()
-            if self._sent_whole is None:
-                velocity.index_fill_(0, sent, 0.0)
-            else:
-                kept = self._sent_whole[torch.bucketize(sent, self._ends, right=True)]
-                velocity[sent] = torch.where(kept, velocity[sent], 0.0)
-        return report
+        entries = self._values, self._indices, self._largest
+        return self._sum.send(Selected(accumulated, *entries, self._ends, self._whole, self._keeps), told)
 
-    def largest(self) -> torch.Tensor:
+    def finite(self, report: Report, accumulated: Accumulated) -> torch.Tensor:
         assert self._sum is not None
-        return self._sum.largest()
+        return self._sum.finite(report, accumulated)
 
-    def write(self, out: torch.Tensor, factor: float | torch.Tensor) -> None:
+    def settle(self, outcome: Outcome) -> None:
         assert self._sum is not None
-        self._sum.write(out, factor)
+        self._sum.settle(outcome)
 
     def commit(self, finite: Flag) -> None:
         assert self._sum is not None

@@ -6,6 +6,7 @@ less. balanced.py has the third way.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -14,10 +15,50 @@ from pycomm import kernels
 from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag
-from pycomm.compression.codec import wide_dtype
+from pycomm.compression.codec import Accumulated, Outcome, settle_by, wide_dtype
 from pycomm.compression.half_scale import agreed_scale
-from pycomm.compression.messages import GatheredMessages, SummedMessage
-from pycomm.compression.report import Report
+from pycomm.compression.messages import SummedMessage
+from pycomm.compression.report import UNUSED, Report, Told
+from pycomm.fingerprint import FINGERPRINT_BITS
+from pycomm.layout import to_device
+
+
+@dataclass(frozen=True)
+class Selected:
+    """Entries that a rank has selected of its sums.
+
+    Attributes:
+        accumulated: the sums and the velocities that they are entries of.
+        values, indices: the entries; int32 indices, ascending.
+        largest: the largest magnitude among the values, one float32; ``None`` if they are float64.
+        ends: where each parameter ends in the sums, int64.
+        whole: for each parameter, whether all of it is selected: its velocity stays, since there is
+            nothing to mask, and momentum would vanish. ``None``: that is true of none.
+        keeps: the same for each entry.
+    """
+
+    accumulated: Accumulated
+    values: torch.Tensor
+    indices: torch.Tensor
+    largest: torch.Tensor | None
+    ends: torch.Tensor
+    whole: torch.Tensor | None
+    keeps: torch.Tensor | None
+
+    @property
+    def flat(self) -> torch.Tensor:
+        return self.accumulated.flat
+
+    def mask_velocity(self, sent: torch.Tensor) -> None:
+        """Zero the velocity at the indices ``sent``, int64, unless the whole parameter is sent."""
+        velocity = self.accumulated.velocity
+        if velocity is None:
+            return
+        if self.whole is None:
+            velocity.index_fill_(0, sent, 0.0)
+            return
+        kept = self.whole[torch.bucketize(sent, self.ends, right=True)]
+        velocity[sent] = torch.where(kept, velocity[sent], 0.0)
 
 
 class SparseSum(Protocol):
@@ -25,17 +66,14 @@ class SparseSum(Protocol):
 
     bytes_sent: int
 
-    def reduce(self, flat: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, codes: torch.Tensor) -> Report:
-        """Sum what all ranks selected, and leave in ``flat``, which ``values`` were taken from, what was not sent."""
+    def send(self, selected: Selected, told: Told) -> Report:
+        """Send and receive; leave in the sums what was not sent, and zero the velocity of what was."""
 
-    def sent(self) -> torch.Tensor:
-        """Return the indices into ``flat`` of the entries that this rank sent: int64."""
+    def finite(self, report: Report, accumulated: Accumulated) -> torch.Tensor:
+        """See :meth:`Codec.finite`."""
 
-    def largest(self) -> torch.Tensor:
-        """Return a bound on the magnitudes of the sums; 0-d float64."""
-
-    def write(self, out: torch.Tensor, factor: float | torch.Tensor) -> None:
-        """Write the sums times ``factor`` to ``out``."""
+    def settle(self, outcome: Outcome) -> None:
+        """See :meth:`Codec.settle`."""
 
     def commit(self, finite: Flag) -> None:
         """Keep what this step says about the next, if ``finite``."""
@@ -81,38 +119,108 @@ class Entries:
         return (sent.float() / scale[0] if scale else sent), indices
 
 
+class Verdict:
+    """Report that the kernel has made of all ranks' messages; valid until the next step's."""
+
+    def __init__(self, memory: torch.Tensor, places: tuple[int, ...]) -> None:
+        finite, sources, used, differing, _ = places
+        self._finite = memory[finite : finite + 1].view(torch.bool)[0]
+        self._sources = memory[sources:used].view(torch.int64)
+        self._used = memory[used:differing].view(torch.bool)
+        self._differing = memory[differing : differing + FINGERPRINT_BITS].view(torch.bool)
+
+    def used(self) -> torch.Tensor:
+        return self._used
+
+    def finite(self) -> torch.Tensor:
+        """Return whether all gradients were finite, and the sum over the ranks fits: a 0-d bool."""
+        return self._finite
+
+    def nonfinite_sources(self) -> torch.Tensor:
+        return self._sources
+
+    def differing(self) -> torch.Tensor:
+        return self._differing
+
+
 class GatheredSum:
-    """Sum that every rank makes itself, of the gathered entries of all."""
+    """Sum that every rank makes itself, of the gathered entries of all. On a GPU three kernels and a collective."""
 
     def __init__(self, bucket: Bucket, communicator: Communicator, count: int, half: bool) -> None:
         self.bytes_sent = 0
-        self._entries = Entries(wide_dtype(bucket), bucket.num_elements, count, half)
-        self._messages = GatheredMessages(bucket, communicator, self._entries.arrays)
-        self._received: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._sent = torch.empty(0, dtype=torch.int64)
+        self._communicator = communicator
+        dtype, size, device = wide_dtype(bucket), communicator.size, bucket.device
+        half = half and dtype == torch.float32
+        name = str(dtype).removeprefix("torch.")
+        layout = kernels.EntryLayout(len(bucket.names), FINGERPRINT_BITS, count, bucket.num_elements, name, half)
+        places = layout.verdict_places(size)
+        # Zeros: the gaps between arrays travel too.
+        self._message = communicator.empty(layout.num_bytes, torch.uint8, device).zero_()
+        verdict = torch.zeros(places[-1], dtype=torch.uint8, device=device)
+        self._gathered = kernels.Gathered(
+            layout,
+            size,
+            messages=torch.empty(size * layout.num_bytes, dtype=torch.uint8, device=device),
+            indices=torch.empty(size * count, dtype=torch.int32, device=device),
+            verdict=verdict,
+        )
+        self._verdict = Verdict(verdict, places)
+        self._ends = to_device(torch.tensor(bucket.numels).cumsum(0), device)
+        self._unused = UnusedCodes(device)
         self._scratch = kernels.Scratch()
 
-    def reduce(self, flat: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, codes: torch.Tensor) -> Report:
-        self._sent = indices.long()
-        flat[self._sent] = self._entries.put(values, indices, self._messages.mine)
-        self.bytes_sent += self._messages.num_bytes
-        report = self._messages.gather(codes)
-        self._received = [self._entries.get(arrays) for arrays in self._messages.everyones]
-        return report
+    def send(self, selected: Selected, told: Told) -> Report:
+        taken = kernels.Taken(
+            values=selected.values,
+            indices=selected.indices,
+            flat=selected.flat,
+            finite=told.finite,
+            largest=selected.largest,
+            velocity=selected.accumulated.velocity,
+            keeps=selected.keeps,
+            fingerprint=told.fingerprint,
+        )
+        kernels.pack_entries(self._message, taken, self._gathered)
+        self._unused.write(self._message, told.unused)
+        self.bytes_sent += self._gathered.layout.num_bytes
+        self._communicator.all_gather(self._gathered.messages, self._message)
+        factor, most = selected.accumulated.factor, selected.accumulated.most
+        kernels.unpack_entries(self._gathered, factor, most, scratch=self._scratch)
+        return self._verdict
 
-    def sent(self) -> torch.Tensor:
-        return self._sent
+    def finite(self, report: Report, accumulated: Accumulated) -> torch.Tensor:
+        return report.finite()
+
+    def settle(self, outcome: Outcome) -> None:
+        kernels.add_entries(
+            self._gathered,
+            outcome.factor,
+            outcome.bucket.flat,
+            outcome.states,
+            used=outcome.used,
+            ends=self._ends,
+            last_sources=outcome.last_sources,
+        )
 
     def commit(self, finite: Flag) -> None:
         pass
 
-    def largest(self) -> torch.Tensor:
-        return torch.stack([values.abs().max() for values, _ in self._received]).double().sum()
 
-    def write(self, out: torch.Tensor, factor: float | torch.Tensor) -> None:
-        out.zero_()
-        for values, indices in self._received:
-            kernels.scatter_add(out, indices, values, factor, scratch=self._scratch)
+class UnusedCodes:
+    """Codes of unused parameters, which are written with one operation; which they are changes rarely."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._unused: tuple[int, ...] = ()
+        self._places = torch.empty(0, dtype=torch.int64, device=device)
+
+    def write(self, message: torch.Tensor, unused: tuple[int, ...]) -> None:
+        """Write the codes of the parameters ``unused`` to the beginning of ``message``."""
+        if not unused:
+            return
+        if unused != self._unused:
+            self._unused, self._places = unused, to_device(torch.tensor(unused), self._device)
+        message.index_fill_(0, self._places, UNUSED)
 
 
 class DenseSum:
@@ -121,24 +229,24 @@ class DenseSum:
     def __init__(self, bucket: Bucket, communicator: Communicator, count: int, half: bool) -> None:
         self.bytes_sent = 0
         self._message = SummedMessage(bucket, communicator, bucket.num_elements)
-        self._sent = torch.empty(0, dtype=torch.int64)
 
-    def reduce(self, flat: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, codes: torch.Tensor) -> Report:
-        self._sent = indices.long()
+    def send(self, selected: Selected, told: Told) -> Report:
+        sent = selected.indices.long()
         self._message.values.zero_()
-        self._message.values[self._sent] = values
-        flat.index_fill_(0, self._sent, 0.0)
+        self._message.values[sent] = selected.values
+        selected.flat.index_fill_(0, sent, 0.0)
+        selected.mask_velocity(sent)
         self.bytes_sent += self._message.num_bytes
-        return self._message.all_reduce(codes)
+        return self._message.all_reduce(told)
 
-    def sent(self) -> torch.Tensor:
-        return self._sent
+    def finite(self, report: Report, accumulated: Accumulated) -> torch.Tensor:
+        return report.finite() & accumulated.fits(self._message.largest())
+
+    def settle(self, outcome: Outcome) -> None:
+        settle_by(self._write, outcome)
+
+    def _write(self, out: torch.Tensor, factor: float | torch.Tensor) -> None:
+        torch.mul(self._message.values, factor, out=out)
 
     def commit(self, finite: Flag) -> None:
         pass
-
-    def largest(self) -> torch.Tensor:
-        return self._message.largest()
-
-    def write(self, out: torch.Tensor, factor: float | torch.Tensor) -> None:
-        torch.mul(self._message.values, factor, out=out)
