@@ -147,6 +147,7 @@ def add_entries(
     factor: Any,
     out: Any,
     states: list[tuple[Any, Any]],
+    finite: Any | None,
     used: Any | None,
     ends: Any | None,
     last_sources: Any | None,

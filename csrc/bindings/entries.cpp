@@ -152,8 +152,8 @@ std::vector<StateChange> states_of(Given& given, const std::vector<std::pair<py:
 
 void add_entries_of(const EntryLayout& layout, py::handle messages, py::handle num_ranks, py::handle indices,
                     py::handle factor, py::handle out, const std::vector<std::pair<py::object, py::object>>& states,
-                    const py::object& used, const py::object& ends, const py::object& last_sources, py::handle verdict,
-                    int num_threads) {
+                    const py::object& finite, const py::object& used, const py::object& ends,
+                    const py::object& last_sources, py::handle verdict, int num_threads) {
     Given given(layout);
     Outcome outcome;
     const auto ranks = static_cast<int>(at_least(num_ranks, "num_ranks", 1));
@@ -167,6 +167,7 @@ void add_entries_of(const EntryLayout& layout, py::handle messages, py::handle n
                                                       ranks * layout.count, "int32, `count` of each rank");
     const char* const verdict_ = given.bytes(verdict, "verdict", Access::kRead, verdict_bytes(layout, ranks));
     outcome.states = states_of(given, states, sums);
+    outcome.finite = given.flags(finite, "finite", 1, "one bool");
     outcome.used = given.flags(used, "used", layout.num_params, "one bool per parameter");
     if (outcome.used != nullptr) {
         outcome.ends = given.exactly<int64_t>(ends, "ends", Access::kRead, DType::kI64, layout.num_params,
@@ -178,14 +179,13 @@ void add_entries_of(const EntryLayout& layout, py::handle messages, py::handle n
     }
     const Factor by(factor);
     by.add_to(given.arguments());
-    // `used` is a part of the verdict, as a rule, and both are read.
     given.arguments().require_apart();
     dispatch(
         given.arguments(),
         [&](auto& call) {
             cuda::add_entries(layout, from, ranks, places, by.on_gpu(), outcome, verdict_, call.stream());
         },
-        [&] { add_entries(layout, from, ranks, places, by.on_cpu(), outcome, num_threads); });
+        [&] { add_entries(layout, from, ranks, places, by.on_cpu(), outcome, verdict_, num_threads); });
 }
 
 }  // namespace
@@ -212,8 +212,8 @@ void bind_entries(py::module_& module) {
     module.def("unpack_entries", &unpack_entries_of, py::arg("layout"), py::arg("messages"), py::arg("num_ranks"),
                py::arg("factor"), py::arg("most"), py::arg("indices"), py::arg("verdict"), py::arg("scratch"));
     module.def("add_entries", &add_entries_of, py::arg("layout"), py::arg("messages"), py::arg("num_ranks"),
-               py::arg("indices"), py::arg("factor"), py::arg("out"), py::arg("states"), py::arg("used"),
-               py::arg("ends"), py::arg("last_sources"), py::arg("verdict"), py::arg("num_threads"));
+               py::arg("indices"), py::arg("factor"), py::arg("out"), py::arg("states"), py::arg("finite"),
+               py::arg("used"), py::arg("ends"), py::arg("last_sources"), py::arg("verdict"), py::arg("num_threads"));
 }
 
 }  // namespace pycomm

@@ -87,9 +87,10 @@ struct StateChange {
 struct Outcome {
     Buffer out;                       // `limit` elements, of any floating type
     std::vector<StateChange> states;  // at most two, of `limit` elements of the sums' type; `before` may be out
+    const bool* finite = nullptr;     // whether the step is, on all ranks; null: it is
     const bool* used = nullptr;       // for each parameter, whether its change of state stays; null: all do
     const int64_t* ends = nullptr;    // of the parameters in out; where there is `used`
-    int64_t* last_sources = nullptr;  // for each rank: becomes the verdict's sources if the step is not finite
+    int64_t* last_sources = nullptr;  // for each rank: becomes the verdict's sources if the step is not finite; or null
 };
 
 // Every parameter's code is kUsed or kNotFinite: the caller changes those of unused ones.
@@ -98,9 +99,10 @@ void pack_entries(const EntryLayout& layout, const Taken& taken, char* message);
 // `most` in magnitude when multiplied by `factor`.
 void unpack_entries(const EntryLayout& layout, const char* messages, int num_ranks, double factor, double most,
                     int32_t* indices, char* verdict);
-// out = sum over the ranks, in their order, of value * factor; and changes of state are undone as `used` says.
+// out = sum over the ranks, in their order, of value * factor; changes of state are undone as `used` says. If the step
+// is not finite all of them are, and what was sent comes out as NaN.
 void add_entries(const EntryLayout& layout, const char* messages, int num_ranks, const int32_t* indices, double factor,
-                 const Outcome& outcome, int num_threads);
+                 const Outcome& outcome, const char* verdict, int num_threads);
 
 namespace cuda {
 
@@ -110,8 +112,7 @@ void pack_entries(const EntryLayout& layout, const Taken& taken, char* message, 
 int64_t unpack_entries_workspace_bytes(const EntryLayout& layout, int num_ranks);
 void unpack_entries(const EntryLayout& layout, const char* messages, int num_ranks, Scale factor, double most,
                     int32_t* indices, char* verdict, Workspace& workspace, Stream stream);
-// One launch. Where the verdict says that the step is not finite, all changes of state are undone, and what was sent
-// comes out as NaN.
+// outcome.finite lies on the device.
 void add_entries(const EntryLayout& layout, const char* messages, int num_ranks, const int32_t* indices, Scale factor,
                  const Outcome& outcome, const char* verdict, Stream stream);
 

@@ -99,18 +99,18 @@ def add_entries(
     out: Any,
     states: Sequence[tuple[Any, Any]] = (),
     *,
+    finite: Any | None = None,
     used: Any | None = None,
     ends: Any | None = None,
     last_sources: Any | None = None,
 ) -> None:
     """Write the sum over the ranks of their entries, times ``factor``, to ``out``, in the order of the ranks.
 
-    On a GPU, what the verdict says counts: if the step is not finite, what was sent comes out as NaN, and
-    the state of before is put back. On the CPU the caller knows, and calls this for finite steps only.
-
     Args:
         out: floating array of ``layout.limit`` elements.
         states: at most two pairs ``(now, before)`` of arrays of sums; ``before`` may be ``out``.
+        finite: one bool, whether the step is finite on all ranks and in all buckets: if not, the state of
+            before is put back, and what was sent comes out as NaN. ``None``: it is.
         used: for each parameter, whether its change of state stays; ``None``: all do.
         ends: int64, where each parameter ends in ``out``; needed with ``used``.
         last_sources: int64, one for each rank: becomes the verdict's if the step is not finite.
@@ -124,6 +124,7 @@ def add_entries(
         factor,
         out,
         list(states),
+        finite,
         used,
         ends,
         last_sources,

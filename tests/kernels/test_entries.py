@@ -282,26 +282,43 @@ def test_gpu(gpu: Gpu, dtype: torch.dtype, half: bool, size: int) -> None:
         assert_same_bits(gpu.get(on_gpu), out)
 
 
+def check_that_state_is_put_back(at: Gpu, finite: bool) -> None:
+    ranks = ranks_of(3, torch.float32)
+    ranks[2].finite[1] = finite
+    found = exchange(ranks, at=at)
+    assert (found.finite, found.sources) == (finite, [0, 0, 0 if finite else 2])
+    used = torch.tensor([True, False, True, True, False])
+    ends, sources = at.put(torch.tensor(SIZES).cumsum(0)), at.put(torch.full((3,), 77))
+    states = [torch.full((LIMIT,), float(value)) for value in (1, 2, 3, 4)]
+    now, before, other, other_before = at.puts(states)
+    kernels.add_entries(
+        found.gathered,
+        2.0,
+        before,
+        [(now, before), (other, other_before)],
+        finite=at.put(torch.tensor([finite])),
+        used=at.put(used),
+        ends=ends,
+        last_sources=sources,
+    )
+    stays = used.repeat_interleave(torch.tensor(SIZES)) & finite
+    assert torch.equal(at.get(now), torch.where(stays, 1.0, 2.0))
+    assert torch.equal(at.get(other), torch.where(stays, 3.0, 4.0))
+    assert at.get(sources).tolist() == ([77] * 3 if finite else [0, 0, 2])
+    wanted = summed(found, ranks, False, 2.0 if finite else math.nan, torch.float32)
+    assert_same_bits(at.get(before), wanted)
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_state_is_put_back(finite: bool) -> None:
+    """If a step is not finite, or where a parameter is unused; out is one of the old states."""
+    check_that_state_is_put_back(Host(), finite)
+
+
 @requires_gpu
 @pytest.mark.parametrize("finite", [True, False])
 def test_gpu_puts_state_back(gpu: Gpu, finite: bool) -> None:
-    """If a step is not finite, or where a parameter is unused; out is one of the old states."""
-    ranks = ranks_of(3, torch.float32)
-    ranks[2].finite[1] = finite
-    found = exchange(ranks, at=gpu)
-    assert (found.finite, found.sources) == (finite, [0, 0, 0 if finite else 2])
-    used = torch.tensor([True, False, True, True, False])
-    ends, sources = gpu.put(torch.tensor(SIZES).cumsum(0)), gpu.put(torch.full((3,), 77))
-    states = [torch.full((LIMIT,), float(value)) for value in (1, 2, 3, 4)]
-    now, before, other, other_before = gpu.puts(states)
-    pairs = [(now, before), (other, other_before)]
-    kernels.add_entries(found.gathered, 2.0, before, pairs, used=gpu.put(used), ends=ends, last_sources=sources)
-    stays = used.repeat_interleave(torch.tensor(SIZES)) & finite
-    assert torch.equal(gpu.get(now), torch.where(stays, 1.0, 2.0))
-    assert torch.equal(gpu.get(other), torch.where(stays, 3.0, 4.0))
-    assert gpu.get(sources).tolist() == ([77] * 3 if finite else [0, 0, 2])
-    wanted = summed(found, ranks, False, 2.0 if finite else math.nan, torch.float32)
-    assert_same_bits(gpu.get(before), wanted)
+    check_that_state_is_put_back(gpu, finite)
 
 
 @requires_gpu

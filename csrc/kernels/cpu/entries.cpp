@@ -144,18 +144,20 @@ class Messages {
     int num_ranks_;
 };
 
-// Puts the state of before the step back into elements [begin, end) of unused parameters.
+// Puts the state of before the step back into a part.
 void undo(const EntryLayout& layout, const Outcome& outcome, Range part) {
     const int64_t size = size_of(layout.dtype);
+    for (const StateChange& state : outcome.states) {
+        std::memcpy(state.now + part.begin * size, state.before + part.begin * size,
+                    static_cast<size_t>(part.size() * size));
+    }
+}
+
+// The same for the unused parameters in it.
+void undo_unused(const EntryLayout& layout, const Outcome& outcome, Range part) {
     for (int64_t j = 0; j < layout.num_params; ++j) {
-        if (outcome.used[j]) continue;
-        const int64_t begin = std::max(j == 0 ? 0 : outcome.ends[j - 1], part.begin);
-        const int64_t end = std::min(outcome.ends[j], part.end);
-        if (begin >= end) continue;
-        for (const StateChange& state : outcome.states) {
-            std::memcpy(state.now + begin * size, state.before + begin * size,
-                        static_cast<size_t>((end - begin) * size));
-        }
+        const Range param{std::max(j == 0 ? 0 : outcome.ends[j - 1], part.begin), std::min(outcome.ends[j], part.end)};
+        if (!outcome.used[j] && param.size() > 0) undo(layout, outcome, param);
     }
 }
 
@@ -220,15 +222,27 @@ void unpack_entries(const EntryLayout& layout, const char* bytes, int num_ranks,
 }
 
 void add_entries(const EntryLayout& layout, const char* bytes, int num_ranks, const int32_t* indices, double factor,
-                 const Outcome& outcome, int num_threads) {
+                 const Outcome& outcome, const char* verdict, int num_threads) {
     const Messages messages(layout, bytes, num_ranks);
+    const bool finite = outcome.finite == nullptr || *outcome.finite;
+    if (!finite) {
+        factor = std::nan("");
+        const VerdictLayout at(layout, num_ranks);
+        if (outcome.last_sources != nullptr) {
+            std::memcpy(outcome.last_sources, verdict + at.sources_at, static_cast<size_t>(num_ranks) * 8);
+        }
+    }
     const int threads = useful_threads(outcome.out.num_bytes(), num_threads);
     const int64_t num_tiles = (layout.limit + kTileElems - 1) / kTileElems;
     parallel_for(threads, threads, [&](int thread) {
         const Range tiles = piece_of(num_tiles, thread, threads, 1);
         for (int64_t tile = tiles.begin; tile < tiles.end; ++tile) {
             const Range part{tile * kTileElems, std::min((tile + 1) * kTileElems, layout.limit)};
-            if (outcome.used != nullptr) undo(layout, outcome, part);
+            if (!finite) {
+                undo(layout, outcome, part);
+            } else if (outcome.used != nullptr) {
+                undo_unused(layout, outcome, part);
+            }
             with_sent_type(layout, [&](auto sent) {
                 using T = decltype(sent);
                 with_float_type(outcome.out.dtype, [&](auto type) {

@@ -250,7 +250,7 @@ PYCOMM_KERNEL add_kernel(AddJob job) {
     const int64_t begin = device::block_index() * kTileElems;
     const int64_t end = begin + kTileElems < job.layout.limit ? begin + kTileElems : job.layout.limit;
     const int thread = device::thread_index(), threads = device::num_threads();
-    const bool finite = *job.finite;
+    const bool finite = job.finite == nullptr || *job.finite;
     const Sum factor = finite ? factor_of<Sum>(job.factor) : Sum(__builtin_nan(""));
     if (!finite && job.last_sources != nullptr && device::block_index() == 0) {
         for (int rank = thread; rank < job.num_ranks; rank += threads) job.last_sources[rank] = job.sources[rank];
@@ -348,7 +348,7 @@ void add_entries(const EntryLayout& layout, const char* messages, int num_ranks,
                {},
                outcome.used,
                outcome.ends,
-               reinterpret_cast<const bool*>(verdict + at.finite_at),
+               outcome.finite,
                reinterpret_cast<const int64_t*>(verdict + at.sources_at),
                outcome.last_sources};
     for (size_t s = 0; s < outcome.states.size(); ++s) job.states[s] = outcome.states[s];

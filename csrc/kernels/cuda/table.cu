@@ -1,6 +1,7 @@
 #include "kernels/cuda/table.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "device/launch.h"
 
@@ -35,17 +36,20 @@ Table upload(const std::vector<Buffer>& arrays, Workspace& workspace, Stream str
     wanted.push_back({nullptr, total, DType::kF32});
     auto memory = reinterpret_cast<Entry*>(workspace.memory);
     bool capturing = device::is_capturing(stream);  // then it is not sent now, and has to be part of the graph
-    if (capturing || !std::equal(wanted.begin(), wanted.end(), workspace.table.begin(), workspace.table.end(), same)) {
-        workspace.table.clear();  // until all of it has been sent
-        for (size_t begin = 0; begin < wanted.size(); begin += kEntriesPerLaunch) {
-            Chunk chunk = {};
-            chunk.count = static_cast<int>(std::min<size_t>(kEntriesPerLaunch, wanted.size() - begin));
-            std::copy_n(wanted.begin() + static_cast<int64_t>(begin), chunk.count, chunk.entries);
-            device::launch("sending a table of arrays", write_entries, 1, stream, chunk, memory + begin);
-        }
-        if (!capturing) workspace.table = wanted;
+    std::vector<Entry> there;                       // nothing, until all of it has been sent
+    there.swap(workspace.table);
+    for (size_t begin = 0; begin < wanted.size(); begin += kEntriesPerLaunch) {
+        Chunk chunk = {};
+        chunk.count = static_cast<int>(std::min<size_t>(kEntriesPerLaunch, wanted.size() - begin));
+        auto from = wanted.begin() + static_cast<int64_t>(begin);
+        bool known = there.size() == wanted.size() &&
+                     std::equal(from, from + chunk.count, there.begin() + static_cast<int64_t>(begin), same);
+        if (known && !capturing) continue;
+        std::copy_n(from, chunk.count, chunk.entries);
+        device::launch("sending a table of arrays", write_entries, 1, stream, chunk, memory + begin);
     }
-    return {memory, static_cast<int>(wanted.size()) - 1, total};
+    if (!capturing) workspace.table = std::move(wanted);
+    return {memory, static_cast<int>(arrays.size()), total};
 }
 
 }  // namespace pycomm::cuda

@@ -60,12 +60,13 @@ class SparseCodec:
         dtype, total = wide_dtype(bucket), sum(self._counts)
         self._values = torch.empty(total, dtype=dtype, device=bucket.device)
         self._indices = torch.empty(total, dtype=torch.int32, device=bucket.device)
-        self._largest = torch.zeros(1, device=bucket.device) if dtype == torch.float32 else None
+        self._largest = torch.zeros(1, dtype=torch.float32, device=bucket.device) if dtype == torch.float32 else None
         self._whole = self._keeps = None
-        whole = torch.tensor([n == k for n, k in zip(bucket.numels, self._counts, strict=True)])
-        if whole.any():
-            self._whole = to_device(whole, bucket.device)
-            self._keeps = to_device(whole.repeat_interleave(torch.tensor(self._counts)), bucket.device)
+        whole = [n == k for n, k in zip(bucket.numels, self._counts, strict=True)]
+        if any(whole):
+            each = torch.tensor(whole)
+            self._whole = to_device(each, bucket.device)
+            self._keeps = to_device(each.repeat_interleave(torch.tensor(self._counts)), bucket.device)
         self._sum = make_sparse_sum(bucket, self._communicator, total, self._half_values)
 
     def accumulate(

@@ -197,6 +197,7 @@ class GatheredSum:
             outcome.factor,
             outcome.bucket.flat,
             outcome.states,
+            finite=outcome.finite if isinstance(outcome.finite, torch.Tensor) else None,
             used=outcome.used,
             ends=self._ends,
             last_sources=outcome.last_sources,

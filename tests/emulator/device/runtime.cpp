@@ -49,6 +49,7 @@ int exchange_current(int device) { return std::exchange(current, device); }
 void set_current(int device) noexcept { current = device; }
 
 void fill_bytes(void* where, int value, int64_t num_bytes, Stream) {
+    emulator::count_launch();
     std::memset(where, value, static_cast<size_t>(num_bytes));
 }
 void synchronize(Stream) {}

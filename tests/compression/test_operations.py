@@ -1,0 +1,103 @@
+"""What TopK and DGC do to a bucket: some kernels and one collective, no operation of torch, and none per parameter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import pycomm
+from pycomm import Communicator, kernels
+from pycomm.bucket import Bucket
+from pycomm.compression.base import Scaling
+from tests.on_ranks import on_ranks
+
+KERNELS = ["sparsify", "pack_entries", "all_gather", "unpack_entries", "add_entries"]
+
+# Of a GPU's operations these launch nothing, and the last one waits on the CPU alone.
+FREE = ("view", "slice", "select", "as_strided", "detach", "alias", "split", "empty", "_local_scalar_dense")
+
+
+class Operations(TorchDispatchMode):
+    """Notes the operations of torch that would launch something on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if not name.startswith(FREE):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def operations_of(method: Any, num_params: int, monkeypatch: pytest.MonkeyPatch, missing: bool = False) -> list[str]:
+    """Return the kernels, collectives and torch's operations of one bucket, once it has seen a few steps."""
+    noted: list[str] = []
+
+    def noting(name: str, function: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            noted.append(name)
+            return function(*args, **options)
+
+        return call
+
+    for name in kernels.__all__:
+        if callable(getattr(kernels, name)) and not isinstance(getattr(kernels, name), type):
+            monkeypatch.setattr(kernels, name, noting(name, getattr(kernels, name)))
+    with Communicator(timeout=20) as communicator:
+        monkeypatch.setattr(communicator, "all_gather", noting("all_gather", communicator.all_gather))
+        params = [torch.zeros(9, 7 + j) for j in range(num_params)]
+        bucket = Bucket([f"p{j}" for j in range(num_params)], params, communicator)
+        exchange = method.make(bucket, communicator)
+        with torch.no_grad():
+            for _ in range(3):
+                noted.clear()
+                grads: list[torch.Tensor | None] = [torch.randn_like(p) for p in params]
+                if missing:
+                    grads[0] = None
+                with Operations() as operations:
+                    exchange.exchange(grads, Scaling(communicator.size))
+                    assert exchange.finite()
+                    exchange.finish(True)
+    return noted + operations.names
+
+
+METHODS = {
+    "TopK": pycomm.TopK(0.02),
+    "TopK, half": pycomm.TopK(0.02, half_values=True),
+    "TopK, nothing kept": pycomm.TopK(0.02, error_feedback=False),
+    "DGC": pycomm.DGC(0.02, weight_decay=0.1),
+    "DGC, Nesterov": pycomm.DGC(0.02, nesterov=True, half_values=True),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("num_params", [1, 40])
+def test_kernels_and_nothing_else(name: str, num_params: int) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        assert operations_of(METHODS[name], num_params, monkeypatch) == KERNELS
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("num_params", [2, 40])
+def test_a_gradient_is_missing(num_params: int) -> None:
+    """Zeros for all that are missing, their codes, and the flags that say whether another rank has them."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        found = operations_of(METHODS["DGC"], num_params, monkeypatch, missing=True)
+    assert found[: len(KERNELS)] == KERNELS
+    assert sorted(found[len(KERNELS) :]) == ["_foreach_zero_", "index_fill_"]
+
+
+def test_the_step_above_can_tell() -> None:
+    with Operations() as operations:
+        (torch.ones(3) * math.pi).view(3, 1)
+    assert operations.names == ["ones", "mul"]

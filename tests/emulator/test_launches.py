@@ -1,0 +1,90 @@
+"""How many kernels a bucket of sparse gradients takes on a GPU: eight with the collective, however many parameters.
+
+tests/compression/test_operations.py shows that TopK and DGC make these calls, and no others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pycomm import kernels
+from tests.kernels.gpus import EMULATED, Gpu, gpu
+
+__all__ = ["gpu"]
+pytestmark = pytest.mark.skipif(not EMULATED, reason="counts the emulator's launches")
+
+if EMULATED:
+    from tests.emulator.arrays import library
+
+MOST = 8
+GATHERS = 1
+
+
+class Step:
+    """One step of DGC on emulated arrays, as SparseCodec and GatheredSum do it."""
+
+    def __init__(self, gpu: Gpu, sizes: list[int], half: bool) -> None:
+        total, counts = sum(sizes), [max(1, n // 100) for n in sizes]
+        self.counts, count = counts, sum(counts)
+        layout = kernels.EntryLayout(len(sizes), 32, count, total, "float32", half)
+
+        def array(n: int, dtype: torch.dtype = torch.float32) -> Any:
+            return gpu.put(torch.zeros(n, dtype=dtype))
+
+        self.grads = gpu.puts([torch.randn(n) for n in sizes])
+        self.acc, self.residual, self.velocity, self.old_velocity = (array(total) for _ in range(4))
+        self.values, self.indices, self.largest = array(count), array(count, torch.int32), array(1)
+        self.thresholds, self.num_missed = array(len(sizes)), array(1, torch.int32)
+        self.message = array(layout.num_bytes, torch.uint8)
+        verdict = array(layout.verdict_places(1)[-1], torch.uint8)
+        self.gathered = kernels.Gathered(layout, 1, self.message, array(count, torch.int32), verdict)
+        self.scratches = kernels.Scratch(), kernels.Scratch()
+        self.finite, self.last_sources = gpu.put(torch.tensor([True])), array(1, torch.int64)
+
+    def run(self) -> None:
+        finite, _ = kernels.sparsify(
+            self.acc,
+            self.residual,
+            self.grads,
+            self.counts,
+            (self.values, self.indices),
+            self.thresholds,
+            momentum=kernels.Momentum(self.velocity, self.old_velocity, 0.9),
+            num_missed=self.num_missed,
+            largest=self.largest,
+            scratch=self.scratches[0],
+        )
+        taken = kernels.Taken(self.values, self.indices, self.acc, finite, self.largest, self.velocity)
+        kernels.pack_entries(self.message, taken, self.gathered)
+        kernels.unpack_entries(self.gathered, 1.0, 3e38, scratch=self.scratches[1])
+        states = [(self.velocity, self.old_velocity), (self.acc, self.residual)]
+        kernels.add_entries(
+            self.gathered, 1.0, self.residual, states, finite=self.finite, last_sources=self.last_sources
+        )
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("num_params", [1, 54, 158])
+def test_launches_of_a_sparse_bucket(gpu: Gpu, num_params: int, half: bool) -> None:
+    torch.manual_seed(num_params)
+    step = Step(gpu, [100 + 7 * j for j in range(num_params)], half)
+    counts = []
+    for _ in range(3):
+        before = library().emulator_num_launches()
+        step.run()
+        counts.append(library().emulator_num_launches() - before)
+    # The first one brings the addresses too: two kernels for every 160 arrays.
+    assert counts[1:] == [MOST - GATHERS - 1] * 2
+    assert counts[0] <= MOST - GATHERS + num_params // 80
+
+
+def test_new_gradients_cost_one_launch(gpu: Gpu) -> None:
+    step = Step(gpu, [64] * 150, half=False)
+    step.run()
+    step.grads = gpu.puts([torch.randn(64) for _ in range(150)])
+    before = library().emulator_num_launches()
+    step.run()
+    assert library().emulator_num_launches() - before == MOST - GATHERS
