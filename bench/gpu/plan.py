@@ -62,8 +62,11 @@ def gpu_tests(root: Path = ROOT) -> list[str]:
 
 
 def build(site: Path, objects: Path, architecture: str) -> Step:
-    """Describe pip, without the network, which installs into ``site`` what it has built in ``objects``."""
-    pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-index"]
+    """Describe pip, without the network, which installs into ``site`` what it has built in ``objects``.
+
+    Without its cache, too: it keeps the wheel of a folder whose name has a dash, and would take that next time.
+    """
+    pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-cache-dir", "--no-index"]
     settings = [
         "cmake.define.PYCOMM_CUDA=ON",
         f"cmake.define.CMAKE_CUDA_ARCHITECTURES={architecture}",

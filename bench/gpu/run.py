@@ -53,6 +53,8 @@ class Run:
         elif built:
             self._take(plan.environment(self._scratch / "environment.json", "cuda:0"))
             self._take(plan.tests(self._scratch / "tests.jsonl"))
+            if not self.report["tests"].get("passed"):
+                self.fail("tests", "none has passed")
             for step in self._sanitizers():
                 self._take(step)
         else:

@@ -83,7 +83,14 @@ def test_sanitized_tests_are_gpu_tests() -> None:
 
 def test_plan_of_commands(tmp_path: Path) -> None:
     build = plan.build(tmp_path / "site", tmp_path / "objects", "90")
-    for word in ("--no-index", "--no-build-isolation", "--no-deps", f"build-dir={tmp_path / 'objects'}", str(ROOT)):
+    for word in (
+        "--no-index",
+        "--no-cache-dir",
+        "--no-build-isolation",
+        "--no-deps",
+        f"build-dir={tmp_path / 'objects'}",
+        str(ROOT),
+    ):
         assert word in build.command
     assert "cmake.define.CMAKE_CUDA_ARCHITECTURES=90" in build.command
     memcheck = plan.sanitizer("memcheck", "/x/compute-sanitizer", tmp_path / "m.jsonl")
@@ -93,6 +100,26 @@ def test_plan_of_commands(tmp_path: Path) -> None:
     assert sum(step.seconds for step in steps) < 1.3 * plan.ALL_SECONDS  # none has to wait for more than its share
     assert plan.measuring(tmp_path, 5, 330.0, with_pycomm=False).command[-2:] == ["--phases", "bandwidth"]
     assert "300" in plan.measuring(tmp_path, 5, 330.0, with_pycomm=True).command
+
+
+@pytest.mark.parametrize("status", [0, 99])
+def test_the_command_of_a_sanitizer(status: int, tmp_path: Path) -> None:
+    """With a tool that finds nothing, or something, and runs what it is given."""
+    options = "--tool racecheck --target-processes all --error-exitcode 99 --log-file"
+    tool = executable(
+        tmp_path / "compute-sanitizer",
+        f'#!/bin/sh\n[ "$1 $2 $3 $4 $5 $6 $7" = "{options}" ] || exit 50\n'
+        f"echo '========= RACECHECK SUMMARY: {status} hazards' > $8\nshift 8\n"
+        f'"$@" || exit $?\nexit {status}\n',
+    )
+    step = plan.sanitizer("racecheck", str(tool), tmp_path / "out.jsonl")
+    ended = run_command(step.command, 100, step.variables)
+    assert ended.status == status, ended.output
+    assert 99 not in step.told  # what was found is an error of the run
+    (row,) = step.read()["sanitizers"]
+    assert (row["tool"], row["summary"]) == ("racecheck", f"RACECHECK SUMMARY: {status} hazards")
+    assert row["tests"]["finished"]
+    assert row["tests"]["selected"] >= 40
 
 
 def test_tools_are_found_beside_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +310,7 @@ class TestRuns:
         assert str(self.scratch / "site") in capfd.readouterr().out
 
     def test_failures_are_told_by_the_status(self) -> None:
-        self.stand_in("tests", python("raise SystemExit(1)"), {"tests": self.counted(failed=1)})
+        self.stand_in("tests", python("raise SystemExit(1)"), {"tests": self.counted(passed=2, failed=1)})
         status, report = self.run()
         assert (status, report["errors"]) == (1, [])
         self.stand_in("tests", python("raise SystemExit(0)"), {"tests": self.counted(passed=1)})
@@ -321,6 +348,11 @@ class TestRuns:
         status, report = self.run("measure")
         assert (status, with_pycomm, report["bench"]) == (1, [False], "gpu")
         assert report["bandwidth"] == {"ways": []}
+
+    def test_tests_that_were_all_skipped(self) -> None:
+        self.stand_in("tests", python("pass"), {"tests": self.counted(skipped=3)})
+        status, report = self.run()
+        assert (status, report["errors"]) == (1, [{"where": "tests", "error": "none has passed"}])
 
     def test_no_sanitizer(self) -> None:
         self.monkeypatch.setattr(run, "find_tool", lambda _: None)
