@@ -4,8 +4,8 @@ More of collectives: ``bench.collectives.scale``, as the ranks become many; ``be
 takes; ``bench.slow_network.link``, simulation against links made slow (root).
 
 Each verifies before it times, measures its peers and its floor in the same run, turn by turn, and prints medians with
-their spread. ``--json FILE`` also writes the figures with the versions in use; ``python -m bench.gpu.report`` prints
-those of ``bench.gpu`` again.
+their spread. ``--json FILE`` also writes the figures with the versions in use. ``bench.gpu`` checks, too, and always
+writes a report, which ``python -m bench.gpu.report`` prints again.
 """
 
 import sys

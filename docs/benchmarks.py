@@ -72,8 +72,8 @@ def render(reports: Mapping[str, Report], readme: str) -> dict[Path, str]:
     sections = [SECTIONS[report["bench"]](name, report) for name, report in reports.items()]
     if not any(report["bench"] == "gpu" for report in reports.values()):
         sections.append(
-            "## On a GPU\n\nNo report has been committed yet. `python -m bench.gpu` writes one in under ten minutes; "
-            "see [GPUs](gpus.md).\n"
+            "## On a GPU\n\nNo report has been committed yet. `python -m bench.gpu measure` writes one in under ten "
+            "minutes; see [GPUs](gpus.md).\n"
         )
     if not _HEADLINE.search(readme):
         raise ValueError("README.md has no <!-- figures --> ... <!-- end -->")
@@ -201,11 +201,23 @@ def _gpu(name: str, report: Report) -> str:
     return "\n".join([_heading("On a GPU", "gpu", name, report), text, "".join(_table(rows))])
 
 
+def _gpu_check(name: str, report: Report) -> str:
+    rows: list[Row] = [["run", "passed", "failed", "errors", "skipped", "says"]]
+    runs = [("tests", report["tests"], ""), *((r["tool"], r["tests"], r["summary"]) for r in report["sanitizers"])]
+    for what, tests, said in runs:
+        counts = (str(tests.get(outcome, "-")) for outcome in ("passed", "failed", "errors", "skipped"))
+        rows.append([what, *counts, said or ""])
+    found = report["environment"]
+    text = f"{found.get('device')}, commit {found.get('commit')}: `bench/results/{name}`.\n"
+    return "\n".join(["## Tests on a GPU\n", text, "".join(_table(rows))])
+
+
 SECTIONS: dict[str, Callable[[str, Report], str]] = {
     "collectives": _collectives,
     "kernels": _kernels,
     "slow_network": _slow_network,
     "gpu": _gpu,
+    "gpu_check": _gpu_check,
 }
 """How a report is shown, by the bench that wrote it."""
 

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 from torch._C._distributed_c10d import HashStore
 
+from tests.kernels.gpus import why_skipped
 from tests.on_ranks import Pools
+from tests.processes import child_processes
 from tests.ranks import RankPool
 
 # Deterministic, and no deadline: these machines stall now and then.
@@ -81,8 +83,13 @@ def nothing_left_behind() -> Iterator[None]:
     assert not named, f"left behind: {named}"
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    reason = why_skipped({marker.name for marker in item.iter_markers()})
+    if reason is not None:
+        pytest.skip(reason)
+
+
 def pytest_sessionfinish() -> None:
-    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-    names = [Path(f"/proc/{child}/cmdline").read_text() for child in children]
-    left = [name for name in names if "resource_tracker" not in name and name]
+    left = [command for command in child_processes().values() if command and "resource_tracker" not in command]
     assert not left, f"processes left behind: {left}"

@@ -1,1 +1,1 @@
-"""``python -m bench.gpu``: everything about one GPU; and ``.report``, which prints its reports again."""
+"""``python -m bench.gpu``: tests and measurements on one GPU; and ``.report``, which prints its reports again."""

@@ -17,6 +17,10 @@ _RATIOS = (0.001, 0.01)
 _DGC_RATIO = 0.001
 _PIECES = 100  # gradients that the elements are cut into
 _SECTOR = 32  # bytes that a GPU moves at least
+_LARS_NOTE = (
+    "torch multiplies gradients by factors that are on the GPU in one launch each, its only way that does not wait for "
+    "the host; that is the larger part of its time with many small parameters"
+)
 
 
 @dataclass(frozen=True)
@@ -26,12 +30,14 @@ class Plan:
     Attributes:
         shapes: shapes of the gradients.
         what: words for them, where they have to be told from others.
+        note: what a reader of the figures has to know.
     """
 
     case: Case
     shapes: Sequence[Shape]
     target: Target | None = None
     what: str = ""
+    note: str = ""
 
     @property
     def name(self) -> str:
@@ -50,11 +56,14 @@ class Plan:
 
 
 def make_plans(small: int, large: int, shapes: Sequence[Shape]) -> list[Plan]:
-    """Return all plans in the order of the table: gradients of ``shapes``, and arrays of two sizes."""
+    """Return all plans in the order of the table: gradients of ``shapes``, and arrays of two sizes.
+
+    The slowest comes last, so that it takes no time from the others.
+    """
     plans = [*_resnet50(shapes)]
     for n in (small, large):
         plans += [*_dense(n, COPY if n == large else None), *_sparse(n, n == large)]
-    return [*plans, *_compression(large), *_steps(shapes)]
+    return [*plans, *_compression(large), *_steps(shapes), _dgc(large, pieces=False, warm=False)]
 
 
 def _pieces(n: int) -> list[Shape]:
@@ -89,12 +98,8 @@ def _sparse(n: int, large: bool) -> list[Plan]:
 
 
 def _compression(n: int) -> list[Plan]:
-    whole, pieces = [(n,)], _pieces(n)
-    steps_of_dgc = [
-        Plan(sparse.dgc_step(n, _DGC_RATIO, warm), shapes, what=what)
-        for shapes, what in ((whole, "one gradient"), (pieces, f"{len(pieces)} gradients"))
-        for warm in (False, True)
-    ]
+    whole = [(n,)]
+    steps_of_dgc = [_dgc(n, pieces, warm) for pieces, warm in ((False, True), (True, False), (True, True))]
     cases = [
         compression.int8_encode_with_remainder(n),
         compression.int8_decode(n, ranks=4),
@@ -104,7 +109,14 @@ def _compression(n: int) -> list[Plan]:
     return [*steps_of_dgc, *(Plan(case, whole) for case in cases), *indices]
 
 
+def _dgc(n: int, pieces: bool, warm: bool) -> Plan:
+    """Describe a step of DGC, of one gradient or of many pieces."""
+    shapes = _pieces(n) if pieces else [(n,)]
+    what = f"{len(shapes)} gradients" if pieces else "one gradient"
+    return Plan(sparse.dgc_step(n, _DGC_RATIO, warm), shapes, what=what)
+
+
 def _steps(shapes: Sequence[Shape]) -> list[Plan]:
     n, what = sum(math.prod(shape) for shape in shapes), f"{len(shapes)} parameters of ResNet-50"
-    cases = [steps.squared_norms(n), steps.momentum(n), steps.lars(n), steps.adam(n)]
-    return [Plan(case, shapes, what=what) for case in cases]
+    cases = [(steps.squared_norms, ""), (steps.momentum, ""), (steps.lars, _LARS_NOTE), (steps.adam, "")]
+    return [Plan(make(n), shapes, what=what, note=note) for make, note in cases]

@@ -12,10 +12,9 @@ import argparse
 import gc
 import importlib
 import json
-import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,7 @@ from bench.common.resnet50 import parameter_shapes
 from bench.common.timing import Samples, interleave
 from bench.gpu.environment import gpu_environment, l2_bytes
 from bench.gpu.targets import OVERHEAD, judged
-from bench.gpu.timing import Turn, num_copies
+from bench.gpu.timing import WARM_UP_TURNS, Turn, num_copies
 
 if TYPE_CHECKING:
     from bench.gpu.cases import Plan
@@ -36,6 +35,8 @@ if TYPE_CHECKING:
 _PHASES = {"bandwidth": 20.0, "kernels": 150.0, "nccl": 40.0, "attach": 90.0, "two_ranks": 60.0}
 """Seconds that each may take at most."""
 
+_CASE_SECONDS = 12.0
+_LEAST_ROUNDS = 3
 _LEAST_ATTACH_ROUNDS = 3
 _SHARED_GPU_NCCL = (2, 30)
 _SHARED_GPU_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
@@ -128,14 +129,18 @@ class Measurement:
         wanted = self._arguments.phases.split(",")
         for name, seconds in _PHASES.items():
             if name in wanted:
+                print(f"-- {name}, {seconds:.0f} s at most", flush=True)
                 self._phase_end = min(self._end, time.monotonic() + seconds)
                 self._guarded(name, getattr(self, f"_{name}"))
 
     def _guarded(self, where: str, work: Callable[[], None]) -> None:
+        begin = time.monotonic()
         try:
             work()
         except Exception:
             self.report["errors"].append({"where": where, "error": traceback.format_exc()})
+            print(traceback.format_exc())
+        print(f"{where}: {time.monotonic() - begin:.1f} s", flush=True)
         self._write()
 
     def _write(self) -> None:
@@ -191,12 +196,19 @@ class Measurement:
         ours = Turn([copy.ours for copy in copies], self._device)
         peer = Turn([copy.peer for copy in copies], self._device)
         turns = {"ours": ours, "peer": peer, "copy": floor.turn()}
-        for turn in turns.values():
-            turn.warm_up()
-        samples = interleave(turns, self._arguments.rounds)
+        samples = interleave(turns, self._rounds_in(_CASE_SECONDS, turns))
         row = case_row(plan, samples, floor.bytes / samples["copy"].median)
         host = {"host_seconds": ours.host_seconds, "peer_host_seconds": peer.host_seconds}
         self.report["cases"].append({**row, "copies": len(copies), **host})
+
+    def _rounds_in(self, seconds: float, turns: Mapping[str, Turn]) -> int:
+        """Warm up, and return how many rounds fit into ``seconds``: as many as asked for, or some at least."""
+        begin = time.monotonic()
+        for turn in turns.values():
+            turn.warm_up()
+        one = (time.monotonic() - begin) / WARM_UP_TURNS
+        rounds: int = self._arguments.rounds
+        return min(rounds, max(_LEAST_ROUNDS, int(seconds / one)))
 
     def _free(self) -> None:
         """Free the memory: the next case's arrays have other sizes."""
@@ -229,7 +241,7 @@ class Measurement:
         if reason is not None:
             self._skip(what, reason)
             return
-        self._attach_in(2, {"NCCL_MAX_CTAS": "8"})
+        self._attach_in(2, {_SHARED_GPU_VARIABLE: "1", "NCCL_MAX_CTAS": "8"})
 
     def _attach_in(self, size: int, environment: dict[str, str]) -> None:
         from bench.common.ranks import Ranks  # imports pycomm, as above
@@ -261,6 +273,7 @@ def case_row(plan: Plan, samples: dict[str, Samples], copy_bytes_per_second: flo
     share = plan.case.floor_bytes / ours.median / copy_bytes_per_second
     row = {
         "name": plan.name,
+        "note": plan.note,
         "elements": plan.elements,
         "seconds": ours.as_json(),
         "peer": plan.case.peer_name,
@@ -311,9 +324,7 @@ def _why_not_shared() -> str | None:
     if found is None:
         return "no NCCL"
     if tuple(int(part) for part in found[0].split(".")[:2]) < _SHARED_GPU_NCCL:
-        return f"NCCL is {found[0]}, wanted 2.30 or newer"
-    if os.environ.get(_SHARED_GPU_VARIABLE) != "1":
-        return f"{_SHARED_GPU_VARIABLE}=1 is not in the environment"
+        return f"NCCL is {found[0]} ({found[1]}), wanted 2.30 or newer"
     return None
 
 

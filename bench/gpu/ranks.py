@@ -129,6 +129,9 @@ class AttachRank:
         self._reducer = None
         if way in _COMPRESSION:
             self._reducer = pycomm.attach(self._optimizer, self._model, compression=_COMPRESSION[way]())
+            if self._reducer._idle:
+                # One rank has nothing to average; what its hooks and buckets cost is what is measured here.
+                self._reducer._install()
 
     def _backward(self) -> None:
         self._optimizer.zero_grad()

@@ -40,20 +40,24 @@ def main() -> int:
 def _load(path: Path) -> dict[str, Any]:
     report = json.loads(path.read_text())
     bench = report.get("bench") if isinstance(report, dict) else None
-    if bench != "gpu":
-        raise ValueError(f"a report of bench {bench!r}, wanted one of 'gpu'")
+    if bench not in ("gpu", "gpu_check"):
+        raise ValueError(f"a report of bench {bench!r}, wanted one of 'gpu' or 'gpu_check'")
     return dict(report)
 
 
 def print_report(report: Mapping[str, Any]) -> None:
     """Print all that a report of ``bench.gpu`` holds, as far as it came."""
     _print_environment(report["environment"])
-    _print_tests(report["tests"])
+    _print_tests("tests", report["tests"])
+    for row in report["sanitizers"]:
+        _print_sanitizer(row)
     _print_bandwidth(report["bandwidth"])
     _print_cases(report["cases"])
     _print_nccl(report["nccl"])
     _print_attach(report["attach"])
     _print_targets([*report["cases"], *report["attach"]])
+    for step in report["steps"]:
+        print(f"step {step['name']}: {step['seconds']:.0f} s, status {step['status']}")
     for skipped in report["skipped"]:
         print(f"skipped: {skipped['what']}: {skipped['why']}")
     for error in report["errors"]:
@@ -77,13 +81,24 @@ def _print_environment(found: Mapping[str, Any]) -> None:
         print(f"{name:<8}{fact}")
 
 
-def _print_tests(tests: Mapping[str, Any]) -> None:
+def _print_tests(name: str, tests: Mapping[str, Any]) -> None:
     if not tests:
         return
-    counts = ", ".join(f"{tests[name]} {name}" for name in ("passed", "failed", "errors", "skipped"))
-    print(f"{'tests':<8}{counts}, in {tests['seconds']:.0f} s")
+    counts = ", ".join(f"{tests[outcome]} {outcome}" for outcome in ("passed", "failed", "errors", "skipped"))
+    end = "" if tests["finished"] else ", not finished"
+    print(f"{name:<10}{counts}, of {tests['selected']}, in {tests['seconds']:.0f} s{end}")
     for failure in tests["failures"]:
         print(f"  {failure['test']}: {failure['message']}")
+    for why, count in tests["skips"].items():
+        print(f"  {count} skipped: {why}")
+
+
+def _print_sanitizer(row: Mapping[str, Any]) -> None:
+    summary = row["summary"] or "no summary"
+    _print_tests(row["tool"], row["tests"])
+    print(f"  {summary}")
+    if row["tests"].get("failed") or not summary.partition(":")[2].startswith(" 0 "):
+        print("    " + row["log"].rstrip().replace("\n", "\n    "))
 
 
 def _print_bandwidth(bandwidth: Mapping[str, Any]) -> None:
@@ -99,6 +114,9 @@ def _print_cases(cases: Sequence[Mapping[str, Any]]) -> None:
     print("\nkernels, by device events")
     header = ["", "elements", "pycomm", "p10 - p90", "torch", "faster", "of copy", "time / floor", "target", "reached"]
     print_table(header, [_case_cells(row) for row in cases])
+    for row in cases:
+        if row["note"]:
+            print(f"{row['name']}: {row['note']}")
 
 
 def _case_cells(row: Mapping[str, Any]) -> list[str]:
@@ -135,9 +153,8 @@ def _print_attach(rows: Sequence[Mapping[str, Any]]) -> None:
     print(f"\ntraining step: {rows[0]['model']}")
     header = ["", "ranks", "step", "p10 - p90", "overhead", "p10 - p90", "target", "reached"]
     print_table(header, [_attach_cells(row) for row in rows])
-    idle = [row["name"] for row in rows if row["active"] is False]
-    if idle:
-        print(f"nothing to do with one rank, so no hooks: {'; '.join(idle)}")
+    if any(row["ranks"] == 1 for row in rows):
+        print("one rank: alone it would install hooks for top-k only; here it does for all, and nothing travels")
 
 
 def _attach_cells(row: Mapping[str, Any]) -> list[str]:
@@ -148,7 +165,8 @@ def _attach_cells(row: Mapping[str, Any]) -> list[str]:
 
 def _print_targets(rows: Sequence[Mapping[str, Any]]) -> None:
     judged = [row for row in rows if row["reached"] is not None]
-    print(f"\ntargets: {sum(row['reached'] for row in judged)} of {len(judged)} reached")
+    if judged:
+        print(f"\ntargets: {sum(row['reached'] for row in judged)} of {len(judged)} reached")
 
 
 def _verdict(row: Mapping[str, Any]) -> list[str]:

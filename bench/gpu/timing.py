@@ -9,6 +9,7 @@ from statistics import median
 
 import torch
 
+WARM_UP_TURNS = 3
 _LEAST_CALLS = 4
 _LONGEST_LEAD = 0.02
 _CYCLES_PER_SECOND = 2e9  # no less than any GPU's clock: the lead may be too long, never too short
@@ -41,7 +42,7 @@ class Turn:
 
     def warm_up(self) -> None:
         """Take turns that do not count: allocations, first launches, clocks."""
-        for _ in range(3):
+        for _ in range(WARM_UP_TURNS):
             self()
         self._host.clear()
 

@@ -152,6 +152,7 @@ def _momentum(arrays: Arrays, lars: bool) -> Calls:
         scaled = grads
         if lars:
             rates = _trusts(torch.stack(torch._foreach_norm([*theirs.weights, *grads])))
+            # A launch each: torch's fast path wants factors that the host knows, and learning them would be a wait.
             scaled = list(torch._foreach_mul(grads, list(rates.unbind())))
         torch._fused_sgd_(theirs.weights, scaled, theirs.firsts, **options, **theirs_too)
         torch._foreach_copy_(theirs.halves, theirs.weights)

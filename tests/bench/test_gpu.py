@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import os
@@ -15,10 +16,11 @@ import pytest
 import torch
 
 from bench.common.resnet50 import parameter_shapes
-from bench.gpu import command as gpu
 from bench.gpu import report, targets
 from bench.gpu.cases import Plan, make_plans
+from bench.gpu.measure import Measurement
 from bench.gpu.ranks import resnet
+from bench.gpu.run import Run, merged
 from bench.gpu.timing import Turn, num_copies
 from pycomm import kernels
 
@@ -74,6 +76,48 @@ def test_wrong_kernels_are_noticed(kernel: str, cases: list[str], monkeypatch: p
                 patched.setattr(kernels, kernel, lambda *_, **__: torch.tensor(True))
                 with pytest.raises(AssertionError):
                     made.verify()
+
+
+def test_the_slowest_comes_last() -> None:
+    assert PLANS[-1].name == "DGC step 0.1 %, cold of one gradient"
+    assert len({(plan.name, plan.elements) for plan in PLANS}) == len(PLANS)
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(30.0, 7), (0.5, 5), (0.0, 3)])
+def test_rounds_that_fit(seconds: float, rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round takes 0.1 s by a clock that only the turn moves."""
+    now = [0.0]
+
+    def call() -> None:
+        now[0] += 0.1 / 4
+
+    monkeypatch.setattr("bench.gpu.measure.time.monotonic", lambda: now[0])
+    arguments = argparse.Namespace(device="cpu", seconds=100.0, rounds=7, out=tmp_path / "out.json")
+    assert Measurement(arguments)._rounds_in(seconds, {"turn": Turn([call], CPU)}) == rounds
+
+
+@pytest.mark.parametrize(
+    ("found", "why"),
+    [
+        (None, "no NCCL"),
+        (("2.29.7", "/x/libnccl.so.2"), "NCCL is 2.29.7 (/x/libnccl.so.2), wanted 2.30 or newer"),
+        (("2.30.1", "/x/libnccl.so.2"), None),
+        (("3.0.0", "/x/libnccl.so.2"), None),
+    ],
+)
+def test_two_ranks_on_one_gpu(
+    found: tuple[str, str] | None, why: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They get the variable that NCCL wants, or the report says why there are none."""
+    monkeypatch.setattr("pycomm.transport.nccl.nccl_version", lambda: found)
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    arguments = argparse.Namespace(device="cuda:0", seconds=100.0, rounds=7, out=tmp_path / "out.json")
+    measurement = Measurement(arguments)
+    attached: list[tuple[int, dict[str, str]]] = []
+    monkeypatch.setattr(measurement, "_attach_in", lambda *given: attached.append(given))
+    measurement._two_ranks()
+    assert [row["why"] for row in measurement.report["skipped"]] == ([] if why is None else [why])
+    assert attached == ([(2, {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "8"})] if why is None else [])
 
 
 def test_every_target_is_somewhere() -> None:
@@ -157,99 +201,34 @@ def test_the_model_is_resnet50() -> None:
     assert [tuple(p.shape) for p in resnet().parameters()] == parameter_shapes()
 
 
-def test_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["gpu", "--json", str(tmp_path / "report.json")])
-    assert gpu.main() == 2
-    told = capsys.readouterr().err
-    assert told.startswith("bench.gpu: torch finds no GPU here; ")
-    assert told.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-JUNIT = """<?xml version="1.0" encoding="utf-8"?>
-<testsuites name="pytest tests"><testsuite name="pytest" errors="1" failures="1" skipped="2" tests="9" time="3.5">
-<testcase classname="tests.a" name="test_good" time="1"/>
-<testcase classname="tests.a" name="test_bad[1]" time="1"><failure message="assert 1 == 2&#10; + more">trace</failure>
-</testcase><testcase classname="tests.b" name="test_broken" time="1"><error message="no fixture">trace</error>
-</testcase></testsuite></testsuites>"""
-
-
-def test_junit() -> None:
-    assert gpu.parse_junit(JUNIT) == {
-        "passed": 5,
-        "failed": 1,
-        "errors": 1,
-        "skipped": 2,
-        "seconds": 3.5,
-        "failures": [
-            {"test": "tests.a::test_bad[1]", "message": "assert 1 == 2"},
-            {"test": "tests.b::test_broken", "message": "no fixture"},
-        ],
-    }
-
-
-def test_commands_end_in_time() -> None:
-    slow = "import time; print('here', flush=True); time.sleep(60)"
-    status, output = gpu.run_command([sys.executable, "-c", slow], 2)
-    assert status != 0
-    assert output.startswith("here")
-    assert output.endswith("stopped after 2 s")
-    assert gpu.run_command([sys.executable, "-c", "raise SystemExit(7)"], 60) == (7, "")
-
-
-def test_tests_are_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(gpu, "TESTS", ("tests/kernels/test_topk_on_gpu.py", "tests/test_that_is_not_there.py"))
-    this_run = gpu.Run(rounds=1)
-    this_run._test(tmp_path / "junit.xml")
-    tests = this_run.report["tests"]
-    assert this_run.report["errors"] == []
-    assert tests["files"] == ["tests/kernels/test_topk_on_gpu.py"]
-    assert tests["passed"] + tests["skipped"] > 0
-    assert tests["failed"] == tests["errors"] == 0
-    assert this_run.report["skipped"] == [{"what": "tests/test_that_is_not_there.py", "why": "not there"}]
-
-
-def test_commit(tmp_path: Path) -> None:
-    assert gpu.commit_of(tmp_path, "abc") == {"commit": "abc", "dirty": None}
-
-
-def test_a_build_that_fails_still_gives_a_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And so does a measurement that dies."""
-    monkeypatch.setattr(gpu, "build_command", lambda *_: [sys.executable, "-c", "raise SystemExit('no nvcc')"])
-    path = tmp_path / "results" / "report.json"
-    this_run = gpu.Run(rounds=1)
-    monkeypatch.setattr(this_run, "_measure", lambda *_: 1 / 0)
-    this_run.everything(tmp_path, build=True, tests=True, commit=None)
-    assert this_run.finish(path) == 1
-    written = json.loads(path.read_text())
-    assert [error["where"] for error in written["errors"]] == ["build", "measuring"]
-    assert "no nvcc" in written["errors"][0]["error"]
-    assert {"what": "tests", "why": "the build failed"} in written["skipped"]
-    assert "no nvcc" in capsys.readouterr().out
-
-
-def test_names_of_files() -> None:
-    assert gpu.slug("NVIDIA H200") == "nvidia_h200"
-
-
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the measuring process writes, here on the CPU, and the parent makes of it."""
     out = tmp_path_factory.mktemp("measured") / "measured.json"
     done = run("bench.gpu.measure", "--device", "cpu", "--rounds", "1", "--out", str(out))
     assert done.returncode == 0, done.stderr
-    this_run = gpu.Run(rounds=1)
-    this_run._take(json.loads(out.read_text()))
-    return {**this_run.report, "tests": gpu.parse_junit(JUNIT), "seconds": 1.0}
+    whole = Run("measure", out.with_name("report.json"), out.parent).report
+    assert "attach: " in done.stdout
+    return {**merged(whole, json.loads(out.read_text())), "tests": TESTS, "seconds": 1.0}
+
+
+TESTS = {
+    "selected": 9,
+    "finished": False,
+    "passed": 5,
+    "failed": 1,
+    "errors": 1,
+    "skipped": 2,
+    "seconds": 3.5,
+    "failures": [{"test": "tests/a.py::test_bad[1]", "message": "assert 1 == 2"}],
+    "skips": {"needs NCCL": 2},
+}
 
 
 def test_everything_is_measured(measured: dict[str, Any]) -> None:
     assert measured["errors"] == []
     assert [(row["name"], row["elements"]) for row in measured["cases"]] == [(p.name, p.elements) for p in PLANS]
-    assert [row["active"] for row in measured["attach"]] == [None, False, False, True]
+    assert [row["active"] for row in measured["attach"]] == [None, True, True, True]  # hooks with one rank too
     assert [row["reached"] is None for row in measured["attach"]] == [True, False, True, True]
     assert {skipped["what"] for skipped in measured["skipped"]} == {"NCCL", "attach, two ranks on one GPU"}
     assert measured["bandwidth"]["copy_bytes_per_second"] > 0
@@ -265,6 +244,12 @@ def test_report(measured: dict[str, Any], tmp_path: Path, monkeypatch: pytest.Mo
         {**side, "peer": None},
         {**side, "peer": "nccl", "peer_seconds": side["seconds"], "peer_host_seconds": 1e-5},
     ]
+    passing = {**TESTS, "failed": 0}
+    content["sanitizers"] = [
+        {"tool": "memcheck", "tests": passing, "summary": "ERROR SUMMARY: 0 errors", "log": "not shown"},
+        {"tool": "racecheck", "tests": passing, "summary": None, "log": "===== where\n"},
+    ]
+    content["steps"] = [{"name": "tests", "seconds": 12.0, "status": 1}]
     content["errors"] = [{"where": "kernels", "error": "Traceback\n  boom\n"}]
     path = tmp_path / "gpu_x.json"
     path.write_text(json.dumps(content))
@@ -278,8 +263,20 @@ def test_report(measured: dict[str, Any], tmp_path: Path, monkeypatch: pytest.Mo
     assert any(line.startswith(PLANS[0].name) and line.endswith(">= 85 % of copy      FAIL") for line in lines)
     assert any(line.startswith(PLANS[1].name) and line.endswith("pass") for line in lines)
     assert any(line.startswith(PLANS[2].name) and line.endswith("measured") for line in lines)
-    for text in ("5 passed, 1 failed, 1 errors, 2 skipped", "test_bad[1]: assert 1 == 2", "skipped: NCCL: no GPU"):
-        assert text in done.stdout
+    for text in (
+        "5 passed, 1 failed, 1 errors, 2 skipped, of 9, in 4 s, not finished",
+        "test_bad[1]: assert 1 == 2",
+        "2 skipped: needs NCCL",
+        "skipped: NCCL: no GPU",
+        "memcheck  5 passed",
+        "  ERROR SUMMARY: 0 errors\nracecheck 5 passed",
+        "  no summary\n    ===== where",
+        "step tests: 12 s, status 1",
+        "LARS, copies in fp16 of 9 parameters of ResNet-50: torch multiplies gradients",
+        "one rank: alone it would install hooks for top-k only",
+    ):
+        assert text in done.stdout, text
+    assert "not shown" not in done.stdout
     assert "error in kernels:\n    Traceback\n      boom" in done.stdout
 
 

@@ -15,6 +15,7 @@ from bench.slow_network import namespaces
 from bench.slow_network.link import measure
 from bench.slow_network.namespaces import NamespaceError, available, hosts, run_ranks
 from pycomm.cli.launch import RankError
+from tests.processes import child_processes
 
 
 @pytest.fixture
@@ -34,9 +35,9 @@ def _namespaces() -> set[str]:
     return {path.name for path in folder.glob(f"pycomm-{os.getpid()}-*")} if folder.exists() else set()
 
 
-def _children() -> set[str]:
+def _children() -> set[int]:
     """Ranks are among them: what starts them inside a namespace becomes them."""
-    return set(Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split())
+    return set(child_processes())
 
 
 def _open_files() -> int:

@@ -97,6 +97,17 @@ class TestBenchmarks:
         assert "| pack | 25.6 M | 100 µs | 300 µs | 3.00" in section
         assert "some GPU, commit abc" in section
 
+    def test_a_check_on_a_gpu(self, benchmarks: ModuleType) -> None:
+        tests = {"passed": 500, "failed": 1, "errors": 0, "skipped": 7}
+        row = {"tool": "racecheck", "tests": {}, "summary": "RACECHECK SUMMARY: 0 hazards"}
+        found = {"device": "some GPU", "commit": "abc"}
+        section = benchmarks.SECTIONS["gpu_check"](
+            "gpu_check_x.json", {"environment": found, "tests": tests, "sanitizers": [row]}
+        )
+        assert "| tests | 500 | 1 | 0 | 7 |  |" in section
+        assert "| racecheck | - | - | - | - | RACECHECK SUMMARY: 0 hazards |" in section
+        assert "some GPU, commit abc: `bench/results/gpu_check_x.json`" in section
+
     @pytest.mark.parametrize(
         ("seconds", "shown"),
         [(2.30e-6, "2.3 µs"), (9.996e-4, "1 ms"), (0.00731, "7.31 ms"), (5.2314, "5231 ms"), (12.34, "12.3 s")],

@@ -7,8 +7,10 @@ Which one is decided by how the tests are started: PYCOMM_TEST_EMULATOR=1 with t
 from __future__ import annotations
 
 import os
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,10 +18,37 @@ import torch
 
 EMULATED = os.environ.get("PYCOMM_TEST_EMULATOR") == "1"
 
-requires_gpu = pytest.mark.skipif(
-    not EMULATED and not torch.cuda.is_available(), reason="no GPU here; .ci/sanitize runs this on the host"
-)
-requires_cuda = pytest.mark.skipif(EMULATED or not torch.cuda.is_available(), reason="needs a real GPU")
+# Markers, which conftest.py skips by: ``python -m bench.gpu check`` selects its tests with them.
+requires_gpu = pytest.mark.requires_gpu
+requires_cuda = pytest.mark.requires_cuda
+
+
+def why_skipped(markers: Collection[str]) -> str | None:
+    """Return why a test with these markers cannot run here; ``None`` if it can."""
+    if "requires_cuda" in markers and (EMULATED or not torch.cuda.is_available()):
+        return "needs a real GPU"
+    if "requires_gpu" in markers and not EMULATED and not torch.cuda.is_available():
+        return "no GPU here; .ci/sanitize runs this on the host"
+    return None
+
+
+@contextmanager
+def waits_refused() -> Iterator[None]:
+    """Let torch raise where it makes the host wait for a GPU; on leaving, restore what was set before.
+
+    Setting the mode, which holds for the whole process, warns once that it does not find every wait. Where warnings
+    are errors, that one is raised after the mode has been set, so it must not get out. What torch finds are blocking
+    copies (``item``, ``tolist``, ``cpu``, and ``torch.tensor(values, device=...)``), waits for a stream, and operations
+    whose result has a size that depends on values; waits for an event are not among them.
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature", UserWarning)
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 class Gpu(ABC):

@@ -1,0 +1,42 @@
+"""What CMake finds, as far as it can be tried without building."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pybind11 = pytest.importorskip("pybind11")
+ROOT = Path(__file__).parent.parent
+CMAKE = shutil.which("cmake")
+
+
+def configure(build: Path, path: str, **variables: str) -> str:
+    """Return what CMake says when it is to build with CUDA."""
+    assert CMAKE is not None
+    version = {f"SKBUILD_PROJECT_{name}": value for name, value in {"NAME": "pycomm", "VERSION": "0.1.0"}.items()}
+    settings = {**version, "pybind11_DIR": pybind11.get_cmake_dir(), "PYCOMM_CUDA": "ON"}
+    command = [CMAKE, "-S", str(ROOT), "-B", str(build), *(f"-D{name}={value}" for name, value in settings.items())]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("CUDA", "CUDACXX"))}
+    done = subprocess.run(
+        command, env={**kept, "PATH": path, **variables}, capture_output=True, text=True, timeout=100, check=False
+    )
+    return done.stdout + done.stderr
+
+
+@pytest.mark.skipif(CMAKE is None, reason="needs cmake")
+@pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH", "CUDAToolkit_ROOT"])
+def test_a_compiler_that_is_not_on_path(variable: str, tmp_path: Path) -> None:
+    """One that does nothing but note that it was called, and is therefore refused."""
+    asked = tmp_path / "asked"
+    nvcc = tmp_path / "toolkit" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text(f"#!/bin/sh\n: > {asked}\nexit 1\n")
+    nvcc.chmod(0o755)
+    path = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if not Path(p, "nvcc").exists())
+    said = configure(tmp_path / "build", path, **{variable: str(tmp_path / "toolkit")})
+    assert asked.exists(), said
+    assert "PYCOMM_CUDA=ON, but no CUDA compiler was found" in said
