@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 
 from bench.gpu.sass import command, kernels, limits
 from bench.gpu.sass.kernels import Kernel, Resources, compile_kernels, find_nvcc, parse_resources
-from bench.gpu.sass.limits import LIMITS, Limit, limit_of
-from bench.gpu.sass.machine_code import Run, decode, longest_run, loops, runs, sections
+from bench.gpu.sass.limits import AT_FULL_SPEED, LIMITS, Limit, limit_of
+from bench.gpu.sass.machine_code import Run, decode, longest_runs, loops, runs, sections
 from bench.gpu.sass.names import kernel_name
 
 requires_nvcc = pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
@@ -60,8 +61,9 @@ def test_loads_are_counted_up_to_the_wait() -> None:
         ([LDG_U8, LDG_U8, LD_128], Run(16, 1)),
         ([LD_128, waiting(LD_128, 1 << 2)], Run(16, 1)),  # its address is what the first has loaded
     ]:
-        assert longest_run(decode(code_of(*words))) == expected
-    assert longest_run(decode(code_of(LEA, EXIT))) is None
+        assert longest_runs(decode(code_of(*words)))[0] == expected
+    assert longest_runs(decode(code_of(LDG_U8, LDG_64, LD_128))) == [Run(16, 1), Run(8, 1), Run(1, 1)]
+    assert longest_runs(decode(code_of(LEA, EXIT))) == []
 
 
 def branch(by: int) -> tuple[int, int]:
@@ -116,12 +118,13 @@ def test_limits_are_noticed() -> None:
     good = Kernel("a/b", Resources(40, 0, 0, 0), [Run(16, 4), Run(16, 8), Run(4, 1)])
     assert list(limit.complaints(good)) == []
     assert good.bytes_in_flight == 6 * 256 * 4 * 16
-    bad = Kernel("a/b", Resources(80, 4, 0, 0), [Run(16, 3), Run(16, 8)])
+    bad = Kernel("a/b", Resources(80, 4, 8, 0), [Run(16, 3), Run(16, 8)])
     assert [complaint.partition(": ")[2].partition(",")[0] for complaint in limit.complaints(bad)] == [
         "80 registers",
         "3 blocks per multiprocessor",
         "3 loads before a wait",
         "4 bytes spilled",
+        "8 bytes of stack",
     ]
     assert command.complaints_about(Kernel("c/d", good.resources, [])) == ["c/d: no limit"]
 
@@ -199,6 +202,16 @@ def compiled() -> Sequence[Kernel]:
 def test_kernels_are_within_their_limits(compiled: Sequence[Kernel]) -> None:
     assert len(compiled) > 60
     assert not [complaint for kernel in compiled for complaint in command.complaints_about(kernel)]
+
+
+@requires_nvcc
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_enough_is_under_way(compiled: Sequence[Kernel]) -> None:
+    for pattern in AT_FULL_SPEED:
+        found = {kernel.name: kernel.bytes_in_flight for kernel in compiled if fnmatchcase(kernel.name, pattern)}
+        assert found
+        assert {name: flight for name, flight in found.items() if flight < 2 * command.WANTED_IN_FLIGHT} == {}
 
 
 @requires_nvcc

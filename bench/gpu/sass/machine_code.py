@@ -98,32 +98,31 @@ def loops(code: Sequence[Instruction]) -> list[Sequence[Instruction]]:
     return [code[begin // 16 : end // 16 + 1] for begin, end in inner]
 
 
-def longest_run(code: Iterable[Instruction]) -> Run | None:
-    """Return the most loads of the widest kind that are under way at once, ``None`` without loads.
+def longest_runs(code: Iterable[Instruction]) -> list[Run]:
+    """Return, for each width of loads in ``code``, the most of them that are under way at once; widest first.
 
     Follows the code in the order of addresses, as execution does where no branch is taken: a guarded
     load counts, what lies behind a jump is another piece.
     """
-    best: Run | None = None
+    most: dict[int, int] = {}
     under_way: list[Instruction] = []
     for instruction in code:
         under_way = [load for load in under_way if not load.sets & instruction.waits]
         if instruction.loads:
             under_way.append(instruction)
-            run = Run(instruction.loads, sum(load.loads == instruction.loads for load in under_way))
-            best = run if best is None else max(best, run)
+            same = sum(load.loads == instruction.loads for load in under_way)
+            most[instruction.loads] = max(same, most.get(instruction.loads, 0))
         if instruction.ends:
             under_way = []
-    return best
+    return sorted((Run(width, loads) for width, loads in most.items()), reverse=True)
 
 
 def runs(code: Sequence[Instruction]) -> list[Run]:
-    """Return the longest run of every innermost loop that loads, widest first.
+    """Return the longest runs of every innermost loop, widest first.
 
-    Where none of them loads packets, that of all code is one of them: a kernel without a main loop.
+    Where none of them loads packets, those of all code are among them: a kernel without a main loop.
     """
-    found = [run for body in loops(code) if (run := longest_run(body)) is not None]
-    whole = longest_run(code)
-    if whole is not None and all(run.width < PACKET for run in found):
-        found.append(whole)
+    found = [run for body in loops(code) for run in longest_runs(body)]
+    if all(run.width < PACKET for run in found):
+        found += longest_runs(code)
     return sorted(found, reverse=True)
