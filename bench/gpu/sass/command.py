@@ -20,6 +20,10 @@ for a kernel that only reads; one that writes as much as it reads needs half of 
 bound from one side: blocks also look for their arrays, compute and store, and load nothing meanwhile,
 so that twice as much is none too much.
 
+Counted is what the instructions allow. A thread has less under way where its share of a block is
+smaller (quantize with blocks of 256 elements has two packets for each lane, not four) and where a load
+has a condition that does not hold (the states that a step's rule may have, and does not).
+
 Exit status: 0; 1 if a kernel is beyond its limit (limits.py) or does not compile; 2 without nvcc.
 """
 
