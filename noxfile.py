@@ -50,7 +50,7 @@ def chaos(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """One bench by name: kernels, collectives, collectives.scale, training, slow_network, slow_network.link, gpu."""
+    """One bench by name: kernels, collectives(.scale), training, slow_network(.link), gpu or gpu.sass."""
     session.install("-c", "constraints.txt", ".[bench]")
     name, *rest = session.posargs or ["kernels"]
     session.run("python", "-m", f"bench.{name}", *rest)

@@ -17,6 +17,9 @@ from pycomm.torch_internals import version_of
 from pycomm.transport.gpu import GpuWork
 from pycomm.worker import Work
 
+PACKET_BYTES = 16
+"""Number of bytes that a GPU moves at a time."""
+
 
 @dataclass(eq=False)
 class Slot:
@@ -128,7 +131,8 @@ def make_buckets(
     bucket holds parameters of one dtype and one method, up to ``bucket_bytes`` (or one larger parameter).
     """
     flights = []
-    for members, compressed in _groups(reversed(slots), compression, bucket_bytes):
+    for group, compressed in _groups(reversed(slots), compression, bucket_bytes):
+        members = sorted(group, key=_place)
         bucket = Bucket([s.name for s in members], [s.param for s in members], communicator, algorithm)
         method = compression if compressed else compression.otherwise or NoCompression()
         flight = BucketInFlight(members, bucket, method.make(bucket, communicator))
@@ -136,6 +140,17 @@ def make_buckets(
             slot.flight, slot.index = flight, index
         flights.append(flight)
     return flights
+
+
+def _place(slot: Slot) -> tuple[bool, int]:
+    """Return what the slots of a bucket are sorted by: most gradients begin at a border of 16 bytes, without any gap.
+
+    GPUs move 16 bytes at a time between places that begin so. A gradient of another size moves all behind
+    it off the borders: these come last, the largest first.
+    """
+    num_bytes = slot.param.nbytes
+    uneven = num_bytes % PACKET_BYTES != 0
+    return uneven, -num_bytes if uneven else 0
 
 
 def _groups(slots: Iterable[Slot], compression: Compression, bucket_bytes: int) -> list[tuple[list[Slot], bool]]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pycomm import kernels
-from tests.kernels.gpus import Gpu, gpu, requires_gpu
+from tests.kernels.gpus import EMULATED, Gpu, gpu, requires_gpu
 from tests.kernels.reference import ALL_DTYPES, FLOATS, assert_same_bits, interesting, pairs
 
 __all__ = ["gpu"]
@@ -104,7 +104,8 @@ def test_pack_reads_scale_and_condition_on_the_device(gpu: Gpu) -> None:
 def test_reduce(gpu: Gpu, dtype: torch.dtype, op: str) -> None:
     if op == "mean" and not dtype.is_floating_point:
         pytest.skip("integers have no mean")
-    for count, num_inputs, gap in ((0, 2, 0), (1, 1, 0), (1030, 3, 0), (1029, 4, 1), (300, 9, 0)):
+    shapes = ((0, 2, 0), (1, 1, 0), (1030, 3, 0), (1029, 4, 1), (300, 9, 0), (5003, 2, 0), (1030, 33, 1))
+    for count, num_inputs, gap in shapes:
         memory = interesting((count + 1) * num_inputs, torch.float64, count)
         if not dtype.is_floating_point:
             memory = torch.nan_to_num(memory).clamp(-1e9, 1e9)
@@ -117,6 +118,20 @@ def test_reduce(gpu: Gpu, dtype: torch.dtype, op: str) -> None:
         assert_same_bits(gpu.get(out), wanted)
         kernels.reduce(on_gpu[-1], on_gpu, op)
         assert_same_bits(gpu.get(on_gpu[-1]), wanted)
+
+
+@pytest.mark.skipif(not EMULATED, reason="counts the emulator's launches")
+def test_a_few_arrays_come_with_the_launch(gpu: Gpu) -> None:
+    from tests.emulator.arrays import library
+
+    for num_inputs, wanted in ((2, [1, 1]), (32, [1, 1]), (33, [2, 1])):  # more are sent before, once
+        inputs, out, scratch = gpu.puts([torch.ones(100)] * num_inputs), gpu.put(torch.zeros(100)), kernels.Scratch()
+        counts = []
+        for _ in range(2):
+            before = library().emulator_num_launches()
+            kernels.reduce(out, inputs, scratch=scratch)
+            counts.append(library().emulator_num_launches() - before)
+        assert counts == wanted
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

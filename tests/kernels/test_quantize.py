@@ -276,8 +276,8 @@ def test_gpu_euclidean(gpu: Gpu, config: Quantization) -> None:
 def test_gpu_the_sum_of_several(gpu: Gpu, config: Quantization) -> None:
     scratch = kernels.Scratch()
     scale = torch.tensor(0.3)
-    for count, gap in ((0, 0), (1, 0), (67, 1), (5003, 3)):
-        parts = [kernels.quantize(some(count, seed), config) for seed in range(6)]
+    for count, gap, num_parts in ((0, 0, 6), (1, 0, 6), (67, 1, 17), (5003, 3, 6), (2048, 0, 1)):
+        parts = [kernels.quantize(some(count, seed), config) for seed in range(num_parts)]
         scales, codes = [scales for scales, _ in parts], [codes for _, codes in parts]
         wanted = torch.empty(count)
         kernels.dequantize(scales, codes, config, wanted, scale.item())

@@ -119,8 +119,8 @@ def test_gpu(gpu: Gpu, gap: int) -> None:
 def test_gpu_the_sum_of_several(gpu: Gpu) -> None:
     scratch = kernels.Scratch()
     scale = torch.tensor(0.3)
-    for count, gap in ((0, 0), (1, 0), (33, 1), (5003, 3)):
-        magnitudes = [torch.tensor([0.1 * p]) for p in range(6)]
+    for count, gap, num_parts in ((0, 0, 6), (1, 0, 6), (33, 1, 17), (5003, 3, 6), (2048, 0, 1)):
+        magnitudes = [torch.tensor([0.1 * p]) for p in range(num_parts)]
         words = [kernels.pack_signs(torch.randn(count), magnitude) for magnitude in magnitudes]
         wanted = torch.empty(count)
         kernels.unpack_signs(words, magnitudes, wanted, scale.item())

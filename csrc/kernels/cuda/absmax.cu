@@ -17,43 +17,22 @@ PYCOMM_DEVICE uint32_t magnitude_bits(T x) {
 }
 
 template <class T>
-PYCOMM_DEVICE uint32_t largest_in(const char* x, int64_t count, Share share) {
-    constexpr int kCount = 16 / sizeof(T);
-    constexpr int kUnroll = 4;
+PYCOMM_DEVICE uint32_t largest_in(const char* x, int count, Share share) {
     uint32_t largest = 0;
-    auto one = [&](T value) {
+    for_elements<T>(x, count, share, [&](int, T value) {
         uint32_t bits = magnitude_bits(value);
         largest = bits > largest ? bits : largest;
-    };
-    int64_t head = -1;
-    bool misfit = false;
-    align<T, kCount>(x, head, misfit);
-    if (misfit || head > count) head = count;
-    for (int64_t i = share.first; i < head; i += share.stride) one(load_element<T>(x, i));
-    int64_t packets = (count - head) / kCount;
-    auto from = reinterpret_cast<const Packet<T, kCount>*>(x + head * static_cast<int64_t>(sizeof(T)));
-    for (int64_t i = share.first; i < packets; i += kUnroll * share.stride) {
-        Packet<T, kCount> in[kUnroll] = {};  // zeros change no maximum
-#pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
-            if (i + u * share.stride < packets) in[u] = from[i + u * share.stride];
-        }
-#pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
-#pragma unroll
-            for (int e = 0; e < kCount; ++e) one(in[u].values[e]);
-        }
-    }
-    for (int64_t i = head + packets * kCount + share.first; i < count; i += share.stride) one(load_element<T>(x, i));
+    });
     return largest;
 }
 
 PYCOMM_KERNEL absmax_kernel(Table table, uint32_t* out) {
     uint32_t largest = 0;
-    for_segments(table, [&](const Entry& entry, int64_t from, int64_t, int64_t count, Share share) {
+    for_segments<kLongTile>(table, [&](const Entry& entry, int64_t from, int64_t, int64_t count, Share share) {
         with_float_type(entry.dtype, [&](auto* type) {
             using T = std::remove_pointer_t<decltype(type)>;
-            uint32_t here = largest_in<T>(entry.data + from * static_cast<int64_t>(sizeof(T)), count, share);
+            const char* x = entry.data + from * static_cast<int64_t>(sizeof(T));
+            uint32_t here = largest_in<T>(x, static_cast<int>(count), share);
             largest = here > largest ? here : largest;
         });
     });
@@ -74,7 +53,7 @@ void absmax(const std::vector<Buffer>& arrays, float* out, Workspace& workspace,
     device::fill_bytes(out, 0, sizeof(float), stream);
     Table table = upload(arrays, workspace, stream);
     if (table.total == 0) return;
-    device::launch("absmax", absmax_kernel, blocks_for(table.total, kTile), stream, table,
+    device::launch("absmax", absmax_kernel, blocks_for(table.total, kLongTile), stream, table,
                    reinterpret_cast<uint32_t*>(out));
 }
 

@@ -39,6 +39,22 @@ PYCOMM_DEVICE bool is_finite(double x) { return x - x == 0.0; }
 PYCOMM_DEVICE bool is_finite(F16 x) { return (x.bits & 0x7c00u) != 0x7c00u; }
 PYCOMM_DEVICE bool is_finite(BF16 x) { return (x.bits & 0x7f80u) != 0x7f80u; }
 
+// The smallest magnitude, in From, that is infinite when it has become a T; see narrow().
+template <class From, class T>
+PYCOMM_HOST_DEVICE constexpr double first_overflow() {
+    // Halfway from the largest number to the next power of two; a double comes through float, and is rounded twice.
+    constexpr bool kTwice = std::is_same_v<From, double>;
+    if constexpr (std::is_same_v<T, F16>) {
+        return kTwice ? 0x1.ffep15 - 0x1p-9 : 0x1.ffep15;
+    } else if constexpr (std::is_same_v<T, BF16>) {
+        return kTwice ? 0x1.ffp127 - 0x1p103 : 0x1.ffp127;
+    } else if constexpr (std::is_same_v<T, float> && kTwice) {
+        return 0x1.ffffffp127;
+    } else {
+        return __builtin_inf();
+    }
+}
+
 template <class T>
 PYCOMM_DEVICE T factor_of(const Scale& scale) {
     if (scale.on_device == nullptr) return static_cast<T>(scale.value);
@@ -94,10 +110,20 @@ PYCOMM_DEVICE void store_packet(char* base, int64_t i, const Packet<T, kCount>& 
     for (int e = 0; e < kCount; ++e) store_element(base, i + e, packet.values[e]);
 }
 
+// Stores those elements of a packet that lie before element `end`.
+template <class T, int kCount>
+PYCOMM_DEVICE void store_before(int64_t end, char* base, int64_t i, const Packet<T, kCount>& packet) {
+    if (i + kCount <= end) return store_packet<T, kCount>(base, i, packet);
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) {
+        if (i + e < end) store_element(base, i + e, packet.values[e]);
+    }
+}
+
 // How many elements precede the first place where arrays that hold Ts stand at a packet's border; never negative.
 // `misfit` becomes true when T elements at `pointer` never do together with the others.
 template <class T, int kCount>
-PYCOMM_DEVICE void align(const void* pointer, int64_t& head, bool& misfit) {
+PYCOMM_HOST_DEVICE void align(const void* pointer, int64_t& head, bool& misfit) {
     auto address = reinterpret_cast<uintptr_t>(pointer);
     if (address % sizeof(T) != 0) {
         misfit = true;
@@ -114,48 +140,114 @@ struct Share {
     int stride;
 };
 
+// Calls use(i, load(i)) for this thread's share of the places below `count`. kUnroll loads come before the first use,
+// so that they are under way together; where nothing is left the first is repeated: the compiler gives up on loads that
+// depend on a condition.
+template <int kUnroll, class Index, class Load, class Use>
+PYCOMM_DEVICE void for_places(Index count, Share share, Load&& load, Use&& use) {
+    for (Index i = share.first; i < count; i += kUnroll * share.stride) {
+        decltype(load(i)) in[kUnroll];
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) {
+            Index at = i + u * share.stride;
+            in[u] = load(at < count ? at : i);
+        }
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) {
+            if (i + u * share.stride < count) use(i + u * share.stride, in[u]);
+        }
+    }
+}
+
+// The same for packets of kCount elements from `base` on, which is a multiple of their size.
+template <class T, int kCount, class Use>
+PYCOMM_DEVICE void for_packets(const char* base, int count, Share share, Use&& use) {
+    constexpr int kEnough = 64 / static_cast<int>(sizeof(Packet<T, kCount>)), kUnroll = kEnough < 8 ? kEnough : 8;
+    auto from = reinterpret_cast<const Packet<T, kCount>*>(base);
+    for_places<kUnroll>(count, share, [&](int i) { return from[i]; }, use);
+}
+
+// Calls take(i, x[i]) for this thread's share of `count` elements at `x`, in packets where they lie so.
+template <class T, class Take>
+PYCOMM_DEVICE void for_elements(const char* x, int count, Share share, Take&& take) {
+    constexpr int kCount = 16 / sizeof(T);
+    int64_t border = -1;
+    bool misfit = false;
+    align<T, kCount>(x, border, misfit);
+    if (misfit) {
+        for (int i = share.first; i < count; i += share.stride) take(i, load_element<T>(x, i));
+        return;
+    }
+    int head = border < count ? static_cast<int>(border) : count;
+    int packets = (count - head) / kCount, rest = head + packets * kCount + share.first;
+    if (share.first < head) take(share.first, load_element<T>(x, share.first));
+    for_packets<T, kCount>(x + head * sizeof(T), packets, share, [&](int i, const Packet<T, kCount>& packet) {
+#pragma unroll
+        for (int e = 0; e < kCount; ++e) take(head + i * kCount + e, packet.values[e]);
+    });
+    if (rest < count) take(rest, load_element<T>(x, rest));
+}
+
+// What happens to an element on its way from an array to another. Instead of asking of each whether it is finite and
+// below a limit, the largest magnitude is kept: magnitudes order as their bits do, NaN above all.
+template <class Src, class Dst>
+struct Conversion {
+    using Wide = WiderOf<Src, Dst>;
+    using Bits = decltype(device::bits_of(Wide{}));
+    static constexpr Bits kMagnitude = ~Bits{0} >> 1;
+
+    Wide scale;
+    Bits largest = 0;
+
+    PYCOMM_MEMBER Dst operator()(Src x) {
+        Wide wide = static_cast<Wide>(widen(x)) * scale;
+        Bits bits = device::bits_of(wide) & kMagnitude;
+        largest = bits > largest ? bits : largest;
+        return narrow<Dst>(wide);
+    }
+
+    // Whether there is no product that reaches `limit` or was infinite where it was written.
+    PYCOMM_MEMBER bool all_below(Wide limit) const {
+        constexpr auto kOverflow = static_cast<Wide>(first_overflow<Wide, Dst>());
+        Wide bound = kOverflow < limit ? kOverflow : limit;
+        return bound > 0 && largest < device::bits_of(bound);
+    }
+};
+
+template <class Src, class Dst, int kCount>
+PYCOMM_DEVICE void convert_packets(const char* src, char* dst, int count, Conversion<Src, Dst>& one, Share share) {
+    auto to = reinterpret_cast<Packet<Dst, kCount>*>(dst);
+    for_packets<Src, kCount>(src, count, share, [&](int i, const Packet<Src, kCount>& in) {
+        Packet<Dst, kCount> out;
+#pragma unroll
+        for (int e = 0; e < kCount; ++e) out.values[e] = one(in.values[e]);
+        to[i] = out;
+    });
+}
+
 // dst[i] = cast(src[i] * scale) for i < count; returns whether this thread's share of what was written is finite, and
 // of the products below `limit` in magnitude.
 template <class Src, class Dst>
-PYCOMM_DEVICE bool convert_segment(const char* src, char* dst, int64_t count, WiderOf<Src, Dst> scale,
+PYCOMM_DEVICE bool convert_segment(const char* src, char* dst, int count, WiderOf<Src, Dst> scale,
                                    WiderOf<Src, Dst> limit, Share share) {
     constexpr int kCount = 16 / (sizeof(Src) > sizeof(Dst) ? sizeof(Src) : sizeof(Dst));
-    constexpr int kUnroll = 4;
-    bool finite = true;
-    auto one = [&](Src x) {
-        WiderOf<Src, Dst> wide = static_cast<WiderOf<Src, Dst>>(widen(x)) * scale;
-        Dst y = narrow<Dst>(wide);
-        finite = finite && is_finite(y) && wide < limit && -wide < limit;
-        return y;
-    };
-    int64_t head = -1;
+    Conversion<Src, Dst> one{scale};
+    if (reinterpret_cast<uintptr_t>(src) % sizeof(Src) != 0 || reinterpret_cast<uintptr_t>(dst) % sizeof(Dst) != 0) {
+        for (int i = share.first; i < count; i += share.stride) {
+            store_element(dst, i, one(load_element<Src>(src, i)));
+        }
+        return one.all_below(limit);
+    }
+    int64_t border = -1;
     bool misfit = false;
-    align<Src, kCount>(src, head, misfit);
-    align<Dst, kCount>(dst, head, misfit);
-    if (misfit || head > count) head = count;
-    for (int64_t i = share.first; i < head; i += share.stride) store_element(dst, i, one(load_element<Src>(src, i)));
-    int64_t packets = (count - head) / kCount;
-    auto from = reinterpret_cast<const Packet<Src, kCount>*>(src + head * static_cast<int64_t>(sizeof(Src)));
-    auto to = reinterpret_cast<Packet<Dst, kCount>*>(dst + head * static_cast<int64_t>(sizeof(Dst)));
-    for (int64_t i = share.first; i < packets; i += kUnroll * share.stride) {
-        Packet<Src, kCount> in[kUnroll] = {};  // all loads first, so that they are under way together
-#pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
-            if (i + u * share.stride < packets) in[u] = from[i + u * share.stride];
-        }
-#pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
-            if (i + u * share.stride >= packets) break;
-            Packet<Dst, kCount> out;
-#pragma unroll
-            for (int e = 0; e < kCount; ++e) out.values[e] = one(in[u].values[e]);
-            to[i + u * share.stride] = out;
-        }
-    }
-    for (int64_t i = head + packets * kCount + share.first; i < count; i += share.stride) {
-        store_element(dst, i, one(load_element<Src>(src, i)));
-    }
-    return finite;
+    align<Src, kCount>(src, border, misfit);
+    align<Dst, kCount>(dst, border, misfit);
+    int head = misfit || border > count ? count : static_cast<int>(border);  // arrays may never meet at a border
+    int packets = (count - head) / kCount, rest = head + packets * kCount + share.first;
+    convert_packets<Src, Dst, 1>(src, dst, head, one, share);
+    convert_packets<Src, Dst, kCount>(src + head * sizeof(Src), dst + head * sizeof(Dst), packets, one, share);
+    if (rest < count) store_element(dst, rest, one(load_element<Src>(src, rest)));
+    return one.all_below(limit);
 }
 
 // Calls f with a null pointer of the floating element type: in kernels, and in launchers, whose f is for the host alone

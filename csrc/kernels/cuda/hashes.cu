@@ -7,37 +7,11 @@
 namespace pycomm::cuda {
 namespace {
 
-// Packets lie where addresses allow: sums of whole numbers do not ask in which order.
 template <class Bits>
 PYCOMM_DEVICE uint64_t hash_of(const char* x, int64_t from, int64_t count, Share share) {
-    constexpr int kCount = 16 / sizeof(Bits);
-    constexpr int kUnroll = 4;
-    const char* base = x + from * static_cast<int64_t>(sizeof(Bits));
     uint64_t sum = 0;
-    int64_t head = -1;
-    bool misfit = false;
-    align<Bits, kCount>(base, head, misfit);
-    if (misfit || head > count) head = count;
-    for (int64_t i = share.first; i < head; i += share.stride) sum += hash_term(load_element<Bits>(base, i), from + i);
-    int64_t packets = (count - head) / kCount;
-    auto packed = reinterpret_cast<const Packet<Bits, kCount>*>(base + head * static_cast<int64_t>(sizeof(Bits)));
-    for (int64_t i = share.first; i < packets; i += kUnroll * share.stride) {
-        Packet<Bits, kCount> in[kUnroll];
-#pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
-            if (i + u * share.stride < packets) in[u] = packed[i + u * share.stride];
-        }
-#pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
-            int64_t packet = i + u * share.stride;
-            if (packet >= packets) break;
-#pragma unroll
-            for (int e = 0; e < kCount; ++e) sum += hash_term(in[u].values[e], from + head + packet * kCount + e);
-        }
-    }
-    for (int64_t i = head + packets * kCount + share.first; i < count; i += share.stride) {
-        sum += hash_term(load_element<Bits>(base, i), from + i);
-    }
+    for_elements<Bits>(x + from * static_cast<int64_t>(sizeof(Bits)), static_cast<int>(count), share,
+                       [&](int i, Bits bits) { sum += hash_term(bits, from + i); });
     return sum;
 }
 

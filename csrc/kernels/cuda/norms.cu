@@ -9,33 +9,41 @@ namespace {
 // Packets lie where elements' numbers, not their addresses, are multiples of the packet's size: the order of the
 // additions, and with it the bits, must not depend on where an array lies.
 template <class T>
-PYCOMM_DEVICE double squares_in(const char* x, int64_t from, int64_t count, Share share) {
+PYCOMM_DEVICE double squares_in(const char* x, int64_t from, int count, Share share) {
     constexpr int kCount = 16 / sizeof(T);
-    constexpr int kUnroll = 4;
     double sum = 0.0;
     auto one = [&](T value) {
         auto wide = static_cast<double>(widen(value));
         sum += wide * wide;
     };
-    int64_t head = (kCount - from % kCount) % kCount;
+    auto add = [&](int, const Packet<T, kCount>& packet) {
+#pragma unroll
+        for (int e = 0; e < kCount; ++e) one(packet.values[e]);
+    };
+    const char* begin = x + from * static_cast<int64_t>(sizeof(T));
+    int head = static_cast<int>((kCount - from % kCount) % kCount);
     if (head > count) head = count;
-    if (share.first < head) one(load_element<T>(x, from + share.first));
-    int64_t packets = (count - head) / kCount;
-    for (int64_t i = share.first; i < packets; i += kUnroll * share.stride) {
-        Packet<T, kCount> in[kUnroll] = {};  // zeros change no sum
+    if (share.first < head) one(load_element<T>(begin, share.first));
+    int packets = (count - head) / kCount;
+    const char* packed = begin + head * sizeof(T);
+    if (reinterpret_cast<uintptr_t>(packed) % sizeof(Packet<T, kCount>) == 0) {
+        for_packets<T, kCount>(packed, packets, share, add);
+    } else if (reinterpret_cast<uintptr_t>(packed) % sizeof(T) == 0) {
+        auto load = [&](int i) {
+            Packet<T, kCount> out;
 #pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
-            int64_t packet = i + u * share.stride;
-            if (packet < packets) in[u] = load_packet<T, kCount>(x, from + head + packet * kCount);
-        }
-#pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
-#pragma unroll
-            for (int e = 0; e < kCount; ++e) one(in[u].values[e]);
+            for (int e = 0; e < kCount; ++e) out.values[e] = reinterpret_cast<const T*>(packed)[i * kCount + e];
+            return out;
+        };
+        for_places<2>(packets, share, load, add);
+    } else {
+        for (int i = share.first * kCount; i < packets * kCount; i += share.stride * kCount) {
+#pragma unroll 1
+            for (int e = 0; e < kCount; ++e) one(load_element<T>(packed, i + e));
         }
     }
-    int64_t rest = head + packets * kCount + share.first;
-    if (rest < count) one(load_element<T>(x, from + rest));
+    int rest = head + packets * kCount + share.first;
+    if (rest < count) one(load_element<T>(begin, rest));
     return sum;
 }
 
@@ -44,7 +52,7 @@ PYCOMM_KERNEL norms_kernel(Table table, Sums<1>* slots) {
         Sums<1> mine = {};
         with_float_type(entry.dtype, [&](auto* type) {
             using T = std::remove_pointer_t<decltype(type)>;
-            mine.values[0] = squares_in<T>(entry.data, from, count, share);
+            mine.values[0] = squares_in<T>(entry.data, from, static_cast<int>(count), share);
         });
         store_sums(table, entry, share, mine, slots);
     });

@@ -13,13 +13,14 @@ template <class Flat>
 PYCOMM_KERNEL pack_kernel(Table table, char* out, Scale scale, double limit, bool* finite, const bool* unless) {
     if (unless != nullptr && *unless) return;
     bool all = true;
-    for_segments(table, [&](const Entry& entry, int64_t from, int64_t to, int64_t count, Share share) {
+    for_segments<kLongTile>(table, [&](const Entry& entry, int64_t from, int64_t to, int64_t count, Share share) {
         with_float_type(entry.dtype, [&](auto* type) {
             using Src = std::remove_pointer_t<decltype(type)>;
             using Wide = WiderOf<Src, Flat>;
             const char* src = entry.data + from * static_cast<int64_t>(sizeof(Src));
             char* dst = out + to * static_cast<int64_t>(sizeof(Flat));
-            all &= convert_segment<Src, Flat>(src, dst, count, factor_of<Wide>(scale), static_cast<Wide>(limit), share);
+            all &= convert_segment<Src, Flat>(src, dst, static_cast<int>(count), factor_of<Wide>(scale),
+                                              static_cast<Wide>(limit), share);
         });
     });
     if (finite != nullptr && !all) *finite = false;
@@ -27,13 +28,14 @@ PYCOMM_KERNEL pack_kernel(Table table, char* out, Scale scale, double limit, boo
 
 template <class Flat>
 PYCOMM_KERNEL unpack_kernel(const char* flat, Table table, Scale scale) {
-    for_segments(table, [&](const Entry& entry, int64_t to, int64_t from, int64_t count, Share share) {
+    for_segments<kLongTile>(table, [&](const Entry& entry, int64_t to, int64_t from, int64_t count, Share share) {
         with_float_type(entry.dtype, [&](auto* type) {
             using Dst = std::remove_pointer_t<decltype(type)>;
             using Wide = WiderOf<Flat, Dst>;
             const char* src = flat + from * static_cast<int64_t>(sizeof(Flat));
             char* dst = entry.data + to * static_cast<int64_t>(sizeof(Dst));
-            convert_segment<Flat, Dst>(src, dst, count, factor_of<Wide>(scale), static_cast<Wide>(kNoLimit), share);
+            convert_segment<Flat, Dst>(src, dst, static_cast<int>(count), factor_of<Wide>(scale),
+                                       static_cast<Wide>(kNoLimit), share);
         });
     });
 }
@@ -50,7 +52,7 @@ void pack(const std::vector<Buffer>& srcs, const Buffer& out, Scale scale, doubl
     Table table = upload(srcs, workspace, stream);
     with_float_type(out.dtype, [&](auto* type) {
         using Flat = std::remove_pointer_t<decltype(type)>;
-        device::launch("pack", pack_kernel<Flat>, blocks_for(table.total, kTile), stream, table, out.bytes(), scale,
+        device::launch("pack", pack_kernel<Flat>, blocks_for(table.total, kLongTile), stream, table, out.bytes(), scale,
                        limit, finite, unless);
     });
 }
@@ -60,7 +62,7 @@ void unpack(const Buffer& flat, const std::vector<Buffer>& outs, Scale scale, Wo
     Table table = upload(outs, workspace, stream);
     with_float_type(flat.dtype, [&](auto* type) {
         using Flat = std::remove_pointer_t<decltype(type)>;
-        device::launch("unpack", unpack_kernel<Flat>, blocks_for(table.total, kTile), stream, flat.bytes(), table,
+        device::launch("unpack", unpack_kernel<Flat>, blocks_for(table.total, kLongTile), stream, flat.bytes(), table,
                        scale);
     });
 }

@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "device/launch.h"
-#include "kernels/cuda/table.h"
+#include "kernels/cuda/arrays.h"
 #include "kernels/random.h"
 
 namespace pycomm::cuda {
@@ -22,6 +22,7 @@ struct Quantizing {
     float* scales;
     char* codes;
     char* remainder;
+    bool aligned;  // x, so that packets can move
 };
 
 // Elements [at, at + kCount), zeros from `end` on.
@@ -32,9 +33,17 @@ PYCOMM_DEVICE Floats load_floats(const char* x, int64_t at, int64_t end) {
     return out;
 }
 
-PYCOMM_DEVICE void store_floats(char* x, int64_t at, int64_t end, const Floats& floats) {
-    if (at + kCount <= end) return store_packet<float, kCount>(x, at, floats);
-    for (int e = 0; at + e < end; ++e) store_element(x, at + e, floats.values[e]);
+// Calls use(at, packet) for this thread's share of the packets of elements [begin, end). kWhole: all of them are whole,
+// and aligned to their size.
+template <bool kWhole, class Use>
+PYCOMM_DEVICE void for_floats(const char* x, int64_t begin, int64_t end, Share share, Use&& use) {
+    constexpr int kUnroll = 4;
+    auto load = [&](int64_t i) {
+        int64_t at = begin + i * kCount;
+        return kWhole ? reinterpret_cast<const Floats*>(x)[at / kCount] : load_floats(x, at, end);
+    };
+    for_places<kUnroll>((end - begin + kCount - 1) / kCount, share, load,
+                        [&](int64_t i, const Floats& packet) { use(begin + i * kCount, packet); });
 }
 
 // Part of a block's norm, and how two parts become one. Magnitudes go by their bits: NaN ranks highest.
@@ -106,32 +115,25 @@ PYCOMM_DEVICE void store_codes(char* codes, int64_t at, int64_t end, int bits, u
     }
 }
 
-// A warp per block of elements, or a block of threads.
-template <bool kBlock>
-PYCOMM_KERNEL quantize_kernel(Quantizing job) {
-    int lane = device::thread_index() % device::kWarpSize, warp = device::thread_index() / device::kWarpSize;
-    int warps = device::num_threads() / device::kWarpSize;
-    int64_t number = kBlock ? device::block_index() : static_cast<int64_t>(device::block_index()) * warps + warp;
-    int64_t begin = number * job.config.block;
-    if (begin >= job.count) return;  // all of them
-    int64_t end = begin + job.config.block < job.count ? begin + job.config.block : job.count;
-    int first = kCount * (kBlock ? device::thread_index() : lane);
-    int stride = kCount * (kBlock ? device::num_threads() : device::kWarpSize);
+// Elements [begin, end), one block of them; see quantize_kernel.
+template <bool kBlock, bool kWhole>
+PYCOMM_DEVICE void quantize_block(const Quantizing& job, int64_t number, int64_t begin, int64_t end) {
+    const int thread = device::thread_index();
+    const Share share =
+        kBlock ? Share{thread, device::num_threads()} : Share{thread % device::kWarpSize, device::kWarpSize};
     PartOfNorm mine{job.config.norm, 0.0f, 0};
-#pragma unroll 4
-    for (int64_t at = begin + first; at < end; at += stride) {
-        Floats x = load_floats(job.x, at, end);
+    for_floats<kWhole>(job.x, begin, end, share, [&](int64_t, const Floats& x) {
+#pragma unroll
         for (int e = 0; e < kCount; ++e) mine.take(x.values[e]);
-    }
+    });
     float scale = norm_of_all<kBlock>(mine) * (1.0f / static_cast<float>(job.config.levels));
     if (scale < kSmallestScale) scale = 0.0f;
-    if (first == 0) job.scales[number] = scale;
+    if (share.first == 0) job.scales[number] = scale;
     Encoder encoder{
         scale, scale == 0.0f ? 0.0f : 1.0f / scale, static_cast<float>(job.config.levels), job.seed != nullptr, {}};
     if (encoder.random) encoder.seed = mixed(job.seed);
     // Every thread meets its own elements again, and nobody else's: the remainder may lie where x does.
-    for (int64_t at = begin + first; at < end; at += stride) {
-        Floats x = load_floats(job.x, at, end);
+    for_floats<kWhole>(job.x, begin, end, share, [&](int64_t at, Floats x) {
         uint32_t packed = 0;
 #pragma unroll
         for (int e = 0; e < kCount; ++e) {
@@ -141,7 +143,22 @@ PYCOMM_KERNEL quantize_kernel(Quantizing job) {
             x.values[e] = x.values[e] - code * scale;
         }
         store_codes(job.codes, at, end, job.config.bits, packed);
-        if (job.remainder != nullptr) store_floats(job.remainder, at, end, x);
+        if (job.remainder != nullptr) store_before(end, job.remainder, at, x);
+    });
+}
+
+// A warp per block of elements, or a block of threads.
+template <bool kBlock>
+PYCOMM_KERNEL quantize_kernel(Quantizing job) {
+    int warp = device::thread_index() / device::kWarpSize, warps = device::num_threads() / device::kWarpSize;
+    int64_t number = kBlock ? device::block_index() : static_cast<int64_t>(device::block_index()) * warps + warp;
+    int64_t begin = number * job.config.block;
+    if (begin >= job.count) return;  // all of them
+    int64_t end = begin + job.config.block < job.count ? begin + job.config.block : job.count;
+    if (job.aligned && end % kCount == 0) {
+        quantize_block<kBlock, true>(job, number, begin, end);
+    } else {
+        quantize_block<kBlock, false>(job, number, begin, end);
     }
 }
 
@@ -157,29 +174,100 @@ PYCOMM_DEVICE uint32_t load_codes(const char* codes, int64_t at, int64_t end, in
     return out;
 }
 
-// `scales` and `codes`: an entry for each contribution.
-PYCOMM_KERNEL dequantize_kernel(const Entry* scales, const Entry* codes, int num_contributions, Quantization config,
-                                char* out, int64_t count, Scale factor) {
-    auto thread = static_cast<int64_t>(device::block_index()) * device::num_threads() + device::thread_index();
-    int64_t at = thread * kCount;
-    if (at >= count) return;
-    int64_t block = at / config.block;
-    Floats sum = {};
-#pragma unroll 4
-    for (int p = 0; p < num_contributions; ++p) {
-        float scale = reinterpret_cast<const float*>(scales[p].data)[block];
-        uint32_t packed = load_codes(codes[p].data, at, count, config.bits);
+struct Dequantizing {
+    Arrays arrays;  // the contributions' scales, then their codes
+    int num_contributions;
+    Quantization config;
+    char* out;
+    int64_t count;
+    Scale factor;
+    bool aligned;  // all codes, so that those of a packet can be read in one access
+
+    PYCOMM_MEMBER const float* scales(int p) const { return reinterpret_cast<const float*>(arrays[p]); }
+    PYCOMM_MEMBER const char* codes(int p) const { return arrays[num_contributions + p]; }
+    PYCOMM_MEMBER int64_t block_of(int64_t at) const {
+        if (count > UINT32_MAX) return at / config.block;
+        return static_cast<uint32_t>(at) / static_cast<uint32_t>(config.block);
+    }
+};
+
+template <int kBits>
+using Codes = std::conditional_t<kBits == 8, uint32_t, std::conditional_t<kBits == 4, uint16_t, uint8_t>>;
+
+constexpr int kSums = 2;  // packets of sums that a thread makes at once
+
+template <int kBits>
+struct Dequantized {
+    int64_t places[kSums];  // of their first elements
+    int64_t blocks[kSums];
+    Floats sums[kSums];
+
+    // Adds kInputs contributions from number p on. All loads come first, so that they are under way together.
+    template <bool kWhole, int kInputs>
+    PYCOMM_MEMBER void add(const Dequantizing& job, int p) {
+        uint32_t packed[kInputs][kSums];
+        float scales[kInputs][kSums];
 #pragma unroll
-        for (int e = 0; e < kCount; ++e) {
-            // Moved to the top, so that its sign comes down with it.
-            auto code = static_cast<int32_t>(packed << (32 - config.bits * (e + 1))) >> (32 - config.bits);
-            sum.values[e] = sum.values[e] + static_cast<float>(code) * scale;
+        for (int q = 0; q < kInputs; ++q) {
+            const char* codes = job.codes(p + q);
+            const float* scales_of_all = job.scales(p + q);
+#pragma unroll
+            for (int u = 0; u < kSums; ++u) {
+                packed[q][u] = kWhole ? reinterpret_cast<const Codes<kBits>*>(codes)[places[u] / kCount]
+                                      : load_codes(codes, places[u], job.count, kBits);
+                scales[q][u] = scales_of_all[blocks[u]];
+            }
+        }
+#pragma unroll
+        for (int q = 0; q < kInputs; ++q) {
+#pragma unroll
+            for (int u = 0; u < kSums; ++u) {
+#pragma unroll
+                for (int e = 0; e < kCount; ++e) {
+                    // Moved to the top, so that its sign comes down with it.
+                    auto code = static_cast<int32_t>(packed[q][u] << (32 - kBits * (e + 1))) >> (32 - kBits);
+                    sums[u].values[e] = sums[u].values[e] + static_cast<float>(code) * scales[q][u];
+                }
+            }
         }
     }
-    auto by = factor_of<float>(factor);
+};
+
+template <int kBits, bool kWhole>
+PYCOMM_DEVICE void dequantize_packets(const Dequantizing& job, int64_t first, int64_t packets) {
+    Dequantized<kBits> mine;
 #pragma unroll
-    for (int e = 0; e < kCount; ++e) sum.values[e] = sum.values[e] * by;
-    store_floats(out, at, count, sum);
+    for (int u = 0; u < kSums; ++u) {  // where nothing is left the first is made again
+        int64_t packet = first + u * device::num_threads();
+        mine.places[u] = kCount * (packet < packets ? packet : first);
+        mine.blocks[u] = job.block_of(mine.places[u]);
+        mine.sums[u] = {};
+    }
+    int p = 0;
+    if constexpr (kWhole) {
+        for (; p + 4 <= job.num_contributions; p += 4) mine.template add<true, 4>(job, p);
+    }
+    for (; p < job.num_contributions; ++p) mine.template add<kWhole, 1>(job, p);
+    auto by = factor_of<float>(job.factor);
+#pragma unroll
+    for (int u = 0; u < kSums; ++u) {
+#pragma unroll
+        for (int e = 0; e < kCount; ++e) mine.sums[u].values[e] = mine.sums[u].values[e] * by;
+        store_before(job.count, job.out, mine.places[u], mine.sums[u]);
+    }
+}
+
+template <int kBits>
+PYCOMM_KERNEL dequantize_kernel(Dequantizing job) {
+    const int64_t packets = (job.count + kCount - 1) / kCount, whole = job.count / kCount;
+    const int64_t of_block = int64_t{kSums} * device::num_threads(), begin = device::block_index() * of_block;
+    const int64_t first = begin + device::thread_index();
+    if (first >= packets) return;
+    if (job.aligned && begin + of_block <= whole) {
+        dequantize_packets<kBits, true>(job, first, packets);
+    } else {
+        dequantize_packets<kBits, false>(job, first, packets);
+    }
 }
 
 }  // namespace
@@ -187,27 +275,44 @@ PYCOMM_KERNEL dequantize_kernel(const Entry* scales, const Entry* codes, int num
 void quantize(const Buffer& x, const Quantization& config, const int64_t* seed, float* scales, uint8_t* codes,
               float* remainder, Stream stream) {
     if (x.count == 0) return;
-    Quantizing job{
-        x.bytes(), x.count, config, seed, scales, reinterpret_cast<char*>(codes), reinterpret_cast<char*>(remainder)};
+    Quantizing job{x.bytes(),
+                   x.count,
+                   config,
+                   seed,
+                   scales,
+                   reinterpret_cast<char*>(codes),
+                   reinterpret_cast<char*>(remainder),
+                   reinterpret_cast<uintptr_t>(x.data) % sizeof(Floats) == 0};
     int64_t blocks = num_blocks(config, x.count);
     if (config.block > kOfWarp) return device::launch("quantize", quantize_kernel<true>, blocks, stream, job);
     device::launch("quantize", quantize_kernel<false>,
                    blocks_for(blocks, device::threads_per_block() / device::kWarpSize), stream, job);
 }
 
-int64_t dequantize_workspace_bytes(std::size_t num_contributions) { return table_bytes(2 * num_contributions); }
+int64_t dequantize_workspace_bytes(std::size_t num_contributions) { return arrays_bytes(2 * num_contributions); }
 
 void dequantize(const std::vector<const float*>& scales, const std::vector<const uint8_t*>& codes,
                 const Quantization& config, const Buffer& out, Scale factor, Workspace& workspace, Stream stream) {
     if (out.count == 0) return;
     std::vector<Buffer> arrays;
+    bool aligned = true;
     for (const float* p : scales) arrays.push_back({const_cast<float*>(p), num_blocks(config, out.count), DType::kF32});
-    for (const uint8_t* p : codes)
+    for (const uint8_t* p : codes) {
         arrays.push_back({const_cast<uint8_t*>(p), code_bytes(config, out.count), DType::kU8});
-    const Entry* entries = upload(arrays, workspace, stream).entries;
-    const auto num_contributions = static_cast<int>(scales.size());
-    device::launch("dequantize", dequantize_kernel, blocks_for(out.count, device::threads_per_block() * kCount), stream,
-                   entries, entries + num_contributions, num_contributions, config, out.bytes(), out.count, factor);
+        aligned = aligned && reinterpret_cast<uintptr_t>(p) % sizeof(Codes<8>) == 0;
+    }
+    Dequantizing job{arrays_of(arrays, workspace, stream),
+                     static_cast<int>(scales.size()),
+                     config,
+                     out.bytes(),
+                     out.count,
+                     factor,
+                     aligned};
+    int64_t blocks = blocks_for(out.count, device::threads_per_block() * kSums * kCount);
+    auto with = [&](auto kernel) { device::launch("dequantize", kernel, blocks, stream, job); };
+    if (config.bits == 8) return with(dequantize_kernel<8>);
+    if (config.bits == 4) return with(dequantize_kernel<4>);
+    with(dequantize_kernel<2>);
 }
 
 }  // namespace pycomm::cuda

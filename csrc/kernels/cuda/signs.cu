@@ -1,8 +1,8 @@
 #include "kernels/signs.h"
 
 #include "device/launch.h"
+#include "kernels/cuda/arrays.h"
 #include "kernels/cuda/bits.h"
-#include "kernels/cuda/table.h"
 
 namespace pycomm::cuda {
 namespace {
@@ -17,6 +17,7 @@ struct Signing {
     const float* magnitude;
     uint32_t* words;
     char* remainder;
+    bool aligned;  // x, so that packets can move
 };
 
 // The signs of elements from `at` on, the first one's in bit 0. Writes what is left of them.
@@ -34,6 +35,21 @@ PYCOMM_DEVICE uint32_t signs_of(const Signing& job, int64_t at, const Packet<flo
     return signs;
 }
 
+// The same where x may end, or lies anywhere.
+PYCOMM_DEVICE uint32_t signs_of_some(const Signing& job, int64_t at, uint32_t magnitude) {
+    Packet<float, 1> x[kCount] = {};
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) {
+        if (at + e < job.count) x[e] = load_packet<float, 1>(job.x, at + e);
+    }
+    uint32_t signs = 0;
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) {
+        if (at + e < job.count) signs |= signs_of<1>(job, at + e, x[e], magnitude) << e;
+    }
+    return signs;
+}
+
 // A warp takes a chunk of whole words, four packets per lane.
 PYCOMM_KERNEL pack_kernel(Signing job) {
     int warp = device::thread_index() / device::kWarpSize, warps = device::num_threads() / device::kWarpSize;
@@ -43,59 +59,97 @@ PYCOMM_KERNEL pack_kernel(Signing job) {
     int64_t first = begin + device::thread_index() % device::kWarpSize * kCount;
     uint32_t magnitude = device::bits_of(*job.magnitude) & 0x7fffffffu;
     uint32_t signs[kRows] = {};
-    Floats x[kRows] = {};
+    if (job.aligned && begin + kChunkElems <= job.count) {
+        auto from = reinterpret_cast<const Floats*>(job.x) + first / kCount;
+        Floats x[kRows];  // all loads first, so that they are under way together
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        int64_t at = first + r * kRowElems;
-        if (at + kCount <= job.count) x[r] = load_packet<float, kCount>(job.x, at);
-    }
+        for (int r = 0; r < kRows; ++r) x[r] = from[r * device::kWarpSize];
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        int64_t at = first + r * kRowElems;
-        if (at + kCount <= job.count) {
-            signs[r] = signs_of<kCount>(job, at, x[r], magnitude);
-            continue;
-        }
-        for (int e = 0; at + e < job.count; ++e) {
-            signs[r] |= signs_of<1>(job, at + e, load_packet<float, 1>(job.x, at + e), magnitude) << e;
-        }
+        for (int r = 0; r < kRows; ++r) signs[r] = signs_of<kCount>(job, first + r * kRowElems, x[r], magnitude);
+    } else {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) signs[r] = signs_of_some(job, first + r * kRowElems, magnitude);
     }
     write_words(signs, job.words + chunk * kChunkWords, (job.count - begin + 31) / 32);
 }
 
-// `words` and `magnitudes`: an entry for each contribution.
-PYCOMM_KERNEL unpack_kernel(const Entry* words, const Entry* magnitudes, int num_contributions, char* out,
-                            int64_t count, Scale scale) {
-    auto thread = static_cast<int64_t>(device::block_index()) * device::num_threads() + device::thread_index();
-    int64_t at = thread * kCount;
-    if (at >= count) return;
-    Floats sum = {};
-#pragma unroll 4
-    for (int p = 0; p < num_contributions; ++p) {
-        uint32_t magnitude = device::bits_of(*reinterpret_cast<const float*>(magnitudes[p].data));
-        uint32_t signs = reinterpret_cast<const uint32_t*>(words[p].data)[at / 32] >> (at % 32);
+struct Unpacking {
+    Arrays arrays;  // the contributions' words, then their magnitudes
+    int num_contributions;
+    char* out;
+    int64_t count;
+    Scale factor;
+};
+
+constexpr int kSums = 2;  // packets of sums that a thread makes at once
+
+struct Unpacked {
+    int64_t places[kSums];  // of their first elements
+    Floats sums[kSums];
+
+    // Adds kInputs contributions from number p on. All loads come first, so that they are under way together.
+    template <int kInputs>
+    PYCOMM_MEMBER void add(const Unpacking& job, int p) {
+        uint32_t signs[kInputs][kSums], magnitudes[kInputs];
 #pragma unroll
-        for (int e = 0; e < kCount; ++e) {
-            sum.values[e] = sum.values[e] + device::float_of(magnitude ^ ((signs >> e & 1u) << 31));
+        for (int q = 0; q < kInputs; ++q) {
+            auto words = reinterpret_cast<const uint32_t*>(job.arrays[p + q]);
+            magnitudes[q] = *reinterpret_cast<const uint32_t*>(job.arrays[job.num_contributions + p + q]);
+#pragma unroll
+            for (int u = 0; u < kSums; ++u) signs[q][u] = words[places[u] / 32];
+        }
+#pragma unroll
+        for (int q = 0; q < kInputs; ++q) {
+#pragma unroll
+            for (int u = 0; u < kSums; ++u) {
+#pragma unroll
+                for (int e = 0; e < kCount; ++e) {
+                    uint32_t sign = signs[q][u] >> (places[u] % 32 + e) << 31;
+                    sums[u].values[e] = sums[u].values[e] + device::float_of(magnitudes[q] ^ sign);
+                }
+            }
         }
     }
-    auto factor = factor_of<float>(scale);
+};
+
+PYCOMM_KERNEL unpack_kernel(Unpacking job) {
+    auto begin = int64_t{kSums} * device::block_index() * device::num_threads();
+    int64_t first = kCount * (begin + device::thread_index());
+    if (first >= job.count) return;
+    Unpacked mine;
 #pragma unroll
-    for (int e = 0; e < kCount; ++e) sum.values[e] = sum.values[e] * factor;
-    if (at + kCount <= count) return store_packet<float, kCount>(out, at, sum);
-    for (int e = 0; at + e < count; ++e) store_element(out, at + e, sum.values[e]);
+    for (int u = 0; u < kSums; ++u) {  // where nothing is left the first is made again
+        int64_t place = first + u * kCount * device::num_threads();
+        mine.places[u] = place < job.count ? place : first;
+        mine.sums[u] = {};
+    }
+    int p = 0;
+    for (; p + 4 <= job.num_contributions; p += 4) mine.add<4>(job, p);
+    for (; p < job.num_contributions; ++p) mine.add<1>(job, p);
+    auto by = factor_of<float>(job.factor);
+#pragma unroll
+    for (int u = 0; u < kSums; ++u) {
+#pragma unroll
+        for (int e = 0; e < kCount; ++e) mine.sums[u].values[e] = mine.sums[u].values[e] * by;
+        store_before(job.count, job.out, mine.places[u], mine.sums[u]);
+    }
 }
 
 }  // namespace
 
 void pack_signs(const Buffer& x, const float* magnitude, uint32_t* words, float* remainder, Stream stream) {
     if (x.count == 0) return;
-    Signing job{x.bytes(), x.count, magnitude, words, reinterpret_cast<char*>(remainder)};
+    Signing job{x.bytes(),
+                x.count,
+                magnitude,
+                words,
+                reinterpret_cast<char*>(remainder),
+                reinterpret_cast<uintptr_t>(x.data) % sizeof(Floats) == 0};
     int64_t per_block = device::threads_per_block() / device::kWarpSize * int64_t{kChunkElems};
     device::launch("pack_signs", pack_kernel, blocks_for(x.count, per_block), stream, job);
 }
 
-int64_t unpack_signs_workspace_bytes(std::size_t num_contributions) { return table_bytes(2 * num_contributions); }
+int64_t unpack_signs_workspace_bytes(std::size_t num_contributions) { return arrays_bytes(2 * num_contributions); }
 
 void unpack_signs(const std::vector<const uint32_t*>& words, const std::vector<const float*>& magnitudes,
                   const Buffer& out, Scale factor, Workspace& workspace, Stream stream) {
@@ -103,10 +157,9 @@ void unpack_signs(const std::vector<const uint32_t*>& words, const std::vector<c
     std::vector<Buffer> arrays;
     for (const uint32_t* p : words) arrays.push_back({const_cast<uint32_t*>(p), (out.count + 31) / 32, DType::kI32});
     for (const float* p : magnitudes) arrays.push_back({const_cast<float*>(p), 1, DType::kF32});
-    const Entry* entries = upload(arrays, workspace, stream).entries;
-    const auto num_contributions = static_cast<int>(words.size());
-    device::launch("unpack_signs", unpack_kernel, blocks_for(out.count, device::threads_per_block() * kCount), stream,
-                   entries, entries + num_contributions, num_contributions, out.bytes(), out.count, factor);
+    Unpacking job{arrays_of(arrays, workspace, stream), static_cast<int>(words.size()), out.bytes(), out.count, factor};
+    device::launch("unpack_signs", unpack_kernel, blocks_for(out.count, device::threads_per_block() * kSums * kCount),
+                   stream, job);
 }
 
 }  // namespace pycomm::cuda

@@ -52,6 +52,7 @@ struct Parameter {
     char* states[kMostStates];
     bool has[kMostStates];
     DType grad_dtype, copy_dtype;
+    bool aligned;  // all arrays, so that their packets move in one access
     V rate;
 
     PYCOMM_MEMBER Parameter(const Pass<V>& pass, const Entry& entry) {
@@ -65,7 +66,17 @@ struct Parameter {
             has[s] = pass.states[s] != nullptr;
             states[s] = has[s] ? pass.states[s][j].data : nullptr;
         }
+        constexpr int kCount = 16 / sizeof(V);
+        uintptr_t bits = bits_below(weights, 16) | bits_below(copies, kCount * sizeof(F16));
+        with_float_type(grad_dtype, [&](auto* type) { bits |= bits_below(grads, kCount * sizeof(*type)); });
+        for (int s = 0; s < kMostStates; ++s) bits |= bits_below(states[s], 16);
+        aligned = bits == 0;
         rate = static_cast<V>(pass.rates == nullptr ? 1.0 : pass.rates[j]);
+    }
+
+    // 0 where a pointer, or null, is a multiple of `size`, a power of two.
+    PYCOMM_MEMBER static uintptr_t bits_below(const char* pointer, uintptr_t size) {
+        return reinterpret_cast<uintptr_t>(pointer) & (size - 1);
     }
 };
 
@@ -73,19 +84,15 @@ struct Parameter {
 struct Places {
     int64_t first;   // of the packet, in the array
     int begin, end;  // of its elements
+    bool whole;      // all of them, in arrays where they move in one access
 
     PYCOMM_MEMBER bool has(int e) const { return e >= begin && e < end; }
-    template <class T, int kCount>
-    PYCOMM_MEMBER bool whole(const T* at) const {
-        return end - begin == kCount && reinterpret_cast<uintptr_t>(at) % sizeof(Packet<T, kCount>) == 0;
-    }
 };
 
-// In one access where that can be; what is not this thread's becomes 0. Arrays are aligned to their elements.
+// One by one; what is not this thread's becomes 0. Arrays are aligned to their elements.
 template <class T, int kCount>
-PYCOMM_DEVICE Packet<T, kCount> load_places(const char* base, const Places& places) {
+PYCOMM_DEVICE Packet<T, kCount> load_some(const char* base, const Places& places) {
     auto from = reinterpret_cast<const T*>(base) + places.first;
-    if (places.whole<T, kCount>(from)) return *reinterpret_cast<const Packet<T, kCount>*>(from);
     Packet<T, kCount> out = {};
 #pragma unroll
     for (int e = 0; e < kCount; ++e) {
@@ -95,9 +102,14 @@ PYCOMM_DEVICE Packet<T, kCount> load_places(const char* base, const Places& plac
 }
 
 template <class T, int kCount>
+PYCOMM_DEVICE Packet<T, kCount> load_whole(const char* base, const Places& places) {
+    return *reinterpret_cast<const Packet<T, kCount>*>(reinterpret_cast<const T*>(base) + places.first);
+}
+
+template <class T, int kCount>
 PYCOMM_DEVICE void store_places(char* base, const Places& places, const Packet<T, kCount>& packet) {
     auto to = reinterpret_cast<T*>(base) + places.first;
-    if (places.whole<T, kCount>(to)) {
+    if (places.whole) {
         *reinterpret_cast<Packet<T, kCount>*>(to) = packet;
         return;
     }
@@ -113,21 +125,36 @@ struct Elements {
     static constexpr int kCount = 16 / sizeof(V);
     Packet<V, kCount> weights, grads, states[kMostStates];
 
-    // Gradients come last: their type is a branch, and the conversion there waits for them.
+    // A branch of its own for whole packets, in which nothing has to be waited for before all loads are under way.
     PYCOMM_MEMBER void load(const Parameter<V>& parameter, const Places& places) {
-        weights = load_places<V, kCount>(parameter.weights, places);
+        if (places.whole) {
+            load<true>(parameter, places);
+        } else {
+            load<false>(parameter, places);
+        }
+    }
+
+    // Gradients come last: their type is a branch, and the conversion there waits for them.
+    template <bool kWhole>
+    PYCOMM_MEMBER void load(const Parameter<V>& parameter, const Places& places) {
+        weights = load_values<V, kWhole>(parameter.weights, places);
 #pragma unroll
         for (int s = 0; s < kMostStates; ++s) {
-            if (parameter.has[s]) states[s] = load_places<V, kCount>(parameter.states[s], places);
+            if (parameter.has[s]) states[s] = load_values<V, kWhole>(parameter.states[s], places);
         }
         if constexpr (kReadsGrads<kRule>) {
             with_float_type(parameter.grad_dtype, [&](auto* type) {
                 using Grad = std::remove_pointer_t<decltype(type)>;
-                auto packet = load_places<Grad, kCount>(parameter.grads, places);
+                auto packet = load_values<Grad, kWhole>(parameter.grads, places);
 #pragma unroll
                 for (int e = 0; e < kCount; ++e) grads.values[e] = static_cast<V>(widen(packet.values[e]));
             });
         }
+    }
+
+    template <class T, bool kWhole>
+    PYCOMM_MEMBER static Packet<T, kCount> load_values(const char* base, const Places& places) {
+        return kWhole ? load_whole<T, kCount>(base, places) : load_some<T, kCount>(base, places);
     }
 
     PYCOMM_MEMBER void update(const Constants<Numbers<V>>& constants, const Parameter<V>& parameter,
@@ -187,7 +214,8 @@ PYCOMM_DEVICE Sums<2> step_segment(const Constants<Numbers<V>>& constants, const
 #pragma unroll 1
     for (int64_t at = from / kCount * kCount + share.first * kCount; at < end; at += share.stride * kCount) {
         Places places{at, at < from ? static_cast<int>(from - at) : 0,
-                      end - at < kCount ? static_cast<int>(end - at) : kCount};
+                      end - at < kCount ? static_cast<int>(end - at) : kCount, false};
+        places.whole = parameter.aligned && places.begin == 0 && places.end == kCount;
         Elements<kRule, V> elements = {};
         elements.load(parameter, places);
         elements.update(constants, parameter, places, squares);

@@ -27,7 +27,8 @@ int64_t table_bytes(size_t num_arrays);
 // belongs to that graph.)
 Table upload(const std::vector<Buffer>& arrays, Workspace& workspace, Stream stream);
 
-inline constexpr int64_t kTile = 4096;  // elements per block
+inline constexpr int64_t kTile = 4096;      // elements per block
+inline constexpr int64_t kLongTile = 8192;  // where a block has little to do with each
 
 // The array that element `position` of the concatenation belongs to: the last of those that begin there or before. All
 // lanes get the same answer.
@@ -45,13 +46,13 @@ PYCOMM_DEVICE int array_at(const Table& table, int64_t position) {
     return low;
 }
 
-// Calls segment(entry, begin in the array, begin in the concatenation, count, share) for all that this block's tile
-// holds. Long segments are shared by the whole block, short ones go to one warp each.
-template <class Segment>
+// Calls segment(entry, begin in the array, begin in the concatenation, count, share) for all that this block's tile,
+// of kLength, holds. Long segments are shared by the whole block, short ones go to one warp each.
+template <int64_t kLength = kTile, class Segment>
 PYCOMM_DEVICE void for_segments(const Table& table, Segment&& segment) {
     constexpr int64_t kShort = 512;
-    int64_t begin = device::block_index() * kTile;
-    int64_t end = begin + kTile < table.total ? begin + kTile : table.total;
+    int64_t begin = device::block_index() * kLength;
+    int64_t end = begin + kLength < table.total ? begin + kLength : table.total;
     int warp = device::thread_index() / device::kWarpSize, num_warps = device::num_threads() / device::kWarpSize;
     Share block_share{device::thread_index(), device::num_threads()};
     Share warp_share{device::thread_index() % device::kWarpSize, device::kWarpSize};
