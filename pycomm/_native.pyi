@@ -134,6 +134,37 @@ def step(
     scratch: Scratch | None,
     num_threads: int,
 ) -> None: ...
+
+class PreparedStep:
+    taken: int
+    def __init__(
+        self,
+        rule: str,
+        weights: Sequence[Any],
+        grads: Sequence[Any] | None,
+        copies: Sequence[Any] | None,
+        states: Sequence[Sequence[Any] | None],
+    ) -> None: ...
+    def run(
+        self,
+        rule: str,
+        coefficients: Coefficients,
+        rates: Any | None,
+        squares: Any | None,
+        scale: Any,
+        scratch: Scratch | None,
+        num_threads: int,
+    ) -> None: ...
+    def norms(self, squares: Any, scratch: Scratch | None, num_threads: int) -> None: ...
+
+class PreparedGroup:
+    def __init__(
+        self, parts: Sequence[PreparedStep], keys: tuple[str | None, ...], has_counts: bool, same_counts: bool
+    ) -> None: ...
+    def remember(self, params: list[Any], state: dict[Any, Any], masters: Any | None, part_of: list[int]) -> bool: ...
+    def renew(self, params: list[Any], state: dict[Any, Any], masters: Any | None) -> list[Any] | None: ...
+    def release(self) -> None: ...
+
 def shared_file_bytes(size: int) -> int: ...
 
 class Block:  # has the buffer protocol

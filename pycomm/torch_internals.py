@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.autograd import Variable
+from torch.autograd.graph import increment_version
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,6 +35,7 @@ __all__ = [
     "is_schedulers_wrapper",
     "leave_scale_to_step",
     "make_process_group",
+    "note_writes",
     "number_process_group",
     "owns_process_group",
     "queue_final_callback",
@@ -54,6 +56,18 @@ __all__ = [
 def version_of(tensor: torch.Tensor) -> int:
     """Return the version counter of ``tensor``, which every in-place write increments."""
     return tensor._version
+
+
+_NOTES_MANY = "Iterable" in str(increment_version.__annotations__.get("tensor"))  # torch 2.4 takes one tensor only
+
+
+def note_writes(tensors: list[torch.Tensor]) -> None:
+    """Tell autograd that ``tensors`` were written to, by incrementing their version counters."""
+    if _NOTES_MANY:
+        increment_version(tensors)
+        return
+    for tensor in tensors:
+        increment_version(tensor)
 
 
 def uses_outside_python(tensor: torch.Tensor) -> int:

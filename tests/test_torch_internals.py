@@ -70,11 +70,15 @@ def test_every_name_is_tested_here() -> None:
     assert untested == []
 
 
-def test_tensors() -> None:
+def test_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(3)
     before = torch_internals.version_of(x)
     x.add_(1.0)
     assert torch_internals.version_of(x) == before + 1
+    for notes_many in (True, False):
+        monkeypatch.setattr(torch_internals, "_NOTES_MANY", notes_many)
+        torch_internals.note_writes([x, torch.zeros(1)])
+    assert torch_internals.version_of(x) == before + 3
     assert torch_internals.uses_outside_python(x) == 1
     kept = x.__dlpack__()
     assert torch_internals.uses_outside_python(x) + torch_internals.storage_uses(x) > 2

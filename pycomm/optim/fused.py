@@ -13,8 +13,8 @@ from pycomm.optim import update_rules
 from pycomm.optim.lamb import LAMB
 from pycomm.optim.lars import LARS
 from pycomm.optim.parameters import optimizer_parameters
+from pycomm.optim.plans import Rule, step_by_rule
 from pycomm.optim.step_override import Factor, StepOverride, evaluate
-from pycomm.optim.update_rules import Rule, step_by_rule
 from pycomm.torch_internals import take_scale
 
 RULES: dict[type[torch.optim.Optimizer], Rule] = {

@@ -18,8 +18,8 @@ from pycomm import kernels
 from pycomm.layout import laid_out_like, require_dense
 from pycomm.optim.fused import RULES, KernelStep, rule_of
 from pycomm.optim.parameters import optimizer_parameters
+from pycomm.optim.plans import step_by_rule
 from pycomm.optim.step_override import HALF, Factor, evaluate, own_step
-from pycomm.optim.update_rules import step_by_rule
 from pycomm.torch_internals import leave_scale_to_step, undo_leave_scale_to_step, version_of
 
 KEY = "master_weight"
