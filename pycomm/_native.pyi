@@ -112,6 +112,7 @@ class Coefficients:
     lr: float
     momentum: float
     one_minus_dampening: float
+    beta1: float
     one_minus_beta1: float
     beta2: float
     one_minus_beta2: float
@@ -119,6 +120,7 @@ class Coefficients:
     inverse_sqrt_bias_correction2: float
     eps: float
     nesterov: bool
+    corrects_bias: bool
     def __init__(self) -> None: ...
 
 def step(
@@ -144,6 +146,7 @@ class PreparedStep:
         grads: Sequence[Any] | None,
         copies: Sequence[Any] | None,
         states: Sequence[Sequence[Any] | None],
+        counts: Sequence[Any] | None,
     ) -> None: ...
     def run(
         self,
@@ -152,6 +155,8 @@ class PreparedStep:
         rates: Any | None,
         squares: Any | None,
         scale: Any,
+        divisor: Any | None,
+        found: Any | None,
         scratch: Scratch | None,
         num_threads: int,
     ) -> None: ...

@@ -199,10 +199,11 @@ def undo_leave_scale_to_step(optimizer: torch.optim.Optimizer, before: Any) -> N
         vars(optimizer)["_step_supports_amp_scaling"] = before
 
 
-def take_scale(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
-    """Return the scale by which GradScaler leaves this step to divide, and whether it found infinities.
+def take_scale(optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the scale by which GradScaler leaves this step to divide, and a number, not 0 if it found infinities.
 
-    Both are removed from the optimizer, as torch's own steps would apply them again, or refuse them.
+    ``None`` where it left none. Both are removed from the optimizer, as torch's own steps would apply them
+    again, or refuse them.
     """
     holder: Any = optimizer
     scale, found = getattr(holder, "grad_scale", None), getattr(holder, "found_inf", None)
@@ -210,7 +211,7 @@ def take_scale(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
         holder.grad_scale = None
     if found is not None:
         holder.found_inf = None
-    return 1.0 if scale is None else float(scale), found is not None and bool(found)
+    return scale, found
 
 
 # Process groups.

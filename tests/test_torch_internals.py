@@ -177,10 +177,11 @@ def test_grad_scaler_leaves_its_factor_to_the_step(before: bool | None) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(param.sum()).backward()
     scaler.step(optimizer)
-    assert taken == [(8.0, False)]
+    assert [scale.item() for scale, _ in taken if scale is not None] == [8.0]
+    assert [found.item() for _, found in taken if found is not None] == [0.0]
     assert param.grad is not None
     assert param.grad.item() == 8.0  # not divided
-    assert torch_internals.take_scale(optimizer) == (1.0, False)
+    assert torch_internals.take_scale(optimizer) == (None, None)
     torch_internals.undo_leave_scale_to_step(optimizer, undo)
     assert vars(optimizer).get("_step_supports_amp_scaling") == before
 

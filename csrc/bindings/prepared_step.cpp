@@ -8,13 +8,14 @@
 namespace pycomm {
 
 PreparedStep::PreparedStep(const std::string& rule, const py::object& weights, const py::object& grads,
-                           const py::object& copies, const std::vector<py::object>& states) {
+                           const py::object& copies, const std::vector<py::object>& states, const py::object& counts) {
     StepArrays arrays(rule, {}, weights, grads, copies, states);
     Arguments arguments;
     arrays.add_to(arguments, true, true);
-    arguments.require_apart();
     job = arrays.job;
     held_ = arrays.all();
+    if (!counts.is_none()) take_counts(as_arrays(counts, "counts", Access::kWrite), arguments);
+    arguments.require_apart();
     auto add = [&](const std::vector<Buffer>& some) {
         for (const Buffer& one : some) {
             if (one.count > 0) written_.push_back({one.bytes(), one.bytes() + one.num_bytes()});
@@ -23,7 +24,20 @@ PreparedStep::PreparedStep(const std::string& rule, const py::object& weights, c
     add(job.weights);
     add(job.copies);
     for (const auto& some : job.states) add(some);
+    add(job.counts);
     std::sort(written_.begin(), written_.end(), [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
+}
+
+void PreparedStep::take_counts(const std::vector<Array>& counts, Arguments& arguments) {
+    require_count(static_cast<int64_t>(counts.size()), static_cast<int64_t>(job.weights.size()), "counts",
+                  "one for each of weights");
+    for (size_t j = 0; j < counts.size(); ++j) {
+        require_same(counts[j].buffer, name_of_item("counts", j), Buffer{nullptr, 1, DType::kF32}, "a count of steps");
+        require_aligned(counts[j].buffer, name_of_item("counts", j));
+    }
+    arguments.writes(counts, "counts");
+    job.counts = buffers_of(counts);
+    held_.insert(held_.end(), counts.begin(), counts.end());
 }
 
 // They are apart from each other, so that they end in the order in which they begin.
@@ -43,16 +57,23 @@ void PreparedStep::add_example(Arguments& arguments) const {
 }
 
 void PreparedStep::run(const std::string& rule, const Coefficients& coefficients, const py::object& rates,
-                       const py::object& squares, py::handle scale, py::handle scratch, int num_threads) {
+                       const py::object& squares, py::handle scale, py::handle divisor, py::handle found,
+                       py::handle scratch, int num_threads) {
     Scratch* const memory = scratch_of(scratch);
     if (held_.empty()) throw ArgumentError("the arrays of this step were released, wanted a new one");
     job.rule = rule_named(rule);
     job.coefficients = coefficients;
     StepNumbers numbers(rates, squares, job.weights.size());
     numbers.give_to(job);
-    Factor factor(scale);
+    Factor factor(scale, divisor);
+    Array verdict;
+    if (!found.is_none()) {
+        verdict = as_exactly(found, "found", Access::kRead, DType::kF32, 1, "one float32");
+    }
+    job.found = static_cast<const float*>(verdict.buffer.data);
     Arguments arguments;
     add_example(arguments);
+    if (job.found != nullptr) arguments.reads(verdict, "found");
     numbers.add_to(arguments);
     factor.add_to(arguments);
     dispatch(
@@ -236,6 +257,12 @@ bool PreparedGroup::look_at_entry(const Slot& slot, PyObject* entry, const Prepa
     PyObject* count = entry_of(entry, kStep);
     Glance seen;
     if (count == nullptr || !glance(count, seen) || seen.buffer.count != 1) return false;
+    if (!part.job.counts.empty()) {
+        const Buffer& known = part.job.counts[slot.place];
+        if (seen.buffer.dtype != known.dtype || seen.buffer.data != known.data) return false;
+        held_[static_cast<size_t>(slot.part)].push_back(held(count, seen.buffer));
+        return true;
+    }
     bool is_number = seen.buffer.dtype == DType::kF32 || seen.buffer.dtype == DType::kF64;
     if (!is_number || seen.buffer.device != Buffer::kHost) return false;
     held_[static_cast<size_t>(slot.part)].push_back(held(count, seen.buffer));

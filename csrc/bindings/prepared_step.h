@@ -19,14 +19,16 @@ class PreparedStep {
 
     // Throws what StepArrays does, and where arrays overlap.
     PreparedStep(const std::string& rule, const py::object& weights, const py::object& grads, const py::object& copies,
-                 const std::vector<py::object>& states);
+                 const std::vector<py::object>& states, const py::object& counts);
 
     // Whether the array has no bytes in common with those that are written.
     bool is_apart_from(const Buffer& array) const;
     void hold(std::vector<Array> arrays) { held_ = std::move(arrays); }
 
+    // divisor, found: None, or one float32 beside the weights.
     void run(const std::string& rule, const Coefficients& coefficients, const py::object& rates,
-             const py::object& squares, py::handle scale, py::handle scratch, int num_threads);
+             const py::object& squares, py::handle scale, py::handle divisor, py::handle found, py::handle scratch,
+             int num_threads);
     // Squared norms of the weights, then of the gradients.
     void norms(py::handle squares, py::handle scratch, int num_threads);
 
@@ -35,6 +37,7 @@ class PreparedStep {
         const char* begin;
         const char* end;
     };
+    void take_counts(const std::vector<Array>& counts, Arguments& arguments);
     void add_example(Arguments& arguments) const;
 
     std::vector<Array> held_;      // for the length of a step
@@ -45,7 +48,7 @@ class PreparedStep {
 class PreparedGroup {
    public:
     // keys: names of the states in a parameter's entry, or None; has_counts: "step" is there, too;
-    // same_counts: a kernel call needs one count for all its parameters.
+    // same_counts: a kernel call needs one count for all its parameters, unless it reads the counts itself.
     PreparedGroup(std::vector<std::shared_ptr<PreparedStep>> parts, py::tuple keys, bool has_counts, bool same_counts);
 
     // Remembers how the parameters lie, which are now as the parts were made from them; part_of[i]: part of parameter

@@ -35,6 +35,12 @@ void define_number(py::class_<Coefficients>& type, const char* name, double Coef
         [field, name](Coefficients& c, py::handle value) { c.*field = as_number(value, name); });
 }
 
+void define_flag(py::class_<Coefficients>& type, const char* name, bool Coefficients::* field) {
+    type.def_property(
+        name, [field](const Coefficients& c) { return c.*field; },
+        [field, name](Coefficients& c, py::handle value) { c.*field = as_flag(value, name); });
+}
+
 }  // namespace
 
 void bind_step(py::module_& module) {
@@ -45,25 +51,26 @@ void bind_step(py::module_& module) {
     define_number(coefficients, "lr", &Coefficients::lr);
     define_number(coefficients, "momentum", &Coefficients::momentum);
     define_number(coefficients, "one_minus_dampening", &Coefficients::one_minus_dampening);
+    define_number(coefficients, "beta1", &Coefficients::beta1);
     define_number(coefficients, "one_minus_beta1", &Coefficients::one_minus_beta1);
     define_number(coefficients, "beta2", &Coefficients::beta2);
     define_number(coefficients, "one_minus_beta2", &Coefficients::one_minus_beta2);
     define_number(coefficients, "inverse_bias_correction1", &Coefficients::inverse_bias_correction1);
     define_number(coefficients, "inverse_sqrt_bias_correction2", &Coefficients::inverse_sqrt_bias_correction2);
     define_number(coefficients, "eps", &Coefficients::eps);
-    coefficients.def_property(
-        "nesterov", [](const Coefficients& c) { return c.nesterov; },
-        [](Coefficients& c, py::handle value) { c.nesterov = as_flag(value, "nesterov"); });
+    define_flag(coefficients, "nesterov", &Coefficients::nesterov);
+    define_flag(coefficients, "corrects_bias", &Coefficients::corrects_bias);
     module.def("step", &step_arrays, py::arg("rule"), py::arg("coefficients"), py::arg("weights"), py::arg("grads"),
                py::arg("copies"), py::arg("states"), py::arg("rates"), py::arg("squares"), py::arg("scale"),
                py::arg("scratch"), py::arg("num_threads"));
     py::class_<PreparedStep, std::shared_ptr<PreparedStep>>(module, "PreparedStep")
         .def(py::init<const std::string&, const py::object&, const py::object&, const py::object&,
-                      const std::vector<py::object>&>(),
-             py::arg("rule"), py::arg("weights"), py::arg("grads"), py::arg("copies"), py::arg("states"))
+                      const std::vector<py::object>&, const py::object&>(),
+             py::arg("rule"), py::arg("weights"), py::arg("grads"), py::arg("copies"), py::arg("states"),
+             py::arg("counts"))
         .def_readwrite("taken", &PreparedStep::taken)
         .def("run", &PreparedStep::run, py::arg("rule"), py::arg("coefficients"), py::arg("rates"), py::arg("squares"),
-             py::arg("scale"), py::arg("scratch"), py::arg("num_threads"))
+             py::arg("scale"), py::arg("divisor"), py::arg("found"), py::arg("scratch"), py::arg("num_threads"))
         .def("norms", &PreparedStep::norms, py::arg("squares"), py::arg("scratch"), py::arg("num_threads"));
     py::class_<PreparedGroup>(module, "PreparedGroup")
         .def(py::init<std::vector<std::shared_ptr<PreparedStep>>, py::tuple, bool, bool>(), py::arg("parts"),

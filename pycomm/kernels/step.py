@@ -47,7 +47,8 @@ class Moments:
     def fill(self, c: _native.Coefficients) -> None:
         """Set what follows from the moments in ``c``."""
         beta1, beta2 = (checks.number("betas", beta) for beta in checks.pair("betas", self.betas, "two numbers"))
-        c.one_minus_beta1, c.beta2, c.one_minus_beta2, c.eps = 1.0 - beta1, beta2, 1.0 - beta2, self.eps
+        c.beta1, c.one_minus_beta1, c.beta2, c.one_minus_beta2 = beta1, 1.0 - beta1, beta2, 1.0 - beta2
+        c.eps, c.corrects_bias = self.eps, bool(self.bias_correction)
         if not self.bias_correction:
             return
         step = checks.number("step", self.step)

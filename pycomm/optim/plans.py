@@ -11,18 +11,18 @@ from weakref import WeakKeyDictionary
 import torch
 
 from pycomm import kernels
-from pycomm.kernels.prepared import PreparedGroup, PreparedStep
+from pycomm.kernels.prepared import PreparedGroup, PreparedStep, Scaling
 from pycomm.layout import require_dense
-from pycomm.optim.targets import Group, Target, buffers_of, copies_of, grads_of, next_steps, weights_of
+from pycomm.optim.targets import Group, Target, buffers_of, copies_of, counts_of, grads_of, next_steps, weights_of
 from pycomm.torch_internals import note_writes
 
-Scale = float | torch.Tensor
 Tensors = Mapping[torch.Tensor, torch.Tensor]
 
 FIRST = "first"
 """Kind of the targets whose first step differs from all that follow."""
 
 
+_UNSCALED = Scaling()
 _MOST_PLANS = 4
 """Number of plans kept for a group: gradients may be missing in turns, as with experts or frozen layers."""
 
@@ -66,6 +66,14 @@ class Part:
         """Return the scratch memory that the kernel ``name`` keeps from step to step."""
         return self.scratches[f"{self.label} {name}"]
 
+    def moved(self, scaling: Scaling) -> Scaling:
+        """Return ``scaling`` with what GradScaler left, which is on the device of its own scale, on the part's."""
+        found, device = scaling.found, self.key.device
+        if found is None or found.device == device:
+            return scaling
+        divisor = None if scaling.divisor is None else scaling.divisor.to(device, non_blocking=True)
+        return scaling._replace(divisor=divisor, found=found.to(device, non_blocking=True))
+
     def numbers(self, count: int) -> torch.Tensor:
         """Return a new float64 tensor of ``count`` elements on the device."""
         return torch.empty(count, dtype=torch.float64, device=self.key.device)
@@ -78,22 +86,21 @@ class Rule:
     Attributes:
         kernel: name of the (first) kernel.
         keys: function that returns the names of the states that a group keeps, ``None`` for those that it does not.
-        run: function that steps a part; gradients are multiplied by the scale first.
+        run: function that steps a part.
         kind: function that returns what targets must have in common to be stepped by the same calls.
         has_counts: whether steps are counted, under "step".
-        same_counts: whether targets of the same calls must have taken equally many.
+        same_counts: whether targets of the same calls must have taken equally many, unless the kernels count.
+        waits: function that returns whether a group's step depends on whether the last ones were taken, so that the
+            host has to know.
     """
 
     kernel: str
     keys: Callable[[Group], tuple[str | None, ...]]
-    run: Callable[[Group, Part, Scale], None]
+    run: Callable[[Group, Part, Scaling], None]
     kind: Callable[[Group, Target], Hashable] = lambda group, target: None
     has_counts: bool = False
     same_counts: bool = False
-
-    def settings(self, group: Group) -> Hashable:
-        """Return what a plan of ``group`` depends on, besides its tensors."""
-        return self.keys(group), group.get("exclude")
+    waits: Callable[[Group], bool] = lambda group: False
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,11 @@ class Step:
     optimizer: torch.optim.Optimizer
     masters: Tensors | None
     grads: Tensors
+    counted_by_kernels: bool
+
+    def settings(self, group: Group) -> Hashable:
+        """Return what a plan of ``group`` depends on, besides its tensors."""
+        return self.rule, self.rule.keys(group), group.get("exclude"), self.counted_by_kernels
 
 
 class Plan:
@@ -114,12 +126,12 @@ class Plan:
     """
 
     def __init__(self, step: Step, group: Group, scratches: Scratches, label: str) -> None:
-        self._rule, self._settings = step.rule, step.rule.settings(group)
+        self._rule, self._settings = step.rule, step.settings(group)
         targets = _targets(step, group)
-        members = _split(step.rule, group, targets)
+        members = _split(step, group, targets)
         # Labelled by number, not by value: a value such as the step count would need new scratch memory every time.
         self._parts = [
-            _part(step.rule, group, key, list(some.values()), scratches, f"{label} {number}")
+            _part(step, group, key, list(some.values()), scratches, f"{label} {number}")
             for number, (key, some) in enumerate(members.items())
         ]
         self._written = [t for target in targets.values() for t in (target.weight, target.copy) if t is not None]
@@ -132,10 +144,8 @@ class Plan:
     def _prepare(self, step: Step, group: Group, part_of: list[int]) -> PreparedGroup | None:
         if step.grads or any(part.key.kind == FIRST for part in self._parts):
             return None
-        rule = step.rule
-        prepared = PreparedGroup(
-            [part.arrays for part in self._parts], rule.keys(group), rule.has_counts, rule.same_counts
-        )
+        rule, arrays = step.rule, [part.arrays for part in self._parts]
+        prepared = PreparedGroup(arrays, rule.keys(group), rule.has_counts, rule.same_counts)
         remembered = prepared.remember(group["params"], step.optimizer.state, step.masters, part_of)
         return prepared if remembered else None
 
@@ -147,17 +157,17 @@ class Plan:
     def renew(self, step: Step, group: Group) -> bool:
         """Take the group's new gradients and count a step; return whether the plan still fits, else do nothing."""
         assert self._prepared is not None
-        if self._rule is not step.rule or self._settings != step.rule.settings(group):
+        if self._settings != step.settings(group):
             return False
         written = self._prepared.renew(group["params"], step.optimizer.state, step.masters)
         self._written = written or []
         return written is not None
 
-    def run(self, group: Group, scale: Scale) -> None:
+    def run(self, group: Group, scaling: Scaling) -> None:
         """Run the kernels, and let go of all tensors."""
         try:
             for part in self._parts:
-                self._rule.run(group, part, scale)
+                self._rule.run(group, part, part.moved(scaling))
             note_writes(self._written)
         finally:
             self._written = []
@@ -180,9 +190,11 @@ def _targets(step: Step, group: Group) -> dict[int, Target]:
     return targets
 
 
-def _split(rule: Rule, group: Group, targets: dict[int, Target]) -> dict[PartKey, dict[int, Target]]:
+def _split(step: Step, group: Group, targets: dict[int, Target]) -> dict[PartKey, dict[int, Target]]:
     """Count a step, and return the targets that can be stepped by the same calls, in order of appearance."""
-    counts = next_steps(list(targets.values())) if rule.has_counts else [0] * len(targets)
+    rule, counts = step.rule, [0] * len(targets)
+    if rule.has_counts and not step.counted_by_kernels:
+        counts = next_steps(list(targets.values()))
     parts: dict[PartKey, dict[int, Target]] = defaultdict(dict)
     for (index, target), count in zip(targets.items(), counts, strict=True):
         taken = count if rule.same_counts else 0
@@ -193,9 +205,12 @@ def _split(rule: Rule, group: Group, targets: dict[int, Target]) -> dict[PartKey
     return parts
 
 
-def _part(rule: Rule, group: Group, key: PartKey, targets: list[Target], scratches: Scratches, label: str) -> Part:
+def _part(step: Step, group: Group, key: PartKey, targets: list[Target], scratches: Scratches, label: str) -> Part:
+    rule = step.rule
+    # The count comes first in a parameter's entry, as torch has it.
+    counts = counts_of(targets) if rule.has_counts and step.counted_by_kernels else None
     states = [None if name is None else buffers_of(targets, name) for name in rule.keys(group)]
-    arrays = PreparedStep(rule.kernel, weights_of(targets), grads_of(targets), copies_of(targets), states)
+    arrays = PreparedStep(rule.kernel, weights_of(targets), grads_of(targets), copies_of(targets), states, counts)
     arrays.taken = key.taken
     return Part(key, arrays, len(targets), scratches, label)
 
@@ -227,7 +242,7 @@ _memories: WeakKeyDictionary[torch.optim.Optimizer, _Memory] = WeakKeyDictionary
 def step_by_rule(
     optimizer: torch.optim.Optimizer,
     rule: Rule,
-    factor: Scale = 1.0,
+    scaling: Scaling = _UNSCALED,
     masters: Tensors | None = None,
     grads: Tensors | None = None,
 ) -> None:
@@ -236,7 +251,7 @@ def step_by_rule(
     Args:
         optimizer: owner of the parameters, hyperparameters and state.
         rule: rule of the optimizer's class.
-        factor: number by which gradients are multiplied first.
+        scaling: what happens to gradients first. With ``found``, the kernels count steps, on the device.
         masters: masters of half-precision parameters, which are updated in their place and cast back.
         grads: gradients to use instead of ``.grad``, by parameter.
 
@@ -246,6 +261,7 @@ def step_by_rule(
     memory = _memories.get(optimizer)
     if memory is None:
         memory = _memories[optimizer] = _Memory()
-    step = Step(rule, optimizer, masters, grads or {})
+    step = Step(rule, optimizer, masters, grads or {}, scaling.found is not None)
     for number, group in enumerate(optimizer.param_groups):
-        memory.plan(number, step, group).run(group, -factor if group.get("maximize") else factor)
+        scaled = scaling._replace(factor=-scaling.factor) if group.get("maximize") else scaling
+        memory.plan(number, step, group).run(group, scaled)

@@ -82,6 +82,18 @@ def copies_of(targets: Sequence[Target]) -> list[torch.Tensor] | None:
     return copies or None
 
 
+def counts_of(targets: Sequence[Target]) -> list[torch.Tensor]:
+    """Return the step counts where kernels can increment them, as torch's fused optimizers have them; 0 if new."""
+    for target in targets:
+        step, device = target.state.get("step"), target.weight.device
+        if not isinstance(step, torch.Tensor):
+            step = torch.tensor(0.0 if step is None else float(step))
+        if step.dtype != torch.float32 or step.device != device:
+            step = step.to(device, torch.float32)
+        target.state["step"] = step
+    return [target.state["step"] for target in targets]
+
+
 def next_step(target: Target) -> int:
     """Increment the target's step count, stored as torch does in a float32 tensor on the CPU, and return it."""
     return next_steps([target])[0]

@@ -7,13 +7,14 @@ from functools import partial
 import torch
 
 from pycomm import kernels
+from pycomm.kernels.prepared import Scaling
 from pycomm.kernels.step import (
     adam_coefficients,
     lamb_coefficients,
     momentum_coefficients,
     rmsprop_coefficients,
 )
-from pycomm.optim.plans import FIRST, Part, Rule, Scale
+from pycomm.optim.plans import FIRST, Part, Rule
 from pycomm.optim.targets import Group, Target
 
 Keys = tuple[str | None, ...]
@@ -27,30 +28,35 @@ def _sgd_kind(group: Group, target: Target) -> str | None:
     return FIRST if group["momentum"] and not target.has("momentum_buffer") else None
 
 
-def _sgd(group: Group, part: Part, scale: Scale) -> None:
+def _sgd_waits(group: Group) -> bool:
+    return bool(group["momentum"] and group["dampening"])  # a skipped first step would leave a momentum behind
+
+
+def _sgd(group: Group, part: Part, scaling: Scaling) -> None:
     momentum = float(group["momentum"])
     # As in torch, the first momentum is the gradient itself, without dampening.
     dampening = float(group["dampening"]) if momentum and part.key.kind != FIRST else 0.0
     c = momentum_coefficients(
         float(group["lr"]), momentum, dampening, float(group["weight_decay"]), bool(group["nesterov"])
     )
-    part.arrays.step("momentum", c, scale=scale, scratch=part.scratch("sgd"))
+    part.arrays.step("momentum", c, scaling, scratch=part.scratch("sgd"))
 
 
 def _adam_keys(group: Group) -> Keys:
     return "exp_avg", "exp_avg_sq", "max_exp_avg_sq" if group["amsgrad"] else None
 
 
-def _adam(group: Group, part: Part, scale: Scale, decoupled: bool = False) -> None:
+def _adam(group: Group, part: Part, scaling: Scaling, decoupled: bool = False) -> None:
     decoupled = decoupled or bool(group.get("decoupled_weight_decay"))
     c = adam_coefficients(float(group["lr"]), _moments(group, part), float(group["weight_decay"]), decoupled)
-    part.arrays.step("adam", c, scale=scale, scratch=part.scratch("adam"))
+    part.arrays.step("adam", c, scaling, scratch=part.scratch("adam"))
 
 
 def _moments(group: Group, part: Part) -> kernels.Moments:
     beta1, beta2 = (float(beta) for beta in group["betas"])
     bias_correction = bool(group.get("bias_correction", True))
-    return kernels.Moments((beta1, beta2), float(group["eps"]), part.arrays.taken, bias_correction)
+    # Kernels that count steps correct the bias by their own count, whatever is given here.
+    return kernels.Moments((beta1, beta2), float(group["eps"]), part.arrays.taken or 1, bias_correction)
 
 
 def _rmsprop_keys(group: Group) -> Keys:
@@ -58,9 +64,9 @@ def _rmsprop_keys(group: Group) -> Keys:
     return "square_avg", "momentum_buffer" if momentum else None, "grad_avg" if centered else None
 
 
-def _rmsprop(group: Group, part: Part, scale: Scale) -> None:
+def _rmsprop(group: Group, part: Part, scaling: Scaling) -> None:
     settings = (float(group[name]) for name in ("lr", "alpha", "eps", "momentum", "weight_decay"))
-    part.arrays.step("rmsprop", rmsprop_coefficients(*settings), scale=scale, scratch=part.scratch("rmsprop"))
+    part.arrays.step("rmsprop", rmsprop_coefficients(*settings), scaling, scratch=part.scratch("rmsprop"))
 
 
 def adapts(group: Group, weight: torch.Tensor) -> bool:
@@ -72,22 +78,25 @@ def _adapts(group: Group, target: Target) -> bool:
     return adapts(group, target.weight)
 
 
-def _lars(group: Group, part: Part, scale: Scale) -> None:
+def _lars(group: Group, part: Part, scaling: Scaling) -> None:
     decay = float(group["weight_decay"]) if part.key.kind else 0.0
     rates = part.numbers(part.size).fill_(float(group["lr"]))
     if part.key.kind:
-        rates *= _lars_ratios(part, scale, float(group["trust_coefficient"]), decay)
+        rates *= _lars_ratios(part, scaling, float(group["trust_coefficient"]), decay)
     # The rate is inside the momentum, which so stays correct when the learning rate changes.
     c = momentum_coefficients(1.0, float(group["momentum"]), 0.0, decay, bool(group["nesterov"]))
-    part.arrays.step("momentum", c, scale=scale, rates=rates, scratch=part.scratch("lars"))
+    part.arrays.step("momentum", c, scaling, rates=rates, scratch=part.scratch("lars"))
 
 
-def _lars_ratios(part: Part, scale: Scale, trust_coefficient: float, decay: float) -> torch.Tensor:
+def _lars_ratios(part: Part, scaling: Scaling, trust_coefficient: float, decay: float) -> torch.Tensor:
     """Return the trust coefficient times ||w|| / (||g|| + decay ||w||) of each weight, or 1 if a norm is 0; float64."""
     squares = part.numbers(2 * part.size)
     part.arrays.squared_norms(squares, part.scratch("norms"))
     norms = squares.sqrt_()
-    w, g = norms[: part.size], norms[part.size :] * (scale.abs() if isinstance(scale, torch.Tensor) else abs(scale))
+    scale = abs(scaling.factor)
+    if scaling.divisor is not None:
+        scale = scale / scaling.divisor.double()
+    w, g = norms[: part.size], norms[part.size :] * scale
     return torch.where((w > 0) & (g != 0), trust_coefficient * w / (g + decay * w), 1.0)
 
 
@@ -95,18 +104,18 @@ def _lamb_keys(group: Group) -> Keys:
     return "exp_avg", "exp_avg_sq"
 
 
-def _lamb(group: Group, part: Part, scale: Scale) -> None:
+def _lamb(group: Group, part: Part, scaling: Scaling) -> None:
     decay = float(group["weight_decay"]) if part.key.kind else 0.0
     c, squares = lamb_coefficients(_moments(group, part), decay), part.numbers(2 * part.size)
-    part.arrays.step("lamb_moments", c, scale=scale, squares=squares, scratch=part.scratch("lamb"))
+    part.arrays.step("lamb_moments", c, scaling, squares=squares, scratch=part.scratch("lamb"))
     rates = part.numbers(part.size).fill_(float(group["lr"]))
     if part.key.kind:
         w, r = squares.sqrt_().view(-1, 2).unbind(1)
         rates *= torch.where((w > 0) & (r != 0), w / r, 1.0)
-    part.arrays.step("lamb_apply", c, rates=rates, scratch=part.scratch("lamb_apply"))
+    part.arrays.step("lamb_apply", c, scaling, rates=rates, scratch=part.scratch("lamb_apply"))
 
 
-sgd = Rule("momentum", _momentum_keys, _sgd, _sgd_kind)
+sgd = Rule("momentum", _momentum_keys, _sgd, _sgd_kind, waits=_sgd_waits)
 """Steps as torch.optim.SGD does."""
 
 adam = Rule("adam", _adam_keys, _adam, has_counts=True, same_counts=True)

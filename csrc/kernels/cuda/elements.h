@@ -41,8 +41,10 @@ PYCOMM_DEVICE bool is_finite(BF16 x) { return (x.bits & 0x7f80u) != 0x7f80u; }
 
 template <class T>
 PYCOMM_DEVICE T factor_of(const Scale& scale) {
-    if (scale.on_device == nullptr) return static_cast<T>(scale.value);
-    return static_cast<T>(scale.value * static_cast<double>(*scale.on_device));
+    double factor = scale.value;
+    if (scale.on_device != nullptr) factor *= static_cast<double>(*scale.on_device);
+    if (scale.divisor != nullptr) factor /= static_cast<double>(*scale.divisor);
+    return static_cast<T>(factor);
 }
 
 template <class T>
