@@ -50,7 +50,10 @@ def chaos(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """One bench by name: kernels, collectives, collectives.scale, training, slow_network, slow_network.link or gpu."""
+    """One bench by name: kernels, collectives, training, slow_network or gpu, or one of their parts.
+
+    Parts are kernels.host, collectives.scale and slow_network.link.
+    """
     session.install("-c", "constraints.txt", ".[bench]")
     name, *rest = session.posargs or ["kernels"]
     session.run("python", "-m", f"bench.{name}", *rest)

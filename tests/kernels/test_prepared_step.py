@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -36,8 +37,8 @@ def coefficients_of(kind: Kind) -> Any:
     options = dict(kind.options)
     decay = options.pop("weight_decay", 0.0)
     if kind.rule == "momentum":
-        momentum = (options.get(name, 0.0) for name in ("momentum", "dampening"))
-        return steps.momentum_coefficients(options["lr"], *momentum, decay, options.get("nesterov", False))
+        momentum, dampening = (options.get(name, 0.0) for name in ("momentum", "dampening"))
+        return steps.momentum_coefficients(options["lr"], momentum, dampening, decay, bool(options.get("nesterov")))
     if kind.rule == "adam":
         return steps.adam_coefficients(options["lr"], options["moments"], decay, options.get("decoupled", False))
     if kind.rule == "rmsprop":
@@ -192,15 +193,15 @@ def test_gpu_launches(gpu: Gpu) -> None:
 
 def test_what_is_refused() -> None:
     now = given("adam", [4, 3], torch.float32)
-    arrays: Any = ("adam", now.weights, now.grads, now.copies, now.states)
+    prepare = partial(PreparedStep, "adam", now.weights, now.grads, now.copies, now.states)
     counts = [torch.zeros(()), torch.zeros(())]
     with pytest.raises(ValueError, match="counts has 1 elements, wanted 2: one for each of weights"):
-        PreparedStep(*arrays, counts[:1])
+        prepare(counts[:1])
     with pytest.raises(TypeError, match=r"counts\[1\] has dtype float64, wanted float32 as a count of steps"):
-        PreparedStep(*arrays, [counts[0], counts[1].double()])
+        prepare([counts[0], counts[1].double()])
     with pytest.raises(ValueError, match=r"counts\[1\] overlaps counts\[0\]"):
-        PreparedStep(*arrays, [counts[0], counts[0]])
-    prepared, c = PreparedStep(*arrays, counts), coefficients_of(now.kind)
+        prepare([counts[0], counts[0]])
+    prepared, c = prepare(counts), coefficients_of(now.kind)
     with pytest.raises(TypeError, match="found has dtype int64, wanted float32"):
         prepared.step("adam", c, Scaling(1.0, None, torch.tensor(1)))
     with pytest.raises(ValueError, match="divisor has 2 elements, wanted 1: one float32"):
@@ -212,10 +213,10 @@ def test_what_is_refused() -> None:
 @requires_gpu
 def test_gpu_refuses_what_lies_elsewhere(gpu: Gpu) -> None:
     now = given("adam", [4, 3], torch.float32).moved(gpu.put)
-    arrays: Any = ("adam", now.weights, now.grads, now.copies, now.states)
+    prepare = partial(PreparedStep, "adam", now.weights, now.grads, now.copies, now.states)
     with pytest.raises(ValueError, match=r"counts\[0\] is on cpu, weights\[0\] on cuda:0"):
-        PreparedStep(*arrays, [torch.zeros(()), torch.zeros(())])
-    prepared, c = PreparedStep(*arrays, None), coefficients_of(now.kind)
+        prepare([torch.zeros(()), torch.zeros(())])
+    prepared, c = prepare(None), coefficients_of(now.kind)
     for scaling in (Scaling(1.0, torch.ones(())), Scaling(1.0, None, torch.ones(()))):
         with pytest.raises(ValueError, match="(divisor|found) is on cpu, weights on cuda:0"):
             prepared.step("adam", c, scaling)
