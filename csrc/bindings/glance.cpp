@@ -111,12 +111,12 @@ bool Glance::lies_like(int ndim_, const int64_t* shape_, const int64_t* strides_
     return true;
 }
 
-bool glance(PyObject* object, Glance& out) {
+bool glance(PyObject* object, Glance& out, bool is_plain) {
     if (!is_ordinary_tensor(object)) return false;
     const DLPackExchangeAPI* table = torchs_table();
     bool seen = false;
     try {
-        seen = !is_negated(object) &&
+        seen = (is_plain || !is_negated(object)) &&
                (table != nullptr ? glance_by_table(*table, object, out) : glance_by_attributes(object, out));
     } catch (const std::exception&) {  // describe_tensor says why; as_array will, too
         seen = false;

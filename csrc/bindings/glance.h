@@ -22,7 +22,8 @@ struct Glance {
 };
 
 // Returns false, without a Python exception, for what is no ordinary tensor of a known dtype with memory that can be
-// used here; what it is instead, as_array says.
-bool glance(PyObject* object, Glance& out);
+// used here; what it is instead, as_array says. `is_plain`: it is known not to have its neg bit set, which takes most
+// of the time to find out.
+bool glance(PyObject* object, Glance& out, bool is_plain = false);
 
 }  // namespace pycomm

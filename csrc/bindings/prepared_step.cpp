@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "bindings/described.h"
 #include "kernels/norms.h"
 
 namespace pycomm {
@@ -13,7 +14,7 @@ PreparedStep::PreparedStep(const std::string& rule, const py::object& weights, c
     Arguments arguments;
     arrays.add_to(arguments, true, true);
     job = arrays.job;
-    held_ = arrays.all();
+    for (Array& array : arrays.all()) held_.push_back(std::move(array.owner));
     if (!counts.is_none()) take_counts(as_arrays(counts, "counts", Access::kWrite), arguments);
     arguments.require_apart();
     auto add = [&](const std::vector<Buffer>& some) {
@@ -37,7 +38,7 @@ void PreparedStep::take_counts(const std::vector<Array>& counts, Arguments& argu
     }
     arguments.writes(counts, "counts");
     job.counts = buffers_of(counts);
-    held_.insert(held_.end(), counts.begin(), counts.end());
+    for (const Array& count : counts) held_.push_back(count.owner);
 }
 
 // They are apart from each other, so that they end in the order in which they begin.
@@ -49,11 +50,15 @@ bool PreparedStep::is_apart_from(const Buffer& array) const {
     return next == written_.begin() || (next - 1)->end <= begin;
 }
 
-// One array stands for all of them, which are apart, and on one device.
-void PreparedStep::add_example(Arguments& arguments) const {
-    for (const Array& array : held_) {
-        if (array.buffer.count > 0) return arguments.reads(array, "weights");
+// One array that stands for all of them, which are apart, and on one device.
+Array PreparedStep::example() const {
+    Array out;
+    for (const Buffer& weight : job.weights) {
+        if (out.buffer.count == 0) out.buffer = weight;
     }
+    out.owner = held_.front();
+    out.is_torch = is_ordinary_tensor(out.owner);
+    return out;
 }
 
 void PreparedStep::run(const std::string& rule, const Coefficients& coefficients, const py::object& rates,
@@ -71,8 +76,9 @@ void PreparedStep::run(const std::string& rule, const Coefficients& coefficients
         verdict = as_exactly(found, "found", Access::kRead, DType::kF32, 1, "one float32");
     }
     job.found = static_cast<const float*>(verdict.buffer.data);
+    const Array weights = example();
     Arguments arguments;
-    add_example(arguments);
+    arguments.reads(weights, "weights");
     if (job.found != nullptr) arguments.reads(verdict, "found");
     numbers.add_to(arguments);
     factor.add_to(arguments);
@@ -93,9 +99,10 @@ void PreparedStep::norms(py::handle squares, py::handle scratch, int num_threads
     Array target = as_exactly(squares, "squares", Access::kWrite, DType::kF64, static_cast<int64_t>(buffers.size()),
                               "one float64 for each weight and each gradient");
     auto answer = static_cast<double*>(target.buffer.data);
+    const Array weights = example();
     Arguments arguments;
     arguments.writes(target, "squares");
-    add_example(arguments);
+    arguments.reads(weights, "weights");
     dispatch(
         arguments,
         [&](auto& call) {
@@ -124,14 +131,6 @@ py::object gradient_of(PyObject* param) {
     auto grad = py::reinterpret_steal<py::object>(PyObject_GetAttr(param, kGrad));
     if (!grad) PyErr_Clear();
     return grad;
-}
-
-Array held(PyObject* tensor, const Buffer& buffer) {
-    Array array;
-    array.buffer = buffer;
-    array.owner = py::reinterpret_borrow<py::object>(tensor);
-    array.is_torch = true;
-    return array;
 }
 
 double number_in(const Buffer& count) {
@@ -218,7 +217,7 @@ void PreparedGroup::forget() {
 bool PreparedGroup::look_at_all(py::handle params, py::handle state, py::handle masters) {
     if (!are_usual(params, state, masters)) return false;
     for (size_t i = 0; i < slots_.size(); ++i) {
-        const Slot& slot = slots_[i];
+        Slot& slot = slots_[i];
         if (static_cast<size_t>(PyList_GET_SIZE(params.ptr())) != slots_.size()) return false;  // each time: hashes run
         auto param = py::reinterpret_borrow<py::object>(PyList_GET_ITEM(params.ptr(), static_cast<Py_ssize_t>(i)));
         py::object grad = gradient_of(param.ptr());
@@ -229,15 +228,15 @@ bool PreparedGroup::look_at_all(py::handle params, py::handle state, py::handle 
     return static_cast<size_t>(PyList_GET_SIZE(params.ptr())) == slots_.size();
 }
 
-bool PreparedGroup::look(const Slot& slot, PyObject* param, PyObject* state, PyObject* masters) {
+bool PreparedGroup::look(Slot& slot, PyObject* param, PyObject* state, PyObject* masters) {
     const PreparedStep& part = *parts_[static_cast<size_t>(slot.part)];
     PyObject* master = masters == Py_None ? nullptr : entry_of(masters, param);
     if ((master != nullptr) == part.job.copies.empty()) return false;
     PyObject* weight = master == nullptr ? param : master;
-    if (!fits(slot, weight, part.job.weights[slot.place])) return false;
+    if (!fits(slot, 0, weight, part.job.weights[slot.place])) return false;
     written_.push_back(py::reinterpret_borrow<py::object>(weight));
     if (master != nullptr) {
-        if (!fits(slot, param, part.job.copies[slot.place])) return false;
+        if (!fits(slot, 1, param, part.job.copies[slot.place])) return false;
         written_.push_back(py::reinterpret_borrow<py::object>(param));
     }
     bool needs_entry = has_counts_ || std::any_of(keys_.begin(), keys_.end(), [](auto* key) { return key != nullptr; });
@@ -246,27 +245,31 @@ bool PreparedGroup::look(const Slot& slot, PyObject* param, PyObject* state, PyO
     return entry != nullptr && PyDict_Check(entry) != 0 && look_at_entry(slot, entry, part);
 }
 
-bool PreparedGroup::look_at_entry(const Slot& slot, PyObject* entry, const PreparedStep& part) {
+bool PreparedGroup::look_at_entry(Slot& slot, PyObject* entry, const PreparedStep& part) {
     static PyObject* const kStep = PyUnicode_InternFromString("step");
     for (size_t s = 0; s < keys_.size(); ++s) {
         if (keys_[s] == nullptr) continue;
         PyObject* state = entry_of(entry, keys_[s]);
-        if (state == nullptr || !fits(slot, state, part.job.states[s][slot.place])) return false;
+        if (state == nullptr || !fits(slot, 3 + s, state, part.job.states[s][slot.place])) return false;
     }
     if (!has_counts_) return true;
     PyObject* count = entry_of(entry, kStep);
+    return count != nullptr && look_at_count(slot, count, part);
+}
+
+bool PreparedGroup::look_at_count(Slot& slot, PyObject* count, const PreparedStep& part) {
     Glance seen;
-    if (count == nullptr || !glance(count, seen) || seen.buffer.count != 1) return false;
+    if (!glance(count, seen, slot.seen[2] == count) || seen.buffer.count != 1) return false;
     if (!part.job.counts.empty()) {
         const Buffer& known = part.job.counts[slot.place];
         if (seen.buffer.dtype != known.dtype || seen.buffer.data != known.data) return false;
-        held_[static_cast<size_t>(slot.part)].push_back(held(count, seen.buffer));
-        return true;
+    } else {
+        bool is_number = seen.buffer.dtype == DType::kF32 || seen.buffer.dtype == DType::kF64;
+        if (!is_number || seen.buffer.device != Buffer::kHost) return false;
+        counts_.push_back({seen.buffer, slot.part, number_in(seen.buffer) + 1.0});
     }
-    bool is_number = seen.buffer.dtype == DType::kF32 || seen.buffer.dtype == DType::kF64;
-    if (!is_number || seen.buffer.device != Buffer::kHost) return false;
-    held_[static_cast<size_t>(slot.part)].push_back(held(count, seen.buffer));
-    counts_.push_back({seen.buffer, slot.part, number_in(seen.buffer) + 1.0});
+    slot.seen[2] = count;
+    held_[static_cast<size_t>(slot.part)].push_back(py::reinterpret_borrow<py::object>(count));
     return true;
 }
 
@@ -279,17 +282,18 @@ bool PreparedGroup::take_gradient(const Slot& slot, const py::object& grad) {
     if (!aligned || !is_floating(found.dtype) || found.device != part.job.weights[slot.place].device) return false;
     if (!part.is_apart_from(found)) return false;
     part.job.grads[slot.place] = found;
-    held_[static_cast<size_t>(slot.part)].push_back(held(grad.ptr(), found));
+    held_[static_cast<size_t>(slot.part)].push_back(grad);
     return true;
 }
 
-bool PreparedGroup::fits(const Slot& slot, PyObject* tensor, const Buffer& wanted) {
+bool PreparedGroup::fits(Slot& slot, size_t what, PyObject* tensor, const Buffer& wanted) {
     Glance seen;
-    if (!glance(tensor, seen) || !is_like(slot, seen)) return false;
+    if (!glance(tensor, seen, slot.seen[what] == tensor) || !is_like(slot, seen)) return false;
     const Buffer& found = seen.buffer;
     if (found.count != wanted.count || found.dtype != wanted.dtype || found.device != wanted.device) return false;
     if (found.data != wanted.data && found.count > 0) return false;
-    held_[static_cast<size_t>(slot.part)].push_back(held(tensor, found));
+    slot.seen[what] = tensor;
+    held_[static_cast<size_t>(slot.part)].push_back(py::reinterpret_borrow<py::object>(tensor));
     return true;
 }
 

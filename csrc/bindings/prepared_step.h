@@ -23,7 +23,7 @@ class PreparedStep {
 
     // Whether the array has no bytes in common with those that are written.
     bool is_apart_from(const Buffer& array) const;
-    void hold(std::vector<Array> arrays) { held_ = std::move(arrays); }
+    void hold(std::vector<py::object> tensors) { held_ = std::move(tensors); }
 
     // divisor, found: None, or one float32 beside the weights.
     void run(const std::string& rule, const Coefficients& coefficients, const py::object& rates,
@@ -38,10 +38,10 @@ class PreparedStep {
         const char* end;
     };
     void take_counts(const std::vector<Array>& counts, Arguments& arguments);
-    void add_example(Arguments& arguments) const;
+    Array example() const;
 
-    std::vector<Array> held_;      // for the length of a step
-    std::vector<Extent> written_;  // in order
+    std::vector<py::object> held_;  // for the length of a step, weights first
+    std::vector<Extent> written_;   // in order
 };
 
 // The kernel calls of a parameter group.
@@ -66,6 +66,8 @@ class PreparedGroup {
         size_t place = 0;  // in the part
         int ndim = 0;
         size_t dimensions = 0;  // where they begin in dimensions_: shape, then strides
+        // The objects that the last look saw, by what they are; to be compared only, they may be gone.
+        PyObject* seen[kMostStates + 3] = {};
     };
     struct Count {
         Buffer buffer;
@@ -73,10 +75,11 @@ class PreparedGroup {
         double next;
     };
 
-    bool look(const Slot& slot, PyObject* param, PyObject* state, PyObject* masters);
-    bool look_at_entry(const Slot& slot, PyObject* entry, const PreparedStep& part);
+    bool look(Slot& slot, PyObject* param, PyObject* state, PyObject* masters);
+    bool look_at_entry(Slot& slot, PyObject* entry, const PreparedStep& part);
     bool take_gradient(const Slot& slot, const py::object& grad);
-    bool fits(const Slot& slot, PyObject* tensor, const Buffer& wanted);
+    bool look_at_count(Slot& slot, PyObject* count, const PreparedStep& part);
+    bool fits(Slot& slot, size_t what, PyObject* tensor, const Buffer& wanted);
     bool is_like(const Slot& slot, const Glance& seen) const;
     bool look_at_all(py::handle params, py::handle state, py::handle masters);
     bool count_steps();
@@ -87,7 +90,7 @@ class PreparedGroup {
     bool has_counts_, same_counts_;
     std::vector<Slot> slots_;
     std::vector<int64_t> dimensions_;
-    std::vector<std::vector<Array>> held_;  // by part
+    std::vector<std::vector<py::object>> held_;  // by part
     std::vector<Count> counts_;
     std::vector<py::object> written_;
 };

@@ -87,6 +87,8 @@ def misfit(optimizer: Any, param: Any, what: str) -> None:
         optimizer.state[param]["exp_avg"] = torch.ones(12)
     elif what == "shared memory":
         param.grad = param.data
+    elif what == "negated state":
+        optimizer.state[param]["exp_avg"] = torch._neg_view(optimizer.state[param]["exp_avg"])
     elif what == "gradient of another size":
         param.grad.data = torch.ones(7)
     elif what == "data with gaps":
@@ -100,6 +102,7 @@ def misfit(optimizer: Any, param: Any, what: str) -> None:
         ("shorter data", r"'exp_avg' has shape \[4, 3\], its parameter \[2, 3\]"),
         ("state of another shape", r"'exp_avg' has shape \[12\], its parameter \[4, 3\]"),
         ("shared memory", r"weights\[1\] overlaps grads\[1\], wanted an array of its own to write to"),
+        ("negated state", r"exp_avgs\[1\] has its conj or neg bit set, wanted an array to write to"),
         ("gradient of another size", r"grads\[1\] has 7 elements, wanted 12: as its weight has"),
         ("data with gaps", r"a parameter of shape \[4, 3\] has gaps or overlaps in memory"),
     ],
