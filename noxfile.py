@@ -50,7 +50,10 @@ def chaos(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """One bench by name: kernels, collectives(.scale), training, slow_network(.link), gpu or gpu.sass."""
+    """One bench by name: kernels, collectives, training, slow_network or gpu, or one of their parts.
+
+    Parts are kernels.host, collectives.scale, slow_network.link and gpu.sass.
+    """
     session.install("-c", "constraints.txt", ".[bench]")
     name, *rest = session.posargs or ["kernels"]
     session.run("python", "-m", f"bench.{name}", *rest)

@@ -163,6 +163,7 @@ class Coefficients:
     lr: float
     momentum: float
     one_minus_dampening: float
+    beta1: float
     one_minus_beta1: float
     beta2: float
     one_minus_beta2: float
@@ -170,6 +171,7 @@ class Coefficients:
     inverse_sqrt_bias_correction2: float
     eps: float
     nesterov: bool
+    corrects_bias: bool
     def __init__(self) -> None: ...
 
 def step(
@@ -185,6 +187,40 @@ def step(
     scratch: Scratch | None,
     num_threads: int,
 ) -> None: ...
+
+class PreparedStep:
+    taken: int
+    def __init__(
+        self,
+        rule: str,
+        weights: Sequence[Any],
+        grads: Sequence[Any] | None,
+        copies: Sequence[Any] | None,
+        states: Sequence[Sequence[Any] | None],
+        counts: Sequence[Any] | None,
+    ) -> None: ...
+    def run(
+        self,
+        rule: str,
+        coefficients: Coefficients,
+        rates: Any | None,
+        squares: Any | None,
+        scale: Any,
+        divisor: Any | None,
+        found: Any | None,
+        scratch: Scratch | None,
+        num_threads: int,
+    ) -> None: ...
+    def norms(self, squares: Any, scratch: Scratch | None, num_threads: int) -> None: ...
+
+class PreparedGroup:
+    def __init__(
+        self, parts: Sequence[PreparedStep], keys: tuple[str | None, ...], has_counts: bool, same_counts: bool
+    ) -> None: ...
+    def remember(self, params: list[Any], state: dict[Any, Any], masters: Any | None, part_of: list[int]) -> bool: ...
+    def renew(self, params: list[Any], state: dict[Any, Any], masters: Any | None) -> list[Any] | None: ...
+    def release(self) -> None: ...
+
 def shared_file_bytes(size: int) -> int: ...
 
 class Block:  # has the buffer protocol

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.autograd import Variable
+from torch.autograd.graph import increment_version
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,6 +35,7 @@ __all__ = [
     "is_schedulers_wrapper",
     "leave_scale_to_step",
     "make_process_group",
+    "note_writes",
     "number_process_group",
     "owns_process_group",
     "queue_final_callback",
@@ -54,6 +56,18 @@ __all__ = [
 def version_of(tensor: torch.Tensor) -> int:
     """Return the version counter of ``tensor``, which every in-place write increments."""
     return tensor._version
+
+
+_NOTES_MANY = "Iterable" in str(increment_version.__annotations__.get("tensor"))  # torch 2.4 takes one tensor only
+
+
+def note_writes(tensors: list[torch.Tensor]) -> None:
+    """Tell autograd that ``tensors`` were written to, by incrementing their version counters."""
+    if _NOTES_MANY:
+        increment_version(tensors)
+        return
+    for tensor in tensors:
+        increment_version(tensor)
 
 
 def uses_outside_python(tensor: torch.Tensor) -> int:
@@ -185,10 +199,11 @@ def undo_leave_scale_to_step(optimizer: torch.optim.Optimizer, before: Any) -> N
         vars(optimizer)["_step_supports_amp_scaling"] = before
 
 
-def take_scale(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
-    """Return the scale by which GradScaler leaves this step to divide, and whether it found infinities.
+def take_scale(optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the scale by which GradScaler leaves this step to divide, and a number, not 0 if it found infinities.
 
-    Both are removed from the optimizer, as torch's own steps would apply them again, or refuse them.
+    ``None`` where it left none. Both are removed from the optimizer, as torch's own steps would apply them
+    again, or refuse them.
     """
     holder: Any = optimizer
     scale, found = getattr(holder, "grad_scale", None), getattr(holder, "found_inf", None)
@@ -196,7 +211,7 @@ def take_scale(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
         holder.grad_scale = None
     if found is not None:
         holder.found_inf = None
-    return 1.0 if scale is None else float(scale), found is not None and bool(found)
+    return scale, found
 
 
 # Process groups.

@@ -70,11 +70,15 @@ def test_every_name_is_tested_here() -> None:
     assert untested == []
 
 
-def test_tensors() -> None:
+def test_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(3)
     before = torch_internals.version_of(x)
     x.add_(1.0)
     assert torch_internals.version_of(x) == before + 1
+    for notes_many in (True, False):
+        monkeypatch.setattr(torch_internals, "_NOTES_MANY", notes_many)
+        torch_internals.note_writes([x, torch.zeros(1)])
+    assert torch_internals.version_of(x) == before + 3
     assert torch_internals.uses_outside_python(x) == 1
     kept = x.__dlpack__()
     assert torch_internals.uses_outside_python(x) + torch_internals.storage_uses(x) > 2
@@ -173,10 +177,11 @@ def test_grad_scaler_leaves_its_factor_to_the_step(before: bool | None) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(param.sum()).backward()
     scaler.step(optimizer)
-    assert taken == [(8.0, False)]
+    assert [scale.item() for scale, _ in taken if scale is not None] == [8.0]
+    assert [found.item() for _, found in taken if found is not None] == [0.0]
     assert param.grad is not None
     assert param.grad.item() == 8.0  # not divided
-    assert torch_internals.take_scale(optimizer) == (1.0, False)
+    assert torch_internals.take_scale(optimizer) == (None, None)
     torch_internals.undo_leave_scale_to_step(optimizer, undo)
     assert vars(optimizer).get("_step_supports_amp_scaling") == before
 

@@ -2,6 +2,7 @@
 
 #include "base/error.h"
 #include "bindings/described.h"
+#include "bindings/glance.h"
 #include "bindings/scalars.h"
 
 namespace pycomm {
@@ -82,6 +83,16 @@ Described describe(py::handle object, const std::string& name, Access access) {
     return out;
 }
 
+// Arrays that need no more than a glance, which most are: contiguous tensors.
+bool take_at_a_glance(py::handle object, Array& out) {
+    Glance seen;
+    if (!glance(object.ptr(), seen) || !seen.is_contiguous()) return false;
+    out.buffer = seen.buffer;
+    out.owner = py::reinterpret_borrow<py::object>(object);
+    out.is_torch = true;
+    return true;
+}
+
 // Never 0.
 uint8_t tag_of(const std::string& dtype_name) {
     uint32_t hash = 2166136261u;  // FNV-1a
@@ -92,6 +103,8 @@ uint8_t tag_of(const std::string& dtype_name) {
 }  // namespace
 
 Array as_array(py::handle object, const std::string& name, Access access) {
+    Array seen;
+    if (take_at_a_glance(object, seen)) return seen;
     Described described = describe(object, name, access);
     if (!described.dtype) throw unknown_dtype(described, name);
     described.array.buffer.dtype = *described.dtype;
@@ -128,7 +141,10 @@ std::vector<Array> as_arrays(py::handle sequence, const std::string& name, Acces
     std::vector<Array> out;
     out.reserve(static_cast<size_t>(size));
     for (Py_ssize_t i = 0; i < size; ++i) {
-        out.push_back(as_array(PySequence_Fast_GET_ITEM(fast.ptr(), i), name + "[" + std::to_string(i) + "]", access));
+        PyObject* item = PySequence_Fast_GET_ITEM(fast.ptr(), i);
+        Array seen;  // no name is put together for these
+        out.push_back(take_at_a_glance(item, seen) ? std::move(seen)
+                                                   : as_array(item, name + "[" + std::to_string(i) + "]", access));
     }
     return out;
 }

@@ -20,6 +20,8 @@ struct Described {
 
 // Returns whether it is a torch tensor; torch may not have been imported.
 bool is_tensor(py::handle object);
+// Returns whether it is one whose numbers are its own: no DTensor, no FakeTensor.
+bool is_ordinary_tensor(py::handle object);
 
 // Throw as as_array does, whatever the object comes up with.
 Described describe_tensor(py::handle tensor, const std::string& name);

@@ -6,7 +6,11 @@
 
 namespace pycomm {
 
-Factor::Factor(py::handle object) {
+Factor::Factor(py::handle object, py::handle divisor) {
+    if (!divisor.is_none()) {
+        divisor_ = as_exactly(divisor, "divisor", Access::kRead, DType::kF32, 1, "one float32");
+        scale_.divisor = static_cast<const float*>(divisor_.buffer.data);
+    }
     bool number = PyFloat_Check(object.ptr()) || PyLong_Check(object.ptr());
     if (number && !PyBool_Check(object.ptr())) {
         scale_.value = as_number(object, "scale");
@@ -27,6 +31,7 @@ Factor::Factor(py::handle object) {
 }
 
 void Factor::add_to(Arguments& arguments) const {
+    if (scale_.divisor != nullptr) arguments.reads(divisor_, "divisor");
     if (scale_.on_device != nullptr) {
         arguments.reads(array_, "scale");
     } else {
@@ -35,7 +40,7 @@ void Factor::add_to(Arguments& arguments) const {
 }
 
 double Factor::on_cpu() const {
-    if (scale_.on_device == nullptr) return scale_.value;
+    if (scale_.on_device == nullptr) return scale_.divisor == nullptr ? scale_.value : scale_.value / *scale_.divisor;
     throw ArgumentError("scale is on " + device_name(array_.buffer.device) + ", the other arrays on cpu");
 }
 

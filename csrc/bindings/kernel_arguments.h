@@ -30,10 +30,10 @@ void dispatch(const Arguments& arguments, [[maybe_unused]] Gpu&& gpu, Cpu&& cpu)
     cpu();
 }
 
-// A number, or an array with one float32 that may lie on a GPU.
+// A number, or an array with one float32 that may lie on a GPU; divided by such an array, unless that is None.
 class Factor {
    public:
-    explicit Factor(py::handle object);
+    explicit Factor(py::handle object, py::handle divisor = py::none());
 
     void add_to(Arguments& arguments) const;
     // For the kernels of each device. ArgumentError for a host kernel's factor that lies on a GPU.
@@ -42,7 +42,7 @@ class Factor {
 
    private:
     cuda::Scale scale_;
-    Array array_;
+    Array array_, divisor_;
 };
 
 // "tensors[3]"

@@ -1,5 +1,6 @@
 #include "base/error.h"
 #include "bindings/described.h"
+#include "bindings/dlpack.h"
 #include "bindings/scalars.h"
 #include "device/runtime.h"
 
@@ -10,6 +11,7 @@ namespace {
 struct Torch {
     py::object tensor_type, parameter_type, strided, ordinary_dispatch;
     std::vector<std::pair<py::object, DType>> dtypes;
+    const DLPackExchangeAPI* table;
 
     static const Torch* get() {
         static Torch* torch = nullptr;  // leaked: Python objects must not die after the interpreter
@@ -20,14 +22,25 @@ struct Torch {
         if (!py::hasattr(module, "Tensor") || !py::hasattr(module, "strided")) return nullptr;  // half imported
         if (!py::hasattr(module, "nn")) return nullptr;
         py::object tensor = module.attr("Tensor");
-        auto* fresh = new Torch{
-            tensor, module.attr("nn").attr("Parameter"), module.attr("strided"), tensor.attr("__torch_dispatch__"), {}};
+        auto* fresh = new Torch{tensor,
+                                module.attr("nn").attr("Parameter"),
+                                module.attr("strided"),
+                                tensor.attr("__torch_dispatch__"),
+                                {},
+                                table_of(tensor)};
         for (int i = 0; i < kNumDTypes; ++i) {
             auto dtype = static_cast<DType>(i);
             fresh->dtypes.emplace_back(module.attr(name_of(dtype)), dtype);
         }
         torch = fresh;
         return torch;
+    }
+
+    static const DLPackExchangeAPI* table_of(const py::object& tensor_type) {
+        py::object capsule = py::getattr(tensor_type, "__dlpack_c_exchange_api__", py::none());
+        if (PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api") == 0) return nullptr;
+        auto table = static_cast<const DLPackExchangeAPI*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+        return table->header.major == 1 && table->dltensor_from_py_object_no_sync != nullptr ? table : nullptr;
     }
 
     bool is_tensor(py::handle object) const {
@@ -75,6 +88,16 @@ void* address_of(py::handle tensor, const std::string& name, int64_t count) {
 bool is_tensor(py::handle object) {
     const Torch* torch = Torch::get();
     return torch != nullptr && torch->is_tensor(object);
+}
+
+bool is_ordinary_tensor(py::handle object) {
+    const Torch* torch = Torch::get();
+    return torch != nullptr && torch->is_tensor(object) && !torch->is_wrapper(object);
+}
+
+const DLPackExchangeAPI* torchs_table() {
+    const Torch* torch = Torch::get();
+    return torch == nullptr ? nullptr : torch->table;
 }
 
 Described describe_tensor(py::handle tensor, const std::string& name) {

@@ -14,11 +14,12 @@
 
 namespace pycomm::cuda {
 
-// A factor: `value`, times what lies at `on_device` where that is not null. Read when the kernel runs, so that a loss
-// scale that only the device knows needs no wait.
+// A factor: `value`, times what lies at `on_device`, divided by what lies at `divisor`, where they are not null. Read
+// when the kernel runs, so that a loss scale that only the device knows needs no wait.
 struct Scale {
     double value = 1.0;
     const float* on_device = nullptr;
+    const float* divisor = nullptr;
 };
 
 // One array of a table of arrays, as kernels see it.

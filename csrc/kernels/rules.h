@@ -25,6 +25,7 @@ struct Coefficients {
     double lr = 0.0;               // factor of the direction
     double momentum = 0.0;
     double one_minus_dampening = 1.0;  // factor of a gradient that is added to the momentum
+    double beta1 = 0.0;
     double one_minus_beta1 = 0.0;
     double beta2 = 0.0;  // RMSprop's alpha
     double one_minus_beta2 = 0.0;
@@ -32,7 +33,48 @@ struct Coefficients {
     double inverse_sqrt_bias_correction2 = 1.0;  // 1 / sqrt(1 - beta2^t)
     double eps = 0.0;
     bool nesterov = false;
+    bool corrects_bias = true;  // where counts say what t is
 };
+
+// A number of twice the precision.
+struct Pair {
+    double high, low;
+};
+
+// By Dekker's splitting, exact but for the last bits of `low`: no device may join products and sums into one here.
+PYCOMM_RULE Pair product(Pair a, Pair b) {
+    constexpr double kSplit = 134217729.0;  // 2^27 + 1
+    double ca = kSplit * a.high, cb = kSplit * b.high;
+    double ah = ca - (ca - a.high), bh = cb - (cb - b.high);
+    double al = a.high - ah, bl = b.high - bh;
+    double high = a.high * b.high;
+    double low = ((ah * bh - high) + ah * bl + al * bh) + al * bl + (a.high * b.low + a.low * b.high);
+    double sum = high + low;
+    return {sum, low - (sum - high)};
+}
+
+// base^n for 0 <= base < 1 and n >= 1, rounded correctly unless it lies within 2^-90 of the middle between two numbers.
+PYCOMM_RULE double power(double base, int64_t n) {
+    Pair result = {1.0, 0.0}, square = {base, 0.0};
+    for (; n > 1; n /= 2) {
+        if (n % 2 == 1) result = product(result, square);
+        square = product(square, square);
+    }
+    return product(result, square).high;
+}
+
+// What Coefficients have of these, where it follows from a count of steps.
+struct BiasCorrections {
+    double inverse1, inverse_sqrt2;
+};
+
+// With `root` for the square root, which devices name differently.
+template <class Root>
+PYCOMM_RULE BiasCorrections bias_corrections(const Coefficients& c, double count, Root&& root) {
+    auto t = static_cast<int64_t>(count);
+    if (!c.corrects_bias) return {1.0, 1.0};
+    return {1.0 / (1.0 - power(c.beta1, t)), 1.0 / root(1.0 - power(c.beta2, t))};
+}
 
 // A rule's coefficients as numbers of Ops.
 template <class Ops>
@@ -164,6 +206,8 @@ struct Update<Rule::kLambApply, Ops> {
     }
 };
 
+// Rules that add 1 to the counts of steps; those of a step's second pass were counted in the first.
+inline constexpr bool counts_steps(Rule rule) { return rule != Rule::kLambApply; }
 inline constexpr bool reads_grads(Rule rule) { return rule != Rule::kLambApply; }
 inline constexpr bool writes_states(Rule rule) { return rule != Rule::kLambApply; }
 inline constexpr bool writes_weights(Rule rule) { return rule != Rule::kLambMoments; }

@@ -17,6 +17,12 @@
 //
 // Both corrections of the bias are products with the inverses that the coefficients hold.
 //
+// For gradients of which only the device knows whether they are finite:
+//   found      where the number at `found` is not 0, nothing is written, but for squares, which then mean nothing
+//   counts     counts[j]: one float32, the steps taken. kLambApply reads it, all others add 1 to it first; bias is
+//              corrected by it, parameter by parameter, in place of the coefficients' inverses. powers are rounded
+//              correctly: the C library's, from which callers get those inverses, differ in the last bit now and then.
+//
 // Weights and states are of one type, float32 or float64, in which everything is computed; gradients of any floating
 // types. copies[j], where there are copies, gets w rounded to its half type (weights are float32 then). Arrays of
 // parameter j have equally many elements, are aligned to them, and do not overlap. squares are added up as norms.h
@@ -36,6 +42,8 @@ struct Step {
     Coefficients coefficients;
     std::vector<Buffer> weights, grads, copies;  // grads and copies: one for each weight, or none
     std::vector<Buffer> states[kMostStates];     // likewise; states[s] as has[s] in rules.h
+    std::vector<Buffer> counts;                  // likewise
+    const float* found = nullptr;                // where the weights are
     const double* rates = nullptr;               // one for each weight, where the weights are; null: all 1
     double* squares = nullptr;                   // two for each weight, kLambMoments only
 };

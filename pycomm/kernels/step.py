@@ -47,7 +47,8 @@ class Moments:
     def fill(self, c: _native.Coefficients) -> None:
         """Set what follows from the moments in ``c``."""
         beta1, beta2 = (checks.number("betas", beta) for beta in checks.pair("betas", self.betas, "two numbers"))
-        c.one_minus_beta1, c.beta2, c.one_minus_beta2, c.eps = 1.0 - beta1, beta2, 1.0 - beta2, self.eps
+        c.beta1, c.one_minus_beta1, c.beta2, c.one_minus_beta2 = beta1, 1.0 - beta1, beta2, 1.0 - beta2
+        c.eps, c.corrects_bias = self.eps, bool(self.bias_correction)
         if not self.bias_correction:
             return
         step = checks.number("step", self.step)
@@ -57,6 +58,47 @@ class Moments:
             )
         c.inverse_bias_correction1 = 1.0 / (1.0 - beta1**step)
         c.inverse_sqrt_bias_correction2 = 1.0 / math.sqrt(1.0 - beta2**step)
+
+
+def momentum_coefficients(
+    lr: float, momentum: float, dampening: float, weight_decay: float, nesterov: bool
+) -> _native.Coefficients:
+    """Return the coefficients of :func:`momentum_step`."""
+    c = _native.Coefficients()
+    c.lr, c.momentum, c.nesterov = lr, momentum, nesterov
+    c.decay = checks.number("weight_decay", weight_decay)
+    c.one_minus_dampening = 1.0 - checks.number("dampening", dampening)
+    return c
+
+
+def adam_coefficients(lr: float, moments: Moments, weight_decay: float, decoupled: bool) -> _native.Coefficients:
+    """Return the coefficients of :func:`adam_step`."""
+    c = _coefficients_of(moments)
+    c.lr = lr
+    if decoupled:
+        c.decoupled_decay = checks.number("lr", lr) * checks.number("weight_decay", weight_decay)
+    else:
+        c.decay = checks.number("weight_decay", weight_decay)
+    return c
+
+
+def rmsprop_coefficients(
+    lr: float, alpha: float, eps: float, momentum: float, weight_decay: float
+) -> _native.Coefficients:
+    """Return the coefficients of :func:`rmsprop_step`."""
+    c = _native.Coefficients()
+    c.lr, c.eps, c.momentum = lr, eps, momentum
+    c.decay = checks.number("weight_decay", weight_decay)
+    c.beta2 = checks.number("alpha", alpha)
+    c.one_minus_beta2 = 1.0 - checks.number("alpha", alpha)
+    return c
+
+
+def lamb_coefficients(moments: Moments, weight_decay: float) -> _native.Coefficients:
+    """Return the coefficients of :func:`lamb_moments` and :func:`lamb_apply`."""
+    c = _coefficients_of(moments)
+    c.decay = checks.number("weight_decay", weight_decay)
+    return c
 
 
 def _coefficients_of(moments: Moments) -> _native.Coefficients:
@@ -87,10 +129,7 @@ def momentum_step(
         buffers: v for each weight; ``None``: no momentum.
         rates: float64, one for each weight; ``None``: all 1.
     """
-    c = _native.Coefficients()
-    c.lr, c.momentum, c.nesterov = lr, momentum, nesterov
-    c.decay = checks.number("weight_decay", weight_decay)
-    c.one_minus_dampening = 1.0 - checks.number("dampening", dampening)
+    c = momentum_coefficients(lr, momentum, dampening, weight_decay, nesterov)
     _run("momentum", c, weights, grads, [buffers], scale, copies, scratch, rates=rates)
 
 
@@ -113,12 +152,7 @@ def adam_step(
 
     With a third state, ``max_exp_avg_sqs``, it is AMSGrad.
     """
-    c = _coefficients_of(moments)
-    c.lr = lr
-    if decoupled:
-        c.decoupled_decay = checks.number("lr", lr) * checks.number("weight_decay", weight_decay)
-    else:
-        c.decay = checks.number("weight_decay", weight_decay)
+    c = adam_coefficients(lr, moments, weight_decay, decoupled)
     _run("adam", c, weights, grads, [exp_avgs, exp_avg_sqs, max_exp_avg_sqs], scale, copies, scratch)
 
 
@@ -139,11 +173,7 @@ def rmsprop_step(
     scratch: Scratch | None = None,
 ) -> None:
     """Do a step of RMSprop as torch has it: centered if there are ``grad_avgs``, with momentum if there are buffers."""
-    c = _native.Coefficients()
-    c.lr, c.eps, c.momentum = lr, eps, momentum
-    c.decay = checks.number("weight_decay", weight_decay)
-    c.beta2 = checks.number("alpha", alpha)
-    c.one_minus_beta2 = 1.0 - checks.number("alpha", alpha)
+    c = rmsprop_coefficients(lr, alpha, eps, momentum, weight_decay)
     _run("rmsprop", c, weights, grads, [square_avgs, momentum_buffers, grad_avgs], scale, copies, scratch)
 
 
@@ -164,8 +194,7 @@ def lamb_moments(
         Squared norms, float64 of shape (len(weights), 2): of each weight and of its direction
         m / (sqrt(v) + eps) + weight_decay * w.
     """
-    c = _coefficients_of(moments)
-    c.decay = checks.number("weight_decay", weight_decay)
+    c = lamb_coefficients(moments, weight_decay)
     squares = empty(checks.first_of("weights", weights), (checks.length("weights", weights), 2), "float64")
     _run("lamb_moments", c, weights, grads, [exp_avgs, exp_avg_sqs], scale, None, scratch, squares=squares)
     return squares
@@ -183,8 +212,7 @@ def lamb_apply(
     scratch: Scratch | None = None,
 ) -> None:
     """Do the second pass of LAMB: move each weight by -rate times its direction. ``rates``: float64, one for each."""
-    c = _coefficients_of(moments)
-    c.decay = checks.number("weight_decay", weight_decay)
+    c = lamb_coefficients(moments, weight_decay)
     if rates is None:
         raise TypeError("rates is None, wanted one float64 for each of weights")
     _run("lamb_apply", c, weights, None, [exp_avgs, exp_avg_sqs], 1.0, copies, scratch, rates=rates)

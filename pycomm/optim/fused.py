@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from pycomm.layout import require_dense
+from pycomm.kernels.prepared import Scaling
+from pycomm.layout import on_gpu, require_dense
 from pycomm.optim import update_rules
 from pycomm.optim.lamb import LAMB
 from pycomm.optim.lars import LARS
 from pycomm.optim.parameters import optimizer_parameters
+from pycomm.optim.plans import Rule, step_by_rule
 from pycomm.optim.step_override import Factor, StepOverride, evaluate
-from pycomm.optim.update_rules import Rule, step_by_rule
 from pycomm.torch_internals import take_scale
 
 RULES: dict[type[torch.optim.Optimizer], Rule] = {
@@ -62,17 +63,18 @@ class KernelStep(StepOverride):
 
     def run(self, closure: Callable[[], Any] | None) -> Any:
         loss = evaluate(closure)
-        factor, found = self.take_factor()
-        if found:
+        rule = rule_of(self.optimizer)
+        scaling = self.take_scaling(waits=any(map(rule.waits, self.optimizer.param_groups)))
+        if scaling is None:
             self.forget()
         else:
             with torch.no_grad():
-                self.update(factor)
+                self.update(rule, scaling)
         return loss
 
-    def update(self, factor: Factor) -> None:
-        """Step all parameters that have a gradient, which is multiplied by ``factor`` first."""
-        step_by_rule(self.optimizer, rule_of(self.optimizer), factor)
+    def update(self, rule: Rule, scaling: Scaling) -> None:
+        """Step all parameters that have a gradient, which is scaled first."""
+        step_by_rule(self.optimizer, rule, scaling)
 
     def leave_factor(self, factor: Factor) -> bool:
         self._pending = self._pending * factor
@@ -81,11 +83,18 @@ class KernelStep(StepOverride):
     def forget(self) -> None:
         self._pending = 1.0
 
-    def take_factor(self) -> tuple[Factor, bool]:
-        """Return the pending factor divided by the scale that GradScaler left, and whether it found infinities."""
+    def take_scaling(self, waits: bool) -> Scaling | None:
+        """Return the pending factor with what GradScaler left for this step; ``None`` if it found infinities.
+
+        What is on a GPU stays there, for the kernels to read, unless the step ``waits``.
+        """
         factor, self._pending = self._pending, 1.0
         scale, found = take_scale(self.optimizer)
-        return factor / scale, found
+        if found is not None and not waits and on_gpu(found):
+            return Scaling(factor, scale, found)
+        if found is not None and bool(found):
+            return None
+        return Scaling(factor if scale is None else factor / float(scale))
 
 
 class FusedStep(KernelStep):

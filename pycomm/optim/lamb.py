@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from pycomm.optim import update_rules
+from pycomm.optim import plans, update_rules
 from pycomm.optim.layerwise import LayerwiseOptimizer, require_not_negative
+from pycomm.optim.targets import Group, Target, next_step
 
 
 class LAMB(LayerwiseOptimizer):
@@ -58,18 +59,18 @@ class LAMB(LayerwiseOptimizer):
             maximize=maximize,
         )
 
-    def check_group(self, group: update_rules.Group) -> None:
+    def check_group(self, group: Group) -> None:
         require_not_negative(group, "lr", "eps", "weight_decay")
         for i, beta in enumerate(group["betas"]):
             if not 0.0 <= beta < 1.0:
                 raise ValueError(f"betas[{i}] is {beta}, wanted 0 <= beta < 1")
 
     def fused_step(self) -> None:
-        update_rules.step_by_rule(self, update_rules.lamb)
+        plans.step_by_rule(self, update_rules.lamb)
 
-    def plain_step(self, group: update_rules.Group, target: update_rules.Target) -> None:
+    def plain_step(self, group: Group, target: Target) -> None:
         w, g = target.weight, target.grad * (-1.0 if group["maximize"] else 1.0)
-        t, (beta1, beta2) = update_rules.next_step(target), group["betas"]
+        t, (beta1, beta2) = next_step(target), group["betas"]
         m = target.buffer("exp_avg").lerp_(g, 1.0 - beta1)
         v = target.buffer("exp_avg_sq").mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
         if group["bias_correction"]:

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from pycomm.optim import update_rules
+from pycomm.optim import plans, update_rules
 from pycomm.optim.layerwise import LayerwiseOptimizer, require_not_negative
+from pycomm.optim.targets import Group, Target
 
 
 class LARS(LayerwiseOptimizer):
@@ -70,15 +71,15 @@ class LARS(LayerwiseOptimizer):
             maximize=maximize,
         )
 
-    def check_group(self, group: update_rules.Group) -> None:
+    def check_group(self, group: Group) -> None:
         require_not_negative(group, "lr", "momentum", "weight_decay", "trust_coefficient")
         if group["nesterov"] and not group["momentum"] > 0:
             raise ValueError(f"nesterov needs a positive momentum, which is {group['momentum']}")
 
     def fused_step(self) -> None:
-        update_rules.step_by_rule(self, update_rules.lars)
+        plans.step_by_rule(self, update_rules.lars)
 
-    def plain_step(self, group: update_rules.Group, target: update_rules.Target) -> None:
+    def plain_step(self, group: Group, target: Target) -> None:
         w, g = target.weight, target.grad * (-1.0 if group["maximize"] else 1.0)
         rate = torch.tensor(float(group["lr"]), dtype=w.dtype, device=w.device)
         if update_rules.adapts(group, w):

@@ -9,7 +9,7 @@ import torch
 
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.step_override import evaluate
-from pycomm.optim.update_rules import Group, Target
+from pycomm.optim.targets import Group, Target
 
 EXCLUSIONS = ("one_dimensional", "all", "none")
 """Choices of parameters that get neither the ratio nor weight decay; biases and norm parameters have one dimension."""

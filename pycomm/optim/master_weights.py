@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from pycomm import kernels
+from pycomm.kernels.prepared import Scaling
 from pycomm.layout import laid_out_like, require_dense
 from pycomm.optim.fused import RULES, KernelStep, rule_of
 from pycomm.optim.parameters import optimizer_parameters
+from pycomm.optim.plans import Rule, step_by_rule
 from pycomm.optim.step_override import HALF, Factor, evaluate, own_step
-from pycomm.optim.update_rules import step_by_rule
 from pycomm.torch_internals import leave_scale_to_step, undo_leave_scale_to_step, version_of
 
 KEY = "master_weight"
@@ -112,14 +113,14 @@ class MasterWeights(KernelStep):
     def run(self, closure: Callable[[], Any] | None) -> Any:
         if self._rule is not None:
             return super().run(closure)
-        factor, found = self.take_factor()
-        if found:
+        scaling = self.take_scaling(waits=True)
+        if scaling is None:
             self.forget()
             return evaluate(closure)
         # An optimizer may call its closure several times: each time with parameters in their own dtype, and new
         # gradients.
         self._refresh()
-        with self._widened(factor) as widen:
+        with self._widened(scaling.factor) as widen:
 
             def narrow_closure() -> Any:
                 assert closure is not None
@@ -132,10 +133,9 @@ class MasterWeights(KernelStep):
 
             return own_step(self.optimizer, None if closure is None else narrow_closure)
 
-    def update(self, factor: Factor) -> None:
-        assert self._rule is not None
+    def update(self, rule: Rule, scaling: Scaling) -> None:
         self._refresh()
-        step_by_rule(self.optimizer, self._rule, factor, self._masters, self._unscaled_grads())
+        step_by_rule(self.optimizer, rule, scaling, self._masters, self._unscaled_grads())
         self._after_step()
 
     def unscale(self, factor: Factor) -> None:

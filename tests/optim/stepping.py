@@ -38,6 +38,20 @@ def give_gradients(params: Sequence[torch.Tensor], step: int, dtype: torch.dtype
             param.grad = _noise(step, i, param.shape).to(dtype).to(param.dtype, copy=True)
 
 
+def small_parameters(seed: int = 0) -> Params:
+    """Contiguous ones of many shapes."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes: list[tuple[int, ...]] = [(5, 3), (7,), (2, 3, 3, 2), (), (1,), (4, 1, 1, 3)]
+    return [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64)) for shape in shapes]
+
+
+def fresh_gradients(params: Sequence[torch.Tensor], step: int) -> None:
+    """A gradient for each, laid out like it, in memory of its own."""
+    generator = torch.Generator().manual_seed(step)
+    for p in params:
+        p.grad = torch.empty_like(p).copy_(torch.randn(p.shape, generator=generator))
+
+
 @functools.cache
 def _noise(step: int, i: int, shape: torch.Size) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * step + i))

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, RMSprop
 
 import pycomm
-from pycomm.optim import update_rules
+from pycomm.optim import plans
 from tests.optim.stepping import (
     Make,
     Params,
@@ -189,9 +189,9 @@ def test_scratch_memory_does_not_grow() -> None:
     optimizer = Adam(parameters())
     pycomm.fuse(optimizer)
     take_steps(optimizer, range(10))
-    before = len(update_rules._scratches[optimizer])
+    before = len(plans._memories[optimizer]._scratches)
     take_steps(optimizer, range(10, 60))
-    assert len(update_rules._scratches[optimizer]) <= before
+    assert len(plans._memories[optimizer]._scratches) <= before
 
 
 def test_state_of_another_shape() -> None:

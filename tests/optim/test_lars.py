@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import pycomm
-from pycomm.optim import update_rules
+from pycomm.optim import plans
 from tests.optim.stepping import (
     Params,
     assert_equal,
@@ -119,7 +119,7 @@ def test_formulas(cls: Build, formula: Formula, options: dict[str, Any]) -> None
 def test_who_steps(cls: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels, unless told otherwise or one parameter is in half precision."""
     calls: list[Any] = []
-    monkeypatch.setattr(update_rules, "step_by_rule", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(plans, "step_by_rule", lambda *arguments: calls.append(arguments))
     for fused, dtype, by_kernel in (
         (None, torch.float32, True),
         (None, torch.float64, True),

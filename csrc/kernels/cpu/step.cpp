@@ -1,5 +1,7 @@
 #include "kernels/step.h"
 
+#include <cmath>
+
 #include "kernels/cpu/blocks.h"
 #include "kernels/cpu/loops/loops.h"
 
@@ -16,16 +18,31 @@ int64_t bytes_of(const std::vector<Buffer>& arrays) {
     return num_bytes;
 }
 
+// Adds 1 to the counts of steps where the rule does, and returns the coefficients of each parameter.
+std::vector<Coefficients> counted(const Step& job) {
+    std::vector<Coefficients> each(job.counts.size(), job.coefficients);
+    for (size_t j = 0; j < each.size(); ++j) {
+        auto* count = static_cast<float*>(job.counts[j].data);
+        if (counts_steps(job.rule)) *count += 1.0f;
+        auto [inverse1, inverse_sqrt2] =
+            bias_corrections(job.coefficients, *count, [](double x) { return std::sqrt(x); });
+        each[j].inverse_bias_correction1 = inverse1;
+        each[j].inverse_sqrt_bias_correction2 = inverse_sqrt2;
+    }
+    return each;
+}
+
 }  // namespace
 
 void step(const Step& job, double scale, int num_threads) {
-    if (job.weights.empty()) return;
+    if (job.weights.empty() || (job.found != nullptr && *job.found != 0.0f)) return;
+    const std::vector<Coefficients> each = counted(job);
     Blocks blocks(job.weights);
     std::vector<double> sums(job.squares == nullptr ? 0 : 2 * static_cast<size_t>(blocks.count()), 0.0);
     int threads = useful_threads(4 * bytes_of(job.weights), num_threads);
     blocks.for_each(threads, [&](size_t j, Range part, int64_t block) {
         StepTerms terms{.rule = job.rule,
-                        .coefficients = &job.coefficients,
+                        .coefficients = each.empty() ? &job.coefficients : &each[j],
                         .scale = scale,
                         .rate = job.rates == nullptr ? 1.0 : job.rates[j],
                         .weight = element_or_null(job.weights, j, part.begin),

@@ -57,8 +57,10 @@ PYCOMM_HOST_DEVICE constexpr double first_overflow() {
 
 template <class T>
 PYCOMM_DEVICE T factor_of(const Scale& scale) {
-    if (scale.on_device == nullptr) return static_cast<T>(scale.value);
-    return static_cast<T>(scale.value * static_cast<double>(*scale.on_device));
+    double factor = scale.value;
+    if (scale.on_device != nullptr) factor *= static_cast<double>(*scale.on_device);
+    if (scale.divisor != nullptr) factor /= static_cast<double>(*scale.divisor);
+    return static_cast<T>(factor);
 }
 
 template <class T>

@@ -41,7 +41,21 @@ struct Pass {
     Scale scale;
     const double* rates;
     Sums<2>* slots;  // of squares
+    const float* found;
+    const BiasCorrections* corrections;  // by parameter; null: those of the constants
 };
+
+PYCOMM_DEVICE bool is_off(const float* found) { return found != nullptr && *found != 0.0f; }
+
+// One thread for each parameter. The counts are single numbers, so that entries[j] is that of parameter j.
+PYCOMM_KERNEL count_kernel(Table counts, Coefficients coefficients, bool adds, const float* found,
+                           BiasCorrections* out) {
+    int64_t j = device::block_index() * device::num_threads() + device::thread_index();
+    if (j >= counts.count || is_off(found)) return;
+    auto count = reinterpret_cast<float*>(counts.entries[j].data);
+    if (adds) *count += 1.0f;
+    out[j] = bias_corrections(coefficients, *count, [](double x) { return std::sqrt(x); });
+}
 
 // One parameter.
 template <class V>
@@ -226,10 +240,16 @@ PYCOMM_DEVICE Sums<2> step_segment(const Constants<Numbers<V>>& constants, const
 
 template <Rule kRule, class V>
 PYCOMM_KERNEL step_kernel(Pass<V> pass) {
+    if (is_off(pass.found)) return;
     Constants<Numbers<V>> constants = pass.constants;
     constants.scale = factor_of<V>(pass.scale);
     for_segments(pass.weights, [&](const Entry& entry, int64_t from, int64_t, int64_t count, Share share) {
         Parameter<V> parameter(pass, entry);
+        if (pass.corrections != nullptr) {
+            const BiasCorrections& corrections = pass.corrections[&entry - pass.weights.entries];
+            constants.inverse_bias_correction1 = static_cast<V>(corrections.inverse1);
+            constants.inverse_sqrt_bias_correction2 = static_cast<V>(corrections.inverse_sqrt2);
+        }
         Sums<2> squares = step_segment<kRule>(constants, parameter, from, count, share);
         if constexpr (kRule == Rule::kLambMoments) {
             store_sums(pass.weights, entry, share, squares, pass.slots);
@@ -243,6 +263,7 @@ std::vector<Buffer> arrays_of(const Step& job) {
     arrays.insert(arrays.end(), job.grads.begin(), job.grads.end());
     arrays.insert(arrays.end(), job.copies.begin(), job.copies.end());
     for (const auto& states : job.states) arrays.insert(arrays.end(), states.begin(), states.end());
+    arrays.insert(arrays.end(), job.counts.begin(), job.counts.end());
     return arrays;
 }
 
@@ -264,7 +285,21 @@ Pass<V> pass_of(const Step& job, Scale scale, const Entry* entries) {
     pass.constants = Constants<Numbers<V>>::of(job.coefficients, scale.value);
     pass.scale = scale;
     pass.rates = job.rates;
+    pass.found = job.found;
     return pass;
+}
+
+// Behind the slots of squares.
+int64_t slot_bytes_of(const Step& job) { return job.rule == Rule::kLambMoments ? slot_bytes<2>(job.weights) : 0; }
+
+// `counts`: the last entries of the table.
+const BiasCorrections* launch_counts(const Step& job, const Entry* counts, char* memory, Stream stream) {
+    if (job.counts.empty()) return nullptr;
+    auto corrections = reinterpret_cast<BiasCorrections*>(memory);
+    auto count = static_cast<int>(job.counts.size());
+    device::launch("step counts", count_kernel, blocks_for(count, device::threads_per_block()), stream,
+                   Table{counts, count, count}, job.coefficients, counts_steps(job.rule), job.found, corrections);
+    return corrections;
 }
 
 template <Rule kRule, class V>
@@ -280,8 +315,12 @@ void launch_step(const Step& job, const Pass<V>& pass, Stream stream) {
 template <class V>
 void step_of(const Step& job, Scale scale, Workspace& workspace, Stream stream) {
     std::vector<Buffer> arrays = arrays_of(job);
-    auto pass = pass_of<V>(job, scale, upload(arrays, workspace, stream).entries);
-    pass.slots = reinterpret_cast<Sums<2>*>(workspace.memory + table_bytes(arrays.size()));
+    const Entry* entries = upload(arrays, workspace, stream).entries;
+    auto pass = pass_of<V>(job, scale, entries);
+    char* memory = workspace.memory + table_bytes(arrays.size());
+    pass.slots = reinterpret_cast<Sums<2>*>(memory);
+    pass.corrections =
+        launch_counts(job, entries + arrays.size() - job.counts.size(), memory + slot_bytes_of(job), stream);
     switch (job.rule) {
         case Rule::kMomentum:
             return launch_step<Rule::kMomentum>(job, pass, stream);
@@ -299,8 +338,8 @@ void step_of(const Step& job, Scale scale, Workspace& workspace, Stream stream) 
 }  // namespace
 
 int64_t step_workspace_bytes(const Step& job) {
-    int64_t slots = job.rule == Rule::kLambMoments ? slot_bytes<2>(job.weights) : 0;
-    return table_bytes(arrays_of(job).size()) + slots;
+    auto corrections = static_cast<int64_t>(job.counts.size() * sizeof(BiasCorrections));
+    return table_bytes(arrays_of(job).size()) + slot_bytes_of(job) + corrections;
 }
 
 void step(const Step& job, Scale scale, Workspace& workspace, Stream stream) {

@@ -1,0 +1,98 @@
+// Steps that are taken again and again on the same arrays: checked in full once, then only compared with what they
+// were.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "bindings/glance.h"
+#include "bindings/step_arguments.h"
+
+namespace pycomm {
+
+// One kernel call of a step. Arrays are not kept alive from step to step.
+class PreparedStep {
+   public:
+    Step job;
+    int64_t taken = 0;  // steps, with this one
+
+    // Throws what StepArrays does, and where arrays overlap.
+    PreparedStep(const std::string& rule, const py::object& weights, const py::object& grads, const py::object& copies,
+                 const std::vector<py::object>& states, const py::object& counts);
+
+    // Whether the array has no bytes in common with those that are written.
+    bool is_apart_from(const Buffer& array) const;
+    void hold(std::vector<py::object> tensors) { held_ = std::move(tensors); }
+
+    // divisor, found: None, or one float32 beside the weights.
+    void run(const std::string& rule, const Coefficients& coefficients, const py::object& rates,
+             const py::object& squares, py::handle scale, py::handle divisor, py::handle found, py::handle scratch,
+             int num_threads);
+    // Squared norms of the weights, then of the gradients.
+    void norms(py::handle squares, py::handle scratch, int num_threads);
+
+   private:
+    struct Extent {
+        const char* begin;
+        const char* end;
+    };
+    void take_counts(const std::vector<Array>& counts, Arguments& arguments);
+    Array example() const;
+
+    std::vector<py::object> held_;  // for the length of a step, weights first
+    std::vector<Extent> written_;   // in order
+};
+
+// The kernel calls of a parameter group.
+class PreparedGroup {
+   public:
+    // keys: names of the states in a parameter's entry, or None; has_counts: "step" is there, too;
+    // same_counts: a kernel call needs one count for all its parameters, unless it reads the counts itself.
+    PreparedGroup(std::vector<std::shared_ptr<PreparedStep>> parts, py::tuple keys, bool has_counts, bool same_counts);
+
+    // Remembers how the parameters lie, which are now as the parts were made from them; part_of[i]: part of parameter
+    // i, -1: it has no gradient. Returns whether renew() can recognise them.
+    bool remember(py::handle params, py::handle state, py::handle masters, const std::vector<int>& part_of);
+    // Where all is as it was, but for the contents and for what lies where of the gradients: takes the gradients,
+    // counts a step, keeps all arrays until release(), and returns what the step will write to. None otherwise, and
+    // nothing has changed.
+    py::object renew(py::handle params, py::handle state, py::handle masters);
+    void release();
+
+   private:
+    struct Slot {  // one parameter
+        int part = -1;
+        size_t place = 0;  // in the part
+        int ndim = 0;
+        size_t dimensions = 0;  // where they begin in dimensions_: shape, then strides
+        // The objects that the last look saw, by what they are; to be compared only, they may be gone.
+        PyObject* seen[kMostStates + 3] = {};
+    };
+    struct Count {
+        Buffer buffer;
+        int part;
+        double next;
+    };
+
+    bool look(Slot& slot, PyObject* param, PyObject* state, PyObject* masters);
+    bool look_at_entry(Slot& slot, PyObject* entry, const PreparedStep& part);
+    bool take_gradient(const Slot& slot, const py::object& grad);
+    bool look_at_count(Slot& slot, PyObject* count, const PreparedStep& part);
+    bool fits(Slot& slot, size_t what, PyObject* tensor, const Buffer& wanted);
+    bool is_like(const Slot& slot, const Glance& seen) const;
+    bool look_at_all(py::handle params, py::handle state, py::handle masters);
+    bool count_steps();
+    void forget();  // what was looked at
+
+    std::vector<std::shared_ptr<PreparedStep>> parts_;
+    std::vector<PyObject*> keys_;  // interned, never freed; null for None
+    bool has_counts_, same_counts_;
+    std::vector<Slot> slots_;
+    std::vector<int64_t> dimensions_;
+    std::vector<std::vector<py::object>> held_;  // by part
+    std::vector<Count> counts_;
+    std::vector<py::object> written_;
+};
+
+}  // namespace pycomm

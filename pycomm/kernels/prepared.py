@@ -1,0 +1,63 @@
+"""Steps that are taken again and again on the same arrays, which are checked in full only once."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pycomm._native as _native
+from pycomm.kernels.scratch import Scratch
+from pycomm.kernels.threads import num_threads
+
+
+class Scaling(NamedTuple):
+    """What happens to gradients before a step.
+
+    Attributes:
+        factor: number that they are multiplied by, or one float32 beside them.
+        divisor: one float32 beside them, by which the factor is divided first.
+        found: one float32 beside them; where it is not 0 when the kernel runs, no step is taken.
+    """
+
+    factor: Any = 1.0
+    divisor: Any = None
+    found: Any = None
+
+
+class PreparedGroup(_native.PreparedGroup):
+    """Kernel calls of one parameter group, which recognises its tensors; see csrc/bindings/prepared_step.h."""
+
+
+class PreparedStep(_native.PreparedStep):
+    """One kernel call of a step, on flat torch tensors of one dtype on one device.
+
+    Args:
+        rule: name of the kernel's rule; the two rules of LAMB may run on the same arrays.
+        weights, grads, copies: as in :mod:`pycomm.kernels.step`.
+        states: for each state of the rule, the arrays of all weights, or ``None``.
+        counts: ``None``, or for each weight one float32 beside it: the number of steps taken, which the
+            kernel then counts itself.
+
+    Attributes:
+        taken: number of steps, including this one.
+
+    Raises:
+        TypeError, ValueError: dtypes, sizes or devices do not match, or arrays overlap; the array is named.
+    """
+
+    def step(
+        self,
+        rule: str,
+        coefficients: _native.Coefficients,
+        scaling: Scaling,
+        *,
+        rates: Any = None,
+        squares: Any = None,
+        scratch: Scratch | None = None,
+    ) -> None:
+        """Run the kernel ``rule``; the other arguments are as in :mod:`pycomm.kernels.step`."""
+        scale, divisor, found = scaling
+        self.run(rule, coefficients, rates, squares, scale, divisor, found, scratch, num_threads())
+
+    def squared_norms(self, squares: Any, scratch: Scratch | None = None) -> None:
+        """Write the squared norms of all weights, then of all gradients, to ``squares``, which is float64."""
+        self.norms(squares, scratch, num_threads())

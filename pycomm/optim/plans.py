@@ -1,0 +1,267 @@
+"""Plans of steps: which kernel calls step which parameters, made once and used for as long as they fit."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from pycomm import kernels
+from pycomm.kernels.prepared import PreparedGroup, PreparedStep, Scaling
+from pycomm.layout import require_dense
+from pycomm.optim.targets import Group, Target, buffers_of, copies_of, counts_of, grads_of, next_steps, weights_of
+from pycomm.torch_internals import note_writes
+
+Tensors = Mapping[torch.Tensor, torch.Tensor]
+
+FIRST = "first"
+"""Kind of the targets whose first step differs from all that follow."""
+
+
+_UNSCALED = Scaling()
+_MOST_PLANS = 4
+"""Number of plans kept for a group: gradients may be missing in turns, as with experts or frozen layers."""
+
+
+class Scratches(dict[str, kernels.Scratch]):
+    """Scratch memory by name, made on first access."""
+
+    def __missing__(self, name: str) -> kernels.Scratch:
+        self[name] = kernels.Scratch()
+        return self[name]
+
+
+class PartKey(NamedTuple):
+    """What targets must have in common to be stepped by the same kernel calls; ``kind`` is the rule's."""
+
+    dtype: torch.dtype
+    device: torch.device
+    has_copies: bool
+    taken: int
+    kind: Hashable
+
+
+@dataclass(frozen=True)
+class Part:
+    """Targets that are stepped by the same kernel calls.
+
+    Attributes:
+        key: what they have in common.
+        arrays: their arrays.
+        size: their number.
+        label: name that is unique within the optimizer.
+    """
+
+    key: PartKey
+    arrays: PreparedStep
+    size: int
+    scratches: Scratches
+    label: str
+
+    def scratch(self, name: str) -> kernels.Scratch:
+        """Return the scratch memory that the kernel ``name`` keeps from step to step."""
+        return self.scratches[f"{self.label} {name}"]
+
+    def moved(self, scaling: Scaling) -> Scaling:
+        """Return ``scaling`` with what GradScaler left, which is on the device of its own scale, on the part's."""
+        found, device = scaling.found, self.key.device
+        if found is None or found.device == device:
+            return scaling
+        divisor = None if scaling.divisor is None else scaling.divisor.to(device, non_blocking=True)
+        return scaling._replace(divisor=divisor, found=found.to(device, non_blocking=True))
+
+    def numbers(self, count: int) -> torch.Tensor:
+        """Return a new float64 tensor of ``count`` elements on the device."""
+        return torch.empty(count, dtype=torch.float64, device=self.key.device)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How kernels step for one class of optimizers.
+
+    Attributes:
+        kernel: name of the (first) kernel.
+        keys: function that returns the names of the states that a group keeps, ``None`` for those that it does not.
+        run: function that steps a part.
+        kind: function that returns what targets must have in common to be stepped by the same calls.
+        has_counts: whether steps are counted, under "step".
+        same_counts: whether targets of the same calls must have taken equally many, unless the kernels count.
+        waits: function that returns whether a group's step depends on whether the last ones were taken, so that the
+            host has to know.
+    """
+
+    kernel: str
+    keys: Callable[[Group], tuple[str | None, ...]]
+    run: Callable[[Group, Part, Scaling], None]
+    kind: Callable[[Group, Target], Hashable] = lambda group, target: None
+    has_counts: bool = False
+    same_counts: bool = False
+    waits: Callable[[Group], bool] = lambda group: False
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is stepped, and how: the arguments of :func:`step_by_rule`."""
+
+    rule: Rule
+    optimizer: torch.optim.Optimizer
+    masters: Tensors | None
+    grads: Tensors
+    counted_by_kernels: bool
+
+    def settings(self, group: Group) -> Hashable:
+        """Return what a plan of ``group`` depends on, besides its tensors."""
+        return self.rule, self.rule.keys(group), group.get("exclude"), self.counted_by_kernels
+
+
+class Plan:
+    """Kernel calls of one parameter group, for the parameters that have a gradient now.
+
+    Raises:
+        ValueError: a gradient is sparse, or a parameter has gaps or overlaps in memory.
+    """
+
+    def __init__(self, step: Step, group: Group, scratches: Scratches, label: str) -> None:
+        self._rule, self._settings = step.rule, step.settings(group)
+        targets = _targets(step, group)
+        members = _split(step, group, targets)
+        # Labelled by number, not by value: a value such as the step count would need new scratch memory every time.
+        self._parts = [
+            _part(step, group, key, list(some.values()), scratches, f"{label} {number}")
+            for number, (key, some) in enumerate(members.items())
+        ]
+        self._written = [t for target in targets.values() for t in (target.weight, target.copy) if t is not None]
+        part_of = [-1] * len(group["params"])
+        for number, some in enumerate(members.values()):
+            for index in some:
+                part_of[index] = number
+        self._prepared = self._prepare(step, group, part_of)
+
+    def _prepare(self, step: Step, group: Group, part_of: list[int]) -> PreparedGroup | None:
+        if step.grads or any(part.key.kind == FIRST for part in self._parts):
+            return None
+        rule, arrays = step.rule, [part.arrays for part in self._parts]
+        prepared = PreparedGroup(arrays, rule.keys(group), rule.has_counts, rule.same_counts)
+        remembered = prepared.remember(group["params"], step.optimizer.state, step.masters, part_of)
+        return prepared if remembered else None
+
+    @property
+    def lasts(self) -> bool:
+        """Whether the plan may fit other gradients than those it was made for."""
+        return self._prepared is not None
+
+    def renew(self, step: Step, group: Group) -> bool:
+        """Take the group's new gradients and count a step; return whether the plan still fits, else do nothing."""
+        assert self._prepared is not None
+        if self._settings != step.settings(group):
+            return False
+        written = self._prepared.renew(group["params"], step.optimizer.state, step.masters)
+        self._written = written or []
+        return written is not None
+
+    def run(self, group: Group, scaling: Scaling) -> None:
+        """Run the kernels, and let go of all tensors."""
+        try:
+            for part in self._parts:
+                self._rule.run(group, part, part.moved(scaling))
+            note_writes(self._written)
+        finally:
+            self._written = []
+            if self._prepared is not None:
+                self._prepared.release()
+
+
+def _targets(step: Step, group: Group) -> dict[int, Target]:
+    """Return the group's parameters that have a gradient, by index."""
+    masters, targets = step.masters or {}, {}
+    for index, p in enumerate(group["params"]):
+        grad = step.grads.get(p, p.grad) if step.grads else p.grad
+        if grad is None:
+            continue
+        if grad.layout != torch.strided:
+            raise ValueError(f"a gradient of shape {list(p.shape)} is sparse; fused steps need dense ones")
+        require_dense(p)
+        weight = masters.get(p, p)
+        targets[index] = Target(weight, grad, step.optimizer.state, p, p.detach() if p in masters else None)
+    return targets
+
+
+def _split(step: Step, group: Group, targets: dict[int, Target]) -> dict[PartKey, dict[int, Target]]:
+    """Count a step, and return the targets that can be stepped by the same calls, in order of appearance."""
+    rule, counts = step.rule, [0] * len(targets)
+    if rule.has_counts and not step.counted_by_kernels:
+        counts = next_steps(list(targets.values()))
+    parts: dict[PartKey, dict[int, Target]] = defaultdict(dict)
+    for (index, target), count in zip(targets.items(), counts, strict=True):
+        taken = count if rule.same_counts else 0
+        key = PartKey(
+            target.weight.dtype, target.param.device, target.copy is not None, taken, rule.kind(group, target)
+        )
+        parts[key][index] = target
+    return parts
+
+
+def _part(step: Step, group: Group, key: PartKey, targets: list[Target], scratches: Scratches, label: str) -> Part:
+    rule = step.rule
+    # The count comes first in a parameter's entry, as torch has it.
+    counts = counts_of(targets) if rule.has_counts and step.counted_by_kernels else None
+    states = [None if name is None else buffers_of(targets, name) for name in rule.keys(group)]
+    arrays = PreparedStep(rule.kernel, weights_of(targets), grads_of(targets), copies_of(targets), states, counts)
+    arrays.taken = key.taken
+    return Part(key, arrays, len(targets), scratches, label)
+
+
+class _Memory:
+    """What an optimizer keeps from step to step: plans by group, and scratch memory."""
+
+    def __init__(self) -> None:
+        self._plans: dict[int, list[Plan]] = defaultdict(list)
+        self._scratches = Scratches()
+
+    def plan(self, number: int, step: Step, group: Group) -> Plan:
+        """Return a plan for the step of a group, with its gradients taken."""
+        plans = self._plans[number]
+        plan = next((plan for plan in plans if not step.grads and plan.renew(step, group)), None)
+        if plan is None:
+            plan = Plan(step, group, self._scratches, str(number))
+        else:
+            plans.remove(plan)
+        if plan.lasts:
+            plans.insert(0, plan)
+            del plans[_MOST_PLANS:]
+        return plan
+
+
+_memories: WeakKeyDictionary[torch.optim.Optimizer, _Memory] = WeakKeyDictionary()
+
+
+def step_by_rule(
+    optimizer: torch.optim.Optimizer,
+    rule: Rule,
+    scaling: Scaling = _UNSCALED,
+    masters: Tensors | None = None,
+    grads: Tensors | None = None,
+) -> None:
+    """Take one step of every parameter that has a gradient.
+
+    Args:
+        optimizer: owner of the parameters, hyperparameters and state.
+        rule: rule of the optimizer's class.
+        scaling: what happens to gradients first. With ``found``, the kernels count steps, on the device.
+        masters: masters of half-precision parameters, which are updated in their place and cast back.
+        grads: gradients to use instead of ``.grad``, by parameter.
+
+    Raises:
+        ValueError: a gradient is sparse, or a parameter has gaps or overlaps in memory.
+    """
+    memory = _memories.get(optimizer)
+    if memory is None:
+        memory = _memories[optimizer] = _Memory()
+    step = Step(rule, optimizer, masters, grads or {}, scaling.found is not None)
+    for number, group in enumerate(optimizer.param_groups):
+        scaled = scaling._replace(factor=-scaling.factor) if group.get("maximize") else scaling
+        memory.plan(number, step, group).run(group, scaled)

@@ -1,0 +1,120 @@
+"""Parameters in a step, with their gradients and states."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from pycomm.layout import laid_out_like
+
+Group = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Parameter in a step.
+
+    Attributes:
+        weight: tensor to update, float32 or float64: the parameter, or its master.
+        grad: its gradient, of any floating-point dtype.
+        states: the optimizer's state of all parameters.
+        param: the parameter, which is the key of its entry in ``states``.
+        copy: the half-precision parameter that is overwritten with ``weight``, if that is a master.
+    """
+
+    weight: torch.Tensor
+    grad: torch.Tensor
+    states: MutableMapping[Any, dict[str, Any]]
+    param: torch.Tensor
+    copy: torch.Tensor | None = None
+
+    @cached_property
+    def state(self) -> dict[str, Any]:
+        """Entry of the parameter, made if there is none yet."""
+        return self.states[self.param]
+
+    def has(self, key: str) -> bool:
+        """Return whether the parameter's entry has ``key``; does not make an entry."""
+        return self.states.get(self.param, {}).get(key) is not None
+
+    def buffer(self, key: str) -> torch.Tensor:
+        """Return ``state[key]`` in the memory order of ``weight``, as zeros if it does not exist yet; it is stored."""
+        old: torch.Tensor | None = self.state.get(key)
+        weight = self.weight
+        if old is None:
+            new = torch.zeros_like(weight, memory_format=torch.preserve_format)
+        elif old.shape != weight.shape:
+            raise ValueError(f"{key!r} has shape {list(old.shape)}, its parameter {list(weight.shape)}")
+        elif old.stride() == weight.stride() and old.dtype == weight.dtype:
+            return old
+        else:
+            new = torch.empty_like(weight, memory_format=torch.preserve_format).copy_(old)
+        self.state[key] = new
+        return new
+
+
+def weights_of(targets: Sequence[Target]) -> list[torch.Tensor]:
+    """Return the weights, flat in memory order."""
+    return [_flat(t.weight) for t in targets]
+
+
+def grads_of(targets: Sequence[Target]) -> list[torch.Tensor]:
+    """Return the gradients in the memory order of the weights."""
+    return [
+        t.grad if t.grad.is_contiguous() and t.weight.is_contiguous() else laid_out_like(t.grad, t.weight)
+        for t in targets
+    ]
+
+
+def buffers_of(targets: Sequence[Target], key: str) -> list[torch.Tensor]:
+    """Return the state tensors ``key``, made if they do not exist yet."""
+    return [_flat(t.buffer(key)) for t in targets]
+
+
+def copies_of(targets: Sequence[Target]) -> list[torch.Tensor] | None:
+    """Return the half-precision parameters if the weights are masters, else ``None``."""
+    copies = [_flat(t.copy) for t in targets if t.copy is not None]
+    assert len(copies) in (0, len(targets)), "masters and plain parameters are stepped apart"
+    return copies or None
+
+
+def counts_of(targets: Sequence[Target]) -> list[torch.Tensor]:
+    """Return the step counts where kernels can increment them, as torch's fused optimizers have them; 0 if new."""
+    for target in targets:
+        step, device = target.state.get("step"), target.weight.device
+        if not isinstance(step, torch.Tensor):
+            step = torch.tensor(0.0 if step is None else float(step))
+        if step.dtype != torch.float32 or step.device != device:
+            step = step.to(device, torch.float32)
+        target.state["step"] = step
+    return [target.state["step"] for target in targets]
+
+
+def next_step(target: Target) -> int:
+    """Increment the target's step count, stored as torch does in a float32 tensor on the CPU, and return it."""
+    return next_steps([target])[0]
+
+
+def next_steps(targets: Sequence[Target]) -> list[int]:
+    """Increment the step counts of many targets together, which is faster, and return them."""
+    if not targets:
+        return []
+    steps = []
+    for target in targets:
+        step = target.state.get("step")
+        if not isinstance(step, torch.Tensor) or not step.is_cpu:
+            step = torch.tensor(0.0 if step is None else float(step), dtype=torch.float32)
+            target.state["step"] = step
+        steps.append(step)
+    torch._foreach_add_(steps, 1.0)
+    return [int(step) for step in torch.stack(steps).tolist()]
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor if tensor.is_contiguous() else laid_out_like(tensor, tensor)

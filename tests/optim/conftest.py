@@ -1,0 +1,23 @@
+"""Fixtures of steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pycomm.optim import plans
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[plans.Plan]:
+    """All plans that are made from now on."""
+    found: list[plans.Plan] = []
+
+    class Counted(plans.Plan):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            found.append(self)
+
+    monkeypatch.setattr(plans, "Plan", Counted)
+    return found
