@@ -55,7 +55,9 @@ class Progress:
         """Note that averages have been handed out, and whether compression ``committed`` state with them."""
         self.num_reductions += 1
         self._used = False
-        if isinstance(committed, torch.Tensor):
+        if isinstance(committed, torch.Tensor) and torch.cuda.is_current_stream_capturing():
+            self._committed = False  # what launches of the graph commit, and which steps use it, the host does not see
+        elif isinstance(committed, torch.Tensor):
             assert self._on_device is not None
             self._on_device.put(committed)
             self._committed = None

@@ -1,4 +1,4 @@
-"""Collectives between GPUs by NCCL. The work is done in csrc/transport/nccl_group.h.
+"""Collectives between GPUs by NCCL. The work is done in csrc/transport/nccl/group.h.
 
 NCCL is not a dependency. When it is first needed, pycomm looks for the copy that PyTorch has loaded, then in the
 packages ``nvidia-nccl-cu12`` / ``nvidia-nccl-cu13``, then in the system. ``PYCOMM_NCCL_LIBRARY`` names another one.
@@ -23,6 +23,10 @@ import pycomm._native as _native
 from pycomm.errors import CommError
 
 ALGORITHMS = ("native", "ring")
+if hasattr(_native, "NcclGroup"):
+    # Or communicators on one GPU, PyTorch's too, could wait for each other. NCCL reads it at its first operation.
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+
 _SHARED_GPU_VERSION = (2, 30)
 _SHARED_GPU_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 
@@ -56,7 +60,7 @@ class NcclTransport:
         share: all-gather of bytes over the CPU; returns those of all ranks, in rank order.
         algorithm: "native", which leaves the choice to NCCL, or "ring", for which ``NCCL_ALGO=Ring`` is set in the
             environment while this communicator is made. (NCCL reads the environment of the process: see
-            csrc/transport/nccl_init.h.)
+            csrc/transport/nccl/init.h.)
         timeout: limit for creating the communicator, in seconds.
 
     Raises:
