@@ -112,8 +112,8 @@ class Channel:
             self._gpus[device] = GpuQueue(device, self._make_nccl)
         return self._gpus[device]
 
-    def _make_nccl(self, device: int, algorithm: str) -> NcclTransport:
-        return NcclTransport(self.rank, self.size, device, self.all_gather_bytes, algorithm, self.timeout)
+    def _make_nccl(self, device: int, algorithm: str, streams: Sequence[int]) -> NcclTransport:
+        return NcclTransport(self.rank, self.size, device, self.all_gather_bytes, algorithm, self.timeout, streams)
 
     def on_gpu(
         self,

@@ -102,10 +102,11 @@ class GpuQueue:
 
     Args:
         device: ordinal of the GPU.
-        make_transport: makes NCCL's communicator for a device and an algorithm; collective.
+        make_transport: makes NCCL's communicator for a device, an algorithm and the streams of its first operation;
+            collective.
     """
 
-    def __init__(self, device: int, make_transport: Callable[[int, str], NcclTransport]) -> None:
+    def __init__(self, device: int, make_transport: Callable[[int, str, Sequence[int]], NcclTransport]) -> None:
         self.device = device
         self._make_transport = make_transport
         self._transports: dict[str, NcclTransport] = {}
@@ -118,13 +119,12 @@ class GpuQueue:
         """Return NCCL's communicator for ``algorithm``. Collective at first use, which makes it.
 
         Raises:
-            RuntimeError: it is not made yet, and one of the streams ``producers``, or torch's current one, is being
-                captured into a CUDA graph.
+            RuntimeError: on every rank: it is not made yet, and on some rank one of the streams ``producers``, or
+                torch's current one, is being captured into a CUDA graph.
         """
         if algorithm not in self._transports:
-            what = f"the first operation of algorithm {algorithm!r} on GPU {self.device}"
-            self.require_no_capture(producers, what, "NCCL's communicator is not made yet")
-            self._transports[algorithm] = self._make_transport(self.device, algorithm)
+            streams = [*producers, *self.torch_streams()]
+            self._transports[algorithm] = self._make_transport(self.device, algorithm, streams)
         return self._transports[algorithm]
 
     def require_no_capture(self, producers: Collection[int], what: str, why: str) -> None:

@@ -62,11 +62,12 @@ class NcclTransport:
             environment while this communicator is made. (NCCL reads the environment of the process: see
             csrc/transport/nccl/init.h.)
         timeout: limit for creating the communicator, in seconds.
+        streams: streams of ``device`` for which it is made, none of which may be captured into a CUDA graph now.
 
     Raises:
         ValueError: on every rank: the ranks' algorithms or versions of NCCL differ, or ranks share a GPU although NCCL
             does not support it.
-        RuntimeError: on every rank: some rank has no usable NCCL.
+        RuntimeError: on every rank: some rank has no usable NCCL, or captures one of its ``streams``.
         CommError: NCCL failed on some rank, or a rank did not arrive in time. If raised by an operation later, the
             communicator is unusable, and the results of operations since the failure are invalid.
     """
@@ -81,12 +82,13 @@ class NcclTransport:
         share: Callable[[bytes], list[bytes]],
         algorithm: str = "native",
         timeout: float = 600.0,
+        streams: Sequence[int] = (),
     ) -> None:
         self.rank = rank
         self.size = size
         self.device = device
         paths = candidate_paths()
-        plans = _exchange(share, _plan_of(paths, device, algorithm))
+        plans = _exchange(share, _plan_of(paths, device, algorithm, streams))
         _require_agreement(plans)
         unique_id = _make_unique_id(paths, rank, share)
         outcome: dict[str, str | None] = {"problem": None}
@@ -139,7 +141,7 @@ class NcclTransport:
         self._group.close("it was closed")
 
 
-def _plan_of(paths: Sequence[str], device: int, algorithm: str) -> dict[str, Any]:
+def _plan_of(paths: Sequence[str], device: int, algorithm: str, streams: Sequence[int]) -> dict[str, Any]:
     """Return what the other ranks must know of this one; ``problem`` is the reason why it cannot take part, if any."""
     plan: dict[str, Any] = {"problem": None, "kind": "RuntimeError", "version": None, "algorithm": algorithm}
     if algorithm not in ALGORITHMS:
@@ -158,6 +160,8 @@ def _plan_of(paths: Sequence[str], device: int, algorithm: str) -> dict[str, Any
     try:
         plan["version"], plan["path"] = _native.nccl_library(list(paths))
         plan["gpu"] = _identity_of(device)
+        what = f"the first operation of algorithm {algorithm!r} on GPU {device}"
+        _native.require_no_capture(device, streams, what, "its communicator is not made yet")
     except Exception as error:  # of any kind: the other ranks must be told
         plan["problem"] = str(error)
     plan["may_share_gpu"] = os.environ.get(_SHARED_GPU_VARIABLE) == "1"
