@@ -140,7 +140,7 @@ class ReplicaCheck:
 
         In a CUDA graph nothing is reported: the host is not there when it is launched.
         """
-        if self._seen and torch.cuda.is_current_stream_capturing():
+        if self._seen and HostCopy.impossible():
             return
         if self._seen:
             self._seen[self._num_seen % 2].put(differing)
@@ -153,7 +153,7 @@ class ReplicaCheck:
 
         Called on all ranks at the beginning of each reduction.
         """
-        if self._num_seen > 1 and not torch.cuda.is_current_stream_capturing():  # or it would wait inside the capture
+        if self._num_seen > 1 and not HostCopy.impossible():
             differing = self._seen[self._num_seen % 2].get()
             if any(differing):
                 self.report(differing, num_steps, num_reductions)
