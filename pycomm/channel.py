@@ -20,7 +20,7 @@ from pycomm.execute.gpu_program import run_on_gpu
 from pycomm.execute.runner import runner_for
 from pycomm.schedule.program import Program
 from pycomm.transport.base import Transport, bytes_of
-from pycomm.transport.gpu import GpuQueue, GpuWork, current_stream
+from pycomm.transport.gpu import GpuQueue, GpuWork, current_stream, streams_of
 from pycomm.transport.nccl import NcclTransport
 from pycomm.worker import Work, Worker
 
@@ -112,8 +112,8 @@ class Channel:
             self._gpus[device] = GpuQueue(device, self._make_nccl)
         return self._gpus[device]
 
-    def _make_nccl(self, device: int, algorithm: str) -> NcclTransport:
-        return NcclTransport(self.rank, self.size, device, self.all_gather_bytes, algorithm, self.timeout)
+    def _make_nccl(self, device: int, algorithm: str, streams: Sequence[int]) -> NcclTransport:
+        return NcclTransport(self.rank, self.size, device, self.all_gather_bytes, algorithm, self.timeout, streams)
 
     def on_gpu(
         self,
@@ -125,7 +125,7 @@ class Channel:
     ) -> GpuWork | None:
         """Enqueue ``operation(transport, stream, timeout)``, which uses ``arrays``, on the GPU ``device``."""
         queue = self.gpu(device)
-        transport = queue.transport(algorithm)
+        transport = queue.transport(algorithm, streams_of(arrays))
         return queue.enqueue(arrays, lambda stream: operation(transport, stream, self.timeout), async_op)
 
     def run_on_gpu(self, device: int, program: Program, x: Any, op: str, async_op: bool) -> GpuWork | None:

@@ -141,8 +141,9 @@ class Communicator:
         """Reduce ``x`` over all ranks, in place; all ranks end with the same bits.
 
         float16 and bfloat16 are accumulated in float32 and rounded once, with these exceptions. "sum" over
-        torch.distributed is left to the backend. On a GPU it is left to NCCL, which adds in the half type,
-        and for "mean" divides each term before it adds. A schedule rounds sums of half types after every
+        torch.distributed is left to the backend. On a GPU it is left to NCCL, which adds in the half type
+        (sums that NVLink switches add, NCCL's NVLS, accumulate in float32), and for "mean" divides each term
+        before it adds. A schedule rounds sums of half types after every
         addition, and computes their means from sums in float32.
 
         Args:

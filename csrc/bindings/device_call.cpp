@@ -133,22 +133,44 @@ DeviceCall::DeviceCall(const Arguments& arguments) : arguments_(arguments), guar
 
 cuda::Workspace& DeviceCall::workspace(Scratch* scratch, int64_t num_bytes) {
     Scratch& chosen = scratch == nullptr ? own_ : *scratch;
+    bool captured = device::is_capturing(stream_);
     if (chosen.device != arguments_.device() || chosen.workspace.num_bytes < num_bytes) {
-        constexpr int64_t kAlignment = 256;
-        py::gil_scoped_acquire gil;
-        py::object allocate = py::module_::import("pycomm.kernels.arrays").attr("device_bytes");
-        chosen.owner = allocate(arguments_.example()->owner, num_bytes + kAlignment);
-        Array memory = as_movable(chosen.owner, "scratch memory", Access::kWrite);
-        auto address = reinterpret_cast<uintptr_t>(memory.buffer.data);
-        chosen.workspace = {memory.buffer.bytes() + (kAlignment - address % kAlignment) % kAlignment, num_bytes, {}};
-        chosen.device = arguments_.device();
+        if (captured) require_growth_in_capture(scratch, num_bytes);
+        grow(chosen, num_bytes);
     }
+    chosen.in_graph |= captured;
+    if (chosen.in_graph) chosen.workspace.table.clear();  // the graph's launches overwrite it
     return chosen.workspace;
+}
+
+void DeviceCall::grow(Scratch& chosen, int64_t num_bytes) {
+    constexpr int64_t kAlignment = 256;
+    py::gil_scoped_acquire gil;
+    py::object allocate = py::module_::import("pycomm.kernels.arrays").attr("device_bytes");
+    py::object owner = allocate(arguments_.example()->owner, num_bytes + kAlignment);
+    Array memory = as_movable(owner, "scratch memory", Access::kWrite);
+    if (chosen.in_graph) chosen.before.push_back(chosen.owner);
+    chosen.owner = owner;
+    auto address = reinterpret_cast<uintptr_t>(memory.buffer.data);
+    chosen.workspace = {memory.buffer.bytes() + (kAlignment - address % kAlignment) % kAlignment, num_bytes, {}};
+    chosen.device = arguments_.device();
+    chosen.in_graph = false;
+}
+
+void DeviceCall::require_growth_in_capture(const Scratch* scratch, int64_t num_bytes) const {
+    if (scratch != nullptr) {
+        throw device::warm_up_wanted("scratch memory",
+                                     format("%lld bytes are wanted, %lld are there", static_cast<long long>(num_bytes),
+                                            static_cast<long long>(scratch->workspace.num_bytes)));
+    }
+    if (arguments_.example()->is_torch) return;  // out of the graph's own pool, which lives as long as the graph
+    throw device::warm_up_wanted("scratch memory",
+                                 "this call's own would be gone when the graph is launched: pass scratch=");
 }
 
 void DeviceCall::finish() {
     for (Stream other : others_) order(stream_, other);
-    if (!device::sync_wanted()) return;
+    if (!device::sync_wanted() || device::is_capturing(stream_)) return;
     {
         py::gil_scoped_release release;
         device::synchronize(stream_);

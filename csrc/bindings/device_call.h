@@ -23,11 +23,14 @@ inline constexpr bool kHasCuda = false;
 struct Scratch;
 Scratch* scratch_of(py::handle object);  // null for None
 
-// Scratch memory that a caller keeps from call to call. It grows as needed, in the library of the arrays at hand.
+// Scratch memory that a caller keeps from call to call. It grows as needed, in the library of the arrays at hand; not
+// while the stream is captured into a CUDA graph. What a graph uses stays: it is launched whenever its owner likes.
 struct Scratch {
     cuda::Workspace workspace;
     py::object owner;
     int device = Buffer::kHost;
+    bool in_graph = false;           // of some graph, which writes tables of its own to it
+    std::vector<py::object> before;  // what it was while graphs were captured
 };
 
 // The arguments of one call, by name; those without elements may lie anywhere.
@@ -87,12 +90,15 @@ class DeviceCall {
 
     Stream stream() const { return stream_; }
     // At least this many bytes: `scratch`'s, or, where that is null, some that live as long as this object. With or
-    // without the interpreter's lock.
+    // without the interpreter's lock. DeviceError if they cannot be had because the stream is captured.
     cuda::Workspace& workspace(Scratch* scratch, int64_t num_bytes);
     // With PYCOMM_SYNC=1, waits for the kernels and reports what went wrong in them.
     void finish();
 
    private:
+    void grow(Scratch& chosen, int64_t num_bytes);
+    void require_growth_in_capture(const Scratch* scratch, int64_t num_bytes) const;
+
     const Arguments& arguments_;
     device::Guard guard_;  // goes back also when the constructor throws
     Scratch own_;

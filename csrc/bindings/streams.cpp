@@ -1,8 +1,11 @@
 // Streams and events for the Python side of communication. Streams of others come as integers: cudaStream_t.
+#include <pybind11/stl.h>
+
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include "bindings/bindings.h"
@@ -20,6 +23,7 @@ class Moment {
    public:
     Moment(int device, Stream stream) : device_(device) {
         device::Guard guard(device_);
+        is_captured_ = device::is_capturing(stream);
         event_ = device::make_event();
         device::record(event_, stream);
     }
@@ -31,11 +35,16 @@ class Moment {
         device::Guard guard(device_);
         device::wait_for(stream_of(stream), event_);
     }
-    bool has_passed() const { return device::has_happened(event_); }
+    bool has_passed() const {
+        device::RelaxedCapture relaxed;
+        return device::has_happened(event_);
+    }
+    bool is_captured() const { return is_captured_; }  // into a CUDA graph: it never passes
 
    private:
     int device_;
     Event event_;
+    bool is_captured_;
 };
 
 // Streams live as long as the process and are used again: torch's allocator keeps the handles of streams that tensors
@@ -82,12 +91,23 @@ class CommStream {
     Stream stream_;
 };
 
+void require_no_capture(int device, const std::vector<uintptr_t>& streams, const std::string& what,
+                        const std::string& why) {
+    device::Guard guard(device);
+    for (uintptr_t stream : streams) {
+        if (device::is_capturing(stream_of(stream))) throw device::warm_up_wanted(what, why);
+    }
+}
+
 }  // namespace
 
 void bind_streams(py::module_& module) {
+    module.def("require_no_capture", &require_no_capture, py::arg("device"), py::arg("streams"), py::arg("what"),
+               py::arg("why"));
     py::class_<Moment>(module, "Moment")
         .def("hold_back", &Moment::hold_back, py::arg("stream"))
-        .def("has_passed", &Moment::has_passed);
+        .def("has_passed", &Moment::has_passed)
+        .def_property_readonly("is_captured", &Moment::is_captured);
     py::class_<CommStream>(module, "CommStream")
         .def(py::init<int>(), py::arg("device"))
         .def_property_readonly("handle", &CommStream::handle)

@@ -96,6 +96,16 @@ bool is_capturing(Stream stream) {
     return status != cudaStreamCaptureStatusNone;
 }
 
+RelaxedCapture::RelaxedCapture() noexcept : previous_(cudaStreamCaptureModeRelaxed) {
+    auto mode = cudaStreamCaptureModeRelaxed;
+    if (cudaThreadExchangeStreamCaptureMode(&mode) == cudaSuccess) previous_ = mode;
+}
+
+RelaxedCapture::~RelaxedCapture() {
+    auto mode = static_cast<cudaStreamCaptureMode>(previous_);
+    cudaThreadExchangeStreamCaptureMode(&mode);
+}
+
 Stream make_stream(int device) {
     Guard guard(device);
     int lowest = 0, highest = 0;

@@ -41,6 +41,26 @@ void fill_bytes(void* where, int value, int64_t num_bytes, Stream stream);
 void synchronize(Stream stream);
 bool is_capturing(Stream stream);  // a CUDA graph: what it is given is recorded, not done
 
+// For what cannot become part of a graph because it has something to do first, and only the first time.
+inline DeviceError warm_up_wanted(const std::string& what, const std::string& why) {
+    return DeviceError(what + ": the stream is being captured into a CUDA graph, and " + why +
+                       ": run it once before the capture (warm up)");
+}
+
+// Makes captures of CUDA graphs, by any thread, put up with what this thread does: by default CUDA refuses what it
+// calls potentially unsafe (asking after an event, allocating) while some thread captures, and declares that capture
+// invalid.
+class RelaxedCapture {
+   public:
+    RelaxedCapture() noexcept;
+    ~RelaxedCapture();
+    RelaxedCapture(const RelaxedCapture&) = delete;
+    RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+   private:
+    int previous_;
+};
+
 // A stream of its own, which does not wait for the legacy default stream and goes before others where the GPU is busy.
 Stream make_stream(int device);
 
@@ -48,9 +68,9 @@ Event make_event();
 void destroy_event(Event event);
 void record(Event event, Stream stream);
 void wait_for(Stream stream, Event event);  // what `stream` is given from now on starts after `event`
-bool has_happened(Event event);
+bool has_happened(Event event);             // unsafe: see RelaxedCapture; an error for an event of a capture
 
-// Memory of the host that kernels can write to; zeros. Never given back.
+// Memory of the host that kernels can write to; zeros. Never given back. Unsafe: see RelaxedCapture.
 void* allocate_mapped(int64_t num_bytes);
 
 // Returns whether PYCOMM_SYNC=1 was set at the first call: kernels are then waited for, and their failures reported.

@@ -15,7 +15,7 @@ from pycomm import kernels
 from pycomm.execute.messages import rounds_of
 from pycomm.kernels.arrays import DTYPES, FLOATING, Part, dtype_of, empty
 from pycomm.schedule.program import Program
-from pycomm.transport.gpu import GpuQueue, GpuWork
+from pycomm.transport.gpu import GpuQueue, GpuWork, streams_of
 from pycomm.transport.nccl import NcclTransport
 
 _OPS = ("sum", "mean", "min", "max")
@@ -26,15 +26,17 @@ class GpuProgram:
 
     For means the sums are divided at the end; half types are summed in float32.
 
-    Attributes:
-        arrays: arrays that must live until the stream has passed the program; memory of our own is made
-            here, on the stream that ``x`` is made on.
+    Args:
+        program: this rank's part of the schedule.
+        x: array that is reduced in place.
+        op: "sum", "mean", "min" or "max".
+        scratch: scratch memory for kernels on the stream that it will be enqueued on.
 
     Raises:
         TypeError: the dtype does not suit ``op``. ValueError: ``x`` is not contiguous, or ``op`` unknown.
     """
 
-    def __init__(self, program: Program, x: Any, op: str) -> None:
+    def __init__(self, program: Program, x: Any, op: str, scratch: kernels.Scratch) -> None:
         dtype, self._count = dtype_of(x), _require_contiguous(x)
         if op not in _OPS:
             raise ValueError(f"op is '{op}', wanted one of {', '.join(_OPS)}")
@@ -45,16 +47,27 @@ class GpuProgram:
         self._program = program
         self._op = op
         self._x = x
-        widens = op == "mean" and dtype in ("float16", "bfloat16")
-        self._working = empty(x, (self._count,), "float32") if widens else x
+        self._widens = op == "mean" and dtype in ("float16", "bfloat16")
+        self._scratch = scratch
         self._rounds = list(rounds_of(program))
-        room = max((sum(self._length(row) for row in receives if row[3]) for _, receives in self._rounds), default=0)
-        self._incoming = empty(x, (room,), dtype_of(self._working))
-        self._scratch = kernels.Scratch()
-        self.arrays = [x, self._working, self._incoming, self._scratch]
+        self._working = self._incoming = x
+
+    @property
+    def needs_memory(self) -> bool:
+        """Whether :meth:`run` allocates."""
+        return self._widens or any(row[3] for _, receives in self._rounds for row in receives)
 
     def run(self, transport: NcclTransport, stream: int, timeout: float) -> None:
-        """Enqueue the all-reduce on ``stream``."""
+        """Enqueue the all-reduce on ``stream``.
+
+        Memory is allocated on torch's current stream, which must be ``stream``; arrays of other libraries allocate as
+        these do. This object holds it, and must live until the stream has passed the program where they do not know
+        the stream.
+        """
+        if self._widens:
+            self._working = empty(self._x, (self._count,), "float32")
+        room = max((sum(self._length(row) for row in receives if row[3]) for _, receives in self._rounds), default=0)
+        self._incoming = empty(self._x, (room,), dtype_of(self._working))
         whole, working = (Part(array, 0, self._count, stream) for array in (self._x, self._working))
         if self._working is not self._x and self._count:
             self._scale(whole, working, 1.0)
@@ -105,8 +118,17 @@ def run_on_gpu(queue: GpuQueue, program: Program, x: Any, op: str, timeout: floa
     """
     if queue.has_open_group:
         raise ValueError("a schedule inside a group, wanted its rounds to be groups of their own: end the group first")
-    transport, run = queue.transport(), GpuProgram(program, x, op)
-    return queue.enqueue(run.arrays[:1], lambda stream: run.run(transport, stream, timeout), async_op, run.arrays)
+    producers = streams_of([x])
+    transport, run = queue.transport("native", producers), GpuProgram(program, x, op, queue.scratch)
+    if run.needs_memory and not isinstance(x, torch.Tensor):
+        why = "memory of x's library would be gone when the graph is launched, wanted a torch tensor"
+        queue.require_no_capture(producers, "a schedule", why)
+
+    def enqueue(stream: int) -> None:
+        with queue.as_current():
+            run.run(transport, stream, timeout)
+
+    return queue.enqueue([x], enqueue, async_op, [run])
 
 
 def _require_contiguous(x: Any) -> int:

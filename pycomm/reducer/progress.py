@@ -16,6 +16,15 @@ class HostCopy:
         self._array = self._host.numpy()  # read instead of the tensor, as torch would wait for the whole device
         self._event: torch.cuda.Event | None = None
 
+    @staticmethod
+    def impossible() -> bool:
+        """Return whether torch's current stream is being captured into a CUDA graph.
+
+        Then the host cannot wait for flags, and those of the graph come whenever it is launched.
+        """
+        initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return initialized and torch.cuda.is_current_stream_capturing()
+
     def put(self, flags: torch.Tensor) -> None:
         """Begin to copy ``flags``, on the current stream."""
         self._host.copy_(flags, non_blocking=True)
@@ -55,7 +64,9 @@ class Progress:
         """Note that averages have been handed out, and whether compression ``committed`` state with them."""
         self.num_reductions += 1
         self._used = False
-        if isinstance(committed, torch.Tensor):
+        if isinstance(committed, torch.Tensor) and HostCopy.impossible():
+            self._committed = False  # what launches of the graph commit, and which steps use it, the host does not see
+        elif isinstance(committed, torch.Tensor):
             assert self._on_device is not None
             self._on_device.put(committed)
             self._committed = None

@@ -136,7 +136,12 @@ class ReplicaCheck:
         return make
 
     def check(self, differing: torch.Tensor, num_steps: int, num_reductions: int) -> None:
-        """Report differences between the ranks, at once or, to avoid waiting for a GPU, in :meth:`check_previous`."""
+        """Report differences between the ranks, at once or, to avoid waiting for a GPU, in :meth:`check_previous`.
+
+        In a CUDA graph nothing is reported: the host is not there when it is launched.
+        """
+        if self._seen and HostCopy.impossible():
+            return
         if self._seen:
             self._seen[self._num_seen % 2].put(differing)
             self._num_seen += 1
@@ -148,7 +153,7 @@ class ReplicaCheck:
 
         Called on all ranks at the beginning of each reduction.
         """
-        if self._num_seen > 1:
+        if self._num_seen > 1 and not HostCopy.impossible():
             differing = self._seen[self._num_seen % 2].get()
             if any(differing):
                 self.report(differing, num_steps, num_reductions)

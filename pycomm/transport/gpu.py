@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import pycomm._native as _native
+from pycomm.kernels import Scratch
 from pycomm.transport.nccl import NcclTransport
 
 
@@ -38,6 +39,11 @@ def stream_of(array: Any) -> int:
     return 0 if stream in (None, 1) else int(stream)  # 1 names the legacy default stream
 
 
+def streams_of(arrays: Sequence[Any]) -> list[int]:
+    """Return the streams of ``arrays``, each once."""
+    return list({stream_of(array) for array in arrays})
+
+
 def current_stream(device: int) -> int:
     """Return torch's current stream as an integer (``cudaStream_t``)."""
     handle: int = torch.cuda.current_stream(device).cuda_stream
@@ -45,16 +51,34 @@ def current_stream(device: int) -> int:
 
 
 class GpuWork:
-    """Operation in progress on a GPU."""
+    """Operation in progress on a GPU.
 
-    def __init__(self, queue: GpuQueue, moment: Any, producers: Collection[int], result: Any) -> None:
+    Args:
+        queue: queue that it is in.
+        moment: its end on the communication stream.
+        producers: streams that wait for it in :meth:`wait`.
+        result: what :meth:`wait` returns.
+        kept: objects whose memory the operation uses; emptied when nothing can take that memory too early any more.
+    """
+
+    def __init__(self, queue: GpuQueue, moment: Any, producers: Collection[int], result: Any, kept: list[Any]) -> None:
         self._queue = queue
         self._moment = moment
         self._producers = producers
         self._result = result
+        self._kept = kept
 
     def is_completed(self) -> bool:
-        """Return whether the GPU has finished the operation."""
+        """Return whether the GPU has finished the operation.
+
+        Raises:
+            RuntimeError: the operation has been captured into a CUDA graph.
+        """
+        if self._moment.is_captured:
+            raise RuntimeError(
+                "is_completed: the operation was captured into a CUDA graph, and happens whenever that is launched: "
+                "call wait() in the capture"
+            )
         passed: bool = self._moment.has_passed()
         return passed
 
@@ -69,6 +93,7 @@ class GpuWork:
         self._queue.check()
         for stream in {*self._producers, *self._queue.torch_streams()}:
             self._moment.hold_back(stream)
+        self._kept.clear()  # what gets the memory next, on one of those streams, comes after the operation
         return self._result
 
 
@@ -77,22 +102,34 @@ class GpuQueue:
 
     Args:
         device: ordinal of the GPU.
-        make_transport: makes NCCL's communicator for a device and an algorithm; collective.
+        make_transport: makes NCCL's communicator for a device, an algorithm and the streams of its first operation;
+            collective.
     """
 
-    def __init__(self, device: int, make_transport: Callable[[int, str], NcclTransport]) -> None:
+    def __init__(self, device: int, make_transport: Callable[[int, str, Sequence[int]], NcclTransport]) -> None:
         self.device = device
         self._make_transport = make_transport
         self._transports: dict[str, NcclTransport] = {}
+        self.scratch = Scratch()  # for kernels on the communication stream
         self._own_stream: Any = None
-        self._kept: deque[tuple[Any, Any]] = deque()
+        self._kept: deque[tuple[Any, list[Any]]] = deque()  # what operations use that nobody has waited for
         self._grouped: list[Sequence[Any]] | None = None  # the arrays of an open group's operations
 
-    def transport(self, algorithm: str = "native") -> NcclTransport:
-        """Return NCCL's communicator for ``algorithm``. Collective at first use, which makes it."""
+    def transport(self, algorithm: str = "native", producers: Collection[int] = ()) -> NcclTransport:
+        """Return NCCL's communicator for ``algorithm``. Collective at first use, which makes it.
+
+        Raises:
+            RuntimeError: on every rank: it is not made yet, and on some rank one of the streams ``producers``, or
+                torch's current one, is being captured into a CUDA graph.
+        """
         if algorithm not in self._transports:
-            self._transports[algorithm] = self._make_transport(self.device, algorithm)
+            streams = [*producers, *self.torch_streams()]
+            self._transports[algorithm] = self._make_transport(self.device, algorithm, streams)
         return self._transports[algorithm]
+
+    def require_no_capture(self, producers: Collection[int], what: str, why: str) -> None:
+        """Raise RuntimeError if a stream of ``producers``, or torch's current one, is captured into a CUDA graph."""
+        _native.require_no_capture(self.device, [*producers, *self.torch_streams()], what, why)
 
     @property
     def _stream(self) -> Any:
@@ -102,8 +139,18 @@ class GpuQueue:
             self._own_stream = _native.CommStream(self.device)
         return self._own_stream
 
-    def _torch_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.ExternalStream(self._stream.handle, self.device)  # type: ignore[no-untyped-call]
+    @contextlib.contextmanager
+    def as_current(self) -> Iterator[None]:
+        """Make the communication stream torch's current one.
+
+        Memory that is allocated inside is used again on that stream only, so it may be dropped at any time.
+        """
+        if not torch.cuda.is_available():  # arrays are other libraries'
+            yield
+            return
+        stream = torch.cuda.ExternalStream(self._stream.handle, self.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            yield
 
     def torch_streams(self) -> list[int]:
         """Return torch's current stream in a list, which is empty if torch has no CUDA."""
@@ -123,7 +170,7 @@ class GpuQueue:
         Raises:
             ValueError: ``async_op`` inside a group.
         """
-        producers = list({stream_of(array) for array in arrays})
+        producers = streams_of(arrays)
         self._drop_finished()
         if self._grouped is not None and async_op:
             raise ValueError("async_op=True inside a group, wanted False: the group's operations start when it ends")
@@ -138,20 +185,22 @@ class GpuQueue:
             for stream in producers:
                 moment.hold_back(stream)
             return None
-        self._kept.append((moment, [*arrays, *kept]))  # so that their memory is not reused before
-        return GpuWork(self, moment, producers, None)
+        return self._work(moment, producers, None, [*arrays, *kept])
 
     def run(self, job: Callable[[], Any], reads: Sequence[torch.Tensor | None], producers: Collection[int]) -> GpuWork:
         """Call ``job`` with the communication stream as torch's current one, ordered after ``producers``."""
-        ours = self._torch_stream()
         for stream in {*producers, current_stream(self.device)}:
             self._stream.follow(stream)
-        with torch.cuda.stream(ours):
+        self._drop_finished()
+        with self.as_current():
             result = job()
-        for tensor in reads:
-            if tensor is not None:
-                tensor.record_stream(ours)  # so that its memory is not reused before our stream has finished the job
-        return GpuWork(self, self._stream.now(), producers, result)
+        return self._work(self._stream.now(), producers, result, [tensor for tensor in reads if tensor is not None])
+
+    def _work(self, moment: Any, producers: Collection[int], result: Any, kept: list[Any]) -> GpuWork:
+        """Return the work that ends at ``moment``, and keep its memory until it is over or waited for."""
+        if not moment.is_captured:
+            self._kept.append((moment, kept))  # for work that is dropped
+        return GpuWork(self, moment, producers, result, kept)
 
     @property
     def has_open_group(self) -> bool:
@@ -172,7 +221,7 @@ class GpuQueue:
             with transport.grouped(timeout):
                 yield
             moment = self._stream.now()
-            for stream in {stream_of(array) for arrays in self._grouped for array in arrays}:
+            for stream in streams_of([array for arrays in self._grouped for array in arrays]):
                 moment.hold_back(stream)
         finally:
             self._grouped = None
@@ -196,5 +245,5 @@ class GpuQueue:
         self._kept.clear()
 
     def _drop_finished(self) -> None:
-        while self._kept and self._kept[0][0].has_passed():
-            self._kept.popleft()
+        while self._kept and (not self._kept[0][1] or self._kept[0][0].has_passed()):
+            self._kept.popleft()[1].clear()

@@ -1,4 +1,4 @@
-"""Collectives between GPUs by NCCL. The work is done in csrc/transport/nccl_group.h.
+"""Collectives between GPUs by NCCL. The work is done in csrc/transport/nccl/group.h.
 
 NCCL is not a dependency. When it is first needed, pycomm looks for the copy that PyTorch has loaded, then in the
 packages ``nvidia-nccl-cu12`` / ``nvidia-nccl-cu13``, then in the system. ``PYCOMM_NCCL_LIBRARY`` names another one.
@@ -23,6 +23,10 @@ import pycomm._native as _native
 from pycomm.errors import CommError
 
 ALGORITHMS = ("native", "ring")
+if hasattr(_native, "NcclGroup"):
+    # Or communicators on one GPU, PyTorch's too, could wait for each other. NCCL reads it at its first operation.
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+
 _SHARED_GPU_VERSION = (2, 30)
 _SHARED_GPU_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 
@@ -56,13 +60,14 @@ class NcclTransport:
         share: all-gather of bytes over the CPU; returns those of all ranks, in rank order.
         algorithm: "native", which leaves the choice to NCCL, or "ring", for which ``NCCL_ALGO=Ring`` is set in the
             environment while this communicator is made. (NCCL reads the environment of the process: see
-            csrc/transport/nccl_init.h.)
+            csrc/transport/nccl/init.h.)
         timeout: limit for creating the communicator, in seconds.
+        streams: streams of ``device`` for which it is made, none of which may be captured into a CUDA graph now.
 
     Raises:
         ValueError: on every rank: the ranks' algorithms or versions of NCCL differ, or ranks share a GPU although NCCL
             does not support it.
-        RuntimeError: on every rank: some rank has no usable NCCL.
+        RuntimeError: on every rank: some rank has no usable NCCL, or captures one of its ``streams``.
         CommError: NCCL failed on some rank, or a rank did not arrive in time. If raised by an operation later, the
             communicator is unusable, and the results of operations since the failure are invalid.
     """
@@ -77,12 +82,13 @@ class NcclTransport:
         share: Callable[[bytes], list[bytes]],
         algorithm: str = "native",
         timeout: float = 600.0,
+        streams: Sequence[int] = (),
     ) -> None:
         self.rank = rank
         self.size = size
         self.device = device
         paths = candidate_paths()
-        plans = _exchange(share, _plan_of(paths, device, algorithm))
+        plans = _exchange(share, _plan_of(paths, device, algorithm, streams))
         _require_agreement(plans)
         unique_id = _make_unique_id(paths, rank, share)
         outcome: dict[str, str | None] = {"problem": None}
@@ -135,7 +141,7 @@ class NcclTransport:
         self._group.close("it was closed")
 
 
-def _plan_of(paths: Sequence[str], device: int, algorithm: str) -> dict[str, Any]:
+def _plan_of(paths: Sequence[str], device: int, algorithm: str, streams: Sequence[int]) -> dict[str, Any]:
     """Return what the other ranks must know of this one; ``problem`` is the reason why it cannot take part, if any."""
     plan: dict[str, Any] = {"problem": None, "kind": "RuntimeError", "version": None, "algorithm": algorithm}
     if algorithm not in ALGORITHMS:
@@ -154,6 +160,8 @@ def _plan_of(paths: Sequence[str], device: int, algorithm: str) -> dict[str, Any
     try:
         plan["version"], plan["path"] = _native.nccl_library(list(paths))
         plan["gpu"] = _identity_of(device)
+        what = f"the first operation of algorithm {algorithm!r} on GPU {device}"
+        _native.require_no_capture(device, streams, what, "its communicator is not made yet")
     except Exception as error:  # of any kind: the other ranks must be told
         plan["problem"] = str(error)
     plan["may_share_gpu"] = os.environ.get(_SHARED_GPU_VARIABLE) == "1"

@@ -75,7 +75,10 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     emulator = ROOT / "tests" / "emulator"
     sources = [
         *(KERNELS / f"{name}.cu" for name in KERNELS_CHECKED),
-        *(emulator / name for name in ("emulator.cpp", "device/runtime.cpp", "check_kernels.cpp")),
+        *(
+            emulator / name
+            for name in ("emulator.cpp", "device/runtime.cpp", "device/capture.cpp", "check_kernels.cpp")
+        ),
     ]
     with ThreadPoolExecutor(2) as pool:
         compiled = pool.map(lambda source: compile_object(source, where / f"{source.stem}.o"), sources)

@@ -18,6 +18,7 @@ from torch import nn
 import pycomm
 from pycomm.channel import Channel
 from pycomm.communicator import Communicator
+from pycomm.reducer.progress import HostCopy
 from tests.on_ranks import on_ranks
 from tests.reducer.attaching import attached, own_state
 from tests.reducer.models import loss_of, make_model
@@ -181,6 +182,29 @@ def test_same_results_without_a_look_at_the_host(method: str, dtype: torch.dtype
 @on_ranks(2)
 def test_weights_and_clipping(method: str, options: dict[str, Any]) -> None:
     compare(METHODS[method], torch.float32, options)
+
+
+def refuse_copies(*_: object) -> None:
+    raise AssertionError("the host waited for a GPU, or recorded an event that never happens")
+
+
+@pytest.mark.parametrize("method", ["none", "topk"])
+@on_ranks(2)
+def test_a_step_that_is_captured(method: str) -> None:
+    """The host neither waits for what earlier steps left, nor leaves anything for later ones."""
+    rank, model = torch.distributed.get_rank(), make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pretended_gpu(), attached(optimizer, model, compression=METHODS[method], bucket_mb=0.002):
+        for step in range(8):
+            optimizer.zero_grad()
+            with pytest.MonkeyPatch.context() as context:
+                if step in (4, 5, 6):
+                    context.setattr(HostCopy, "impossible", staticmethod(lambda: True))
+                    context.setattr(HostCopy, "put", refuse_copies)
+                    context.setattr(HostCopy, "get", refuse_copies)
+                loss_of(model, rank, step).backward()
+            if step != 5:  # a graph of backward alone
+                optimizer.step()
 
 
 @on_ranks(2)

@@ -1,13 +1,17 @@
 // A stand-in for NCCL on host memory, for ranks that are threads of one process, with switches to make it fail.
 //
-// It has NCCL's own binary interface (see csrc/transport/nccl/library.h) and computes what NCCL computes. A call
-// returns ncclInProgress, and the communicator stays in that state until all ranks have made the matching call: as if
-// the results had to be there for an operation to be under way. Using a communicator after its end, or while something
-// is in progress, is counted as misuse, which the tests want to be none.
+// It has NCCL's own binary interface (see csrc/transport/nccl/library.h) and computes what NCCL computes. A call waits
+// until all ranks have made the matching call: as if the results had to be there for an operation to be under way. With
+// blocking = 0 it returns ncclInProgress instead, and the communicator stays in that state. ncclCommAbort ends waits;
+// inside a group, as in NCCL from 2.22 on, the communicator itself lives until the group ends. Using a communicator
+// after its end, while something is in progress or from two threads, and ending one that a thread is inside of, are
+// counted as misuse, which the tests want to be none.
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -19,7 +23,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/half.h"
+#include "fake_sums.h"
 
 #ifndef FAKE_VERSION
 #define FAKE_VERSION 23003
@@ -28,10 +32,7 @@
 
 namespace {
 
-using pycomm::BF16;
-using pycomm::F16;
-
-enum Result { kSuccess = 0, kInvalidArgument = 4, kInvalidUsage = 5, kInProgress = 7 };
+enum Result { kSuccess = 0, kInternalError = 3, kInvalidArgument = 4, kInvalidUsage = 5, kInProgress = 7 };
 enum class Kind { kAllReduce, kReduceScatter, kAllGather, kBroadcast, kSend, kRecv };
 
 struct Call {
@@ -57,7 +58,8 @@ struct World {
 struct FakeComm {
     World* world = nullptr;
     int rank = 0;
-    bool ready = false, ended = false;
+    bool blocking = true, ready = false, aborting = false, ended = false;
+    int inside = 0;  // threads that wait in a call
     int polls_left = 0;
     size_t num_rounds = 0;
     std::vector<std::shared_ptr<bool>> undone;
@@ -80,86 +82,26 @@ struct Switches {
     bool never_ready = false;
     int async_error = 0;
     int slow_abort_ms = 0;
+    bool graph_lives = false;  // then nothing is finalized
+    bool deaf = false;         // waits go on after an abort
 };
 
 std::mutex guard;
+std::condition_variable changed;  // something that a call may wait for
 Switches switches;
 std::map<std::array<char, 128>, World> worlds;
 std::vector<std::unique_ptr<FakeComm>> comms;  // never freed, so that their misuse shows
-std::string calls_made, algorithms_seen;
-int aborts = 0, destroys = 0, misuses = 0, ids = 0;
-thread_local int group_depth = 0;
+std::string calls_made, algorithms_seen, modes_seen;
+int aborts = 0, destroys = 0, misuses = 0, ids = 0, last_thread = 0;
+thread_local int group_depth = 0, group_error = kSuccess;
 thread_local std::vector<std::pair<FakeComm*, Call>> grouped;
+thread_local std::vector<FakeComm*> grouped_aborts;
 
 int enter(const char* function, const FakeComm* comm) {
     calls_made += std::string(calls_made.empty() ? "" : " ") + function;
     if (comm != nullptr && comm->ended) ++misuses;
     auto at = switches.failures.find(function);
     return at == switches.failures.end() ? kSuccess : at->second;
-}
-
-size_t size_of(int dtype) {
-    constexpr size_t kSizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
-    return kSizes[dtype];
-}
-
-template <class T>
-double widen(T x) {
-    return static_cast<double>(x);
-}
-double widen(F16 x) { return pycomm::to_float(x); }
-double widen(BF16 x) { return pycomm::to_float(x); }
-template <class T>
-T narrow(double x) {
-    return static_cast<T>(x);
-}
-template <>
-F16 narrow(double x) {
-    return pycomm::to_f16(static_cast<float>(x));
-}
-template <>
-BF16 narrow(double x) {
-    return pycomm::to_bf16(static_cast<float>(x));
-}
-
-// The reduction of elements [begin, begin + count) of all inputs. In double: the tests' values are small integers.
-template <class T>
-std::vector<char> reduced_as(const std::vector<const void*>& inputs, size_t begin, size_t count, int op) {
-    std::vector<char> bytes(count * sizeof(T));
-    auto out = reinterpret_cast<T*>(bytes.data());
-    for (size_t i = 0; i < count; ++i) {
-        double value = 0;
-        for (size_t p = 0; p < inputs.size(); ++p) {
-            double x = widen(static_cast<const T*>(inputs[p])[begin + i]);
-            if (p == 0)
-                value = x;
-            else
-                value = op == 2 ? std::max(value, x) : op == 3 ? std::min(value, x) : value + x;
-        }
-        out[i] = narrow<T>(op == 4 ? value / static_cast<double>(inputs.size()) : value);
-    }
-    return bytes;
-}
-
-std::vector<char> reduced(const std::vector<const void*>& inputs, size_t begin, size_t count, int dtype, int op) {
-    switch (dtype) {
-        case 0:
-            return reduced_as<int8_t>(inputs, begin, count, op);
-        case 1:
-            return reduced_as<uint8_t>(inputs, begin, count, op);
-        case 2:
-            return reduced_as<int32_t>(inputs, begin, count, op);
-        case 4:
-            return reduced_as<int64_t>(inputs, begin, count, op);
-        case 6:
-            return reduced_as<F16>(inputs, begin, count, op);
-        case 7:
-            return reduced_as<float>(inputs, begin, count, op);
-        case 8:
-            return reduced_as<double>(inputs, begin, count, op);
-        default:
-            return reduced_as<BF16>(inputs, begin, count, op);
-    }
 }
 
 // All of a round's inputs are read before anything is written: a rank's output may be its input.
@@ -225,17 +167,34 @@ int state_of(FakeComm* comm) {
         const char* algorithm = getenv("NCCL_ALGO");
         algorithms_seen += std::string(algorithms_seen.empty() ? "" : " ") + (algorithm ? algorithm : "-");
         comm->ready = true;
+        changed.notify_all();
     }
     std::erase_if(comm->undone, [](const auto& done) { return *done; });
     if (!comm->undone.empty() || comm->polls_left-- > 0) return kInProgress;
     return kSuccess;
 }
 
+// What a call returns once it has done its part.
+int result_of(std::unique_lock<std::mutex>& lock, FakeComm* comm) {
+    changed.notify_all();
+    int state = state_of(comm);
+    if (!comm->blocking) return state;
+    ++comm->inside;
+    while (state == kInProgress && (!comm->aborting || switches.deaf)) {
+        changed.wait_for(lock, std::chrono::milliseconds(1));  // the switches change things too
+        state = state_of(comm);
+    }
+    --comm->inside;
+    changed.notify_all();
+    return state == kInProgress ? kInternalError : state;
+}
+
 int collective(const char* function, void* handle, const Call& call) {
-    std::lock_guard lock(guard);
+    std::unique_lock lock(guard);
+    last_thread = gettid();
     auto comm = static_cast<FakeComm*>(handle);
-    if (int failure = enter(function, comm); failure != kSuccess) return failure;
-    if (comm->ended || !comm->ready || !comm->undone.empty()) {
+    if (int failure = enter(function, comm); failure != kSuccess) return group_error = failure;
+    if (comm->ended || !comm->ready || comm->inside > 0 || (!comm->blocking && !comm->undone.empty())) {
         ++misuses;
         return kInvalidArgument;
     }
@@ -244,17 +203,13 @@ int collective(const char* function, void* handle, const Call& call) {
         return kSuccess;
     }
     submit(comm, call);
-    return state_of(comm);
+    return result_of(lock, comm);
 }
 
-int end(const char* function, void* handle, int& counter) {
-    std::lock_guard lock(guard);
-    auto comm = static_cast<FakeComm*>(handle);
-    int failure = enter(function, comm);
-    if (group_depth > 0) ++misuses;  // it would only be collected
+void end(FakeComm* comm, int& counter) {
+    if (comm->ended || comm->inside > 0) ++misuses;
     comm->ended = true;
     ++counter;
-    return failure;
 }
 
 }  // namespace
@@ -271,10 +226,11 @@ EXPORT int ncclGetUniqueId(UniqueId* id) {
     return enter("ncclGetUniqueId", nullptr);
 }
 EXPORT int ncclCommInitRankConfig(void** handle, int size, UniqueId id, int rank, const Config* config) {
-    std::lock_guard lock(guard);
+    std::unique_lock lock(guard);
     if (int failure = enter("ncclCommInitRankConfig", nullptr); failure != kSuccess) return failure;
     bool understood = config->size == 24 && config->magic == 0xcafebeef && config->version == 21400;
-    if (!understood || config->blocking != 0 || rank < 0 || rank >= size) return kInvalidArgument;
+    if (!understood || rank < 0 || rank >= size) return kInvalidArgument;
+    modes_seen += std::string(modes_seen.empty() ? "" : " ") + (config->blocking != 0 ? "blocking" : "polled");
     World& world = worlds[id.bytes];
     world.size = size;
     ++world.joined;
@@ -282,25 +238,35 @@ EXPORT int ncclCommInitRankConfig(void** handle, int size, UniqueId id, int rank
     comms.back()->world = &world;
     comms.back()->rank = rank;
     comms.back()->polls_left = switches.polls;
-    *handle = comms.back().get();
-    return state_of(comms.back().get());
+    const char* overruled = getenv("NCCL_COMM_BLOCKING");
+    comms.back()->blocking = overruled != nullptr ? *overruled != '0' : config->blocking != 0;
+    __atomic_store_n(handle, comms.back().get(), __ATOMIC_SEQ_CST);  // others look, to abort
+    return result_of(lock, comms.back().get());
 }
 EXPORT int ncclCommGetAsyncError(void* handle, int* state) {
     std::lock_guard lock(guard);
     auto comm = static_cast<FakeComm*>(handle);
     if (comm->ended) ++misuses;
-    *state = state_of(comm);
+    *state = comm->blocking ? switches.async_error : state_of(comm);
     auto at = switches.failures.find("ncclCommGetAsyncError");
     return at == switches.failures.end() ? kSuccess : at->second;
 }
 EXPORT int ncclCommFinalize(void* handle) {
-    std::lock_guard lock(guard);
+    std::unique_lock lock(guard);
     auto comm = static_cast<FakeComm*>(handle);
     if (int failure = enter("ncclCommFinalize", comm); failure != kSuccess) return failure;
+    while (switches.graph_lives) changed.wait_for(lock, std::chrono::milliseconds(1));
     comm->polls_left = switches.polls;
-    return state_of(comm);
+    return result_of(lock, comm);
 }
-EXPORT int ncclCommDestroy(void* handle) { return end("ncclCommDestroy", handle, destroys); }
+EXPORT int ncclCommDestroy(void* handle) {
+    std::lock_guard lock(guard);
+    auto comm = static_cast<FakeComm*>(handle);
+    int failure = enter("ncclCommDestroy", comm);
+    if (group_depth > 0) ++misuses;  // it would only be collected
+    end(comm, destroys);
+    return failure;
+}
 EXPORT int ncclCommAbort(void* handle) {
     int milliseconds = 0;
     {
@@ -308,7 +274,17 @@ EXPORT int ncclCommAbort(void* handle) {
         milliseconds = switches.slow_abort_ms;
     }
     usleep(static_cast<useconds_t>(milliseconds) * 1000);
-    return end("ncclCommAbort", handle, aborts);
+    std::lock_guard lock(guard);
+    auto comm = static_cast<FakeComm*>(handle);
+    int failure = enter("ncclCommAbort", comm);
+    comm->aborting = true;
+    changed.notify_all();
+    if (group_depth > 0) {
+        grouped_aborts.push_back(comm);
+    } else {
+        end(comm, aborts);
+    }
+    return failure;
 }
 EXPORT const char* ncclGetErrorString(int result) { return result == 0 ? "no error" : "what this code means"; }
 EXPORT const char* ncclGetLastError(void*) { return "what NCCL wrote down last\n"; }
@@ -337,16 +313,19 @@ EXPORT int ncclGroupStart() {
     std::lock_guard lock(guard);
     int failure = enter("ncclGroupStart", nullptr);
     if (failure == kSuccess) ++group_depth;
+    group_error = kSuccess;
     return failure;
 }
 EXPORT int ncclGroupEnd() {
-    std::lock_guard lock(guard);
+    std::unique_lock lock(guard);
     --group_depth;
+    for (FakeComm* comm : std::exchange(grouped_aborts, {})) end(comm, aborts);
     int failure = enter("ncclGroupEnd", nullptr);
     auto calls = std::exchange(grouped, {});
+    if (int earlier = std::exchange(group_error, kSuccess); earlier != kSuccess) return earlier;  // none of it happens
     if (failure != kSuccess) return failure;
     for (auto& [comm, call] : calls) submit(comm, call);
-    return calls.empty() ? kSuccess : kInProgress;
+    return calls.empty() ? kSuccess : result_of(lock, calls.front().first);
 }
 
 // The switches. Everything is as in the beginning after fake_reset(); communicators that exist go on.
@@ -355,6 +334,7 @@ EXPORT void fake_reset() {
     switches = {};
     calls_made.clear();
     algorithms_seen.clear();
+    modes_seen.clear();
     aborts = destroys = misuses = 0;
 }
 EXPORT void fake_version(int version) {
@@ -381,6 +361,19 @@ EXPORT void fake_slow_abort(int milliseconds) {
     std::lock_guard lock(guard);
     switches.slow_abort_ms = milliseconds;
 }
+EXPORT void fake_graph_lives(int on) {
+    std::lock_guard lock(guard);
+    switches.graph_lives = on != 0;
+}
+EXPORT void fake_deaf(int on) {
+    std::lock_guard lock(guard);
+    switches.deaf = on != 0;
+}
+// The thread that an operation was last called on.
+EXPORT int fake_last_thread() {
+    std::lock_guard lock(guard);
+    return last_thread;
+}
 EXPORT int fake_aborts() {
     std::lock_guard lock(guard);
     return aborts;
@@ -395,4 +388,6 @@ EXPORT int fake_misuses() {
 }
 // Blank-separated; what getenv("NCCL_ALGO") was when a communicator became ready, "-" for unset.
 EXPORT const char* fake_algorithms() { return algorithms_seen.c_str(); }
+// Blank-separated: "blocking" or "polled", what each communicator was made to be.
+EXPORT const char* fake_modes() { return modes_seen.c_str(); }
 EXPORT const char* fake_calls() { return calls_made.c_str(); }

@@ -45,6 +45,7 @@ class Fake:
         self._library = ctypes.CDLL(str(path))
         self._library.fake_algorithms.restype = ctypes.c_char_p
         self._library.fake_calls.restype = ctypes.c_char_p
+        self._library.fake_modes.restype = ctypes.c_char_p
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._library, f"fake_{name}")
@@ -89,6 +90,14 @@ def on_ranks(size: int, function: Callable[[int], Any], timeout: float = 60.0) -
         thread.join(max(0.0, deadline - time.monotonic()))
         assert not thread.is_alive(), "a rank hangs"
     return outcomes
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    """Wait until ``holds()``, which a watchdog's thread brings about."""
+    deadline = time.monotonic() + 10
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert holds()
 
 
 def run_ranks(size: int, function: Callable[[int], Any]) -> list[Any]:

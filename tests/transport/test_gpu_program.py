@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pycomm import schedule
+from pycomm import kernels, schedule
 from pycomm.execute.gpu_program import GpuProgram
 from pycomm.schedule.program import program_of
 from tests.transport.nccl_ranks import NOW, Fake, requires_emulator, run_ranks
@@ -37,7 +37,7 @@ def test_every_algorithm(fake: Fake, size: int, monkeypatch: pytest.MonkeyPatch)
         program = program_of(schedule.by_name(name, size), rank)
 
         def run(x: torch.Tensor, op: str) -> None:
-            GpuProgram(program, place(x, rank), op).run(members[rank], 0, NOW["timeout"])
+            GpuProgram(program, place(x, rank), op, kernels.Scratch()).run(members[rank], 0, NOW["timeout"])
 
         return results(rank, size, dtypes, run, largest=1000)
 
@@ -52,7 +52,7 @@ def test_arguments(fake: Fake) -> None:
 
     def refused(error: type[Exception], says: str, x: Any, op: str = "sum") -> None:
         with pytest.raises(error, match=says):
-            GpuProgram(program, x, op)
+            GpuProgram(program, x, op, kernels.Scratch())
 
     refused(ValueError, "op is 'product', wanted one of sum", place(torch.ones(4), 0), "product")
     refused(
@@ -70,7 +70,8 @@ def test_a_part_of_an_array(fake: Fake) -> None:
         whole = torch.full((3, 100), -1.0)
         whole[1] = contribution(rank, 100, torch.float32)
         program = program_of(schedule.halving_doubling(2), rank)
-        GpuProgram(program, place(whole[1], rank), "sum").run(members[rank], 0, NOW["timeout"])
+        program_on = GpuProgram(program, place(whole[1], rank), "sum", kernels.Scratch())
+        program_on.run(members[rank], 0, NOW["timeout"])
         assert (whole[0] == -1).all()
         assert (whole[2] == -1).all()
         return digest(whole[1])

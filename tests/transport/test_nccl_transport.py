@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -196,3 +198,42 @@ def test_version_for_bug_reports(fake: Fake, monkeypatch: pytest.MonkeyPatch) ->
     assert version[0] == "2.30.3"
     monkeypatch.setenv("PYCOMM_NCCL_LIBRARY", "/nowhere/libnccl.so.2")
     assert nccl.nccl_version() is None
+
+
+def test_one_rank_in_a_capture(fake: Fake) -> None:
+    """Every rank hears of it; the capture goes on, and so do the ranks."""
+    from tests.emulator.graphs import VALID, capture
+
+    table = Table(2)
+
+    def create(rank: int) -> NcclTransport:
+        streams = [9] if rank == 0 else [7]
+        return NcclTransport(rank, 2, rank, lambda mine: table.share(rank, mine), timeout=20.0, streams=streams)
+
+    with capture(stream=9) as graph:
+        outcomes = on_ranks(2, create)
+    assert graph.state == VALID
+    for outcome in outcomes:
+        assert isinstance(outcome, RuntimeError)
+        assert "rank 0 cannot use NCCL: the first operation of algorithm 'native' on GPU 0: the str" in str(outcome)
+        assert "warm up" in str(outcome)
+    for member in on_ranks(2, create):
+        member.close()
+
+
+ORDER = """
+import ctypes, pycomm
+getenv = ctypes.CDLL(None).getenv
+getenv.restype = ctypes.c_char_p
+print(getenv(b"NCCL_LAUNCH_ORDER_IMPLICIT").decode())
+"""
+
+
+@pytest.mark.parametrize(("given", "wanted"), [(None, "1"), ("0", "0")])
+def test_communicators_on_one_gpu_keep_the_order_of_the_calls(given: str | None, wanted: str) -> None:
+    """Unless the user has it otherwise."""
+    environment = {k: v for k, v in os.environ.items() if k != "NCCL_LAUNCH_ORDER_IMPLICIT"}
+    if given is not None:
+        environment["NCCL_LAUNCH_ORDER_IMPLICIT"] = given
+    output = subprocess.check_output([sys.executable, "-c", ORDER], env=environment, text=True, timeout=100)
+    assert output.strip() == wanted

@@ -27,7 +27,10 @@ std::string text_of(Mistake mistake, uint64_t found, long long limit) {
 }  // namespace
 
 Fault* fault() {
-    static Fault* const one = static_cast<Fault*>(device::allocate_mapped(sizeof(Fault)));
+    static Fault* const one = [] {
+        device::RelaxedCapture relaxed;
+        return static_cast<Fault*>(device::allocate_mapped(sizeof(Fault)));
+    }();
     return one;
 }
 

@@ -15,16 +15,25 @@ namespace {
 
 constexpr double kWatchSeconds = 50e-3;
 constexpr double kSignalSeconds = 20e-3;
-constexpr double kGraceSeconds = 1.0;  // for operations that are on the device when the group is closed
+constexpr double kGraceSeconds = 1.0;   // for operations that are on the device when the group is closed
+constexpr double kGraphPatience = 0.5;  // NCCL keeps a communicator until the CUDA graphs that hold it are gone
 
 std::chrono::duration<double> seconds(double count) { return std::chrono::duration<double>(count); }
+
+void issue_and_leave(nccl::Session& session, const std::vector<nccl::Operation>& operations, nccl::Outcome& outcome) {
+    try {
+        outcome = nccl::issue(session, operations);
+    } catch (const DeviceError&) {  // the outcome says so already
+    }
+    session.leave();  // whoever waits for that reads the outcome
+}
 
 }  // namespace
 
 NcclGroup::NcclGroup(const nccl::Library& library, const nccl::Creation& wanted)
-    : library_(library), wanted_(wanted), pid_(getpid()), watch_(new Watch), comm_(nullptr) {
+    : library_(library), wanted_(wanted), pid_(getpid()), watch_(new Watch) {
     try {
-        comm_ = nccl::create(library, wanted);
+        session_ = nccl::create(library, wanted);
     } catch (...) {
         delete watch_;
         throw;
@@ -113,70 +122,101 @@ void NcclGroup::submit(const nccl::Operation& operation, double timeout) {
 
 // Gives NCCL what is queued.
 void NcclGroup::launch(const std::string& name, double timeout) {
-    double started = monotonic_seconds();
+    Call call{name, monotonic_seconds(), timeout};
     device::Guard guard(device());
     std::erase_if(queued_,
                   [](const nccl::Operation& operation) { return operation.count == 0; });  // on every rank alike
-    const char* function = nullptr;
-    nccl::Result result = nccl::kSuccess;
-    try {
-        std::lock_guard lock(watch_->mutex);
-        require_usable(name);
-        if (queued_.empty()) return;
-        start_watchdog();
-        provide_event();
-        busy_ = true;
-        result = nccl::issue(library_, comm_, queued_, &function);
-    } catch (const DeviceError& error) {
-        fail(name, started, error.what());
+    bool like_earlier = std::all_of(queued_.begin(), queued_.end(), [this](const nccl::Operation& operation) {
+        return keys_.count(nccl::key_of(operation)) != 0;
+    });
+    call.is_captured = or_fail(call, [&] { return !queued_.empty() && device::is_capturing(queued_.front().stream); });
+    if (call.is_captured && !like_earlier) {
+        throw device::warm_up_wanted(name, "NCCL has not yet connected for such an operation");
     }
-    await(result, function, name, started, timeout);
-    track(name, queued_.front().stream, started, timeout);
+    std::shared_ptr<nccl::Session> session = or_fail(call, [&] { return begin(call); });
+    if (!session) return;
+    nccl::Outcome outcome;
+    if (like_earlier) {
+        issue_and_leave(*session, queued_, outcome);
+    } else {
+        outcome = issue_apart(session, call);
+    }
+    require_success(outcome, call);
+    for (const nccl::Operation& operation : queued_) keys_.insert(nccl::key_of(operation));
+    or_fail(call, [&] { track(call, queued_.front().stream); });
 }
 
-// Until NCCL has got under way what it was given. Only then may an event be recorded behind it.
-void NcclGroup::await(nccl::Result result, const char* function, const std::string& name, double started,
-                      double timeout) {
-    double asked_for_signals = started;
-    while (result == nccl::kInProgress) {
-        double now = monotonic_seconds();
-        if (now - started > timeout) {
-            fail(name, started, "timed out: NCCL could not get it under way, a rank is missing or does something else");
-        }
-        if (now - asked_for_signals > kSignalSeconds) {
-            try {
-                wanted_.check_signals();
-            } catch (...) {
-                break_for_good(failure_of(name, started, "interrupted"));
-                throw;
-            }
-            asked_for_signals = now;
-        }
-        nccl::pause_between_looks(now - started);
-        std::lock_guard lock(watch_->mutex);
-        require_usable(name);
-        nccl::Result asking = library_.comm_get_async_error(comm_, &result);
-        if (asking != nccl::kSuccess) result = asking;
+template <class Work>
+auto NcclGroup::or_fail(const Call& call, Work work) -> decltype(work()) {
+    try {
+        return work();
+    } catch (const DeviceError& error) {
+        fail(call.name, call.started, error.what());
     }
-    if (result == nccl::kSuccess) return;
-    std::string what = library_.describe(result, nullptr);
-    fail(name, started, "NCCL " + library_.version() + " failed: " + function + ": " + what);
+}
+
+// Null if there is nothing to do.
+std::shared_ptr<nccl::Session> NcclGroup::begin(const Call& call) {
+    std::shared_ptr<nccl::Session> session;
+    bool idle = false;
+    {
+        std::lock_guard lock(watch_->mutex);
+        require_usable(call.name);
+        if (queued_.empty()) return nullptr;
+        start_watchdog();
+        if (!call.is_captured) provide_event();
+        inside_ = call;
+        session = session_;
+        session->enter();
+        idle = watch_->idle;
+    }
+    if (idle) watch_->wake.notify_all();
+    return session;
+}
+
+nccl::Outcome NcclGroup::issue_apart(const std::shared_ptr<nccl::Session>& session, const Call& call) {
+    auto outcome = std::make_shared<nccl::Outcome>();
+    if (!nccl::run_apart(
+            [session, outcome, operations = queued_] { issue_and_leave(*session, operations, *outcome); })) {
+        session->leave();
+        fail(call.name, call.started, "no thread could be started");
+    }
+    while (!session->await_exit(kSignalSeconds)) {
+        try {
+            wanted_.check_signals();
+        } catch (...) {
+            break_for_good(failure_of(call.name, call.started, "interrupted"));
+            throw;
+        }
+        std::lock_guard lock(watch_->mutex);
+        require_usable(call.name);  // the watchdog ends what takes too long
+    }
+    return *outcome;
+}
+
+void NcclGroup::require_success(const nccl::Outcome& outcome, const Call& call) {
+    {
+        std::lock_guard lock(watch_->mutex);
+        inside_.reset();
+        require_usable(call.name);  // aborted by another thread: what NCCL says then is but the consequence
+    }
+    if (outcome.result == nccl::kSuccess) return;
+    std::string what = library_.describe(outcome.result, nullptr);
+    fail(call.name, call.started, "NCCL " + library_.version() + " failed: " + outcome.function + ": " + what);
 }
 
 // From here on the watchdog looks after the operation.
-void NcclGroup::track(const std::string& name, Stream stream, double started, double timeout) {
-    try {
-        std::lock_guard lock(watch_->mutex);
-        require_usable(name);
-        Event event = free_.back();
-        device::record(event, stream);
-        pending_.push_back({event, name, started, timeout});
-        free_.pop_back();
-        busy_ = false;
-    } catch (const DeviceError& error) {
-        fail(name, started, error.what());
+void NcclGroup::track(Call call, Stream stream) {
+    std::lock_guard lock(watch_->mutex);
+    require_usable(call.name);
+    if (call.is_captured) {
+        has_captured_ = true;
+        return;
     }
-    watch_->wake.notify_all();
+    call.event = free_.back();
+    device::record(call.event, stream);
+    free_.pop_back();
+    pending_.push_back(std::move(call));
 }
 
 void NcclGroup::start_watchdog() {
@@ -193,8 +233,10 @@ void NcclGroup::watch() {
     device::Guard guard(device());  // or the looks at events would make a context on the first GPU
     std::unique_lock lock(watch_->mutex);
     while (!watch_->stopping) {
-        if (pending_.empty()) {
+        if (pending_.empty() && !inside_) {
+            watch_->idle = true;
             watch_->wake.wait(lock);
+            watch_->idle = false;
             continue;
         }
         watch_->wake.wait_for(lock, seconds(kWatchSeconds), [this] { return watch_->stopping; });
@@ -229,8 +271,9 @@ void NcclGroup::require_usable(const std::string& name) const {
 }
 
 void NcclGroup::retire() {
+    device::RelaxedCapture relaxed;
     // Streams differ, so operations need not end in the order in which they began.
-    std::erase_if(pending_, [this](const Pending& pending) {
+    std::erase_if(pending_, [this](const Call& pending) {
         if (!device::has_happened(pending.event)) return false;
         free_.push_back(pending.event);
         return true;
@@ -240,6 +283,7 @@ void NcclGroup::retire() {
 // Sees to it that free_ has one. A caller in a hurry enqueues thousands of operations between two looks of the
 // watchdog, so what has happened at the front is taken first.
 void NcclGroup::provide_event() {
+    device::RelaxedCapture relaxed;
     while (!pending_.empty() && device::has_happened(pending_.front().event)) {
         free_.push_back(pending_.front().event);
         pending_.pop_front();
@@ -249,24 +293,27 @@ void NcclGroup::provide_event() {
 }
 
 std::optional<CommFailure> NcclGroup::inspect() {
-    if (comm_ == nullptr) return std::nullopt;
+    if (!session_) return std::nullopt;
     double now = monotonic_seconds();
-    std::string oldest = pending_.empty() ? "check" : pending_.front().name;
-    double since = pending_.empty() ? now : pending_.front().started;
+    const Call* oldest = !pending_.empty() ? &pending_.front() : inside_ ? &*inside_ : nullptr;
+    std::string name = oldest != nullptr ? oldest->name : "check";
+    double since = oldest != nullptr ? oldest->started : now;
     try {
-        nccl::Result state = nccl::kSuccess;
-        nccl::Result asking = library_.comm_get_async_error(comm_, &state);
-        if (asking != nccl::kSuccess) state = asking;
-        if (state != nccl::kSuccess && state != nccl::kInProgress) {  // in progress: await() looks after that
-            return failure_of(oldest, since, "NCCL reported " + library_.describe(state, nullptr));
+        nccl::Result state = session_->state();
+        if (state != nccl::kSuccess && state != nccl::kInProgress) {
+            return failure_of(name, since, "NCCL reported " + library_.describe(state, nullptr));
         }
         retire();
-        for (const Pending& pending : pending_) {
+        for (const Call& pending : pending_) {
             if (now - pending.started <= pending.timeout) continue;
             return failure_of(pending.name, pending.started, "timed out on the device");
         }
+        if (inside_ && now - inside_->started > inside_->timeout) {
+            return failure_of(inside_->name, inside_->started,
+                              "timed out: NCCL could not get it under way, a rank is missing or does something else");
+        }
     } catch (const std::exception& error) {  // the device's own failure: an illegal access of some kernel, say
-        return failure_of(oldest, since, error.what());
+        return failure_of(name, since, error.what());
     }
     return std::nullopt;
 }
@@ -280,14 +327,15 @@ CommFailure NcclGroup::failure_of(const std::string& name, double started, const
 }
 
 void NcclGroup::break_for_good(const CommFailure& failure) {
-    nccl::Comm comm = nullptr;
+    std::shared_ptr<nccl::Session> session;
     {
         std::lock_guard lock(watch_->mutex);
         if (!failure_) failure_.emplace(failure);  // the first one is the one to tell
-        comm = std::exchange(comm_, nullptr);
+        session = std::exchange(session_, nullptr);
         pending_.clear();
+        inside_.reset();
     }
-    if (comm != nullptr) nccl::abort(library_, comm, device());
+    if (session) nccl::abort(session);
 }
 
 void NcclGroup::fail(const std::string& name, double started, const std::string& what) {
@@ -321,23 +369,25 @@ void NcclGroup::close(const std::string& why) {
         await_pending(kGraceSeconds);
     } catch (const DeviceError&) {  // what is pending now stays so, and is aborted
     }
-    nccl::Comm comm = nullptr;
+    std::shared_ptr<nccl::Session> session;
     bool orderly = false;
     {
         std::lock_guard lock(watch_->mutex);
-        comm = std::exchange(comm_, nullptr);
-        orderly = pending_.empty() && !busy_;
+        session = std::exchange(session_, nullptr);
+        orderly = pending_.empty() && !inside_;
         if (!orderly && !failure_) {
-            std::string name = pending_.empty() ? "close" : pending_.front().name;
-            double started = pending_.empty() ? monotonic_seconds() : pending_.front().started;
-            failure_.emplace(failure_of(name, started, "the communicator was closed (" + why + ") meanwhile"));
+            const Call& oldest = pending_.empty() ? *inside_ : pending_.front();
+            std::string what = "the communicator was closed (" + why + ") meanwhile";
+            failure_.emplace(failure_of(oldest.name, oldest.started, what));
         }
         pending_.clear();
+        inside_.reset();
         watch_->stopping = true;
     }
     watch_->wake.notify_all();
     if (watch_->thread.joinable()) watch_->thread.join();
-    if (comm != nullptr) orderly ? nccl::finish(library_, comm, device()) : nccl::abort(library_, comm, device());
+    double patience = has_captured_ ? kGraphPatience : nccl::kPatience;
+    if (session) orderly ? nccl::finish(session, patience) : nccl::abort(session, patience);
     for (Event event : std::exchange(events_, {})) device::destroy_event(event);
 }
 

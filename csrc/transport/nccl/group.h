@@ -1,26 +1,33 @@
 // Collectives between GPUs, by NCCL, on streams.
 //
-// An operation is enqueued on the caller's stream and the call returns. NCCL's communicator is one that does not block
-// (see init.h), so also getting an operation under way, for which NCCL may first connect to its peers, ends at the
-// timeout. Behind each operation an event is recorded. While events are outstanding, a thread (the watchdog) looks
-// every 50 ms whether NCCL reports an error, and whether an operation is older than its timeout.
+// An operation is enqueued on the caller's stream and the call returns. At the first operation of its kind NCCL
+// connects to its peers, for which it waits inside the call. So an operation unlike those before is given to NCCL in a
+// thread of its own, and the caller goes on when NCCL has it, or the timeout is over, or Ctrl-C is pressed; the others
+// are given to NCCL at once. Behind each operation an event is recorded. While events are outstanding, or a thread is
+// inside NCCL, the watchdog, a thread too, looks every 50 ms whether NCCL reports an error, and whether something is
+// older than its timeout.
 //
 // After any failure the group is broken for good: the communicator is aborted, once, which also ends what waits on the
-// device, and every later call throws the CommFailure that tells of the first failure. Data that operations wrote since
-// then is not valid, so a caller asks check() after it synchronised and before it believes its results.
+// device and inside NCCL, and every later call throws the CommFailure that tells of the first failure. Data that
+// operations wrote since then is not valid, so a caller asks check() after it synchronised and before it believes its
+// results.
+//
+// An operation on a stream that is captured into a CUDA graph becomes part of the graph. The watchdog doesn't look
+// after it: its event would never happen, and a graph may be launched at any time.
 //
 // Locks: order_ is held through an operation, until NCCL has it under way. The watch's mutex is held for moments, and
-// around every call into NCCL: whoever holds it and takes comm_ away knows that nobody is inside. It is not held while
-// NCCL aborts.
+// never while NCCL is given something or aborts. Whoever takes session_ away ends it.
 #pragma once
 
 #include <sys/types.h>
 
 #include <condition_variable>
+#include <cstdint>
 #include <deque>
-#include <functional>
+#include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -46,7 +53,8 @@ class NcclGroup {
     int device() const { return wanted_.device; }
 
     // Buffers lie on device() and stay there until the stream has come past the operation. timeout in seconds, from now
-    // until then. ReduceOp::kMean is for floating types. Means and sums of half types are rounded as NCCL does it.
+    // until then. ReduceOp::kMean is for floating types. Means and sums of half types are rounded as NCCL does it. A
+    // DeviceError when the stream is captured and no operation of the kind came before.
     void all_reduce(const Buffer& x, ReduceOp op, Stream stream, double timeout);  // in place
     // out: part rank() of the reduction of x; x.count == size() * out.count.
     void reduce_scatter(const Buffer& out, const Buffer& x, ReduceOp op, Stream stream, double timeout);
@@ -70,16 +78,21 @@ class NcclGroup {
     void close(const std::string& why);
 
    private:
-    struct Pending {
-        Event event;
+    struct Call {
         std::string name;
         double started, timeout;
+        bool is_captured = false;
+        Event event = nullptr;  // once NCCL has it, if it is not captured
     };
 
     void submit(const nccl::Operation& operation, double timeout);
     void launch(const std::string& name, double timeout);
-    void await(nccl::Result result, const char* function, const std::string& name, double started, double timeout);
-    void track(const std::string& name, Stream stream, double started, double timeout);
+    template <class Work>  // what `work` returns; a DeviceError breaks the group
+    auto or_fail(const Call& call, Work work) -> decltype(work());
+    std::shared_ptr<nccl::Session> begin(const Call& call);
+    nccl::Outcome issue_apart(const std::shared_ptr<nccl::Session>& session, const Call& call);
+    void require_success(const nccl::Outcome& outcome, const Call& call);
+    void track(Call call, Stream stream);
     void start_watchdog();
     void watch();
     void await_pending(double patience);
@@ -99,7 +112,7 @@ class NcclGroup {
         std::mutex mutex;
         std::condition_variable wake;
         std::thread thread;
-        bool stopping = false;
+        bool stopping = false, idle = false;
     };
 
     const nccl::Library& library_;
@@ -109,14 +122,16 @@ class NcclGroup {
     std::mutex order_;
     std::vector<nccl::Operation> queued_;
     bool group_is_open_ = false;
+    std::set<uint64_t> keys_;  // of operations that NCCL has done
 
     Watch* const watch_;
-    nccl::Comm comm_;  // null once it is being ended
+    std::shared_ptr<nccl::Session> session_;  // null once it is being ended
     std::optional<CommFailure> failure_;
-    std::deque<Pending> pending_;  // oldest first
-    std::vector<Event> events_;    // all there are
+    std::optional<Call> inside_;  // what NCCL is being given
+    std::deque<Call> pending_;    // on the device, oldest first
+    std::vector<Event> events_;   // all there are
     std::vector<Event> free_;
-    bool busy_ = false;  // NCCL is getting an operation under way
+    bool has_captured_ = false;
     bool closed_ = false;
     std::string why_closed_;
 };

@@ -1,18 +1,14 @@
 #include "transport/nccl/init.h"
 
-#include <sched.h>
 #include <stdlib.h>
-#include <unistd.h>
 
 #include <chrono>
 #include <condition_variable>
-#include <future>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
-#include <system_error>
-#include <thread>
 
 #include "base/error.h"
 #include "base/time.h"
@@ -23,10 +19,8 @@ namespace {
 
 constexpr const char* kOperation = "creating the NCCL communicator";
 constexpr const char* kVariable = "NCCL_ALGO";
-constexpr double kYieldSeconds = 200e-6;
-constexpr double kEagerSeconds = 10e-3;
+constexpr int kBlockingVersion = 22200;
 constexpr double kSliceSeconds = 20e-3;
-constexpr double kPatience = 10.0;  // with NCCL while it ends a communicator
 
 [[noreturn]] void fail(const Creation& wanted, double started, const std::string& what) {
     double elapsed = monotonic_seconds() - started;
@@ -83,98 +77,62 @@ class Turn {
     bool ring_;
 };
 
-// Until the communicator is made, or NCCL failed, or the time is over.
-Result await_ready(const Library& library, const Creation& wanted, Comm comm, double started) {
-    Result state = kInProgress;
-    double asked_for_signals = started;
-    while (true) {
-        Result result = library.comm_get_async_error(comm, &state);
-        if (result != kSuccess) return result;
-        if (state != kInProgress) return state;
-        double now = monotonic_seconds();
-        if (now - started > wanted.timeout) {
+// In a thread of its own, which goes on when create() has given up.
+struct Attempt {
+    Attempt(const Library& library, const Creation& wanted)
+        : rank(wanted.rank), size(wanted.size), id(wanted.id), session(library, wanted.device) {
+        config.blocking = library.version_code >= kBlockingVersion;
+    }
+    void make() {
+        try {
+            device::Guard guard(session.device());
+            result = session.library().comm_init_rank_config(session.place(), size, id, rank, &config);
+            result = session.settle(result);
+        } catch (...) {
+            failure = std::current_exception();
+        }
+        session.leave();
+    }
+
+    const int rank, size;
+    const UniqueId id;
+    Config config;
+    Session session;
+    Result result = kInProgress;
+    std::exception_ptr failure;
+};
+
+void await_made(Attempt& attempt, const Creation& wanted, double started) {
+    while (!attempt.session.await_exit(kSliceSeconds)) {
+        if (monotonic_seconds() - started > wanted.timeout) {
             fail(wanted, started, format("timed out waiting for all %d ranks", wanted.size));
         }
-        if (now - asked_for_signals > kSliceSeconds) {
-            wanted.check_signals();
-            asked_for_signals = now;
-        }
-        pause_between_looks(now - started);
+        wanted.check_signals();
     }
-}
-
-void run_bounded(const Library& library, Comm comm, int device, void (*end)(const Library&, Comm)) {
-    // The library stays loaded for ever, so a thread that is left behind finds it there.
-    auto work = [&library, comm, device, end] {
-        try {
-            device::Guard guard(device);
-            end(library, comm);
-        } catch (const std::exception&) {  // the device is gone; nothing of the communicator can be saved
-        }
-    };
-    auto done = std::make_shared<std::promise<void>>();
-    std::future<void> end_of_work = done->get_future();
-    try {
-        std::thread([work, done] {
-            work();
-            done->set_value();
-        }).detach();
-    } catch (const std::system_error&) {
-        return;  // no thread to be had: better a leak than a hang
-    }
-    end_of_work.wait_for(std::chrono::duration<double>(kPatience));
-}
-
-bool finalize(const Library& library, Comm comm) {
-    double started = monotonic_seconds();
-    Result state = library.comm_finalize(comm);
-    while (state == kInProgress) {
-        double waited = monotonic_seconds() - started;
-        if (waited > kPatience / 2) return false;
-        pause_between_looks(waited);
-        if (library.comm_get_async_error(comm, &state) != kSuccess) return false;
-    }
-    return state == kSuccess;
+    if (attempt.failure) std::rethrow_exception(attempt.failure);
+    if (attempt.result == kSuccess) return;
+    const Library& library = attempt.session.library();
+    fail(wanted, started,
+         "NCCL " + library.version() +
+             " failed: ncclCommInitRankConfig: " + library.describe(attempt.result, attempt.session.comm()));
 }
 
 }  // namespace
 
-void pause_between_looks(double waited) {
-    if (waited < kYieldSeconds) {
-        sched_yield();
-    } else {
-        usleep(waited < kEagerSeconds ? 50 : 1000);
-    }
-}
-
-Comm create(const Library& library, const Creation& wanted) {
+std::shared_ptr<Session> create(const Library& library, const Creation& wanted) {
     double started = monotonic_seconds();
     Turn turn(wanted, started);
-    device::Guard guard(wanted.device);
-    Config config;
-    Comm comm = nullptr;
-    Result result = library.comm_init_rank_config(&comm, wanted.size, wanted.id, wanted.rank, &config);
+    auto attempt = std::make_shared<Attempt>(library, wanted);
+    std::shared_ptr<Session> session(attempt, &attempt->session);
+    session->enter();
+    if (!run_apart([attempt] { attempt->make(); })) fail(wanted, started, "no thread could be started");
     try {
-        if (result == kInProgress) result = await_ready(library, wanted, comm, started);
-        if (result != kSuccess) {
-            fail(wanted, started,
-                 "NCCL " + library.version() + " failed: ncclCommInitRankConfig: " + library.describe(result, comm));
-        }
+        await_made(*attempt, wanted, started);
     } catch (...) {
-        if (comm != nullptr) abort(library, comm, wanted.device);
+        abort(session);
         throw;
     }
-    return comm;
-}
-
-void finish(const Library& library, Comm comm, int device) {
-    run_bounded(library, comm, device, [](const Library& nccl, Comm ending) {
-        finalize(nccl, ending) ? nccl.comm_destroy(ending) : nccl.comm_abort(ending);
-    });
-}
-
-void abort(const Library& library, Comm comm, int device) {
-    run_bounded(library, comm, device, [](const Library& nccl, Comm ending) { nccl.comm_abort(ending); });
+    return session;
 }
 
 }  // namespace pycomm::nccl

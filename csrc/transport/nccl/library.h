@@ -40,7 +40,7 @@ struct Config {
     size_t size = sizeof(Config);
     unsigned magic = 0xcafebeef;
     unsigned version = 21400;
-    int blocking = 0;
+    int blocking = 1;
 };
 
 int code_of(DType dtype);  // ncclDataType_t

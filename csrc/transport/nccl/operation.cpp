@@ -1,5 +1,9 @@
 #include "transport/nccl/operation.h"
 
+#include <bit>
+
+#include "device/runtime.h"
+
 namespace pycomm::nccl {
 namespace {
 
@@ -38,23 +42,29 @@ const char* name_of(Kind kind) {
     return kNames[static_cast<int>(kind)];
 }
 
-Result issue(const Library& library, Comm comm, const std::vector<Operation>& operations, const char** function) {
+uint64_t key_of(const Operation& operation) {
+    // NCCL chooses an algorithm by size; within a factor of two the choice seldom changes.
+    auto size = static_cast<uint64_t>(std::bit_width(static_cast<uint64_t>(operation.count)));
+    uint64_t what = static_cast<uint64_t>(operation.kind) << 8 | static_cast<uint64_t>(operation.dtype);
+    return what << 48 | size << 32 | static_cast<uint32_t>(operation.argument);
+}
+
+Outcome issue(Session& session, const std::vector<Operation>& operations) {
+    device::Guard guard(session.device());
+    const Library& library = session.library();
     if (operations.size() == 1) {
-        *function = function_of(operations.front().kind);
-        return issue_one(library, comm, operations.front());
+        const Operation& only = operations.front();
+        return {session.settle(issue_one(library, session.comm(), only)), function_of(only.kind)};
     }
-    *function = "ncclGroupStart";
     Result result = library.group_start();
-    if (result != kSuccess) return result;
+    if (result != kSuccess) return {result, "ncclGroupStart"};
     for (const Operation& operation : operations) {
-        *function = function_of(operation.kind);
-        result = issue_one(library, comm, operation);
+        result = issue_one(library, session.comm(), operation);
         if (result == kSuccess || result == kInProgress) continue;
         library.group_end();  // or this thread's later calls, those that abort among them, would only be collected
-        return result;
+        return {result, function_of(operation.kind)};
     }
-    *function = "ncclGroupEnd";
-    return library.group_end();
+    return {session.settle(library.group_end()), "ncclGroupEnd"};
 }
 
 }  // namespace pycomm::nccl

@@ -6,7 +6,7 @@
 
 #include "base/dtype.h"
 #include "device/stream.h"
-#include "transport/nccl/library.h"
+#include "transport/nccl/session.h"
 
 namespace pycomm::nccl {
 
@@ -24,7 +24,15 @@ struct Operation {
 
 const char* name_of(Kind kind);  // "all_reduce"
 
-// Gives them to NCCL, several as one group. *function names the one of NCCL's functions that the result is from.
-Result issue(const Library& library, Comm comm, const std::vector<Operation>& operations, const char** function);
+// Operations of one key make NCCL use the same connections, which it makes at the first of them.
+uint64_t key_of(const Operation& operation);
+
+struct Outcome {
+    Result result = kUnhandledCudaError;
+    const char* function = "cudaSetDevice";  // which one `result` is from
+};
+
+// Gives them to NCCL, several as one group, and waits until it has got them under way. Inside NCCL: see Session.
+Outcome issue(Session& session, const std::vector<Operation>& operations);
 
 }  // namespace pycomm::nccl

@@ -1,8 +1,9 @@
-// The host's version of csrc/device/launch.h: kernels run before the call returns.
+// The host's version of csrc/device/launch.h: kernels run before the call returns, or when their graph is launched.
 #pragma once
 
 #include <cstdint>
 
+#include "device/capture.h"
 #include "device/runtime.h"
 #include "emulator.h"
 
@@ -10,19 +11,36 @@ namespace pycomm::device {
 
 inline int threads_per_block() { return emulator::settings().threads_per_block; }
 
+namespace detail {
+
 template <class... Parameters, class... Arguments>
-void launch(const char* name, void (*kernel)(Parameters...), int64_t blocks, Stream, Arguments... arguments) {
-    emulator::run(name, blocks, threads_per_block(), false, [&] { kernel(static_cast<Parameters>(arguments)...); });
+void launch_by(bool together, const char* name, void (*kernel)(Parameters...), int64_t blocks, Stream stream,
+               Arguments... arguments) {
+    auto run = [=] {
+        auto thread = [=] { kernel(static_cast<Parameters>(arguments)...); };
+        emulator::run(name, blocks, threads_per_block(), together, thread);
+    };
+    if (!capture::takes(stream, run)) run();
+}
+
+}  // namespace detail
+
+template <class... Parameters, class... Arguments>
+void launch(const char* name, void (*kernel)(Parameters...), int64_t blocks, Stream stream, Arguments... arguments) {
+    detail::launch_by(false, name, kernel, blocks, stream, arguments...);
 }
 
 template <class... Parameters>
-int max_resident_blocks(const char*, void (*)(Parameters...)) {
+int max_resident_blocks(const char* name, void (*)(Parameters...)) {
+    RelaxedCapture relaxed;
+    capture::require_safe(name);
     return emulator::settings().resident_blocks;
 }
 
 template <class... Parameters, class... Arguments>
-void launch_together(const char* name, void (*kernel)(Parameters...), int64_t blocks, Stream, Arguments... arguments) {
-    emulator::run(name, blocks, threads_per_block(), true, [&] { kernel(static_cast<Parameters>(arguments)...); });
+void launch_together(const char* name, void (*kernel)(Parameters...), int64_t blocks, Stream stream,
+                     Arguments... arguments) {
+    detail::launch_by(true, name, kernel, blocks, stream, arguments...);
 }
 
 }  // namespace pycomm::device

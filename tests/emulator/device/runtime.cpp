@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "device/capture.h"
 #include "emulator.h"
 
 namespace pycomm::device {
@@ -26,6 +27,7 @@ bool stalled = false;  // whether events recorded from now on ever happen
 struct FakeEvent {
     bool happens;
     Stream stream;
+    int64_t capture;
 };
 std::vector<std::pair<Stream, Stream>> waits;  // the second was told to wait for the first
 
@@ -48,25 +50,47 @@ int num_multiprocessors(int) { return 2; }
 int exchange_current(int device) { return std::exchange(current, device); }
 void set_current(int device) noexcept { current = device; }
 
-void fill_bytes(void* where, int value, int64_t num_bytes, Stream) {
+void fill_bytes(void* where, int value, int64_t num_bytes, Stream stream) {
     emulator::count_launch();
-    std::memset(where, value, static_cast<size_t>(num_bytes));
+    auto fill = [=] { std::memset(where, value, static_cast<size_t>(num_bytes)); };
+    if (!capture::takes(stream, fill)) fill();
 }
-void synchronize(Stream) {}
+void synchronize(Stream stream) {
+    if (capture::of(stream) != 0) {
+        capture::forbid("waiting for the device", "cudaErrorStreamCaptureUnsupported", capture::of(stream));
+    }
+    capture::require_safe("waiting for the device");
+}
 
-Stream make_stream(int) { return new char; }
-bool is_capturing(Stream) { return false; }
+bool is_capturing(Stream stream) { return capture::of(stream) != 0; }
+RelaxedCapture::RelaxedCapture() noexcept : previous_(capture::exchange_mode(capture::kRelaxed)) {}
+RelaxedCapture::~RelaxedCapture() { capture::exchange_mode(static_cast<capture::Mode>(previous_)); }
 
-Event make_event() { return new FakeEvent{true, nullptr}; }
+Stream make_stream(int) {
+    capture::require_safe("making a stream");
+    return new char;
+}
+
+Event make_event() { return new FakeEvent{true, nullptr, 0}; }
 void destroy_event(Event event) { delete static_cast<FakeEvent*>(event); }
-void record(Event event, Stream stream) { *static_cast<FakeEvent*>(event) = {!stalled, stream}; }
+void record(Event event, Stream stream) { *static_cast<FakeEvent*>(event) = {!stalled, stream, capture::of(stream)}; }
 void wait_for(Stream stream, Event event) {
+    auto moment = static_cast<FakeEvent*>(event);
+    capture::join(stream, moment->capture, moment->stream);
     std::lock_guard lock(guard);
-    waits.emplace_back(static_cast<FakeEvent*>(event)->stream, stream);
+    waits.emplace_back(moment->stream, stream);
 }
-bool has_happened(Event event) { return static_cast<FakeEvent*>(event)->happens || !stalled; }
+bool has_happened(Event event) {
+    capture::require_safe("asking after an event");
+    auto moment = static_cast<FakeEvent*>(event);
+    if (moment->capture != 0) capture::forbid("asking after an event", "cudaErrorCapturedEvent", moment->capture);
+    return moment->happens || !stalled;
+}
 
-void* allocate_mapped(int64_t num_bytes) { return std::calloc(1, static_cast<size_t>(num_bytes)); }
+void* allocate_mapped(int64_t num_bytes) {
+    capture::require_safe("allocating host memory");
+    return std::calloc(1, static_cast<size_t>(num_bytes));
+}
 
 bool sync_wanted() {
     const char* value = std::getenv("PYCOMM_SYNC");
