@@ -144,6 +144,10 @@ class Compression(Protocol):
     def otherwise(self) -> Compression | None:
         """Method for the parameters that this one does not apply to; ``None``: they travel as they are."""
 
+    @property
+    def sent_fraction(self) -> float:
+        """Number of bytes that it sends for each byte of a gradient, about; at most 1."""
+
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError if the method does not suit ``optimizer``, and say what to do."""
 
@@ -177,6 +181,10 @@ class Method:
     @property
     def otherwise(self) -> Compression | None:
         return None
+
+    @property
+    def sent_fraction(self) -> float:
+        return 1.0
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         pass

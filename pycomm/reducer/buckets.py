@@ -12,6 +12,7 @@ from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression, NoCompression
 from pycomm.compression.base import Exchange, Flag
+from pycomm.layout import on_gpu
 from pycomm.reducer.autograd_hooks import GradientHook
 from pycomm.torch_internals import version_of
 from pycomm.transport.gpu import GpuWork
@@ -118,6 +119,11 @@ class BucketInFlight:
         self.bucket.note_handed_out()
 
 
+_MOST_TIMES_DENSE = 8
+"""How many times ``bucket_bytes`` of gradients a bucket holds at most, however little is sent: what comes later than
+its gradients is not hidden behind backward."""
+
+
 def make_buckets(
     slots: Sequence[Slot],
     compression: Compression,
@@ -129,6 +135,8 @@ def make_buckets(
 
     The result depends on the parameters and settings alone, so all ranks make the same buckets. Each
     bucket holds parameters of one dtype and one method, up to ``bucket_bytes`` (or one larger parameter).
+    On a GPU, where it is launches that cost, that is what the method sends of them; on the CPU it is the
+    gradients themselves, since the work on one bucket is hidden behind that on the next.
     """
     flights = []
     for group, compressed in _groups(reversed(slots), compression, bucket_bytes):
@@ -159,12 +167,15 @@ def _groups(slots: Iterable[Slot], compression: Compression, bucket_bytes: int) 
     sizes: dict[tuple[torch.dtype, bool], int] = {}
     for slot in slots:
         key = (slot.param.dtype, compression.applies_to(slot.param))
-        if key in open_ and sizes[key] + slot.param.nbytes > bucket_bytes:
+        num_bytes = slot.param.nbytes
+        if key[1] and on_gpu(slot.param):
+            num_bytes = int(num_bytes * max(compression.sent_fraction, 1.0 / _MOST_TIMES_DENSE))
+        if key in open_ and sizes[key] + num_bytes > bucket_bytes:
             closed.append((open_.pop(key), key[1]))
         if key not in open_:
             open_[key], sizes[key] = [], 0
         open_[key].append(slot)
-        sizes[key] += slot.param.nbytes
+        sizes[key] += num_bytes
     return closed + [(members, compressed) for (_, compressed), members in open_.items()]
 
 

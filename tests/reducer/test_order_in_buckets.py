@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import pycomm
 from tests.on_ranks import on_ranks
 from tests.reducer.attaching import assert_replicas_equal, attached
 from tests.reducer.models import sgd
@@ -51,6 +52,24 @@ def test_gradients_of_whole_packets_begin_at_their_borders(dtype: torch.dtype, b
         if bucket_mb == 25:  # one bucket
             _check_order(places, even)
         assert_replicas_equal(model)
+
+
+@on_ranks(2)
+def test_buckets_on_a_gpu_go_by_what_is_sent() -> None:
+    """As long as they hold no more than eight times as much."""
+    methods = [pycomm.NoCompression(), pycomm.TopK(0.5), pycomm.DGC(0.25), pycomm.TopK(0.001)]
+    expected = {False: [16, 16, 16, 16], True: [16, 16, 8, 2]}
+    for pretend, numbers in expected.items():
+        found = []
+        for method in methods:
+            model = nn.Sequential(*(nn.Linear(64, 16, bias=False) for _ in range(16)))  # 4 KiB each
+            with pytest.MonkeyPatch.context() as context:
+                context.setattr("pycomm.reducer.buckets.on_gpu", lambda _, pretend=pretend: pretend)
+                with attached(
+                    torch.optim.SGD(model.parameters(), lr=0.1), model, compression=method, bucket_mb=1 / 256
+                ) as r:
+                    found.append(r.stats()["num_buckets"])
+        assert found == numbers
 
 
 def _check_order(places: dict[str, tuple[int, int]], even: list[str]) -> None:

@@ -11,7 +11,7 @@ from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Compression
 from pycomm.compression.feedback import CodecMethod, Correction
-from pycomm.compression.sparse.codec import SparseCodec
+from pycomm.compression.sparse.codec import ENTRY_BYTES, SparseCodec
 from pycomm.compression.whole import WholeCodec
 
 _STAGES = 5
@@ -78,6 +78,10 @@ class DGC(CodecMethod):
     @property
     def otherwise(self) -> Compression:
         return _Whole(self)
+
+    @property
+    def sent_fraction(self) -> float:
+        return min(1.0, ENTRY_BYTES * self.ratio)
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         name = type(optimizer).__name__

@@ -9,7 +9,7 @@ from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression.codec import Codec
 from pycomm.compression.feedback import CodecMethod
-from pycomm.compression.sparse.codec import SparseCodec
+from pycomm.compression.sparse.codec import ENTRY_BYTES, SparseCodec
 from pycomm.compression.whole import WholeCodec
 
 
@@ -40,6 +40,10 @@ class TopK(CodecMethod):
         checks.fraction("ratio", self.ratio)
         checks.flag("error_feedback", self.error_feedback)
         checks.flag("half_values", self.half_values)
+
+    @property
+    def sent_fraction(self) -> float:
+        return min(1.0, ENTRY_BYTES * self.ratio)
 
     def codec(self, bucket: Bucket, communicator: Communicator) -> Codec:
         if self.ratio == 1.0:

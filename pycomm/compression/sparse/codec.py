@@ -17,6 +17,9 @@ from pycomm.compression.sparse.choice import make_sparse_sum, operations
 from pycomm.compression.sparse.sums import Selected, SparseSum
 from pycomm.layout import to_device
 
+ENTRY_BYTES = 1.5
+"""Bytes of an entry, for each byte of its value, about: there is an index too."""
+
 Density = Callable[[int | torch.Tensor], float]
 """Fraction of the entries to send, as a function of the step's number."""
 
