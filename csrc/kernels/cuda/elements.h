@@ -55,10 +55,22 @@ PYCOMM_HOST_DEVICE constexpr double first_overflow() {
     }
 }
 
+// A factor whose part on the device is loaded when this is made, and waited for when it is asked for.
+struct Factor {
+    double value;
+    float on_device;
+
+    PYCOMM_MEMBER explicit Factor(const Scale& scale)
+        : value(scale.value), on_device(scale.on_device == nullptr ? 1.0f : *scale.on_device) {}
+    template <class T>
+    PYCOMM_MEMBER T as() const {
+        return static_cast<T>(value * static_cast<double>(on_device));
+    }
+};
+
 template <class T>
 PYCOMM_DEVICE T factor_of(const Scale& scale) {
-    if (scale.on_device == nullptr) return static_cast<T>(scale.value);
-    return static_cast<T>(scale.value * static_cast<double>(*scale.on_device));
+    return Factor(scale).as<T>();
 }
 
 template <class T>

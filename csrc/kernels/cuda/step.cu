@@ -227,9 +227,10 @@ PYCOMM_DEVICE Sums<2> step_segment(const Constants<Numbers<V>>& constants, const
 template <Rule kRule, class V>
 PYCOMM_KERNEL step_kernel(Pass<V> pass) {
     Constants<Numbers<V>> constants = pass.constants;
-    constants.scale = factor_of<V>(pass.scale);
+    const Factor scale(pass.scale);
     for_segments(pass.weights, [&](const Entry& entry, int64_t from, int64_t, int64_t count, Share share) {
         Parameter<V> parameter(pass, entry);
+        constants.scale = scale.as<V>();
         Sums<2> squares = step_segment<kRule>(constants, parameter, from, count, share);
         if constexpr (kRule == Rule::kLambMoments) {
             store_sums(pass.weights, entry, share, squares, pass.slots);
