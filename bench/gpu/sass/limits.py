@@ -53,7 +53,7 @@ LIMITS = (
     Limit("norms/add_up_kernel<*>", registers=32, blocks=8),
     Limit("norms/*", registers=40, blocks=6, loads=3),
     Limit("pack/unpack_kernel<float>", registers=64, blocks=4, loads=4),
-    Limit("pack/*", registers=48, blocks=5, loads=3),
+    Limit("pack/*", registers=48, blocks=5, loads=4),
     Limit("quantize/dequantize_kernel<*>", registers=64, blocks=4),
     Limit("quantize/quantize_kernel<0>", registers=64, blocks=4, loads=4),
     Limit("quantize/quantize_kernel<1>", registers=48, blocks=5, loads=4),

@@ -55,12 +55,24 @@ PYCOMM_HOST_DEVICE constexpr double first_overflow() {
     }
 }
 
+// A factor whose parts on the device are loaded when this is made, and waited for when it is asked for.
+struct Factor {
+    double value;
+    float on_device, divisor;
+
+    PYCOMM_MEMBER explicit Factor(const Scale& scale)
+        : value(scale.value),
+          on_device(scale.on_device == nullptr ? 1.0f : *scale.on_device),
+          divisor(scale.divisor == nullptr ? 1.0f : *scale.divisor) {}
+    template <class T>
+    PYCOMM_MEMBER T as() const {
+        return static_cast<T>(value * static_cast<double>(on_device) / static_cast<double>(divisor));
+    }
+};
+
 template <class T>
 PYCOMM_DEVICE T factor_of(const Scale& scale) {
-    double factor = scale.value;
-    if (scale.on_device != nullptr) factor *= static_cast<double>(*scale.on_device);
-    if (scale.divisor != nullptr) factor /= static_cast<double>(*scale.divisor);
-    return static_cast<T>(factor);
+    return Factor(scale).as<T>();
 }
 
 template <class T>

@@ -12,6 +12,7 @@ constexpr double kNoLimit = __builtin_inf();
 template <class Flat>
 PYCOMM_KERNEL pack_kernel(Table table, char* out, Scale scale, double limit, bool* finite, const bool* unless) {
     if (unless != nullptr && *unless) return;
+    const Factor factor(scale);
     bool all = true;
     for_segments<kLongTile>(table, [&](const Entry& entry, int64_t from, int64_t to, int64_t count, Share share) {
         with_float_type(entry.dtype, [&](auto* type) {
@@ -19,7 +20,7 @@ PYCOMM_KERNEL pack_kernel(Table table, char* out, Scale scale, double limit, boo
             using Wide = WiderOf<Src, Flat>;
             const char* src = entry.data + from * static_cast<int64_t>(sizeof(Src));
             char* dst = out + to * static_cast<int64_t>(sizeof(Flat));
-            all &= convert_segment<Src, Flat>(src, dst, static_cast<int>(count), factor_of<Wide>(scale),
+            all &= convert_segment<Src, Flat>(src, dst, static_cast<int>(count), factor.as<Wide>(),
                                               static_cast<Wide>(limit), share);
         });
     });
@@ -28,13 +29,14 @@ PYCOMM_KERNEL pack_kernel(Table table, char* out, Scale scale, double limit, boo
 
 template <class Flat>
 PYCOMM_KERNEL unpack_kernel(const char* flat, Table table, Scale scale) {
+    const Factor factor(scale);
     for_segments<kLongTile>(table, [&](const Entry& entry, int64_t to, int64_t from, int64_t count, Share share) {
         with_float_type(entry.dtype, [&](auto* type) {
             using Dst = std::remove_pointer_t<decltype(type)>;
             using Wide = WiderOf<Flat, Dst>;
             const char* src = flat + from * static_cast<int64_t>(sizeof(Flat));
             char* dst = entry.data + to * static_cast<int64_t>(sizeof(Dst));
-            convert_segment<Flat, Dst>(src, dst, static_cast<int>(count), factor_of<Wide>(scale),
+            convert_segment<Flat, Dst>(src, dst, static_cast<int>(count), factor.as<Wide>(),
                                        static_cast<Wide>(kNoLimit), share);
         });
     });

@@ -235,6 +235,7 @@ struct Dequantized {
 
 template <int kBits, bool kWhole>
 PYCOMM_DEVICE void dequantize_packets(const Dequantizing& job, int64_t first, int64_t packets) {
+    const Factor factor(job.factor);
     Dequantized<kBits> mine;
 #pragma unroll
     for (int u = 0; u < kSums; ++u) {  // where nothing is left the first is made again
@@ -248,7 +249,7 @@ PYCOMM_DEVICE void dequantize_packets(const Dequantizing& job, int64_t first, in
         for (; p + 4 <= job.num_contributions; p += 4) mine.template add<true, 4>(job, p);
     }
     for (; p < job.num_contributions; ++p) mine.template add<kWhole, 1>(job, p);
-    auto by = factor_of<float>(job.factor);
+    auto by = factor.as<float>();
 #pragma unroll
     for (int u = 0; u < kSums; ++u) {
 #pragma unroll

@@ -116,6 +116,7 @@ PYCOMM_KERNEL unpack_kernel(Unpacking job) {
     auto begin = int64_t{kSums} * device::block_index() * device::num_threads();
     int64_t first = kCount * (begin + device::thread_index());
     if (first >= job.count) return;
+    const Factor factor(job.factor);
     Unpacked mine;
 #pragma unroll
     for (int u = 0; u < kSums; ++u) {  // where nothing is left the first is made again
@@ -126,7 +127,7 @@ PYCOMM_KERNEL unpack_kernel(Unpacking job) {
     int p = 0;
     for (; p + 4 <= job.num_contributions; p += 4) mine.add<4>(job, p);
     for (; p < job.num_contributions; ++p) mine.add<1>(job, p);
-    auto by = factor_of<float>(job.factor);
+    auto by = factor.as<float>();
 #pragma unroll
     for (int u = 0; u < kSums; ++u) {
 #pragma unroll

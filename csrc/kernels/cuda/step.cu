@@ -242,9 +242,10 @@ template <Rule kRule, class V>
 PYCOMM_KERNEL step_kernel(Pass<V> pass) {
     if (is_off(pass.found)) return;
     Constants<Numbers<V>> constants = pass.constants;
-    constants.scale = factor_of<V>(pass.scale);
+    const Factor scale(pass.scale);
     for_segments(pass.weights, [&](const Entry& entry, int64_t from, int64_t, int64_t count, Share share) {
         Parameter<V> parameter(pass, entry);
+        constants.scale = scale.as<V>();
         if (pass.corrections != nullptr) {
             const BiasCorrections& corrections = pass.corrections[&entry - pass.weights.entries];
             constants.inverse_bias_correction1 = static_cast<V>(corrections.inverse1);
