@@ -12,6 +12,8 @@
 #include "base/dtype.h"
 
 #define PYCOMM_KERNEL __global__ void __launch_bounds__(256)
+// One that may take half of a multiprocessor's registers.
+#define PYCOMM_LARGE_KERNEL __global__ void __launch_bounds__(256, 2)
 #define PYCOMM_DEVICE static __device__ __forceinline__
 #define PYCOMM_MEMBER __device__ __forceinline__
 #define PYCOMM_HOST_DEVICE static __host__ __device__ __forceinline__

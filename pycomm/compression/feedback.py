@@ -80,6 +80,7 @@ class CodecExchange:
         self._nonfinite_sources = torch.zeros(communicator.size, dtype=torch.int64, device=bucket.device)
         self._all_used_here = True
         self._accumulate_scratch, self._finish_scratch = kernels.Scratch(), kernels.Scratch()
+        self._norm_scratch = kernels.Scratch()
 
     transactional = True
 
@@ -124,7 +125,7 @@ class CodecExchange:
             weights = [laid_out_like(p, view) for p, view in zip(bucket.params(), bucket.views, strict=True)]
             options["decay"] = kernels.Decay(weights, config.weight_decay * scaling.weight)
         if config.clip_norm is not None:
-            norms = torch.stack([torch.linalg.vector_norm(raw, dtype=wide_dtype(bucket)) for raw in raws])
+            norms = kernels.squared_norms(raws, scratch=self._norm_scratch).sqrt()
             most = config.clip_norm / math.sqrt(self._size)
             # The quotient is inf for a zero norm, NaN or 0 for one that is not finite; the minimum and the sums come
             # out right for all of these.

@@ -77,6 +77,22 @@ def test_deleted_gradients_and_states_are_not_kept(made: list[plans.Plan]) -> No
     assert kept() is None
 
 
+def test_autograd_notices_later_steps_too(made: list[plans.Plan]) -> None:
+    for fuse in (pycomm.fuse, pycomm.master_weights):
+        dtype = torch.float16 if fuse is pycomm.master_weights else torch.float32
+        params = [nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2)]
+        optimizer = Adam(params)
+        fuse(optimizer)
+        params[0].grad = torch.ones(3, dtype=dtype)
+        made.clear()
+        for _ in range(4):
+            before = [p._version for p in params]
+            optimizer.step()
+            assert params[0]._version > before[0]
+            assert params[1]._version == before[1]
+        assert len(made) == 1
+
+
 def misfit(optimizer: Any, param: Any, what: str) -> None:
     """Give a prepared parameter a gradient, or data, that does not fit."""
     if what == "sparse":

@@ -5,8 +5,9 @@ The CPU stands in for a GPU: its kernels count and skip as a GPU's do.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.optim import SGD, Adam, AdamW, RMSprop
 import pycomm
 from pycomm.optim import fused, plans
 from pycomm.torch_internals import leave_scale_to_step
+from tests.kernels.gpus import requires_cuda
 from tests.optim.stepping import Params, assert_equal, assert_near, fresh_gradients, saved, small_parameters
 
 Build = Callable[[Params], torch.optim.Optimizer]
@@ -159,6 +161,42 @@ def test_with_gradscaler_and_torchs_fused_form(monkeypatch: pytest.MonkeyPatch) 
     for i, entry in torchs_state.items():
         assert [(k, v.dtype, v.shape) for k, v in state[i].items()] == [(k, v.dtype, v.shape) for k, v in entry.items()]
         assert state[i]["step"] == entry["step"] == 7.0
+
+
+@requires_cuda
+def test_a_gpu_is_not_waited_for() -> None:
+    """GradScaler's whole step, with torch on the watch; the same on the CPU, where nothing is left to the device."""
+
+    def run(device: str) -> Params:
+        params = [nn.Parameter(p.detach().float().to(device)) for p in small_parameters()]
+        optimizer = Adam(params, lr=0.01, fused=True)
+        pycomm.fuse(optimizer)
+        scaler = torch.amp.GradScaler(device, init_scale=1024.0, growth_interval=100)
+        scaler.scale(torch.ones((), device=device))  # makes the scale a tensor
+        for step in range(8):
+            fresh_gradients(params, step)
+            for p in params:
+                assert p.grad is not None
+                p.grad.mul_(1024.0 * 0.5 ** (step > 4) if step != 4 else torch.inf)
+            with waits_refused() if device == "cuda" and step > 1 else nullcontext():
+                scaler.step(optimizer)
+                scaler.update()
+        return params
+
+    assert_equal([p.cpu() for p in run("cuda")], run("cpu"))
+
+
+@contextmanager
+def waits_refused() -> Iterator[None]:
+    """Make torch raise where the host waits for the GPU."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
 
 
 def test_master_weights(monkeypatch: pytest.MonkeyPatch) -> None:

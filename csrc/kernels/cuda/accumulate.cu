@@ -55,11 +55,22 @@ struct Terms {
     Packet<Grad, kCount> grads, weights;
     Packet<Acc, kCount> residual, velocity;
 
+    // kAligned: packets move as one.
+    template <bool kAligned>
     PYCOMM_MEMBER void load(const Pass& pass, const Gradient<Acc>& gradient, int64_t at) {
-        grads = load_packet<Grad, kCount>(gradient.grads, at - gradient.begin);
-        if (gradient.weights != nullptr) weights = load_packet<Grad, kCount>(gradient.weights, at - gradient.begin);
-        if (pass.residual != nullptr) residual = load_packet<Acc, kCount>(pass.residual, at);
-        if (pass.old_velocity != nullptr) velocity = load_packet<Acc, kCount>(pass.old_velocity, at);
+        grads = packet_at<kAligned, Grad>(gradient.grads, at - gradient.begin);
+        if (gradient.weights != nullptr) weights = packet_at<kAligned, Grad>(gradient.weights, at - gradient.begin);
+        if (pass.residual != nullptr) residual = packet_at<kAligned, Acc>(pass.residual, at);
+        if (pass.old_velocity != nullptr) velocity = packet_at<kAligned, Acc>(pass.old_velocity, at);
+    }
+
+    template <bool kAligned, class T>
+    PYCOMM_MEMBER static Packet<T, kCount> packet_at(const char* base, int64_t i) {
+        if constexpr (kAligned) {
+            return *reinterpret_cast<const Packet<T, kCount>*>(base + i * static_cast<int64_t>(sizeof(T)));
+        } else {
+            return load_packet<T, kCount>(base, i);
+        }
     }
 
     // The sum of element e; velocity becomes the new one.
@@ -108,7 +119,7 @@ PYCOMM_DEVICE uint32_t mixed_packet(const Pass& pass, Gradient<Acc>& gradient, i
     if (at >= 0 && at < pass.grads.total) reach(at);
     if (at >= 0 && at + kCount <= gradient.end) {
         Terms<Acc, Grad, kCount> terms = {};
-        terms.load(pass, gradient, at);
+        terms.template load<false>(pass, gradient, at);
         return terms.finish(pass, gradient, at);
     }
     uint32_t marked = 0;
@@ -116,10 +127,43 @@ PYCOMM_DEVICE uint32_t mixed_packet(const Pass& pass, Gradient<Acc>& gradient, i
         if (at + e < 0 || at + e >= pass.grads.total) continue;
         reach(at + e);
         Terms<Acc, Grad, 1> terms = {};
-        terms.load(pass, gradient, at + e);
+        terms.template load<false>(pass, gradient, at + e);
         marked |= terms.finish(pass, gradient, at + e) << e;
     }
     return marked;
+}
+
+// Whether all arrays have elements from `at` on at a border of packets.
+template <class Acc, class Grad, int kCount>
+PYCOMM_DEVICE bool is_aligned(const Pass& pass, const Gradient<Acc>& gradient, int64_t at) {
+    auto of_grads = [&](const char* array) {
+        return reinterpret_cast<uintptr_t>(array) +
+               static_cast<uintptr_t>((at - gradient.begin) * int64_t{sizeof(Grad)});
+    };
+    auto of_sums = [&](const char* array) {
+        return reinterpret_cast<uintptr_t>(array) + static_cast<uintptr_t>(at * int64_t{sizeof(Acc)});
+    };
+    uintptr_t grads = of_grads(gradient.grads), sums = of_sums(pass.acc);
+    if (gradient.weights != nullptr) grads |= of_grads(gradient.weights);
+    if (pass.residual != nullptr) sums |= of_sums(pass.residual);
+    if (pass.velocity != nullptr) sums |= of_sums(pass.velocity);
+    if (pass.old_velocity != nullptr) sums |= of_sums(pass.old_velocity);
+    return grads % sizeof(Packet<Grad, kCount>) == 0 && sums % sizeof(Packet<Acc, kCount>) == 0;
+}
+
+// A chunk of one gradient.
+template <bool kAligned, class Acc, class Grad, int kCount>
+PYCOMM_DEVICE void whole_rows(const Pass& pass, const Gradient<Acc>& gradient, int64_t first,
+                              uint32_t (&marked)[kRows]) {
+    Terms<Acc, Grad, kCount> terms[kRows] = {};  // all loads first, so that they are under way together
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        terms[r].template load<kAligned>(pass, gradient, first + r * device::kWarpSize * kCount);
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        marked[r] = terms[r].finish(pass, gradient, first + r * device::kWarpSize * kCount);
+    }
 }
 
 template <class Acc, class Grad>
@@ -137,12 +181,10 @@ PYCOMM_KERNEL accumulate_kernel(Pass pass) {
     int64_t first = begin + device::thread_index() % device::kWarpSize * kCount;
     uint32_t marked[kRows];
     if (begin >= 0 && begin + kElems <= gradient.end) {
-        Terms<Acc, Grad, kCount> terms[kRows] = {};  // all loads first, so that they are under way together
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) terms[r].load(pass, gradient, first + r * device::kWarpSize * kCount);
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-            marked[r] = terms[r].finish(pass, gradient, first + r * device::kWarpSize * kCount);
+        if (is_aligned<Acc, Grad, kCount>(pass, gradient, begin)) {
+            whole_rows<true, Acc, Grad, kCount>(pass, gradient, first, marked);
+        } else {
+            whole_rows<false, Acc, Grad, kCount>(pass, gradient, first, marked);
         }
     } else {
 #pragma unroll

@@ -24,7 +24,7 @@ namespace {
 using namespace selection;
 
 template <class T>
-PYCOMM_KERNEL topk_kernel(Job<Keys<T>> job) {
+PYCOMM_LARGE_KERNEL topk_kernel(Job<Keys<T>> job) {
     using K = Keys<T>;
     using Key = typename K::Key;
     PYCOMM_SHARED(uint32_t, counts, kBins);

@@ -84,20 +84,23 @@ PYCOMM_DEVICE uint32_t marks_of(const Packet<typename K::Bits, kCount>& packet, 
 template <class K>
 PYCOMM_DEVICE uint32_t mark_tile(const Job<K>& job, const View<K>& view, int64_t tile, const Floor<K>& floor,
                                  uint32_t* counts) {
-    constexpr int kCount = View<K>::kCount, kRows = View<K>::kTileRows;
+    constexpr int kCount = View<K>::kCount, kRows = View<K>::kTileRows, kBatch = View<K>::kBatchRows;
     constexpr int kLanes = kWarpSize / kCount;  // that make a word together; as many as there are rows
     int lane = device::thread_index() % kWarpSize, of_word = lane % kLanes;
-    Packet<typename K::Bits, kCount> rows[kRows];
-    view.load(tile, rows);
     uint32_t mine = 0, found = 0;
+#pragma unroll 1
+    for (int row = 0; row < kRows; row += kBatch) {
+        Packet<typename K::Bits, kCount> rows[kBatch];
+        view.load(tile, row, rows);
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        uint32_t bits = marks_of<K, kCount>(rows[r], floor, counts);
-        if (device::ballot(bits != 0) == 0) continue;
-        found += static_cast<uint32_t>(device::count_ones(bits));
-        uint32_t word = bits << (kCount * of_word);  // in the end all lanes of the word have it
-        for (int distance = 1; distance < kLanes; distance *= 2) word |= device::shuffle(word, lane ^ distance);
-        if (of_word == r) mine = word;
+        for (int r = 0; r < kBatch; ++r) {
+            uint32_t bits = marks_of<K, kCount>(rows[r], floor, counts);
+            if (device::ballot(bits != 0) == 0) continue;
+            found += static_cast<uint32_t>(device::count_ones(bits));
+            uint32_t word = bits << (kCount * of_word);  // in the end all lanes of the word have it
+            for (int distance = 1; distance < kLanes; distance *= 2) word |= device::shuffle(word, lane ^ distance);
+            if (of_word == row + r) mine = word;
+        }
     }
     job.words[tile * View<K>::kTileWords + of_word * kCount + lane / kLanes] = mine;
     return found;

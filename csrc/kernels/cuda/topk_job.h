@@ -87,6 +87,7 @@ struct View {
     static constexpr int kCount = 16 / sizeof(Bits);      // elements per packet
     static constexpr int kTileRows = kWarpSize / kCount;  // of a packet for each lane
     static constexpr int kRowElems = kWarpSize * kCount;
+    static constexpr int kBatchRows = kTileRows < 8 ? kTileRows : 8;  // whose loads are under way together
 
     const char* base;
     int64_t shift, end;
@@ -102,18 +103,19 @@ struct View {
 
     PYCOMM_MEMBER int64_t num_tiles() const { return (end + kTileElems - 1) / kTileElems; }
 
-    // The packets of one tile that this lane has. Elements outside x read as 0, a key that is never marked.
-    PYCOMM_MEMBER void load(int64_t tile, Packet<Bits, kCount> (&rows)[kTileRows]) const {
-        int64_t first = tile * kTileElems + device::thread_index() % kWarpSize * kCount;
+    // The packets that this lane has of kBatchRows rows of a tile, from `row` on. Elements outside x read as 0, a key
+    // that is never marked.
+    PYCOMM_MEMBER void load(int64_t tile, int row, Packet<Bits, kCount> (&rows)[kBatchRows]) const {
+        int64_t first = tile * kTileElems + row * kRowElems + device::thread_index() % kWarpSize * kCount;
         if (packets && tile * kTileElems >= shift && (tile + 1) * kTileElems <= end) {
             auto from =
                 reinterpret_cast<const Packet<Bits, kCount>*>(base + first * static_cast<int64_t>(sizeof(Bits)));
 #pragma unroll
-            for (int r = 0; r < kTileRows; ++r) rows[r] = from[r * kWarpSize];
+            for (int r = 0; r < kBatchRows; ++r) rows[r] = from[r * kWarpSize];
             return;
         }
 #pragma unroll
-        for (int r = 0; r < kTileRows; ++r) {
+        for (int r = 0; r < kBatchRows; ++r) {
 #pragma unroll
             for (int e = 0; e < kCount; ++e) {
                 int64_t i = first + r * kRowElems + e;
