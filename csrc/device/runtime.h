@@ -43,8 +43,9 @@ bool is_capturing(Stream stream);  // a CUDA graph: what it is given is recorded
 
 // For what cannot become part of a graph because it has something to do first, and only the first time.
 inline DeviceError warm_up_wanted(const std::string& what, const std::string& why) {
-    return DeviceError(what + ": the stream is being captured into a CUDA graph, and " + why +
-                       ": run it once before the capture (warm up)");
+    return DeviceError(
+        format("%s: the stream is being captured into a CUDA graph, and %s: run it once before the capture (warm up)",
+               what.c_str(), why.c_str()));
 }
 
 // Makes captures of CUDA graphs, by any thread, put up with what this thread does: by default CUDA refuses what it

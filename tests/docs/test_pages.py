@@ -127,7 +127,7 @@ def texts_in_the_code() -> str:
                 texts.append("".join(map(str, parts)))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts.append(node.value)
-    for path in (ROOT / "csrc").rglob("*.cpp"):
+    for path in (*(ROOT / "csrc").rglob("*.cpp"), *(ROOT / "csrc").rglob("*.h")):
         joined = re.sub(r'"\s*\n\s*"', "", path.read_text(encoding="utf-8"))
         texts += re.findall(r'"((?:[^"\\\n]|\\.)*)"', joined)
     return "\n".join(re.sub(r"%(?:\.\d)?(?:lld|[sdfg])", "\0", text) for text in texts)

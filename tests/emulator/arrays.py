@@ -39,6 +39,7 @@ def library() -> ctypes.CDLL:
     lib.emulator_configure.argtypes = [ctypes.c_uint64, ctypes.c_int, ctypes.c_int]
     lib.emulator_own.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
     lib.emulator_disown.argtypes = [ctypes.c_void_p]
+    lib.emulator_fail_launch.argtypes = [ctypes.c_int64]
     lib.emulator_stall.argtypes = [ctypes.c_bool]
     lib.emulator_wait.argtypes = [ctypes.c_int64, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_void_p)]
     lib.emulator_wait.restype = ctypes.c_bool

@@ -21,6 +21,7 @@ class Graph:
         functions.emulator_begin_capture.restype = ctypes.c_int64
         functions.emulator_end_capture.argtypes = [ctypes.c_int64]
         functions.emulator_launch_graph.argtypes = [ctypes.c_int64]
+        functions.emulator_launch_graph.restype = ctypes.c_char_p
         self._number = functions.emulator_begin_capture(stream, mode)
         self.state: int | None = None
 
@@ -29,7 +30,8 @@ class Graph:
 
     def launch(self) -> None:
         assert self.state == VALID
-        library().emulator_launch_graph(self._number)
+        problem = library().emulator_launch_graph(self._number)
+        assert problem is None, problem
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 #include "device/capture.h"
 
+#include <exception>
 #include <map>
 #include <mutex>
 #include <set>
@@ -107,13 +108,21 @@ extern "C" {
     if (!graph.is_valid) return 1;
     return graph.unjoined.empty() ? 0 : 2;
 }
-[[gnu::visibility("default")]] void emulator_launch_graph(int64_t number) {
+// Null, or what went wrong.
+[[gnu::visibility("default")]] const char* emulator_launch_graph(int64_t number) {
     using namespace pycomm::capture;
     std::vector<std::function<void()>> work;
     {
         std::lock_guard lock(guard);
         work = graphs.at(number).work;
     }
-    for (const auto& step : work) step();
+    static thread_local std::string problem;
+    try {
+        for (const auto& step : work) step();
+    } catch (const std::exception& error) {
+        problem = error.what();
+        return problem.c_str();
+    }
+    return nullptr;
 }
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "device/capture.h"
 #include "device/runtime.h"
@@ -13,9 +14,12 @@ inline int threads_per_block() { return emulator::settings().threads_per_block; 
 
 namespace detail {
 
+bool fails();  // whether the next launch does
+
 template <class... Parameters, class... Arguments>
 void launch_by(bool together, const char* name, void (*kernel)(Parameters...), int64_t blocks, Stream stream,
                Arguments... arguments) {
+    if (fails()) throw DeviceError(std::string(name) + ": too many resources (cudaErrorLaunchOutOfResources)");
     auto run = [=] {
         auto thread = [=] { kernel(static_cast<Parameters>(arguments)...); };
         emulator::run(name, blocks, threads_per_block(), together, thread);

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "device/capture.h"
+#include "device/launch.h"
 #include "emulator.h"
 
 namespace pycomm::device {
@@ -22,7 +23,8 @@ struct Range {
 std::mutex guard;
 std::map<const char*, Range> memory;  // by where it begins
 thread_local int current = 0;
-bool stalled = false;  // whether events recorded from now on ever happen
+bool stalled = false;        // whether events recorded from now on ever happen
+int64_t good_launches = -1;  // how many go well before the one that fails; negative: all do
 
 struct FakeEvent {
     bool happens;
@@ -92,6 +94,11 @@ void* allocate_mapped(int64_t num_bytes) {
     return std::calloc(1, static_cast<size_t>(num_bytes));
 }
 
+bool detail::fails() {
+    std::lock_guard lock(guard);
+    return good_launches >= 0 && good_launches-- == 0;
+}
+
 bool sync_wanted() {
     const char* value = std::getenv("PYCOMM_SYNC");
     return value != nullptr && std::strcmp(value, "1") == 0;
@@ -124,5 +131,7 @@ extern "C" {
     pycomm::device::waits.clear();
 }
 [[gnu::visibility("default")]] int64_t emulator_num_launches() { return emulator::num_launches(); }
+// Of the launches from now on, number `i` fails, as for lack of resources.
+[[gnu::visibility("default")]] void emulator_fail_launch(int64_t i) { pycomm::device::good_launches = i; }
 [[gnu::visibility("default")]] void emulator_stall(bool on) { pycomm::device::stalled = on; }
 }
