@@ -12,8 +12,8 @@
 #include "base/dtype.h"
 
 #define PYCOMM_KERNEL __global__ void __launch_bounds__(256)
-// One that may take half of a multiprocessor's registers.
-#define PYCOMM_LARGE_KERNEL __global__ void __launch_bounds__(256, 2)
+// One of which `blocks` are to run at once on a multiprocessor, and which may take the registers that this leaves.
+#define PYCOMM_KERNEL_OF(blocks) __global__ void __launch_bounds__(256, blocks)
 #define PYCOMM_DEVICE static __device__ __forceinline__
 #define PYCOMM_MEMBER __device__ __forceinline__
 #define PYCOMM_HOST_DEVICE static __host__ __device__ __forceinline__

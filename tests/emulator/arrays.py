@@ -44,6 +44,7 @@ def library() -> ctypes.CDLL:
     lib.emulator_wait.argtypes = [ctypes.c_int64, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_void_p)]
     lib.emulator_wait.restype = ctypes.c_bool
     lib.emulator_num_launches.restype = ctypes.c_int64
+    lib.emulator_num_fills.restype = ctypes.c_int64
     return lib
 
 

@@ -234,7 +234,6 @@ void run(const char* name, int64_t blocks, int threads, bool together, const std
 }
 
 int64_t num_launches() { return launches; }
-void count_launch() { ++launches; }
 
 int thread_index() { return machine.running->thread; }
 int num_threads() { return machine.threads; }

@@ -26,9 +26,8 @@ Settings& settings();
 // Runs `kernel` once per thread. `together`: all blocks at the same time, or it is an error.
 void run(const char* name, int64_t blocks, int threads, bool together, const std::function<void()>& kernel);
 
-// How many kernels have run so far, and fills of memory.
+// How many kernels have run so far.
 int64_t num_launches();
-void count_launch();
 
 // What the running fiber calls.
 int thread_index();

@@ -153,6 +153,53 @@ def unpack_indices(on: Arrays) -> Call:
     return lambda scratch: [kernels.unpack_indices(words, TOTAL, count, scratch=scratch)]
 
 
+class Entries:
+    """Messages of entries of one rank, and what is done with them."""
+
+    def __init__(self, on: Arrays) -> None:
+        indices = on.indices()
+        self.layout = kernels.EntryLayout(len(SIZES), 4, len(indices), TOTAL, "float32", True)
+        self.message = on.zeros(self.layout.num_bytes, torch.uint8)
+        verdict = on.zeros(self.layout.verdict_places(1)[-1], torch.uint8)
+        self.gathered = kernels.Gathered(self.layout, 1, self.message, on.zeros(len(indices), torch.int32), verdict)
+        finite = on.put(torch.ones(len(SIZES), dtype=torch.bool))
+        largest = on.put(torch.tensor([3.0]))
+        self.taken = kernels.Taken(on.random(len(indices)), indices, on.random(), finite, largest)
+        kernels.pack_entries(self.message, self.taken, self.gathered)
+        kernels.unpack_entries(self.gathered, 1.0, 1e38)
+
+
+def pack_entries(on: Arrays) -> Call:
+    entries = Entries(on)
+
+    def call(scratch: kernels.Scratch | None) -> Sequence[Any]:
+        kernels.pack_entries(entries.message, entries.taken, entries.gathered)
+        return [entries.message, entries.taken.flat]
+
+    return call
+
+
+def unpack_entries(on: Arrays) -> Call:
+    entries = Entries(on)
+
+    def call(scratch: kernels.Scratch | None) -> Sequence[Any]:
+        kernels.pack_entries(entries.message, entries.taken, entries.gathered)  # prepares the verdict
+        kernels.unpack_entries(entries.gathered, 1.0, 1e38, scratch=scratch)
+        return [entries.gathered.indices]
+
+    return call
+
+
+def add_entries(on: Arrays) -> Call:
+    entries, out = Entries(on), on.zeros()
+
+    def call(scratch: kernels.Scratch | None) -> Sequence[Any]:
+        kernels.add_entries(entries.gathered, 0.5, out)
+        return [out]
+
+    return call
+
+
 def momentum_step(on: Arrays) -> Call:
     weights, grads, buffers = on.several(), on.several(), on.several()
 
@@ -212,7 +259,7 @@ def pack_indices(on: Arrays) -> Call:
     return lambda scratch: [kernels.pack_indices(indices, TOTAL, out)]
 
 
-WITHOUT_SCRATCH = (quantize, pack_signs, pack_indices)
+WITHOUT_SCRATCH = (quantize, pack_signs, pack_indices, pack_entries, add_entries)
 CASES = (
     pack,
     unpack,
@@ -227,6 +274,7 @@ CASES = (
     dequantize,
     unpack_signs,
     unpack_indices,
+    unpack_entries,
     momentum_step,
     adam_step,
     rmsprop_step,

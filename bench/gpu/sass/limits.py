@@ -69,6 +69,7 @@ LIMITS = (
     Limit("step/count_kernel", registers=40, blocks=6),
     Limit("step/step_kernel<4,*>", registers=64, blocks=4, loads=3),
     Limit("step/step_kernel<0,float>", registers=64, blocks=4, loads=6),
+    Limit("step/step_kernel<3,double>", registers=96, blocks=2, loads=5),
     Limit("step/step_kernel<*>", registers=80, blocks=3, loads=5),
     Limit("table/*", registers=32, blocks=8),
     Limit("topk/*", registers=128, blocks=2, loads=4),
@@ -76,7 +77,7 @@ LIMITS = (
 
 AT_FULL_SPEED = (
     *("absmax/*", "accumulate/*", "hashes/h*", "norms/n*", "pack/*", "quantize/q*", "reduce/*", "signs/p*"),
-    *("step/step_kernel*",),
+    *("step/step_kernel<[0124],*>", "step/step_kernel<3,float>"),
 )
 """Kernels that are to move memory as fast as a copy does; the test asks of them for twice what command.py derives."""
 

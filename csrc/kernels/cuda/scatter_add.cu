@@ -44,9 +44,9 @@ PYCOMM_KERNEL inspect(Job job) {
 }
 
 template <class Out, class Value>
-PYCOMM_DEVICE void add_one(const Job& job, int64_t j, int64_t index) {
+PYCOMM_DEVICE void add_one(const Job& job, int64_t j, int64_t index, WiderOf<Out, Value> factor) {
     using Sum = WiderOf<Out, Value>;
-    Sum term = static_cast<Sum>(widen(load_element<Value>(job.values, j))) * factor_of<Sum>(job.scale);
+    Sum term = static_cast<Sum>(widen(load_element<Value>(job.values, j))) * factor;
     Sum old = static_cast<Sum>(widen(load_element<Out>(job.out, index)));
     store_element(job.out, index, narrow<Out>(old + term));
 }
@@ -54,7 +54,7 @@ PYCOMM_DEVICE void add_one(const Job& job, int64_t j, int64_t index) {
 // Any indices: each block owns a part of out and goes through all indices in order, so that repeated ones add up in
 // the order of j. Within a round of one index per thread, equal ones take turns.
 template <class Out, class Value>
-PYCOMM_DEVICE void add_in_order(const Job& job) {
+PYCOMM_DEVICE void add_in_order(const Job& job, WiderOf<Out, Value> factor) {
     PYCOMM_SHARED(int64_t, round, device::kMaxThreads);
     PYCOMM_SHARED(uint32_t, num_turns, 1);
     int64_t begin = job.out_count * device::block_index() / device::num_blocks();
@@ -75,7 +75,7 @@ PYCOMM_DEVICE void add_in_order(const Job& job) {
         device::block_barrier();
         uint32_t turns = *num_turns;
         for (uint32_t now = 0; now < turns; ++now) {
-            if (mine && now == turn) add_one<Out, Value>(job, j, index);
+            if (mine && now == turn) add_one<Out, Value>(job, j, index, factor);
             device::block_barrier();
         }
     }
@@ -83,6 +83,7 @@ PYCOMM_DEVICE void add_in_order(const Job& job) {
 
 template <class Out, class Value>
 PYCOMM_KERNEL add(Job job) {
+    const auto factor = factor_of<WiderOf<Out, Value>>(job.scale);
     uint32_t bad = job.findings->first_bad;
     if (bad != kNone) {
         if (first_of_thread() == 0) report(job.fault, Mistake::kScatterIndex, bad, index_at(job, bad), job.out_count);
@@ -90,10 +91,10 @@ PYCOMM_KERNEL add(Job job) {
     }
     if (job.findings->ascending != 0) {
         for (int64_t j = first_of_thread(); j < job.count; j += grid_stride()) {
-            add_one<Out, Value>(job, j, index_at(job, j));
+            add_one<Out, Value>(job, j, index_at(job, j), factor);
         }
     } else {
-        add_in_order<Out, Value>(job);
+        add_in_order<Out, Value>(job, factor);
     }
 }
 

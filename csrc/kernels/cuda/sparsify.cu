@@ -134,7 +134,8 @@ PYCOMM_DEVICE void select_of(const Choice& choice, const Elected& mine, int j, u
 }
 
 template <class T>
-PYCOMM_LARGE_KERNEL select_kernel(Choice job) {
+PYCOMM_KERNEL_OF(2)
+select_kernel(Choice job) {
     PYCOMM_SHARED(uint32_t, counts, kBins);
     const Table grads{job.grads, job.num_grads, job.grads[job.num_grads].begin};
     const int64_t begin = grads.total * device::block_index() / device::num_blocks();

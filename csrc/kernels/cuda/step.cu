@@ -238,8 +238,14 @@ PYCOMM_DEVICE Sums<2> step_segment(const Constants<Numbers<V>>& constants, const
     return squares;
 }
 
+// As many on a multiprocessor as there are registers for.
+constexpr int blocks_of(Rule rule, size_t itemsize) {
+    return itemsize == 8 && (rule == Rule::kAdam || rule == Rule::kLambMoments) ? 2 : 3;
+}
+
 template <Rule kRule, class V>
-PYCOMM_KERNEL step_kernel(Pass<V> pass) {
+PYCOMM_KERNEL_OF((blocks_of(kRule, sizeof(V))))
+step_kernel(Pass<V> pass) {
     if (is_off(pass.found)) return;
     Constants<Numbers<V>> constants = pass.constants;
     const Factor scale(pass.scale);

@@ -24,7 +24,8 @@ namespace {
 using namespace selection;
 
 template <class T>
-PYCOMM_LARGE_KERNEL topk_kernel(Job<Keys<T>> job) {
+PYCOMM_KERNEL_OF(2)
+topk_kernel(Job<Keys<T>> job) {
     using K = Keys<T>;
     using Key = typename K::Key;
     PYCOMM_SHARED(uint32_t, counts, kBins);

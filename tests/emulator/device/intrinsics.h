@@ -9,7 +9,7 @@
 #include "emulator.h"
 
 #define PYCOMM_KERNEL static void
-#define PYCOMM_LARGE_KERNEL static void
+#define PYCOMM_KERNEL_OF(blocks) static void
 #define PYCOMM_DEVICE static inline
 #define PYCOMM_MEMBER inline
 #define PYCOMM_HOST_DEVICE static inline

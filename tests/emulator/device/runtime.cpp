@@ -24,6 +24,7 @@ std::mutex guard;
 std::map<const char*, Range> memory;  // by where it begins
 thread_local int current = 0;
 bool stalled = false;        // whether events recorded from now on ever happen
+int64_t fills = 0;           // of memory, so far
 int64_t good_launches = -1;  // how many go well before the one that fails; negative: all do
 
 struct FakeEvent {
@@ -53,8 +54,10 @@ int exchange_current(int device) { return std::exchange(current, device); }
 void set_current(int device) noexcept { current = device; }
 
 void fill_bytes(void* where, int value, int64_t num_bytes, Stream stream) {
-    emulator::count_launch();
-    auto fill = [=] { std::memset(where, value, static_cast<size_t>(num_bytes)); };
+    auto fill = [=] {
+        ++fills;
+        std::memset(where, value, static_cast<size_t>(num_bytes));
+    };
     if (!capture::takes(stream, fill)) fill();
 }
 void synchronize(Stream stream) {
@@ -131,6 +134,7 @@ extern "C" {
     pycomm::device::waits.clear();
 }
 [[gnu::visibility("default")]] int64_t emulator_num_launches() { return emulator::num_launches(); }
+[[gnu::visibility("default")]] int64_t emulator_num_fills() { return pycomm::device::fills; }
 // Of the launches from now on, number `i` fails, as for lack of resources.
 [[gnu::visibility("default")]] void emulator_fail_launch(int64_t i) { pycomm::device::good_launches = i; }
 [[gnu::visibility("default")]] void emulator_stall(bool on) { pycomm::device::stalled = on; }
