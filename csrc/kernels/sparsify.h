@@ -5,9 +5,10 @@
 // holds at most 2^31 - 1 elements.
 //
 // thresholds[j] is the smallest selected magnitude of an earlier similar step; a number that is not positive and finite
-// stands for none. The sums that exceed kThresholdHint of it are collected in the pass that computes them, and the selection
-// reads only these. If fewer than k were collected, or more than there is room for, missed[j] is set and topk reads acc
-// once more. The result does not depend on the threshold. thresholds[j] is set to this step's, where counts[j] > 0.
+// stands for none. The sums that exceed kThresholdHint of it are collected in the pass that computes them, and the
+// selection reads only these. If fewer than k were collected, or more than there is room for, missed[j] is set and topk
+// reads acc once more. The result does not depend on the threshold. thresholds[j] is set to this step's, where
+// counts[j] > 0.
 //
 // An output overlaps no other array of the call.
 #pragma once
