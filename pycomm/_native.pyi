@@ -37,7 +37,7 @@ def scatter_add(out: Any, indices: Any, values: Any, scale: Any, scratch: Scratc
 def accumulate(
     grads: Sequence[Any],
     weights: Sequence[Any] | None,
-    factors: Any | None,
+    clip: float | None,
     acc: Any,
     residual: Any | None,
     velocity: Any | None,
@@ -53,7 +53,7 @@ def accumulate(
 def sparsify(
     grads: Sequence[Any],
     weights: Sequence[Any] | None,
-    factors: Any | None,
+    clip: float | None,
     acc: Any,
     residual: Any | None,
     velocity: Any | None,

@@ -1,11 +1,13 @@
 #include "bindings/accumulation_arguments.h"
 
+#include <cmath>
+
 namespace pycomm {
 
-AccumulationArguments::AccumulationArguments(py::handle grads, py::object weights, py::object factors, py::handle acc,
-                                             py::object residual, py::object velocity, py::object old_velocity,
-                                             py::handle finite, py::handle scale, py::handle decay, py::handle momentum,
-                                             py::handle nesterov)
+AccumulationArguments::AccumulationArguments(py::handle grads, py::object weights, const py::object& clip,
+                                             py::handle acc, py::object residual, py::object velocity,
+                                             py::object old_velocity, py::handle finite, py::handle scale,
+                                             py::handle decay, py::handle momentum, py::handle nesterov)
     : grads_(as_arrays(grads, "grads", Access::kRead)),
       acc_(as_array(acc, "acc", Access::kWrite)),
       finite_(as_movable(finite, "finite", Access::kWrite)),
@@ -15,7 +17,7 @@ AccumulationArguments::AccumulationArguments(py::handle grads, py::object weight
     require_gradients();
     require_count(finite_.buffer.num_bytes(), static_cast<int64_t>(grads_.size()), "finite", "one per gradient");
     if (!weights.is_none()) take_weights(weights);
-    if (!factors.is_none()) take_factors(factors);
+    if (!clip.is_none()) take_clip(clip);
     job.residual = optional(residual, "residual", residual_, Access::kRead);
     job.velocity = optional(velocity, "velocity", velocity_, Access::kWrite);
     job.old_velocity = optional(old_velocity, "old_velocity", old_velocity_, Access::kRead);
@@ -30,7 +32,6 @@ void AccumulationArguments::add_to(Arguments& arguments) const {
     arguments.reads(grads_, "grads");
     arguments.reads(weights_, "decay.weights");
     arguments.writes(finite_, "finite");
-    if (job.factors != nullptr) arguments.reads(factors_, "factors");
     if (job.residual != nullptr) arguments.reads(residual_, "residual");
     if (job.velocity != nullptr) arguments.writes(velocity_, "velocity");
     if (job.old_velocity != nullptr) arguments.reads(old_velocity_, "old_velocity");
@@ -62,12 +63,10 @@ void AccumulationArguments::take_weights(const py::object& weights) {
     }
 }
 
-void AccumulationArguments::take_factors(const py::object& factors) {
-    factors_ = as_array(factors, "factors", Access::kRead);
-    require_same(factors_.buffer, "factors", Buffer{nullptr, static_cast<int64_t>(grads_.size()), DType::kF32},
-                 "one float32 per gradient");
-    require_aligned(factors_.buffer, "factors");
-    job.factors = static_cast<const float*>(factors_.buffer.data);
+void AccumulationArguments::take_clip(const py::object& clip) {
+    job.clip = as_number(clip, "clip");
+    if (job.clip > 0.0 && std::isfinite(job.clip)) return;
+    throw ArgumentError("clip is " + shown(clip) + ", wanted a finite number above 0");
 }
 
 void* AccumulationArguments::optional(const py::object& object, const char* name, Array& held, Access access) const {

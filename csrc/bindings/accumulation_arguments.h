@@ -13,9 +13,9 @@ class AccumulationArguments {
    public:
     Accumulation job;
 
-    AccumulationArguments(py::handle grads, py::object weights, py::object factors, py::handle acc, py::object residual,
-                          py::object velocity, py::object old_velocity, py::handle finite, py::handle scale,
-                          py::handle decay, py::handle momentum, py::handle nesterov);
+    AccumulationArguments(py::handle grads, py::object weights, const py::object& clip, py::handle acc,
+                          py::object residual, py::object velocity, py::object old_velocity, py::handle finite,
+                          py::handle scale, py::handle decay, py::handle momentum, py::handle nesterov);
 
     void add_to(Arguments& arguments) const;
     bool* finite() const { return static_cast<bool*>(finite_.buffer.data); }
@@ -24,11 +24,11 @@ class AccumulationArguments {
    private:
     void require_gradients() const;
     void take_weights(const py::object& weights);
-    void take_factors(const py::object& factors);
+    void take_clip(const py::object& clip);
     void* optional(const py::object& object, const char* name, Array& held, Access access) const;
 
     std::vector<Array> grads_, weights_;
-    Array acc_, finite_, factors_, residual_, velocity_, old_velocity_;
+    Array acc_, finite_, residual_, velocity_, old_velocity_;
     Factor factor_;
 };
 

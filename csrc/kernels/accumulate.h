@@ -1,6 +1,6 @@
 // accumulate: adds a bucket of gradients to the residual and the velocity of earlier ones, in one pass.
 //
-//   g[i] = grads[j][i] * (scale * factors[j])  (+ weights[j][i] * decay)
+//   g[i] = grads[j][i] * (scale * factor_j)  (+ weights[j][i] * decay)
 //   acc[i] = residual[i] + g[i]                                                       error feedback
 //   velocity[i] = momentum * old_velocity[i] + g[i],  acc[i] = residual[i] + velocity[i]    with momentum correction
 //   velocity[i] = momentum * (old_velocity[i] + g[i]),  acc[i] = (residual[i] + velocity[i]) + g[i]        Nesterov's
@@ -10,6 +10,9 @@
 // one floating type, and so are the weights, which are given for all gradients or for none. Every product is rounded
 // before the sum. acc may be exactly residual, velocity exactly old_velocity, and a gradient of acc's type may lie
 // exactly at its place in acc.
+// With `clip`, factor_j is min(1, clip / (|scale| * norm_j)) rounded to float, norm_j the Euclidean norm of grads[j],
+// whose squares are added up as norms.h says; without, it is 1.
+//
 // Beyond that, an output overlaps no other array of the call.
 #pragma once
 
@@ -23,8 +26,8 @@ namespace pycomm {
 
 struct Accumulation {
     std::vector<Buffer> grads;
-    std::vector<Buffer> weights;     // none, or one for each gradient
-    const float* factors = nullptr;  // one for each gradient, where the gradients are; null: all 1
+    std::vector<Buffer> weights;  // none, or one for each gradient
+    double clip = 0.0;            // norm that each gradient, times the scale, is brought down to; 0: none is
     double decay = 0.0;
     Buffer acc;
     const void* residual = nullptr;

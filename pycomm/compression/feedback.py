@@ -80,7 +80,6 @@ class CodecExchange:
         self._nonfinite_sources = torch.zeros(communicator.size, dtype=torch.int64, device=bucket.device)
         self._all_used_here = True
         self._accumulate_scratch, self._finish_scratch = kernels.Scratch(), kernels.Scratch()
-        self._norm_scratch = kernels.Scratch()
 
     transactional = True
 
@@ -108,13 +107,13 @@ class CodecExchange:
             self._optional_flat(self._residual),
             raws,
             scaling.to_state(),
-            **self._corrections(raws, scaling, velocity),
+            **self._corrections(scaling, velocity),
             scratch=self._accumulate_scratch,
         )
         self._accumulated = Accumulated(flat, velocity, scaling.from_state(), torch.finfo(bucket.dtype).max)
         self._report = self.codec.send(self._accumulated, Told(unused, finite, scaling.fingerprint))
 
-    def _corrections(self, raws: list[torch.Tensor], scaling: Scaling, velocity: torch.Tensor | None) -> dict[str, Any]:
+    def _corrections(self, scaling: Scaling, velocity: torch.Tensor | None) -> dict[str, Any]:
         config, bucket = self._correction, self._bucket
         options: dict[str, Any] = {}
         if velocity is not None:
@@ -125,11 +124,7 @@ class CodecExchange:
             weights = [laid_out_like(p, view) for p, view in zip(bucket.params(), bucket.views, strict=True)]
             options["decay"] = kernels.Decay(weights, config.weight_decay * scaling.weight)
         if config.clip_norm is not None:
-            norms = kernels.squared_norms(raws, scratch=self._norm_scratch).sqrt()
-            most = config.clip_norm / math.sqrt(self._size)
-            # The quotient is inf for a zero norm, NaN or 0 for one that is not finite; the minimum and the sums come
-            # out right for all of these.
-            options["factors"] = (most / (norms * scaling.to_state())).clamp(max=1.0).float()
+            options["clip"] = config.clip_norm / math.sqrt(self._size)
         return options
 
     def finite(self) -> Flag:

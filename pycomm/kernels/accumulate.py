@@ -42,7 +42,7 @@ def accumulate(
     grads: Any,
     scale: Any = 1.0,
     *,
-    factors: Any | None = None,
+    clip: float | None = None,
     momentum: Momentum | None = None,
     decay: Decay | None = None,
     scratch: Scratch | None = None,
@@ -54,7 +54,7 @@ def accumulate(
         residual: like ``acc``; may be ``acc``.
         grads: a floating array, or several of one dtype, which lie one after the other in ``acc``.
         scale: a number, or an array of one float32, also on the GPU, that is read when the kernel runs.
-        factors: float32 array with another factor for each gradient.
+        clip: norm that each gradient, times ``scale``, is brought down to where it is larger.
         momentum: accumulate the velocity instead of the gradient.
         decay: see :class:`Decay`; not multiplied by ``scale``.
 
@@ -68,13 +68,13 @@ def accumulate(
     several = isinstance(grads, list | tuple)
     finite = empty(acc, (len(grads),) if several else (), "bool")
     arrays = grads if several else [grads]
-    common = arguments_of(factors, acc, residual, momentum, decay, finite, scale)
+    common = arguments_of(clip, acc, residual, momentum, decay, finite, scale)
     _native.accumulate(arrays, **common, scratch=scratch, num_threads=num_threads())
     return finite
 
 
 def arguments_of(
-    factors: Any, acc: Any, residual: Any, momentum: Momentum | None, decay: Decay | None, finite: Any, scale: Any
+    clip: float | None, acc: Any, residual: Any, momentum: Momentum | None, decay: Decay | None, finite: Any, scale: Any
 ) -> dict[str, Any]:
     """Return the arguments that the extension's accumulate and sparsify share, besides the gradients."""
     if momentum is not None:
@@ -84,7 +84,7 @@ def arguments_of(
         length("decay.weights", decay.weights)
     return {
         "weights": None if decay is None else decay.weights,
-        "factors": factors,
+        "clip": clip,
         "acc": acc,
         "residual": residual,
         "velocity": None if momentum is None else momentum.velocity,

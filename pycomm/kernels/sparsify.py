@@ -24,7 +24,7 @@ def sparsify(
     *,
     num_missed: Any | None = None,
     largest: Any | None = None,
-    factors: Any | None = None,
+    clip: float | None = None,
     momentum: Momentum | None = None,
     decay: Decay | None = None,
     scratch: Scratch | None = None,
@@ -51,7 +51,7 @@ def sparsify(
     number = length("grads", grads)
     finite, missed = empty(acc, (number,), "bool"), empty(acc, (number,), "bool")
     values, indices = pair("out", out, "values and indices")
-    common = arguments_of(factors, acc, residual, momentum, decay, finite, scale)
+    common = arguments_of(clip, acc, residual, momentum, decay, finite, scale)
     selection = {"counts": counts, "values": values, "indices": indices, "thresholds": thresholds}
     counters = {"missed": missed, "num_missed": num_missed, "largest": largest}
     _native.sparsify(grads, **common, **selection, **counters, scratch=scratch, num_threads=num_threads())

@@ -79,8 +79,8 @@ class PlainDGC:
         config, p = self.method, self.params[name]
         factor = 1.0
         if config.clip_norm is not None:
-            norm = torch.linalg.vector_norm(gradient) * (1.0 / self.size)
-            factor = min(1.0, float(config.clip_norm / math.sqrt(self.size) / norm))
+            norm = torch.linalg.vector_norm(gradient, dtype=torch.float64) * (1.0 / self.size)
+            factor = min(1.0, float((config.clip_norm / math.sqrt(self.size) / norm).float()))
         g = gradient * torch.tensor(1.0 / self.size * factor, dtype=p.dtype)
         if config.weight_decay:
             g = g + p * torch.tensor(config.weight_decay / self.size, dtype=p.dtype)

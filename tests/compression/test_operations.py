@@ -75,6 +75,7 @@ METHODS = {
     "TopK, half": pycomm.TopK(0.02, half_values=True),
     "TopK, nothing kept": pycomm.TopK(0.02, error_feedback=False),
     "DGC": pycomm.DGC(0.02, weight_decay=0.1),
+    "DGC, clipped": pycomm.DGC(0.02, clip_norm=1.0),
     "DGC, Nesterov": pycomm.DGC(0.02, nesterov=True, half_values=True),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +23,7 @@ class Bucket:
     scale: Any = 0.3
     residual: Any | None = None
     weights: list[Any] | None = None
-    factors: Any | None = None
+    clip: float | None = None
     velocity: Any | None = None
     nesterov: bool = False
 
@@ -48,14 +49,13 @@ class Bucket:
             grads=[move(grad) for grad in self.grads],
             residual=maybe(self.residual),
             weights=None if self.weights is None else [move(weight) for weight in self.weights],
-            factors=maybe(self.factors),
             velocity=maybe(self.velocity),
         )
 
     def options(self, new_velocity: Any) -> dict[str, Any]:
         momentum = kernels.Momentum(new_velocity, self.velocity, self.momentum, self.nesterov)
         return {
-            "factors": self.factors,
+            "clip": self.clip,
             "momentum": None if self.velocity is None else momentum,
             "decay": None if self.weights is None else kernels.Decay(self.weights, self.decay),
         }
@@ -71,8 +71,10 @@ class Bucket:
             return torch.tensor(value, dtype=self.wide)
 
         parts = []
+        norms = kernels.squared_norms(self.grads).tolist()
         for j, grad in enumerate(self.grads):
-            factor = 1.0 if self.factors is None else self.factors[j].item()
+            factor = 1.0 if self.clip is None else _quotient(self.clip, abs(self.scale) * math.sqrt(norms[j]))
+            factor = torch.tensor(factor).float().item() if factor < 1.0 else 1.0
             part = grad.to(self.wide) * number(self.scale * factor)
             if self.weights is not None:
                 part = part + self.weights[j].to(self.wide) * number(self.decay)
@@ -84,6 +86,10 @@ class Bucket:
         u = momentum * (self.velocity + g) if self.nesterov else momentum * self.velocity + g
         acc = u if self.residual is None else self.residual + u
         return (acc + g if self.nesterov else acc), u
+
+
+def _quotient(a: float, b: float) -> float:
+    return a / b if b != 0.0 else math.inf
 
 
 KINDS = ("bare", "residual", "weights", "momentum", "nesterov", "momentum alone")
@@ -109,7 +115,7 @@ def bucket(
         made,
         residual=None if kind in ("bare", "momentum alone") else some(total, wide),
         weights=None if kind in ("bare", "residual") else [some(size, dtype) for size in sizes],
-        factors=None if kind == "bare" else torch.rand(len(sizes), generator=generator) + 0.5,
+        clip=None if kind in ("bare", "momentum alone") else 5.0,
         velocity=some(total, wide) if kind in ("momentum", "nesterov", "momentum alone") else None,
         nesterov=kind == "nesterov",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -66,7 +67,7 @@ def test_any_alignment() -> None:
     for offset in (1, 2, 4, 63):
         acc, velocity = misaligned(flat(137, torch.float32), offset), misaligned(flat(137, torch.float32), offset)
         moved = given.moved(partial(misaligned, offset=offset))
-        replace(moved, factors=given.factors).accumulate(acc, velocity)
+        moved.accumulate(acc, velocity)
         assert np.array_equal(acc, wanted.numpy())
 
 
@@ -100,12 +101,23 @@ def test_one_array_may_be_its_own_sum() -> None:
     assert finite.shape == ()
 
 
-def test_a_factor_of_zero_and_an_infinite_one() -> None:
-    grads = [torch.ones(40), torch.ones(40)]
-    acc = torch.empty(80)
-    finite = kernels.accumulate(acc, None, grads, 2.0, factors=torch.tensor([0.0, torch.inf]))
-    assert acc.tolist() == [0.0] * 40 + [torch.inf] * 40
-    assert finite.tolist() == [True, False]
+@pytest.mark.parametrize("scale", [2.0, -0.5, 1e-30])
+def test_norms_are_brought_down(scale: float) -> None:
+    grads = [torch.randn(4000), torch.zeros(40), torch.full((9,), 1e-3), torch.empty(0)]
+    acc = torch.empty(4049)
+    finite = kernels.accumulate(acc, None, grads, scale, clip=3.0)
+    for part, grad in zip(torch.split(acc, [4000, 40, 9, 0]), grads, strict=True):
+        wanted = grad.double() * scale
+        wanted *= min(1.0, 3.0 / max(float(wanted.norm()), 1e-300))
+        torch.testing.assert_close(part.double(), wanted, rtol=1e-6, atol=0.0)
+    assert finite.tolist() == [True] * 4
+
+
+def test_clipping_hides_nothing() -> None:
+    grads = [torch.ones(40), torch.ones(40), torch.ones(40)]
+    grads[0][3], grads[1][4] = torch.inf, torch.nan
+    finite = kernels.accumulate(torch.empty(120), None, grads, 2.0, clip=1.0)
+    assert finite.tolist() == [False, False, True]
 
 
 BAD: dict[str, dict[str, Any]] = {
@@ -115,8 +127,9 @@ BAD: dict[str, dict[str, Any]] = {
     "acc has dtype float32, wanted float64": {"grads": [torch.ones(3).double()]},
     "residual has 2 elements, wanted 3 as acc": {"residual": torch.ones(2)},
     "residual has dtype float64, wanted float32 as acc": {"residual": torch.ones(3).double()},
-    "factors has 1 elements, wanted 2 as one float32 per gradient": {"factors": torch.ones(1)},
-    "factors has dtype float64": {"factors": torch.ones(2).double()},
+    "clip is 0.0, wanted a finite number above 0": {"clip": 0.0},
+    "clip is nan, wanted a finite number above 0": {"clip": math.nan},
+    "clip is 'big'": {"clip": "big"},
     "weights has 1 elements, wanted 2: one per gradient": {"decay": kernels.Decay([torch.ones(2)], 0.1)},
     "weights[1] has 2 elements, wanted 1 as its gradient": {"decay": kernels.Decay([torch.ones(2)] * 2, 0.1)},
     "velocity has 2 elements, wanted 3 as acc": {"momentum": kernels.Momentum(torch.ones(2), None, 0.9)},

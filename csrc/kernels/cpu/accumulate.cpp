@@ -1,7 +1,10 @@
 #include "kernels/accumulate.h"
 
+#include <cmath>
+
 #include "kernels/cpu/accumulation_pass.h"
 #include "kernels/cpu/pieces.h"
+#include "kernels/norms.h"
 
 namespace pycomm {
 namespace {
@@ -11,6 +14,19 @@ Store store_of(const Accumulation& job) {
     return out_bytes >= kStreamingBytes ? Store::kStreaming : Store::kCached;
 }
 
+// What brings each gradient's norm down to the limit.
+std::vector<float> factors_of(const Accumulation& job, double scale, int num_threads) {
+    std::vector<float> factors;
+    if (job.clip == 0.0) return factors;
+    std::vector<double> squares(job.grads.size());
+    norms(job.grads, squares.data(), num_threads);
+    for (double square : squares) {
+        double factor = job.clip / (std::fabs(scale) * std::sqrt(square));
+        factors.push_back(factor < 1.0 ? static_cast<float>(factor) : 1.0f);  // 1 for NaN, which stays one in the sums
+    }
+    return factors;
+}
+
 int64_t traffic_of(const Accumulation& job) { return job.acc.num_bytes() * (job.velocity == nullptr ? 2 : 4); }
 
 }  // namespace
@@ -18,6 +34,7 @@ int64_t traffic_of(const Accumulation& job) { return job.acc.num_bytes() * (job.
 AccumulationPass::AccumulationPass(const Accumulation& job, double scale, int num_threads)
     : job_(job),
       scale_(scale),
+      factors_(factors_of(job, scale, num_threads)),
       offsets_(offsets_of(job.grads)),
       store_(store_of(job)),
       threads_(useful_threads(traffic_of(job), num_threads)) {}
@@ -27,7 +44,7 @@ bool AccumulationPass::sum(size_t j, Range part, Collector* collector) const {
     auto at = [&](const void* flat) {
         return flat == nullptr ? nullptr : const_cast<char*>(static_cast<const char*>(flat)) + wide;
     };
-    double scale = job_.factors == nullptr ? scale_ : scale_ * static_cast<double>(job_.factors[j]);
+    double scale = factors_.empty() ? scale_ : scale_ * static_cast<double>(factors_[j]);
     Terms terms{.grad = element_of(job_.grads[j], from),
                 .weight = job_.weights.empty() ? nullptr : element_of(job_.weights[j], from),
                 .residual = at(job_.residual),

@@ -33,6 +33,7 @@ class AccumulationPass {
    private:
     const Accumulation& job_;
     const double scale_;
+    const std::vector<float> factors_;  // one for each gradient, or none
     const std::vector<int64_t> offsets_;
     const Store store_;
     const int threads_;

@@ -170,9 +170,9 @@ template <class Acc, class Grad>
 PYCOMM_KERNEL accumulate_kernel(Pass pass) {
     constexpr int kCount = 16 / sizeof(Acc);
     constexpr int kElems = kRows * device::kWarpSize * kCount;
-    if (pass.findings.zero != nullptr && device::block_index() == 0 && device::thread_index() == 0) {
-        *pass.findings.zero = 0.0f;
-    }
+    const int64_t thread = static_cast<int64_t>(device::block_index()) * device::num_threads() + device::thread_index();
+    if (pass.findings.largest != nullptr && thread == 0) *pass.findings.largest = 0.0f;
+    clear(pass.findings.zeros, thread, static_cast<int64_t>(device::num_blocks()) * device::num_threads());
     int warp = device::thread_index() / device::kWarpSize, warps = device::num_threads() / device::kWarpSize;
     int64_t chunk = static_cast<int64_t>(device::block_index()) * warps + warp;
     int64_t begin = chunk * kElems - pass.shift;
@@ -200,12 +200,19 @@ PYCOMM_KERNEL accumulate_kernel(Pass pass) {
 }  // namespace
 
 void accumulate_pass(const Accumulation& job, const Entry* entries, Scale scale, Findings findings, Marks marks,
-                     Stream stream) {
+                     uint32_t* counter, char* scratch, Stream stream) {
     if (job.acc.count == 0) return;
     const auto num_grads = static_cast<int>(job.grads.size());
-    Pass pass{Table{entries, num_grads, job.acc.count},
+    const Table grads{entries, num_grads, job.acc.count};
+    float* factors = nullptr;
+    if (job.clip != 0.0) {
+        factors = reinterpret_cast<float*>(scratch);
+        char* slots = scratch + round_up(num_grads * int64_t{sizeof(float)});
+        clip_pass(grads, scale, {job.clip, counter, factors, reinterpret_cast<Sums<1>*>(slots)}, stream);
+    }
+    Pass pass{grads,
               job.weights.empty() ? nullptr : entries + num_grads,
-              job.factors,
+              factors,
               scale,
               job.decay,
               job.acc.bytes(),
@@ -227,13 +234,17 @@ void accumulate_pass(const Accumulation& job, const Entry* entries, Scale scale,
 }
 
 int64_t accumulate_workspace_bytes(const Accumulation& job) {
-    return table_bytes(job.grads.size() + job.weights.size());
+    int64_t table = table_bytes(job.grads.size() + job.weights.size());
+    return job.clip == 0.0 ? table : round_up(table) + 256 + clipping_bytes(job);
 }
 
 void accumulate(const Accumulation& job, Scale scale, bool* finite, Workspace& workspace, Stream stream) {
-    Table table = upload(arrays_of(job), workspace, stream);
+    const std::vector<Buffer> arrays = arrays_of(job);
+    char* const behind = workspace.memory + round_up(table_bytes(arrays.size()));  // a counter, and more
+    const Table table = upload(arrays, workspace, stream, job.clip == 0.0 ? Zeros{} : Zeros{behind, 16});
     device::fill_bytes(finite, 1, static_cast<int64_t>(job.grads.size()), stream);
-    accumulate_pass(job, table.entries, scale, {finite, false}, {}, stream);
+    accumulate_pass(job, table.entries, scale, {finite, false}, {}, reinterpret_cast<uint32_t*>(behind), behind + 256,
+                    stream);
 }
 
 }  // namespace pycomm::cuda

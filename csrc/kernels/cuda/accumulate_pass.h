@@ -7,6 +7,7 @@
 #include "kernels/accumulate.h"
 #include "kernels/cuda/bits.h"
 #include "kernels/cuda/host.h"
+#include "kernels/cuda/norms_pass.h"
 #include "kernels/cuda/table.h"
 
 namespace pycomm::cuda {
@@ -39,11 +40,21 @@ inline std::vector<Buffer> arrays_of(const Accumulation& job) {
 struct Findings {
     bool* answers;
     bool when_not_finite;
-    float* zero = nullptr;  // set to 0 for the next kernel; null: nothing to set
+    Zeros zeros = {};          // set to 0 for the next kernel
+    float* largest = nullptr;  // likewise; null: nothing to set
 };
 
-// `entries`: of arrays_of(job), in memory of the device.
+inline int64_t round_up(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
+// Scratch memory of a pass with `clip`.
+inline int64_t clipping_bytes(const Accumulation& job) {
+    if (job.clip == 0.0) return 0;
+    return round_up(static_cast<int64_t>(job.grads.size() * sizeof(float))) + slot_bytes<1>(job.grads);
+}
+
+// `entries`: of arrays_of(job), in memory of the device. With `clip`, `counter` is 0 there, and `scratch` has
+// clipping_bytes().
 void accumulate_pass(const Accumulation& job, const Entry* entries, Scale scale, Findings findings, Marks marks,
-                     Stream stream);
+                     uint32_t* counter, char* scratch, Stream stream);
 
 }  // namespace pycomm::cuda

@@ -153,7 +153,7 @@ select_kernel(Choice job) {
 
 // Layout of the workspace, behind the table.
 struct Layout {
-    int64_t not_finite, records, slots, edges, marks, words, keys, indices, num_bytes;
+    int64_t counter, not_finite, records, slots, clipping, edges, marks, words, keys, indices, num_bytes;
 
     Layout(const Accumulation& job, const Selection& selection) {
         const bool is_float = job.acc.dtype == DType::kF32;
@@ -161,19 +161,20 @@ struct Layout {
         const int64_t listed = place_of_list(job.acc.count, selection.values.count, num_grads);
         const int64_t num_records = records_for(num_grads, kMaxBlocks);
         const int64_t edge_bytes = is_float ? sizeof(Edge<uint32_t>) : sizeof(Edge<uint64_t>);
-        not_finite = round_up(table_bytes(2 * job.grads.size() + job.weights.size()));
-        records = not_finite + round_up(num_grads);
+        counter = round_up(table_bytes(2 * job.grads.size() + job.weights.size()));
+        not_finite = counter + 16;
+        records = counter + round_up(16 + num_grads);
         slots = records + round_up(num_records * int64_t{sizeof(Record)});
         edges = slots + round_up(3 * (kMaxBlocks + num_grads) * 4);
         marks = edges + round_up(num_records * kMostEdges * edge_bytes);
         words = marks + (is_float ? round_up(words_of_marks(job.acc.count) * 4) : 0);
         keys = words + round_up(place_of_words(job.acc.count, num_grads) * 4);
         indices = keys + round_up(listed * size_of(job.acc.dtype));
-        num_bytes = indices + round_up(listed * 4);
+        clipping = indices + round_up(listed * 4);
+        num_bytes = clipping + clipping_bytes(job);
     }
 
     static int64_t records_for(int64_t num_grads, int64_t blocks) { return std::min(num_grads, 2 * blocks); }
-    static int64_t round_up(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 };
 
 Choice choice_of(const Accumulation& job, const Selection& selection, const Layout& layout, const Entry* entries,
@@ -210,10 +211,11 @@ void run(const Accumulation& job, Scale scale, const Layout& layout, Choice choi
     const int resident = device::max_resident_blocks("sparsify", select_kernel<T>);
     const int64_t blocks = blocks_for_selection(job.acc.count, job.acc.device, resident);
     choice.num_records = static_cast<int>(Layout::records_for(choice.num_grads, blocks));
-    const int64_t zeros = layout.records - layout.not_finite + choice.num_records * int64_t{sizeof(Record)};
-    device::fill_bytes(memory + layout.not_finite, 0, zeros, stream);
-    bool* not_finite = reinterpret_cast<bool*>(memory + layout.not_finite);
-    accumulate_pass(job, choice.grads, scale, {not_finite, true, choice.largest}, choice.marks, stream);
+    static_assert(sizeof(Record) % 16 == 0);
+    bool* const not_finite = reinterpret_cast<bool*>(memory + layout.not_finite);
+    const Zeros records{memory + layout.records, choice.num_records * int64_t{sizeof(Record)}};
+    accumulate_pass(job, choice.grads, scale, {not_finite, true, records, choice.largest}, choice.marks,
+                    reinterpret_cast<uint32_t*>(memory + layout.counter), memory + layout.clipping, stream);
     device::launch_together("sparsify", select_kernel<T>, blocks, stream, choice);
 }
 
@@ -234,7 +236,8 @@ void sparsify(const Accumulation& job, Scale scale, const Selection& selection, 
     const Layout layout(job, selection);
     std::vector<Buffer> arrays = arrays_of(job);
     for (int64_t count : selection.counts) arrays.push_back({nullptr, count, job.acc.dtype});
-    const Entry* entries = upload(arrays, workspace, stream).entries;
+    const Zeros zeros{workspace.memory + layout.counter, layout.records - layout.counter};
+    const Entry* entries = upload(arrays, workspace, stream, zeros).entries;
     const Choice choice = choice_of(job, selection, layout, entries, finite, workspace.memory);
     if (job.acc.dtype == DType::kF64) return run<double>(job, scale, layout, choice, workspace.memory, stream);
     run<float>(job, scale, layout, choice, workspace.memory, stream);

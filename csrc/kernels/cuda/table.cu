@@ -15,7 +15,8 @@ struct Chunk {
     int count;
 };
 
-PYCOMM_KERNEL write_entries(Chunk chunk, Entry* to) {
+PYCOMM_KERNEL write_entries(Chunk chunk, Entry* to, Zeros zeros) {
+    clear(zeros, device::thread_index(), device::num_threads());
     for (int i = device::thread_index(); i < chunk.count; i += device::num_threads()) to[i] = chunk.entries[i];
 }
 
@@ -25,7 +26,7 @@ bool same(const Entry& a, const Entry& b) { return a.data == b.data && a.begin =
 
 int64_t table_bytes(size_t num_arrays) { return static_cast<int64_t>((num_arrays + 1) * sizeof(Entry)); }
 
-Table upload(const std::vector<Buffer>& arrays, Workspace& workspace, Stream stream) {
+Table upload(const std::vector<Buffer>& arrays, Workspace& workspace, Stream stream, Zeros zeros) {
     std::vector<Entry> wanted;
     wanted.reserve(arrays.size() + 1);
     int64_t total = 0;
@@ -44,9 +45,10 @@ Table upload(const std::vector<Buffer>& arrays, Workspace& workspace, Stream str
         auto from = wanted.begin() + static_cast<int64_t>(begin);
         bool known = there.size() == wanted.size() &&
                      std::equal(from, from + chunk.count, there.begin() + static_cast<int64_t>(begin), same);
-        if (known && !capturing) continue;
+        if (known && !capturing && zeros.num_bytes == 0) continue;
         std::copy_n(from, chunk.count, chunk.entries);
-        device::launch("sending a table of arrays", write_entries, 1, stream, chunk, memory + begin);
+        device::launch("sending a table of arrays", write_entries, 1, stream, chunk, memory + begin, zeros);
+        zeros = {};  // done
     }
     if (!capturing) workspace.table = std::move(wanted);
     return {memory, static_cast<int>(arrays.size()), total};

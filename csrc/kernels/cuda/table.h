@@ -25,7 +25,19 @@ int64_t table_bytes(size_t num_arrays);
 // Brings `arrays` into workspace.memory unless they are there already. Sent as arguments of a small kernel: unlike a
 // copy from the host that needs no pinned memory, and a CUDA graph keeps the values. (A workspace that a graph uses
 // belongs to that graph.)
-Table upload(const std::vector<Buffer>& arrays, Workspace& workspace, Stream stream);
+// `zeros`: set to 0 by the same kernel.
+struct Zeros {
+    char* begin = nullptr;  // on a border of 16 bytes
+    int64_t num_bytes = 0;  // a multiple of 16
+};
+Table upload(const std::vector<Buffer>& arrays, Workspace& workspace, Stream stream, Zeros zeros = {});
+
+// By thread `first` of `stride`.
+PYCOMM_DEVICE void clear(const Zeros& zeros, int64_t first, int64_t stride) {
+    for (int64_t i = first; i < zeros.num_bytes / 16; i += stride) {
+        reinterpret_cast<Packet<uint32_t, 4>*>(zeros.begin)[i] = {};
+    }
+}
 
 inline constexpr int64_t kTile = 4096;      // elements per block
 inline constexpr int64_t kLongTile = 8192;  // where a block has little to do with each

@@ -30,7 +30,7 @@ struct Edge {
 };
 
 // Between the blocks of a team. Zeros before the kernel starts; the bins are zeros again after every meeting.
-struct Record {
+struct alignas(16) Record {
     Meeting meeting;
     // Written by the block that comes last to a meeting, read by all after it.
     uint32_t listed;  // elements in the list; 0: it is no good
