@@ -8,23 +8,34 @@
 namespace pycomm {
 namespace {
 
-int64_t at_least(py::handle object, const char* name, int64_t least) {
+int64_t within(py::handle object, const char* name, int64_t least, int64_t most = INT32_MAX) {
     const int64_t value = as_integer(object, name);
-    if (value >= least && value <= INT32_MAX) return value;
-    throw ArgumentError(format("%s is %lld, wanted %lld <= %s <= 2147483647", name, static_cast<long long>(value),
-                               static_cast<long long>(least), name));
+    if (value >= least && value <= most) return value;
+    throw ArgumentError(format("%s is %lld, wanted %lld <= %s <= %lld", name, static_cast<long long>(value),
+                               static_cast<long long>(least), name, static_cast<long long>(most)));
+}
+
+int ranks_in(py::handle num_ranks) {
+    constexpr int64_t kMost = 1 << 20;  // times the bytes of any message they have 64 bits
+    return static_cast<int>(within(num_ranks, "num_ranks", 1, kMost));
+}
+
+const EntryLayout& layout_in(py::handle object) {
+    if (py::isinstance<EntryLayout>(object)) return object.cast<const EntryLayout&>();
+    throw ArgumentTypeError("layout is " + shown(object) + ", wanted an EntryLayout");
 }
 
 EntryLayout make_layout(py::handle num_params, py::handle num_bits, py::handle count, py::handle limit,
-                        const std::string& dtype, py::handle half) {
-    const DType sums = dtype_named(dtype);
+                        py::handle dtype, py::handle half) {
+    const std::string name = as_text(dtype, "dtype", "'float32' or 'float64'");
+    const DType sums = dtype_named(name);
     if (sums != DType::kF32 && sums != DType::kF64) {
-        throw ArgumentTypeError("dtype is " + dtype + ", wanted float32 or float64");
+        throw ArgumentTypeError("dtype is " + name + ", wanted float32 or float64");
     }
     const bool as_half = as_flag(half, "half");
     if (as_half && sums != DType::kF32) throw ArgumentTypeError("half values of float64 sums, wanted float32");
-    const int64_t entries = at_least(count, "count", 1), range = at_least(limit, "limit", 1);
-    return {at_least(num_params, "num_params", 0), at_least(num_bits, "num_bits", 0), entries, range, sums, as_half};
+    const int64_t range = within(limit, "limit", 1), entries = within(count, "count", 1, range);
+    return {within(num_params, "num_params", 0), within(num_bits, "num_bits", 0), entries, range, sums, as_half};
 }
 
 // The arrays of one call, held for its length, with their names for errors.
@@ -33,16 +44,9 @@ class Given {
     explicit Given(const EntryLayout& layout) : layout_(layout) { arrays_.reserve(16); }
 
     char* bytes(py::handle object, const char* name, Access access, int64_t wanted) {
-        Array& array = arrays_.emplace_back(as_movable(object, name, access));
-        const int64_t found = array.buffer.num_bytes();
-        if (found != wanted) {
-            throw ArgumentError(format("%s has %lld bytes, wanted %lld", name, static_cast<long long>(found),
-                                       static_cast<long long>(wanted)));
-        }
-        if (reinterpret_cast<uintptr_t>(array.buffer.data) % kEntryAlignment != 0) {
-            throw ArgumentError(std::string(name) + " is not aligned to 8 bytes");
-        }
-        return add(array, name, access);
+        char* const data = exactly<char>(object, name, access, DType::kU8, wanted, "uint8, as the layout says");
+        if (reinterpret_cast<uintptr_t>(data) % kEntryAlignment == 0) return data;
+        throw ArgumentError(std::string(name) + " is not aligned to 8 bytes");
     }
 
     template <class T>
@@ -56,11 +60,16 @@ class Given {
     }
 
     // Bools, which torch, numpy and cupy all keep as bytes; null for None.
-    const bool* flags(const py::object& object, const char* name, int64_t count, const char* of_what) {
+    const uint8_t* flags(const py::object& object, const char* name, int64_t count, const char* of_what) {
         if (object.is_none()) return nullptr;
         Array& array = arrays_.emplace_back(as_movable(object, name, Access::kRead));
-        require_count(array.buffer.num_bytes(), count, name, of_what);
-        return reinterpret_cast<const bool*>(add(array, name, Access::kRead));
+        const int64_t itemsize = array.unit * size_of(array.buffer.dtype);
+        if (itemsize != 1) {
+            throw ArgumentTypeError(
+                format("%s has elements of %lld bytes, wanted bools", name, static_cast<long long>(itemsize)));
+        }
+        require_count(array.buffer.count, count, name, of_what);
+        return reinterpret_cast<const uint8_t*>(add(array, name, Access::kRead));
     }
 
     const Array& last() const { return arrays_.back(); }
@@ -85,22 +94,23 @@ int64_t verdict_bytes(const EntryLayout& layout, int64_t num_ranks) {
     return VerdictLayout(layout, num_ranks).num_bytes;
 }
 
-void pack_entries_of(const EntryLayout& layout, py::handle message, py::handle verdict, py::handle num_ranks,
+void pack_entries_of(py::handle of_message, py::handle message, py::handle verdict, py::handle num_ranks,
                      py::handle values, py::handle indices, const py::object& largest, py::handle flat,
                      const py::object& velocity, const py::object& keeps, const py::object& finite,
                      const py::object& fingerprint) {
+    const EntryLayout& layout = layout_in(of_message);
     Given given(layout);
     Taken taken;
     char* const to = given.bytes(message, "message", Access::kWrite, layout.num_bytes);
-    const int64_t ranks = at_least(num_ranks, "num_ranks", 1);
-    char* const prepared = given.bytes(verdict, "verdict", Access::kWrite, verdict_bytes(layout, ranks));
+    char* const prepared = given.bytes(verdict, "verdict", Access::kWrite, verdict_bytes(layout, ranks_in(num_ranks)));
     taken.values =
         given.exactly<char>(values, "values", Access::kRead, layout.dtype, layout.count, "the sums, `count` of them");
     taken.indices =
         given.exactly<int32_t>(indices, "indices", Access::kRead, DType::kI32, layout.count, "int32, `count` of them");
-    if (layout.half) {
-        if (largest.is_none()) throw ArgumentTypeError("largest is None, wanted one float32 to scale half values with");
+    if (!largest.is_none()) {
         taken.largest = given.exactly<float>(largest, "largest", Access::kRead, DType::kF32, 1, "one float32");
+    } else if (layout.half) {
+        throw ArgumentTypeError("largest is None, wanted one float32 to scale half values with");
     }
     taken.flat = given.sums(flat, "flat", Access::kWrite);
     if (!velocity.is_none()) taken.velocity = given.sums(velocity, "velocity", Access::kWrite);
@@ -114,17 +124,18 @@ void pack_entries_of(const EntryLayout& layout, py::handle message, py::handle v
         [&] { pack_entries(layout, taken, to); });
 }
 
-void unpack_entries_of(const EntryLayout& layout, py::handle messages, py::handle num_ranks, py::handle factor,
+void unpack_entries_of(py::handle of_message, py::handle messages, py::handle num_ranks, py::handle factor,
                        py::handle most, py::handle indices, py::handle verdict, py::handle scratch) {
+    const EntryLayout& layout = layout_in(of_message);
     Scratch* const memory = scratch_of(scratch);
     Given given(layout);
-    const auto ranks = static_cast<int>(at_least(num_ranks, "num_ranks", 1));
+    const int ranks = ranks_in(num_ranks);
     const char* const from = given.bytes(messages, "messages", Access::kRead, ranks * layout.num_bytes);
     auto* const to = given.exactly<int32_t>(indices, "indices", Access::kWrite, DType::kI32, ranks * layout.count,
                                             "int32, `count` of each rank");
     char* const answer = given.bytes(verdict, "verdict", Access::kWrite, verdict_bytes(layout, ranks));
     const double limit = as_number(most, "most");
-    const Factor by(factor);
+    const Factor by(factor, "factor");
     by.add_to(given.arguments());
     given.arguments().require_apart();
     dispatch(
@@ -142,21 +153,23 @@ std::vector<StateChange> states_of(Given& given, const std::vector<std::pair<py:
     if (states.size() > 2) throw ArgumentError(format("there are %zu states, wanted at most two", states.size()));
     std::vector<StateChange> changes;
     for (const auto& [now, before] : states) {
-        char* const to = given.sums(now, "state", Access::kWrite);
-        const char* const from = given.sums(before, "state before", Access::kRead);
+        const std::string name = name_of_item("states", changes.size());
+        char* const to = given.sums(now, (name + " now").c_str(), Access::kWrite);
+        const char* const from = given.sums(before, (name + " before").c_str(), Access::kRead);
         given.arguments().may_be(out, given.last());
         changes.push_back({to, from});
     }
     return changes;
 }
 
-void add_entries_of(const EntryLayout& layout, py::handle messages, py::handle num_ranks, py::handle indices,
+void add_entries_of(py::handle of_message, py::handle messages, py::handle num_ranks, py::handle indices,
                     py::handle factor, py::handle out, const std::vector<std::pair<py::object, py::object>>& states,
                     const py::object& finite, const py::object& used, const py::object& ends,
                     const py::object& last_sources, py::handle verdict, int num_threads) {
+    const EntryLayout& layout = layout_in(of_message);
     Given given(layout);
     Outcome outcome;
-    const auto ranks = static_cast<int>(at_least(num_ranks, "num_ranks", 1));
+    const int ranks = ranks_in(num_ranks);
     const Array sums = as_array(out, "out", Access::kWrite);
     require_floating(sums.buffer, "out");
     require_count(sums.buffer.count, layout.limit, "out", "`limit` of the layout");
@@ -169,15 +182,17 @@ void add_entries_of(const EntryLayout& layout, py::handle messages, py::handle n
     outcome.states = states_of(given, states, sums);
     outcome.finite = given.flags(finite, "finite", 1, "one bool");
     outcome.used = given.flags(used, "used", layout.num_params, "one bool per parameter");
-    if (outcome.used != nullptr) {
+    if (!ends.is_none()) {
         outcome.ends = given.exactly<int64_t>(ends, "ends", Access::kRead, DType::kI64, layout.num_params,
                                               "int64, the end of every parameter");
+    } else if (!used.is_none()) {
+        throw ArgumentTypeError("ends is None, wanted the end of every parameter, since there is `used`");
     }
     if (!last_sources.is_none()) {
         outcome.last_sources = given.exactly<int64_t>(last_sources, "last_sources", Access::kWrite, DType::kI64, ranks,
                                                       "int64, one for each rank");
     }
-    const Factor by(factor);
+    const Factor by(factor, "factor");
     by.add_to(given.arguments());
     given.arguments().require_apart();
     dispatch(
@@ -202,7 +217,7 @@ void bind_entries(py::module_& module) {
         .def(
             "verdict_places",
             [](const EntryLayout& layout, py::handle num_ranks) {
-                const VerdictLayout at(layout, at_least(num_ranks, "num_ranks", 1));
+                const VerdictLayout at(layout, ranks_in(num_ranks));
                 return py::make_tuple(at.finite_at, at.sources_at, at.used_at, at.differing_at, at.num_bytes);
             },
             py::arg("num_ranks"));

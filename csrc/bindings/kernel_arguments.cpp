@@ -6,21 +6,21 @@
 
 namespace pycomm {
 
-Factor::Factor(py::handle object, py::handle divisor) {
+Factor::Factor(py::handle object, const char* name, py::handle divisor) : name_(name) {
     if (!divisor.is_none()) {
         divisor_ = as_exactly(divisor, "divisor", Access::kRead, DType::kF32, 1, "one float32");
         scale_.divisor = static_cast<const float*>(divisor_.buffer.data);
     }
     bool number = PyFloat_Check(object.ptr()) || PyLong_Check(object.ptr());
     if (number && !PyBool_Check(object.ptr())) {
-        scale_.value = as_number(object, "scale");
+        scale_.value = as_number(object, name);
         return;
     }
     if (object.is_none() || PyBool_Check(object.ptr())) {
-        throw ArgumentTypeError("scale is " + shown(object) + ", wanted a number, or one float32");
+        throw ArgumentTypeError(std::string(name) + " is " + shown(object) + ", wanted a number, or one float32");
     }
-    array_ = as_array(object, "scale", Access::kRead);
-    require_same(array_.buffer, "scale", Buffer{nullptr, 1, DType::kF32}, "a number, or one float32");
+    array_ = as_array(object, name, Access::kRead);
+    require_same(array_.buffer, name, Buffer{nullptr, 1, DType::kF32}, "a number, or one float32");
     if (array_.on_device()) {
         scale_.on_device = static_cast<const float*>(array_.buffer.data);
     } else {
@@ -33,15 +33,16 @@ Factor::Factor(py::handle object, py::handle divisor) {
 void Factor::add_to(Arguments& arguments) const {
     if (scale_.divisor != nullptr) arguments.reads(divisor_, "divisor");
     if (scale_.on_device != nullptr) {
-        arguments.reads(array_, "scale");
+        arguments.reads(array_, name_);
     } else {
-        arguments.was_read(array_, "scale");
+        arguments.was_read(array_, name_);
     }
 }
 
 double Factor::on_cpu() const {
     if (scale_.on_device == nullptr) return scale_.divisor == nullptr ? scale_.value : scale_.value / *scale_.divisor;
-    throw ArgumentError("scale is on " + device_name(array_.buffer.device) + ", the other arrays on cpu");
+    throw ArgumentError(std::string(name_) + " is on " + device_name(array_.buffer.device) +
+                        ", the other arrays on cpu");
 }
 
 std::string name_of_item(const std::string& name, size_t index) { return name + "[" + std::to_string(index) + "]"; }

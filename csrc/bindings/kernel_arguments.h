@@ -33,7 +33,7 @@ void dispatch(const Arguments& arguments, [[maybe_unused]] Gpu&& gpu, Cpu&& cpu)
 // A number, or an array with one float32 that may lie on a GPU; divided by such an array, unless that is None.
 class Factor {
    public:
-    explicit Factor(py::handle object, py::handle divisor = py::none());
+    explicit Factor(py::handle object, const char* name = "scale", py::handle divisor = py::none());
 
     void add_to(Arguments& arguments) const;
     // For the kernels of each device. ArgumentError for a host kernel's factor that lies on a GPU.
@@ -41,6 +41,7 @@ class Factor {
     double on_cpu() const;
 
    private:
+    const char* name_;
     cuda::Scale scale_;
     Array array_, divisor_;
 };

@@ -70,7 +70,7 @@ void PreparedStep::run(const std::string& rule, const Coefficients& coefficients
     job.coefficients = coefficients;
     StepNumbers numbers(rates, squares, job.weights.size());
     numbers.give_to(job);
-    Factor factor(scale, divisor);
+    Factor factor(scale, "scale", divisor);
     Array verdict;
     if (!found.is_none()) {
         verdict = as_exactly(found, "found", Access::kRead, DType::kF32, 1, "one float32");

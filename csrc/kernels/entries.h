@@ -9,11 +9,13 @@
 //   codes    a byte for each parameter (kUnused, kUsed, kNotFinite), then one for each bit of a fingerprint
 //   scale    one float32; only where the values are sent as float16
 //   values   of the sums' type, or float16: those of the entries times the scale
-//   words    their indices, ascending and below `limit`, as pack_indices makes them
+//   words    their indices, ascending, each once and below `limit`, as pack_indices makes them
 //
 // The scale is the power of two that brings the largest magnitude to the top of float16, 1 if that is 0 or not finite.
 //
-// An output overlaps no other array of the call, except where said.
+// Messages come from other ranks and may hold anything: whatever it is, nothing is read or written out of bounds.
+//
+// An output overlaps no other array of the call, except where said. Bools may hold any byte: all but 0 are true.
 #pragma once
 
 #include <cstdint>
@@ -70,12 +72,12 @@ struct VerdictLayout {
 struct Taken {
     const char* values = nullptr;
     const int32_t* indices = nullptr;
-    const float* largest = nullptr;     // magnitude of the values; only where they are sent as float16
-    char* flat = nullptr;               // out: what is left there, the rounding error, or 0
-    char* velocity = nullptr;           // out: 0 there; null: none
-    const bool* keeps = nullptr;        // for each entry, whether its velocity stays; null: none does
-    const bool* finite = nullptr;       // for each parameter
-    const bool* fingerprint = nullptr;  // null: zeros
+    const float* largest = nullptr;        // magnitude of the values; only where they are sent as float16
+    char* flat = nullptr;                  // out: what is left there, the rounding error, or 0
+    char* velocity = nullptr;              // out: 0 there; null: none
+    const uint8_t* keeps = nullptr;        // for each entry, whether its velocity stays; null: none does
+    const uint8_t* finite = nullptr;       // for each parameter
+    const uint8_t* fingerprint = nullptr;  // null: zeros
 };
 
 // Array of state: `now` as it is after this step, `before` as it was.
@@ -87,28 +89,31 @@ struct StateChange {
 struct Outcome {
     Buffer out;                       // `limit` elements, of any floating type
     std::vector<StateChange> states;  // at most two, of `limit` elements of the sums' type; `before` may be out
-    const bool* finite = nullptr;     // whether the step is, on all ranks; null: it is
-    const bool* used = nullptr;       // for each parameter, whether its change of state stays; null: all do
+    const uint8_t* finite = nullptr;  // whether the step is, on all ranks; null: it is
+    const uint8_t* used = nullptr;    // for each parameter, whether its change of state stays; null: all do
     const int64_t* ends = nullptr;    // of the parameters in out; where there is `used`
     int64_t* last_sources = nullptr;  // for each rank: becomes the verdict's sources if the step is not finite; or null
 };
 
-// Every parameter's code is kUsed or kNotFinite: the caller changes those of unused ones.
+// Every parameter's code is kUsed or kNotFinite: the caller changes those of unused ones. ArgumentError, and only the
+// message is written, where the indices do not ascend.
 void pack_entries(const EntryLayout& layout, const Taken& taken, char* message);
 // ArgumentError where pack_entries cannot have made the words. indices: `count` for each rank. In range: at most
 // `most` in magnitude when multiplied by `factor`.
 void unpack_entries(const EntryLayout& layout, const char* messages, int num_ranks, double factor, double most,
                     int32_t* indices, char* verdict);
 // out = sum over the ranks, in their order, of value * factor; changes of state are undone as `used` says. If the step
-// is not finite all of them are, and what was sent comes out as NaN.
+// is not finite all of them are, and what was sent comes out as NaN. ArgumentError, and nothing is written, for indices
+// that unpack_entries cannot have written.
 void add_entries(const EntryLayout& layout, const char* messages, int num_ranks, const int32_t* indices, double factor,
                  const Outcome& outcome, const char* verdict, int num_threads);
 
 namespace cuda {
 
+// Mistakes become faults; what is written then is meaningless.
+//
 // `verdict` is prepared for unpack_entries.
 void pack_entries(const EntryLayout& layout, const Taken& taken, char* message, char* verdict, Stream stream);
-// A mistake in the words becomes a fault.
 int64_t unpack_entries_workspace_bytes(const EntryLayout& layout, int num_ranks);
 void unpack_entries(const EntryLayout& layout, const char* messages, int num_ranks, Scale factor, double most,
                     int32_t* indices, char* verdict, Workspace& workspace, Stream stream);

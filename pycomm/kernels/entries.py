@@ -8,6 +8,7 @@ from typing import Any
 
 import pycomm._native as _native
 from pycomm._native import EntryLayout
+from pycomm.checks import instance, length, pair
 from pycomm.kernels.scratch import Scratch
 from pycomm.kernels.threads import num_threads
 
@@ -62,6 +63,8 @@ def pack_entries(message: Any, taken: Taken, gathered: Gathered) -> None:
         TypeError, ValueError: dtypes or sizes do not match, or the indices do not ascend; on a GPU the
             latter is raised by a later call.
     """
+    instance("taken", taken, Taken)
+    instance("gathered", gathered, Gathered)
     t = taken
     _native.pack_entries(
         gathered.layout,
@@ -89,6 +92,7 @@ def unpack_entries(gathered: Gathered, factor: Any, most: float, *, scratch: Scr
         TypeError, ValueError: sizes do not match, or the messages are none; on a GPU the latter is raised
             by a later call.
     """
+    instance("gathered", gathered, Gathered)
     g = gathered
     _native.unpack_entries(g.layout, g.messages, g.num_ranks, factor, most, g.indices, g.verdict, scratch)
 
@@ -114,7 +118,13 @@ def add_entries(
         used: for each parameter, whether its change of state stays; ``None``: all do.
         ends: int64, where each parameter ends in ``out``; needed with ``used``.
         last_sources: int64, one for each rank: becomes the verdict's if the step is not finite.
+
+    Raises:
+        TypeError, ValueError: dtypes or sizes do not match, or the indices in ``gathered`` are none that
+            :func:`unpack_entries` writes; on a GPU the latter is raised by a later call.
     """
+    instance("gathered", gathered, Gathered)
+    length("states", states)
     g = gathered
     _native.add_entries(
         g.layout,
@@ -123,7 +133,7 @@ def add_entries(
         g.indices,
         factor,
         out,
-        list(states),
+        [pair("states", state, "as it is, and as it was") for state in states],
         finite,
         used,
         ends,

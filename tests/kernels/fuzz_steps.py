@@ -32,6 +32,7 @@ from tests.kernels.reference import FLOATS
 from tests.kernels.steps import Given, Kind, ratio
 
 _HALVES = (torch.float16, torch.bfloat16)
+_COUNTER: dict[str, Any] = {"written": True, "aligned": True}
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,11 @@ def sparsify(rng: Rng) -> Call:
     indices = output(rng, "indices", k, torch.int32, aligned=True)
     limits = some_values(rng, len(counts), torch.float32)
     thresholds = array("thresholds", limits, written=True, aligned=True)
+    num_missed = most = None
+    if rng.chance(0.5):
+        num_missed = array("num_missed", torch.tensor([rng.randrange(99)], dtype=torch.int32), **_COUNTER)
+    if given.acc.dtype == torch.float32 and rng.chance(0.5):
+        most = array("largest", torch.tensor([rng.random()]), **_COUNTER)
 
     def wanted(read: Read) -> Wanted:
         outputs, acc = given.sums(read)
@@ -157,15 +163,22 @@ def sparsify(rng: Rng) -> Call:
                 kept[j] = part[chosen[-1]].abs().float()
             at += grad.count
         places = torch.cat(where)
-        outputs += [Output(values, acc[places.long()]), Output(indices, places), Output(thresholds, kept)]
+        selected = acc[places.long()]
+        outputs += [Output(values, selected), Output(indices, places), Output(thresholds, kept)]
+        if most is not None:
+            outputs.append(Output(most, torch.cat([torch.zeros(1), selected.abs()]).max()))
 
         def check(result: Any) -> None:
             given.check_finite(result[0], acc)
             expect(as_tensor(result[1]).shape == (len(counts),), "missed has another shape")
+            if num_missed is not None:
+                grown = int(num_missed.read() - read(num_missed))
+                expect(grown == int(as_tensor(result[1]).sum()), f"num_missed grew by {grown}, missed: {result[1]}")
 
-        return Wanted(outputs, check)
+        return Wanted(outputs, check, [] if num_missed is None else [num_missed])
 
     arguments = {**given.arguments(), "counts": counts, "out": (values, indices), "thresholds": thresholds}
+    arguments |= {"num_missed": num_missed, "largest": most}
     return Call("sparsify", arguments, wanted, shared=given.shared(), paired=("grads", "counts"))
 
 

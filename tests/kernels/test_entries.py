@@ -142,10 +142,12 @@ def exchange(
     return Exchanged(layout, together, left, velocities, at.get(indices), verdict_bytes, gathered)
 
 
-def summed(found: Exchanged, ranks: list[Rank], half: bool, factor: float, dtype: torch.dtype) -> torch.Tensor:
+def summed(
+    found: Exchanged, ranks: list[Rank], half: bool, factor: float, dtype: torch.dtype, limit: int = LIMIT
+) -> torch.Tensor:
     """The sum in the order of the ranks, each term and each sum rounded."""
     wide = ranks[0].flat.dtype
-    out = torch.zeros(LIMIT, dtype=wide)
+    out = torch.zeros(limit, dtype=wide)
     for rank, left in zip(ranks, found.left, strict=True):
         places = rank.indices.long()
         sent = rank.values - left[places] if half else rank.values  # exact: the error is what rounding took
@@ -243,7 +245,7 @@ def test_bad_arguments() -> None:
     message, verdict = (torch.zeros(n, dtype=torch.uint8) for n in (layout.num_bytes, layout.verdict_places(1)[-1]))
     gathered = Gathered(layout, 1, message, torch.zeros(COUNT, dtype=torch.int32), verdict)
     good = rank.taken(Host(), rank.flat.clone(), None)
-    with pytest.raises(ValueError, match="message has 3 bytes, wanted"):
+    with pytest.raises(ValueError, match="message has 3 elements, wanted"):
         kernels.pack_entries(message[:3], good, gathered)
     with pytest.raises(ValueError, match="indices has 3 elements"):
         kernels.pack_entries(message, replace(good, indices=rank.indices[:3]), gathered)

@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <type_traits>
 
+#include "base/error.h"
 #include "base/half.h"
 #include "base/parallel.h"
 
@@ -92,7 +94,7 @@ void pack_values(const EntryLayout& layout, const Taken& taken, char* message) {
         const int64_t index = taken.indices[m];
         store(message + layout.values_at, m, Values<T>::sent(value, scale));
         store(taken.flat, index, Values<T>::left(value, scale));
-        if (taken.velocity == nullptr || (taken.keeps != nullptr && taken.keeps[m])) continue;
+        if (taken.velocity == nullptr || (taken.keeps != nullptr && taken.keeps[m] != 0)) continue;
         store(taken.velocity, index, Sum(0));
     }
     clear_padding(message, layout.values_at + layout.count * static_cast<int64_t>(sizeof(T)), layout.words_at);
@@ -157,8 +159,37 @@ void undo(const EntryLayout& layout, const Outcome& outcome, Range part) {
 void undo_unused(const EntryLayout& layout, const Outcome& outcome, Range part) {
     for (int64_t j = 0; j < layout.num_params; ++j) {
         const Range param{std::max(j == 0 ? 0 : outcome.ends[j - 1], part.begin), std::min(outcome.ends[j], part.end)};
-        if (!outcome.used[j] && param.size() > 0) undo(layout, outcome, param);
+        if (outcome.used[j] == 0 && param.size() > 0) undo(layout, outcome, param);
     }
+}
+
+// pack_indices allows that an index occurs twice; of an entry that did, the value would be left once and added twice.
+void require_different(const int32_t* indices, int64_t count) {
+    const int32_t* const found = std::adjacent_find(indices, indices + count);
+    if (found == indices + count) return;
+    throw ArgumentError(format("indices[%lld] is %d, as is the one before it, wanted every index once",
+                               static_cast<long long>(found - indices + 1), *found));
+}
+
+void unpack_words(const EntryLayout& layout, const char* message, int rank, int32_t* indices) {
+    try {
+        unpack_indices(reinterpret_cast<const uint32_t*>(message + layout.words_at), layout.count, layout.limit,
+                       indices);
+        require_different(indices, layout.count);
+    } catch (const ArgumentError& error) {
+        throw ArgumentError(format("messages are none that pack_entries makes: of rank %d, %s", rank, error.what()));
+    }
+}
+
+// Whether they are such as unpack_entries writes; others could lead out of a tile.
+void require_ascending(const EntryLayout& layout, const int32_t* indices, int rank) {
+    const int32_t* const end = indices + layout.count;
+    const bool ascending = std::adjacent_find(indices, end, std::greater_equal<>()) == end;
+    if (ascending && indices[0] >= 0 && end[-1] < layout.limit) return;
+    throw ArgumentError(
+        format("indices of rank %d do not ascend from 0 or more to less than %lld, wanted those that "
+               "unpack_entries writes",
+               rank, static_cast<long long>(layout.limit)));
 }
 
 // The sums of one part, small enough for the nearest cache.
@@ -190,12 +221,13 @@ void add_tile(const EntryLayout& layout, const Messages& messages, int num_ranks
 
 void pack_entries(const EntryLayout& layout, const Taken& taken, char* message) {
     pack_indices(taken.indices, layout.count, layout.limit, reinterpret_cast<uint32_t*>(message + layout.words_at));
+    require_different(taken.indices, layout.count);
     clear_padding(message, layout.words_at + layout.num_words * 4, layout.num_bytes);
     clear_padding(message, layout.num_params, layout.values_at);
     for (int64_t j = 0; j < layout.num_params; ++j)
-        message[j] = static_cast<char>(taken.finite[j] ? kUsed : kNotFinite);
+        message[j] = static_cast<char>(taken.finite[j] != 0 ? kUsed : kNotFinite);
     for (int64_t bit = 0; bit < layout.num_bits && taken.fingerprint != nullptr; ++bit) {
-        message[layout.num_params + bit] = taken.fingerprint[bit] ? 1 : 0;
+        message[layout.num_params + bit] = taken.fingerprint[bit] != 0 ? 1 : 0;
     }
     if (layout.half) store(message + layout.scale_at, 0, scale_for(*taken.largest));
     with_sent_type(layout, [&](auto type) { pack_values<decltype(type)>(layout, taken, message); });
@@ -208,8 +240,7 @@ void unpack_entries(const EntryLayout& layout, const char* bytes, int num_ranks,
     bool finite = true;
     double sum = 0.0;
     for (int rank = 0; rank < num_ranks; ++rank) {
-        auto words = reinterpret_cast<const uint32_t*>(messages[rank] + layout.words_at);
-        unpack_indices(words, layout.count, layout.limit, indices + rank * layout.count);
+        unpack_words(layout, messages[rank], rank, indices + rank * layout.count);
         with_sent_type(layout, [&](auto type) { sum += largest_in<decltype(type)>(layout, messages[rank]); });
         const int64_t source = messages.source(rank);
         store(verdict + at.sources_at, rank, source);
@@ -218,13 +249,14 @@ void unpack_entries(const EntryLayout& layout, const char* bytes, int num_ranks,
     for (int64_t j = 0; j < layout.num_params; ++j) verdict[at.used_at + j] = messages.any_uses(j) ? 1 : 0;
     for (int64_t bit = 0; bit < layout.num_bits; ++bit)
         verdict[at.differing_at + bit] = messages.differ_in(bit) ? 1 : 0;
-    verdict[at.finite_at] = finite && sum * factor <= most ? 1 : 0;
+    verdict[at.finite_at] = finite && std::fabs(sum * factor) <= most ? 1 : 0;
 }
 
 void add_entries(const EntryLayout& layout, const char* bytes, int num_ranks, const int32_t* indices, double factor,
                  const Outcome& outcome, const char* verdict, int num_threads) {
     const Messages messages(layout, bytes, num_ranks);
-    const bool finite = outcome.finite == nullptr || *outcome.finite;
+    const bool finite = outcome.finite == nullptr || *outcome.finite != 0;
+    for (int rank = 0; rank < num_ranks; ++rank) require_ascending(layout, indices + rank * layout.count, rank);
     if (!finite) {
         factor = std::nan("");
         const VerdictLayout at(layout, num_ranks);

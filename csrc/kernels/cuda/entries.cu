@@ -63,21 +63,21 @@ PYCOMM_KERNEL pack_kernel(PackJob job) {
         if (layout.half) *reinterpret_cast<float*>(job.message + layout.scale_at) = scale;
     }
     for (int64_t j = thread; j < layout.num_params; j += stride) {
-        job.message[j] = static_cast<char>(taken.finite[j] ? kUsed : kNotFinite);
+        job.message[j] = static_cast<char>(taken.finite[j] != 0 ? kUsed : kNotFinite);
     }
     for (int64_t bit = thread; bit < layout.num_bits; bit += stride) {
-        job.message[layout.num_params + bit] = taken.fingerprint != nullptr && taken.fingerprint[bit] ? 1 : 0;
+        job.message[layout.num_params + bit] = taken.fingerprint != nullptr && taken.fingerprint[bit] != 0 ? 1 : 0;
     }
     for (int64_t m = thread; m < layout.count; m += stride) {
         const Sum value = load_element<Sum>(taken.values, m);
         const int64_t index = taken.indices[m];
-        if (index < (m == 0 ? 0 : taken.indices[m - 1]) || index < 0 || index >= layout.limit) {
+        if (index < (m == 0 ? 0 : int64_t{taken.indices[m - 1]} + 1) || index < 0 || index >= layout.limit) {
             report(job.packing.fault, Mistake::kPackedIndex, m, index, layout.limit);
             continue;
         }
         store_element(job.message + layout.values_at, m, Values<T>::sent(value, scale));
         store_element(taken.flat, index, Values<T>::left(value, scale));
-        if (taken.velocity == nullptr || (taken.keeps != nullptr && taken.keeps[m])) continue;
+        if (taken.velocity == nullptr || (taken.keeps != nullptr && taken.keeps[m] != 0)) continue;
         store_element(taken.velocity, index, Sum(0));
     }
     write_all_words(job.packing, taken.indices, reinterpret_cast<uint32_t*>(job.message + layout.words_at), thread,
@@ -159,7 +159,9 @@ PYCOMM_DEVICE void judge(const UnpackJob& job) {
         }
         sum += largest;
     }
-    job.verdict[at.finite_at] = *bad == 0 && sum * factor_of<double>(job.factor) <= job.most ? 1 : 0;
+    sum *= factor_of<double>(job.factor);
+    const bool within = sum <= job.most && -sum <= job.most;
+    job.verdict[at.finite_at] = *bad == 0 && within ? 1 : 0;
 }
 
 template <class T>
@@ -172,7 +174,7 @@ PYCOMM_KERNEL unpack_kernel(UnpackJob job) {
     if (part.end > job.packing.upper_words) part.end = job.packing.upper_words;
     // Every block counts what lies before it: cheaper than to wait for others, as long as there are few.
     int64_t before = count_upper_bits(job.packing, words, {0, part.begin});
-    Unpacked mine = unpack_part(job.packing, words, part, before, job.indices + rank * job.layout.count);
+    Unpacked mine = unpack_part(job.packing, words, part, before, job.indices + rank * job.layout.count, true);
     bool last_of_rank = number == job.blocks_per_rank - 1;
     if (mine.wrong || (last_of_rank && mine.up_to_here != job.layout.count)) {
         report(job.packing.fault, Mistake::kPackedWords, job.layout.count, 0, job.layout.limit);
@@ -184,6 +186,7 @@ PYCOMM_KERNEL unpack_kernel(UnpackJob job) {
         device::device_fence();
         auto counter = reinterpret_cast<uint32_t*>(job.verdict);
         *is_last = device::atomic_add(counter, 1) + 1 == static_cast<uint32_t>(device::num_blocks()) ? 1 : 0;
+        if (*is_last != 0) *counter = 0;  // the same messages may be unpacked again
         device::device_fence();
     }
     device::block_barrier();
@@ -198,11 +201,12 @@ struct AddJob {
     Scale factor;
     char* out;
     StateChange states[2];
-    const bool* used;
+    const uint8_t* used;
     const int64_t* ends;
-    const bool* finite;
+    const uint8_t* finite;
     const int64_t* sources;
     int64_t* last_sources;
+    Fault* fault;
 };
 
 // The first of `count` ascending indices that is not below `index`.
@@ -233,8 +237,8 @@ PYCOMM_DEVICE void undo(const AddJob& job, int64_t begin, int64_t end, bool all)
         }
     }
     for (int64_t i = begin + device::thread_index(); i < end; i += device::num_threads()) {
-        while (!all && job.ends[j] <= i) ++j;
-        if (!all && job.used[j]) continue;
+        while (!all && j < job.layout.num_params && job.ends[j] <= i) ++j;
+        if (!all && (j == job.layout.num_params || job.used[j] != 0)) continue;
         for (const StateChange& state : job.states) {
             if (state.now != nullptr) store_element(state.now, i, load_element<Sum>(state.before, i));
         }
@@ -250,7 +254,7 @@ PYCOMM_KERNEL add_kernel(AddJob job) {
     const int64_t begin = device::block_index() * kTileElems;
     const int64_t end = begin + kTileElems < job.layout.limit ? begin + kTileElems : job.layout.limit;
     const int thread = device::thread_index(), threads = device::num_threads();
-    const bool finite = job.finite == nullptr || *job.finite;
+    const bool finite = job.finite == nullptr || *job.finite != 0;
     const Sum factor = finite ? factor_of<Sum>(job.factor) : Sum(__builtin_nan(""));
     if (!finite && job.last_sources != nullptr && device::block_index() == 0) {
         for (int rank = thread; rank < job.num_ranks; rank += threads) job.last_sources[rank] = job.sources[rank];
@@ -270,7 +274,12 @@ PYCOMM_KERNEL add_kernel(AddJob job) {
             const int64_t from = borders[2 * (rank - first)], to = borders[2 * (rank - first) + 1];
             for (int64_t m = from + thread; m < to; m += threads) {
                 Sum value = Values<T>::received(load_element<T>(message + job.layout.values_at, m), scale);
-                tile[job.indices[rank * job.layout.count + m] - begin] += value * factor;
+                const int64_t index = job.indices[rank * job.layout.count + m];
+                if (index < begin || index >= end) {  // they do not ascend: unpack_entries has not written them
+                    report(job.fault, Mistake::kEntryIndex, m, index, job.layout.limit);
+                    continue;
+                }
+                tile[index - begin] += value * factor;
             }
             device::block_barrier();  // ranks add up in their order
         }
@@ -350,7 +359,8 @@ void add_entries(const EntryLayout& layout, const char* messages, int num_ranks,
                outcome.ends,
                outcome.finite,
                reinterpret_cast<const int64_t*>(verdict + at.sources_at),
-               outcome.last_sources};
+               outcome.last_sources,
+               fault()};
     for (size_t s = 0; s < outcome.states.size(); ++s) job.states[s] = outcome.states[s];
     with_sent_type(layout, [&](auto* sent) {
         using T = std::remove_pointer_t<decltype(sent)>;

@@ -19,6 +19,10 @@ std::string text_of(Mistake mistake, uint64_t found, long long limit) {
         case Mistake::kPackedWords:
             return format("unpack_indices: words are none that pack_indices makes of %u indices below %lld", position,
                           limit);
+        case Mistake::kEntryIndex:
+            return format(
+                "add_entries: indices[%u] of a rank is %d, wanted those below %lld that unpack_entries writes",
+                position, index, limit);
         default:
             return format("scatter_add: indices[%u] is %d, wanted 0 <= index < %lld", position, index, limit);
     }

@@ -74,6 +74,13 @@ PYCOMM_DEVICE uint32_t lower_bits(const Packing& packing, const uint32_t* words,
     return static_cast<uint32_t>(two >> shift) & packing.mask();
 }
 
+// Whether index m, whose bit of the upper words is `bit`, is below the one before it, or the same and wanted but once.
+// That can only be where the higher bits are the same, and the upper bits are neighbours.
+PYCOMM_DEVICE bool goes_back(const Packing& packing, const uint32_t* words, int64_t m, int64_t bit, bool once) {
+    if (bit == 0 || (words[packing.lower_words + (bit - 1) / 32] >> ((bit - 1) % 32) & 1u) == 0) return false;
+    return lower_bits(packing, words, m) < lower_bits(packing, words, m - 1) + (once ? 1u : 0u);
+}
+
 // The number of bits that are set in upper words [begin, end), for all threads of the block.
 PYCOMM_DEVICE int64_t count_upper_bits(const Packing& packing, const uint32_t* words, Part part) {
     const uint32_t* upper = words + packing.lower_words;
@@ -87,13 +94,14 @@ PYCOMM_DEVICE int64_t count_upper_bits(const Packing& packing, const uint32_t* w
 }
 
 // Writes the indices whose bits lie in upper words `part`; `before` bits lie before these. Returns whether the words
-// can be pack_indices', and how many bits there are up to the end of the part.
+// cannot be pack_indices' (or, with `once`, of different indices), and how many bits there are up to the end of the
+// part.
 struct Unpacked {
     bool wrong;
     int64_t up_to_here;
 };
 PYCOMM_DEVICE Unpacked unpack_part(const Packing& packing, const uint32_t* words, Part part, int64_t before,
-                                   int32_t* indices) {
+                                   int32_t* indices, bool once = false) {
     const uint32_t* upper = words + packing.lower_words;
     bool wrong = false;
     int64_t at = before;
@@ -104,9 +112,9 @@ PYCOMM_DEVICE Unpacked unpack_part(const Packing& packing, const uint32_t* words
         int64_t m = at + static_cast<int64_t>(scan_block(static_cast<uint64_t>(device::count_ones(bits)), &in_round));
         at += static_cast<int64_t>(in_round);
         for (; bits != 0 && m < packing.count; bits &= bits - 1, ++m) {
-            int64_t high = w * 32 + device::lowest_one(bits) - m;
-            int64_t index = high << packing.low | lower_bits(packing, words, m);
-            wrong = wrong || index >= packing.range;
+            int64_t bit = w * 32 + device::lowest_one(bits);
+            int64_t index = (bit - m) << packing.low | lower_bits(packing, words, m);
+            wrong = wrong || index >= packing.range || goes_back(packing, words, m, bit, once);
             indices[m] = static_cast<int32_t>(index);
         }
     }
