@@ -64,8 +64,7 @@ class SelectionArrays {
             selection.num_missed = static_cast<int32_t*>(num_missed_.buffer.data);
         }
         if (!largest.is_none()) {
-            require_same(values_.buffer, "values", Buffer{nullptr, total, DType::kF32},
-                         "wanted where there is `largest`");
+            require_same(values_.buffer, "values", Buffer{nullptr, total, DType::kF32}, "`largest`, which is given");
             largest_ = written(largest, "largest", DType::kF32, 1, "one float32");
             selection.largest = static_cast<float*>(largest_.buffer.data);
         }

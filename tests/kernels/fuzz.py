@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from tests.kernels import fuzz_calls, fuzz_codes, fuzz_steps
+from tests.kernels import fuzz_calls, fuzz_codes, fuzz_entries, fuzz_steps
 from tests.kernels.fuzz_arrays import Slot, fill, place, settle
 from tests.kernels.fuzz_calls import Call
 from tests.kernels.fuzz_memory import Rng, fences
@@ -32,6 +32,7 @@ _BUILDERS = [
     *(fuzz_calls.absmax, fuzz_calls.hashes, fuzz_calls.squared_norms),
     *(fuzz_codes.pack_indices, fuzz_codes.unpack_indices, fuzz_codes.quantize, fuzz_codes.dequantize),
     *(fuzz_codes.pack_signs, fuzz_codes.unpack_signs),
+    *(fuzz_entries.pack_entries, fuzz_entries.unpack_entries, fuzz_entries.add_entries),
     *(fuzz_steps.accumulate, fuzz_steps.sparsify, fuzz_steps.momentum_step, fuzz_steps.adam_step),
     *(fuzz_steps.rmsprop_step, fuzz_steps.lamb_moments, fuzz_steps.lamb_apply),
 ]

@@ -72,6 +72,7 @@ class Slot:
         sized: whether another length is wrong. flat: whether the function may count on one dimension.
         form: the guise; ``None``: any. layout: where its elements lie; ``None``: any that suits.
         gap: bytes that it lies behind where an aligned one would begin.
+        border: bytes that it has to be aligned to, if not those of an element.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Slot:
     form: str | None = None
     layout: str | None = None
     gap: int = 0
+    border: int = 0
     block: Block | None = None
     offset: int = 0
     shape: tuple[int, ...] = ()
@@ -102,6 +104,10 @@ class Slot:
     @property
     def itemsize(self) -> int:
         return self.values.element_size()
+
+    @property
+    def alignment(self) -> int:
+        return max(self.itemsize, self.border)
 
     @property
     def extent(self) -> int:
@@ -265,7 +271,7 @@ def place(rng: Rng, slot: Slot) -> None:
         slot.block = owned_block(array.array(_CODES[slot.dtype], bytes(size)))
     else:
         # Before a fence the end is aligned; so that the beginning is, a gap is made good behind.
-        filler = -slot.gap % slot.itemsize
+        filler = -slot.gap % slot.alignment
         slot.block = block_of(rng, slot.lead + slot.gap + size + filler)
         slot.offset = slot.block.begin + slot.lead + slot.gap
 

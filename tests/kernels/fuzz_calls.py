@@ -138,12 +138,12 @@ def some_floats(rng: Rng, count: int) -> list[torch.dtype]:
 NUMBERS = (0.0, -0.0, 1.0, 0.3, -1.5, 3, 2**60, 1e-300, 1e300, -1e39, 1e-40, math.nan, math.inf, -math.inf)
 
 
-def some_scale(rng: Rng) -> Any:
+def some_scale(rng: Rng, name: str = "scale") -> Any:
     """A number, or an array of one."""
     value = rng.choice(NUMBERS) if rng.chance(0.4) else rng.uniform(-2.0, 2.0)
     if rng.chance(0.6):
         return np.float64(value) if rng.chance(0.1) else value
-    return array("scale", torch.tensor([value], dtype=torch.float32), aligned=None)
+    return array(name, torch.tensor([value], dtype=torch.float32), aligned=None)
 
 
 def number_of(scale: Any, read: Read) -> float:

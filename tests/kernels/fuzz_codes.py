@@ -77,7 +77,7 @@ def unpack_indices(rng: Rng) -> Call:
     out = output(rng, "indices", count, torch.int32, aligned=True) if rng.chance(0.5) else None
 
     def decoded(read: Read) -> torch.Tensor | None:
-        found = _decoded(read(words), limit, count)
+        found = decoded_words(read(words), limit, count)
         return None if found is None else torch.tensor(found, dtype=torch.int32)
 
     def wanted(read: Read) -> Wanted:
@@ -93,7 +93,7 @@ def unpack_indices(rng: Rng) -> Call:
     return Call("unpack_indices", {"words": words, "limit": limit, "count": count, "out": out}, wanted, faults)
 
 
-def _decoded(words: torch.Tensor, limit: int, count: int) -> list[int] | None:
+def decoded_words(words: torch.Tensor, limit: int, count: int) -> list[int] | None:
     """What pack_indices must have been given; ``None`` if it makes no such words."""
     low = 0
     while limit >= count << (low + 1):

@@ -21,7 +21,7 @@ _ACCUMULATE = {
     "acc": "array",
     "residual": "array?",
     "scale": "factor",
-    "factors": "array?",
+    "clip": "number?",
     "momentum": "momentum?",
     "decay": "decay?",
     "scratch": "scratch",
@@ -31,6 +31,15 @@ SIGNATURES: dict[str, dict[str, str]] = {
     "absmax": {"tensors": "arrays", "scratch": "scratch"},
     "accumulate": {**_ACCUMULATE, "grads": "grads"},
     "adam_step": {**_STEP, **_MOMENTS, "max_exp_avg_sqs": "arrays?", "lr": "number", "decoupled": "bool"},
+    "add_entries": {
+        "gathered": "gathered",
+        "factor": "factor",
+        "out": "array",
+        "states": "states",
+        "finite": "array?",
+        "used": "array?",
+        "last_sources": "array?",
+    },
     "dequantize": {
         "scales": "arrays",
         "codes": "arrays",
@@ -60,6 +69,7 @@ SIGNATURES: dict[str, dict[str, str]] = {
         "unless": "array?",
         "scratch": "scratch",
     },
+    "pack_entries": {"message": "array", "taken": "taken", "gathered": "gathered"},
     "pack_indices": {"indices": "array", "limit": "integer", "out": "array?"},
     "pack_signs": {"x": "array", "magnitude": "array", "out": "array?", "remainder": "array?"},
     "packed_words": {"limit": "integer", "count": "integer"},
@@ -79,10 +89,19 @@ SIGNATURES: dict[str, dict[str, str]] = {
     "scatter_add": {"out": "array", "indices": "array", "values": "array", "scale": "factor", "scratch": "scratch"},
     "set_num_threads": {"count": "integer?"},
     "sign_words": {"count": "integer"},
-    "sparsify": {**_ACCUMULATE, "grads": "arrays", "counts": "integers", "out": "pair", "thresholds": "array"},
+    "sparsify": {
+        **_ACCUMULATE,
+        "grads": "arrays",
+        "counts": "integers",
+        "out": "pair",
+        "thresholds": "array",
+        "num_missed": "array?",
+        "largest": "array?",
+    },
     "squared_norms": _EACH,
     "topk": {"x": "array", "k": "integer", "out": "pair?", "threshold": "array?", "scratch": "scratch"},
     "unpack": {"flat": "array", "tensors": "arrays", "scale": "factor", "scratch": "scratch"},
+    "unpack_entries": {"gathered": "gathered", "factor": "factor", "most": "number", "scratch": "scratch"},
     "unpack_indices": {"words": "array", "limit": "integer", "count": "integer", "out": "array?", "scratch": "scratch"},
     "unpack_signs": {
         "words": "arrays",
@@ -96,8 +115,30 @@ FIELDS: dict[str, dict[str, str]] = {
     "momentum": {"velocity": "array?", "old_velocity": "array?", "factor": "number", "nesterov": "bool"},
     "decay": {"weights": "arrays", "factor": "number"},
     "moments": {"betas": "betas", "eps": "number", "step": "integer", "bias_correction": "bool"},
+    "taken": {
+        **dict.fromkeys(("values", "indices", "flat", "finite"), "array"),
+        **dict.fromkeys(("largest", "velocity", "keeps", "fingerprint"), "array?"),
+    },
+    "gathered": {
+        "layout": "layout",
+        "num_ranks": "integer",
+        **dict.fromkeys(("messages", "indices", "verdict"), "array"),
+    },
+    "pack_entries.gathered": {
+        "layout": "layout",
+        "num_ranks": "integer",
+        **dict.fromkeys(("messages", "indices"), "not read?"),
+        "verdict": "array",
+    },
     "config": {"block": "integer", "levels": "integer", "bits": "integer", "norm": "text"},
 }
+
+
+def fields_of(function: str, name: str) -> dict[str, str]:
+    """Kinds of the fields of a function's argument of that name."""
+    return FIELDS.get(f"{function}.{name}", FIELDS.get(name, {}))
+
+
 ALIASES: dict[str, tuple[str, ...]] = {
     "out": ("words", "indices", "values", "scales", "codes", "squares", "out"),
     "limit": ("range", "limit"),
@@ -158,6 +199,10 @@ JUNK: dict[str, list[Callable[[], Any]]] = {
     "config": [*_ANYTHING, *_junk(3, "max", (256, 127, 8, "max"))],
     "momentum": [*_ANYTHING, *_junk(0.9, True)],
     "decay": [*_ANYTHING, *_junk(0.1, [])],
+    "taken": [*_ANYTHING, *_junk(3, [], ())],
+    "gathered": [*_ANYTHING, *_junk(3, [], ())],
+    "layout": [*_ANYTHING, *_junk(3, (1, 1, 1, 1, "float32", False))],
+    "states": [*_junk("text", 1j, Ellipsis, int, 3, [None], [3], [(1,)], [(1.0, 2.0)]), object, _Thorny],
     "moments": [*_ANYTHING, *_junk(0.9, (0.9, 0.999))],
     "betas": [*_ANYTHING, *_junk(0.9, (0.9,), (0.9, 0.99, 0.999), ("a", "b"), (None, 0.9), (1.0, 1j))],
 }

@@ -118,7 +118,7 @@ def check(call: Call) -> None:
     faults = [] if any(refusal.certain for refusal in certain) or call.vague else call.faults(before.read)
     refusals = certain + faults
     if call.vague:
-        coding = call.function in ("pack_indices", "unpack_indices")
+        coding = call.function in ("pack_indices", "unpack_indices", "pack_entries", "unpack_entries")
         anything = names_of(*call.arguments, *(slot.name for slot in call.slots))
         refusals.append(Refusal(anything, certain=False, spoils=coding))
     arguments = {name: materialised(value) for name, value in call.arguments.items()}

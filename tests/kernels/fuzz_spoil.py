@@ -10,11 +10,12 @@ import torch
 
 from tests.kernels.fuzz_arrays import NUMPY, Slot, settle, some_values
 from tests.kernels.fuzz_calls import Call, Refusal
-from tests.kernels.fuzz_junk import DOUBTFUL, FIELDS, JUNK, LIARS, SIGNATURES, names_of
+from tests.kernels.fuzz_junk import DOUBTFUL, JUNK, LIARS, SIGNATURES, fields_of, names_of
 from tests.kernels.fuzz_memory import Rng, block_of
 from tests.kernels.reference import ALL_DTYPES
 
 _STRANGE = (*ALL_DTYPES, torch.bool, torch.int16, torch.complex64)
+_SCALES = ("scale", "factor")
 _PLAIN = ("torch", "numpy", "dlpack", "interface", "memoryview")
 
 
@@ -78,7 +79,7 @@ def _junk_field(rng: Rng, call: Call) -> bool:
     name = rng.choice(names)
     holder = call.arguments[name]
     field = rng.choice(fields(holder)).name
-    found = _some_junk(rng, call.function, field, FIELDS[name][field])
+    found = _some_junk(rng, call.function, field, fields_of(call.function, name)[field])
     if found is None:
         return False
     value, certain = found
@@ -112,7 +113,7 @@ def _wrong_dtype(rng: Rng, call: Call) -> bool:
     dtype = rng.choice([dtype for dtype in _STRANGE if dtype not in slot.only])
     slot.values = slot.values.to(dtype)
     slot.only = (dtype,)
-    if slot.name == "scale":
+    if slot.name in _SCALES:
         slot.form = "torch"  # numpy's numbers are numbers
     return _refuse(call, names_of(slot.name), f"{slot.name} has dtype {dtype}", kinds=(TypeError,))
 
@@ -125,7 +126,7 @@ def _wrong_size(rng: Rng, call: Call) -> bool:
     if size == slot.count or not _first(call, "size"):
         return False
     slot.values = some_values(rng, size, slot.dtype)
-    if slot.name == "scale":
+    if slot.name in _SCALES:
         slot.form = "torch"
     names = names_of(*(slot.name for slot in call.slots))
     return _refuse(call, names, f"{slot.name} has {size} elements", kinds=(ValueError,))
@@ -175,16 +176,16 @@ def _liar(rng: Rng, call: Call) -> bool:
     call.put(slot, LIARS[kind][which](slot.values.clone()))
     # Nobody reads what an empty array has not; DLPack's word about devices need not be asked for.
     certain = slot.count > 0 and not (kind == "dlpack" and which >= 8)
-    certain &= not (slot.name in ("unless", "scale") and kind == "dtype")
+    certain &= not (slot.name in ("unless", *_SCALES) and kind == "dtype")
     kinds = (TypeError,) if kind == "dtype" and certain else (TypeError, ValueError)
     return _refuse(call, names_of(slot.name), f"{slot.name} is a lie: {kind} {which}", certain=certain, kinds=kinds)
 
 
 def _misaligned(rng: Rng, call: Call) -> bool:
-    slot = _some_slot(rng, call, lambda slot: slot.itemsize > 1 and slot.count > 0)
+    slot = _some_slot(rng, call, lambda slot: slot.alignment > 1 and slot.count > 0)
     if slot is None:
         return False
-    slot.gap = rng.randrange(1, slot.itemsize)
+    slot.gap = rng.randrange(1, slot.alignment)
     slot.layout = "flat"
     slot.form = rng.choice(_PLAIN) if slot.dtype in NUMPY else "torch"
     story = f"{slot.name} is {slot.gap} bytes off"
@@ -220,7 +221,7 @@ def _overlap(rng: Rng, call: Call) -> bool:
 
 
 def _some_distance(rng: Rng, first: Slot, second: Slot) -> int:
-    unit = max(first.itemsize, second.itemsize)
+    unit = max(first.alignment, second.alignment)
     sizes = [slot.count * slot.itemsize for slot in (first, second)]
     apart = [-(-size // unit) * unit for size in sizes]
     anywhere = rng.randrange(-apart[1], apart[0] + 1, unit)

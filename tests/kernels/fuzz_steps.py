@@ -32,11 +32,12 @@ from tests.kernels.reference import FLOATS
 from tests.kernels.steps import Given, Kind, ratio
 
 _HALVES = (torch.float16, torch.bfloat16)
+_COUNTER: dict[str, Any] = {"written": True, "aligned": True}
 
 
 @dataclass(frozen=True)
 class AnyBucket(Bucket):
-    """With factors of any size."""
+    """With any decay and momentum."""
 
     decay: float = 0.0
     momentum: float = 0.0
@@ -63,8 +64,7 @@ class _Accumulation:
         self.velocity = flat("velocity", 0.5, written=True)
         self.old_velocity = None if self.velocity is None else flat("old_velocity", 0.7)
         self.weights = several(rng, "weights", sizes, [dtype] * len(sizes)) if rng.chance(0.4) else None
-        factors = some_values(rng, len(sizes), torch.float32)
-        self.factors = array("factors", factors, aligned=True) if rng.chance(0.4) else None
+        self.clip = rng.choice([1e-20, 0.5, 3, 1e30]) if rng.chance(0.4) else None
         self.scale = some_scale(rng)
         self.decay = rng.choice([0.05, 0.0, -1.0, 3])
         self.factor = rng.choice([0.0, 0.9, rng.random()])
@@ -77,7 +77,7 @@ class _Accumulation:
             "residual": self.residual,
             "grads": self.grads[0] if self.single else self.grads,
             "scale": self.scale,
-            "factors": self.factors,
+            "clip": self.clip,
             "momentum": None if self.velocity is None else momentum,
             "decay": None if self.weights is None else kernels.Decay(self.weights, self.decay),
         }
@@ -106,7 +106,7 @@ class _Accumulation:
             scale=number_of(self.scale, read),
             residual=maybe(self.residual),
             weights=None if self.weights is None else [read(weight) for weight in self.weights],
-            factors=maybe(self.factors),
+            clip=self.clip,
             velocity=velocity,
             nesterov=self.nesterov,
             decay=self.decay,
@@ -132,8 +132,7 @@ def accumulate(rng: Rng) -> Call:
         outputs, acc = given.sums(read)
         return Wanted(outputs, lambda result: given.check_finite(result, acc))
 
-    counted = given.weights is not None or given.factors is not None
-    paired = ("grads",) if counted and not given.single else ()
+    paired = ("grads",) if given.weights is not None and not given.single else ()
     return Call("accumulate", given.arguments(), wanted, shared=given.shared(), paired=paired)
 
 
@@ -145,6 +144,11 @@ def sparsify(rng: Rng) -> Call:
     indices = output(rng, "indices", k, torch.int32, aligned=True)
     limits = some_values(rng, len(counts), torch.float32)
     thresholds = array("thresholds", limits, written=True, aligned=True)
+    num_missed = most = None
+    if rng.chance(0.5):
+        num_missed = array("num_missed", torch.tensor([rng.randrange(99)], dtype=torch.int32), **_COUNTER)
+    if given.acc.dtype == torch.float32 and rng.chance(0.5):
+        most = array("largest", torch.tensor([rng.random()]), **_COUNTER)
 
     def wanted(read: Read) -> Wanted:
         outputs, acc = given.sums(read)
@@ -157,15 +161,22 @@ def sparsify(rng: Rng) -> Call:
                 kept[j] = part[chosen[-1]].abs().float()
             at += grad.count
         places = torch.cat(where)
-        outputs += [Output(values, acc[places.long()]), Output(indices, places), Output(thresholds, kept)]
+        selected = acc[places.long()]
+        outputs += [Output(values, selected), Output(indices, places), Output(thresholds, kept)]
+        if most is not None:
+            outputs.append(Output(most, torch.cat([torch.zeros(1), selected.abs()]).max()))
 
         def check(result: Any) -> None:
             given.check_finite(result[0], acc)
             expect(as_tensor(result[1]).shape == (len(counts),), "missed has another shape")
+            if num_missed is not None:
+                grown = int(num_missed.read() - read(num_missed))
+                expect(grown == int(as_tensor(result[1]).sum()), f"num_missed grew by {grown}, missed: {result[1]}")
 
-        return Wanted(outputs, check)
+        return Wanted(outputs, check, [] if num_missed is None else [num_missed])
 
     arguments = {**given.arguments(), "counts": counts, "out": (values, indices), "thresholds": thresholds}
+    arguments |= {"num_missed": num_missed, "largest": most}
     return Call("sparsify", arguments, wanted, shared=given.shared(), paired=("grads", "counts"))
 
 

@@ -142,10 +142,12 @@ def exchange(
     return Exchanged(layout, together, left, velocities, at.get(indices), verdict_bytes, gathered)
 
 
-def summed(found: Exchanged, ranks: list[Rank], half: bool, factor: float, dtype: torch.dtype) -> torch.Tensor:
+def summed(
+    found: Exchanged, ranks: list[Rank], half: bool, factor: float, dtype: torch.dtype, limit: int = LIMIT
+) -> torch.Tensor:
     """The sum in the order of the ranks, each term and each sum rounded."""
     wide = ranks[0].flat.dtype
-    out = torch.zeros(LIMIT, dtype=wide)
+    out = torch.zeros(limit, dtype=wide)
     for rank, left in zip(ranks, found.left, strict=True):
         places = rank.indices.long()
         sent = rank.values - left[places] if half else rank.values  # exact: the error is what rounding took
@@ -235,6 +237,32 @@ def test_entries_that_keep_their_velocity() -> None:
     velocity = exchange([rank]).velocities[0]
     assert torch.equal(velocity[places[::2]], rank.velocity[places[::2]])
     assert not velocity[places[1::2]].any()
+
+
+def test_bad_arguments() -> None:
+    rank = ranks_of(1, torch.float32)[0]
+    layout = EntryLayout(len(SIZES), BITS, COUNT, LIMIT, "float32", False)
+    message, verdict = (torch.zeros(n, dtype=torch.uint8) for n in (layout.num_bytes, layout.verdict_places(1)[-1]))
+    gathered = Gathered(layout, 1, message, torch.zeros(COUNT, dtype=torch.int32), verdict)
+    good = rank.taken(Host(), rank.flat.clone(), None)
+    with pytest.raises(ValueError, match="message has 3 elements, wanted"):
+        kernels.pack_entries(message[:3], good, gathered)
+    with pytest.raises(ValueError, match="indices has 3 elements"):
+        kernels.pack_entries(message, replace(good, indices=rank.indices[:3]), gathered)
+    with pytest.raises(ValueError, match=r"indices\[\d+\] is \d+, wanted"):
+        kernels.pack_entries(message, replace(good, indices=rank.indices.flip(0)), gathered)
+    with pytest.raises(TypeError, match="flat has dtype float64"):
+        kernels.pack_entries(message, replace(good, flat=rank.flat.double()), gathered)
+    with pytest.raises(ValueError, match="flat overlaps values"):
+        kernels.pack_entries(message, replace(good, flat=rank.flat, values=rank.flat[:COUNT]), gathered)
+    with pytest.raises(ValueError, match="more indices than count|no ascending indices"):
+        kernels.unpack_entries(replace(gathered, messages=torch.full_like(message, 255)), 1.0, 1.0)
+    with pytest.raises(ValueError, match="out has 7 elements, wanted"):
+        kernels.add_entries(gathered, 1.0, torch.zeros(7))
+    with pytest.raises(TypeError, match="half values of float64"):
+        EntryLayout(1, 1, 1, 1, "float64", True)
+    with pytest.raises(ValueError, match="count is 0, wanted 1 <= count"):
+        EntryLayout(1, 1, 0, 1, "float32", False)
 
 
 @requires_gpu
