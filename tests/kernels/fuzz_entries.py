@@ -139,6 +139,13 @@ def _scale_for(largest: float) -> float:
     return math.ldexp(1.0, max(-126, min(126, 15 - math.frexp(largest)[1])))
 
 
+def _some_largest(rng: Rng, values: Slot) -> Slot:
+    """The largest of the values, or any other number."""
+    most = rng.choice([0.0, -0.0, 1e-45, 1e-40, 3.4e38, math.inf, math.nan, -1.0, rng.random()])
+    most = float(values.values.float().abs().max()) if rng.chance(0.6) else most
+    return array("largest", torch.tensor([most]), aligned=True)
+
+
 def pack_entries(rng: Rng) -> Call:
     given = _Messages(rng)
     places = given.indices()
@@ -146,11 +153,7 @@ def pack_entries(rng: Rng) -> Call:
         places[rng.randrange(given.count)] = rng.choice([-1, given.limit, -(2**31), 2**31 - 1, 0])
     values = array("values", some_values(rng, given.count, given.dtype), aligned=True)
     indices = array("indices", places, aligned=True)
-    largest = None
-    if given.half or rng.chance(0.5):
-        most = rng.choice([0.0, -0.0, 1e-45, 1e-40, 3.4e38, math.inf, math.nan, -1.0, rng.random()])
-        most = float(values.values.float().abs().max()) if rng.chance(0.6) else most
-        largest = array("largest", torch.tensor([most]), aligned=True)
+    largest = _some_largest(rng, values) if given.half or rng.chance(0.5) else None
     flat = given.sums("flat", written=True)
     velocity = given.sums("velocity", written=True) if rng.chance(0.6) else None
     keeps, finite = given.flags("keeps", given.count, 0.5), given.flags("finite", given.params)
