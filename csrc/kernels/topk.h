@@ -7,11 +7,11 @@
 //
 // It takes about one read of x (float32 on the CPU, all types on a GPU): a guess at a threshold a little below the k-th
 // magnitude, one pass that collects the elements that reach it, and a radix selection among these candidates. The guess
-// is kThresholdHint of `threshold`, where that holds the k-th magnitude of an earlier similar x, positive and finite; otherwise
-// it comes from a sample at fixed places. If the guess was too high (fewer than k candidates) or too low (more than
-// there is room for: ties, adversarial order), the sample is tried if it has not been, and then a radix selection over
-// x itself, with a few more reads. The result depends on x and k alone. `threshold`, where it is not null, is set to
-// the k-th magnitude, rounded to float.
+// is kThresholdHint of `threshold`, where that holds the k-th magnitude of an earlier similar x, positive and finite;
+// otherwise it comes from a sample at fixed places. If the guess was too high (fewer than k candidates) or too low
+// (more than there is room for: ties, adversarial order), the sample is tried if it has not been, and then a radix
+// selection over x itself, with a few more reads. The result depends on x and k alone. `threshold`, where it is not
+// null, is set to the k-th magnitude, rounded to float.
 //
 // An output overlaps no other array of the call.
 #pragma once

@@ -50,7 +50,7 @@ LIMITS = (
     Limit("entries/*", registers=40, blocks=6),
     Limit("hashes/add_up_kernel<*>", registers=32, blocks=8),
     Limit("hashes/*", registers=48, blocks=5, loads=4),
-    Limit("indices/*", registers=32, blocks=8),
+    Limit("indices/*", registers=40, blocks=6),
     Limit("norms/add_up_kernel<*>", registers=32, blocks=8),
     Limit("norms/*", registers=40, blocks=6, loads=3),
     Limit("pack/unpack_kernel<float>", registers=64, blocks=4, loads=4),
