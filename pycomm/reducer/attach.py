@@ -62,7 +62,8 @@ def attach(
             ``OneBit()``, ``QSGD(levels)``, ``TernGrad()``. "auto" means ``Auto()``, which picks for each
             bucket whichever of dense, FP16, PowerSGD and top-k is fastest on this link.
         process_group: a group, or a one-dimensional ``DeviceMesh``; the default group if ``None``.
-        bucket_mb: approximate size of a bucket in MiB; gradients are sent in buckets.
+        bucket_mb: approximate size of a bucket in MiB; gradients are sent in buckets. On a GPU, that is of
+            what ``TopK`` and ``DGC`` send, up to eight times as much of the gradients.
         accumulate: number of backward passes per optimizer step; gradients are sent during the last one.
             As without pycomm, divide the loss yourself. A window that ends early needs ``Reducer.flush()``.
         average: ``False`` leaves the sum over the ranks in ``.grad``.
