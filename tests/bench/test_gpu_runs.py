@@ -25,7 +25,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Calls the command with these arguments, and leaves the process's signals alone."""
+    """Calls the command with these arguments, as if nothing were missing, and leaves the process's signals alone."""
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda _: True)  # type: ignore[attr-defined]
     monkeypatch.setattr(signal, "signal", lambda *_: None)
 
     def call(*arguments: str) -> int:
