@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -59,12 +60,14 @@ class Scaling:
         """Factor that turns the average into what ``.grad`` gets."""
         return 1.0 if self.average else float(self.size)
 
+    @cached_property
     def to_state(self) -> float | torch.Tensor:
-        """Return the factor that brings a gradient into the units of state."""
+        """Factor that brings a gradient into the units of state. Computed once for all buckets of a step."""
         return self.weight * self.clip / self.loss_scale
 
+    @cached_property
     def from_state(self) -> float | torch.Tensor:
-        """Return the factor that turns a sum over the ranks, in units of state, into what ``.grad`` gets."""
+        """Factor that turns a sum over the ranks, in units of state, into what ``.grad`` gets; likewise."""
         return self.result * self.loss_scale
 
 

@@ -106,11 +106,11 @@ class CodecExchange:
             flat,
             self._optional_flat(self._residual),
             raws,
-            scaling.to_state(),
+            scaling.to_state,
             **self._corrections(scaling, velocity),
             scratch=self._accumulate_scratch,
         )
-        self._accumulated = Accumulated(flat, velocity, scaling.from_state(), torch.finfo(bucket.dtype).max)
+        self._accumulated = Accumulated(flat, velocity, scaling.from_state, torch.finfo(bucket.dtype).max)
         self._report = self.codec.send(self._accumulated, Told(unused, finite, scaling.fingerprint))
 
     def _corrections(self, scaling: Scaling, velocity: torch.Tensor | None) -> dict[str, Any]:

@@ -38,7 +38,13 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operations_of(method: Any, num_params: int, monkeypatch: pytest.MonkeyPatch, missing: bool = False) -> list[str]:
+def operations_of(
+    method: Any,
+    num_params: int,
+    monkeypatch: pytest.MonkeyPatch,
+    missing: bool = False,
+    loss_scale: float | torch.Tensor = 1.0,
+) -> list[str]:
     """Return the kernels, collectives and torch's operations of one bucket, once it has seen a few steps."""
     noted: list[str] = []
 
@@ -59,12 +65,15 @@ def operations_of(method: Any, num_params: int, monkeypatch: pytest.MonkeyPatch,
         exchange = method.make(bucket, communicator)
         with torch.no_grad():
             for _ in range(3):
-                noted.clear()
                 grads: list[torch.Tensor | None] = [torch.randn_like(p) for p in params]
                 if missing:
                     grads[0] = None
+                scaling = Scaling(communicator.size, loss_scale=loss_scale)
+                exchange.exchange([torch.zeros_like(p) for p in params], scaling)  # as another bucket of this step
+                exchange.finish(True)
+                noted.clear()
                 with Operations() as operations:
-                    exchange.exchange(grads, Scaling(communicator.size))
+                    exchange.exchange(grads, scaling)
                     assert exchange.finite()
                     exchange.finish(True)
     return noted + operations.names
@@ -86,6 +95,13 @@ METHODS = {
 def test_kernels_and_nothing_else(name: str, num_params: int) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         assert operations_of(METHODS[name], num_params, monkeypatch) == KERNELS
+
+
+@on_ranks(2)
+def test_a_loss_scale_on_the_device_is_divided_by_once_per_step() -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        found = operations_of(METHODS["DGC"], 3, monkeypatch, loss_scale=torch.tensor(1024.0))
+    assert found == KERNELS
 
 
 @on_ranks(2)
