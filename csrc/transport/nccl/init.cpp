@@ -86,7 +86,7 @@ struct Attempt {
     void make() {
         try {
             device::Guard guard(session.device());
-            result = session.library().comm_init_rank_config(session.place(), size, id, rank, &config);
+            result = session.nccl().comm_init_rank_config(session.place(), size, id, rank, &config);
             result = session.settle(result);
         } catch (...) {
             failure = std::current_exception();
@@ -111,7 +111,7 @@ void await_made(Attempt& attempt, const Creation& wanted, double started) {
     }
     if (attempt.failure) std::rethrow_exception(attempt.failure);
     if (attempt.result == kSuccess) return;
-    const Library& library = attempt.session.library();
+    const Library& library = attempt.session.nccl();
     fail(wanted, started,
          "NCCL " + library.version() +
              " failed: ncclCommInitRankConfig: " + library.describe(attempt.result, attempt.session.comm()));

@@ -51,7 +51,7 @@ uint64_t key_of(const Operation& operation) {
 
 Outcome issue(Session& session, const std::vector<Operation>& operations) {
     device::Guard guard(session.device());
-    const Library& library = session.library();
+    const Library& library = session.nccl();
     if (operations.size() == 1) {
         const Operation& only = operations.front();
         return {session.settle(issue_one(library, session.comm(), only)), function_of(only.kind)};

@@ -26,7 +26,7 @@ class Session {
     Session(const Session&) = delete;
     Session& operator=(const Session&) = delete;
 
-    const Library& library() const { return library_; }
+    const Library& nccl() const { return library_; }
     int device() const { return device_; }
     Comm comm() const { return std::atomic_ref(comm_).load(); }  // null until NCCL has begun to make it
     Comm* place() { return &comm_; }                             // where NCCL writes it
