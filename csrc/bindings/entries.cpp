@@ -124,16 +124,29 @@ void pack_entries_of(py::handle of_message, py::handle message, py::handle verdi
         [&] { pack_entries(layout, taken, to); });
 }
 
+// The messages of all ranks, and what is found in them.
+struct Messages {
+    int num_ranks;
+    const char* bytes;
+    int32_t* indices;
+    char* verdict;
+
+    // `found`: how indices and verdict are accessed.
+    Messages(Given& given, const EntryLayout& layout, py::handle of_ranks, py::handle messages, py::handle places,
+             py::handle answers, Access found)
+        : num_ranks(ranks_in(of_ranks)),
+          bytes(given.bytes(messages, "messages", Access::kRead, num_ranks * layout.num_bytes)),
+          indices(given.exactly<int32_t>(places, "indices", found, DType::kI32, num_ranks * layout.count,
+                                         "int32, `count` of each rank")),
+          verdict(given.bytes(answers, "verdict", found, verdict_bytes(layout, num_ranks))) {}
+};
+
 void unpack_entries_of(py::handle of_message, py::handle messages, py::handle num_ranks, py::handle factor,
                        py::handle most, py::handle indices, py::handle verdict, py::handle scratch) {
     const EntryLayout& layout = layout_in(of_message);
     Scratch* const memory = scratch_of(scratch);
     Given given(layout);
-    const int ranks = ranks_in(num_ranks);
-    const char* const from = given.bytes(messages, "messages", Access::kRead, ranks * layout.num_bytes);
-    auto* const to = given.exactly<int32_t>(indices, "indices", Access::kWrite, DType::kI32, ranks * layout.count,
-                                            "int32, `count` of each rank");
-    char* const answer = given.bytes(verdict, "verdict", Access::kWrite, verdict_bytes(layout, ranks));
+    const Messages all(given, layout, num_ranks, messages, indices, verdict, Access::kWrite);
     const double limit = as_number(most, "most");
     const Factor by(factor, "factor");
     by.add_to(given.arguments());
@@ -141,10 +154,11 @@ void unpack_entries_of(py::handle of_message, py::handle messages, py::handle nu
     dispatch(
         given.arguments(),
         [&](auto& call) {
-            cuda::Workspace& workspace = call.workspace(memory, cuda::unpack_entries_workspace_bytes(layout, ranks));
-            cuda::unpack_entries(layout, from, ranks, by.on_gpu(), limit, to, answer, workspace, call.stream());
+            const int64_t num_bytes = cuda::unpack_entries_workspace_bytes(layout, all.num_ranks);
+            cuda::unpack_entries(layout, all.bytes, all.num_ranks, by.on_gpu(), limit, all.indices, all.verdict,
+                                 call.workspace(memory, num_bytes), call.stream());
         },
-        [&] { unpack_entries(layout, from, ranks, by.on_cpu(), limit, to, answer); });
+        [&] { unpack_entries(layout, all.bytes, all.num_ranks, by.on_cpu(), limit, all.indices, all.verdict); });
 }
 
 // The state that add_entries may put back: pairs of arrays, as it is and as it was.
@@ -169,16 +183,12 @@ void add_entries_of(py::handle of_message, py::handle messages, py::handle num_r
     const EntryLayout& layout = layout_in(of_message);
     Given given(layout);
     Outcome outcome;
-    const int ranks = ranks_in(num_ranks);
     const Array sums = as_array(out, "out", Access::kWrite);
     require_floating(sums.buffer, "out");
     require_count(sums.buffer.count, layout.limit, "out", "`limit` of the layout");
     given.arguments().writes(sums, "out");
     outcome.out = sums.buffer;
-    const char* const from = given.bytes(messages, "messages", Access::kRead, ranks * layout.num_bytes);
-    const auto* const places = given.exactly<int32_t>(indices, "indices", Access::kRead, DType::kI32,
-                                                      ranks * layout.count, "int32, `count` of each rank");
-    const char* const verdict_ = given.bytes(verdict, "verdict", Access::kRead, verdict_bytes(layout, ranks));
+    const Messages all(given, layout, num_ranks, messages, indices, verdict, Access::kRead);
     outcome.states = states_of(given, states, sums);
     outcome.finite = given.flags(finite, "finite", 1, "one bool");
     outcome.used = given.flags(used, "used", layout.num_params, "one bool per parameter");
@@ -189,8 +199,8 @@ void add_entries_of(py::handle of_message, py::handle messages, py::handle num_r
         throw ArgumentTypeError("ends is None, wanted the end of every parameter, since there is `used`");
     }
     if (!last_sources.is_none()) {
-        outcome.last_sources = given.exactly<int64_t>(last_sources, "last_sources", Access::kWrite, DType::kI64, ranks,
-                                                      "int64, one for each rank");
+        outcome.last_sources = given.exactly<int64_t>(last_sources, "last_sources", Access::kWrite, DType::kI64,
+                                                      all.num_ranks, "int64, one for each rank");
     }
     const Factor by(factor, "factor");
     by.add_to(given.arguments());
@@ -198,9 +208,12 @@ void add_entries_of(py::handle of_message, py::handle messages, py::handle num_r
     dispatch(
         given.arguments(),
         [&](auto& call) {
-            cuda::add_entries(layout, from, ranks, places, by.on_gpu(), outcome, verdict_, call.stream());
+            cuda::add_entries(layout, all.bytes, all.num_ranks, all.indices, by.on_gpu(), outcome, all.verdict,
+                              call.stream());
         },
-        [&] { add_entries(layout, from, ranks, places, by.on_cpu(), outcome, verdict_, num_threads); });
+        [&] {
+            add_entries(layout, all.bytes, all.num_ranks, all.indices, by.on_cpu(), outcome, all.verdict, num_threads);
+        });
 }
 
 }  // namespace

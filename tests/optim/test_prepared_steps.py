@@ -12,49 +12,63 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import Adam, AdamW
+from torch.optim import Adam, AdamW, Optimizer
 
 import pycomm
 from pycomm.optim import plans
 from tests.optim.stepping import Params, assert_near, fresh_gradients, small_parameters, take_steps
 from tests.optim.test_between_steps import BUILDS
 
+Change = Callable[[Optimizer, Params, int], None]
+
+
+def no_change(optimizer: Optimizer, params: Params, step: int) -> None:
+    pass
+
+
+def small_adam(params: Params) -> Optimizer:
+    return Adam(params, lr=0.01)
+
+
+def require_as_torch(
+    build: Callable[[Params], Optimizer], steps: int, before: Change = no_change, after: Change = no_change
+) -> None:
+    """Requires the same parameters with and without ``fuse``, whatever is changed before and after each step."""
+
+    def train(fuse: bool) -> Params:
+        params = small_parameters()
+        optimizer = build(params)
+        if fuse:
+            pycomm.fuse(optimizer)
+        for step in range(steps):
+            fresh_gradients(params, step)
+            before(optimizer, params, step)
+            optimizer.step()
+            after(optimizer, params, step)
+        return params
+
+    assert_near(train(True), train(False), 1e-12)
+
 
 @pytest.mark.parametrize("name", BUILDS)
 def test_parameters_frozen_in_turns(name: str, made: list[plans.Plan]) -> None:
     """Their step counts drift apart; plans are kept for both sets of parameters."""
 
-    def train(fuse: bool) -> Params:
-        params = small_parameters()
-        optimizer = BUILDS[name](params)
-        if fuse:
-            pycomm.fuse(optimizer)
-        for step in range(20):
-            fresh_gradients(params, step)
-            for p in params[step % 2 :: 4]:
-                p.grad = None
-            optimizer.step()
-        return params
+    def drop_some(_: Optimizer, params: Params, step: int) -> None:
+        for p in params[step % 2 :: 4]:
+            p.grad = None
 
-    assert_near(train(True), train(False), 1e-12)
+    require_as_torch(BUILDS[name], 20, before=drop_some)
     assert len(made) <= 5
 
 
 def test_many_sets_of_gradients(made: list[plans.Plan]) -> None:
     """More than are kept: each is planned anew, and right."""
 
-    def train(fuse: bool) -> Params:
-        params = small_parameters()
-        optimizer = Adam(params, lr=0.01)
-        if fuse:
-            pycomm.fuse(optimizer)
-        for step in range(24):
-            fresh_gradients(params, step)
-            params[step % 6].grad = None
-            optimizer.step()
-        return params
+    def drop_one(_: Optimizer, params: Params, step: int) -> None:
+        params[step % 6].grad = None
 
-    assert_near(train(True), train(False), 1e-12)
+    require_as_torch(small_adam, 24, before=drop_one)
     assert len(made) > 6
 
 
@@ -180,19 +194,11 @@ def test_counts_of_other_types(made: list[plans.Plan]) -> None:
 
 
 def test_one_count_set() -> None:
-    def train(fuse: bool) -> Params:
-        params = small_parameters()
-        optimizer = Adam(params, lr=0.01)
-        if fuse:
-            pycomm.fuse(optimizer)
-        for step in range(8):
-            fresh_gradients(params, step)
-            optimizer.step()
-            if step == 2:
-                optimizer.state[params[1]]["step"].fill_(100.0)
-        return params
+    def set_count(optimizer: Optimizer, params: Params, step: int) -> None:
+        if step == 2:
+            optimizer.state[params[1]]["step"].fill_(100.0)
 
-    assert_near(train(True), train(False), 1e-12)
+    require_as_torch(small_adam, 8, after=set_count)
 
 
 def test_masters_are_recognised(made: list[plans.Plan]) -> None:

@@ -7,30 +7,11 @@
 #include <type_traits>
 
 #include "base/error.h"
-#include "base/half.h"
 #include "base/parallel.h"
+#include "kernels/cpu/elements.h"
 
 namespace pycomm {
 namespace {
-
-template <class T>
-T load(const char* base, int64_t i) {
-    T value;
-    std::memcpy(&value, base + i * static_cast<int64_t>(sizeof(T)), sizeof(T));
-    return value;
-}
-
-template <class T>
-void store(char* base, int64_t i, T value) {
-    std::memcpy(base + i * static_cast<int64_t>(sizeof(T)), &value, sizeof(T));
-}
-
-template <class To, class From>
-To narrow(From x) {
-    if constexpr (std::is_same_v<To, F16>) return to_f16(static_cast<float>(x));
-    if constexpr (std::is_same_v<To, BF16>) return to_bf16(static_cast<float>(x));
-    if constexpr (std::is_arithmetic_v<To>) return static_cast<To>(x);
-}
 
 // The power of two that brings `largest` below, and near, the top of float16.
 float scale_for(float largest) {
@@ -57,7 +38,7 @@ struct Values<F16> {
 };
 
 float scale_in(const EntryLayout& layout, const char* message) {
-    return layout.half ? load<float>(message + layout.scale_at, 0) : 1.0f;
+    return layout.half ? load_element<float>(message + layout.scale_at, 0) : 1.0f;
 }
 
 template <class F>
@@ -65,20 +46,6 @@ void with_sent_type(const EntryLayout& layout, F&& f) {
     if (layout.half) return f(F16{});
     if (layout.dtype == DType::kF64) return f(double{});
     f(float{});
-}
-
-template <class F>
-void with_float_type(DType dtype, F&& f) {
-    switch (dtype) {
-        case DType::kF16:
-            return f(F16{});
-        case DType::kBF16:
-            return f(BF16{});
-        case DType::kF64:
-            return f(double{});
-        default:
-            return f(float{});
-    }
 }
 
 void clear_padding(char* message, int64_t begin, int64_t end) {
@@ -90,12 +57,12 @@ void pack_values(const EntryLayout& layout, const Taken& taken, char* message) {
     using Sum = typename Values<T>::Sum;
     const float scale = scale_in(layout, message);
     for (int64_t m = 0; m < layout.count; ++m) {
-        const Sum value = load<Sum>(taken.values, m);
+        const Sum value = load_element<Sum>(taken.values, m);
         const int64_t index = taken.indices[m];
-        store(message + layout.values_at, m, Values<T>::sent(value, scale));
-        store(taken.flat, index, Values<T>::left(value, scale));
+        store_element(message + layout.values_at, m, Values<T>::sent(value, scale));
+        store_element(taken.flat, index, Values<T>::left(value, scale));
         if (taken.velocity == nullptr || (taken.keeps != nullptr && taken.keeps[m] != 0)) continue;
-        store(taken.velocity, index, Sum(0));
+        store_element(taken.velocity, index, Sum(0));
     }
     clear_padding(message, layout.values_at + layout.count * static_cast<int64_t>(sizeof(T)), layout.words_at);
 }
@@ -105,7 +72,8 @@ double largest_in(const EntryLayout& layout, const char* message) {
     const float scale = scale_in(layout, message);
     double largest = 0.0;
     for (int64_t m = 0; m < layout.count; ++m) {
-        auto value = std::fabs(static_cast<double>(Values<T>::received(load<T>(message + layout.values_at, m), scale)));
+        auto value =
+            std::fabs(static_cast<double>(Values<T>::received(load_element<T>(message + layout.values_at, m), scale)));
         if (value != value || value > largest) largest = value;
         if (value != value) break;
     }
@@ -206,14 +174,14 @@ void add_tile(const EntryLayout& layout, const Messages& messages, int num_ranks
         int64_t m = std::lower_bound(from, from + layout.count, part.begin) - from;
         for (; m < layout.count && from[m] < part.end; ++m) {
             tile[from[m] - part.begin] +=
-                Values<T>::received(load<T>(messages[rank] + layout.values_at, m), scale) * factor;
+                Values<T>::received(load_element<T>(messages[rank] + layout.values_at, m), scale) * factor;
         }
     }
     if constexpr (std::is_same_v<Sum, Out>) {
         std::memcpy(out + part.begin * static_cast<int64_t>(sizeof(Out)), tile,
                     static_cast<size_t>(part.size()) * sizeof(Out));
     } else {
-        for (int64_t i = part.begin; i < part.end; ++i) store(out, i, narrow<Out>(tile[i - part.begin]));
+        for (int64_t i = part.begin; i < part.end; ++i) store_element(out, i, narrow<Out>(tile[i - part.begin]));
     }
 }
 
@@ -229,7 +197,7 @@ void pack_entries(const EntryLayout& layout, const Taken& taken, char* message) 
     for (int64_t bit = 0; bit < layout.num_bits && taken.fingerprint != nullptr; ++bit) {
         message[layout.num_params + bit] = taken.fingerprint[bit] != 0 ? 1 : 0;
     }
-    if (layout.half) store(message + layout.scale_at, 0, scale_for(*taken.largest));
+    if (layout.half) store_element(message + layout.scale_at, 0, scale_for(*taken.largest));
     with_sent_type(layout, [&](auto type) { pack_values<decltype(type)>(layout, taken, message); });
 }
 
@@ -243,7 +211,7 @@ void unpack_entries(const EntryLayout& layout, const char* bytes, int num_ranks,
         unpack_words(layout, messages[rank], rank, indices + rank * layout.count);
         with_sent_type(layout, [&](auto type) { sum += largest_in<decltype(type)>(layout, messages[rank]); });
         const int64_t source = messages.source(rank);
-        store(verdict + at.sources_at, rank, source);
+        store_element(verdict + at.sources_at, rank, source);
         finite = finite && source == 0;
     }
     for (int64_t j = 0; j < layout.num_params; ++j) verdict[at.used_at + j] = messages.any_uses(j) ? 1 : 0;

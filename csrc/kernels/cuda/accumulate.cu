@@ -4,6 +4,7 @@
 
 #include "device/launch.h"
 #include "kernels/cuda/accumulate_pass.h"
+#include "kernels/cuda/grid.h"
 #include "kernels/topk.h"
 
 namespace pycomm::cuda {
@@ -170,9 +171,8 @@ template <class Acc, class Grad>
 PYCOMM_KERNEL accumulate_kernel(Pass pass) {
     constexpr int kCount = 16 / sizeof(Acc);
     constexpr int kElems = kRows * device::kWarpSize * kCount;
-    const int64_t thread = static_cast<int64_t>(device::block_index()) * device::num_threads() + device::thread_index();
-    if (pass.findings.largest != nullptr && thread == 0) *pass.findings.largest = 0.0f;
-    clear(pass.findings.zeros, thread, static_cast<int64_t>(device::num_blocks()) * device::num_threads());
+    if (pass.findings.largest != nullptr && thread_of_grid() == 0) *pass.findings.largest = 0.0f;
+    clear(pass.findings.zeros, thread_of_grid(), threads_of_grid());
     int warp = device::thread_index() / device::kWarpSize, warps = device::num_threads() / device::kWarpSize;
     int64_t chunk = static_cast<int64_t>(device::block_index()) * warps + warp;
     int64_t begin = chunk * kElems - pass.shift;

@@ -44,8 +44,6 @@ struct Findings {
     float* largest = nullptr;  // likewise; null: nothing to set
 };
 
-inline int64_t round_up(int64_t bytes) { return (bytes + 255) / 256 * 256; }
-
 // Scratch memory of a pass with `clip`.
 inline int64_t clipping_bytes(const Accumulation& job) {
     if (job.clip == 0.0) return 0;

@@ -134,6 +134,18 @@ PYCOMM_DEVICE void store_before(int64_t end, char* base, int64_t i, const Packet
     }
 }
 
+// Stores packets times a factor, each at its place, before element `end`.
+template <int kPackets, int kCount>
+PYCOMM_DEVICE void store_scaled(int64_t end, char* base, const int64_t (&places)[kPackets],
+                                Packet<float, kCount> (&packets)[kPackets], float factor) {
+#pragma unroll
+    for (int u = 0; u < kPackets; ++u) {
+#pragma unroll
+        for (int e = 0; e < kCount; ++e) packets[u].values[e] = packets[u].values[e] * factor;
+        store_before(end, base, places[u], packets[u]);
+    }
+}
+
 // How many elements precede the first place where arrays that hold Ts stand at a packet's border; never negative.
 // `misfit` becomes true when T elements at `pointer` never do together with the others.
 template <class T, int kCount>

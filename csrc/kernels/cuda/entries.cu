@@ -4,6 +4,7 @@
 
 #include "device/launch.h"
 #include "kernels/cuda/elements.h"
+#include "kernels/cuda/grid.h"
 #include "kernels/cuda/host.h"
 #include "kernels/cuda/sums.h"
 #include "kernels/cuda/words.h"
@@ -13,11 +14,6 @@ namespace {
 
 constexpr int64_t kWordsPerBlock = 2048;  // of the upper words of a message
 constexpr int64_t kTileElems = 4096;      // of the output, which are added up in shared memory
-
-PYCOMM_DEVICE int64_t thread_of_grid() {
-    return static_cast<int64_t>(device::block_index()) * device::num_threads() + device::thread_index();
-}
-PYCOMM_DEVICE int64_t threads_of_grid() { return static_cast<int64_t>(device::num_blocks()) * device::num_threads(); }
 
 // The power of two that brings `largest` below, and near, the top of float16.
 PYCOMM_DEVICE float scale_for(float largest) {
@@ -166,7 +162,6 @@ PYCOMM_DEVICE void judge(const UnpackJob& job) {
 
 template <class T>
 PYCOMM_KERNEL unpack_kernel(UnpackJob job) {
-    PYCOMM_SHARED(uint32_t, is_last, 1);
     const int rank = device::block_index() / job.blocks_per_rank, number = device::block_index() % job.blocks_per_rank;
     const char* message = job.message(rank);
     auto words = reinterpret_cast<const uint32_t*>(message + job.layout.words_at);
@@ -181,16 +176,11 @@ PYCOMM_KERNEL unpack_kernel(UnpackJob job) {
     }
     Part values{job.layout.count * number / job.blocks_per_rank, job.layout.count * (number + 1) / job.blocks_per_rank};
     double largest = largest_of_block<T>(job, message, values);
-    if (device::thread_index() == 0) {
-        job.largest[device::block_index()] = largest;
-        device::device_fence();
-        auto counter = reinterpret_cast<uint32_t*>(job.verdict);
-        *is_last = device::atomic_add(counter, 1) + 1 == static_cast<uint32_t>(device::num_blocks()) ? 1 : 0;
-        if (*is_last != 0) *counter = 0;  // the same messages may be unpacked again
-        device::device_fence();
-    }
-    device::block_barrier();
-    if (*is_last != 0) judge(job);
+    if (device::thread_index() == 0) job.largest[device::block_index()] = largest;
+    auto counter = reinterpret_cast<uint32_t*>(job.verdict);
+    if (!counted_as(static_cast<uint32_t>(device::num_blocks()), counter)) return;
+    if (device::thread_index() == 0) *counter = 0;  // the same messages may be unpacked again
+    judge(job);
 }
 
 struct AddJob {

@@ -45,6 +45,26 @@ PYCOMM_DEVICE Part part_of(int64_t count) {
             count * (device::block_index() + 1) / device::num_blocks()};
 }
 
+// This thread among those of all blocks, and how many these are.
+PYCOMM_DEVICE int64_t thread_of_grid() {
+    return static_cast<int64_t>(device::block_index()) * device::num_threads() + device::thread_index();
+}
+PYCOMM_DEVICE int64_t threads_of_grid() { return static_cast<int64_t>(device::num_blocks()) * device::num_threads(); }
+
+// Counts this block at `counter`; returns whether it is number `last`, which sees all that the others wrote before they
+// were counted. Every thread of the block must call it, and gets the same answer.
+PYCOMM_DEVICE bool counted_as(uint32_t last, uint32_t* counter) {
+    PYCOMM_SHARED(uint32_t, is_last, 1);
+    device::block_barrier();
+    if (device::thread_index() == 0) {
+        device::device_fence();
+        *is_last = device::atomic_add(counter, 1) + 1 == last ? 1 : 0;
+        device::device_fence();
+    }
+    device::block_barrier();
+    return *is_last != 0;  // not overwritten before the first barrier of the next call
+}
+
 // The sums of values[b] over the blocks before this one, and over all.
 template <class T>
 PYCOMM_DEVICE void sum_blocks(const T* values, uint64_t* before, uint64_t* total) {

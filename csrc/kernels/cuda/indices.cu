@@ -12,8 +12,7 @@ namespace {
 constexpr int64_t kMostBlocks = 1024;  // of unpack: each of them adds up what all others counted
 
 PYCOMM_KERNEL pack_kernel(Packing packing, const int32_t* indices, uint32_t* words) {
-    int64_t thread = static_cast<int64_t>(device::block_index()) * device::num_threads() + device::thread_index();
-    int64_t stride = static_cast<int64_t>(device::num_blocks()) * device::num_threads();
+    const int64_t thread = thread_of_grid(), stride = threads_of_grid();
     write_all_words(packing, indices, words, thread, stride);
     for (int64_t m = thread; m < packing.count; m += stride) {
         int32_t index = indices[m];

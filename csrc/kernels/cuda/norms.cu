@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "device/launch.h"
+#include "kernels/cuda/grid.h"
 #include "kernels/cuda/norms_pass.h"
 
 namespace pycomm::cuda {
@@ -62,48 +63,25 @@ PYCOMM_DEVICE void squares_of_tile(const Table& table, Sums<1>* slots) {
 
 PYCOMM_KERNEL norms_kernel(Table table, Sums<1>* slots) { squares_of_tile(table, slots); }
 
-// The sum of an array's slots; by as many threads as share them. kWhole: the whole block, else a warp.
-template <bool kWhole>
-PYCOMM_DEVICE double sum_of_slots(const Table& table, const Sums<1>* slots, int array) {
-    const int64_t begin = table.entries[array].begin, end = table.entries[array + 1].begin;
-    const int first = kWhole ? device::thread_index() : device::thread_index() % device::kWarpSize;
-    const int stride = kWhole ? device::num_threads() : device::kWarpSize;
-    Sums<1> sums = {};
-    if (begin < end) {
-#pragma unroll 4
-        for (int64_t tile = begin / kTile + first; tile <= (end - 1) / kTile; tile += stride) {
-            sums.values[0] += slots[tile + array].values[0];
-        }
-    }
-    return kWhole ? sum_block(sums).values[0] : sum_warp(sums.values[0]);
-}
-
 PYCOMM_KERNEL clip_kernel(Table table, Scale scale, Clipping clipping) {
     constexpr int64_t kOfWarp = 256;  // slots; more are for the whole block
-    PYCOMM_SHARED(uint32_t, is_last, 1);
     squares_of_tile(table, clipping.slots);
-    device::block_barrier();
-    if (device::thread_index() == 0) {
-        device::device_fence();
-        *is_last = device::atomic_add(clipping.counter, 1) + 1 == static_cast<uint32_t>(device::num_blocks()) ? 1 : 0;
-        device::device_fence();
-    }
-    device::block_barrier();
-    if (*is_last == 0) return;
+    if (!counted_as(static_cast<uint32_t>(device::num_blocks()), clipping.counter)) return;
     auto of_all = factor_of<double>(scale);
     auto write = [&](int array, double squares) {
         double factor = clipping.limit / ((of_all < 0.0 ? -of_all : of_all) * std::sqrt(squares));
         clipping.factors[array] = factor < 1.0 ? static_cast<float>(factor) : 1.0f;  // NaN stays one in the sums
     };
-    const int warp = device::thread_index() / device::kWarpSize, warps = device::num_threads() / device::kWarpSize;
+    const int lane = device::thread_index() % device::kWarpSize, warp = device::thread_index() / device::kWarpSize;
+    const int warps = device::num_threads() / device::kWarpSize;
+    const Share of_block{device::thread_index(), device::num_threads()}, of_warp{lane, device::kWarpSize};
     for (int array = 0; array < table.count; ++array) {
-        bool is_long = table.entries[array + 1].begin - table.entries[array].begin > kOfWarp * kTile;
-        if (is_long) {
-            double squares = sum_of_slots<true>(table, clipping.slots, array);
+        if (table.entries[array + 1].begin - table.entries[array].begin > kOfWarp * kTile) {
+            double squares = sum_block(sums_of_slots(table, clipping.slots, array, of_block)).values[0];
             if (device::thread_index() == 0) write(array, squares);
         } else if (array % warps == warp) {
-            double squares = sum_of_slots<false>(table, clipping.slots, array);
-            if (device::thread_index() % device::kWarpSize == 0) write(array, squares);
+            double squares = sum_warp(sums_of_slots(table, clipping.slots, array, of_warp).values[0]);
+            if (lane == 0) write(array, squares);
         }
     }
 }

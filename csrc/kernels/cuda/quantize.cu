@@ -249,13 +249,7 @@ PYCOMM_DEVICE void dequantize_packets(const Dequantizing& job, int64_t first, in
         for (; p + 4 <= job.num_contributions; p += 4) mine.template add<true, 4>(job, p);
     }
     for (; p < job.num_contributions; ++p) mine.template add<kWhole, 1>(job, p);
-    auto by = factor.as<float>();
-#pragma unroll
-    for (int u = 0; u < kSums; ++u) {
-#pragma unroll
-        for (int e = 0; e < kCount; ++e) mine.sums[u].values[e] = mine.sums[u].values[e] * by;
-        store_before(job.count, job.out, mine.places[u], mine.sums[u]);
-    }
+    store_scaled(job.count, job.out, mine.places, mine.sums, factor.as<float>());
 }
 
 template <int kBits>

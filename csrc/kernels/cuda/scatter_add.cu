@@ -3,6 +3,7 @@
 #include "device/launch.h"
 #include "kernels/cuda/elements.h"
 #include "kernels/cuda/faults.h"
+#include "kernels/cuda/grid.h"
 #include "kernels/cuda/host.h"
 
 namespace pycomm::cuda {
@@ -28,13 +29,8 @@ struct Job {
 
 PYCOMM_DEVICE int64_t index_at(const Job& job, int64_t j) { return load_element<int32_t>(job.indices, j); }
 
-PYCOMM_DEVICE int64_t first_of_thread() {
-    return static_cast<int64_t>(device::block_index()) * device::num_threads() + device::thread_index();
-}
-PYCOMM_DEVICE int64_t grid_stride() { return static_cast<int64_t>(device::num_blocks()) * device::num_threads(); }
-
 PYCOMM_KERNEL inspect(Job job) {
-    for (int64_t j = first_of_thread(); j < job.count; j += grid_stride()) {
+    for (int64_t j = thread_of_grid(); j < job.count; j += threads_of_grid()) {
         int64_t index = index_at(job, j);
         if (index < 0 || index >= job.out_count) {
             device::atomic_min(&job.findings->first_bad, static_cast<uint32_t>(j));
@@ -86,11 +82,11 @@ PYCOMM_KERNEL add(Job job) {
     const auto factor = factor_of<WiderOf<Out, Value>>(job.scale);
     uint32_t bad = job.findings->first_bad;
     if (bad != kNone) {
-        if (first_of_thread() == 0) report(job.fault, Mistake::kScatterIndex, bad, index_at(job, bad), job.out_count);
+        if (thread_of_grid() == 0) report(job.fault, Mistake::kScatterIndex, bad, index_at(job, bad), job.out_count);
         return;
     }
     if (job.findings->ascending != 0) {
-        for (int64_t j = first_of_thread(); j < job.count; j += grid_stride()) {
+        for (int64_t j = thread_of_grid(); j < job.count; j += threads_of_grid()) {
             add_one<Out, Value>(job, j, index_at(job, j), factor);
         }
     } else {

@@ -127,13 +127,7 @@ PYCOMM_KERNEL unpack_kernel(Unpacking job) {
     int p = 0;
     for (; p + 4 <= job.num_contributions; p += 4) mine.add<4>(job, p);
     for (; p < job.num_contributions; ++p) mine.add<1>(job, p);
-    auto by = factor.as<float>();
-#pragma unroll
-    for (int u = 0; u < kSums; ++u) {
-#pragma unroll
-        for (int e = 0; e < kCount; ++e) mine.sums[u].values[e] = mine.sums[u].values[e] * by;
-        store_before(job.count, job.out, mine.places[u], mine.sums[u]);
-    }
+    store_scaled(job.count, job.out, mine.places, mine.sums, factor.as<float>());
 }
 
 }  // namespace

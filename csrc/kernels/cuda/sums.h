@@ -67,21 +67,27 @@ PYCOMM_DEVICE void store_sums(const Table& table, const Entry& entry, Share shar
     if (share.first == 0) *slot = mine;
 }
 
+// What thread `share` has of the sums of an array's slots.
+template <int kWidth, class T>
+PYCOMM_DEVICE Sums<kWidth, T> sums_of_slots(const Table& table, const Sums<kWidth, T>* slots, int array, Share share) {
+    int64_t begin = table.entries[array].begin, end = table.entries[array + 1].begin;
+    Sums<kWidth, T> sums = {};
+    if (begin >= end) return sums;
+    int64_t last = (end - 1) / kTile;
+#pragma unroll 4
+    for (int64_t tile = begin / kTile + share.first; tile <= last; tile += share.stride) {
+        Sums<kWidth, T> slot = slots[tile + array];
+        for (int k = 0; k < kWidth; ++k) sums.values[k] += slot.values[k];
+    }
+    return sums;
+}
+
 // A block for each array: out[array * kWidth + k] are its sums.
 template <int kWidth, class T>
 PYCOMM_KERNEL add_up_kernel(Table table, const Sums<kWidth, T>* slots, T* out) {
     int array = device::block_index();
-    int64_t begin = table.entries[array].begin, end = table.entries[array + 1].begin;
-    Sums<kWidth, T> sums = {};
-    if (begin < end) {
-        int64_t last = (end - 1) / kTile;
-#pragma unroll 4
-        for (int64_t tile = begin / kTile + device::thread_index(); tile <= last; tile += device::num_threads()) {
-            Sums<kWidth, T> slot = slots[tile + array];
-            for (int k = 0; k < kWidth; ++k) sums.values[k] += slot.values[k];
-        }
-    }
-    sums = sum_block(sums);
+    Sums<kWidth, T> sums =
+        sum_block(sums_of_slots(table, slots, array, {device::thread_index(), device::num_threads()}));
     if (device::thread_index() != 0) return;
     for (int k = 0; k < kWidth; ++k) out[array * kWidth + k] = sums.values[k];
 }

@@ -30,18 +30,12 @@ struct Team {
 
 // Every thread of the block must call it, and gets the same answer.
 PYCOMM_DEVICE bool arrive(Team& team) {
-    PYCOMM_SHARED(uint32_t, is_last, 1);
     ++team.generation;
-    device::block_barrier();
-    if (team.size == 1) return true;
-    if (device::thread_index() == 0) {
-        device::device_fence();
-        uint32_t before = device::atomic_add(&team.meeting->arrived, 1);
-        *is_last = before + 1 == team.generation * static_cast<uint32_t>(team.size) ? 1 : 0;
-        device::device_fence();
+    if (team.size > 1) {
+        return counted_as(team.generation * static_cast<uint32_t>(team.size), &team.meeting->arrived);
     }
     device::block_barrier();
-    return *is_last != 0;  // not overwritten before the barrier in the next call
+    return true;
 }
 
 PYCOMM_DEVICE void dismiss(Team& team, bool last) {

@@ -56,8 +56,6 @@ struct Layout {
         indices = keys + round_up(capacity * key_bytes);
         num_bytes = indices + round_up(capacity * int64_t{4});
     }
-
-    static int64_t round_up(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 };
 
 template <class T>
