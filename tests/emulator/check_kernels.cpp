@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "emulator.h"
+#include "kernels/entries.h"
 #include "kernels/norms.h"
 #include "kernels/quantize.h"
 #include "kernels/scatter_add.h"
@@ -177,6 +178,77 @@ void check_squares(std::mt19937& random) {
     if (squares != twice) differ("step (squares)");
 }
 
+// Messages of three ranks, as they are packed, unpacked and added up. `bad`: a rank whose sums are not finite, or -1.
+void check_entries(std::mt19937& random, int bad) {
+    constexpr int kRanks = 3;
+    constexpr int64_t kLimit = 9000, kCount = 300, kParams = 40;
+    const pycomm::EntryLayout layout(kParams, 3, kCount, kLimit, DType::kF32, false);
+    const pycomm::VerdictLayout at(layout, kRanks);
+    std::vector<float> wanted(kLimit);
+    std::vector<uint64_t> messages(static_cast<size_t>(kRanks * layout.num_bytes / 8));
+    std::vector<uint64_t> answers(static_cast<size_t>(at.num_bytes / 8));
+    auto bytes = reinterpret_cast<char*>(messages.data()), verdict = reinterpret_cast<char*>(answers.data());
+    double largest = 0.0;
+    std::vector<int32_t> places(kLimit), wanted_indices, indices(kRanks * kCount);
+    std::iota(places.begin(), places.end(), 0);
+    for (int rank = 0; rank < kRanks; ++rank) {
+        std::vector<uint8_t> finite(kParams, 1);
+        if (rank == bad) finite[17] = 0;
+        std::shuffle(places.begin(), places.end(), random);
+        std::vector<int32_t> mine(places.begin(), places.begin() + kCount);
+        std::sort(mine.begin(), mine.end());
+        wanted_indices.insert(wanted_indices.end(), mine.begin(), mine.end());
+        std::vector<float> values, flat(kLimit, 7.0f);
+        for (int32_t index : mine) {
+            values.push_back(static_cast<float>(random() % 1000) - 500.0f);
+            wanted[static_cast<size_t>(index)] += values.back();
+        }
+        largest += std::fabs(*std::max_element(values.begin(), values.end(),
+                                               [](float a, float b) { return std::fabs(a) < std::fabs(b); }));
+        pycomm::Taken taken;
+        taken.values = reinterpret_cast<const char*>(values.data());
+        taken.indices = mine.data();
+        taken.flat = reinterpret_cast<char*>(flat.data());
+        taken.finite = finite.data();
+        pycomm::cuda::pack_entries(layout, taken, bytes + rank * layout.num_bytes, verdict, nullptr);
+    }
+    for (double most : {largest - 0.5, largest}) {  // the first time it does not fit
+        std::vector<char> memory = scratch(pycomm::cuda::unpack_entries_workspace_bytes(layout, kRanks));
+        pycomm::cuda::Workspace workspace = workspace_in(memory);
+        pycomm::cuda::unpack_entries(layout, bytes, kRanks, {}, most, indices.data(), verdict, workspace, nullptr);
+        if (indices != wanted_indices) differ("unpack_entries");
+        if ((verdict[at.finite_at] != 0) != (most == largest && bad < 0)) differ("unpack_entries (finite)");
+    }
+    std::vector<float> out(kLimit, 5.0f);
+    pycomm::Outcome outcome;
+    outcome.out = {out.data(), kLimit, DType::kF32, 0};
+    pycomm::cuda::add_entries(layout, bytes, kRanks, indices.data(), {}, outcome, verdict, nullptr);
+    if (out != wanted) differ("add_entries");
+}
+
+// A norm of 12 is brought down to 3, one of 2 stays. Gradients of two sizes take turns: of short ones each is a warp's,
+// so that some warps have much less to do than others.
+void check_clipping(const std::vector<int64_t>& sizes, size_t number) {
+    pycomm::Accumulation job;
+    std::vector<float> grads, wanted;
+    for (size_t j = 0; j < number; ++j) {
+        grads.insert(grads.end(), static_cast<size_t>(sizes[j % 2]), 0.0f);
+        wanted.resize(grads.size());
+        grads.back() = j % 3 == 0 ? 12.0f : 2.0f;
+        wanted.back() = j % 3 == 0 ? 3.0f : 2.0f;
+    }
+    float* next = grads.data();
+    for (size_t j = 0; j < number; next += sizes[j++ % 2]) job.grads.push_back({next, sizes[j % 2], DType::kF32, 0});
+    std::vector<float> acc(grads.size());
+    job.acc = {acc.data(), static_cast<int64_t>(acc.size()), DType::kF32, 0};
+    job.clip = 3.0;
+    std::vector<uint8_t> finite(number);
+    std::vector<char> memory = scratch(pycomm::cuda::accumulate_workspace_bytes(job));
+    pycomm::cuda::Workspace workspace = workspace_in(memory);
+    pycomm::cuda::accumulate(job, {}, reinterpret_cast<bool*>(finite.data()), workspace, nullptr);
+    if (acc != wanted) differ("accumulate (clip)");
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -194,6 +266,9 @@ int main(int argc, char** argv) {
             check_sparsify(random, 1.0f, "sparsify with useless thresholds");
             check_quantize(random);
             for (int times = 0; times < 3; ++times) check_squares(random);
+            check_clipping({9216, 5000}, 5);
+            check_clipping({1, 500}, 60);
+            for (int bad : {-1, 1, 2}) check_entries(random, bad);
         }
     } catch (const std::exception& error) {
         std::printf("%s\n", error.what());

@@ -18,7 +18,11 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 KERNELS = ROOT / "csrc" / "kernels" / "cuda"
 BARRIER = re.compile(r"device::block_barrier\(\);|dismiss\(team, last\);")
-KERNELS_CHECKED = ["topk", "scatter_add", "table", "faults", "accumulate", "sparsify", "quantize", "norms", "step"]
+KERNELS_CHECKED = [
+    *("topk", "scatter_add", "table", "faults", "accumulate", "sparsify", "quantize", "norms", "step", "entries"),
+]
+USERS = {"sums": ("norms", "step"), "grid": ("topk", "sparsify", "norms", "entries")}
+"""Kernels that use a header; of the others topk and sparsify do."""
 FLAGS = ["-std=c++20", "-O1", "-Wno-unknown-pragmas", "-ffp-contract=off"]
 
 pytestmark = [
@@ -50,7 +54,7 @@ class Barrier:
 
 def barriers() -> list[Barrier]:
     selection = ["team.h", "topk_digits.h", "topk_candidates.h", "topk_select.h"]
-    files = ["grid.h", *selection, "scatter_add.cu", "quantize.cu", "sums.h"]
+    files = ["grid.h", *selection, "scatter_add.cu", "quantize.cu", "sums.h", "entries.cu"]
     return [
         Barrier(file, number) for file in files for number in range(len(BARRIER.findall((KERNELS / file).read_text())))
     ]
@@ -100,8 +104,7 @@ def test_every_barrier_is_missed(objects: dict[str, Path], tmp_path: Path) -> No
         changed.write_text(barrier.removed())
         kept = dict(objects)
         # A header is found in the directory of changed files first, from wherever it is included.
-        of_header = ("norms", "step") if changed.stem == "sums" else ("topk", "sparsify")
-        for stem in of_header if changed.suffix == ".h" else (changed.stem,):
+        for stem in USERS.get(changed.stem, ("topk", "sparsify")) if changed.suffix == ".h" else (changed.stem,):
             source = changed if changed.suffix == ".cu" else KERNELS / f"{stem}.cu"
             kept[stem] = compile_object(source, where / f"{stem}.o", where)
         return link_and_run(list(kept.values()), where / "check").returncode != 0
