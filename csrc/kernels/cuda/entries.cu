@@ -199,33 +199,11 @@ struct AddJob {
     Fault* fault;
 };
 
-// The first of `count` ascending indices that is not below `index`.
-PYCOMM_DEVICE int64_t first_from(const int32_t* indices, int64_t count, int64_t index) {
-    int64_t begin = 0;
-    while (count > 0) {
-        int64_t half = count / 2;
-        if (indices[begin + half] < index) {
-            begin += half + 1;
-            count -= half + 1;
-        } else {
-            count = half;
-        }
-    }
-    return begin;
-}
-
 // Puts the state of before the step back into elements [begin, end): all of it, or that of unused parameters.
 template <class Sum>
 PYCOMM_DEVICE void undo(const AddJob& job, int64_t begin, int64_t end, bool all) {
-    int64_t j = 0;
-    if (!all) {  // the parameter that has `begin`
-        for (int64_t left = job.layout.num_params; left > 0;) {
-            int64_t half = left / 2;
-            bool before = job.ends[j + half] <= begin;
-            j = before ? j + half + 1 : j;
-            left = before ? left - half - 1 : half;
-        }
-    }
+    // The parameter that has `begin`.
+    int64_t j = all ? 0 : count_before(job.layout.num_params, [&](int64_t k) { return job.ends[k] <= begin; });
     for (int64_t i = begin + device::thread_index(); i < end; i += device::num_threads()) {
         while (!all && j < job.layout.num_params && job.ends[j] <= i) ++j;
         if (!all && (j == job.layout.num_params || job.used[j] != 0)) continue;
@@ -254,8 +232,9 @@ PYCOMM_KERNEL add_kernel(AddJob job) {
     for (int first = 0; first < job.num_ranks; first += threads / 2) {
         int rank = first + thread / 2;
         if (rank < job.num_ranks) {
-            borders[thread] =
-                first_from(job.indices + rank * job.layout.count, job.layout.count, thread % 2 == 0 ? begin : end);
+            const int32_t* indices = job.indices + rank * job.layout.count;
+            const int64_t border = thread % 2 == 0 ? begin : end;
+            borders[thread] = count_before(job.layout.count, [&](int64_t m) { return indices[m] < border; });
         }
         device::block_barrier();
         for (rank = first; rank < first + threads / 2 && rank < job.num_ranks; ++rank) {

@@ -45,6 +45,22 @@ PYCOMM_DEVICE Part part_of(int64_t count) {
             count * (device::block_index() + 1) / device::num_blocks()};
 }
 
+// How many of `count` items lie before a border: `before` holds for the first of them and for none behind.
+template <class Before>
+PYCOMM_DEVICE int64_t count_before(int64_t count, Before&& before) {
+    int64_t found = 0;
+    while (count > 0) {
+        int64_t half = count / 2;
+        if (before(found + half)) {
+            found += half + 1;
+            count -= half + 1;
+        } else {
+            count = half;
+        }
+    }
+    return found;
+}
+
 // This thread among those of all blocks, and how many these are.
 PYCOMM_DEVICE int64_t thread_of_grid() {
     return static_cast<int64_t>(device::block_index()) * device::num_threads() + device::thread_index();

@@ -37,16 +37,7 @@ PYCOMM_DEVICE uint32_t lower_word(const Packing& packing, const int32_t* indices
 
 PYCOMM_DEVICE uint32_t upper_word(const Packing& packing, const int32_t* indices, int64_t word) {
     auto bit_of = [&](int64_t m) { return (static_cast<int64_t>(indices[m]) >> packing.low) + m; };
-    int64_t m = 0;  // the first index whose bit is not before the word
-    for (int64_t candidates = packing.count; candidates > 0;) {
-        int64_t half = candidates / 2;
-        if (bit_of(m + half) < word * 32) {
-            m += half + 1;
-            candidates -= half + 1;
-        } else {
-            candidates = half;
-        }
-    }
+    int64_t m = count_before(packing.count, [&](int64_t i) { return bit_of(i) < word * 32; });
     uint32_t out = 0;
     for (; m < packing.count; ++m) {
         int64_t bit = bit_of(m) - word * 32;
