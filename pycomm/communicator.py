@@ -21,7 +21,7 @@ from pycomm.schedule.program import Program
 from pycomm.schedule.table import Table
 from pycomm.transport.choice import TRANSPORTS, choose_transport
 from pycomm.transport.gpu import GpuWork, gpu_of
-from pycomm.transport.own_group import group_of
+from pycomm.transport.own_group import group_of, place_of
 from pycomm.worker import Work
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -88,7 +88,7 @@ class Communicator:
                 "torch.distributed is not initialised: call torch.distributed.init_process_group() first "
                 "(under torchrun, or with rank and world_size)"
             )
-        transport_used = choose_transport(group_of(process_group), transport, self._timeout, problem)
+        transport_used = choose_transport(place_of(group_of(process_group)), transport, self._timeout, problem)
         self.channel = Channel(transport_used, self._timeout)
         """Internal: operations for pycomm's own parts."""
         self.rank: int = self.channel.rank

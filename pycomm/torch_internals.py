@@ -7,7 +7,7 @@ behaviour, and that no other file uses any private name.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from types import MethodType
 from typing import Any
@@ -224,8 +224,10 @@ def store_of(group: dist.ProcessGroup) -> Store:
     return distributed_c10d._get_process_group_store(group)  # torch < 2.7 has no public function
 
 
-def make_process_group(group: dist.ProcessGroup, backend: str, name: str, timeout: float) -> dist.ProcessGroup:
-    """Make another group called ``name`` from the ranks of ``group``, with ``backend``. Collective among them.
+def make_process_group(
+    store: Store, rank: int, ranks: Sequence[int], backend: str, name: str, timeout: float
+) -> dist.ProcessGroup:
+    """Make a group called ``name`` of the global ``ranks``, which meet in ``store``. Collective among them.
 
     ``torch.distributed.new_group(..., use_local_synchronization=True)`` is the public function for a group
     that only its members create. It derives the name from the number of groups that the process has: a
@@ -234,18 +236,18 @@ def make_process_group(group: dist.ProcessGroup, backend: str, name: str, timeou
     """
     make: Any = distributed_c10d._new_process_group_helper
     made: dist.ProcessGroup = make(
-        group.size(),
-        group.rank(),
-        dist.get_process_group_ranks(group),
+        len(ranks),
+        rank,
+        list(ranks) if dist.is_initialized() else [],  # while the default group itself is being made
         dist.Backend(backend),
-        PrefixStore(name, store_of(group)),
+        PrefixStore(name, store),
         group_name=name,
         timeout=timedelta(seconds=timeout),
     )[0]
     return made
 
 
-def number_process_group(made: dist.ProcessGroup, ranks: list[int]) -> None:
+def number_process_group(made: dist.ProcessGroup, ranks: Sequence[int]) -> None:
     """Tell torch the global ranks of the members of ``made``."""
     distributed_c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
 

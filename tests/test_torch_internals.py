@@ -193,7 +193,7 @@ def test_process_groups() -> None:
     store = torch_internals.store_of(world)
     assert isinstance(store, torch_internals.Store)
     torch_internals.PrefixStore("pycomm", store).set("key", "value")
-    made = torch_internals.make_process_group(world, "gloo", "pycomm/test", 10.0)
+    made = torch_internals.make_process_group(store, 0, [0], "gloo", "pycomm/test", 10.0)
     torch_internals.number_process_group(made, [0])
     assert dist.get_global_rank(made, 0) == 0
     x = torch.ones(2)

@@ -9,14 +9,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 import pycomm._native as _native
 from pycomm.errors import CommError
-from pycomm.torch_internals import store_of
 from pycomm.transport.base import Transport
 from pycomm.transport.meeting import Meeting
-from pycomm.transport.own_group import cpu_backend_of, own_group, require_own_group
+from pycomm.transport.own_group import Place, cpu_backend_of, own_group, require_own_group
 from pycomm.transport.rendezvous import exchange_memory, introduction, listen
 from pycomm.transport.roll_call import RollCall
 from pycomm.transport.shared_memory import SharedMemoryTransport
@@ -26,13 +23,11 @@ _LONGEST_PROBLEM = 2000  # characters
 TRANSPORTS = ("auto", "shared_memory", "torch")
 
 
-def choose_transport(
-    group: dist.ProcessGroup, wanted: str, timeout: float, problem: Exception | None = None
-) -> Transport:
-    """Return the transport ``wanted`` for ``group``; "auto" is shared memory if all ranks are on one host. Collective.
+def choose_transport(place: Place, wanted: str, timeout: float, problem: Exception | None = None) -> Transport:
+    """Return the transport ``wanted`` at ``place``; "auto" is shared memory if all ranks are on one host. Collective.
 
     Args:
-        group: the ranks that meet.
+        place: where the ranks meet.
         wanted: one of ``TRANSPORTS``.
         timeout: limit of the whole rendezvous, in seconds.
         problem: error in this rank's arguments, if any; raised once the other ranks have been told, which
@@ -45,12 +40,12 @@ def choose_transport(
         CommError: a rank did not arrive in time, or failed.
         OSError, MemoryError: this machine refused sockets or memory.
     """
-    with _turn_of(group, timeout), Meeting(store_of(group), group.rank(), group.size(), timeout) as meeting:
+    with _turn_of(place, timeout), Meeting(place.store, place.rank, place.size, timeout) as meeting:
         with contextlib.ExitStack() as open_sockets:
             try:
                 listener = open_sockets.enter_context(listen(meeting.size))
                 mine = {"wanted": str(wanted), "version": _native.build_info()["version"], **introduction(listener)}
-                problem = problem or _group_problem(group, wanted)
+                problem = problem or _group_problem(place, wanted)
             except OSError as error:
                 problem, mine = problem or error, {}
             greetings = _exchange_greetings(meeting, mine, problem)
@@ -61,10 +56,10 @@ def choose_transport(
             try:
                 if same_host and wanted != "torch":
                     peers = exchange_memory(meeting, listener, greetings)
-                    transport: Transport = SharedMemoryTransport(group.rank(), peers)
+                    transport: Transport = SharedMemoryTransport(place.rank, peers)
                 else:
-                    own = own_group(group, f"{group.group_name}/pycomm/{meeting.name}", timeout)
-                    transport = TorchTransport(own, RollCall(store_of(group), meeting.name, group.rank(), greetings))
+                    own = own_group(place, f"{place.name}/pycomm/{meeting.name}", timeout)
+                    transport = TorchTransport(own, RollCall(place.store, meeting.name, place.rank, greetings))
                 _wait_until_ready(transport, timeout)
             except BaseException as error:
                 if isinstance(error, CommError):
@@ -88,27 +83,27 @@ _turns: defaultdict[tuple[int, str, int], threading.RLock] = defaultdict(threadi
 
 
 @contextlib.contextmanager
-def _turn_of(group: dist.ProcessGroup, timeout: float) -> Iterator[None]:
+def _turn_of(place: Place, timeout: float) -> Iterator[None]:
     """Make threads that create communicators of one group take turns, as a rank has only one greeting at a time.
 
     Which threads of two ranks meet is left to chance, as always when several threads call collectives.
     """
-    turn = _turns[os.getpid(), group.group_name, group.rank()]  # a forked child has locks of its own
+    turn = _turns[os.getpid(), place.name, place.rank]  # a forked child has locks of its own
     if not turn.acquire(timeout=timeout):
         what = f"another thread was making a communicator for {timeout:.2f} s"
-        raise CommError.during("rendezvous", what, rank=group.rank(), elapsed=timeout)
+        raise CommError.during("rendezvous", what, rank=place.rank, elapsed=timeout)
     try:
         yield
     finally:
         turn.release()
 
 
-def _group_problem(group: dist.ProcessGroup, wanted: str) -> Exception | None:
-    """Return the reason why ``group`` cannot have another group beside it, if one is needed; else ``None``."""
+def _group_problem(place: Place, wanted: str) -> Exception | None:
+    """Return the reason why the group at ``place`` cannot have another group beside it, if one is needed; else ``None``."""
     try:
         if wanted == "torch":
-            cpu_backend_of(group)
-            require_own_group(group)
+            cpu_backend_of(place)
+            require_own_group(place)
     except ValueError as error:
         return error
     return None

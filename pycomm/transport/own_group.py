@@ -7,11 +7,47 @@ communicators, which would end in a hang or, over Gloo, in an abort of the proce
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm.errors import CommError
-from pycomm.torch_internals import make_process_group, number_process_group, owns_process_group
+from pycomm.torch_internals import Store, make_process_group, number_process_group, owns_process_group, store_of
+
+PYCOMM = "pycomm"
+"""Name of pycomm's own backend of torch.distributed, which itself stands on Gloo between hosts."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Place where the ranks of a process group meet.
+
+    Attributes:
+        name: name of the group.
+        store: its store.
+        rank: rank of this process in it.
+        ranks: global ranks of its members, in the group's order.
+        backends: its backends by device, as torch writes them: "cpu:gloo,cuda:nccl".
+    """
+
+    name: str
+    store: Store
+    rank: int
+    ranks: Sequence[int]
+    backends: str
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+
+def place_of(group: dist.ProcessGroup) -> Place:
+    """Return the place where the ranks of ``group`` have met."""
+    ranks = dist.get_process_group_ranks(group)
+    return Place(group.group_name, store_of(group), group.rank(), ranks, str(dist.get_backend_config(group)))
 
 
 def group_of(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
@@ -33,36 +69,35 @@ def group_of(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.Proce
     return group
 
 
-def cpu_backend_of(group: dist.ProcessGroup) -> str:
-    """Return the name of the backend that moves CPU tensors in ``group``.
+def cpu_backend_of(place: Place) -> str:
+    """Return the name of the backend that moves CPU tensors of a second group at ``place``.
 
     Raises:
         ValueError: the group has no such backend.
     """
-    backends = str(dist.get_backend_config(group))  # such as "cpu:gloo,cuda:nccl"
-    names = dict(part.split(":", 1) for part in backends.split(",") if ":" in part)
+    names = dict(part.split(":", 1) for part in place.backends.split(",") if ":" in part)
     if "cpu" not in names:
         raise ValueError(
-            f"process_group has no backend for CPU tensors, only {backends}: call "
+            f"process_group has no backend for CPU tensors, only {place.backends}: call "
             'init_process_group("cpu:gloo,cuda:nccl"), since the ranks first agree over the CPU on what they do'
         )
-    return names["cpu"]
+    return dist.Backend.GLOO if names["cpu"] == PYCOMM else names["cpu"]
 
 
-def require_own_group(group: dist.ProcessGroup) -> None:
-    """Raise ValueError if ``group`` is a sub-group, and its backend can only make groups on all ranks together."""
-    if cpu_backend_of(group) == dist.Backend.MPI and group.size() < dist.get_world_size():
+def require_own_group(place: Place) -> None:
+    """Raise ValueError if ``place`` is a sub-group's, and its backend can only make groups on all ranks together."""
+    if cpu_backend_of(place) == dist.Backend.MPI and place.size < dist.get_world_size():
         raise ValueError(
             "process_group is a sub-group over MPI, whose groups only all ranks together can make: pass a group of "
             "all ranks, or one over Gloo"
         )
 
 
-def own_group(group: dist.ProcessGroup, name: str, timeout: float) -> dist.ProcessGroup:
-    """Make a group for CPU tensors with the ranks, rank order and backend of ``group``. Collective among its ranks.
+def own_group(place: Place, name: str, timeout: float) -> dist.ProcessGroup:
+    """Make a group for CPU tensors with the ranks, rank order and backend of ``place``. Collective among its ranks.
 
     Args:
-        group: the user's group.
+        place: where the ranks of the user's group meet.
         name: unique among all groups that these ranks will ever have.
         timeout: of its creation and of every operation, in seconds.
 
@@ -70,15 +105,14 @@ def own_group(group: dist.ProcessGroup, name: str, timeout: float) -> dist.Proce
         ValueError: the backend can only make groups on all ranks together.
         CommError: a rank did not arrive in time, or could not be reached.
     """
-    backend = cpu_backend_of(group)
-    require_own_group(group)
-    ranks = dist.get_process_group_ranks(group)
+    backend = cpu_backend_of(place)
+    require_own_group(place)
     try:
-        made = make_process_group(group, backend, name, timeout)
+        made = make_process_group(place.store, place.rank, place.ranks, backend, name, timeout)
     except RuntimeError as error:
         what = f"a process group of pycomm's own could not be made: {error}"
-        raise CommError.during("rendezvous", what, rank=group.rank(), elapsed=timeout) from error
-    number_process_group(made, ranks)
+        raise CommError.during("rendezvous", what, rank=place.rank, elapsed=timeout) from error
+    number_process_group(made, place.ranks)
     return made
 
 

@@ -29,7 +29,7 @@ def over_torch(on: bool = True) -> Iterator[None]:
     """Communicators that are made inside go over torch.distributed."""
     original = vars(communicator)["choose_transport"]
     if on:
-        vars(communicator).update(choose_transport=lambda group, _, *rest: original(group, "torch", *rest))
+        vars(communicator).update(choose_transport=lambda place, _, *rest: original(place, "torch", *rest))
     try:
         yield
     finally:

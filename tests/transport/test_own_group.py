@@ -104,7 +104,7 @@ def test_who_abandons_says_so(two_ranks: RankPool, transport: str, says: str) ->
 def test_backends_that_lack_it() -> None:
     group = dist.group.WORLD
     assert group is not None
-    assert module.cpu_backend_of(group) == "gloo"
+    assert module.cpu_backend_of(module.place_of(group)) == "gloo"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "get_backend_config", lambda _: "cuda:nccl")
         with pytest.raises(ValueError, match="process_group has no backend for CPU tensors, only cuda:nccl: call"):
