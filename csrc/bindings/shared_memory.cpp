@@ -23,6 +23,7 @@ class Block {
     Block& operator=(const Block&) = delete;
 
     py::buffer_info info() const { return {reinterpret_cast<unsigned char*>(data_), num_bytes_}; }
+    void map_over(uintptr_t address) const { arena_->map_over(data_, reinterpret_cast<char*>(address)); }
 
    private:
     std::shared_ptr<Arena> arena_;
@@ -169,7 +170,9 @@ void broadcast(SharedMemoryGroup& group, py::handle x, py::handle src, double ti
 
 void bind_shared_memory(py::module_& module) {
     module.def("shared_file_bytes", &shared_file_bytes, py::arg("size"));
-    py::class_<Block>(module, "Block", py::buffer_protocol()).def_buffer(&Block::info);
+    py::class_<Block>(module, "Block", py::buffer_protocol())
+        .def("map_over", &Block::map_over, py::arg("address"))
+        .def_buffer(&Block::info);
     py::class_<NamedProgram>(module, "Program")
         .def(py::init(&make_program), py::arg("words"), py::arg("rank"), py::arg("size"), py::arg("name"),
              py::arg("digest"));
@@ -191,6 +194,12 @@ void bind_shared_memory(py::module_& module) {
                 return std::make_unique<Block>(group.arena(), num_bytes);
             },
             py::arg("num_bytes"))
+        .def(
+            "reaches",
+            [](const SharedMemoryGroup& group, uintptr_t address, int64_t num_bytes) {
+                return group.offset_of({reinterpret_cast<void*>(address), num_bytes, DType::kU8}) >= 0;
+            },
+            py::arg("address"), py::arg("num_bytes"))
         .def("close", &SharedMemoryGroup::close, py::arg("why"), py::call_guard<py::gil_scoped_release>());
 }
 

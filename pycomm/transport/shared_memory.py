@@ -33,6 +33,8 @@ class SharedMemoryTransport:
         self.barrier = self._group.barrier
         self.refuse = self._group.refuse
         self.run_compiled = self._group.run
+        self.block = self._group.allocate
+        self.reaches = self._group.reaches
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         num_bytes = math.prod(shape) * dtype.itemsize
@@ -40,7 +42,7 @@ class SharedMemoryTransport:
             return torch.empty(shape, dtype=dtype)
         if num_bytes > _MOST_BYTES:
             raise MemoryError(f"shared memory: {num_bytes} bytes needed, more than can be addressed")
-        block: Any = self._group.allocate(num_bytes)
+        block: Any = self.block(num_bytes)
         return torch.frombuffer(block, dtype=dtype, count=math.prod(shape)).view(shape)
 
     def close(self, reason: str) -> None:
