@@ -13,14 +13,12 @@ from pycomm.backend.operations import Operations
 from pycomm.torch_internals import Store
 from pycomm.transport.own_group import PYCOMM, Place
 
-_ProcessGroup: Any = dist.ProcessGroup  # its stub has overloads, of which torch calls one
 
-
-class PycommProcessGroup(Operations, CommunicationMemory, _ProcessGroup):
+class PycommProcessGroup(Operations, CommunicationMemory, dist.ProcessGroup):  # type: ignore[misc]
     """Process group whose operations are pycomm's. Nothing else is registered under it, so nothing bypasses it."""
 
     def __init__(self, engine: Engine) -> None:
-        super().__init__(engine.rank, engine.size)
+        super().__init__(engine.rank, engine.size)  # type: ignore[call-arg]
         self.set_engine(engine)
         self._name, self._description = engine.place.name, ""
 
@@ -90,7 +88,7 @@ class PycommProcessGroup(Operations, CommunicationMemory, _ProcessGroup):
         made.setGroupDesc(group_desc or f"{self._description}:split")
         return made
 
-    split_group = splitGroup
+    split_group = splitGroup  # type: ignore[assignment]
 
 
 def make(options: Any, backend_options: Any) -> PycommProcessGroup:
