@@ -56,6 +56,25 @@ class Transport(Protocol):
     def reduce_scatter(self, out: Any, x: Any, op: str, timeout: float) -> None: ...
     def all_gather(self, out: Any, x: Any, timeout: float) -> None: ...
     def all_to_all(self, out: Any, x: Any, timeout: float) -> None: ...
+    def reduce(self, x: Any, dst: int, op: str, timeout: float) -> None:
+        """Reduce ``x`` over all ranks into that of rank ``dst``; the others' stay as they are."""
+
+    def all_to_all_v(self, outs: Sequence[Any], xs: Sequence[Any], timeout: float) -> None:
+        """Send ``xs[p]`` to rank p, whose ``outs[rank]`` it becomes.
+
+        Both hold an array, of any dtype and length, or ``None`` for nothing, for each rank. ``xs`` may hold an
+        array several times; ``outs[rank]`` may be ``xs[rank]``, and else no array of ``outs`` overlaps another
+        one. An array and what it becomes must have as many bytes: otherwise ValueError on every rank, naming the
+        pair, before data moves.
+        """
+
+    def reduce_scatter_v(self, out: Any, xs: Sequence[Any], op: str, timeout: float) -> None:
+        """Write the reduction of all ranks' ``xs[rank]`` into ``out``, which may be this rank's own ``xs[rank]``.
+
+        ``xs`` holds an array, of any length and of ``out``'s dtype, or ``None`` for an empty one, for each rank.
+        All ranks' arrays for one rank must be as long as its ``out``: otherwise ValueError, as above.
+        """
+
     def broadcast(self, x: Any, src: int, timeout: float) -> None: ...
     def barrier(self, timeout: float) -> None: ...
 

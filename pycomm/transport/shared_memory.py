@@ -29,6 +29,9 @@ class SharedMemoryTransport:
         self.reduce_scatter = self._group.reduce_scatter
         self.all_gather = self._group.all_gather
         self.all_to_all = self._group.all_to_all
+        self.reduce = self._group.reduce
+        self.all_to_all_v = self._group.all_to_all_v
+        self.reduce_scatter_v = self._group.reduce_scatter_v
         self.broadcast = self._group.broadcast
         self.barrier = self._group.barrier
         self.refuse = self._group.refuse
