@@ -180,6 +180,16 @@ class Communicator:
             return None
         return self.channel.enqueue(lambda: self._transport.all_reduce(x, op, self._timeout), async_op)
 
+    def reduce(self, x: Any, dst: int, op: str = "sum", async_op: bool = False) -> Work | None:
+        """Reduce ``x`` over all ranks into that of rank ``dst`` (a rank of this group); the others' stay as they are.
+
+        dtypes and ``op`` as in :meth:`all_reduce`; ``x`` must be writable on every rank. In CPU memory only, else
+        ValueError.
+        """
+        if gpu_of(x) is not None:
+            raise ValueError("reduce wants an array in CPU memory; between GPUs use all_reduce()")
+        return self.channel.enqueue(lambda: self._transport.reduce(x, dst, op, self._timeout), async_op)
+
     def reduce_scatter(self, out: Any, x: Any, op: str = "sum", async_op: bool = False) -> Work | GpuWork | None:
         """Reduce ``x`` over all ranks and write part ``rank`` of the result into ``out``.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,6 +13,21 @@ import pycomm._native as _native
 
 Message = tuple[int, torch.Tensor]
 """Peer, and the tensor to send to it or receive from it: contiguous, one-dimensional, not empty."""
+
+
+class Receipt(Protocol):
+    """Receipt for a message that may not have come yet."""
+
+    def wait(self, timeout: float) -> int:
+        """Return the rank that the message came from, once it has come.
+
+        Raises:
+            CommError: it has not come within ``timeout`` seconds, or its sender is gone.
+            ValueError: it is longer or shorter than the array.
+        """
+
+    def is_completed(self) -> bool:
+        """Return whether the message has come."""
 
 
 class Transport(Protocol):
@@ -40,8 +56,42 @@ class Transport(Protocol):
     def reduce_scatter(self, out: Any, x: Any, op: str, timeout: float) -> None: ...
     def all_gather(self, out: Any, x: Any, timeout: float) -> None: ...
     def all_to_all(self, out: Any, x: Any, timeout: float) -> None: ...
+    def reduce(self, x: Any, dst: int, op: str, timeout: float) -> None:
+        """Reduce ``x`` over all ranks into that of rank ``dst``; the others' stay as they are."""
+
+    def all_to_all_v(self, outs: Sequence[Any], xs: Sequence[Any], timeout: float) -> None:
+        """Send ``xs[p]`` to rank p, whose ``outs[rank]`` it becomes.
+
+        Both hold an array, of any dtype and length, or ``None`` for nothing, for each rank. ``xs`` may hold an
+        array several times; ``outs[rank]`` may be ``xs[rank]``, and else no array of ``outs`` overlaps another
+        one. An array and what it becomes must have as many bytes: otherwise ValueError on every rank, naming the
+        pair, before data moves.
+        """
+
+    def reduce_scatter_v(self, out: Any, xs: Sequence[Any], op: str, timeout: float) -> None:
+        """Write the reduction of all ranks' ``xs[rank]`` into ``out``, which may be this rank's own ``xs[rank]``.
+
+        ``xs`` holds an array, of any length and of ``out``'s dtype, or ``None`` for an empty one, for each rank.
+        All ranks' arrays for one rank must be as long as its ``out``: otherwise ValueError, as above.
+        """
+
     def broadcast(self, x: Any, src: int, timeout: float) -> None: ...
     def barrier(self, timeout: float) -> None: ...
+
+    def reduce(self, x: Any, dst: int, op: str, timeout: float) -> None:
+        """Reduce ``x`` over all ranks into that of rank ``dst``; the others' stay as they are."""
+
+    def reduce_scatter_v(self, out: Any, xs: Sequence[Any], op: str, timeout: float) -> None:
+        """Reduce ``xs[rank]`` over all ranks into ``out``. Lengths may differ between the ranks' parts."""
+
+    def all_to_all_v(self, outs: Sequence[Any], xs: Sequence[Any], timeout: float) -> None:
+        """Send ``xs[p]`` to every rank p, and receive ``outs[p]`` from it; nothing where there is ``None``."""
+
+    def send(self, x: Any, dst: int, tag: int, timeout: float) -> None:
+        """Send ``x`` to rank ``dst``; returns once it has been buffered."""
+
+    def receive(self, x: Any, src: int | None, tag: int) -> Receipt:
+        """Receive into ``x`` the next message with this ``tag`` from rank ``src``, or from any rank if ``None``."""
 
     def refuse(self, reason: str, timeout: float) -> None:
         """Stand in for an operation whose arguments are wrong on this rank; the other ranks get a ValueError."""

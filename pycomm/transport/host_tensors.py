@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from operator import index
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 
@@ -36,6 +37,14 @@ def require_op(op: object, dtype: str, name: str) -> None:
     require(op in OPS, f"op is {op!r}, {wanted}")
     floating = op != "mean" or dtype in FLOATING
     require(floating, f"op 'mean' wants a floating dtype, {name} has {dtype}", TypeError)
+
+
+def rank_of(value: object, name: str, size: int) -> int:
+    """Return the argument ``name`` as a rank of a group of ``size``; raise TypeError or ValueError if it is none."""
+    if not isinstance(value, SupportsIndex) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}, wanted an int")
+    require(0 <= index(value) < size, f"{name} is {value}, wanted 0 <= {name} < {size}")
+    return index(value)
 
 
 def reducible(name: str, x: Any, op: object, writes: bool) -> torch.Tensor:

@@ -29,10 +29,15 @@ class SharedMemoryTransport:
         self.reduce_scatter = self._group.reduce_scatter
         self.all_gather = self._group.all_gather
         self.all_to_all = self._group.all_to_all
+        self.reduce = self._group.reduce
+        self.all_to_all_v = self._group.all_to_all_v
+        self.reduce_scatter_v = self._group.reduce_scatter_v
         self.broadcast = self._group.broadcast
         self.barrier = self._group.barrier
         self.refuse = self._group.refuse
         self.run_compiled = self._group.run
+        self.block = self._group.allocate
+        self.reaches = self._group.reaches
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         num_bytes = math.prod(shape) * dtype.itemsize
@@ -40,7 +45,7 @@ class SharedMemoryTransport:
             return torch.empty(shape, dtype=dtype)
         if num_bytes > _MOST_BYTES:
             raise MemoryError(f"shared memory: {num_bytes} bytes needed, more than can be addressed")
-        block: Any = self._group.allocate(num_bytes)
+        block: Any = self.block(num_bytes)
         return torch.frombuffer(block, dtype=dtype, count=math.prod(shape)).view(shape)
 
     def close(self, reason: str) -> None:

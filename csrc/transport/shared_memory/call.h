@@ -16,7 +16,10 @@ enum class Kind : uint8_t {
     kBarrier,
     kRefused,
     kProgram,
-    kAllToAll
+    kAllToAll,
+    kReduce,
+    kAllToAllV,
+    kReduceScatterV
 };
 
 // An announcement. Everything before `offset` must agree on all ranks.
@@ -93,6 +96,7 @@ class Call {
 
     int rank() const { return group_.rank_; }
     int size() const { return group_.size_; }
+    const char* name() const { return name_; }
 
     void post_announcement(Operation mine);
     // Announces that this rank cannot take part.
@@ -122,7 +126,11 @@ class Call {
     // Fails because p announced what no correct rank does.
     [[noreturn]] void distrust(int p);
     bool all_in_arenas() const;
-    char* in_arena(int p) const { return group_.base(p) + announced(p).offset; }
+    char* in_arena(int p) const { return in_file(p, announced(p).offset); }
+    char* in_file(int p, int64_t offset) const { return group_.base(p) + offset; }
+    // Whether `num_bytes` at an offset of a file that a peer named lie where it may have arrays: in its arena, or in
+    // this call's mailbox.
+    bool may_hold_array(int64_t offset, int64_t num_bytes) const;
     char* shadow(int p) const { return group_.base(p) + announced(p).shadow; }
     void name_algorithm(const std::string& name);  // for the next announcement
     // This call's mailbox; the next call has the other one.
