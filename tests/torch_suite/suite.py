@@ -11,6 +11,8 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
+import pycomm  # which registers its backend
+
 RANKS = 4
 ONLY_MPI = ("Only MPI supports CPU all_to_all_single", "Only MPI supports all_to_all")
 """Reasons for which the suite leaves out tests that every backend with an all-to-all for CPUs can run."""
@@ -34,6 +36,7 @@ def module() -> ModuleType:
         MASTER_ADDR="127.0.0.1",  # which tests of what DDP logs look up; nobody connects
         GLOO_SOCKET_IFNAME="lo",
     )
+    assert pycomm.backend
     return importlib.import_module("torch.testing._internal.distributed.distributed_test")
 
 
