@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from pycomm.backend.in_backward import BackwardErrors
 from pycomm.backend.moved import MovedStorages
 from pycomm.backend.reduction import contiguous, filled, in_place, reducible
 from pycomm.backend.work import BackendWork, Collective, MessageWork, Reception
@@ -42,6 +43,7 @@ class Engine:
         self._moved = MovedStorages(self.transport, getattr(self.transport, "ranks_here", self.size))
         self._bytes = {"direct": 0, "staged": 0, "small": 0}
         self._flat: torch.Tensor | None = None
+        self._backward_errors = BackwardErrors()
         self.close = weakref.finalize(self, self.channel.close)
 
     # Running.
@@ -49,7 +51,9 @@ class Engine:
     def run(self, name: str, job: Job, result: Sequence[Any], async_op: bool) -> BackendWork:
         """Run ``job`` after all earlier collectives: on this thread if ``async_op`` is false; return its work."""
         if async_op:
-            return BackendWork(Collective(self.channel.submit(job)), result, name, self.rank)
+            work = BackendWork(Collective(self.channel.submit(job)), result, name, self.rank)
+            self._backward_errors.watch(work)
+            return work
         self.channel.enqueue(job)
         return BackendWork(None, result, name, self.rank)
 

@@ -78,15 +78,6 @@ class Transport(Protocol):
     def broadcast(self, x: Any, src: int, timeout: float) -> None: ...
     def barrier(self, timeout: float) -> None: ...
 
-    def reduce(self, x: Any, dst: int, op: str, timeout: float) -> None:
-        """Reduce ``x`` over all ranks into that of rank ``dst``; the others' stay as they are."""
-
-    def reduce_scatter_v(self, out: Any, xs: Sequence[Any], op: str, timeout: float) -> None:
-        """Reduce ``xs[rank]`` over all ranks into ``out``. Lengths may differ between the ranks' parts."""
-
-    def all_to_all_v(self, outs: Sequence[Any], xs: Sequence[Any], timeout: float) -> None:
-        """Send ``xs[p]`` to every rank p, and receive ``outs[p]`` from it; nothing where there is ``None``."""
-
     def send(self, x: Any, dst: int, tag: int, timeout: float) -> None:
         """Send ``x`` to rank ``dst``; returns once it has been buffered."""
 
