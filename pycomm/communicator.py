@@ -148,7 +148,8 @@ class Communicator:
 
         Args:
             x: array of float32, float16, bfloat16, float64, int8, uint8, int32 or int64.
-            op: "sum", "mean" (floating-point dtypes only), "min" or "max".
+            op: "sum", "mean" (floating-point dtypes only), "min", "max", "product"; of integers, "band", "bor" or
+                "bxor" too, which NCCL itself does not have.
             algorithm: "native" is the transport's own; NCCL chooses by size and topology. A name that
                 :func:`pycomm.schedule.by_name` knows ("halving_doubling", "double_tree(64)"), or a
                 schedule for as many ranks as the group has, even one of your own, is verified once and
@@ -181,10 +182,9 @@ class Communicator:
         return self.channel.enqueue(lambda: self._transport.all_reduce(x, op, self._timeout), async_op)
 
     def reduce(self, x: Any, dst: int, op: str = "sum", async_op: bool = False) -> Work | None:
-        """Reduce ``x`` over all ranks into that of rank ``dst`` (a rank of this group); the others' stay as they are.
+        """Reduce ``x`` over all ranks into that of rank ``dst``; the others' stay as they are, and must be writable too.
 
-        dtypes and ``op`` as in :meth:`all_reduce`; ``x`` must be writable on every rank. In CPU memory only, else
-        ValueError.
+        dtypes and ``op`` as in :meth:`all_reduce`. In CPU memory only, else ValueError.
         """
         if gpu_of(x) is not None:
             raise ValueError("reduce wants an array in CPU memory; between GPUs use all_reduce()")

@@ -18,7 +18,7 @@ bool connection_closed(int socket) {
 
 bool is_possible(const Operation& operation, int size, int64_t file_bytes) {
     if (operation.kind > Kind::kReduceScatterV || static_cast<int>(operation.dtype) >= kNumDTypes) return false;
-    if (operation.op > ReduceOp::kMax || operation.count < 0) return false;
+    if (static_cast<int>(operation.op) >= kNumReduceOps || operation.count < 0) return false;
     const bool has_root = operation.kind == Kind::kBroadcast || operation.kind == Kind::kReduce;
     if (has_root && (operation.root < 0 || operation.root >= size)) return false;
     const int64_t width = operation.array_width();
