@@ -18,9 +18,11 @@ inline void check_python_signals() {
     if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
 }
 
-inline void require_reducible(const Buffer& x, ReduceOp op) {
-    if (op != ReduceOp::kMean || is_floating(x.dtype)) return;
-    throw ArgumentTypeError(format("op 'mean' wants a floating dtype, x has %s", name_of(x.dtype)));
+inline void require_reducible(const Buffer& x, ReduceOp op, const char* name = "x") {
+    const bool floating = is_floating(x.dtype);
+    if (!(op == ReduceOp::kMean && !floating) && !(is_bitwise(op) && floating)) return;
+    throw ArgumentTypeError(format("op '%s' wants %s dtype, %s has %s", name_of(op),
+                                   floating ? "an integer" : "a floating", name, name_of(x.dtype)));
 }
 
 // Requires that `whole` holds a part per rank.

@@ -183,7 +183,7 @@ void reduce_scatter_v(SharedMemoryGroup& group, py::handle out, py::handle xs, p
         require_host(seen, "out");
         std::vector<Array> read = as_parts(xs, "xs", Access::kRead, group.size());
         ReduceOp named = reduce_op_named(op_name);
-        require_reducible(seen.buffer, named);
+        require_reducible(seen.buffer, named, "out");
         require_contributions(seen.buffer, buffers_of(read), group.rank());
         return std::tuple{std::move(seen), std::move(read), named};
     });

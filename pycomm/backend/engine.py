@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from pycomm.backend.in_backward import BackwardErrors
 from pycomm.backend.moved import MovedStorages
 from pycomm.backend.reduction import contiguous, filled, in_place, reducible
 from pycomm.backend.work import BackendWork, Collective, MessageWork, Reception
@@ -42,6 +43,7 @@ class Engine:
         self._moved = MovedStorages(self.transport, getattr(self.transport, "ranks_here", self.size))
         self._bytes = {"direct": 0, "staged": 0, "small": 0}
         self._flat: torch.Tensor | None = None
+        self._backward_errors = BackwardErrors()
         self.close = weakref.finalize(self, self.channel.close)
 
     # Running.
@@ -49,7 +51,9 @@ class Engine:
     def run(self, name: str, job: Job, result: Sequence[Any], async_op: bool) -> BackendWork:
         """Run ``job`` after all earlier collectives: on this thread if ``async_op`` is false; return its work."""
         if async_op:
-            return BackendWork(Collective(self.channel.submit(job)), result, name, self.rank)
+            work = BackendWork(Collective(self.channel.submit(job)), result, name, self.rank)
+            self._backward_errors.watch(work)
+            return work
         self.channel.enqueue(job)
         return BackendWork(None, result, name, self.rank)
 
@@ -74,7 +78,7 @@ class Engine:
         def change(dense: torch.Tensor) -> None:
             memory = self._moved.reachable(dense)
             self._count(memory)
-            self.transport.all_reduce(*reducible(memory, op), timeout)
+            self.transport.all_reduce(*self._reducible(memory, op, timeout), timeout)
 
         if tensor.is_sparse:
             self._all_reduce_sparse(tensor, op, timeout)
@@ -113,7 +117,8 @@ class Engine:
         self.transport.all_to_all_v(all_indices, [indices] * self.size, timeout)
         self.transport.all_to_all_v(all_values, [values] * self.size, timeout)
         total = torch.sparse_coo_tensor(torch.cat(all_indices, 1), torch.cat(all_values), tensor.shape)
-        tensor.detach().copy_(total.coalesce())
+        with torch.no_grad():
+            tensor.copy_(total.coalesce())  # a detached one has indices of its own
 
     def reduce(self, tensor: torch.Tensor, dst: int, op: str, timeout: float) -> None:
         """Reduce ``tensor`` over all ranks into that of rank ``dst``."""
@@ -121,14 +126,14 @@ class Engine:
 
     def _reduce_dense(self, dense: torch.Tensor, dst: int, op: str, timeout: float) -> None:
         self._count(dense)
-        array, name = reducible(dense, op)
+        array, name = self._reducible(dense, op, timeout)
         self.transport.reduce(array, dst, name, timeout)
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: str, timeout: float) -> None:
         """Reduce ``x`` over all ranks and write part ``rank`` of the result into ``out``."""
 
         def fill(dense: torch.Tensor) -> None:
-            source, name = reducible(contiguous(x), op)
+            source, name = self._reducible(contiguous(x), op, timeout)
             self._count(source)
             self.transport.reduce_scatter(reducible(dense, op)[0], source, name, timeout)
 
@@ -138,13 +143,20 @@ class Engine:
         """Reduce ``parts[rank]`` over all ranks into ``out``; parts may differ in size."""
 
         def fill(dense: torch.Tensor) -> None:
-            sources = [reducible(contiguous(part), op) for part in parts]
-            self._count(*(source for source, _ in sources))
-            name = reducible(dense, op)[1]
-            arrays = [source for source, _ in sources]
-            self.transport.reduce_scatter_v(reducible(dense, op)[0], arrays, name, timeout)
+            target, name = self._reducible(dense, op, timeout)
+            sources = [reducible(contiguous(part), op)[0] for part in parts]
+            self._count(*sources)
+            self.transport.reduce_scatter_v(target, sources, name, timeout)
 
         filled(out, fill)
+
+    def _reducible(self, tensor: torch.Tensor, op: str, timeout: float) -> tuple[torch.Tensor, str]:
+        """Return what :func:`reducible` does; if it raises, tell the other ranks, which are about to compare."""
+        try:
+            return reducible(tensor, op)
+        except TypeError as error:
+            self.transport.refuse(str(error), timeout)
+            raise
 
     # Movements.
 

@@ -22,6 +22,7 @@ from pycomm.backend.work import BackendWork
 from pycomm.torch_internals import PrefixStore, Store
 from pycomm.transport.own_group import Place
 
+T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 Tensors = Sequence[torch.Tensor]
 
@@ -73,8 +74,8 @@ class Operations:
     @_by_device
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> BackendWork:
         """Reduce a tensor in place; sparse ones too."""
-        tensor = _only(tensors)
-        op, seconds = _reduction(opts), self._seconds(opts, timeout)
+        tensor = self._only(tensors)
+        op, seconds = self._reduction(opts), self._seconds(opts, timeout)
         return self._run("all_reduce", lambda: self.engine.all_reduce(tensor, op, seconds), [tensor], opts)
 
     allreduce_sparse = allreduce
@@ -82,22 +83,22 @@ class Operations:
     @_by_device
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> BackendWork:
         """Reduce several tensors in place, together."""
-        op, seconds, all_of_them = _reduction(opts), self._seconds(opts), list(tensors)
+        op, seconds, all_of_them = self._reduction(opts), self._seconds(opts), list(tensors)
         job = functools.partial(self.engine.all_reduce_coalesced, all_of_them, op, seconds)
         return self._run("all_reduce", job, all_of_them, opts)
 
     @_by_device
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> BackendWork:
         """Reduce a tensor into the root's."""
-        tensor, root = _only(tensors), _root(opts)
-        name, seconds = _reduction(opts if op is None else op), self._seconds(opts, timeout)
+        tensor, root = self._only(tensors), _root(opts)
+        name, seconds = self._reduction(opts if op is None else op), self._seconds(opts, timeout)
         return self._run("reduce", lambda: self.engine.reduce(tensor, root, name, seconds), [tensor], opts)
 
     @_by_device
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> BackendWork:
         """Reduce a list of tensors, one per rank, into this rank's."""
-        out, parts = _only(outputs), list(_only(inputs))
-        op, seconds = _reduction(opts), self._seconds(opts)
+        out, parts = self._only(outputs), list(self._only(inputs))
+        op, seconds = self._reduction(opts), self._seconds(opts)
         self._require_one_per_rank("reduce_scatter", "inputs", parts)
         job = functools.partial(self.engine.reduce_scatter_parts, out, parts, op, seconds)
         return self._run("reduce_scatter", job, [out], opts)
@@ -105,7 +106,7 @@ class Operations:
     @_by_device
     def reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> BackendWork:
         """Reduce a tensor with a part per rank into this rank's part."""
-        op, seconds = _reduction(opts), self._seconds(opts)
+        op, seconds = self._reduction(opts), self._seconds(opts)
         job = functools.partial(self.engine.reduce_scatter, output, x, op, seconds)
         return self._run("reduce_scatter", job, [output], opts)
 
@@ -114,7 +115,7 @@ class Operations:
     @_by_device
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> BackendWork:
         """Do what :meth:`reduce_scatter_single` does for several pairs of tensors."""
-        op, seconds, pairs = _reduction(opts), self._seconds(opts), list(zip(outputs, inputs, strict=True))
+        op, seconds, pairs = self._reduction(opts), self._seconds(opts), list(zip(outputs, inputs, strict=True))
 
         def job() -> None:
             for out, x in pairs:
@@ -129,14 +130,14 @@ class Operations:
     @_by_device
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> BackendWork:
         """Overwrite a tensor with the root's."""
-        tensor, root, seconds = _only(tensors), _root(opts), self._seconds(opts, timeout)
+        tensor, root, seconds = self._only(tensors), _root(opts), self._seconds(opts, timeout)
         return self._run("broadcast", lambda: self.engine.broadcast(tensor, root, seconds), [tensor], opts)
 
     @_by_device
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> BackendWork:
         """Gather a tensor of every rank in a list of tensors, which may differ in size."""
-        x = _only(inputs)
-        outs = list(outputs if isinstance(inputs, torch.Tensor) else _only(outputs))
+        x = self._only(inputs)
+        outs = list(outputs if isinstance(inputs, torch.Tensor) else self._only(outputs))
         self._require_one_per_rank("all_gather", "outputs", outs)
         seconds = self._seconds(opts)
         job = functools.partial(self.engine.exchange, outs, [x] * self.engine.size, seconds)
@@ -179,9 +180,9 @@ class Operations:
     @_by_device
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> BackendWork:
         """Gather a tensor of every rank in the root's list of tensors."""
-        x, root, seconds = _only(inputs), _root(opts), self._seconds(opts)
+        x, root, seconds = self._only(inputs), _root(opts), self._seconds(opts)
         size, is_root = self.engine.size, self.engine.rank == root
-        outs: list[Any] = list(_only(outputs)) if is_root else [None] * size
+        outs: list[Any] = list(self._only(outputs)) if is_root else [None] * size
         self._require_one_per_rank("gather", "outputs", outs)
         xs = [x if p == root else None for p in range(size)]
         return self._run("gather", lambda: self.engine.exchange(outs, xs, seconds), [outs] if is_root else [], opts)
@@ -189,9 +190,9 @@ class Operations:
     @_by_device
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> BackendWork:
         """Give every rank its tensor of the root's list."""
-        out, root, seconds = _only(outputs), _root(opts), self._seconds(opts)
+        out, root, seconds = self._only(outputs), _root(opts), self._seconds(opts)
         size, is_root = self.engine.size, self.engine.rank == root
-        xs: list[Any] = list(_only(inputs)) if is_root else [None] * size
+        xs: list[Any] = list(self._only(inputs)) if is_root else [None] * size
         self._require_one_per_rank("scatter", "inputs", xs)
         outs = [out if p == root else None for p in range(size)]
         return self._run("scatter", lambda: self.engine.exchange(outs, xs, seconds), [out], opts)
@@ -217,7 +218,8 @@ class Operations:
         seconds = self._seconds(opts)
         if not output_splits and not input_splits:
             return self._run("all_to_all", lambda: self.engine.all_to_all(output, x, seconds), [output], opts)
-        outs, xs = self._slices(output, output_splits, "output"), self._slices(x, input_splits, "input")
+        outs = self._checked(lambda: self._slices(output, output_splits, "output"))
+        xs = self._checked(lambda: self._slices(x, input_splits, "input"))
         return self._run("all_to_all", lambda: self.engine.exchange(outs, xs, seconds), [output], opts)
 
     alltoall_base = all_to_all_single
@@ -254,17 +256,17 @@ class Operations:
     @_by_device
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> BackendWork:
         """Send a tensor to rank ``dst``."""
-        return self.engine.send(_only(tensors), dst, tag, self.engine.timeout)
+        return self.engine.send(self._only(tensors), dst, tag, self.engine.timeout)
 
     @_by_device
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> BackendWork:
         """Receive a tensor from rank ``src``."""
-        return self.engine.receive(_only(tensors), src, tag, self.engine.timeout)
+        return self.engine.receive(self._only(tensors), src, tag, self.engine.timeout)
 
     @_by_device
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> BackendWork:
         """Receive a tensor from whichever rank sends one."""
-        return self.engine.receive(_only(tensors), None, tag, self.engine.timeout)
+        return self.engine.receive(self._only(tensors), None, tag, self.engine.timeout)
 
     # Coalescing of operations one by one, as the group's users ask for on devices with streams.
 
@@ -321,6 +323,19 @@ class Operations:
 
     # Arguments.
 
+    def _checked(self, check: Callable[[], T]) -> T:
+        """Return the result of ``check``; if it raises, tell the ranks that call the same operation."""
+        try:
+            return check()
+        except Exception as error:
+            self.engine.channel.refuse_and_raise(error)
+
+    def _reduction(self, opts: Any) -> str:
+        return "sum" if opts is None else self._checked(lambda: name_of(getattr(opts, "reduceOp", opts)))
+
+    def _only(self, tensors: Any) -> Any:
+        return self._checked(lambda: _only(tensors))
+
     def _run(self, name: str, job: Job, result: Sequence[Any], opts: Any) -> BackendWork:
         return self.engine.run(name, job, result, bool(getattr(opts, "asyncOp", True)))
 
@@ -330,9 +345,10 @@ class Operations:
         return seconds if seconds > 0 else self.engine.timeout
 
     def _require_one_per_rank(self, operation: str, name: str, tensors: Sequence[Any]) -> None:
-        if len(tensors) != self.engine.size:
-            problem = f"{operation}: {name} has {len(tensors)} tensors, wanted one for each of {self.engine.size} ranks"
-            self.engine.channel.refuse_and_raise(ValueError(problem))
+        if len(tensors) == self.engine.size:
+            return
+        problem = f"{operation}: {name} has {len(tensors)} tensors, wanted one for each of {self.engine.size} ranks"
+        self.engine.channel.refuse_and_raise(ValueError(problem))
 
 
 def _only(tensors: Any) -> Any:
@@ -342,12 +358,6 @@ def _only(tensors: Any) -> Any:
     if len(tensors) != 1:
         raise ValueError(f"one tensor per process is wanted, {len(tensors)} came")
     return tensors[0]
-
-
-def _reduction(opts: Any) -> str:
-    if opts is None:
-        return "sum"
-    return name_of(getattr(opts, "reduceOp", opts))
 
 
 def _root(opts: Any) -> int:

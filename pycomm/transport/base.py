@@ -16,18 +16,22 @@ Message = tuple[int, torch.Tensor]
 
 
 class Receipt(Protocol):
-    """Receipt for a message that may not have come yet."""
+    """Receive that has been posted. It keeps the array until it is completed or cancelled."""
 
     def wait(self, timeout: float) -> int:
-        """Return the rank that the message came from, once it has come.
+        """Return the rank whose message the array now holds.
 
         Raises:
-            CommError: it has not come within ``timeout`` seconds, or its sender is gone.
-            ValueError: it is longer or shorter than the array.
+            ValueError: the message has another size than the array. It is lost.
+            CommError: no message came within ``timeout`` seconds, in which case the receive remains posted; or none
+                can come, since the rank that it waits for died, gave up or closed.
         """
 
     def is_completed(self) -> bool:
-        """Return whether the message has come."""
+        """Return whether :meth:`wait` would return, or raise, at once."""
+
+    def cancel(self) -> bool:
+        """Withdraw it: the array is not written to any more. Returns whether that was before a message came."""
 
 
 class Transport(Protocol):
@@ -50,6 +54,9 @@ class Transport(Protocol):
 
     interruptible: bool
     """Whether :meth:`close` ends an operation that is in progress on another thread."""
+
+    buffer_limit: int
+    """How many bytes of messages may be sent and not yet received."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
     def all_reduce(self, x: Any, op: str, timeout: float) -> None: ...
@@ -78,20 +85,22 @@ class Transport(Protocol):
     def broadcast(self, x: Any, src: int, timeout: float) -> None: ...
     def barrier(self, timeout: float) -> None: ...
 
-    def reduce(self, x: Any, dst: int, op: str, timeout: float) -> None:
-        """Reduce ``x`` over all ranks into that of rank ``dst``; the others' stay as they are."""
-
-    def reduce_scatter_v(self, out: Any, xs: Sequence[Any], op: str, timeout: float) -> None:
-        """Reduce ``xs[rank]`` over all ranks into ``out``. Lengths may differ between the ranks' parts."""
-
-    def all_to_all_v(self, outs: Sequence[Any], xs: Sequence[Any], timeout: float) -> None:
-        """Send ``xs[p]`` to every rank p, and receive ``outs[p]`` from it; nothing where there is ``None``."""
-
     def send(self, x: Any, dst: int, tag: int, timeout: float) -> None:
-        """Send ``x`` to rank ``dst``; returns once it has been buffered."""
+        """Send ``x`` to rank ``dst``; return once it has been copied, whether or not ``dst`` receives it already.
+
+        Messages are no collectives: they may be sent and received in any order, and by other threads meanwhile.
+
+        Raises:
+            ValueError: ``x`` alone is larger than ``buffer_limit``.
+            CommError: ``dst`` died, gave up or closed; or there was no room for ``timeout`` seconds, or cannot be.
+        """
 
     def receive(self, x: Any, src: int | None, tag: int) -> Receipt:
-        """Receive into ``x`` the next message with this ``tag`` from rank ``src``, or from any rank if ``None``."""
+        """Receive into ``x`` the first message with ``tag`` from ``src``, or from any rank; returns at once.
+
+        Messages of a rank with one tag are received in the order in which they were sent, by receives in the order
+        of these calls.
+        """
 
     def refuse(self, reason: str, timeout: float) -> None:
         """Stand in for an operation whose arguments are wrong on this rank; the other ranks get a ValueError."""

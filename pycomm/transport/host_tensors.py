@@ -10,7 +10,9 @@ import torch
 import pycomm._native as _native
 from pycomm.kernels.arrays import FLOATING
 
-OPS = ("sum", "mean", "min", "max")
+OPS = ("sum", "mean", "min", "max", "product", "band", "bor", "bxor")
+"""Reductions, numbered as in csrc/kernels/reduce_op.h."""
+BITWISE = OPS[5:]
 
 
 class Pair(NamedTuple):
@@ -32,11 +34,12 @@ def require(condition: bool, problem: str, kind: type[Exception] = ValueError) -
 
 def require_op(op: object, dtype: str, name: str) -> None:
     """Raise TypeError or ValueError unless ``op`` is a reduction that is defined for ``dtype``."""
-    wanted = "wanted 'sum', 'mean', 'min' or 'max'"
+    wanted = "wanted 'sum', 'mean', 'min', 'max', 'product', 'band', 'bor' or 'bxor'"
     require(isinstance(op, str), f"op is {op!r}, {wanted}", TypeError)
     require(op in OPS, f"op is {op!r}, {wanted}")
-    floating = op != "mean" or dtype in FLOATING
-    require(floating, f"op 'mean' wants a floating dtype, {name} has {dtype}", TypeError)
+    floating = dtype in FLOATING
+    require(op != "mean" or floating, f"op 'mean' wants a floating dtype, {name} has {dtype}", TypeError)
+    require(op not in BITWISE or not floating, f"op '{op}' wants an integer dtype, {name} has {dtype}", TypeError)
 
 
 def rank_of(value: object, name: str, size: int) -> int:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import pycomm._native as _native
-from pycomm import kernels
+from pycomm import checks, kernels
 from pycomm.errors import CommError
 from pycomm.schedule.program import Program
 from pycomm.transport.announcements import agree
@@ -22,6 +22,7 @@ from pycomm.transport.host_tensors import apart, rank_of, reducible, require, te
 from pycomm.transport.parts import agree_on_lengths, contributions, messages, parts_apart
 from pycomm.transport.roll_call import RollCall
 from pycomm.transport.torch_group import DIRECT_RANKS, TorchGroup
+from pycomm.transport.torch_messages import TorchMessages
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., None])
@@ -35,6 +36,10 @@ _REDUCTIONS = {
     "mean": dist.ReduceOp.SUM,
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+    "band": dist.ReduceOp.BAND,
+    "bor": dist.ReduceOp.BOR,
+    "bxor": dist.ReduceOp.BXOR,
 }
 
 
@@ -67,6 +72,22 @@ class TorchTransport:
         self._group = TorchGroup(group, roll_call)
         self.rank, self.size = self._group.rank, self._group.size
         self.exchange = self._group.exchange
+        self._messages = TorchMessages(self._group)
+        self.send, self.receive = self._messages.send, self._messages.receive
+
+    @property
+    def buffer_limit(self) -> int:
+        return self._messages.buffer_limit
+
+    @buffer_limit.setter
+    def buffer_limit(self, num_bytes: int) -> None:
+        checks.integer("buffer_limit", num_bytes, 0)
+        self._messages.buffer_limit = num_bytes
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Number of bytes of messages that were sent and are not known to be received."""
+        return self._messages.buffered_bytes
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         try:

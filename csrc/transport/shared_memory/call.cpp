@@ -1,6 +1,5 @@
 #include "transport/shared_memory/call.h"
 
-#include <poll.h>
 #include <unistd.h>
 
 #include "transport/process.h"
@@ -11,14 +10,9 @@ namespace {
 
 constexpr double kFirstLookSeconds = 0.1, kLookSeconds = 0.1;
 
-bool connection_closed(int socket) {
-    pollfd state{socket, POLLRDHUP, 0};
-    return poll(&state, 1, 0) > 0 && (state.revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0;
-}
-
 bool is_possible(const Operation& operation, int size, int64_t file_bytes) {
     if (operation.kind > Kind::kReduceScatterV || static_cast<int>(operation.dtype) >= kNumDTypes) return false;
-    if (operation.op > ReduceOp::kMax || operation.count < 0) return false;
+    if (static_cast<int>(operation.op) >= kNumReduceOps || operation.count < 0) return false;
     const bool has_root = operation.kind == Kind::kBroadcast || operation.kind == Kind::kReduce;
     if (has_root && (operation.root < 0 || operation.root >= size)) return false;
     const int64_t width = operation.array_width();

@@ -5,6 +5,7 @@
 
 #include "base/error.h"
 #include "transport/shared_memory/group.h"
+#include "transport/shared_memory/message_layout.h"
 
 namespace pycomm {
 
@@ -80,11 +81,14 @@ static_assert(sizeof(Control) <= kControlBytes);
 // Everything in a peer's file may change at any moment, if the peer wants. What is acted upon is copied once, checked,
 // and taken from the copy; counters of messages decide when something is read or written, never where.
 
-// Offset of the arena.
-inline int64_t header_bytes(int size) {
+// Offset of what messages need, see message_layout.h.
+inline int64_t post_office_at(int size) {
     constexpr int64_t kPage = 4096;
     return kChannelsAt + (size * static_cast<int64_t>(sizeof(Channel)) + kPage - 1) / kPage * kPage;
 }
+
+// Offset of the arena.
+inline int64_t header_bytes(int size) { return post_office_at(size) + post_office_bytes(size); }
 
 // One operation: the lock, the steps and the errors. The collectives are written with its methods.
 class Call {

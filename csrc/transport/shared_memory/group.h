@@ -41,6 +41,7 @@ namespace pycomm {
 
 struct Control;
 struct Operation;
+class Messages;
 
 class SharedMemoryGroup : private ForkAware {
    public:
@@ -76,6 +77,9 @@ class SharedMemoryGroup : private ForkAware {
     // ArgumentError that quotes `reason`. Does not wait for them; the next operation does.
     void refuse(const std::string& reason, double timeout);
 
+    // Messages between two ranks, which need not take part in collectives at the same time.
+    Messages& messages() { return *messages_; }
+
     std::shared_ptr<Arena> arena() const;
     // Offset of an array in this rank's file, -1 if it does not lie there. For operations.
     int64_t offset_of(const Buffer& x) const;
@@ -87,6 +91,8 @@ class SharedMemoryGroup : private ForkAware {
 
    private:
     friend class Call;
+    friend class Messages;
+    friend class MessageWait;
 
     char* base(int p) const { return bases_[static_cast<size_t>(p)]; }
     Control& control(int p) const;
@@ -117,6 +123,7 @@ class SharedMemoryGroup : private ForkAware {
     std::string broken_;         // why, once an operation failed
     int failed_peer_ = -1;       // the rank whose failure that was, -1: none, or this rank itself
     std::string closed_within_;  // why, where an operation's own thread has closed
+    std::unique_ptr<Messages> messages_;
 };
 
 // The size that the files of a group of `size` must have, for a machine with that much memory.

@@ -50,8 +50,7 @@ std::string describe(const Operation& operation, const std::string& algorithm) {
     constexpr const char* kKinds[] = {
         "all_reduce", "reduce_scatter", "all_gather", "broadcast",    "barrier",         "",
         "all_reduce", "all_to_all",     "reduce",     "all_to_all_v", "reduce_scatter_v"};
-    constexpr const char* kOps[] = {"sum", "mean", "min", "max"};
-    const char* op = kOps[static_cast<int>(operation.op)];
+    const char* op = name_of(operation.op);
     std::string kind = kKinds[static_cast<int>(operation.kind)];
     const char* of_what = operation.tag == 0 ? name_of(operation.dtype) : "bytes of another dtype";
     std::string what = format("%lld elements of %s", static_cast<long long>(operation.count), of_what);
