@@ -19,6 +19,7 @@ from pycomm.backend.gpu import GpuSide
 from pycomm.backend.monitored import monitored_barrier
 from pycomm.backend.reduction import name_of
 from pycomm.backend.work import BackendWork
+from pycomm.errors import CommError
 from pycomm.torch_internals import PrefixStore, Store
 from pycomm.transport.own_group import Place
 
@@ -337,7 +338,8 @@ class Operations:
         return self._checked(lambda: _only(tensors))
 
     def _run(self, name: str, job: Job, result: Sequence[Any], opts: Any) -> BackendWork:
-        return self.engine.run(name, job, result, bool(getattr(opts, "asyncOp", True)))
+        timed = functools.partial(_timed, job, self._seconds(opts))
+        return self.engine.run(name, timed, result, bool(getattr(opts, "asyncOp", True)))
 
     def _seconds(self, opts: Any, timeout: timedelta | None = None) -> float:
         limit = timeout if timeout is not None else getattr(opts, "timeout", None)
@@ -349,6 +351,19 @@ class Operations:
             return
         problem = f"{operation}: {name} has {len(tensors)} tensors, wanted one for each of {self.engine.size} ranks"
         self.engine.channel.refuse_and_raise(ValueError(problem))
+
+
+def _timed(job: Job, seconds: float) -> None:
+    """Run ``job``; if it fails because a wait took longer than ``seconds``, say so as torch's backends do."""
+    try:
+        job()
+    except CommError as error:
+        if error.elapsed < seconds:
+            raise
+        text = f"{error} (the timeout is {seconds:g} s)"
+        raise CommError(
+            text, rank=error.rank, peer=error.peer, operation=error.operation, elapsed=error.elapsed
+        ) from error
 
 
 def _only(tensors: Any) -> Any:
