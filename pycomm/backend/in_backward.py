@@ -24,8 +24,8 @@ class BackwardErrors:
         if current < 0 or compiles_autograd():
             return
         if current != self._pass:
-            self._pass, works = current, []
-            self._works = works
+            works: list[BackendWork] = []
+            self._pass, self._works = current, works
             queue_final_callback(lambda: _wait_for_all(works))
         self._works.append(work)
 
