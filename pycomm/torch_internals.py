@@ -47,8 +47,8 @@ __all__ = [
     "make_process_group",
     "move_to_shared_mapping",
     "note_writes",
-    "open_monitored_barrier",
     "number_process_group",
+    "open_monitored_barrier",
     "owns_process_group",
     "queue_final_callback",
     "replace_step",
@@ -315,7 +315,7 @@ def open_monitored_barrier(backend: str) -> None:
         found = dist.group.WORLD if group is None else group
         if found not in distributed_c10d._world.pg_map or dist.get_backend(found) != backend:
             original(group, timeout, wait_all_ranks)
-        else:
+        else:  # which takes seconds for a timeout, too, as torch's own does
             found.monitored_barrier(timeout, wait_all_ranks)  # type: ignore[union-attr]
 
     for module in (distributed_c10d, dist):
