@@ -1,4 +1,4 @@
-"""Development tasks: `nox -s tests`, `newest_torch`, `lint`, `sanitize`, `fuzz`, `chaos`, `docs`, `bench -- gpu`."""
+"""Development tasks by name: `nox -s tests`, `nox -s bench -- gpu`; `nox --list` says what there is."""
 
 import nox
 
@@ -17,6 +17,13 @@ def newest_torch(session: nox.Session) -> None:
     """What pycomm takes of torch's private names, and its tests of attach, on the newest release for CPUs."""
     session.install(".[test]", "torch", "--upgrade", "--extra-index-url", "https://download.pytorch.org/whl/cpu")
     session.run("pytest", *(session.posargs or ("tests/test_torch_internals.py", "tests/reducer", "tests/optim")))
+
+
+@nox.session
+def torch_suite_newest(session: nox.Session) -> None:
+    """torch's own suite, and our tests of the backend, on "pycomm" with the newest release for CPUs."""
+    session.install(".[test]", "torch", "--upgrade", "--extra-index-url", "https://download.pytorch.org/whl/cpu")
+    session.run("pytest", *(session.posargs or ("tests/torch_suite", "tests/backend")))
 
 
 @nox.session

@@ -7,6 +7,7 @@ behaviour, and that no other file uses any private name.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -47,6 +48,7 @@ __all__ = [
     "move_to_shared_mapping",
     "note_writes",
     "number_process_group",
+    "open_monitored_barrier",
     "owns_process_group",
     "queue_final_callback",
     "replace_step",
@@ -297,6 +299,27 @@ def make_process_group(
         timeout=timedelta(seconds=timeout),
     )[0]
     return made
+
+
+def open_monitored_barrier(backend: str) -> None:
+    """Let ``torch.distributed.monitored_barrier`` take groups on ``backend``: before 2.14 it refuses all but Gloo's.
+
+    A group on another backend gets what torch's own function does.
+    """
+    original = distributed_c10d.monitored_barrier
+
+    @functools.wraps(original)
+    def monitored_barrier(
+        group: dist.ProcessGroup | None = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        found = dist.group.WORLD if group is None else group
+        if found not in distributed_c10d._world.pg_map or dist.get_backend(found) != backend:
+            original(group, timeout, wait_all_ranks)
+        else:  # which takes seconds for a timeout, too, as torch's own does
+            found.monitored_barrier(timeout, wait_all_ranks)  # type: ignore[union-attr]
+
+    for module in (distributed_c10d, dist):
+        vars(module)["monitored_barrier"] = monitored_barrier
 
 
 def number_process_group(made: dist.ProcessGroup, ranks: Sequence[int]) -> None:

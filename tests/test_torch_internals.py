@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import ast
 import re
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from pycomm import torch_internals
@@ -201,3 +204,16 @@ def test_process_groups() -> None:
     assert torch_internals.owns_process_group(made)
     dist.destroy_process_group(made)
     assert not torch_internals.owns_process_group(made)
+
+
+@pytest.mark.usefixtures("one_rank_group")
+def test_monitored_barrier_takes_groups_of_one_more_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused: list[Any] = []
+    for opened, expected in (("another", 1), ("gloo", 0)):
+        for module in (distributed_c10d, dist):
+            monkeypatch.setattr(module, "monitored_barrier", lambda *given: refused.append(given))
+        torch_internals.open_monitored_barrier(opened)
+        assert dist.monitored_barrier is distributed_c10d.monitored_barrier
+        dist.monitored_barrier(timeout=timedelta(seconds=5))
+        assert len(refused) == expected
+        refused.clear()

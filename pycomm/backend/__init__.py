@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm.backend.operations import Operations
-from pycomm.torch_internals import backend_of, takes_backends_in_python
+from pycomm.torch_internals import backend_of, open_monitored_barrier, takes_backends_in_python
 from pycomm.transport.own_group import PYCOMM
 
 __all__ = ["register", "stats"]
@@ -34,6 +34,7 @@ def _maker() -> Callable[[Any, Any], Any]:
         return native.make
     from pycomm.backend import process_group
 
+    open_monitored_barrier(PYCOMM)
     return process_group.make
 
 

@@ -16,9 +16,10 @@ import torch
 
 from pycomm.backend.engine import Engine, Job
 from pycomm.backend.gpu import GpuSide
-from pycomm.backend.monitored import monitored_barrier
+from pycomm.backend.monitored import USERS_TAG_END, monitored_barrier
 from pycomm.backend.reduction import name_of
 from pycomm.backend.work import BackendWork
+from pycomm.errors import CommError
 from pycomm.torch_internals import PrefixStore, Store, current_graph_task
 from pycomm.transport.own_group import Place
 
@@ -62,6 +63,7 @@ class Operations:
         self.engine = engine
         self._gpu_side: GpuSide | None = None
         self._coalescing: list[BackendWork] | None = None
+        self._num_barriers = 0  # that were monitored
 
     def gpu_side(self, device: torch.device) -> GpuSide:
         """Return what operates on tensors of ``device``, which is made at first use."""
@@ -243,31 +245,32 @@ class Operations:
         seconds = self._seconds(opts)
         return self._run("barrier", lambda: self.engine.barrier(seconds), [], opts)
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks; on rank 0, name those that did not come within ``timeout``.
 
         Raises:
             RuntimeError: a rank did not come.
         """
-        seconds = self.engine.timeout if timeout is None else timeout.total_seconds()
-        monitored_barrier(self.engine, seconds, wait_all_ranks)
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout or self.engine.timeout
+        number, self._num_barriers = self._num_barriers, self._num_barriers + 1
+        monitored_barrier(self.engine, number, seconds, wait_all_ranks)
 
     # Messages.
 
     @_by_device
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> BackendWork:
         """Send a tensor to rank ``dst``."""
-        return self.engine.send(self._only(tensors), dst, tag, self.engine.timeout)
+        return self.engine.send(self._only(tensors), dst, _users(tag), self.engine.timeout)
 
     @_by_device
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> BackendWork:
         """Receive a tensor from rank ``src``."""
-        return self.engine.receive(self._only(tensors), src, tag, self.engine.timeout)
+        return self.engine.receive(self._only(tensors), src, _users(tag), self.engine.timeout)
 
     @_by_device
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> BackendWork:
         """Receive a tensor from whichever rank sends one."""
-        return self.engine.receive(self._only(tensors), None, tag, self.engine.timeout)
+        return self.engine.receive(self._only(tensors), None, _users(tag), self.engine.timeout)
 
     # Coalescing of operations one by one, as the group's users ask for on devices with streams.
 
@@ -338,7 +341,8 @@ class Operations:
         return self._checked(lambda: _only(tensors))
 
     def _run(self, name: str, job: Job, result: Sequence[Any], opts: Any) -> BackendWork:
-        return self.engine.run(name, job, result, bool(getattr(opts, "asyncOp", True)))
+        timed = functools.partial(_timed, job, self._seconds(opts))
+        return self.engine.run(name, timed, result, bool(getattr(opts, "asyncOp", True)))
 
     def _seconds(self, opts: Any, timeout: timedelta | None = None) -> float:
         limit = timeout if timeout is not None else getattr(opts, "timeout", None)
@@ -352,6 +356,19 @@ class Operations:
         self.engine.channel.refuse_and_raise(ValueError(problem))
 
 
+def _timed(job: Job, seconds: float) -> None:
+    """Run ``job``; if it fails because a wait took longer than ``seconds``, say so as torch's backends do."""
+    try:
+        job()
+    except CommError as error:
+        if error.elapsed < seconds:
+            raise
+        text = f"{error} (the timeout is {seconds:g} s)"
+        raise CommError(
+            text, rank=error.rank, peer=error.peer, operation=error.operation, elapsed=error.elapsed
+        ) from error
+
+
 def _only(tensors: Any) -> Any:
     """Return the one element of a list, which torch's calling convention has for several GPUs of a process."""
     if isinstance(tensors, torch.Tensor):
@@ -359,6 +376,13 @@ def _only(tensors: Any) -> Any:
     if len(tensors) != 1:
         raise ValueError(f"one tensor per process is wanted, {len(tensors)} came")
     return tensors[0]
+
+
+def _users(tag: int) -> int:
+    """Return ``tag``, which must not be one of monitored_barrier's."""
+    if tag >= USERS_TAG_END:
+        raise ValueError(f"tag is {tag}, wanted one below {USERS_TAG_END}")
+    return tag
 
 
 def _root(opts: Any) -> int:
