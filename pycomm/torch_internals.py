@@ -14,22 +14,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import GradBucket, PrefixStore, Store
 from torch.autograd import Variable
 from torch.autograd.graph import increment_version
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
+    "GradBucket",
     "PrefixStore",
     "Store",
     "accumulation_hooks",
     "active_ddp_module",
     "buffers_of",
     "children_of",
+    "communication_hooks",
     "compiles_autograd",
     "current_graph_task",
     "current_node",
+    "divides_by_active_ranks",
     "has_parts",
     "is_flat_parameter",
     "is_schedulers_wrapper",
@@ -48,6 +51,7 @@ __all__ = [
     "unhooked_step",
     "uses_outside_python",
     "version_of",
+    "zero_buckets",
 ]
 
 # Tensors.
@@ -145,6 +149,26 @@ def buffers_of(module: torch.nn.Module) -> Mapping[str, torch.Tensor | None]:
 def active_ddp_module() -> torch.nn.Module | None:
     """Return the DistributedDataParallel module whose forward is running, or ``None``."""
     return DistributedDataParallel._active_ddp_module
+
+
+# DistributedDataParallel.
+
+
+def communication_hooks(ddp_model: DistributedDataParallel) -> list[tuple[Callable[..., Any], Any]]:
+    """Return the communication hooks of ``ddp_model`` with their states; built-in ones are not among them."""
+    hooks: list[tuple[Callable[..., Any], Any]] = ddp_model._comm_hooks
+    return hooks
+
+
+def zero_buckets(ddp_model: DistributedDataParallel) -> list[GradBucket]:
+    """Return the buckets of ``ddp_model`` as they are now, with zeros for gradients."""
+    buckets: list[GradBucket] = ddp_model.reducer._get_zeros_like_grad_buckets()
+    return buckets
+
+
+def divides_by_active_ranks(ddp_model: DistributedDataParallel) -> bool:
+    """Return whether a ``join(divide_by_initial_world_size=False)`` is in force, so that joined ranks do not count."""
+    return bool(ddp_model._join_config.enable) and not ddp_model._divide_by_initial_world_size
 
 
 # Optimizers.
