@@ -6,5 +6,6 @@
 """
 
 from pycomm.ddp.hook import HookHandle, register
+from pycomm.ddp.hsdp import HsdpHandle, register_hsdp
 
-__all__ = ["HookHandle", "register"]
+__all__ = ["HookHandle", "HsdpHandle", "register", "register_hsdp"]

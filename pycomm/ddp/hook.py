@@ -112,7 +112,8 @@ class _Slot:
 
 def _pycomm_hook(slot: _Slot, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations as objects
     if slot.handle is None:
-        return allreduce_hook(slot.group or dist.group.WORLD, bucket)
+        group: Any = slot.group or dist.group.WORLD
+        return allreduce_hook(group, bucket)
     return slot.handle._take(bucket)
 
 
