@@ -11,7 +11,7 @@ from pycomm import kernels
 from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression, NoCompression
-from pycomm.compression.base import Exchange, Flag
+from pycomm.compression.base import Exchange, Flag, State
 from pycomm.layout import on_gpu
 from pycomm.reducer.autograd_hooks import GradientHook
 from pycomm.torch_internals import version_of
@@ -179,17 +179,22 @@ def _groups(slots: Iterable[Slot], compression: Compression, bucket_bytes: int) 
     return closed + [(members, compressed) for (_, compressed), members in open_.items()]
 
 
-def method_stats(flights: Iterable[BucketInFlight]) -> dict[str, float]:
+def method_stats(exchanges: Iterable[Exchange]) -> dict[str, float]:
     """Return the sums of the exchanges' counters, with the rate at which selection missed."""
     total: dict[str, float] = {}
-    for flight in flights:
-        for key, value in flight.exchange.stats().items():
+    for exchange in exchanges:
+        for key, value in exchange.stats().items():
             total[key] = total.get(key, 0) + value
     if total.get("selections"):
         total["miss_rate"] = total["selections_missed"] / total["selections"]
     return total
 
 
-def nonfinite_source(flights: Iterable[BucketInFlight]) -> str | None:
+def state_of(flights: Iterable[BucketInFlight]) -> State:
+    """Return the state of all parameters, by name (not copied)."""
+    return {name: entry for flight in flights for name, entry in flight.exchange.state().items()}
+
+
+def nonfinite_source(exchanges: Iterable[Exchange]) -> str | None:
     """Return the source of the non-finite values in the last step that had any, if an exchange knows it."""
-    return next((found for flight in flights if (found := flight.exchange.nonfinite_source())), None)
+    return next((found for exchange in exchanges if (found := exchange.nonfinite_source())), None)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from pycomm.communicator import Communicator
-from pycomm.compression.base import Flag
+from pycomm.compression.base import Exchange, Flag
 from pycomm.reducer import norms
 from pycomm.reducer.buckets import BucketInFlight, Slot, method_stats, nonfinite_source
 from pycomm.reducer.gradient_checks import require_no_average, require_sendable
@@ -234,10 +234,13 @@ class Engine:
 
     # Questions from users.
 
+    def _exchanges(self) -> Iterator[Exchange]:
+        return (flight.exchange for flight in self.table.flights)
+
     def stats(self) -> dict[str, Any]:
         """Return the counters of ``Reducer.stats``."""
         nonfinite_steps = int(self.nonfinite_steps.item())
-        last_nonfinite = nonfinite_source(self.table.flights) or "a sum over the ranks" if nonfinite_steps else None
+        last_nonfinite = nonfinite_source(self._exchanges()) or "a sum over the ranks" if nonfinite_steps else None
         return {
             "bytes_sent": sum(flight.exchange.bytes_sent for flight in self.table.flights),
             "steps": self.progress.num_reductions,
@@ -246,13 +249,13 @@ class Engine:
             "last_nonfinite": last_nonfinite,
             "num_buckets": len(self.table.flights),
             "transport": "nccl" if self.table.on_gpu else self.communicator.transport,
-            **method_stats(self.table.flights),
+            **method_stats(self._exchanges()),
         }
 
     def name_of_not_finite(self) -> str | None:
         """Return the location or source of the first non-finite value; ``None`` if all are finite. Waits for a GPU."""
         if self.finite is not None and not bool(self.finite):
-            found = nonfinite_source(self.table.flights)
+            found = nonfinite_source(self._exchanges())
             if found is not None:
                 return found
         name = norms.first_not_finite(self.table.gradients())

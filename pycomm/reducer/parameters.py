@@ -221,12 +221,14 @@ def _check_memory(name: str, param: torch.Tensor) -> None:
     if is_flat_parameter(param):
         raise TypeError(
             f"parameter {name!r} is a flat parameter of FullyShardedDataParallel, of which each rank has a "
-            "different shard: FSDP averages gradients itself; leave pycomm.attach out"
+            "different shard: FSDP averages gradients itself; leave pycomm.attach out, or shard with FSDP2's "
+            "fully_shard, whose replicas pycomm.ddp.register_hsdp averages"
         )
     if hasattr(param, "__tensor_flatten__") or hasattr(param, "device_mesh"):
         raise TypeError(
             f"parameter {name!r} is a {kind}, sharded or wrapped around other tensors (fully_shard, tensor "
-            "parallelism): wanted ordinary parameters; FSDP2 averages gradients itself, leave pycomm.attach out"
+            "parallelism): wanted ordinary parameters; FSDP2 averages gradients itself, leave pycomm.attach out; "
+            "between replicas of a sharded model, pycomm.ddp.register_hsdp does, with any compression"
         )
     if param.device.type == "meta" or (param.numel() > 0 and _has_no_memory(param)):
         raise TypeError(
