@@ -29,8 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 __all__ = [
     "GradBucket",
     "PrefixStore",
-    "StorageWatch",
     "ShardedGroup",
+    "StorageWatch",
     "Store",
     "TorchBackend",
     "TorchWork",

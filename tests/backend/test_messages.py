@@ -98,7 +98,16 @@ def test_messages_and_collectives_side_by_side() -> None:
 @on_world(2)
 def test_every_dtype_and_views() -> None:
     rank = dist.get_rank()
-    dtypes = (torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int64, torch.bool, torch.cfloat)
+    dtypes = (
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int8,
+        torch.uint8,
+        torch.int64,
+        torch.bool,
+        torch.cfloat,
+    )
     for dtype, start in itertools.product(dtypes, (0, 3)):
         whole = torch.ones(40).to(dtype)
         if rank == 0:
