@@ -33,13 +33,13 @@ _NCCL_ALGORITHMS = ("auto", "native", "ring")
 class Communicator:
     """Communicator: collectives among the ranks of ``process_group``.
 
-    Arrays in CPU memory (tensors, numpy arrays, objects with ``__dlpack__``) go through shared memory
-    between processes of one host, and through torch.distributed between hosts, on a group of the
-    communicator's own with the same ranks and backend. Where hosts have several ranks these do both: the
-    ranks of a host reduce among themselves first, so that links carry each byte once. Arrays in CUDA memory
-    (tensors, cupy arrays, objects with ``__cuda_array_interface__``) go through NCCL. All ranks must call the same operations in
-    the same order, with the same dtypes and sizes, on arrays in the same kind of memory. Arrays that are
-    written must be contiguous; on a GPU, those that are read too.
+    Arrays in CPU memory (tensors, numpy arrays, objects with ``__dlpack__``) go through shared memory between
+    processes of one host, and through torch.distributed between hosts, on a group of the communicator's own
+    with the same ranks and backend. Where hosts have several ranks these do both: the ranks of a host reduce
+    among themselves first, so that links carry each byte once. Arrays in CUDA memory (tensors, cupy arrays,
+    objects with ``__cuda_array_interface__``) go through NCCL. All ranks must call the same operations in the
+    same order, with the same dtypes and sizes, on arrays in the same kind of memory. Arrays that are written
+    must be contiguous; on a GPU, those that are read too.
 
     On a GPU, an operation is enqueued on the communicator's own stream, and the call returns. It starts
     after all work given so far to the array's stream (torch's current one, or the one that the array's
@@ -144,10 +144,10 @@ class Communicator:
 
         float16 and bfloat16 are accumulated in float32 and rounded once, with these exceptions. "sum" over
         torch.distributed is left to the backend; over several hosts with several ranks each ("hierarchical") it
-        is rounded once on each host and then after every addition between hosts. On a GPU it is
-        left to NCCL, which adds in the half type (sums that NVLink switches add, NCCL's NVLS, accumulate in float32), and for "mean" divides each term
-        before it adds. A schedule rounds sums of half types after every
-        addition, and computes their means from sums in float32.
+        is rounded once on each host and then after every addition between hosts. On a GPU it is left to NCCL,
+        which adds in the half type (sums that NVLink switches add, NCCL's NVLS, accumulate in float32), and for
+        "mean" divides each term before it adds. A schedule rounds sums of half types after every addition, and
+        computes their means from sums in float32.
 
         Args:
             x: array of float32, float16, bfloat16, float64, int8, uint8, int32 or int64.
