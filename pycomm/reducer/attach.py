@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +18,7 @@ from pycomm.optim.parameters import unwrapped
 from pycomm.reducer.agreement import agreed
 from pycomm.reducer.broadcast import broadcast_state, broadcast_tensors, check_same_lines, signature
 from pycomm.reducer.engine import Engine
+from pycomm.reducer.lanes import open_lanes
 from pycomm.reducer.parameters import ParameterTable, table_of
 from pycomm.reducer.reducer import Reducer
 from pycomm.reducer.settings import Settings, checked_settings
@@ -137,22 +138,23 @@ def _attach_all(
     """Attach on all ranks together, or on none of them; nothing is left behind then."""
     communicator = Communicator(process_group, timeout)
     try:
-        return _attach_over(communicator, request)
+        settings, table = agreed(communicator, request)
+        _make_equal(communicator, table, settings)
+        lanes = open_lanes(communicator, process_group, timeout, settings, table.on_gpu)
+        return _attach_over(lanes, settings, table)
     except BaseException:
         communicator.close()
         raise
 
 
-def _attach_over(communicator: Communicator, request: _Request) -> Reducer:
-    """Make a Reducer over ``communicator`` on all ranks, or on none of them."""
-    settings, table = agreed(communicator, request)
-    _make_equal(communicator, table, settings)
+def _attach_over(lanes: Sequence[Communicator], settings: Settings, table: ParameterTable) -> Reducer:
+    """Make a Reducer over the communicators ``lanes`` on all ranks, or on none of them."""
     try:
-        made: Reducer | Exception = Reducer(Engine(table, communicator, settings))
+        made: Reducer | Exception = Reducer(Engine(table, lanes, settings))
     except Exception as error:
         made = error
     try:
-        reducer = agreed(communicator, made)
+        reducer = agreed(lanes[0], made)
         register(reducer)
         watch_constructions(reducer)
         return reducer

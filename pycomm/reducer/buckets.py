@@ -83,6 +83,8 @@ class BucketInFlight:
     slots: list[Slot]
     bucket: Bucket
     exchange: Exchange
+    communicator: Communicator
+    """The one that it travels by."""
     work: Work | GpuWork | None = None
     producers: set[int] = field(default_factory=set)
     """On a GPU, the streams (as integers) on which this pass's gradients were computed."""
@@ -127,9 +129,12 @@ its gradients is not hidden behind backward."""
 def make_buckets(
     slots: Sequence[Slot],
     compression: Compression,
-    communicator: Communicator,
+    lanes: Sequence[Communicator],
     bucket_bytes: int,
     algorithm: str = "auto",
+    *,
+    num_earlier: int = 0,
+    first_bytes: int | None = None,
 ) -> list[BucketInFlight]:
     """Sort ``slots`` into buckets in reverse order, which is roughly the order in which gradients arrive.
 
@@ -137,13 +142,24 @@ def make_buckets(
     bucket holds parameters of one dtype and one method, up to ``bucket_bytes`` (or one larger parameter).
     On a GPU, where it is launches that cost, that is what the method sends of them; on the CPU it is the
     gradients themselves, since the work on one bucket is hidden behind that on the next.
+
+    Args:
+        slots: parameters to sort.
+        compression: how they travel.
+        lanes: communicators to travel by, in turns.
+        bucket_bytes: see above.
+        algorithm: of dense sums.
+        num_earlier: number of buckets that there are already.
+        first_bytes: size of the very first bucket; ``bucket_bytes`` if ``None``.
     """
-    flights = []
-    for group, compressed in _groups(reversed(slots), compression, bucket_bytes):
+    flights: list[BucketInFlight] = []
+    first = bucket_bytes if first_bytes is None or num_earlier > 0 else first_bytes
+    for group, compressed in _groups(reversed(slots), compression, bucket_bytes, first):
+        communicator = lanes[(num_earlier + len(flights)) % len(lanes)]
         members = sorted(group, key=_place)
         bucket = Bucket([s.name for s in members], [s.param for s in members], communicator, algorithm)
         method = compression if compressed else compression.otherwise or NoCompression()
-        flight = BucketInFlight(members, bucket, method.make(bucket, communicator))
+        flight = BucketInFlight(members, bucket, method.make(bucket, communicator), communicator)
         for index, slot in enumerate(members):
             slot.flight, slot.index = flight, index
         flights.append(flight)
@@ -161,7 +177,10 @@ def _place(slot: Slot) -> tuple[bool, int]:
     return uneven, -num_bytes if uneven else 0
 
 
-def _groups(slots: Iterable[Slot], compression: Compression, bucket_bytes: int) -> list[tuple[list[Slot], bool]]:
+def _groups(
+    slots: Iterable[Slot], compression: Compression, bucket_bytes: int, first_bytes: int
+) -> list[tuple[list[Slot], bool]]:
+    """Return the parameters of each bucket, and whether they are compressed; in the order of completion."""
     closed: list[tuple[list[Slot], bool]] = []
     open_: dict[tuple[torch.dtype, bool], list[Slot]] = {}
     sizes: dict[tuple[torch.dtype, bool], int] = {}
@@ -170,7 +189,7 @@ def _groups(slots: Iterable[Slot], compression: Compression, bucket_bytes: int) 
         num_bytes = slot.param.nbytes
         if key[1] and on_gpu(slot.param):
             num_bytes = int(num_bytes * max(compression.sent_fraction, 1.0 / _MOST_TIMES_DENSE))
-        if key in open_ and sizes[key] + num_bytes > bucket_bytes:
+        if key in open_ and sizes[key] + num_bytes > (bucket_bytes if closed else first_bytes):
             closed.append((open_.pop(key), key[1]))
         if key not in open_:
             open_[key], sizes[key] = [], 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.step_override import Stepper, stepper_of
 from pycomm.reducer.broadcast import broadcast_tensors, check_same_lines
 from pycomm.reducer.buckets import BucketInFlight, Slot, make_buckets
+from pycomm.reducer.lanes import first_bytes
 from pycomm.reducer.settings import Settings
 from pycomm.torch_internals import is_flat_parameter, steps_in_backward
 
@@ -84,10 +85,16 @@ class ParameterTable:
             self._slots[id(slot.param)] = slot
         return slots
 
-    def make_buckets(self, slots: list[Slot], communicator: Communicator, settings: Settings) -> None:
-        """Sort ``slots`` into new buckets."""
+    def make_buckets(self, slots: list[Slot], lanes: Sequence[Communicator], settings: Settings) -> None:
+        """Sort ``slots`` into new buckets, which travel by ``lanes`` in turns."""
         self.flights += make_buckets(
-            slots, settings.compression, communicator, settings.bucket_bytes, settings.algorithm
+            slots,
+            settings.compression,
+            lanes,
+            settings.bucket_bytes,
+            settings.algorithm,
+            num_earlier=len(self.flights),
+            first_bytes=first_bytes(lanes, settings, self.on_gpu),
         )
 
     def find_new(self, communicator: Communicator) -> bool:
