@@ -19,7 +19,7 @@ except ModuleNotFoundError as error:
         "`pip install .`, and start python where the directory `pycomm` does not hide the installed package."
     ) from error
 
-from pycomm import backend, compression, kernels, optim, schedule
+from pycomm import backend, compression, ddp, kernels, optim, schedule
 from pycomm.communicator import Communicator
 from pycomm.compression import (
     BF16,
@@ -81,6 +81,7 @@ __all__ = [
     "broadcast_parameters",
     "build_info",
     "compression",
+    "ddp",
     "fuse",
     "kernels",
     "master_weights",

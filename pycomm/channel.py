@@ -39,6 +39,8 @@ class Channel:
         self.transport, self.timeout = transport, timeout
         self.rank, self.size = transport.rank, transport.size
         self.worker = Worker(f"pycomm-{self.rank}", functools.partial(_refusal, self.rank))
+        self.companions: list[Channel] = []
+        """Channels over the same ranks that are closed with this one."""
         self._runner = runner_for(transport)
         self._gpus: dict[int, GpuQueue] = {}
         self._pid = os.getpid()
@@ -195,6 +197,8 @@ class Channel:
         """
         if self._pid != os.getpid() or not self._once.acquire(blocking=False):
             return
+        for companion in self.companions:
+            companion.close(reason)
         if self.worker.idle() or not self.transport.interruptible:
             self.worker.stop(patience=5.0)
         for queue in self._gpus.values():

@@ -32,12 +32,13 @@ _NCCL_ALGORITHMS = ("auto", "native", "ring")
 class Communicator(PointToPoint):
     """Communicator: collectives among the ranks of ``process_group``.
 
-    Arrays in CPU memory (tensors, numpy arrays, objects with ``__dlpack__``) go through shared memory
-    between processes of one host, otherwise through torch.distributed's collectives, on a group of the
-    communicator's own with the same ranks and backend. Arrays in CUDA memory (tensors, cupy arrays,
-    objects with ``__cuda_array_interface__``) go through NCCL. All ranks must call the same operations in
-    the same order, with the same dtypes and sizes, on arrays in the same kind of memory. Arrays that are
-    written must be contiguous; on a GPU, those that are read too.
+    Arrays in CPU memory (tensors, numpy arrays, objects with ``__dlpack__``) go through shared memory between
+    processes of one host, and through torch.distributed between hosts, on a group of the communicator's own
+    with the same ranks and backend. Where hosts have several ranks these do both: the ranks of a host reduce
+    among themselves first, so that links carry each byte once. Arrays in CUDA memory (tensors, cupy arrays,
+    objects with ``__cuda_array_interface__``) go through NCCL. All ranks must call the same operations in the
+    same order, with the same dtypes and sizes, on arrays in the same kind of memory. Arrays that are written
+    must be contiguous; on a GPU, those that are read too.
 
     On a GPU, an operation is enqueued on the communicator's own stream, and the call returns. It starts
     after all work given so far to the array's stream (torch's current one, or the one that the array's
@@ -51,7 +52,8 @@ class Communicator(PointToPoint):
         process_group: an initialised group, or a one-dimensional ``DeviceMesh`` (``mesh["dp"]``); the
             default group if ``None``.
         timeout: limit of every single wait; seconds or ``timedelta``.
-        transport: "auto", or "shared_memory" / "torch" to insist on one.
+        transport: "auto", or "shared_memory" (one host), "hierarchical" (several hosts, some with several
+            ranks) or "torch" (anything) to insist on one.
         network: description of the network, by which ``algorithm="auto"`` chooses: a
             :class:`pycomm.schedule.Network`, the name of a described one, or a file that
             ``pycomm plan --calibrate`` has written. ``None`` stands for the file or name in the environment
@@ -104,7 +106,7 @@ class Communicator(PointToPoint):
 
     @property
     def transport(self) -> str:
-        """Name of the transport for arrays in CPU memory: "shared_memory" or "torch"."""
+        """Name of the transport for arrays in CPU memory: "shared_memory", "hierarchical" or "torch"."""
         return self._transport.name
 
     def empty(
@@ -139,10 +141,11 @@ class Communicator(PointToPoint):
         """Reduce ``x`` over all ranks, in place; all ranks end with the same bits.
 
         float16 and bfloat16 are accumulated in float32 and rounded once, with these exceptions. "sum" over
-        torch.distributed is left to the backend. On a GPU it is left to NCCL, which adds in the half type
-        (sums that NVLink switches add, NCCL's NVLS, accumulate in float32), and for "mean" divides each term
-        before it adds. A schedule rounds sums of half types after every
-        addition, and computes their means from sums in float32.
+        torch.distributed is left to the backend; over several hosts with several ranks each ("hierarchical") it
+        is rounded once on each host and then after every addition between hosts. On a GPU it is left to NCCL,
+        which adds in the half type (sums that NVLink switches add, NCCL's NVLS, accumulate in float32), and for
+        "mean" divides each term before it adds. A schedule rounds sums of half types after every addition, and
+        computes their means from sums in float32.
 
         Args:
             x: array of float32, float16, bfloat16, float64, int8, uint8, int32 or int64.

@@ -34,6 +34,15 @@ PRIVATE = {
     "_buffers",
     "_parameters",
     "_active_ddp_module",
+    "_comm_hooks",
+    "_get_zeros_like_grad_buckets",
+    "_join_config",
+    "_divide_by_initial_world_size",
+    "_get_fsdp_state",
+    "_fsdp_param_group",
+    "_fsdp_param_groups",
+    "_all_reduce_hook",
+    "_is_hsdp",
     "_opt_called",
     "_wrapped_by_lr_sched",
     "_step_supports_amp_scaling",
@@ -217,3 +226,51 @@ def test_monitored_barrier_takes_groups_of_one_more_backend(monkeypatch: pytest.
         dist.monitored_barrier(timeout=timedelta(seconds=5))
         assert len(refused) == expected
         refused.clear()
+
+
+@pytest.mark.usefixtures("one_rank_group")
+def test_buckets_and_hooks_of_ddp() -> None:
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations as objects
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer() * 2)
+        return future
+
+    model = DistributedDataParallel(nn.Linear(3, 2))
+    assert torch_internals.communication_hooks(model) == []
+    model.register_comm_hook(7, hook)
+    assert torch_internals.communication_hooks(model) == [(hook, 7)]
+    (bucket,) = torch_internals.zero_buckets(model)
+    assert isinstance(bucket, torch_internals.GradBucket)
+    assert {id(p) for p in bucket.parameters()} == {id(p) for p in model.parameters()}
+    assert bucket.is_last()
+    assert not bucket.buffer().any()
+    assert not torch_internals.divides_by_active_ranks(model)
+    for divides_by_all in (True, False):
+        with model.join(divide_by_initial_world_size=divides_by_all):
+            assert torch_internals.divides_by_active_ranks(model) is not divides_by_all
+
+
+@pytest.mark.usefixtures("one_rank_group")
+def test_groups_of_sharded_modules() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
+    fully_shard(model, mesh=mesh["shard"])
+    (group,) = torch_internals.sharded_groups(model)
+    assert isinstance(group, torch_internals.ShardedGroup)
+    assert all(a is b for a, b in zip(group.params, model.parameters(), strict=True))
+    assert group.shapes == [torch.Size([2, 3]), torch.Size([2])]
+    assert group.dtype == torch.float32
+    assert group.shard_group.size() == 1
+    assert group.hook is None
+    assert not group.replicates
+    seen: list[torch.Tensor] = []
+    model.set_all_reduce_hook(seen.append)  # type: ignore[operator]
+    assert torch_internals.sharded_groups(model)[0].hook is not None
+    model(torch.ones(1, 3)).sum().backward()
+    assert [tensor.numel() for tensor in seen] == [8]
+    other = nn.Linear(3, 2)
+    fully_shard(other, mesh=mesh)
+    assert torch_internals.sharded_groups(other)[0].replicates

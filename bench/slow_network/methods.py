@@ -163,7 +163,7 @@ class Synchronised:
         if self._reducer is None:
             return {}
         stats = self._reducer.stats()
-        if stats["transport"] != "torch":
+        if stats["transport"] not in ("torch", "hierarchical"):
             raise RuntimeError(f"pycomm's transport is {stats['transport']}, wanted one over the network")
         return stats
 

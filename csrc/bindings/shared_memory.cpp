@@ -39,12 +39,13 @@ std::vector<Descriptor> owned(const std::vector<int>& descriptors) {
 }
 
 std::unique_ptr<SharedMemoryGroup> make_group(int rank, const std::vector<int>& memory, const std::vector<int>& sockets,
-                                              int64_t file_bytes) {
+                                              int64_t file_bytes, std::vector<int> names) {
     std::vector<Descriptor> files = owned(memory), connections = owned(sockets);
     const int size = static_cast<int>(files.size());
     if (rank < 0 || rank >= size || connections.size() != files.size()) {
         throw ArgumentError("memory and sockets want one descriptor for each rank");
     }
+    if (!names.empty() && names.size() != files.size()) throw ArgumentError("names wants one number for each rank");
     std::shared_ptr<Arena> arena;
     std::vector<std::shared_ptr<Mapping>> peers;
     for (int p = 0; p < size; ++p) {
@@ -53,7 +54,7 @@ std::unique_ptr<SharedMemoryGroup> make_group(int rank, const std::vector<int>& 
         if (p == rank) arena = make_arena(std::move(file), size, file_bytes);
     }
     return std::make_unique<SharedMemoryGroup>(rank, std::move(arena), std::move(peers), std::move(connections),
-                                               &check_python_signals);
+                                               &check_python_signals, std::move(names));
 }
 
 // Looks at the arguments; when they are wrong, the other ranks of the group are told before the error leaves.
@@ -215,7 +216,8 @@ void bind_shared_memory(py::module_& module) {
         .def(py::init(&make_program), py::arg("words"), py::arg("rank"), py::arg("size"), py::arg("name"),
              py::arg("digest"));
     py::class_<SharedMemoryGroup>(module, "SharedMemoryGroup")
-        .def(py::init(&make_group), py::arg("rank"), py::arg("memory"), py::arg("sockets"), py::arg("file_bytes"))
+        .def(py::init(&make_group), py::arg("rank"), py::arg("memory"), py::arg("sockets"), py::arg("file_bytes"),
+             py::arg("names") = std::vector<int>())
         .def("all_reduce", &all_reduce, py::arg("x"), py::arg("op"), py::arg("timeout"))
         .def("run", &run, py::arg("program"), py::arg("x"), py::arg("op"), py::arg("timeout"))
         .def("reduce_scatter", &reduce_scatter, py::arg("out"), py::arg("x"), py::arg("op"), py::arg("timeout"))

@@ -72,11 +72,11 @@ class Engine:
 
     # Reductions.
 
-    def all_reduce(self, tensor: torch.Tensor, op: str, timeout: float) -> None:
-        """Reduce ``tensor`` over all ranks, in place."""
+    def all_reduce(self, tensor: torch.Tensor, op: str, timeout: float, in_backward: bool = False) -> None:
+        """Reduce ``tensor`` over all ranks, in place; ``in_backward``: a backward pass has asked for it."""
 
         def change(dense: torch.Tensor) -> None:
-            memory = self._moved.reachable(dense)
+            memory = self._moved.reachable(dense, in_backward)
             self._count(memory)
             self.transport.all_reduce(*self._reducible(memory, op, timeout), timeout)
 

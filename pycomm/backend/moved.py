@@ -1,4 +1,4 @@
-"""Storages of tensors that are reduced again and again, moved to memory that all ranks of the host reach.
+"""Buckets of DistributedDataParallel, moved to memory that all ranks of the host reach.
 
 DistributedDataParallel allocates its buckets itself, and leaves no way to give it others. But torch can
 exchange the memory under a storage, and so under all tensors that are views of it: ``share_memory_()``
@@ -6,6 +6,9 @@ puts it in a mapping of its own. Pages of this rank's arena are then mapped over
 the arena's block and the user's tensors are the same memory under two addresses, and an all-reduce of the
 block is one of the bucket. The file that ``share_memory_()`` made is closed at once, so what it needs of
 /dev/shm it needs for a moment.
+
+Only buckets are moved: torch cannot resize a storage that was moved in this way (it crashes), which nobody
+does to a bucket.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import Any
 
 import torch
 
-from pycomm.torch_internals import StorageWatch, current_graph_task, move_to_shared_mapping, storage_uses
+from pycomm.torch_internals import StorageWatch, move_to_shared_mapping, storage_uses
 from pycomm.transport.base import Transport
 
 log = logging.getLogger("pycomm")
@@ -31,15 +34,21 @@ _SHM = "/dev/shm"
 
 
 @dataclass
-class _Seen:
-    """Storage that has been seen: how to tell that it still lives and where it was."""
+class _Moved:
+    """Storage that has been moved.
+
+    Attributes:
+        watch: tells whether it still lives.
+        address: where it was put.
+        contents: its bytes, in the arena.
+    """
 
     watch: StorageWatch
     address: int
-    block: torch.Tensor | None = None
-    """Its bytes in the arena, once it has been moved."""
+    contents: torch.Tensor
 
     def is_of(self, storage: torch.UntypedStorage) -> bool:
+        """Return whether this is what ``storage`` still consists of."""
         return self.address == storage.data_ptr() and not self.watch.is_over()
 
 
@@ -57,47 +66,42 @@ class MovedStorages:
     def __init__(self, transport: Transport, ranks_here: int) -> None:
         self._allocate: Callable[[int], Any] | None = getattr(transport, "block", None)
         self._ranks_here = ranks_here
-        self._seen: dict[int, _Seen] = {}
+        self._moved: dict[int, _Moved] = {}
         self._told = False
         self.num_moved = 0
 
-    def reachable(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return ``tensor``, or its alias in the arena if its storage was moved; move a storage that will come again.
+    def reachable(self, tensor: torch.Tensor, in_backward: bool) -> torch.Tensor:
+        """Return the alias of ``tensor`` in the arena if it is in a bucket, which is moved at first; else ``tensor``.
 
-        A storage is moved when it is first seen if it is a bucket (during a backward pass, with many
-        tensors in it), else when it is seen for the second time. Nobody else may use it meanwhile.
+        A bucket is a storage with many tensors in it that a backward pass reduces. Nobody else may use it
+        meanwhile.
 
         Args:
             tensor: contiguous, in CPU memory.
+            in_backward: whether a backward pass has asked for the operation.
         """
         if tensor.nbytes <= _LEAST_BYTES or self._allocate is None:
             return tensor
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        seen = self._seen.get(key)
-        if seen is None or not seen.is_of(storage):
-            self._forget_dead()
-            seen = self._seen[key] = _Seen(StorageWatch(storage), storage.data_ptr())
-            if not self._is_bucket(tensor):
+        moved = self._moved.get(storage._cdata)
+        if moved is None or not moved.is_of(storage):
+            if not in_backward or storage_uses(tensor) <= _VIEWS_OF_A_BUCKET:
                 return tensor
-        if seen.block is None and not self._move(storage, seen):
-            return tensor
-        assert seen.block is not None
+            self._forget_dead()
+            moved = self._move(storage)
+            if moved is None:
+                return tensor
         begin = tensor.storage_offset() * tensor.itemsize
-        return seen.block[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-
-    @staticmethod
-    def _is_bucket(tensor: torch.Tensor) -> bool:
-        return current_graph_task() >= 0 and storage_uses(tensor) > _VIEWS_OF_A_BUCKET
+        return moved.contents[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     def _forget_dead(self) -> None:
-        for key in [key for key, seen in self._seen.items() if seen.watch.is_over()]:
-            del self._seen[key]
+        for key in [key for key, moved in self._moved.items() if moved.watch.is_over()]:
+            del self._moved[key]
 
-    def _move(self, storage: torch.UntypedStorage, seen: _Seen) -> bool:
-        """Move ``storage`` to the arena; return false, having said why once, if it stays where it is."""
+    def _move(self, storage: torch.UntypedStorage) -> _Moved | None:
+        """Move ``storage`` to the arena; return ``None``, having said why once, if it stays where it is."""
         if storage.is_shared():  # by the user, whose processes have it mapped
-            return False
+            return None
         num_bytes = storage.nbytes()
         try:
             self._require_room(num_bytes)
@@ -109,10 +113,10 @@ class MovedStorages:
                 block.map_over(address)
         except (OSError, RuntimeError, MemoryError) as error:
             self._tell(error)
-            return False
-        seen.block, seen.address = contents, storage.data_ptr()
+            return None
+        moved = self._moved[storage._cdata] = _Moved(StorageWatch(storage), storage.data_ptr(), contents)
         self.num_moved += 1
-        return True
+        return moved
 
     def _require_room(self, num_bytes: int) -> None:
         with contextlib.suppress(FileNotFoundError):

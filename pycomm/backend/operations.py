@@ -20,7 +20,7 @@ from pycomm.backend.monitored import USERS_TAG_END, monitored_barrier
 from pycomm.backend.reduction import name_of
 from pycomm.backend.work import BackendWork
 from pycomm.errors import CommError
-from pycomm.torch_internals import PrefixStore, Store
+from pycomm.torch_internals import PrefixStore, Store, current_graph_task
 from pycomm.transport.own_group import Place
 
 T = TypeVar("T")
@@ -78,7 +78,8 @@ class Operations:
         """Reduce a tensor in place; sparse ones too."""
         tensor = self._only(tensors)
         op, seconds = self._reduction(opts), self._seconds(opts, timeout)
-        return self._run("all_reduce", lambda: self.engine.all_reduce(tensor, op, seconds), [tensor], opts)
+        job = functools.partial(self.engine.all_reduce, tensor, op, seconds, current_graph_task() >= 0)
+        return self._run("all_reduce", job, [tensor], opts)
 
     allreduce_sparse = allreduce
 

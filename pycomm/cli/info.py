@@ -64,7 +64,10 @@ def transports() -> list[str]:
             "mpi": dist.is_mpi_available,
         }
         backends = [name for name, is_there in checks.items() if is_there()]
-        found.append(f"torch ({', '.join(backends) or 'no backend'})")
+        over = ", ".join(backends) or "no backend"
+        if found and backends:
+            found.append(f"hierarchical (hosts with several ranks: shared memory, and {over} between them)")
+        found.append(f"torch ({over})")
     return found
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from pycomm import kernels
-from pycomm.execute.messages import rounds_of
 from pycomm.kernels.arrays import DTYPES, Part, dtype_of, empty
 from pycomm.schedule.program import Program
 from pycomm.transport.gpu import GpuQueue, GpuWork, streams_of
 from pycomm.transport.host_tensors import require_op
+from pycomm.transport.messages import rounds_of
 from pycomm.transport.nccl import NcclTransport
 
 

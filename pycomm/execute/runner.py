@@ -9,9 +9,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 import pycomm._native as _native
-from pycomm.execute.messages import Messenger, run_program
 from pycomm.schedule.program import Program
 from pycomm.transport.base import Transport
+from pycomm.transport.messages import Messenger, run_program
 from pycomm.transport.shared_memory import SharedMemoryTransport
 
 

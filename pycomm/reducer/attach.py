@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,17 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm.communicator import DEFAULT_TIMEOUT, Communicator
 from pycomm.compression import Compression
-from pycomm.errors import CommError
 from pycomm.optim.attached import refuse_second_attach, register
 from pycomm.optim.parameters import unwrapped
+from pycomm.reducer.agreement import agreed
 from pycomm.reducer.broadcast import broadcast_state, broadcast_tensors, check_same_lines, signature
 from pycomm.reducer.engine import Engine
+from pycomm.reducer.lanes import open_lanes
 from pycomm.reducer.parameters import ParameterTable, table_of
 from pycomm.reducer.reducer import Reducer
 from pycomm.reducer.settings import Settings, checked_settings
 from pycomm.reducer.wrappers import refuse_wrapped, watch_constructions
-
-_T = TypeVar("_T")
 
 
 def attach(
@@ -139,22 +138,23 @@ def _attach_all(
     """Attach on all ranks together, or on none of them; nothing is left behind then."""
     communicator = Communicator(process_group, timeout)
     try:
-        return _attach_over(communicator, request)
+        settings, table = agreed(communicator, request)
+        _make_equal(communicator, table, settings)
+        lanes = open_lanes(communicator, process_group, timeout, settings, table.on_gpu)
+        return _attach_over(lanes, settings, table)
     except BaseException:
         communicator.close()
         raise
 
 
-def _attach_over(communicator: Communicator, request: _Request) -> Reducer:
-    """Make a Reducer over ``communicator`` on all ranks, or on none of them."""
-    settings, table = _agreed(communicator, request)
-    _make_equal(communicator, table, settings)
+def _attach_over(lanes: Sequence[Communicator], settings: Settings, table: ParameterTable) -> Reducer:
+    """Make a Reducer over the communicators ``lanes`` on all ranks, or on none of them."""
     try:
-        made: Reducer | Exception = Reducer(Engine(table, communicator, settings))
+        made: Reducer | Exception = Reducer(Engine(table, lanes, settings))
     except Exception as error:
         made = error
     try:
-        reducer = _agreed(communicator, made)
+        reducer = agreed(lanes[0], made)
         register(reducer)
         watch_constructions(reducer)
         return reducer
@@ -179,17 +179,3 @@ def _make_equal(communicator: Communicator, table: ParameterTable, settings: Set
     broadcast_tensors(communicator, [*tensors, *stepper.masters()], src=0)
     stepper.restore()
     broadcast_state(communicator, table.optimizer, src=0)
-
-
-def _agreed(communicator: Communicator, outcome: _T | Exception) -> _T:
-    """Return this rank's outcome if every rank succeeded; otherwise raise its error, or quote another rank's."""
-    if isinstance(outcome, CommError):
-        raise outcome  # the other ranks cannot be told
-    problem = str(outcome) or type(outcome).__name__ if isinstance(outcome, Exception) else ""
-    problems = [text.decode() for text in communicator.channel.all_gather_bytes(problem.encode())]
-    if isinstance(outcome, Exception):
-        raise outcome
-    for rank, text in enumerate(problems):
-        if text:
-            raise ValueError(f"rank {rank} could not attach: {text}")
-    return outcome

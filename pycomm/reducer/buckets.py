@@ -11,7 +11,7 @@ from pycomm import kernels
 from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression, NoCompression
-from pycomm.compression.base import Exchange, Flag
+from pycomm.compression.base import Exchange, Flag, State
 from pycomm.layout import on_gpu
 from pycomm.reducer.autograd_hooks import GradientHook
 from pycomm.torch_internals import version_of
@@ -83,6 +83,8 @@ class BucketInFlight:
     slots: list[Slot]
     bucket: Bucket
     exchange: Exchange
+    communicator: Communicator
+    """The one that it travels by."""
     work: Work | GpuWork | None = None
     producers: set[int] = field(default_factory=set)
     """On a GPU, the streams (as integers) on which this pass's gradients were computed."""
@@ -127,9 +129,12 @@ its gradients is not hidden behind backward."""
 def make_buckets(
     slots: Sequence[Slot],
     compression: Compression,
-    communicator: Communicator,
+    lanes: Sequence[Communicator],
     bucket_bytes: int,
     algorithm: str = "auto",
+    *,
+    num_earlier: int = 0,
+    first_bytes: int | None = None,
 ) -> list[BucketInFlight]:
     """Sort ``slots`` into buckets in reverse order, which is roughly the order in which gradients arrive.
 
@@ -137,13 +142,24 @@ def make_buckets(
     bucket holds parameters of one dtype and one method, up to ``bucket_bytes`` (or one larger parameter).
     On a GPU, where it is launches that cost, that is what the method sends of them; on the CPU it is the
     gradients themselves, since the work on one bucket is hidden behind that on the next.
+
+    Args:
+        slots: parameters to sort.
+        compression: how they travel.
+        lanes: communicators to travel by, in turns.
+        bucket_bytes: see above.
+        algorithm: of dense sums.
+        num_earlier: number of buckets that there are already.
+        first_bytes: size of the very first bucket; ``bucket_bytes`` if ``None``.
     """
-    flights = []
-    for group, compressed in _groups(reversed(slots), compression, bucket_bytes):
+    flights: list[BucketInFlight] = []
+    first = bucket_bytes if first_bytes is None or num_earlier > 0 else first_bytes
+    for group, compressed in _groups(reversed(slots), compression, bucket_bytes, first):
+        communicator = lanes[(num_earlier + len(flights)) % len(lanes)]
         members = sorted(group, key=_place)
         bucket = Bucket([s.name for s in members], [s.param for s in members], communicator, algorithm)
         method = compression if compressed else compression.otherwise or NoCompression()
-        flight = BucketInFlight(members, bucket, method.make(bucket, communicator))
+        flight = BucketInFlight(members, bucket, method.make(bucket, communicator), communicator)
         for index, slot in enumerate(members):
             slot.flight, slot.index = flight, index
         flights.append(flight)
@@ -161,7 +177,10 @@ def _place(slot: Slot) -> tuple[bool, int]:
     return uneven, -num_bytes if uneven else 0
 
 
-def _groups(slots: Iterable[Slot], compression: Compression, bucket_bytes: int) -> list[tuple[list[Slot], bool]]:
+def _groups(
+    slots: Iterable[Slot], compression: Compression, bucket_bytes: int, first_bytes: int
+) -> list[tuple[list[Slot], bool]]:
+    """Return the parameters of each bucket, and whether they are compressed; in the order of completion."""
     closed: list[tuple[list[Slot], bool]] = []
     open_: dict[tuple[torch.dtype, bool], list[Slot]] = {}
     sizes: dict[tuple[torch.dtype, bool], int] = {}
@@ -170,7 +189,7 @@ def _groups(slots: Iterable[Slot], compression: Compression, bucket_bytes: int) 
         num_bytes = slot.param.nbytes
         if key[1] and on_gpu(slot.param):
             num_bytes = int(num_bytes * max(compression.sent_fraction, 1.0 / _MOST_TIMES_DENSE))
-        if key in open_ and sizes[key] + num_bytes > bucket_bytes:
+        if key in open_ and sizes[key] + num_bytes > (bucket_bytes if closed else first_bytes):
             closed.append((open_.pop(key), key[1]))
         if key not in open_:
             open_[key], sizes[key] = [], 0
@@ -179,17 +198,22 @@ def _groups(slots: Iterable[Slot], compression: Compression, bucket_bytes: int) 
     return closed + [(members, compressed) for (_, compressed), members in open_.items()]
 
 
-def method_stats(flights: Iterable[BucketInFlight]) -> dict[str, float]:
+def method_stats(exchanges: Iterable[Exchange]) -> dict[str, float]:
     """Return the sums of the exchanges' counters, with the rate at which selection missed."""
     total: dict[str, float] = {}
-    for flight in flights:
-        for key, value in flight.exchange.stats().items():
+    for exchange in exchanges:
+        for key, value in exchange.stats().items():
             total[key] = total.get(key, 0) + value
     if total.get("selections"):
         total["miss_rate"] = total["selections_missed"] / total["selections"]
     return total
 
 
-def nonfinite_source(flights: Iterable[BucketInFlight]) -> str | None:
+def state_of(flights: Iterable[BucketInFlight]) -> State:
+    """Return the state of all parameters, by name (not copied)."""
+    return {name: entry for flight in flights for name, entry in flight.exchange.state().items()}
+
+
+def nonfinite_source(exchanges: Iterable[Exchange]) -> str | None:
     """Return the source of the non-finite values in the last step that had any, if an exchange knows it."""
-    return next((found for flight in flights if (found := flight.exchange.nonfinite_source())), None)
+    return next((found for exchange in exchanges if (found := exchange.nonfinite_source())), None)

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from pycomm.communicator import Communicator
+from pycomm.compression import Compression
 from pycomm.compression.base import State
-from pycomm.reducer.buckets import BucketInFlight
-from pycomm.reducer.settings import Settings
 
 _FORMAT = 3
 _KEYS = {"format", "method", "world_size", "steps", "ranks"}
@@ -18,29 +17,24 @@ _CONTRIBUTIONS = ("residual", "velocity")
 """Keys of state whose sum over the ranks counts; all other state is equal on all ranks."""
 
 
-def _method(settings: Settings) -> str:
-    return type(settings.compression).__name__
-
-
-def _current(flights: Sequence[BucketInFlight]) -> State:
-    return {name: entry for flight in flights for name, entry in flight.exchange.state().items()}
-
-
-def gather_state(
-    flights: Sequence[BucketInFlight], settings: Settings, communicator: Communicator, steps: int
-) -> dict[str, Any]:
+def gather_state(current: State, method: Compression, communicator: Communicator, steps: int) -> dict[str, Any]:
     """Do the work of ``Reducer.state_dict``.
 
     State that differs between the ranks is stored under the rank's number, because
     torch.distributed.checkpoint saves only one of several entries that have the same name.
+
+    Args:
+        current: state of all parameters (not copied yet).
+        method: the compression method that it is of.
+        steps: number of committed steps.
     """
     state = {
         name: {key: torch.empty(t.shape, dtype=t.dtype).copy_(t) for key, t in entry.items()}
-        for name, entry in _current(flights).items()
+        for name, entry in current.items()
     }
     return {
         "format": _FORMAT,
-        "method": _method(settings),
+        "method": type(method).__name__,
         "world_size": communicator.size,
         "steps": steps,
         "ranks": {str(communicator.rank): state},
@@ -49,8 +43,8 @@ def gather_state(
 
 def select_state(
     state: dict[str, Any] | list[dict[str, Any]],
-    flights: Sequence[BucketInFlight],
-    settings: Settings,
+    current: State,
+    method: Compression,
     communicator: Communicator,
     strict: bool,
 ) -> tuple[State, int]:
@@ -59,17 +53,17 @@ def select_state(
     if not saved:
         raise ValueError("state is an empty list, wanted one or all ranks of one world size")
     for entry in saved:
-        _check_header(entry, settings, strict)
+        _check_header(entry, type(method).__name__, strict)
     sizes = {entry["world_size"] for entry in saved}
     if len(sizes) != 1:
         raise ValueError(f"state lists ranks of world sizes {sorted(sizes)}, wanted one or all ranks of one")
     ranks = [(int(rank), content) for entry in saved for rank, content in entry["ranks"].items()]
     mine = _select_rank(ranks, sizes.pop(), communicator)
-    _check_entries(mine, _current(flights), strict)
+    _check_entries(mine, current, strict)
     return mine, saved[0]["steps"]
 
 
-def _check_header(saved: Any, settings: Settings, strict: bool) -> None:
+def _check_header(saved: Any, method: str, strict: bool) -> None:
     if isinstance(saved, dict) and "format" in saved and saved["format"] != _FORMAT:
         raise ValueError(f"state has format {saved['format']}, this pycomm reads {_FORMAT}")
     if not isinstance(saved, dict) or not saved.keys() >= _KEYS or not isinstance(saved["ranks"], dict):
@@ -82,10 +76,9 @@ def _check_header(saved: Any, settings: Settings, strict: bool) -> None:
             raise ValueError(f"state[{key!r}] is {value!r}, wanted an int of at least {least}")
     for rank, content in saved["ranks"].items():
         _check_content(f"state['ranks'][{rank!r}]", content)
-    if strict and saved["method"] != _method(settings):
+    if strict and saved["method"] != method:
         raise ValueError(
-            f"state is from compression {saved['method']}, attach was given {_method(settings)} (strict=False loads "
-            "what fits)"
+            f"state is from compression {saved['method']}, wanted that of {method} (strict=False loads what fits)"
         )
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from pycomm.communicator import Communicator
-from pycomm.compression.base import Flag
+from pycomm.compression.base import Exchange, Flag
 from pycomm.reducer import norms
 from pycomm.reducer.buckets import BucketInFlight, Slot, method_stats, nonfinite_source
 from pycomm.reducer.gradient_checks import require_no_average, require_sendable
@@ -41,6 +41,7 @@ class Engine:
     Attributes:
         table: parameters and their buckets.
         communicator: the ranks to average over.
+        lanes: communicators that the buckets travel by, in turns; the first is ``communicator``.
         settings: arguments of ``attach``.
         window: accumulation window, the passes that make up a step.
         progress: counts of reductions and steps.
@@ -52,8 +53,9 @@ class Engine:
         wait_seconds: time for which the host has waited for communication.
     """
 
-    def __init__(self, table: ParameterTable, communicator: Communicator, settings: Settings) -> None:
-        self.communicator, self.settings = communicator, settings
+    def __init__(self, table: ParameterTable, lanes: Sequence[Communicator], settings: Settings) -> None:
+        self.lanes, self.settings = lanes, settings
+        self.communicator = communicator = lanes[0]
         self.table = table
         self.window = AccumulationWindow(communicator, settings, table.device, table.on_gpu)
         self.progress = Progress(table.device if table.on_gpu else None)
@@ -143,7 +145,7 @@ class Engine:
         while self._num_launched < len(self.table.flights):
             self._launch(self.table.flights[self._num_launched])
         if self.buffers is not None and self._buffer_work is None:
-            self._buffer_work = self._submit(self.buffers.run, [], set())
+            self._buffer_work = self._submit(self.communicator, self.buffers.run, [], set())
 
     def _launch(self, flight: BucketInFlight) -> None:
         self._num_launched += 1
@@ -151,8 +153,8 @@ class Engine:
         grads = [None if weights.is_zero else slot.param.grad for slot in flight.slots]
         if weights.in_use and self.table.on_gpu:
             weights.relative()  # waits on the host here, so that the job does not have to
-        job = self._exchange_of(flight, grads, is_first=self._num_launched == 1)
-        flight.work = self._submit(job, grads, flight.producers | self.window.streams)
+        job = self._exchange_of(flight, grads, self._num_launched)
+        flight.work = self._submit(flight.communicator, job, grads, flight.producers | self.window.streams)
         flight.producers = set()
         for slot in flight.slots:
             if slot is self.firing:
@@ -160,33 +162,37 @@ class Engine:
             else:
                 slot.show_bucket()  # autograd's own allocation is freed as soon as it has been packed
 
-    def _exchange_of(
-        self, flight: BucketInFlight, grads: list[torch.Tensor | None], is_first: bool
-    ) -> Callable[[], None]:
-        """Return the job that exchanges ``grads``; its inputs are fixed now."""
+    def _exchange_of(self, flight: BucketInFlight, grads: list[torch.Tensor | None], number: int) -> Callable[[], None]:
+        """Return the job that exchanges ``grads`` of the bucket launched as ``number``; its inputs are fixed now."""
         weights, scaling = self.window.weights, self.window.scaling
         weighted, on_gpu = weights.in_use, self.table.on_gpu
         measures = self.measures and not flight.exchange.transactional
         steps, reductions = self.progress.num_steps, self.progress.num_reductions
-        fingerprint = self._replica_check.fingerprint(steps, reductions) if is_first else None
+        fingerprint = self._replica_check.fingerprint(steps, reductions) if number == 1 else None
+        skips = not on_gpu and number > len(self.lanes)
 
         def job() -> None:
             scales = replace(scaling, relative=weights.relative()) if weighted else scaling
             if fingerprint is not None:
                 scales = replace(scales, fingerprint=fingerprint())
-            # attach has compared all buckets: ranks that agree on the first exchange agree on all of the reduction.
-            checks = contextlib.nullcontext() if is_first or on_gpu else self.communicator.channel.skip_checks()
-            with checks:
+            # attach has compared all buckets: ranks that agree on a lane's first exchange agree on all after it.
+            with flight.communicator.channel.skip_checks() if skips else contextlib.nullcontext():
                 flight.exchange.exchange(grads, scales)
             if measures:
                 norms.measure(flight)
 
         return job
 
-    def _submit(self, job: Callable[[], None], reads: list[torch.Tensor | None], producers: set[int]) -> Work | GpuWork:
+    def _submit(
+        self,
+        communicator: Communicator,
+        job: Callable[[], None],
+        reads: list[torch.Tensor | None],
+        producers: set[int],
+    ) -> Work | GpuWork:
         if self.table.on_gpu:
-            return self.communicator.channel.submit_on_gpu(self.table.device, job, reads, producers)
-        return self.communicator.channel.submit(job)
+            return communicator.channel.submit_on_gpu(self.table.device, job, reads, producers)
+        return communicator.channel.submit(job)
 
     # Receiving.
 
@@ -234,10 +240,13 @@ class Engine:
 
     # Questions from users.
 
+    def _exchanges(self) -> Iterator[Exchange]:
+        return (flight.exchange for flight in self.table.flights)
+
     def stats(self) -> dict[str, Any]:
         """Return the counters of ``Reducer.stats``."""
         nonfinite_steps = int(self.nonfinite_steps.item())
-        last_nonfinite = nonfinite_source(self.table.flights) or "a sum over the ranks" if nonfinite_steps else None
+        last_nonfinite = nonfinite_source(self._exchanges()) or "a sum over the ranks" if nonfinite_steps else None
         return {
             "bytes_sent": sum(flight.exchange.bytes_sent for flight in self.table.flights),
             "steps": self.progress.num_reductions,
@@ -246,13 +255,13 @@ class Engine:
             "last_nonfinite": last_nonfinite,
             "num_buckets": len(self.table.flights),
             "transport": "nccl" if self.table.on_gpu else self.communicator.transport,
-            **method_stats(self.table.flights),
+            **method_stats(self._exchanges()),
         }
 
     def name_of_not_finite(self) -> str | None:
         """Return the location or source of the first non-finite value; ``None`` if all are finite. Waits for a GPU."""
         if self.finite is not None and not bool(self.finite):
-            found = nonfinite_source(self.table.flights)
+            found = nonfinite_source(self._exchanges())
             if found is not None:
                 return found
         name = norms.first_not_finite(self.table.gradients())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.step_override import Stepper, stepper_of
 from pycomm.reducer.broadcast import broadcast_tensors, check_same_lines
 from pycomm.reducer.buckets import BucketInFlight, Slot, make_buckets
+from pycomm.reducer.lanes import first_bytes
 from pycomm.reducer.settings import Settings
 from pycomm.torch_internals import is_flat_parameter, steps_in_backward
 
@@ -84,10 +85,16 @@ class ParameterTable:
             self._slots[id(slot.param)] = slot
         return slots
 
-    def make_buckets(self, slots: list[Slot], communicator: Communicator, settings: Settings) -> None:
-        """Sort ``slots`` into new buckets."""
+    def make_buckets(self, slots: list[Slot], lanes: Sequence[Communicator], settings: Settings) -> None:
+        """Sort ``slots`` into new buckets, which travel by ``lanes`` in turns."""
         self.flights += make_buckets(
-            slots, settings.compression, communicator, settings.bucket_bytes, settings.algorithm
+            slots,
+            settings.compression,
+            lanes,
+            settings.bucket_bytes,
+            settings.algorithm,
+            num_earlier=len(self.flights),
+            first_bytes=first_bytes(lanes, settings, self.on_gpu),
         )
 
     def find_new(self, communicator: Communicator) -> bool:
@@ -221,12 +228,14 @@ def _check_memory(name: str, param: torch.Tensor) -> None:
     if is_flat_parameter(param):
         raise TypeError(
             f"parameter {name!r} is a flat parameter of FullyShardedDataParallel, of which each rank has a "
-            "different shard: FSDP averages gradients itself; leave pycomm.attach out"
+            "different shard: FSDP averages gradients itself; leave pycomm.attach out, or shard with FSDP2's "
+            "fully_shard, whose replicas pycomm.ddp.register_hsdp averages"
         )
     if hasattr(param, "__tensor_flatten__") or hasattr(param, "device_mesh"):
         raise TypeError(
             f"parameter {name!r} is a {kind}, sharded or wrapped around other tensors (fully_shard, tensor "
-            "parallelism): wanted ordinary parameters; FSDP2 averages gradients itself, leave pycomm.attach out"
+            "parallelism): wanted ordinary parameters; FSDP2 averages gradients itself, leave pycomm.attach out; "
+            "between replicas of a sharded model, pycomm.ddp.register_hsdp does, with any compression"
         )
     if param.device.type == "meta" or (param.numel() > 0 and _has_no_memory(param)):
         raise TypeError(

@@ -42,7 +42,7 @@ class Passes:
 
     def hook(self, slots: list[Slot]) -> None:
         """Give ``slots`` buckets, and listen to their gradients."""
-        self._table.make_buckets(slots, self._communicator, self._settings)
+        self._table.make_buckets(slots, self._engine.lanes, self._settings)
         for slot in slots:
             slot.hook = GradientHook(self, Passes._on_gradient, slot, slot.param)
             self._hooks.append(slot.hook)

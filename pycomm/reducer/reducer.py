@@ -13,6 +13,7 @@ from pycomm import checks
 from pycomm.optim.attached import forget
 from pycomm.reducer import clipping
 from pycomm.reducer.autograd_hooks import ModelHooks
+from pycomm.reducer.buckets import state_of
 from pycomm.reducer.checkpoint import gather_state, select_state
 from pycomm.reducer.engine import Engine
 from pycomm.reducer.module_buffers import BufferSync
@@ -219,7 +220,8 @@ class Reducer:
         keeps every rank's.
         """
         self._require_attached()
-        return gather_state(self._table.flights, self._settings, self._communicator, int(self._engine.committed_steps))
+        method, steps = self._settings.compression, int(self._engine.committed_steps)
+        return gather_state(state_of(self._table.flights), method, self._communicator, steps)
 
     def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]], *, strict: bool = True) -> None:
         """Load state that :meth:`state_dict` returned.
@@ -235,7 +237,8 @@ class Reducer:
             ValueError: a single dict is of another rank or world size, or method, names or shapes do not match.
         """
         self._require_attached()
-        chosen, steps = select_state(state, self._table.flights, self._settings, self._communicator, strict)
+        current, method = state_of(self._table.flights), self._settings.compression
+        chosen, steps = select_state(state, current, method, self._communicator, strict)
         for flight in self._table.flights:
             flight.exchange.load_state(chosen)
         self._engine.committed_steps.fill_(steps)

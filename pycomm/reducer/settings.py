@@ -64,11 +64,11 @@ def checked_settings(
         TypeError, ValueError: an argument is wrong; it is named.
     """
     return Settings(
-        compression=NoCompression() if compression is None else _method(compression),
+        compression=checked_method(compression),
         bucket_bytes=int(positive("bucket_mb", bucket_mb) * 2**20),
         accumulate=count("accumulate", accumulate, 1),
         average=average,
-        loss_scaler=_scaler(loss_scaler),
+        loss_scaler=checked_scaler(loss_scaler),
         clip_local_norm=None if clip_local_norm is None else positive("clip_local_norm", clip_local_norm),
         algorithm=_name("algorithm", algorithm),
         all_parameters=all_parameters,
@@ -77,7 +77,10 @@ def checked_settings(
     )
 
 
-def _method(compression: Any) -> Compression:
+def checked_method(compression: Any) -> Compression:
+    """Return the method that ``compression`` means: an object, "auto" or ``None``. Raise TypeError for others."""
+    if compression is None:
+        return NoCompression()
     if compression == "auto":
         return Auto()
     if isinstance(compression, type) or not isinstance(compression, Compression):
@@ -85,7 +88,8 @@ def _method(compression: Any) -> Compression:
     return compression
 
 
-def _scaler(loss_scaler: Any) -> Any:
+def checked_scaler(loss_scaler: Any) -> Any:
+    """Return ``loss_scaler``; raise TypeError if it is neither ``None`` nor has GradScaler's ``scale``."""
     if loss_scaler is not None and not callable(getattr(loss_scaler, "scale", None)):
         raise TypeError(f"loss_scaler is {loss_scaler!r}, wanted an object with GradScaler's scale(tensor), or None")
     return loss_scaler

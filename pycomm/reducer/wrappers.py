@@ -29,6 +29,11 @@ _WRAPPERS = {
 }
 """Descriptions of the wrappers by full class name, so that none of them has to be imported."""
 
+_INSTEAD = {
+    "DistributedDataParallel": "keep it and call pycomm.ddp.register(ddp_model, compression=...) in place of attach",
+}
+"""What to do in place of ``attach``, by the name of the wrapper."""
+
 
 def wrapper_of(cls: type) -> str | None:
     """Return the full name of the known wrapper that ``cls`` is or derives from, or ``None``."""
@@ -163,7 +168,7 @@ def _message(wrapper: torch.nn.Module, name: str, outer: torch.nn.Module | None,
     assert kind is not None
     inside = "" if outer is None else f" (inside {type(outer).__name__})"
     short = kind.rsplit(".", 1)[1]
-    advice = hint or f"train the module without {short}, or leave pycomm.attach out"
+    advice = hint or f"train the module without {short}, or {_INSTEAD.get(short, 'leave pycomm.attach out')}"
     if not hint and "accelerate" in sys.modules:
         advice += "; with Accelerate, accelerator.prepare(optimizer, dataloader) without the model"
     if not hint and any(name.split(".")[0] in ("lightning", "lightning_fabric") for name in sys.modules):

@@ -2,7 +2,7 @@
 
 Sender and receiver project the same edge, so a send without its receive cannot be written down. The
 columns of a program are named below; csrc/execute/program.h says what each means for the ranks of one
-host, execute/messages.py uses the first of them.
+host, transport/messages.py uses the first of them.
 """
 
 from __future__ import annotations

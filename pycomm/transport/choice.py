@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,8 @@ from typing import Any
 import pycomm._native as _native
 from pycomm.errors import CommError
 from pycomm.transport.base import Transport
+from pycomm.transport.hierarchical import HierarchicalTransport
+from pycomm.transport.hosts import Hosts, hosts_of, log_walls
 from pycomm.transport.meeting import Meeting
 from pycomm.transport.own_group import Place, cpu_backend_of, own_group, require_own_group
 from pycomm.transport.rendezvous import exchange_memory, introduction, listen
@@ -20,11 +23,13 @@ from pycomm.transport.shared_memory import SharedMemoryTransport
 from pycomm.transport.torch_distributed import TorchTransport
 
 _LONGEST_PROBLEM = 2000  # characters
-TRANSPORTS = ("auto", "shared_memory", "torch")
+TRANSPORTS = ("auto", "shared_memory", "hierarchical", "torch")
 
 
 def choose_transport(place: Place, wanted: str, timeout: float, problem: Exception | None = None) -> Transport:
-    """Return the transport ``wanted`` at ``place``; "auto" is shared memory if all ranks are on one host. Collective.
+    """Return the transport ``wanted`` at ``place``. Collective.
+
+    "auto" is shared memory if all ranks are on one host, "hierarchical" if some share one, otherwise "torch".
 
     Args:
         place: where the ranks meet.
@@ -34,9 +39,9 @@ def choose_transport(place: Place, wanted: str, timeout: float, problem: Excepti
             get a ValueError.
 
     Raises:
-        ValueError: shared memory is wanted, but the ranks are on several hosts; or the group's backend
-            cannot make a second group; or the ranks want different transports, or run different versions
-            of pycomm.
+        ValueError: shared memory is wanted, but the ranks are on several hosts; or "hierarchical", but they are
+            on one, or no two share one; or the group's backend cannot make a second group; or the ranks want
+            different transports, or run different versions of pycomm.
         CommError: a rank did not arrive in time, or failed.
         OSError, MemoryError: this machine refused sockets or memory.
     """
@@ -50,16 +55,12 @@ def choose_transport(place: Place, wanted: str, timeout: float, problem: Excepti
                 problem, mine = problem or error, {}
             greetings = _exchange_greetings(meeting, mine, problem)
             _require_same_choice(greetings)
-            same_host = all(other["host"] == mine["host"] for other in greetings)
-            if wanted == "shared_memory" and not same_host:
-                raise ValueError("transport is 'shared_memory', but the ranks are not all on one host")
+            hosts = hosts_of(place.rank, greetings)
+            kind = _kind_of(wanted, hosts)
+            if wanted == "auto":
+                log_walls(place.rank, greetings, kind)
             try:
-                if same_host and wanted != "torch":
-                    peers = exchange_memory(meeting, listener, greetings)
-                    transport: Transport = SharedMemoryTransport(place.rank, peers)
-                else:
-                    own = own_group(place, f"{place.name}/pycomm/{meeting.name}", timeout)
-                    transport = TorchTransport(own, RollCall(place.store, meeting.name, place.rank, greetings))
+                transport = _make(kind, place, meeting, listener, greetings, hosts, timeout)
                 _wait_until_ready(transport, timeout)
             except BaseException as error:
                 if isinstance(error, CommError):
@@ -68,6 +69,43 @@ def choose_transport(place: Place, wanted: str, timeout: float, problem: Excepti
                 raise
         meeting.end()
         return transport
+
+
+def _kind_of(wanted: str, hosts: Hosts) -> str:
+    """Return the name of the transport to use; raise ValueError if it cannot be the one that is ``wanted``."""
+    if wanted == "shared_memory" and not hosts.are_one:
+        raise ValueError("transport is 'shared_memory', but the ranks are not all on one host")
+    if wanted == "hierarchical" and not hosts.are_shared:
+        why = "all ranks are on one host" if hosts.are_one else "no two ranks share a host"
+        raise ValueError(f"transport is 'hierarchical', but {why}")
+    if wanted != "auto":
+        return wanted
+    if hosts.are_one:
+        return "shared_memory"
+    return "hierarchical" if hosts.are_shared else "torch"
+
+
+def _make(
+    kind: str,
+    place: Place,
+    meeting: Meeting,
+    listener: socket.socket,
+    greetings: Sequence[Mapping[str, Any]],
+    hosts: Hosts,
+    timeout: float,
+) -> Transport:
+    if kind == "shared_memory":
+        return SharedMemoryTransport(place.rank, exchange_memory(meeting, listener, greetings))
+    with contextlib.ExitStack() as until_made:
+        local: SharedMemoryTransport | None = None
+        if kind == "hierarchical":
+            peers = exchange_memory(meeting, listener, greetings, hosts.members)
+            local = SharedMemoryTransport(hosts.local_rank, peers, hosts.members)
+            until_made.callback(local.close, "it could not meet the others")
+        own = own_group(place, f"{place.name}/pycomm/{meeting.name}", timeout)
+        roll_call = RollCall(place.store, meeting.name, place.rank, greetings)
+        until_made.pop_all()
+    return TorchTransport(own, roll_call) if local is None else HierarchicalTransport(own, roll_call, local, hosts)
 
 
 def _exchange_greetings(meeting: Meeting, mine: dict[str, Any], problem: Exception | None) -> list[dict[str, Any]]:
@@ -99,9 +137,9 @@ def _turn_of(place: Place, timeout: float) -> Iterator[None]:
 
 
 def _group_problem(place: Place, wanted: str) -> Exception | None:
-    """Return the reason why the group at ``place`` cannot have another beside it, if one is needed; else ``None``."""
+    """Return why the group at ``place`` cannot have another group beside it, if one is needed; else ``None``."""
     try:
-        if wanted == "torch":
+        if wanted in ("hierarchical", "torch"):
             cpu_backend_of(place)
             require_own_group(place)
     except ValueError as error:

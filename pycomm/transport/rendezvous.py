@@ -73,28 +73,41 @@ def introduction(listener: socket.socket) -> dict[str, Any]:
     return {"host": host_identity(), "pid": os.getpid(), "address": bytes(listener.getsockname()).hex()}
 
 
-def exchange_memory(meeting: Meeting, listener: socket.socket, greetings: Sequence[Mapping[str, Any]]) -> Peers:
-    """Connect to all other ranks of this host, by their :func:`introduction`, and exchange memory with them.
+def exchange_memory(
+    meeting: Meeting,
+    listener: socket.socket,
+    greetings: Sequence[Mapping[str, Any]],
+    ranks: Sequence[int] | None = None,
+) -> Peers:
+    """Connect to the other ranks of this host, by their :func:`introduction`, and exchange memory with them.
+
+    Args:
+        meeting: where the ranks have met.
+        listener: this rank's.
+        greetings: greetings of all ranks.
+        ranks: those on this host, in rising order; all if ``None``. The result numbers them from 0.
 
     Raises:
         CommError: a rank did not arrive in time, failed, or is not the process it claims to be.
         OSError: this machine refused sockets or memory.
     """
     rank, size = meeting.rank, meeting.size
-    file_bytes = _native.shared_file_bytes(size)
-    pids = [int(greeting["pid"]) for greeting in greetings]
+    ranks = range(size) if ranks is None else ranks
+    file_bytes = _native.shared_file_bytes(len(ranks))
+    pids = {p: int(greetings[p]["pid"]) for p in ranks}
     peers = Peers([-1] * size, [-1] * size, file_bytes)
     try:
         peers.memory[rank] = _anonymous_memory(file_bytes)
-        for p in range(rank):
-            _connect(meeting, peers, p, bytes.fromhex(greetings[p]["address"]), pids[p])
-        while any(peers.sockets[p] < 0 for p in range(rank + 1, size)):
-            _accept(meeting, peers, listener, pids)
+        for p in ranks:
+            if p < rank:
+                _connect(meeting, peers, p, bytes.fromhex(greetings[p]["address"]), pids[p])
+        while missing := [p for p in ranks if p > rank and peers.sockets[p] < 0]:
+            _accept(meeting, peers, listener, {p: pids[p] for p in missing})
     except BaseException as error:
         meeting.report(error)  # before the other ranks see a connection end
         peers.close()
         raise
-    return peers
+    return Peers([peers.memory[p] for p in ranks], [peers.sockets[p] for p in ranks], file_bytes)
 
 
 def _anonymous_memory(num_bytes: int) -> int:
@@ -173,26 +186,26 @@ def _await_answer(connection: socket.socket, meeting: Meeting, num_bytes: int, p
             meeting.back_off(p)
 
 
-def _accept(meeting: Meeting, peers: Peers, listener: socket.socket, pids: Sequence[int]) -> None:
-    """Accept one connection; drop it if it is not from an expected peer."""
-    missing = [p for p in range(meeting.rank + 1, meeting.size) if peers.sockets[p] < 0]
+def _accept(meeting: Meeting, peers: Peers, listener: socket.socket, missing: Mapping[int, int]) -> None:
+    """Accept one connection; drop it if it is not from a rank that is missing. ``missing`` has their process ids."""
     listener.settimeout(_SLICE)
     try:
         connection, _ = listener.accept()
     except TimeoutError:
-        meeting.back_off(missing[0])
+        meeting.back_off(min(missing))
         return
     with connection:
         process = _process_behind(connection)
-        if process not in [pids[p] for p in missing]:
+        expected = next((p for p, pid in missing.items() if pid == process), None)
+        if expected is None:
             return
         connection.settimeout(_SLICE)
         try:
-            hello = _await_answer(connection, meeting, peers.file_bytes, pids.index(process))
+            hello = _await_answer(connection, meeting, peers.file_bytes, expected)
             if hello is None:
                 return
             p, memory = hello
-            if p not in missing or pids[p] != process:
+            if p not in missing or missing[p] != process:
                 os.close(memory)
                 return
             peers.memory[p] = memory

@@ -16,7 +16,6 @@ from typing import Any
 
 import pycomm._native as _native
 from pycomm.torch_internals import PrefixStore, Store
-from pycomm.transport.rendezvous import host_identity
 from pycomm.worker import Worker
 
 _GRACE = 2.0  # seconds in which the other ranks may report that they are alive
@@ -44,7 +43,7 @@ class RollCall:
     def __init__(self, store: Store, name: str, rank: int, greetings: Sequence[Mapping[str, Any]]) -> None:
         self._rank = rank
         self._store = PrefixStore(f"pycomm/gave_up/{name}", store)
-        here = host_identity()
+        here = greetings[rank]["host"]
         self._pids = [int(other["pid"]) if other["host"] == here else 0 for other in greetings]
         self._left = False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,16 +16,19 @@ _MOST_BYTES = 2**63 - 1
 
 
 class SharedMemoryTransport:
-    """Transport through memory that all ranks have mapped. It takes ownership of ``peers``."""
+    """Transport through memory that all ranks have mapped. It takes ownership of ``peers``.
+
+    ``names`` are the numbers by which errors name the ranks, if these are a part of another group.
+    """
 
     name = "shared_memory"
     skip_checks = False  # ignored, as comparing costs nothing here
     interruptible = True
 
-    def __init__(self, rank: int, peers: Peers) -> None:
+    def __init__(self, rank: int, peers: Peers, names: Sequence[int] = ()) -> None:
         self.rank = rank
         self.size = len(peers.memory)
-        self._group = _native.SharedMemoryGroup(rank, peers.memory, peers.sockets, peers.file_bytes)
+        self._group = _native.SharedMemoryGroup(rank, peers.memory, peers.sockets, peers.file_bytes, names)
         self._group.buffer_limit = buffer_limit()
         # Bound once: these are on the path of every small collective.
         self.all_reduce = self._group.all_reduce

@@ -194,15 +194,18 @@ class TorchTransport:
             source, result = source.float(), torch.empty(target.shape, dtype=torch.float32)
         else:
             result = target
+        self._scatter(result, source, op, timeout)
+        if wide:
+            target.copy_(result)
+
+    def _scatter(self, out: torch.Tensor, x: torch.Tensor, op: str, timeout: float) -> None:
         group = self._group.group
         work = self._group.begin(
-            "reduce_scatter", lambda: _reduce_scatter(result, source, _REDUCTIONS[op], group=group, async_op=True)
+            "reduce_scatter", lambda: _reduce_scatter(out, x, _REDUCTIONS[op], group=group, async_op=True)
         )
         self._group.wait("reduce_scatter", work, timeout)
         if op == "mean":
-            result.mul_(1.0 / self.size)
-        if wide:
-            target.copy_(result)
+            out.mul_(1.0 / self.size)
 
     @_counted
     def all_gather(self, out: Any, x: Any, timeout: float) -> None:
@@ -218,7 +221,10 @@ class TorchTransport:
 
         target, source, tag = self._checked(timeout, check)
         self._agree("all_gather", source, "sum", 0, timeout, tag)
-        self._group.gather("all_gather", target.view(torch.uint8), source.view(torch.uint8), timeout)
+        self._gather(target.view(torch.uint8), source.view(torch.uint8), timeout)
+
+    def _gather(self, out: torch.Tensor, x: torch.Tensor, timeout: float) -> None:
+        self._group.gather("all_gather", out, x, timeout)
 
     @_counted
     def all_to_all(self, out: Any, x: Any, timeout: float) -> None:
@@ -270,11 +276,12 @@ class TorchTransport:
         array, source = self._checked(timeout, check)
         tensor = tensor_of(array)
         self._agree("broadcast", tensor, "sum", source, timeout, array.tag)
+        self._spread(tensor.view(torch.uint8), source, timeout)
+
+    def _spread(self, x: torch.Tensor, source: int, timeout: float) -> None:
         group = self._group.group
         root = dist.get_global_rank(group, source)
-        work = self._group.begin(
-            "broadcast", lambda: dist.broadcast(tensor.view(torch.uint8), root, group=group, async_op=True)
-        )
+        work = self._group.begin("broadcast", lambda: dist.broadcast(x, root, group=group, async_op=True))
         self._group.wait("broadcast", work, timeout)
 
     @_counted

@@ -34,14 +34,17 @@ class TorchGroup:
     Attributes:
         rank, size: rank of this process, and number of ranks.
         begun, finished: numbers of operations begun and finished; all ranks count alike.
+        on_failure: called once, with the reason, when an operation has failed and the other ranks have been told.
     """
 
     def __init__(self, group: dist.ProcessGroup, roll_call: RollCall) -> None:
         self._own: dist.ProcessGroup | None = group
         self._roll_call = roll_call
         self._pid = os.getpid()
+        self._closed = False
         self._broken = ""  # the reason, once an operation has failed
         self._broken_by: int | None = None
+        self.on_failure: Callable[[str], None] | None = None
         self.begun = self.finished = 0
         self.rank = group.rank()
         self.size = group.size()
@@ -58,17 +61,18 @@ class TorchGroup:
                 f"this communicator belongs to process {self._pid} and was inherited by a fork; make one in the new "
                 "process"
             )
-        if self._own is None:  # torch would take None for the default group
+        if self._closed:
             raise self._error("this communicator is closed")
         if self._broken:
             what = f"this communicator is broken since an earlier failure ({self._broken})"
             raise self._error(what, peer=self._broken_by)
+        assert self._own is not None  # torch would take None for the default group
         return self._own
 
     def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], timeout: float, operation: str = "all_reduce"
     ) -> None:
-        """Send and receive messages; the interface is :class:`pycomm.execute.messages.Messenger`."""
+        """Send and receive messages; the interface is :class:`pycomm.transport.messages.Messenger`."""
         # As bytes, because not every backend supports every dtype.
         group = self.group
 
@@ -100,34 +104,45 @@ class TorchGroup:
         try:
             work.wait(timedelta(seconds=timeout))
         except RuntimeError as error:
-            raise self._fail_with_culprit(operation, peer, error, time.monotonic() - start) from error
+            raise self.fail_with_culprit(operation, peer, error, time.monotonic() - start) from error
 
     def begin(self, operation: str, start: Callable[[], T], peer: int | None = None) -> T:
         """Return the result of ``start``, which begins a part of ``operation``; raise CommError if it fails."""
         try:
             return start()
         except RuntimeError as error:
-            raise self._fail_with_culprit(operation, peer, error, 0.0) from error
+            raise self.fail_with_culprit(operation, peer, error, 0.0) from error
 
-    def _fail_with_culprit(self, operation: str, peer: int | None, error: Exception, elapsed: float) -> CommError:
+    def fail_with_culprit(self, operation: str, peer: int | None, error: Exception, elapsed: float) -> CommError:
+        """Mark the group as broken by the rank that caused ``error``, possibly ``peer``; return the error to raise."""
         culprit, what = self._roll_call.culprit(peer, self.begun)
-        return self.fail(operation, culprit, f"{what or 'failed'}; torch.distributed: {error}", elapsed)
+        where = "shared memory" if isinstance(error, CommError) else "torch.distributed"
+        return self.fail(operation, culprit, f"{what or 'failed'}; {where}: {error}", elapsed)
 
     def fail(self, operation: str, peer: int | None, what: str, elapsed: float) -> CommError:
         """Mark the group as broken, tell the other ranks, and return the error to raise."""
         error = self._error(f"{what} after {elapsed:.2f} s", operation, peer, elapsed)
-        if not self._broken:
+        first = not self._broken
+        if first:
             self._broken, self._broken_by = str(error), peer
         self._roll_call.leave(peer, str(error), self.finished)
+        if first and self.on_failure is not None:
+            self.on_failure(str(error))
         return error
+
+    def sever(self) -> None:
+        """Close the connections of a broken group, so that ranks that wait for this one notice."""
+        group, self._own = self._own, None
+        if group is not None:
+            destroy_group(group)
 
     def close(self, reason: str) -> None:
         """Destroy the group, and tell ranks that still wait for this one the ``reason``."""
         # Its connections close with the last reference to it, which makes peers notice.
-        group, self._own = self._own, None
-        if group is not None:
+        if not self._closed:
+            self._closed = True
             self._roll_call.leave(self.rank, f"rank {self.rank}: {reason}", self.finished)
-            destroy_group(group)
+            self.sever()
 
     def _error(self, what: str, operation: str = "use", peer: int | None = None, elapsed: float = 0.0) -> CommError:
         return CommError.during(operation, what, rank=self.rank, peer=peer, elapsed=elapsed)

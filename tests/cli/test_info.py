@@ -19,6 +19,7 @@ def test_info_says_what_runs_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["numpy"] == np.__version__
     assert "shared_memory" in facts["transports"]
     assert "gloo" in facts["transports"]
+    assert "hierarchical" in facts["transports"]
     assert "gpus" in facts
     assert facts["nccl"].split()[0] == (pycomm.build_info()["nccl"] or "none")
 

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import torch
 
 from pycomm.errors import CommError
-from pycomm.execute.messages import run_program
 from pycomm.schedule.program import Program
 from pycomm.transport.base import Message
+from pycomm.transport.messages import run_program
 
 Result = TypeVar("Result")
 

@@ -174,6 +174,44 @@ void collectives(SharedMemoryGroup& group, int64_t count, bool in_arena, int rou
     }
 }
 
+// Likewise those whose arrays differ from rank to rank, some of them in the arena.
+void uneven(SharedMemoryGroup& group, int64_t count, bool in_arena, int rounds) {
+    const int size = group.size(), rank = group.rank();
+    auto length = [&](int from, int to) { return count * ((from + to) % 3) + 1; };
+    const auto sum = static_cast<float>(size * (size + 1) / 2);
+    std::vector<std::unique_ptr<Floats>> mine, theirs, same;
+    std::vector<Buffer> xs, outs, shared(static_cast<size_t>(size)), contributions;
+    for (int p = 0; p < size; ++p) {
+        mine.push_back(std::make_unique<Floats>(group, length(rank, p), in_arena && p % 2 == rank % 2));
+        theirs.push_back(std::make_unique<Floats>(group, length(p, rank), in_arena));
+        same.push_back(std::make_unique<Floats>(group, length(0, p), in_arena && p % 2 == 0));
+        xs.push_back(mine.back()->buffer());
+        outs.push_back(theirs.back()->buffer());
+        contributions.push_back(same.back()->buffer());
+    }
+    Floats x(group, count, in_arena), out(group, length(0, rank), in_arena);
+    for (int round = 0; round < rounds; ++round) {
+        for (auto& floats : mine) floats->fill(static_cast<float>(rank + 1));
+        group.all_to_all_v(outs, xs, kTimeout);
+        for (auto& floats : mine) floats->fill(0.0f);
+        for (int p = 0; p < size; ++p) theirs[static_cast<size_t>(p)]->require_all(static_cast<float>(p + 1), "uneven");
+        const int root = round % size;
+        x.fill(rank == root ? 7.0f : 0.0f);
+        std::vector<Buffer> received(static_cast<size_t>(size)), sent(static_cast<size_t>(size));
+        for (auto& to : sent) to = rank == root ? x.buffer() : Buffer();
+        received[static_cast<size_t>(root)] = x.buffer();  // rank's own array stays where it is
+        group.all_to_all_v(received, sent, kTimeout);
+        x.require_all(7.0f, "the same to all");
+        for (auto& floats : same) floats->fill(static_cast<float>(rank + 1));
+        group.reduce_scatter_v(out.buffer(), contributions, ReduceOp::kSum, kTimeout);
+        for (auto& floats : same) floats->fill(0.0f);
+        out.require_all(sum, "reduce_scatter_v");
+        x.fill(static_cast<float>(rank + 1));
+        group.reduce(x.buffer(), root, ReduceOp::kSum, kTimeout);
+        x.require_all(rank == root ? sum : static_cast<float>(rank + 1), "reduce");
+    }
+}
+
 void schedules(SharedMemoryGroup& group, const Programs& programs, int64_t count, bool in_arena, int rounds) {
     Floats x(group, count, in_arena);
     const auto sum = static_cast<float>(group.size() * (group.size() + 1) / 2);
@@ -243,6 +281,7 @@ int main(int argc, char** argv) {
         for (bool in_arena : {true, false}) {
             for (int64_t count : {1, 3000, 30000, 300001}) {
                 collectives(group, count, in_arena, count > 100000 ? 1 : rounds);
+                uneven(group, count, in_arena, count > 100000 ? 1 : rounds);
             }
             for (int64_t count : {7, 70001}) schedules(group, programs, count, in_arena, rounds);
         }

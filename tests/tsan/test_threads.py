@@ -49,8 +49,9 @@ class Bug:
     sizes: tuple[int, ...] = (2, 3, 4)
 
 
-COLLECTIVES, CALL, WAIT, RUN = (
+COLLECTIVES, PARTS, CALL, WAIT, RUN = (
     "csrc/transport/shared_memory/collectives.cpp",
+    "csrc/transport/shared_memory/parts.h",
     "csrc/transport/shared_memory/call.h",
     "csrc/transport/shared_memory/wait.h",
     "csrc/execute/run.cpp",
@@ -70,6 +71,9 @@ BUGS = {
         COLLECTIVES,
         "call.in_arena(root), x.num_bytes());\n        return call.step();",
         "call.in_arena(root), x.num_bytes());\n        return;",
+    ),
+    "all_to_all_v returns before the others have read": Bug(
+        PARTS, "if (any_in_arena_) call_.step();  // the others have read", "", (2, 3)
     ),
     "one staging segment instead of two": Bug(CALL, "return staging(p, segment % 2); }", "return staging(p, 0); }"),
     "one mailbox instead of two": Bug(CALL, "kControlBytes + slot_ * kMailboxBytes", "kControlBytes"),

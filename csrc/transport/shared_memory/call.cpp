@@ -32,7 +32,7 @@ Call::Call(SharedMemoryGroup& group, const char* name, double timeout)
     try {
         if (!group.broken_.empty()) {
             throw CommFailure(
-                rank(), group.failed_peer_, name, 0.0,
+                group.name_of(rank()), group.name_of(group.failed_peer_), name, 0.0,
                 format("%s: this communicator is %s (%s)", name,
                        group.closed_ ? "closed" : "broken since an earlier failure", group.broken_.c_str()));
         }
@@ -160,17 +160,17 @@ void Call::check(int waiting_for, double waited) {
         if (closed && !says_so && died < 0) died = p;
     }
     // A death is why others gave up, not the other way round.
-    if (died >= 0) fail(died, waited, format("rank %d died (its connection is closed)", died));
+    if (died >= 0) fail(died, waited, format("rank %d died (its connection is closed)", group_.name_of(died)));
     if (gave_up >= 0) fail_with(gave_up, waited);
     if (group_.closing_) fail(-1, waited, "the communicator was closed meanwhile");
     if (waited > timeout_) time_out(waiting_for, waited);
     if (waited > next_look_) look_at_processes(waited);
     try {
         group_.check_signals_();
-        require_own_process(rank(), name_, group_.pid_);  // a handler may have forked
+        require_own_process(group_.name_of(rank()), name_, group_.pid_);  // a handler may have forked
     } catch (...) {
         if (getpid() != group_.pid_) throw;
-        group_.break_for_good(group_.clock_, -1, format("rank %d: interrupted in %s", rank(), name_));
+        group_.break_for_good(group_.clock_, -1, format("rank %d: interrupted in %s", group_.name_of(rank()), name_));
         throw;
     }
 }
@@ -181,14 +181,14 @@ void Call::look_at_processes(double waited) {
     for (int p = 0; p < size(); ++p) {
         if (has_arrived(p)) continue;
         if (state_of(group_.pids_[static_cast<size_t>(p)]) != ProcessState::kDumpingCore) continue;
-        fail(p, waited, format("rank %d is dumping core", p));
+        fail(p, waited, format("rank %d is dumping core", group_.name_of(p)));
     }
 }
 
 void Call::time_out(int waiting_for, double waited) {
     for (int p = 0; p < size(); ++p) {
         if (has_arrived(p) || state_of(group_.pids_[static_cast<size_t>(p)]) != ProcessState::kStopped) continue;
-        fail(p, waited, format("timed out waiting for rank %d, whose process is stopped,", p));
+        fail(p, waited, format("timed out waiting for rank %d, whose process is stopped,", group_.name_of(p)));
     }
     // A rank that is waited for may itself wait for another: the last of the chain is the one that does something else.
     int last = waiting_for;
@@ -198,37 +198,38 @@ void Call::time_out(int waiting_for, double waited) {
         int next = control(last).awaited.load(std::memory_order_relaxed);
         if (next >= 0 && next < size() && next != rank() && !has_arrived(next)) last = next;
     }
-    fail(last, waited, format("timed out waiting for rank %d", last));
+    fail(last, waited, format("timed out waiting for rank %d", group_.name_of(last)));
 }
 
 void Call::distrust(int p) {
-    fail(p, 0.0, format("rank %d announced what cannot be: its memory was damaged, or tampered with", p));
+    fail(p, 0.0,
+         format("rank %d announced what cannot be: its memory was damaged, or tampered with", group_.name_of(p)));
 }
 
 void Call::fail_with(int p, double waited) {
     fail(cause_of(p), waited,
-         format("rank %d gave up (%s)", p, text_of(control(p).why, sizeof control(p).why).c_str()));
+         format("rank %d gave up (%s)", group_.name_of(p), text_of(control(p).why, sizeof control(p).why).c_str()));
 }
 
 void Call::fail(int peer, double waited, const std::string& what) {
-    std::string text = format("rank %d: %s: %s after %.2f s", rank(), name_, what.c_str(), waited);
+    std::string text = format("rank %d: %s: %s after %.2f s", group_.name_of(rank()), name_, what.c_str(), waited);
     group_.break_for_good(group_.clock_, peer, text);
-    throw CommFailure(rank(), peer, name_, waited, text);
+    throw CommFailure(group_.name_of(rank()), group_.name_of(peer), name_, waited, text);
 }
 
 void Call::compare() const {
     for (int p = 0; p < size(); ++p) {
         if (announced(p).kind != Kind::kRefused) continue;
         std::string reason = text_of(control(p).refusal[slot_], sizeof control(p).refusal[0]);
-        throw ArgumentError(format("%s: rank %d could not take part: %s", name_, p, reason.c_str()));
+        throw ArgumentError(format("%s: rank %d could not take part: %s", name_, group_.name_of(p), reason.c_str()));
     }
     for (int p = 1; p < size(); ++p) {
         if (announced(p).agrees_with(announced(0))) continue;
         auto call_of = [&](int q) {
             return describe(announced(q), text_of(control(q).algorithm[slot_], sizeof control(q).algorithm[0]));
         };
-        throw ArgumentError(format("the ranks disagree: rank %d called %s where rank 0 called %s", p,
-                                   call_of(p).c_str(), call_of(0).c_str()));
+        throw ArgumentError(format("the ranks disagree: rank %d called %s where rank %d called %s", group_.name_of(p),
+                                   call_of(p).c_str(), group_.name_of(0), call_of(0).c_str()));
     }
 }
 

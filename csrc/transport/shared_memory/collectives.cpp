@@ -38,17 +38,19 @@ void all_reduce_mailbox(Call& call, const Buffer& x, ReduceOp op) {
     }
 }
 
-void all_reduce_direct(Call& call, const Buffer& x, ReduceOp op) {
+// The result goes to every rank, or to one. Where it goes to one, all work on it, and x is left as it is elsewhere.
+constexpr int kEveryRank = -1;
+
+void all_reduce_direct(Call& call, const Buffer& x, ReduceOp op, int root = kEveryRank) {
     Range mine = part_of(x.count, call.rank(), call.size());
     int64_t offset = mine.begin * size_of(x.dtype);
     std::vector<void*> outs;
-    for (int p = 0; p < call.size(); ++p) outs.push_back(call.in_arena(p) + offset);
+    for (int p = 0; p < call.size(); ++p) {
+        if (root == kEveryRank || p == root) outs.push_back(call.in_arena(p) + offset);
+    }
     reduce_from(call, outs, x.dtype, op, mine.size(), [&](int p) { return call.in_arena(p) + offset; });
     call.step();
 }
-
-// The result goes to every rank, or to one. Where it goes to one, all work on it, and x is left as it is elsewhere.
-constexpr int kEveryRank = -1;
 
 void all_reduce_staged(Call& call, const Buffer& x, ReduceOp op, int root = kEveryRank) {
     const bool receives = root == kEveryRank || root == call.rank();
@@ -125,18 +127,19 @@ void SharedMemoryGroup::reduce(const Buffer& x, int root, ReduceOp op, double ti
                            [&](int p) { return p == rank_ ? x.bytes() : call.mailbox(p); });
     }
     if (!call.all_in_arenas()) return all_reduce_staged(call, x, op, root);
-    Range mine = part_of(x.count, rank_, size_);
-    const int64_t offset = mine.begin * size_of(x.dtype);
-    reduce_from(call, {call.in_arena(root) + offset}, x.dtype, op, mine.size(),
-                [&](int p) { return call.in_arena(p) + offset; });
-    call.step();
+    all_reduce_direct(call, x, op, root);
 }
 
 void SharedMemoryGroup::reduce_scatter(const Buffer& out, const Buffer& x, ReduceOp op, double timeout) {
     Call call(*this, "reduce_scatter", timeout);
+    bool in_mailbox = x.num_bytes() <= kMailboxBytes;
+    if (in_mailbox) copy(call.mailbox(rank_), x.bytes(), x.num_bytes());
     call.announce(announcement(*this, Kind::kReduceScatter, x, op, 0));
     const int64_t width = size_of(x.dtype);
     const int64_t my_part = rank_ * out.num_bytes();
+    if (in_mailbox) {
+        return reduce_from(call, {out.data}, x.dtype, op, out.count, [&](int p) { return call.mailbox(p) + my_part; });
+    }
     if (call.all_in_arenas()) {
         reduce_from(call, {out.data}, x.dtype, op, out.count, [&](int p) { return call.in_arena(p) + my_part; });
         return call.step();
@@ -148,14 +151,16 @@ void SharedMemoryGroup::reduce_scatter(const Buffer& out, const Buffer& x, Reduc
         [&](int64_t i) {
             int64_t piece = segments[i].size() * width;
             for (int p = 0; p < size_; ++p) {
+                if (p == rank_) continue;
                 const char* from = x.bytes() + p * out.num_bytes() + segments[i].begin * width;
                 copy(call.staged_input(rank_, i) + p * piece, from, piece);
             }
         },
         [&](int64_t i) {
-            int64_t piece = segments[i].size() * width;
-            reduce_from(call, {out.bytes() + segments[i].begin * width}, x.dtype, op, segments[i].size(),
-                        [&](int p) { return call.staged_input(p, i) + rank_ * piece; });
+            const int64_t piece = segments[i].size() * width, begin = segments[i].begin * width;
+            reduce_from(call, {out.bytes() + begin}, x.dtype, op, segments[i].size(), [&](int p) {
+                return p == rank_ ? x.bytes() + my_part + begin : call.staged_input(p, i) + rank_ * piece;
+            });
         });
 }
 
@@ -208,6 +213,7 @@ void SharedMemoryGroup::all_to_all(const Buffer& out, const Buffer& x, double ti
         call, segments.num(),
         [&](int64_t i) {
             for (int p = 0; p < size_; ++p) {
+                if (p == rank_) continue;
                 const char* from = x.bytes() + p * part + segments[i].begin;
                 copy(call.staged_input(rank_, i) + p * segments[i].size(), from, segments[i].size());
             }

@@ -34,7 +34,7 @@ std::shared_ptr<Arena> make_arena(Descriptor file, int size, int64_t file_bytes)
 
 SharedMemoryGroup::SharedMemoryGroup(int rank, std::shared_ptr<Arena> arena,
                                      std::vector<std::shared_ptr<Mapping>> peers, std::vector<Descriptor> sockets,
-                                     std::function<void()> check_signals)
+                                     std::function<void()> check_signals, std::vector<int> names)
     : rank_(rank),
       size_(static_cast<int>(peers.size())),
       sockets_(std::move(sockets)),
@@ -43,6 +43,7 @@ SharedMemoryGroup::SharedMemoryGroup(int rank, std::shared_ptr<Arena> arena,
       check_signals_(std::move(check_signals)),
       arena_(std::move(arena)),
       announced_(peers_.size()),
+      names_(std::move(names)),
       pid_(getpid()) {
     for (int p = 0; p < size_; ++p) {
         bases_.push_back(p == rank ? arena_->data() : peers_[static_cast<size_t>(p)]->data());
@@ -95,7 +96,7 @@ void SharedMemoryGroup::close(const std::string& why) {
 void SharedMemoryGroup::close_with_lock(const std::string& why) {
     if (closed_) return;
     closed_ = true;
-    break_for_good(clock_ + 1, -1, "rank " + std::to_string(rank_) + ": " + why);
+    break_for_good(clock_ + 1, -1, "rank " + std::to_string(name_of(rank_)) + ": " + why);
     unwatch_forks(this);
     messages_->end(why);
     sockets_.clear();
@@ -105,10 +106,10 @@ void SharedMemoryGroup::close_with_lock(const std::string& why) {
 }
 
 std::shared_ptr<Arena> SharedMemoryGroup::arena() const {
-    require_own_process(rank_, "empty", pid_);
+    require_own_process(name_of(rank_), "empty", pid_);
     std::lock_guard<std::mutex> lock(arena_mutex_);
     if (arena_ != nullptr) return arena_;
-    throw CommFailure(rank_, -1, "empty", 0.0, "empty: this communicator is closed");
+    throw CommFailure(name_of(rank_), -1, "empty", 0.0, "empty: this communicator is closed");
 }
 
 int64_t SharedMemoryGroup::offset_of(const Buffer& x) const {
@@ -117,9 +118,9 @@ int64_t SharedMemoryGroup::offset_of(const Buffer& x) const {
 }
 
 void SharedMemoryGroup::lock_for_operation(std::unique_lock<std::mutex>& lock, const char* name) {
-    require_own_process(rank_, name, pid_);
+    require_own_process(name_of(rank_), name, pid_);
     if (busy_ == std::this_thread::get_id() || messages_->is_inside()) {
-        throw CommFailure(rank_, -1, name, 0.0,
+        throw CommFailure(name_of(rank_), -1, name, 0.0,
                           format("%s: called by a signal handler while this thread is in another operation", name));
     }
     lock = std::unique_lock(mutex_, std::try_to_lock);

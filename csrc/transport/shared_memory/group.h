@@ -46,9 +46,11 @@ class Messages;
 class SharedMemoryGroup : private ForkAware {
    public:
     // peers[p]: the file of rank p; sockets[p]: connected to rank p; both nothing at [rank]. check_signals() is called
-    // now and then while waiting, in the thread that waits; what it throws ends the operation.
+    // now and then while waiting, in the thread that waits; what it throws ends the operation. names[p]: the number by
+    // which errors name rank p, for a group that is a part of another one; p itself if there are none.
     SharedMemoryGroup(int rank, std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<Mapping>> peers,
-                      std::vector<Descriptor> sockets, std::function<void()> check_signals);
+                      std::vector<Descriptor> sockets, std::function<void()> check_signals,
+                      std::vector<int> names = {});
     ~SharedMemoryGroup();
     SharedMemoryGroup(const SharedMemoryGroup&) = delete;
     SharedMemoryGroup& operator=(const SharedMemoryGroup&) = delete;
@@ -96,6 +98,7 @@ class SharedMemoryGroup : private ForkAware {
 
     char* base(int p) const { return bases_[static_cast<size_t>(p)]; }
     Control& control(int p) const;
+    int name_of(int p) const { return p < 0 || names_.empty() ? p : names_[static_cast<size_t>(p)]; }
     void lock_for_operation(std::unique_lock<std::mutex>& lock, const char* name);
     void break_for_good(uint32_t failed_step, int failed_peer, const std::string& why);
     void close_with_lock(const std::string& why);
@@ -118,6 +121,7 @@ class SharedMemoryGroup : private ForkAware {
     uint32_t clock_ = 0;                 // steps this rank has taken
     uint32_t num_calls_ = 0;             // announcements made
     std::vector<Operation> announced_;   // all ranks', of the call in progress
+    std::vector<int> names_;             // in errors; none: the ranks themselves
     int pid_;
     bool closed_ = false;
     std::string broken_;         // why, once an operation failed

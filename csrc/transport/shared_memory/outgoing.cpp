@@ -24,9 +24,8 @@ int Outgoing::cell_of(int64_t num_bytes) {
     return cell;
 }
 
-int64_t Outgoing::cost_of(int64_t num_bytes) {
-    return (kSmallestCell << cell_of(num_bytes)) + (num_bytes > kSmallBytes ? num_bytes : 0);
-}
+// Cells are larger, by half on average: what users set as the limit is about what they send.
+int64_t Outgoing::cost_of(int64_t num_bytes) { return num_bytes + kSmallestCell; }
 
 bool Outgoing::reserve(int64_t cost) {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -16,12 +16,12 @@ namespace pycomm {
 class Outgoing {
    public:
     // Messages of at most so many bytes lie in one cell with their envelope.
-    static constexpr int64_t kSmallBytes = (64 << 10) - static_cast<int64_t>(sizeof(Envelope));
+    static constexpr int64_t kSmallBytes = (8 << 10) - static_cast<int64_t>(sizeof(Envelope));
 
     // firsts[p]: where the offset of the first envelope for rank p goes.
     Outgoing(std::shared_ptr<Arena> arena, FirstEnvelope* firsts, int size);
 
-    // Bytes that a message of `num_bytes` occupies until it is taken.
+    // What a message of `num_bytes` counts for until it is taken.
     static int64_t cost_of(int64_t num_bytes);
 
     // Takes `cost` of what may be buffered, if so much is free.
@@ -44,7 +44,7 @@ class Outgoing {
 
    private:
     static constexpr int64_t kSmallestCell = 128;
-    static constexpr int kNumCells = 10;  // 128 bytes to 64 KiB
+    static constexpr int kNumCells = 7;  // 128 bytes to 8 KiB
 
     struct Letter {
         Envelope* envelope;

@@ -15,6 +15,7 @@ from pycomm.cli.arguments import integer
 from pycomm.cli.plan.report import print_calibration, print_ranking
 from pycomm.schedule.choose import SIZES, rank_algorithms
 from pycomm.schedule.network import DEFAULT_NETWORK, NETWORKS, Network
+from pycomm.transport.choice import TRANSPORTS
 
 _DESCRIPTION = f"""\
 Prices every all-reduce algorithm on a described network, by simulation: prints their ranking for one size and the
@@ -62,7 +63,7 @@ def add_parser(commands: Any) -> None:
         metavar="FILE",
         help="file that --calibrate writes",
     )
-    add("--transport", choices=("auto", "shared_memory", "torch"), default="auto", help="transport for --calibrate")
+    add("--transport", choices=TRANSPORTS, default="auto", help="transport for --calibrate")
     parser.set_defaults(run=run, parser=parser)
 
 

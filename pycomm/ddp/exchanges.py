@@ -1,0 +1,191 @@
+"""Exchanges of gradients that torch has sorted into buckets, with state that outlives the sorting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pycomm.bucket import Bucket
+from pycomm.communicator import Communicator
+from pycomm.compression import Compression, NoCompression
+from pycomm.compression.base import Exchange, Flag, Scaling, State
+
+Gradients = Sequence[torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Parameters of a bucket of torch's that travel by the same method.
+
+    Attributes:
+        indices: their places in that bucket.
+        bucket: memory of their averages.
+    """
+
+    indices: list[int]
+    bucket: Bucket
+    exchange: Exchange
+
+
+class BucketExchanges:
+    """Exchanges of one bucket of torch's: of the parameters that a method applies to, and of the others.
+
+    Args:
+        names: names of ``params``, by which state is kept.
+        params: the bucket's parameters, in the order in which its buffer holds their gradients.
+        method: compression method.
+        communicator: the ranks to average over.
+        algorithm: name of the algorithm of dense sums.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        params: Sequence[torch.Tensor],
+        method: Compression,
+        communicator: Communicator,
+        algorithm: str,
+    ) -> None:
+        self.params = list(params)
+        self.names = list(names)
+        groups: dict[bool, list[int]] = {}
+        for i, param in enumerate(params):
+            groups.setdefault(method.applies_to(param), []).append(i)
+        self.parts = []
+        for compressed, indices in groups.items():
+            bucket = Bucket([names[i] for i in indices], [params[i] for i in indices], communicator, algorithm)
+            chosen = method if compressed else method.otherwise or NoCompression()
+            self.parts.append(Part(indices, bucket, chosen.make(bucket, communicator)))
+
+    def is_of(self, params: Sequence[torch.Tensor]) -> bool:
+        """Return whether these are the exchanges of ``params``, in that order."""
+        return len(params) == len(self.params) and all(a is b for a, b in zip(params, self.params, strict=True))
+
+    def exchange(self, grads: Gradients, scaling: Scaling) -> None:
+        """Send ``grads`` (``None``: not used on this rank) and receive those of all ranks."""
+        for part in self.parts:
+            part.exchange.exchange([grads[i] for i in part.indices], scaling)
+
+    def finish(self, finite: Flag) -> None:
+        """Commit state if ``finite``; write the averages, and zeros for what no rank used."""
+        for part in self.parts:
+            part.exchange.finish(finite)
+            # No rank counts such a parameter's step, so that what is left of earlier ones has not been sent either.
+            for view, used in zip(part.bucket.views, part.exchange.used(), strict=True):
+                if not used:
+                    view.zero_()
+
+    def averages(self, buffer: torch.Tensor, grads: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the averages as one flat tensor, in the order of ``params``.
+
+        Args:
+            buffer: flat tensor that may be overwritten, and returned.
+            grads: views of ``buffer``, one for each parameter.
+        """
+        if len(self.parts) == 1:
+            return self.parts[0].bucket.flat
+        self.write(grads)
+        return buffer
+
+    def write(self, grads: Sequence[torch.Tensor]) -> None:
+        """Copy the averages to ``grads``, one tensor for each parameter."""
+        for part in self.parts:
+            torch._foreach_copy_([grads[i] for i in part.indices], part.bucket.views)
+
+    def state(self) -> State:
+        """Return what the exchanges carry from step to step (not copied)."""
+        return {name: entry for part in self.parts for name, entry in part.exchange.state().items()}
+
+    def load_state(self, state: State) -> None:
+        """Take back what :meth:`state` gave; parameters that are missing stay as they are."""
+        for part in self.parts:
+            known = {name: state[name] for name in part.bucket.names if name in state}
+            if known:
+                part.exchange.load_state(known)
+
+
+class Sorting:
+    """Exchanges by the number of torch's bucket. They are made anew when torch sorts its parameters anew.
+
+    DistributedDataParallel does so after its first backward pass, in the order in which gradients came.
+    State then follows its parameter into the bucket that it has come to.
+
+    Args:
+        names: the parameters' names, by ``id``.
+        method, communicator, algorithm: see :class:`BucketExchanges`.
+    """
+
+    def __init__(
+        self, names: Mapping[int, str], method: Compression, communicator: Communicator, algorithm: str
+    ) -> None:
+        self._names, self._method = names, method
+        self._communicator, self._algorithm = communicator, algorithm
+        self._by_index: dict[int, BucketExchanges] = {}
+        self._homeless: State = {}  # state of parameters whose new bucket has not come yet
+        self._bytes_sent = 0  # by exchanges that are no more
+
+    def __len__(self) -> int:
+        return len(self._by_index)
+
+    def __getitem__(self, index: int) -> BucketExchanges:
+        return self._by_index[index]
+
+    def of(self, index: int, params: Sequence[torch.Tensor]) -> BucketExchanges:
+        """Return the exchanges of bucket ``index``, which now has ``params``; make them if it had others before."""
+        found = self._by_index.get(index)
+        if found is not None and found.is_of(params):
+            return found
+        for number in [number for number in self._by_index if number >= index]:
+            self._retire(self._by_index.pop(number))
+        names = [self._name_of(param) for param in params]
+        made = BucketExchanges(names, params, self._method, self._communicator, self._algorithm)
+        made.load_state({name: self._homeless.pop(name) for name in names if name in self._homeless})
+        self._by_index[index] = made
+        return made
+
+    def _name_of(self, param: torch.Tensor) -> str:
+        try:
+            return self._names[id(param)]
+        except KeyError:
+            raise ValueError(
+                f"a parameter of shape {list(param.shape)} has come to the model since register(), where it had no "
+                "name: remove() the handle and register again"
+            ) from None
+
+    def _retire(self, old: BucketExchanges) -> None:
+        self._homeless.update(old.state())
+        self._bytes_sent += sum(part.exchange.bytes_sent for part in old.parts)
+
+    def exchanges(self) -> Iterator[Exchange]:
+        """Yield the exchanges of all buckets."""
+        for exchanges in self._by_index.values():
+            for part in exchanges.parts:
+                yield part.exchange
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes that this rank has handed to the transport."""
+        return self._bytes_sent + sum(exchange.bytes_sent for exchange in self.exchanges())
+
+    def state(self) -> State:
+        """Return the state of all parameters, by name (not copied)."""
+        state = dict(self._homeless)
+        for exchanges in self._by_index.values():
+            state.update(exchanges.state())
+        return state
+
+    def load_state(self, state: State) -> None:
+        """Take back what :meth:`state` gave; parameters that are missing stay as they are."""
+        for name, entry in self._homeless.items():
+            for key, tensor in entry.items():
+                if key in state.get(name, {}):
+                    tensor.copy_(state[name][key])
+        for exchanges in self._by_index.values():
+            exchanges.load_state(state)
+
+    def clear(self) -> None:
+        """Forget all exchanges, and release their memory."""
+        self._by_index.clear()
+        self._homeless.clear()

@@ -1,0 +1,273 @@
+"""Communication hook of DistributedDataParallel, which averages gradients by any compression method."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from pycomm.communicator import DEFAULT_TIMEOUT, Communicator
+from pycomm.compression import Compression
+from pycomm.ddp.exchanges import Sorting
+from pycomm.ddp.settings import Settings, checked_settings
+from pycomm.ddp.steps import Steps, weighting_of
+from pycomm.reducer.agreement import agreed
+from pycomm.reducer.broadcast import check_same_lines, signature
+from pycomm.reducer.buckets import method_stats, nonfinite_source
+from pycomm.reducer.checkpoint import gather_state, select_state
+from pycomm.reducer.parameters import check_parameters
+from pycomm.torch_internals import GradBucket, communication_hooks, divides_by_active_ranks, zero_buckets
+
+
+def register(
+    ddp_model: DistributedDataParallel,
+    *,
+    compression: Compression | str | None = None,
+    loss_scaler: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    algorithm: str = "auto",
+    timeout: timedelta | float = DEFAULT_TIMEOUT,
+) -> HookHandle:
+    """Let ``ddp_model`` average its gradients through pycomm from now on, with ``compression`` if wanted.
+
+    DistributedDataParallel stays what it is: buckets, ``no_sync()``, ``join()``, ``static_graph``,
+    ``find_unused_parameters`` and ``gradient_as_bucket_view`` work as before, and so do optimizers, GradScaler
+    and checkpoints. Its buckets travel over a :class:`pycomm.Communicator` on ``ddp_model.process_group``, of
+    whatever backend. Collective.
+
+    Args:
+        ddp_model: the wrapped model; it must have no communication hook yet, nor ``mixed_precision``.
+        compression: as for :func:`pycomm.attach`; ``None`` sends gradients as they are.
+        loss_scaler: the :class:`pycomm.LossScaler` or ``torch.amp.GradScaler`` in use, or any object with the
+            same ``scale`` method. Required by methods that carry state, which is kept without the loss scale.
+            After a step with an overflow on any rank the state is as before, and gradients are NaN on all.
+        optimizer: the optimizer in use, to be told here if the method does not suit it, as DGC and momentum.
+        algorithm: name of the algorithm that sums dense buckets; see ``Communicator.all_reduce``.
+        timeout: limit of every wait for a peer; seconds or ``timedelta``.
+
+    Returns:
+        The handle of the hook, which lives as long as ``ddp_model``, even if you do not keep it.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+        TypeError, ValueError: an argument is wrong, the model has a hook already or sparse gradients, or the
+            ranks' settings differ (on every rank). Nothing is left behind in that case.
+    """
+    request = _check_request(ddp_model, compression, loss_scaler, optimizer, algorithm)
+    communicator = Communicator(getattr(ddp_model, "process_group", None), timeout)
+    try:
+        settings = agreed(communicator, request, "register")
+        check_same_lines(communicator, settings.lines(), "setting")
+        names = dict(ddp_model.module.named_parameters())
+        check_same_lines(communicator, [f"{name}: {signature(p)}" for name, p in names.items()], "parameter")
+        communicator.all_reduce(torch.zeros(1), algorithm=algorithm)  # raises here if there is no such algorithm
+        return _install(ddp_model, names, communicator, settings)
+    except BaseException:
+        communicator.close()
+        raise
+
+
+def _check_request(
+    ddp_model: Any, compression: Any, loss_scaler: Any, optimizer: Any, algorithm: Any
+) -> Settings | Exception:
+    """Return the checked settings, or the error of this rank's arguments: the other ranks have to be told first."""
+    try:
+        if not isinstance(ddp_model, DistributedDataParallel):
+            raise TypeError(
+                f"ddp_model is a {type(ddp_model).__name__}, wanted a DistributedDataParallel; for a plain module, use "
+                "pycomm.attach"
+            )
+        _slot_of(ddp_model)
+        sparse = [name for name, module in ddp_model.module.named_modules() if getattr(module, "sparse", False)]
+        if sparse:
+            raise ValueError(f"{sparse[0]!r} has sparse=True; pycomm reduces dense gradients")
+        check_parameters({name: p for name, p in ddp_model.module.named_parameters() if p.requires_grad})
+        return checked_settings(compression, loss_scaler, optimizer, algorithm)
+    except (TypeError, ValueError) as error:
+        return error
+
+
+class _Slot:
+    """Place of a handle in a DistributedDataParallel, which takes one hook for good.
+
+    Attributes:
+        handle: what averages; ``None`` once it has been removed: DistributedDataParallel's own all-reduce then.
+        group: the process group of the model.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.handle: HookHandle | None = None
+        self.group = group
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_Slot, ())  # a copy of the model averages over the default group, as torch does
+
+
+def _pycomm_hook(slot: _Slot, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations as objects
+    if slot.handle is None:
+        group: Any = slot.group or dist.group.WORLD
+        return allreduce_hook(group, bucket)
+    return slot.handle._take(bucket)
+
+
+def _slot_of(ddp_model: DistributedDataParallel) -> _Slot | None:
+    """Return the slot that an earlier handle has left; ``None`` if the model never had a hook.
+
+    Raises:
+        ValueError: there is a hook.
+    """
+    for hook, state in communication_hooks(ddp_model):
+        if not isinstance(state, _Slot):
+            name = getattr(hook, "__qualname__", type(hook).__name__)
+            own = ddp_model.mixed_precision is not None
+            advice = "use autocast in place of mixed_precision=" if own else "wrap the model anew, without it"
+            raise ValueError(f"ddp_model already has a communication hook, {name}, and takes only one: {advice}")
+        if state.handle is not None:
+            raise ValueError("ddp_model already has a hook of pycomm's: remove() its handle first")
+        return state
+    return None
+
+
+def _install(
+    ddp_model: DistributedDataParallel,
+    names: Mapping[str, torch.Tensor],
+    communicator: Communicator,
+    settings: Settings,
+) -> HookHandle:
+    """Make the handle and put it into the model, on all ranks or on none."""
+    slot = _slot_of(ddp_model)
+    try:
+        handle: HookHandle | Exception = HookHandle(ddp_model, names, communicator, settings)
+        if slot is None:
+            slot = _Slot(ddp_model.process_group)
+            ddp_model.register_comm_hook(slot, _pycomm_hook)
+    except Exception as error:
+        handle = error
+    made = agreed(communicator, handle, "register")
+    assert slot is not None
+    slot.handle = made
+    made._slot = slot
+    return made
+
+
+class HookHandle:
+    """Handle of pycomm's communication hook in a DistributedDataParallel. Made by :func:`pycomm.ddp.register`."""
+
+    _last_stats: Mapping[str, Any] = MappingProxyType({})
+    _slot: _Slot | None = None
+
+    def __init__(
+        self,
+        ddp_model: DistributedDataParallel,
+        names: Mapping[str, torch.Tensor],
+        communicator: Communicator,
+        settings: Settings,
+    ) -> None:
+        # Weakly: the model holds its hook where the garbage collector does not see it.
+        self._model = weakref.ref(ddp_model)
+        self._group = ddp_model.process_group
+        self._communicator, self._settings = communicator, settings
+        self._params = list(names.values())  # an id stays that of the same parameter
+        by_id = {id(param): name for name, param in names.items()}
+        self._sorting = Sorting(by_id, settings.method, communicator, settings.algorithm)
+        device = next(p.device for p in self._params if p.requires_grad)
+        self._steps = Steps(self._sorting, communicator, settings, device)
+        for bucket in zero_buckets(ddp_model):  # so that state can be loaded before the first step
+            self._sorting.of(bucket.index(), bucket.parameters())
+
+    def _take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        model = self._model()
+        assert model is not None, "the hook is called by its model"
+        if model.process_group is not self._group:
+            raise RuntimeError("the model has another process group now: remove() this handle and register again")
+        weighting = weighting_of(divides_by_active_ranks(model))
+        # A gradient that was not computed is one of zeros in the bucket.
+        return self._steps.take(bucket, weighting, model.find_unused_parameters or model.static_graph)
+
+    def stats(self) -> dict[str, Any]:
+        """Return the counters since :func:`pycomm.ddp.register`.
+
+        Returns:
+            ``bytes_sent`` (payload bytes that this rank has handed to the transport), ``steps`` (backward
+            passes that were averaged), ``wait_seconds`` (time for which communication held up
+            ``backward()``; on a GPU only the host's part of it), ``nonfinite_steps`` (those that left
+            compression state unchanged because of non-finite gradients), ``last_nonfinite`` (source of
+            the last such gradient, or ``None``), ``num_buckets`` (of DistributedDataParallel),
+            ``transport``, and the method's own, as in ``Reducer.stats``.
+        """
+        if self._is_removed:
+            return dict(self._last_stats)
+        steps, exchanges = self._steps, list(self._sorting.exchanges())
+        nonfinite_steps = int(steps.counts.nonfinite)
+        source = nonfinite_source(exchanges) or "a sum over the ranks" if nonfinite_steps else None
+        return {
+            "bytes_sent": self._sorting.bytes_sent,
+            "steps": steps.num_steps,
+            "wait_seconds": steps.wait_seconds,
+            "nonfinite_steps": nonfinite_steps,
+            "last_nonfinite": source,
+            "num_buckets": len(self._sorting),
+            "transport": "nccl" if self._params[0].is_cuda else self._communicator.transport,
+            **method_stats(exchanges),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that compression carries from step to step on *this* rank, to be saved by every rank.
+
+        The format is that of ``Reducer.state_dict``, with the names of ``ddp_model.module``: what one
+        has saved, the other loads. It loads with ``torch.load(weights_only=True)``.
+        """
+        self._require_between_steps("state_dict")
+        steps = int(self._steps.counts.committed)
+        return gather_state(self._sorting.state(), self._settings.method, self._communicator, steps)
+
+    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]], *, strict: bool = True) -> None:
+        """Load state that :meth:`state_dict`, or ``Reducer.state_dict``, returned.
+
+        Args:
+            state: this rank's own dict, one dict with the ``ranks`` of all, or the list of all ranks'
+                dicts. If it comes from a different number of ranks, residuals and velocities are
+                redistributed so that their sums over the ranks are kept.
+            strict: raise ValueError for missing or unknown parameters and for another method's state,
+                instead of loading what fits.
+
+        Raises:
+            ValueError: a single dict is of another rank or world size, or method, names or shapes do not match.
+        """
+        self._require_between_steps("load_state_dict")
+        given = state if isinstance(state, dict) else list(state)
+        current, method = self._sorting.state(), self._settings.method
+        chosen, steps = select_state(given, current, method, self._communicator, strict)
+        self._sorting.load_state(chosen)
+        self._steps.counts.committed.fill_(steps)
+
+    def remove(self) -> None:
+        """Leave averaging to DistributedDataParallel's own all-reduce again, and release all resources. Idempotent.
+
+        Call it on all ranks between the same steps. What compression has not sent yet is lost;
+        :meth:`state_dict` has it until then. :func:`pycomm.ddp.register` may be called again.
+        """
+        if self._is_removed:
+            return
+        self._last_stats = self.stats()
+        assert self._slot is not None
+        self._slot.handle, self._slot = None, None
+        self._communicator.close(self._steps.stopped or None)
+        self._sorting.clear()
+
+    @property
+    def _is_removed(self) -> bool:
+        return self._slot is None
+
+    def _require_between_steps(self, what: str) -> None:
+        if self._is_removed:
+            raise RuntimeError(f"{what}() after remove()")
+        if self._steps.is_open and not self._steps.stopped:
+            raise RuntimeError(f"{what}() inside backward: call it between steps")

@@ -1,0 +1,268 @@
+"""Averages between the replicas of a model that FSDP2 shards, by any compression method."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from pycomm.communicator import DEFAULT_TIMEOUT, Communicator
+from pycomm.compression import Compression
+from pycomm.ddp.replicas import ReplicaSteps, Shards, state_of
+from pycomm.ddp.settings import Settings, checked_settings
+from pycomm.reducer.agreement import agreed
+from pycomm.reducer.broadcast import broadcast_tensors, check_same_lines
+from pycomm.reducer.buckets import method_stats, nonfinite_source
+from pycomm.reducer.checkpoint import gather_state, select_state
+from pycomm.torch_internals import ShardedGroup, sharded_groups
+from pycomm.transport.own_group import group_of
+
+Modules = dict[torch.nn.Module, tuple[list[str], ShardedGroup]]
+"""Modules given to ``fully_shard``, each with the names of its parameters and what torch has made of them."""
+
+
+def register_hsdp(
+    model: torch.nn.Module,
+    process_group: dist.ProcessGroup | DeviceMesh,
+    *,
+    compression: Compression | str | None = None,
+    loss_scaler: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    algorithm: str = "auto",
+    timeout: timedelta | float = DEFAULT_TIMEOUT,
+) -> HsdpHandle:
+    """Average the gradients of a model between its replicas from now on, each of which FSDP2 shards.
+
+    The second dimension of hybrid sharding, by pycomm::
+
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+        for block in (*model.blocks, model):
+            fully_shard(block, mesh=mesh["shard"])
+        handle = pycomm.ddp.register_hsdp(model, mesh["replicate"], compression=pycomm.TopK(0.01))
+
+    What FSDP has reduced and scattered inside a replica, ``process_group`` averages over the replicas, through
+    ``set_all_reduce_hook`` of every module that was given to ``fully_shard``. Collective over all ranks of the mesh;
+    the parameters and buffers of the first replica are copied to the others.
+
+    Args:
+        model: model whose modules were given to ``fully_shard`` with a mesh of the shard dimension alone.
+        process_group: the ranks that have the same shard in every replica, this one among them; a group, or a
+            one-dimensional ``DeviceMesh``.
+        compression, loss_scaler, algorithm, timeout: as for :func:`pycomm.ddp.register`. Where a gradient is not
+            finite on some rank, all are NaN on all ranks after ``backward()``. DGC's ``weight_decay`` is refused.
+        optimizer: likewise.
+
+    Returns:
+        The handle, which lives as long as ``model``, even if you do not keep it.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+        TypeError, ValueError: an argument is wrong, modules replicate by themselves or have a hook already, or
+            the replicas' settings or parameters differ (on every rank of the group).
+    """
+    request = _check_request(model, compression, loss_scaler, optimizer, algorithm)
+    communicator = Communicator(process_group, timeout)
+    made = [communicator]
+    try:
+        settings, modules = agreed(communicator, request, "register")
+        check_same_lines(communicator, settings.lines(), "setting")
+        check_same_lines(communicator, _lines(modules), "parameter")
+        communicator.all_reduce(torch.zeros(1), algorithm=algorithm)  # raises here if there is no such algorithm
+        tensors = [param.to_local() for _, group in modules.values() for param in group.params]  # type: ignore[attr-defined]
+        broadcast_tensors(communicator, [*tensors, *model.buffers()], src=0)
+        made.append(Communicator(next(iter(modules.values()))[1].shard_group, timeout))
+        return HsdpHandle(modules, communicator, made[1], settings, group_of(process_group))
+    except BaseException:
+        for each in made:
+            each.close()
+        raise
+
+
+def _check_request(
+    model: Any, compression: Any, loss_scaler: Any, optimizer: Any, algorithm: Any
+) -> tuple[Settings, Modules] | Exception:
+    """Return settings and modules, or the error of this rank's arguments: the other ranks have to be told first."""
+    try:
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}, wanted a torch.nn.Module given to fully_shard")
+        settings = checked_settings(compression, loss_scaler, optimizer, algorithm)
+        if getattr(settings.method, "weight_decay", 0.0):
+            raise ValueError(f"{settings.method!r} of sharded parameters: leave weight decay to the optimizer")
+        return settings, _modules_of(model)
+    except (TypeError, ValueError) as error:
+        return error
+
+
+def _modules_of(model: torch.nn.Module) -> Modules:
+    names = {id(param): name for name, param in model.named_parameters()}
+    found: Modules = {}
+    for where, module in model.named_modules():
+        groups = sharded_groups(module) if hasattr(module, "set_all_reduce_hook") else []
+        for group in groups:
+            _check_group(where or type(model).__name__, group, len(groups))
+            found[module] = [names[id(param)] for param in group.params], group
+    if not found:
+        raise ValueError(
+            f"model is a {type(model).__name__} without sharded parameters, wanted one whose modules were given to "
+            "fully_shard (of torch 2.6 or newer)"
+        )
+    covered = {name for of_module, _ in found.values() for name in of_module}
+    missed = [name for name, param in model.named_parameters() if param.requires_grad and name not in covered]
+    if missed:
+        raise ValueError(f"parameter {missed[0]!r} is not sharded: give the model itself to fully_shard, too")
+    if len({group.shard_group for _, group in found.values()}) > 1:
+        raise ValueError("modules are sharded over different groups, wanted one mesh for all")
+    return found
+
+
+def _check_group(where: str, group: ShardedGroup, number: int) -> None:
+    if number > 1:
+        raise ValueError(f"module {where!r} has several meshes (shard_placement_fn), wanted one")
+    if group.replicates:
+        raise ValueError(
+            f"module {where!r} is sharded over a mesh of two dimensions, and averages its replicas itself: give "
+            'fully_shard the shard dimension alone, mesh["shard"]'
+        )
+    if group.hook is not None and not isinstance(group.hook, _PlainMean):
+        raise ValueError(f"module {where!r} already has an all-reduce hook: take it out, or remove() its handle, first")
+    if any(param.is_meta for param in group.params):
+        raise ValueError(f"parameters of module {where!r} are on the meta device, wanted them initialised")
+
+
+def _lines(modules: Modules) -> list[str]:
+    lines = []
+    for names, group in modules.values():
+        shapes = zip(names, group.params, group.shapes, strict=True)
+        lines += [f"{name}: {list(p.shape)} as {list(shape)} {group.dtype}" for name, p, shape in shapes]
+    return lines
+
+
+class _Average:
+    """Hook of one module."""
+
+    def __init__(self, handle: HsdpHandle, shards: Shards) -> None:
+        self._handle, self._shards = handle, shards
+
+    def __call__(self, reduced: torch.Tensor) -> None:
+        self._handle._steps.average(self._shards, reduced)
+
+
+class _PlainMean:
+    """Hook that a handle leaves behind when it is removed."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def __call__(self, reduced: torch.Tensor) -> None:
+        dist.all_reduce(reduced, group=self._group)
+        reduced /= self._group.size()
+
+
+class HsdpHandle:
+    """Handle of the averages between replicas. Made by :func:`pycomm.ddp.register_hsdp`; methods as HookHandle's."""
+
+    _last_stats: Mapping[str, Any] = MappingProxyType({})
+    _removed = False
+
+    def __init__(
+        self,
+        modules: Modules,
+        communicator: Communicator,
+        shard_communicator: Communicator,
+        settings: Settings,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._communicator, self._shard_communicator, self._settings = communicator, shard_communicator, settings
+        self._group = group
+        self._shards = {m: Shards(each, names, communicator, settings) for m, (names, each) in modules.items()}
+        device = next(iter(self._shards.values())).exchanges.params[0].device
+        self._steps = ReplicaSteps(communicator, shard_communicator, settings, device)
+        for module, shards in self._shards.items():
+            module.set_all_reduce_hook(_Average(self, shards))  # type: ignore[operator]
+
+    def stats(self) -> dict[str, Any]:
+        """Return the counters since :func:`pycomm.ddp.register_hsdp`.
+
+        Returns:
+            ``bytes_sent`` to other replicas, ``steps``, ``wait_seconds`` (in the hooks), ``nonfinite_steps``,
+            ``last_nonfinite``, ``num_buckets`` (modules), ``transport``, and the method's own, as in
+            ``HookHandle.stats``.
+        """
+        if self._removed:
+            return dict(self._last_stats)
+        steps = self._steps
+        exchanges = [part.exchange for shards in self._shards.values() for part in shards.exchanges.parts]
+        nonfinite_steps = int(steps.counts.nonfinite)
+        source = nonfinite_source(exchanges) or "another shard, or a sum" if nonfinite_steps else None
+        return {
+            "bytes_sent": sum(exchange.bytes_sent for exchange in exchanges),
+            "steps": steps.num_steps,
+            "wait_seconds": steps.seconds,
+            "nonfinite_steps": nonfinite_steps,
+            "last_nonfinite": source,
+            "num_buckets": len(self._shards),
+            "transport": "nccl" if steps.counts.committed.is_cuda else self._communicator.transport,
+            **method_stats(exchanges),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that compression carries on *this* rank, to be saved by every rank of the mesh.
+
+        As ``HookHandle.state_dict``, with tensors of the shards' shapes, and two more keys: ``shard`` and
+        ``num_shards``. Ranks under ``ranks`` are those of the group of replicas.
+        """
+        self._require_between_steps("state_dict")
+        steps, shard = int(self._steps.counts.committed), self._shard_communicator
+        state = gather_state(state_of(self._shards), self._settings.method, self._communicator, steps)
+        return {**state, "shard": shard.rank, "num_shards": shard.size}
+
+    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]], *, strict: bool = True) -> None:
+        """Load state that :meth:`state_dict` returned.
+
+        Args:
+            state: this rank's own dict, or the list of the dicts of all replicas of this shard: with a different
+                number of replicas, residuals and velocities are redistributed so that their sums are kept.
+            strict: as for ``HookHandle.load_state_dict``.
+
+        Raises:
+            ValueError: it is of another shard or number of shards, or of another rank or world size, or method,
+                names or shapes do not match.
+        """
+        self._require_between_steps("load_state_dict")
+        given = [state] if isinstance(state, dict) else list(state)
+        here = {"shard": self._shard_communicator.rank, "num_shards": self._shard_communicator.size}
+        for each in given:
+            for key, wanted in here.items():
+                if isinstance(each, dict) and each.get(key) != wanted:
+                    raise ValueError(f"state[{key!r}] is {each.get(key)!r}, wanted {wanted}: shards are not cut anew")
+        current, method = state_of(self._shards), self._settings.method
+        chosen, steps = select_state(given, current, method, self._communicator, strict)
+        for shards in self._shards.values():
+            shards.exchanges.load_state(chosen)
+        self._steps.counts.committed.fill_(steps)
+
+    def remove(self) -> None:
+        """Leave the averages to torch's plain all-reduce over the same group, and release all resources. Idempotent.
+
+        Call it on all ranks between the same steps. What compression has not sent yet is lost.
+        """
+        if self._removed:
+            return
+        self._last_stats = self.stats()
+        self._removed = True
+        for module in self._shards:
+            module.set_all_reduce_hook(_PlainMean(self._group))  # type: ignore[operator]
+        self._shards.clear()
+        for communicator in (self._communicator, self._shard_communicator):
+            communicator.close(self._steps.stopped or None)
+
+    def _require_between_steps(self, what: str) -> None:
+        if self._removed:
+            raise RuntimeError(f"{what}() after remove()")
+        if self._steps.is_open and not self._steps.stopped:
+            raise RuntimeError(f"{what}() inside backward: call it between steps")

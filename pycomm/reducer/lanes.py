@@ -1,0 +1,65 @@
+"""Lanes: communicators over the same ranks by which several buckets are in flight at once.
+
+Between hosts an all-reduce leaves the link idle now and then: while ranks reduce what came, wake up, or wait
+for a slower one. A second one fills these gaps. Each lane has a thread and connections of its own; on all
+ranks bucket i takes lane i modulo their number, so that the operations of a lane come in the same order
+everywhere. Ranks of one host have one lane: their memory is never idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from pycomm.communicator import Communicator
+from pycomm.cost.auto import Auto
+from pycomm.reducer.settings import Settings
+
+_NUM_LANES = 2
+_FIRST_BYTES = 1 << 20
+"""Size of the first bucket between hosts: so the link has work as soon as the last layers' gradients are there."""
+
+
+def open_lanes(
+    communicator: Communicator,
+    process_group: dist.ProcessGroup | DeviceMesh | None,
+    timeout: timedelta | float,
+    settings: Settings,
+    on_gpu: bool,
+) -> list[Communicator]:
+    """Return the lanes, ``communicator`` the first of them, which closes the others with itself. Collective.
+
+    ``Auto`` has one: it measures the link, which nothing else may use meanwhile.
+
+    Args:
+        communicator: of the attach.
+        process_group, timeout: what it was made of.
+        settings: of the attach.
+        on_gpu: whether the gradients are on a GPU, and so do not travel over the transport.
+    """
+    lanes = [communicator]
+    if on_gpu or not is_remote(communicator) or isinstance(settings.compression, Auto):
+        return lanes
+    while len(lanes) < _NUM_LANES:
+        lane = Communicator(process_group, timeout, transport=communicator.transport)
+        communicator.channel.companions.append(lane.channel)
+        lanes.append(lane)
+    return lanes
+
+
+def is_remote(communicator: Communicator) -> bool:
+    """Return whether the ranks are on several hosts."""
+    return communicator.transport != "shared_memory"
+
+
+def first_bytes(lanes: Sequence[Communicator], settings: Settings, on_gpu: bool) -> int:
+    """Return the size of the first bucket, in bytes of gradients: small where the link would otherwise wait for it.
+
+    Not where a method has much to do for each bucket and little to send.
+    """
+    if on_gpu or not is_remote(lanes[0]) or settings.compression.transactional:
+        return settings.bucket_bytes
+    return min(settings.bucket_bytes, int(_FIRST_BYTES / settings.compression.sent_fraction))

@@ -1,0 +1,74 @@
+"""Hosts of a group: which ranks can share memory, by what they tell of their hosts when they meet."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_LOG = logging.getLogger("pycomm")
+_NAMESPACES = ("network namespace", "process namespace", "user namespace", "user")
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Ranks of a group by host, as rank ``rank`` sees them.
+
+    Attributes:
+        rank: this rank.
+        ranks: for each host its ranks, in rising order; hosts in the order of their first ranks.
+        host: index of this rank's host.
+    """
+
+    rank: int
+    ranks: tuple[tuple[int, ...], ...]
+    host: int
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks of this host."""
+        return self.ranks[self.host]
+
+    @property
+    def local_rank(self) -> int:
+        """Index of this rank among those of its host."""
+        return self.members.index(self.rank)
+
+    @property
+    def are_one(self) -> bool:
+        """Whether all ranks are on one host."""
+        return len(self.ranks) == 1
+
+    @property
+    def are_shared(self) -> bool:
+        """Whether there are several hosts, and one of them has several ranks."""
+        return len(self.ranks) > 1 and any(len(members) > 1 for members in self.ranks)
+
+
+def hosts_of(rank: int, greetings: Sequence[Mapping[str, Any]]) -> Hosts:
+    """Return the hosts of the ranks that greeted so (:func:`pycomm.transport.rendezvous.introduction`)."""
+    by_host: dict[str, list[int]] = {}
+    for p, greeting in enumerate(greetings):
+        by_host.setdefault(greeting["host"], []).append(p)
+    names = list(by_host)
+    return Hosts(rank, tuple(tuple(by_host[name]) for name in names), names.index(greetings[rank]["host"]))
+
+
+def log_walls(rank: int, greetings: Sequence[Mapping[str, Any]], transport: str) -> None:
+    """Log, once, why this rank shares a machine with another one, but no memory, so that ``transport`` is used."""
+    mine = str(greetings[rank]["host"]).split("/")
+    for p, greeting in enumerate(greetings):
+        theirs = str(greeting["host"]).split("/")
+        if len(theirs) != len(mine) or theirs[0] != mine[0] or theirs == mine:
+            continue
+        walls = [wall for wall, a, b in zip(_NAMESPACES, mine[1:], theirs[1:], strict=False) if a != b]
+        _LOG.warning(
+            "ranks %d and %d are on one machine but share no memory, as each has its own %s: transport %r is used; "
+            "containers share memory if they are started with the same network, pid and user namespaces",
+            rank,
+            p,
+            " and ".join(walls),
+            transport,
+        )
+        return
