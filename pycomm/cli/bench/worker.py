@@ -1,4 +1,4 @@
-"""Rank that a launcher such as MPI's has started: ``python -m bench.common.worker MODULE:CLASS``.
+"""Rank that a launcher such as MPI's has started: ``python worker.py MODULE:CLASS``, by the path of this file.
 
 Imports nothing but the standard library: a rank has what its worker imports, and no torch where that has none.
 """
@@ -76,4 +76,5 @@ def _end_with_driver(descriptor: int) -> None:
 
 
 if __name__ == "__main__":
+    sys.path.pop(0)  # this directory: its modules are found as parts of the package
     answer_driver(sys.argv[1])

@@ -22,9 +22,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
-from bench import ROOT
-from bench.common.processes import kill_session
-from bench.common.worker import DRIVER, PATIENCE_SECONDS, TOKEN, Pipe, over, serve
+from pycomm.cli.bench import worker as worker_module
+from pycomm.cli.bench.processes import kill_session
+from pycomm.cli.bench.worker import DRIVER, PATIENCE_SECONDS, TOKEN, Pipe, over, serve
 from pycomm.cli.launch import LocalRanks, RankError, join
 
 # Autograd allocates fresh gradients in every step. By default the allocator gives them back to the
@@ -142,10 +142,11 @@ def _launched(
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         token = secrets.token_hex(16)
-        # The ranks import the same bench as the driver, wherever that was started.
-        search = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-        own = {DRIVER: str(server.getsockname()[1]), TOKEN: token, "PYTHONPATH": os.pathsep.join(filter(None, search))}
-        command = [*launcher, "-n", str(size), sys.executable, "-m", "bench.common.worker", worker]
+        # The ranks import what the driver imports, wherever that was started: by file, as `-m` would put the current
+        # directory first, which may be a source tree without the extension.
+        search = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        own = {DRIVER: str(server.getsockname()[1]), TOKEN: token, "PYTHONPATH": search}
+        command = [*launcher, "-n", str(size), sys.executable, str(worker_module.__file__), worker]
         # A session of its own: Ctrl-C must reach the driver alone, which then ends its ranks in order.
         process = subprocess.Popen(
             command, env={**os.environ, **variables, **own}, stdin=subprocess.DEVNULL, start_new_session=True
