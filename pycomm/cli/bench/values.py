@@ -86,7 +86,7 @@ def _reduced(case: Case, index: Indices) -> torch.Tensor:
     by_rank = [_integers(case, rank, index) for rank in range(case.ranks)]
     reduce = {"sum": np.add, "avg": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}[case.redop]
     reduced = torch.from_numpy(functools.reduce(reduce, by_rank))
-    return (reduced / case.ranks if case.redop == "avg" else reduced).to(case.torch_dtype)
+    return (reduced.double() / case.ranks if case.redop == "avg" else reduced).to(case.torch_dtype)
 
 
 def _tolerance(case: Case) -> float:
