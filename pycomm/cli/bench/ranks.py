@@ -61,6 +61,7 @@ class Ranks:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.name, self.size = name, size
+        self._in_order = False
         variables = {**_QUIET, **(environment or {})}
         with contextlib.ExitStack() as started:
             if launcher:
@@ -72,6 +73,7 @@ class Ranks:
             ranks = self._answers(_STARTUP_SECONDS)
             # Answers are wanted in the order of the ranks, which connected in any.
             self._pipes = [pipe for _, pipe in sorted(zip(ranks, self._pipes, strict=True), key=lambda pair: pair[0])]
+            self._in_order = True
             self._started = started.pop_all()
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
@@ -105,16 +107,17 @@ class Ranks:
                 raise RankError(f"{self.name}: no answer from {len(waiting)} rank(s) for {seconds:.0f} s")
             for pipe in ready:
                 index = waiting[pipe]
-                answers[index] = self._answer(self._pipes[index])
+                answers[index] = self._answer(index)
         return [answers[index] for index in range(self.size)]
 
-    def _answer(self, pipe: Pipe) -> Any:
+    def _answer(self, index: int) -> Any:
+        who = f"rank {index}" if self._in_order else "a rank"
         try:
-            answer = pipe.recv()
+            answer = self._pipes[index].recv()
         except (EOFError, ConnectionResetError):
-            raise RankError(f"{self.name}: a rank died") from None
+            raise RankError(f"{self.name}: {who} died") from None
         if "error" in answer:
-            raise RankError(f"{self.name}: a rank failed:\n{answer['error']}")
+            raise RankError(f"{self.name}: {who} failed:\n{answer['error']}")
         return answer["value"]
 
 

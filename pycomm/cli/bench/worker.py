@@ -5,6 +5,7 @@ Imports nothing but the standard library: a rank has what its worker imports, an
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import select
@@ -35,7 +36,8 @@ def serve(pipe: Pipe, worker_name: str) -> None:
             pipe.send({"value": getattr(worker, method)(*arguments)})
         worker.close()
     except Exception:
-        pipe.send({"error": traceback.format_exc()})
+        with contextlib.suppress(OSError):  # the driver has hung up: another rank's failure was first
+            pipe.send({"error": traceback.format_exc()})
         _next(pipe)  # a launcher would end the others at once, and this message might be lost
 
 
