@@ -19,7 +19,7 @@ except ModuleNotFoundError as error:
         "`pip install .`, and start python where the directory `pycomm` does not hide the installed package."
     ) from error
 
-from pycomm import compression, kernels, optim, schedule
+from pycomm import backend, compression, kernels, optim, schedule
 from pycomm.communicator import Communicator
 from pycomm.compression import (
     BF16,
@@ -76,6 +76,7 @@ __all__ = [
     "TopK",
     "Work",
     "attach",
+    "backend",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "build_info",
@@ -86,6 +87,9 @@ __all__ = [
     "optim",
     "schedule",
 ]
+
+
+backend.register()
 
 
 def build_info() -> dict[str, Any]:

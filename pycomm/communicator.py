@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import weakref
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pycomm.channel import Channel
 from pycomm.checks import seconds_of, shape_of
 from pycomm.execute.programs import AlgorithmSelector
+from pycomm.point_to_point import PointToPoint
 from pycomm.schedule.network import Network
 from pycomm.schedule.program import Program
 from pycomm.schedule.table import Table
@@ -30,7 +29,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 _NCCL_ALGORITHMS = ("auto", "native", "ring")
 
 
-class Communicator:
+class Communicator(PointToPoint):
     """Communicator: collectives among the ranks of ``process_group``.
 
     Arrays in CPU memory (tensors, numpy arrays, objects with ``__dlpack__``) go through shared memory
@@ -89,8 +88,7 @@ class Communicator:
                 "(under torchrun, or with rank and world_size)"
             )
         transport_used = choose_transport(place_of(group_of(process_group)), transport, self._timeout, problem)
-        self.channel = Channel(transport_used, self._timeout)
-        """Internal: operations for pycomm's own parts."""
+        super().__init__(Channel(transport_used, self._timeout))
         self.rank: int = self.channel.rank
         self.size: int = self.channel.size
         self._transport, self._worker = transport_used, self.channel.worker
@@ -148,7 +146,8 @@ class Communicator:
 
         Args:
             x: array of float32, float16, bfloat16, float64, int8, uint8, int32 or int64.
-            op: "sum", "mean" (floating-point dtypes only), "min" or "max".
+            op: "sum", "mean" (floating-point dtypes only), "min", "max", "product"; of integers, "band", "bor" or
+                "bxor" too, which NCCL itself does not have.
             algorithm: "native" is the transport's own; NCCL chooses by size and topology. A name that
                 :func:`pycomm.schedule.by_name` knows ("halving_doubling", "double_tree(64)"), or a
                 schedule for as many ranks as the group has, even one of your own, is verified once and
@@ -179,6 +178,15 @@ class Communicator:
             self._transport.all_reduce(x, op, self._timeout)
             return None
         return self.channel.enqueue(lambda: self._transport.all_reduce(x, op, self._timeout), async_op)
+
+    def reduce(self, x: Any, dst: int, op: str = "sum", async_op: bool = False) -> Work | None:
+        """Reduce ``x`` over all ranks into that of rank ``dst``; the others' stay as they are, and must be writable too.
+
+        dtypes and ``op`` as in :meth:`all_reduce`. In CPU memory only, else ValueError.
+        """
+        if gpu_of(x) is not None:
+            raise ValueError("reduce wants an array in CPU memory; between GPUs use all_reduce()")
+        return self.channel.enqueue(lambda: self._transport.reduce(x, dst, op, self._timeout), async_op)
 
     def reduce_scatter(self, out: Any, x: Any, op: str = "sum", async_op: bool = False) -> Work | GpuWork | None:
         """Reduce ``x`` over all ranks and write part ``rank`` of the result into ``out``.
@@ -215,26 +223,6 @@ class Communicator:
         if gpu is not None:
             return self.channel.on_gpu(gpu, [x], lambda nccl, *when: nccl.broadcast(x, src, *when), async_op)
         return self.channel.enqueue(lambda: self._transport.broadcast(x, src, self._timeout), async_op)
-
-    def send(self, x: Any, dst: int) -> None:
-        """Send ``x``, which is on a GPU, to rank ``dst``, which calls :meth:`recv`. Any dtype."""
-        self.channel.on_gpu(_gpu_of_message(x), [x], lambda nccl, *when: nccl.send(x, dst, *when))
-
-    def recv(self, x: Any, src: int) -> None:
-        """Overwrite ``x``, which is on a GPU, with the array of equal size that rank ``src`` sends. Any dtype."""
-        self.channel.on_gpu(_gpu_of_message(x), [x], lambda nccl, *when: nccl.recv(x, src, *when))
-
-    @contextlib.contextmanager
-    def group(self, device: torch.device | int) -> Iterator[None]:
-        """Start the operations called inside, on arrays of one GPU, together when the block ends.
-
-        Sends and receives that need each other must be in one group. If the block raises, none of them is
-        executed on this rank.
-        """
-        index = torch.device("cuda", device).index if isinstance(device, int) else device.index
-        queue = self.channel.gpu(0 if index is None else index)
-        with queue.grouped(self._timeout):
-            yield
 
     def check(self) -> None:
         """Raise CommError if an operation on a GPU has failed meanwhile, by an error of NCCL or by the timeout."""
@@ -282,10 +270,3 @@ def _check_arguments(timeout: timedelta | float, transport: str) -> tuple[float,
     except (TypeError, ValueError) as error:
         return seconds, error
     return seconds, None
-
-
-def _gpu_of_message(x: Any) -> int:
-    gpu = gpu_of(x)
-    if gpu is None:
-        raise ValueError(f"x is a {type(x).__name__} in CPU memory, wanted an array on a GPU: only NCCL has messages")
-    return gpu

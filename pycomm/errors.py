@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
 
-class CommError(RuntimeError):
+
+class CommError(dist.DistBackendError):
     """Failure of a peer or of the link to it. The communicator on which it happened can no longer be used.
+
+    It is torch's ``torch.distributed.DistBackendError`` too, so that handlers for NCCL's errors see it, and a
+    ``RuntimeError``.
 
     Attributes:
         rank: rank of this process.

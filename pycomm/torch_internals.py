@@ -6,25 +6,34 @@ behaviour, and that no other file uses any private name.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend as TorchBackend
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Work as TorchWork
 from torch.autograd import Variable
 from torch.autograd.graph import increment_version
 from torch.distributed import distributed_c10d
+from torch.multiprocessing.reductions import StorageWeakRef as _StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
     "PrefixStore",
+    "StorageWatch",
     "Store",
+    "TorchBackend",
+    "TorchWork",
     "accumulation_hooks",
     "active_ddp_module",
+    "backend_of",
     "buffers_of",
     "children_of",
     "compiles_autograd",
@@ -35,6 +44,7 @@ __all__ = [
     "is_schedulers_wrapper",
     "leave_scale_to_step",
     "make_process_group",
+    "move_to_shared_mapping",
     "note_writes",
     "number_process_group",
     "owns_process_group",
@@ -44,6 +54,7 @@ __all__ = [
     "storage_uses",
     "store_of",
     "take_scale",
+    "takes_backends_in_python",
     "undo_leave_scale_to_step",
     "unhooked_step",
     "uses_outside_python",
@@ -80,6 +91,34 @@ def storage_uses(tensor: torch.Tensor) -> int:
     """Return the number of tensors and other owners that share the storage of ``tensor``."""
     uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return uses
+
+
+class StorageWatch:
+    """Watch over a storage that does not keep it alive; as long as it exists, no other storage has its identity."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._reference: Any = _StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+    def is_over(self) -> bool:
+        """Return whether the storage has been freed."""
+        return bool(self._reference.expired())
+
+
+@contextlib.contextmanager
+def move_to_shared_mapping(storage: torch.UntypedStorage) -> Iterator[int]:
+    """Move ``storage``, in CPU memory, to a mapping of its own, without its tensors noticing; yield its address.
+
+    The block may map other pages there. Afterwards the file behind torch's mapping is gone: torch would
+    hand it to other processes, as the memory of these tensors, which it no longer is.
+
+    Raises:
+        RuntimeError, OSError: there is no room for it in /dev/shm.
+    """
+    descriptor, _ = storage._share_fd_cpu_()
+    yield storage.data_ptr()
+    nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    os.dup2(nothing, descriptor, inheritable=False)  # torch closes it when the storage dies
+    os.close(nothing)
 
 
 def is_flat_parameter(param: torch.Tensor) -> bool:
@@ -222,6 +261,19 @@ def store_of(group: dist.ProcessGroup) -> Store:
     if hasattr(group, "get_group_store"):
         return group.get_group_store()
     return distributed_c10d._get_process_group_store(group)  # torch < 2.7 has no public function
+
+
+def takes_backends_in_python() -> bool:
+    """Return whether torch takes a ``Backend`` written in Python under its own process group (2.14 and later)."""
+    return hasattr(TorchBackend, "get_reconfigure_handle")
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return what operates on tensors of ``device`` in ``group``; ``None`` if nothing does."""
+    try:
+        return group._get_backend(device)
+    except RuntimeError:
+        return None
 
 
 def make_process_group(

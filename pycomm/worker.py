@@ -19,14 +19,29 @@ class Work:
         self._done = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None
+        self._callbacks: deque[Callable[[], None]] = deque()
 
     def is_completed(self) -> bool:
         """Return whether it has ended, successfully or not."""
         return self._done.is_set()
 
-    def ends_within(self, seconds: float) -> bool:
-        """Wait for its end for at most ``seconds``; return whether it has ended."""
+    def ends_within(self, seconds: float | None) -> bool:
+        """Wait for its end, for at most ``seconds`` if that is a number; return whether it has ended."""
         return self._done.wait(seconds)
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once it has ended: on the thread that ran it, or at once. It must not raise."""
+        self._callbacks.append(callback)
+        if self._done.is_set():
+            self._call_back()
+
+    def _call_back(self) -> None:
+        while self._callbacks:
+            try:
+                callback = self._callbacks.popleft()
+            except IndexError:  # another thread was faster
+                return
+            callback()
 
     def wait(self) -> Any:
         """Block until it has ended; return the result of the job, or raise its exception."""
@@ -48,6 +63,7 @@ class Work:
         if error is not None:
             self._job, self._error = None, error
         self._done.set()
+        self._call_back()
 
     def _end_in_child(self, error: BaseException) -> None:
         self._done = threading.Event()  # the old one's lock may be held by a thread that does not exist here

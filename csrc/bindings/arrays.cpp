@@ -100,6 +100,16 @@ uint8_t tag_of(const std::string& dtype_name) {
     return static_cast<uint8_t>(1 + hash % 255);
 }
 
+// A list or tuple of what is in the sequence.
+py::object as_fast_sequence(py::handle sequence, const std::string& name) {
+    bool ordered = PySequence_Check(sequence.ptr()) != 0 && !py::isinstance<py::str>(sequence);
+    auto fast = py::reinterpret_steal<py::object>(ordered ? PySequence_Fast(sequence.ptr(), "") : nullptr);
+    if (fast) return fast;
+    PyErr_Clear();
+    throw ArgumentTypeError(
+        format("%s is a %s, wanted a sequence of arrays", name.c_str(), type_name(sequence).c_str()));
+}
+
 }  // namespace
 
 Array as_array(py::handle object, const std::string& name, Access access) {
@@ -112,6 +122,8 @@ Array as_array(py::handle object, const std::string& name, Access access) {
 }
 
 Array as_movable(py::handle object, const std::string& name, Access access) {
+    Array seen;
+    if (take_at_a_glance(object, seen)) return seen;
     Described described = describe(object, name, access);
     described.array.buffer.dtype = described.dtype.value_or(DType::kU8);
     if (!described.dtype) {
@@ -129,13 +141,7 @@ std::pair<int64_t, DType> look(py::handle object, const std::string& name) {
 }
 
 std::vector<Array> as_arrays(py::handle sequence, const std::string& name, Access access) {
-    bool ordered = PySequence_Check(sequence.ptr()) != 0 && !py::isinstance<py::str>(sequence);
-    auto fast = py::reinterpret_steal<py::object>(ordered ? PySequence_Fast(sequence.ptr(), "") : nullptr);
-    if (!fast) {
-        PyErr_Clear();
-        throw ArgumentTypeError(
-            format("%s is a %s, wanted a sequence of arrays", name.c_str(), type_name(sequence).c_str()));
-    }
+    py::object fast = as_fast_sequence(sequence, name);
     Py_ssize_t size = PySequence_Fast_GET_SIZE(fast.ptr());
     if (size == 0) throw ArgumentError(format("%s is empty, wanted at least one array", name.c_str()));
     std::vector<Array> out;
@@ -145,6 +151,25 @@ std::vector<Array> as_arrays(py::handle sequence, const std::string& name, Acces
         Array seen;  // no name is put together for these
         out.push_back(take_at_a_glance(item, seen) ? std::move(seen)
                                                    : as_array(item, name + "[" + std::to_string(i) + "]", access));
+    }
+    return out;
+}
+
+std::vector<Array> as_parts(py::handle sequence, const std::string& name, Access access, int size) {
+    py::object fast = as_fast_sequence(sequence, name);
+    const Py_ssize_t found = PySequence_Fast_GET_SIZE(fast.ptr());
+    if (found != size) {
+        throw ArgumentError(format("%s has %lld arrays, wanted %d, one for each rank", name.c_str(),
+                                   static_cast<long long>(found), size));
+    }
+    std::vector<Array> out(static_cast<size_t>(size));
+    for (Py_ssize_t i = 0; i < found; ++i) {
+        PyObject* item = PySequence_Fast_GET_ITEM(fast.ptr(), i);
+        if (item == Py_None || take_at_a_glance(item, out[static_cast<size_t>(i)])) continue;
+        out[static_cast<size_t>(i)] = as_movable(item, name + "[" + std::to_string(i) + "]", access);
+    }
+    for (size_t i = 0; i < out.size(); ++i) {
+        if (out[i].on_device()) require_host(out[i], name + "[" + std::to_string(i) + "]");
     }
     return out;
 }

@@ -44,6 +44,8 @@ Array as_movable(py::handle object, const std::string& name, Access access);
 std::pair<int64_t, DType> look(py::handle object, const std::string& name);
 
 std::vector<Array> as_arrays(py::handle sequence, const std::string& name, Access access);
+// One array of the host's memory for each of `size` ranks, as as_movable has them; None stands for an empty one.
+std::vector<Array> as_parts(py::handle sequence, const std::string& name, Access access, int size);
 std::vector<Buffer> buffers_of(const std::vector<Array>& arrays);
 
 DType dtype_named(const std::string& name);

@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 
 #include <string>
+#include <vector>
 
 #include "base/buffer.h"
 #include "base/error.h"
@@ -17,9 +18,11 @@ inline void check_python_signals() {
     if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
 }
 
-inline void require_reducible(const Buffer& x, ReduceOp op) {
-    if (op != ReduceOp::kMean || is_floating(x.dtype)) return;
-    throw ArgumentTypeError(format("op 'mean' wants a floating dtype, x has %s", name_of(x.dtype)));
+inline void require_reducible(const Buffer& x, ReduceOp op, const char* name = "x") {
+    const bool floating = is_floating(x.dtype);
+    if (!(op == ReduceOp::kMean && !floating) && !(is_bitwise(op) && floating)) return;
+    throw ArgumentTypeError(format("op '%s' wants %s dtype, %s has %s", name_of(op),
+                                   floating ? "an integer" : "a floating", name, name_of(x.dtype)));
 }
 
 // Requires that `whole` holds a part per rank.
@@ -46,15 +49,59 @@ inline void require_rank(int64_t rank, const char* name, int size) {
     throw ArgumentError(format("%s is %lld, wanted 0 <= %s < %d", name, static_cast<long long>(rank), name, size));
 }
 
+inline bool have_bytes_in_common(const Buffer& a, const Buffer& b) {
+    if (a.count == 0 || b.count == 0) return false;
+    return a.bytes() < b.bytes() + b.num_bytes() && b.bytes() < a.bytes() + a.num_bytes();
+}
+
 // Requires that out and x have no bytes in common, or that the smaller one is exactly this rank's part of the other.
 inline void require_apart(const Buffer& out, const Buffer& x, int rank, int size) {
-    if (out.count == 0 || x.count == 0) return;
-    if (out.bytes() >= x.bytes() + x.num_bytes() || x.bytes() >= out.bytes() + out.num_bytes()) return;
+    if (!have_bytes_in_common(out, x)) return;
     bool gathers = out.count > x.count;
     const Buffer &whole = gathers ? out : x, &part = gathers ? x : out;
     bool holds_parts = whole.count > part.count || size == 1;
     if (rank >= 0 && holds_parts && part.bytes() == whole.bytes() + rank * part.num_bytes()) return;
     throw ArgumentError("out overlaps x, wanted arrays apart, or one that is this rank's part of the other");
+}
+
+inline std::string name_of_part(const char* name, size_t p) { return format("%s[%zu]", name, p); }
+
+// Requires that no array of `outs` has bytes in common with another one, or with one of `xs`, but that outs[rank] may
+// be xs[rank]: nothing is written there.
+inline void require_apart(const std::vector<Buffer>& outs, const std::vector<Buffer>& xs, int rank) {
+    const auto own = static_cast<size_t>(rank);
+    const bool in_place = outs[own].data == xs[own].data && outs[own].num_bytes() == xs[own].num_bytes();
+    for (size_t p = 0; p < outs.size(); ++p) {
+        for (size_t q = 0; q < outs.size(); ++q) {
+            if (q < p && have_bytes_in_common(outs[p], outs[q])) {
+                throw ArgumentError(name_of_part("outs", p) + " overlaps " + name_of_part("outs", q) +
+                                    ", wanted arrays apart");
+            }
+            if ((p == own && in_place) || !have_bytes_in_common(outs[p], xs[q])) continue;
+            throw ArgumentError(name_of_part("outs", p) + " overlaps " + name_of_part("xs", q) +
+                                ", wanted arrays apart, or outs[rank] and xs[rank] the same");
+        }
+    }
+}
+
+// Requires that xs, one array for each rank, can be reduced into out.
+inline void require_contributions(const Buffer& out, const std::vector<Buffer>& xs, int rank) {
+    const auto own = static_cast<size_t>(rank);
+    for (size_t p = 0; p < xs.size(); ++p) {
+        const Buffer& x = xs[p];
+        if (x.data == nullptr && x.count == 0) continue;  // of any dtype
+        if (x.tag != 0 || x.dtype != out.dtype) {
+            throw ArgumentTypeError(format("%s has %s, wanted dtype %s as out", name_of_part("xs", p).c_str(),
+                                           x.tag != 0 ? "another dtype" : name_of(x.dtype), name_of(out.dtype)));
+        }
+        const bool in_place = p == own && x.data == out.data && x.count == out.count;
+        if (in_place || !have_bytes_in_common(out, x)) continue;
+        throw ArgumentError("out overlaps " + name_of_part("xs", p) +
+                            ", wanted arrays apart, or out and xs[rank] the same");
+    }
+    if (xs[own].count == out.count) return;
+    throw ArgumentError(format("out has %lld elements, wanted %lld, as %s has", static_cast<long long>(out.count),
+                               static_cast<long long>(xs[own].count), name_of_part("xs", own).c_str()));
 }
 
 }  // namespace pycomm

@@ -21,6 +21,7 @@ PYBIND11_MODULE(_native, module) {
     pycomm::bind_unpack(module);
     pycomm::bind_transport(module);
     pycomm::bind_shared_memory(module);
+    pycomm::bind_messages(module);
 #if defined(PYCOMM_CUDA_VERSION)
     pycomm::bind_nccl(module);
     pycomm::bind_streams(module);

@@ -1,6 +1,7 @@
 #include "kernels/reduce.h"
 
 #include "bindings/bindings.h"
+#include "bindings/collectives.h"
 #include "bindings/kernel_arguments.h"
 #include "bindings/reduce_op.h"
 
@@ -16,9 +17,7 @@ void reduce_arrays(py::handle out, py::handle inputs, py::handle op_name, py::ha
         require_same(buffers[i], name_of_item("inputs", i), target.buffer, "out");
     }
     ReduceOp op = reduce_op_named(op_name);
-    if (op == ReduceOp::kMean && !is_floating(target.buffer.dtype)) {
-        throw ArgumentTypeError(format("op 'mean' wants a floating dtype, out has %s", name_of(target.buffer.dtype)));
-    }
+    require_reducible(target.buffer, op, "out");
     Arguments arguments;
     arguments.writes(target, "out");
     arguments.reads(sources, "inputs");

@@ -10,12 +10,12 @@
 namespace pycomm {
 
 inline ReduceOp reduce_op_named(py::handle object) {
-    const std::string name = as_text(object, "op", "'sum', 'mean', 'min' or 'max'");
-    if (name == "sum") return ReduceOp::kSum;
-    if (name == "mean") return ReduceOp::kMean;
-    if (name == "min") return ReduceOp::kMin;
-    if (name == "max") return ReduceOp::kMax;
-    throw ArgumentError(format("op is '%s', wanted 'sum', 'mean', 'min' or 'max'", name.c_str()));
+    constexpr const char* kWanted = "'sum', 'mean', 'min', 'max', 'product', 'band', 'bor' or 'bxor'";
+    const std::string name = as_text(object, "op", kWanted);
+    for (int i = 0; i < kNumReduceOps; ++i) {
+        if (name == name_of(static_cast<ReduceOp>(i))) return static_cast<ReduceOp>(i);
+    }
+    throw ArgumentError(format("op is '%s', wanted %s", name.c_str(), kWanted));
 }
 
 }  // namespace pycomm

@@ -23,6 +23,7 @@ class Block {
     Block& operator=(const Block&) = delete;
 
     py::buffer_info info() const { return {reinterpret_cast<unsigned char*>(data_), num_bytes_}; }
+    void map_over(uintptr_t address) const { arena_->map_over(data_, reinterpret_cast<char*>(address)); }
 
    private:
     std::shared_ptr<Arena> arena_;
@@ -83,6 +84,17 @@ void all_reduce(SharedMemoryGroup& group, py::handle x, py::handle op_name, doub
     auto [array, op] = look_at_reduction(group, x, op_name, timeout);
     py::gil_scoped_release release;
     group.all_reduce(array.buffer, op, timeout);
+}
+
+void reduce(SharedMemoryGroup& group, py::handle x, py::handle dst, py::handle op_name, double timeout) {
+    auto [array, op] = look_at_reduction(group, x, op_name, timeout);
+    const int root = look_at(group, timeout, [&] {
+        int64_t rank = as_integer(dst, "dst");
+        require_rank(rank, "dst", group.size());
+        return static_cast<int>(rank);
+    });
+    py::gil_scoped_release release;
+    group.reduce(array.buffer, root, op, timeout);
 }
 
 NamedProgram make_program(py::array_t<int64_t, py::array::c_style> words, int rank, int size, std::string name,
@@ -153,6 +165,33 @@ void all_to_all(SharedMemoryGroup& group, py::handle out, py::handle x, double t
     group.all_to_all(target.buffer, source.buffer, timeout);
 }
 
+void all_to_all_v(SharedMemoryGroup& group, py::handle outs, py::handle xs, double timeout) {
+    auto [targets, sources] = look_at(group, timeout, [&] {
+        std::vector<Array> seen = as_parts(outs, "outs", Access::kWrite, group.size());
+        std::vector<Array> read = as_parts(xs, "xs", Access::kRead, group.size());
+        require_apart(buffers_of(seen), buffers_of(read), group.rank());
+        return std::pair{std::move(seen), std::move(read)};
+    });
+    const std::vector<Buffer> to = buffers_of(targets), from = buffers_of(sources);
+    py::gil_scoped_release release;
+    group.all_to_all_v(to, from, timeout);
+}
+
+void reduce_scatter_v(SharedMemoryGroup& group, py::handle out, py::handle xs, py::handle op_name, double timeout) {
+    auto [target, sources, op] = look_at(group, timeout, [&] {
+        Array seen = as_array(out, "out", Access::kWrite);
+        require_host(seen, "out");
+        std::vector<Array> read = as_parts(xs, "xs", Access::kRead, group.size());
+        ReduceOp named = reduce_op_named(op_name);
+        require_reducible(seen.buffer, named, "out");
+        require_contributions(seen.buffer, buffers_of(read), group.rank());
+        return std::tuple{std::move(seen), std::move(read), named};
+    });
+    const std::vector<Buffer> from = buffers_of(sources);
+    py::gil_scoped_release release;
+    group.reduce_scatter_v(target.buffer, from, op, timeout);
+}
+
 void broadcast(SharedMemoryGroup& group, py::handle x, py::handle src, double timeout) {
     auto [array, root] = look_at(group, timeout, [&] {
         Array seen = as_movable(x, "x", Access::kWrite);
@@ -169,7 +208,9 @@ void broadcast(SharedMemoryGroup& group, py::handle x, py::handle src, double ti
 
 void bind_shared_memory(py::module_& module) {
     module.def("shared_file_bytes", &shared_file_bytes, py::arg("size"));
-    py::class_<Block>(module, "Block", py::buffer_protocol()).def_buffer(&Block::info);
+    py::class_<Block>(module, "Block", py::buffer_protocol())
+        .def("map_over", &Block::map_over, py::arg("address"))
+        .def_buffer(&Block::info);
     py::class_<NamedProgram>(module, "Program")
         .def(py::init(&make_program), py::arg("words"), py::arg("rank"), py::arg("size"), py::arg("name"),
              py::arg("digest"));
@@ -180,6 +221,9 @@ void bind_shared_memory(py::module_& module) {
         .def("reduce_scatter", &reduce_scatter, py::arg("out"), py::arg("x"), py::arg("op"), py::arg("timeout"))
         .def("all_gather", &all_gather, py::arg("out"), py::arg("x"), py::arg("timeout"))
         .def("all_to_all", &all_to_all, py::arg("out"), py::arg("x"), py::arg("timeout"))
+        .def("reduce", &reduce, py::arg("x"), py::arg("dst"), py::arg("op"), py::arg("timeout"))
+        .def("all_to_all_v", &all_to_all_v, py::arg("outs"), py::arg("xs"), py::arg("timeout"))
+        .def("reduce_scatter_v", &reduce_scatter_v, py::arg("out"), py::arg("xs"), py::arg("op"), py::arg("timeout"))
         .def("broadcast", &broadcast, py::arg("x"), py::arg("src"), py::arg("timeout"))
         .def("barrier", &SharedMemoryGroup::barrier, py::arg("timeout"), py::call_guard<py::gil_scoped_release>())
         .def("refuse", &SharedMemoryGroup::refuse, py::arg("reason"), py::arg("timeout"),
@@ -191,6 +235,12 @@ void bind_shared_memory(py::module_& module) {
                 return std::make_unique<Block>(group.arena(), num_bytes);
             },
             py::arg("num_bytes"))
+        .def(
+            "reaches",
+            [](const SharedMemoryGroup& group, uintptr_t address, int64_t num_bytes) {
+                return group.offset_of({reinterpret_cast<void*>(address), num_bytes, DType::kU8}) >= 0;
+            },
+            py::arg("address"), py::arg("num_bytes"))
         .def("close", &SharedMemoryGroup::close, py::arg("why"), py::call_guard<py::gil_scoped_release>());
 }
 

@@ -5,6 +5,16 @@
 
 namespace pycomm {
 
-enum class ReduceOp : uint8_t { kSum, kMean, kMin, kMax };
+enum class ReduceOp : uint8_t { kSum, kMean, kMin, kMax, kProduct, kAnd, kOr, kXor };
+
+inline constexpr int kNumReduceOps = 8;
+
+// Of the bits of integers.
+inline constexpr bool is_bitwise(ReduceOp op) { return op >= ReduceOp::kAnd; }
+
+inline const char* name_of(ReduceOp op) {
+    constexpr const char* kNames[kNumReduceOps] = {"sum", "mean", "min", "max", "product", "band", "bor", "bxor"};
+    return kNames[static_cast<int>(op)];
+}
 
 }  // namespace pycomm

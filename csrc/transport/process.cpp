@@ -1,5 +1,6 @@
 #include "transport/process.h"
 
+#include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -37,6 +38,11 @@ pid_t peer_of(int socket) {
     socklen_t length = sizeof credentials;
     if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &credentials, &length) != 0) return 0;
     return credentials.pid;
+}
+
+bool connection_closed(int socket) {
+    pollfd state{socket, POLLRDHUP, 0};
+    return poll(&state, 1, 0) > 0 && (state.revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0;
 }
 
 void require_own_process(int rank, const std::string& operation, pid_t owner) {

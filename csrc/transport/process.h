@@ -23,6 +23,9 @@ ProcessState state_of(pid_t pid);
 // unknown.
 pid_t peer_of(int socket);
 
+// Whether the process at the other end has closed it, or ended.
+bool connection_closed(int socket);
+
 // Throws CommFailure in a process that inherited, by a fork, a communicator of process `owner`.
 void require_own_process(int rank, const std::string& operation, pid_t owner);
 

@@ -13,12 +13,11 @@ import torch
 
 from pycomm import kernels
 from pycomm.execute.messages import rounds_of
-from pycomm.kernels.arrays import DTYPES, FLOATING, Part, dtype_of, empty
+from pycomm.kernels.arrays import DTYPES, Part, dtype_of, empty
 from pycomm.schedule.program import Program
 from pycomm.transport.gpu import GpuQueue, GpuWork, streams_of
+from pycomm.transport.host_tensors import require_op
 from pycomm.transport.nccl import NcclTransport
-
-_OPS = ("sum", "mean", "min", "max")
 
 
 class GpuProgram:
@@ -29,21 +28,19 @@ class GpuProgram:
     Args:
         program: this rank's part of the schedule.
         x: array that is reduced in place.
-        op: "sum", "mean", "min" or "max".
+        op: as :func:`pycomm.kernels.reduce` has it.
         scratch: scratch memory for kernels on the stream that it will be enqueued on.
 
     Raises:
-        TypeError: the dtype does not suit ``op``. ValueError: ``x`` is not contiguous, or ``op`` unknown.
+        TypeError: the dtype does not suit ``op``, or ``op`` is no text. ValueError: ``x`` is not contiguous, or ``op``
+            unknown.
     """
 
     def __init__(self, program: Program, x: Any, op: str, scratch: kernels.Scratch) -> None:
         dtype, self._count = dtype_of(x), _require_contiguous(x)
-        if op not in _OPS:
-            raise ValueError(f"op is '{op}', wanted one of {', '.join(_OPS)}")
         if dtype not in DTYPES:
             raise TypeError(f"x has dtype {dtype}, wanted one of {', '.join(DTYPES)}")
-        if op == "mean" and dtype not in FLOATING:
-            raise TypeError(f"op 'mean' wants a floating dtype, x has {dtype}")
+        require_op(op, dtype, "x")
         self._program = program
         self._op = op
         self._x = x

@@ -19,7 +19,8 @@ def reduce(out: Any, inputs: Sequence[Any], op: str = "sum", *, scratch: Scratch
     Args:
         out: contiguous array. inputs: at least one array of ``out``'s dtype and size.
         scratch: see :class:`Scratch`.
-        op: "sum", "mean" (floating dtypes only), "min" or "max" (NaN wins).
+        op: "sum", "mean" (floating dtypes only), "min" or "max" (NaN wins), "product", "band", "bor" or "bxor"
+            (integers only). Sums and products of integers wrap around.
 
     Raises:
         TypeError: dtypes differ or do not suit ``op``. ValueError: sizes differ, no inputs,

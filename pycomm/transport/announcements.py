@@ -8,7 +8,19 @@ from pycomm.kernels.arrays import DTYPES
 from pycomm.transport.host_tensors import OPS
 from pycomm.transport.torch_group import TorchGroup
 
-_KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier", "refused", "schedule", "all_to_all")
+_KINDS = (
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "broadcast",
+    "barrier",
+    "refused",
+    "schedule",
+    "all_to_all",
+    "reduce",
+    "all_to_all_v",
+    "reduce_scatter_v",
+)
 _DTYPES = tuple(getattr(torch, name) for name in DTYPES)
 
 
@@ -20,7 +32,7 @@ def agree(group: TorchGroup, kind: str, x: torch.Tensor, op: str, root: int, tim
         kind: name of the operation.
         x: its array; dtype and number of elements are compared.
         op: its reduction.
-        root: its source rank, or the digest of its schedule.
+        root: its source or destination rank, or the digest of its schedule.
         timeout: of every wait, in seconds.
         tag: tag of the array's dtype if the operation only moves bytes, else 0.
 
@@ -59,6 +71,10 @@ def _describe(row: list[int]) -> str:
         return f'{_KINDS[kind]}({what}, op="{OPS[op]}")'
     if _KINDS[kind] == "schedule":
         return f'all_reduce({what}, op="{OPS[op]}", algorithm=a schedule with digest {root:x})'
+    if _KINDS[kind] == "reduce":
+        return f'reduce({what}, dst={root}, op="{OPS[op]}")'
+    if _KINDS[kind] == "reduce_scatter_v":  # its counts are compared later
+        return f'reduce_scatter_v({DTYPES[dtype]}, op="{OPS[op]}")'
     if _KINDS[kind] == "broadcast":
         return f"broadcast({what}, src={root})"
     return f"{_KINDS[kind]}({what if _KINDS[kind] in ('all_gather', 'all_to_all') else ''})"

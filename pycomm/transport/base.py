@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,6 +13,25 @@ import pycomm._native as _native
 
 Message = tuple[int, torch.Tensor]
 """Peer, and the tensor to send to it or receive from it: contiguous, one-dimensional, not empty."""
+
+
+class Receipt(Protocol):
+    """Receive that has been posted. It keeps the array until it is completed or cancelled."""
+
+    def wait(self, timeout: float) -> int:
+        """Return the rank whose message the array now holds.
+
+        Raises:
+            ValueError: the message has another size than the array. It is lost.
+            CommError: no message came within ``timeout`` seconds, in which case the receive remains posted; or none
+                can come, since the rank that it waits for died, gave up or closed.
+        """
+
+    def is_completed(self) -> bool:
+        """Return whether :meth:`wait` would return, or raise, at once."""
+
+    def cancel(self) -> bool:
+        """Withdraw it: the array is not written to any more. Returns whether that was before a message came."""
 
 
 class Transport(Protocol):
@@ -35,13 +55,52 @@ class Transport(Protocol):
     interruptible: bool
     """Whether :meth:`close` ends an operation that is in progress on another thread."""
 
+    buffer_limit: int
+    """How many bytes of messages may be sent and not yet received."""
+
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
     def all_reduce(self, x: Any, op: str, timeout: float) -> None: ...
     def reduce_scatter(self, out: Any, x: Any, op: str, timeout: float) -> None: ...
     def all_gather(self, out: Any, x: Any, timeout: float) -> None: ...
     def all_to_all(self, out: Any, x: Any, timeout: float) -> None: ...
+    def reduce(self, x: Any, dst: int, op: str, timeout: float) -> None:
+        """Reduce ``x`` over all ranks into that of rank ``dst``; the others' stay as they are."""
+
+    def all_to_all_v(self, outs: Sequence[Any], xs: Sequence[Any], timeout: float) -> None:
+        """Send ``xs[p]`` to rank p, whose ``outs[rank]`` it becomes.
+
+        Both hold an array, of any dtype and length, or ``None`` for nothing, for each rank. ``xs`` may hold an
+        array several times; ``outs[rank]`` may be ``xs[rank]``, and else no array of ``outs`` overlaps another
+        one. An array and what it becomes must have as many bytes: otherwise ValueError on every rank, naming the
+        pair, before data moves.
+        """
+
+    def reduce_scatter_v(self, out: Any, xs: Sequence[Any], op: str, timeout: float) -> None:
+        """Write the reduction of all ranks' ``xs[rank]`` into ``out``, which may be this rank's own ``xs[rank]``.
+
+        ``xs`` holds an array, of any length and of ``out``'s dtype, or ``None`` for an empty one, for each rank.
+        All ranks' arrays for one rank must be as long as its ``out``: otherwise ValueError, as above.
+        """
+
     def broadcast(self, x: Any, src: int, timeout: float) -> None: ...
     def barrier(self, timeout: float) -> None: ...
+
+    def send(self, x: Any, dst: int, tag: int, timeout: float) -> None:
+        """Send ``x`` to rank ``dst``; return once it has been copied, whether or not ``dst`` receives it already.
+
+        Messages are no collectives: they may be sent and received in any order, and by other threads meanwhile.
+
+        Raises:
+            ValueError: ``x`` alone is larger than ``buffer_limit``.
+            CommError: ``dst`` died, gave up or closed; or there was no room for ``timeout`` seconds, or cannot be.
+        """
+
+    def receive(self, x: Any, src: int | None, tag: int) -> Receipt:
+        """Receive into ``x`` the first message with ``tag`` from ``src``, or from any rank; returns at once.
+
+        Messages of a rank with one tag are received in the order in which they were sent, by receives in the order
+        of these calls.
+        """
 
     def refuse(self, reason: str, timeout: float) -> None:
         """Stand in for an operation whose arguments are wrong on this rank; the other ranks get a ValueError."""

@@ -99,7 +99,7 @@ def _turn_of(place: Place, timeout: float) -> Iterator[None]:
 
 
 def _group_problem(place: Place, wanted: str) -> Exception | None:
-    """Return the reason why the group at ``place`` cannot have another group beside it, if one is needed; else ``None``."""
+    """Return the reason why the group at ``place`` cannot have another beside it, if one is needed; else ``None``."""
     try:
         if wanted == "torch":
             cpu_backend_of(place)

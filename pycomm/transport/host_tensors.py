@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from operator import index
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 
 import pycomm._native as _native
 from pycomm.kernels.arrays import FLOATING
 
-OPS = ("sum", "mean", "min", "max")
+OPS = ("sum", "mean", "min", "max", "product", "band", "bor", "bxor")
+"""Reductions, numbered as in csrc/kernels/reduce_op.h."""
+BITWISE = OPS[5:]
 
 
 class Pair(NamedTuple):
@@ -31,11 +34,20 @@ def require(condition: bool, problem: str, kind: type[Exception] = ValueError) -
 
 def require_op(op: object, dtype: str, name: str) -> None:
     """Raise TypeError or ValueError unless ``op`` is a reduction that is defined for ``dtype``."""
-    wanted = "wanted 'sum', 'mean', 'min' or 'max'"
+    wanted = "wanted 'sum', 'mean', 'min', 'max', 'product', 'band', 'bor' or 'bxor'"
     require(isinstance(op, str), f"op is {op!r}, {wanted}", TypeError)
     require(op in OPS, f"op is {op!r}, {wanted}")
-    floating = op != "mean" or dtype in FLOATING
-    require(floating, f"op 'mean' wants a floating dtype, {name} has {dtype}", TypeError)
+    floating = dtype in FLOATING
+    require(op != "mean" or floating, f"op 'mean' wants a floating dtype, {name} has {dtype}", TypeError)
+    require(op not in BITWISE or not floating, f"op '{op}' wants an integer dtype, {name} has {dtype}", TypeError)
+
+
+def rank_of(value: object, name: str, size: int) -> int:
+    """Return the argument ``name`` as a rank of a group of ``size``; raise TypeError or ValueError if it is none."""
+    if not isinstance(value, SupportsIndex) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}, wanted an int")
+    require(0 <= index(value) < size, f"{name} is {value}, wanted 0 <= {name} < {size}")
+    return index(value)
 
 
 def reducible(name: str, x: Any, op: object, writes: bool) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import pycomm._native as _native
+from pycomm.transport.buffering import buffer_limit
 from pycomm.transport.rendezvous import Peers
 
 _MOST_BYTES = 2**63 - 1
@@ -24,15 +25,36 @@ class SharedMemoryTransport:
         self.rank = rank
         self.size = len(peers.memory)
         self._group = _native.SharedMemoryGroup(rank, peers.memory, peers.sockets, peers.file_bytes)
+        self._group.buffer_limit = buffer_limit()
         # Bound once: these are on the path of every small collective.
         self.all_reduce = self._group.all_reduce
         self.reduce_scatter = self._group.reduce_scatter
         self.all_gather = self._group.all_gather
         self.all_to_all = self._group.all_to_all
+        self.reduce = self._group.reduce
+        self.all_to_all_v = self._group.all_to_all_v
+        self.reduce_scatter_v = self._group.reduce_scatter_v
         self.broadcast = self._group.broadcast
         self.barrier = self._group.barrier
+        self.send = self._group.send
+        self.receive = self._group.post_receive
         self.refuse = self._group.refuse
         self.run_compiled = self._group.run
+        self.block = self._group.allocate
+        self.reaches = self._group.reaches
+
+    @property
+    def buffer_limit(self) -> int:
+        return self._group.buffer_limit
+
+    @buffer_limit.setter
+    def buffer_limit(self, num_bytes: int) -> None:
+        self._group.buffer_limit = num_bytes
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Number of bytes that messages occupy which were sent and not yet received."""
+        return self._group.buffered_bytes
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         num_bytes = math.prod(shape) * dtype.itemsize
@@ -40,7 +62,7 @@ class SharedMemoryTransport:
             return torch.empty(shape, dtype=dtype)
         if num_bytes > _MOST_BYTES:
             raise MemoryError(f"shared memory: {num_bytes} bytes needed, more than can be addressed")
-        block: Any = self._group.allocate(num_bytes)
+        block: Any = self.block(num_bytes)
         return torch.frombuffer(block, dtype=dtype, count=math.prod(shape)).view(shape)
 
     def close(self, reason: str) -> None:

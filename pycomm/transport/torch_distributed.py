@@ -7,21 +7,22 @@ operation, so that ranks that disagree get an error instead of a hang.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from operator import index
-from typing import Any, SupportsIndex, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 import pycomm._native as _native
-from pycomm import kernels
+from pycomm import checks, kernels
 from pycomm.errors import CommError
 from pycomm.schedule.program import Program
 from pycomm.transport.announcements import agree
-from pycomm.transport.host_tensors import apart, reducible, require, tensor_of
+from pycomm.transport.host_tensors import apart, rank_of, reducible, require, tensor_of
+from pycomm.transport.parts import agree_on_lengths, contributions, messages, parts_apart
 from pycomm.transport.roll_call import RollCall
 from pycomm.transport.torch_group import DIRECT_RANKS, TorchGroup
+from pycomm.transport.torch_messages import TorchMessages
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., None])
@@ -35,6 +36,10 @@ _REDUCTIONS = {
     "mean": dist.ReduceOp.SUM,
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+    "band": dist.ReduceOp.BAND,
+    "bor": dist.ReduceOp.BOR,
+    "bxor": dist.ReduceOp.BXOR,
 }
 
 
@@ -67,6 +72,22 @@ class TorchTransport:
         self._group = TorchGroup(group, roll_call)
         self.rank, self.size = self._group.rank, self._group.size
         self.exchange = self._group.exchange
+        self._messages = TorchMessages(self._group)
+        self.send, self.receive = self._messages.send, self._messages.receive
+
+    @property
+    def buffer_limit(self) -> int:
+        return self._messages.buffer_limit
+
+    @buffer_limit.setter
+    def buffer_limit(self, num_bytes: int) -> None:
+        checks.integer("buffer_limit", num_bytes, 0)
+        self._messages.buffer_limit = num_bytes
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Number of bytes of messages that were sent and are not known to be received."""
+        return self._messages.buffered_bytes
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         try:
@@ -102,6 +123,41 @@ class TorchTransport:
         tensor = self._checked(timeout, check)
         self._agree("schedule", tensor, op, program.digest >> 1, timeout)  # 63 bits
         run(tensor)
+
+    @_counted
+    def reduce(self, x: Any, dst: int, op: str, timeout: float) -> None:
+
+        def check() -> tuple[torch.Tensor, int]:
+            tensor = reducible("x", x, op, writes=True)
+            return tensor, rank_of(dst, "dst", self.size)
+
+        tensor, root = self._checked(timeout, check)
+        self._agree("reduce", tensor, op, root, timeout)
+        if tensor.numel() == 0:
+            return
+        if (self.size - 1) * tensor.nbytes <= _GATHERED_BYTES:
+            self._reduce_at(tensor, root, op, timeout)
+            return
+        # A copy: backends use the memory of the other ranks too.
+        wide = op == "mean" and tensor.dtype in (torch.float16, torch.bfloat16)
+        work_on = tensor.float() if wide else tensor.clone()
+        group = self._group.group
+        place = dist.get_global_rank(group, root)
+        work = self._group.begin(
+            "reduce", lambda: dist.reduce(work_on, place, _REDUCTIONS[op], group=group, async_op=True)
+        )
+        self._group.wait("reduce", work, timeout)
+        if self.rank == root:
+            tensor.copy_(work_on.mul_(1.0 / self.size) if op == "mean" else work_on)
+
+    def _reduce_at(self, tensor: torch.Tensor, root: int, op: str, timeout: float) -> None:
+        """Send ``tensor`` to ``root``, who reduces all of them, in the order of the ranks."""
+        if self.rank != root:
+            self._group.exchange([(root, tensor)], [], timeout, "reduce")
+            return
+        inputs = [tensor if p == root else torch.empty_like(tensor) for p in range(self.size)]
+        self._group.exchange([], messages(inputs, root), timeout, "reduce")
+        kernels.reduce(tensor, inputs, op)
 
     def _reduce(self, tensor: torch.Tensor, op: str, timeout: float) -> None:
         if self.size <= DIRECT_RANKS and (self.size - 1) * tensor.nbytes <= _GATHERED_BYTES:
@@ -185,14 +241,31 @@ class TorchTransport:
         self._group.exchange([(p, sent[p]) for p in peers], [(p, received[p]) for p in peers], timeout, "all_to_all")
 
     @_counted
+    def all_to_all_v(self, outs: Sequence[Any], xs: Sequence[Any], timeout: float) -> None:
+        targets, sources = self._checked(timeout, lambda: parts_apart(outs, xs, self.rank, self.size))
+        self._agree_on_parts("all_to_all_v", sources, [out.nbytes for out in targets], timeout)
+        if targets[self.rank].data_ptr() != sources[self.rank].data_ptr():
+            targets[self.rank].copy_(sources[self.rank])
+        sends, receives = messages(sources, self.rank), messages(targets, self.rank)
+        self._group.exchange(sends, receives, timeout, "all_to_all_v")
+
+    @_counted
+    def reduce_scatter_v(self, out: Any, xs: Sequence[Any], op: str, timeout: float) -> None:
+        target, sources = self._checked(timeout, lambda: contributions(out, xs, op, self.rank, self.size))
+        self._agree_on_parts("reduce_scatter_v", sources, [target.nbytes] * self.size, timeout, target.dtype, op)
+        # No backend reduces parts of different lengths. Each travels once, straight to the rank whose it is.
+        inputs = [sources[p] if p == self.rank else torch.empty_like(target) for p in range(self.size)]
+        sends, receives = messages(sources, self.rank), messages(inputs, self.rank)
+        self._group.exchange(sends, receives, timeout, "reduce_scatter_v")
+        if target.numel() > 0:
+            kernels.reduce(target, inputs, op)
+
+    @_counted
     def broadcast(self, x: Any, src: int, timeout: float) -> None:
 
         def check() -> tuple[_native.HostArray, int]:
             array = _native.HostArray(x, "x", True, True)
-            whole = isinstance(src, SupportsIndex) and not isinstance(src, bool)
-            require(whole, f"src is {src!r}, wanted an int", TypeError)
-            require(0 <= index(src) < self.size, f"src is {src}, wanted 0 <= src < {self.size}")
-            return array, index(src)
+            return array, rank_of(src, "src", self.size)
 
         array, source = self._checked(timeout, check)
         tensor = tensor_of(array)
@@ -221,6 +294,19 @@ class TorchTransport:
     def _agree(self, kind: str, x: torch.Tensor, op: str, root: int, timeout: float, tag: int = 0) -> None:
         if not self.skip_checks or kind == "barrier":  # a barrier consists of nothing but the comparison
             agree(self._group, kind, x, op, root, timeout, tag)
+
+    def _agree_on_parts(
+        self,
+        kind: str,
+        sends: Sequence[torch.Tensor],
+        receives: Sequence[int],
+        timeout: float,
+        dtype: torch.dtype = torch.uint8,
+        op: str = "sum",
+    ) -> None:
+        self._agree(kind, torch.empty(0, dtype=dtype), op, 0, timeout)
+        if not self.skip_checks:
+            agree_on_lengths(self._group, kind, sends, receives, timeout)
 
     def _checked(self, timeout: float, check: Callable[[], T]) -> T:
         """Return the result of ``check``; if it raises, tell the other ranks before passing on the error."""

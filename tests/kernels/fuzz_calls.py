@@ -202,7 +202,7 @@ def reduce(rng: Rng) -> Call:
     size, dtype, count = some_size(rng), rng.choice(ALL_DTYPES), rng.choice([1, 2, 2, 3, 5, 9])
     inputs = several(rng, "inputs", [size] * count, [dtype] * count)
     out = output(rng, "out", size, dtype)
-    op = rng.choice(["sum", "mean", "min", "max"])
+    op = rng.choice([*test_reduce.OPS])
     arguments = {"out": out, "inputs": inputs, "op": op}
     if op == "sum" and rng.chance(0.3):
         del arguments["op"]
@@ -211,7 +211,7 @@ def reduce(rng: Rng) -> Call:
         return Wanted([Output(out, test_reduce.expected([read(x) for x in inputs], op))])
 
     call = Call("reduce", arguments, wanted, shared=[(out, x, 0) for x in inputs])
-    if op == "mean" and not dtype.is_floating_point:
+    if not test_reduce.is_defined(op, dtype):
         call.refusals.append(Refusal(("op",), (TypeError,)))
     return call
 

@@ -99,11 +99,11 @@ def test_pack_reads_scale_and_condition_on_the_device(gpu: Gpu) -> None:
     assert_same_bits(gpu.get(back), values * torch.tensor(0.37))
 
 
-@pytest.mark.parametrize("op", ["sum", "mean", "min", "max"])
+@pytest.mark.parametrize("op", ["sum", "mean", "min", "max", "product", "band", "bor", "bxor"])
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 def test_reduce(gpu: Gpu, dtype: torch.dtype, op: str) -> None:
-    if op == "mean" and not dtype.is_floating_point:
-        pytest.skip("integers have no mean")
+    if (op == "mean" and not dtype.is_floating_point) or (op.startswith("b") and dtype.is_floating_point):
+        pytest.skip("integers have no mean, floats no bits")
     shapes = ((0, 2, 0), (1, 1, 0), (1030, 3, 0), (1029, 4, 1), (300, 9, 0), (5003, 2, 0), (1030, 33, 1))
     for count, num_inputs, gap in shapes:
         memory = interesting((count + 1) * num_inputs, torch.float64, count)

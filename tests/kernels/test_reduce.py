@@ -13,6 +13,15 @@ from tests.kernels.reference import ALL_DTYPES, FLOATS, assert_same_bits, intere
 __all__ = ["simd"]
 
 
+_OF_BITS = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
+OPS = ("sum", "mean", "min", "max", "product", *_OF_BITS)
+
+
+def is_defined(op: str, dtype: torch.dtype) -> bool:
+    """Integers have no mean, floats no bits."""
+    return op not in ("mean" if dtype not in FLOATS else "", *(_OF_BITS if dtype in FLOATS else ()))
+
+
 def expected(inputs: list[torch.Tensor], op: str) -> torch.Tensor:
     """In the order of the inputs; halves in float."""
     half = inputs[0].dtype in (torch.float16, torch.bfloat16)
@@ -21,6 +30,10 @@ def expected(inputs: list[torch.Tensor], op: str) -> torch.Tensor:
     for x in wide[1:]:
         if op in ("sum", "mean"):
             total = total + x
+        elif op == "product":
+            total = total * x
+        elif op in _OF_BITS:
+            total = _OF_BITS[op](total, x)
         else:
             best = torch.minimum(total, x) if op == "min" else torch.maximum(total, x)
             total = torch.where(total == x, x, best)  # of +0 and -0 the later one
@@ -39,7 +52,7 @@ def values(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 @pytest.mark.usefixtures("simd")
 @pytest.mark.parametrize(
     ("dtype", "op"),
-    [(dtype, op) for dtype in ALL_DTYPES for op in ("sum", "mean", "min", "max") if op != "mean" or dtype in FLOATS],
+    [(dtype, op) for dtype in ALL_DTYPES for op in OPS if is_defined(op, dtype)],
 )
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_every_type_and_operation(dtype: torch.dtype, op: str, count: int) -> None:
@@ -87,5 +100,7 @@ def test_bad_input() -> None:
         kernels.reduce(torch.empty(3), [torch.ones(2)])
     with pytest.raises(TypeError, match="op 'mean' wants a floating dtype, out has int32"):
         kernels.reduce(torch.empty(3, dtype=torch.int32), [torch.ones(3, dtype=torch.int32)], "mean")
+    with pytest.raises(TypeError, match="op 'band' wants an integer dtype, out has float32"):
+        kernels.reduce(torch.empty(3), [torch.ones(3)], "band")
     with pytest.raises(ValueError, match="op is 'median', wanted"):
         kernels.reduce(torch.empty(3), [torch.ones(3)], "median")

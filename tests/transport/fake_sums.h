@@ -48,7 +48,7 @@ std::vector<char> reduced_as(const std::vector<const void*>& inputs, size_t begi
             if (p == 0)
                 value = x;
             else
-                value = op == 2 ? std::max(value, x) : op == 3 ? std::min(value, x) : value + x;
+                value = op == 2 ? std::max(value, x) : op == 3 ? std::min(value, x) : op == 1 ? value * x : value + x;
         }
         out[i] = narrow<T>(op == 4 ? value / static_cast<double>(inputs.size()) : value);
     }

@@ -250,7 +250,7 @@ class _NothingDone(_BadTable):
 
 def wrong_ops() -> list[Any]:
     """Values that are no reduction."""
-    named = ["product", "SUM", "", "sum\0", " sum", "\udc80", "x" * 5000, "\u00e9" * 400, b"sum", ["sum"]]
+    named = ["average", "SUM", "", "sum\0", " sum", "\udc80", "x" * 5000, "\u00e9" * 400, b"sum", ["sum"]]
     return [None, object(), 1, True, 1.5, -1, 2**31, 2**63, *named, torch.distributed.ReduceOp.SUM]
 
 

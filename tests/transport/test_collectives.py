@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -35,9 +37,16 @@ def digest(x: torch.Tensor) -> str:
 
 
 def reduced(parts: torch.Tensor, op: str) -> torch.Tensor:
-    if op == "sum":
-        return parts.sum(0)
-    return parts.min(0).values if op == "min" else parts.max(0).values
+    of_two: dict[str, Callable[..., torch.Tensor]] = {
+        "sum": torch.add,
+        "min": torch.minimum,
+        "max": torch.maximum,
+        "product": torch.mul,
+        "band": torch.bitwise_and,
+        "bor": torch.bitwise_or,
+        "bxor": torch.bitwise_xor,
+    }
+    return functools.reduce(of_two[op], parts.unbind())
 
 
 def check_all_reduce(transport: str, dtype: torch.dtype, memory: str) -> list[str]:
@@ -45,8 +54,8 @@ def check_all_reduce(transport: str, dtype: torch.dtype, memory: str) -> list[st
     with Communicator(timeout=30, transport=transport) as communicator:
         for n in sizes_for(communicator.size):
             parts = torch.stack([contribution(p, n, dtype) for p in range(communicator.size)])
-            for op in ("sum", "mean", "min", "max"):
-                if op == "mean" and not dtype.is_floating_point:
+            for op in ("sum", "mean", "min", "max", "product", "band", "bor", "bxor"):
+                if (op == "mean" and not dtype.is_floating_point) or (op[0] == "b" and dtype.is_floating_point):
                     continue
                 x = place(communicator, parts[communicator.rank], memory)
                 communicator.all_reduce(x, op)
@@ -54,12 +63,7 @@ def check_all_reduce(transport: str, dtype: torch.dtype, memory: str) -> list[st
                     wanted = parts.double().sum(0) / communicator.size
                     torch.testing.assert_close(x.double(), wanted, rtol=1e-2 if dtype.itemsize == 2 else 1e-6, atol=0)
                 else:
-                    reduced = {
-                        "sum": parts.sum(0),
-                        "min": parts.amin(0) if n else parts[0],
-                        "max": parts.amax(0) if n else parts[0],
-                    }
-                    assert torch.equal(x, reduced[op].to(dtype)), (n, op)
+                    assert torch.equal(x, reduced(parts, op).to(dtype)), (n, op)
                 digests.append(digest(x))
     return digests
 

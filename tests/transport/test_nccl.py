@@ -30,7 +30,7 @@ INTEGERS = (np.int8, np.uint8, np.int32, np.int64)
 @pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
 def test_reductions(fake: Fake, size: int, dtype: Any) -> None:
     members = groups(size, devices=2)
-    ops: dict[str, Callable[..., Any]] = {"sum": np.sum, "min": np.min, "max": np.max}
+    ops: dict[str, Callable[..., Any]] = {"sum": np.sum, "min": np.min, "max": np.max, "product": np.prod}
     if dtype in FLOATS:
         ops["mean"] = np.mean
     for n in (0, 1, 5, 1000):
@@ -139,7 +139,9 @@ def test_mistakes(fake: Fake) -> None:
         (ValueError, "x is on cpu, wanted cuda:0", lambda: group.all_reduce(np.ones(4), "sum", **NOW)),
         (ValueError, "x is on cuda:1, wanted cuda:0", lambda: group.all_reduce(other, "sum", **NOW)),
         (ValueError, "out is on cuda:1, wanted cuda:0", lambda: group.all_gather(other, x, **NOW)),
-        (ValueError, "op is 'product', wanted 'sum'", lambda: group.all_reduce(x, "product", **NOW)),
+        (ValueError, "op is 'average', wanted 'sum'", lambda: group.all_reduce(x, "average", **NOW)),
+        (ValueError, "op is 'bor', which NCCL does not have", lambda: group.all_reduce(whole, "bor", **NOW)),
+        (TypeError, "op 'bor' wants an integer dtype, x has float32", lambda: group.all_reduce(x, "bor", **NOW)),
         (TypeError, "op 'mean' wants a floating dtype, x has int32", lambda: group.all_reduce(whole, "mean", **NOW)),
         (TypeError, "x has dtype int32, wanted float32 as out", lambda: group.reduce_scatter(x, whole, "sum", **NOW)),
         (ValueError, "out has 4 elements, wanted 8: 2 ranks times the 4", lambda: group.all_gather(x, x, **NOW)),

@@ -38,7 +38,7 @@ SOURCES = (
         for name in (
             *(
                 f"shared_memory/{part}"
-                for part in ("arena", "at_fork", "call", "collectives", "group", "texts", "wait")
+                for part in ("arena", "at_fork", "call", "collectives", "group", "parts", "texts", "wait")
             ),
             "memory",
             "process",

@@ -33,7 +33,20 @@ PYCOMM_DEVICE Sum combine(Sum a, Sum b) {
         return a != a || a > b ? a : b;
     } else if constexpr (std::is_integral_v<Sum>) {
         using Unsigned = std::make_unsigned_t<Sum>;
-        return static_cast<Sum>(static_cast<Unsigned>(static_cast<Unsigned>(a) + static_cast<Unsigned>(b)));
+        auto x = static_cast<Unsigned>(a), y = static_cast<Unsigned>(b);
+        if constexpr (kOp == ReduceOp::kProduct) {
+            return static_cast<Sum>(static_cast<Unsigned>(x * y));
+        } else if constexpr (kOp == ReduceOp::kAnd) {
+            return static_cast<Sum>(x & y);
+        } else if constexpr (kOp == ReduceOp::kOr) {
+            return static_cast<Sum>(x | y);
+        } else if constexpr (kOp == ReduceOp::kXor) {
+            return static_cast<Sum>(x ^ y);
+        } else {
+            return static_cast<Sum>(static_cast<Unsigned>(x + y));
+        }
+    } else if constexpr (kOp == ReduceOp::kProduct) {
+        return a * b;
     } else {
         return a + b;
     }
@@ -179,6 +192,15 @@ void launch_reduce(const Arrays& inputs, const std::vector<Buffer>& buffers, con
             return with(reduce_kernel<ReduceOp::kMin, T>);
         case ReduceOp::kMax:
             return with(reduce_kernel<ReduceOp::kMax, T>);
+        case ReduceOp::kProduct:
+            return with(reduce_kernel<ReduceOp::kProduct, T>);
+        default:
+            break;
+    }
+    if constexpr (std::is_integral_v<T>) {
+        if (op == ReduceOp::kAnd) return with(reduce_kernel<ReduceOp::kAnd, T>);
+        if (op == ReduceOp::kOr) return with(reduce_kernel<ReduceOp::kOr, T>);
+        return with(reduce_kernel<ReduceOp::kXor, T>);
     }
 }
 

@@ -170,14 +170,17 @@ int code_of(ReduceOp op) {
     switch (op) {
         case ReduceOp::kSum:
             return 0;
+        case ReduceOp::kProduct:
+            return 1;
         case ReduceOp::kMax:
             return 2;
         case ReduceOp::kMin:
             return 3;
         case ReduceOp::kMean:
             return 4;
+        default:
+            throw ArgumentError(format("op is '%s', which NCCL does not have", name_of(op)));
     }
-    return -1;
 }
 
 std::string Library::version() const { return dotted(version_code); }

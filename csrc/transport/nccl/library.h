@@ -44,7 +44,7 @@ struct Config {
 };
 
 int code_of(DType dtype);  // ncclDataType_t
-int code_of(ReduceOp op);  // ncclRedOp_t
+int code_of(ReduceOp op);  // ncclRedOp_t; ArgumentError for those of bits
 
 struct Library {
     std::string path;

@@ -113,4 +113,17 @@ void Arena::release(char* block) {
     free_[offset] = size;
 }
 
+void Arena::map_over(char* block, char* address) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto entry = used_.find(block - mapping_->data());
+    const auto bytes = static_cast<size_t>(entry->second);
+    if (reinterpret_cast<uintptr_t>(address) % kPage != 0) throw ArgumentError("address is not that of a page");
+    if (mmap(address, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file_.get(), entry->first) == MAP_FAILED) {
+        throw OutOfMemory(format("shared memory: mapping a block of %.1f MiB once more failed (%s)",
+                                 static_cast<double>(bytes) / kMiB, std::strerror(errno)));
+    }
+    madvise(address, bytes, MADV_HUGEPAGE);
+    madvise(address, bytes, MADV_DONTDUMP);
+}
+
 }  // namespace pycomm

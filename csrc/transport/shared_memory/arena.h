@@ -51,6 +51,9 @@ class Arena : private ForkAware {
     // Page-aligned block of at least one page. Throws OutOfMemory saying what was needed and found.
     char* allocate(int64_t num_bytes);
     void release(char* block);
+    // Maps the pages of `block` also at `address`, over pages that are mapped there; both stay valid until each is
+    // unmapped. The caller owns the mapping at `address`, which is as long as the block. Not private after a fork.
+    void map_over(char* block, char* address);
 
     char* data() const { return mapping_->data(); }
     // May outlive the arena.

@@ -1,6 +1,5 @@
 #include "transport/shared_memory/call.h"
 
-#include <poll.h>
 #include <unistd.h>
 
 #include "transport/process.h"
@@ -11,15 +10,11 @@ namespace {
 
 constexpr double kFirstLookSeconds = 0.1, kLookSeconds = 0.1;
 
-bool connection_closed(int socket) {
-    pollfd state{socket, POLLRDHUP, 0};
-    return poll(&state, 1, 0) > 0 && (state.revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0;
-}
-
 bool is_possible(const Operation& operation, int size, int64_t file_bytes) {
-    if (operation.kind > Kind::kAllToAll || static_cast<int>(operation.dtype) >= kNumDTypes) return false;
-    if (operation.op > ReduceOp::kMax || operation.count < 0) return false;
-    if (operation.kind == Kind::kBroadcast && (operation.root < 0 || operation.root >= size)) return false;
+    if (operation.kind > Kind::kReduceScatterV || static_cast<int>(operation.dtype) >= kNumDTypes) return false;
+    if (static_cast<int>(operation.op) >= kNumReduceOps || operation.count < 0) return false;
+    const bool has_root = operation.kind == Kind::kBroadcast || operation.kind == Kind::kReduce;
+    if (has_root && (operation.root < 0 || operation.root >= size)) return false;
     const int64_t width = operation.array_width();
     auto lies_in_arena = [&](int64_t offset) {
         if (offset == -1) return true;
@@ -80,6 +75,14 @@ void Call::take_announcements(const Operation& mine) {
         if (is_possible(taken, size(), group_.file_bytes_)) continue;
         distrust(p);
     }
+}
+
+bool Call::may_hold_array(int64_t offset, int64_t num_bytes) const {
+    const int64_t mailbox_at = kControlBytes + slot_ * kMailboxBytes;
+    auto lies_within = [&](int64_t begin, int64_t end) {
+        return offset >= begin && offset <= end && num_bytes <= end - offset;
+    };
+    return lies_within(mailbox_at, mailbox_at + kMailboxBytes) || lies_within(header_bytes(size()), group_.file_bytes_);
 }
 
 void Call::step() {

@@ -5,6 +5,7 @@
 
 #include "base/error.h"
 #include "transport/shared_memory/group.h"
+#include "transport/shared_memory/message_layout.h"
 
 namespace pycomm {
 
@@ -16,7 +17,10 @@ enum class Kind : uint8_t {
     kBarrier,
     kRefused,
     kProgram,
-    kAllToAll
+    kAllToAll,
+    kReduce,
+    kAllToAllV,
+    kReduceScatterV
 };
 
 // An announcement. Everything before `offset` must agree on all ranks.
@@ -77,11 +81,14 @@ static_assert(sizeof(Control) <= kControlBytes);
 // Everything in a peer's file may change at any moment, if the peer wants. What is acted upon is copied once, checked,
 // and taken from the copy; counters of messages decide when something is read or written, never where.
 
-// Offset of the arena.
-inline int64_t header_bytes(int size) {
+// Offset of what messages need, see message_layout.h.
+inline int64_t post_office_at(int size) {
     constexpr int64_t kPage = 4096;
     return kChannelsAt + (size * static_cast<int64_t>(sizeof(Channel)) + kPage - 1) / kPage * kPage;
 }
+
+// Offset of the arena.
+inline int64_t header_bytes(int size) { return post_office_at(size) + post_office_bytes(size); }
 
 // One operation: the lock, the steps and the errors. The collectives are written with its methods.
 class Call {
@@ -93,6 +100,7 @@ class Call {
 
     int rank() const { return group_.rank_; }
     int size() const { return group_.size_; }
+    const char* name() const { return name_; }
 
     void post_announcement(Operation mine);
     // Announces that this rank cannot take part.
@@ -122,7 +130,11 @@ class Call {
     // Fails because p announced what no correct rank does.
     [[noreturn]] void distrust(int p);
     bool all_in_arenas() const;
-    char* in_arena(int p) const { return group_.base(p) + announced(p).offset; }
+    char* in_arena(int p) const { return in_file(p, announced(p).offset); }
+    char* in_file(int p, int64_t offset) const { return group_.base(p) + offset; }
+    // Whether `num_bytes` at an offset of a file that a peer named lie where it may have arrays: in its arena, or in
+    // this call's mailbox.
+    bool may_hold_array(int64_t offset, int64_t num_bytes) const;
     char* shadow(int p) const { return group_.base(p) + announced(p).shadow; }
     void name_algorithm(const std::string& name);  // for the next announcement
     // This call's mailbox; the next call has the other one.

@@ -2,9 +2,7 @@
 
 #include <algorithm>
 
-#include "base/parallel.h"
-#include "kernels/reduce.h"
-#include "transport/shared_memory/call.h"
+#include "transport/shared_memory/moves.h"
 
 namespace pycomm {
 namespace {
@@ -15,31 +13,6 @@ constexpr int64_t kPartAlign = 64;
 constexpr int64_t kRedundantBytes = 16 << 10;
 
 Range part_of(int64_t count, int p, int size) { return piece_of(count, p, size, kPartAlign); }
-
-// Reduces `count` elements found at address(p) on every rank p into all of `outs`.
-template <class Address>
-void reduce_from(const Call& call, std::vector<void*> outs, DType dtype, ReduceOp op, int64_t count,
-                 Address&& address) {
-    std::vector<const void*> inputs;
-    for (int p = 0; p < call.size(); ++p) inputs.push_back(address(p));
-    // Not streamed: all but the staged outputs were read just now, so their lines are in the cache and are written back
-    // once either way (measured: 16 % faster than streaming at 100 MB).
-    reduce_range(outs.data(), static_cast<int>(outs.size()), inputs.data(), call.size(), dtype, op, count);
-}
-
-void copy(char* to, const char* from, int64_t num_bytes) {
-    if (to != from && num_bytes > 0) std::memcpy(to, from, static_cast<size_t>(num_bytes));
-}
-
-// Calls stage(i) and then, a step later, use(i) for every segment: one step per segment, and one before the first use.
-template <class Stage, class Use>
-void pipeline(Call& call, int64_t num_segments, Stage&& stage, Use&& use) {
-    for (int64_t i = 0; i <= num_segments; ++i) {
-        if (i < num_segments) stage(i);
-        if (i > 0) use(i - 1);
-        if (i < num_segments) call.step();
-    }
-}
 
 struct Segments {
     int64_t count, max_elements;
@@ -74,7 +47,11 @@ void all_reduce_direct(Call& call, const Buffer& x, ReduceOp op) {
     call.step();
 }
 
-void all_reduce_staged(Call& call, const Buffer& x, ReduceOp op) {
+// The result goes to every rank, or to one. Where it goes to one, all work on it, and x is left as it is elsewhere.
+constexpr int kEveryRank = -1;
+
+void all_reduce_staged(Call& call, const Buffer& x, ReduceOp op, int root = kEveryRank) {
+    const bool receives = root == kEveryRank || root == call.rank();
     const int64_t width = size_of(x.dtype);
     const Segments segments{x.count, kSegmentBytes / width};
     auto part = [&](int64_t segment, int p) { return part_of(segments[segment].size(), p, call.size()); };
@@ -89,7 +66,10 @@ void all_reduce_staged(Call& call, const Buffer& x, ReduceOp op) {
     auto reduce_part = [&](int64_t i) {
         Range mine = part(i, call.rank());
         int64_t offset = mine.begin * width;
-        reduce_from(call, {own(i) + offset, call.staged_result(call.rank(), i) + offset}, x.dtype, op, mine.size(),
+        std::vector<void*> outs;
+        if (receives) outs.push_back(own(i) + offset);
+        if (root != call.rank()) outs.push_back(call.staged_result(call.rank(), i) + offset);
+        reduce_from(call, outs, x.dtype, op, mine.size(),
                     [&](int p) { return (p == call.rank() ? own(i) : call.staged_input(p, i)) + offset; });
     };
     auto fetch = [&](int64_t i) {
@@ -106,7 +86,7 @@ void all_reduce_staged(Call& call, const Buffer& x, ReduceOp op) {
             if (i > 0) reduce_part(i - 1);
         },
         [&](int64_t i) {
-            if (i > 0) fetch(i - 1);
+            if (i > 0 && receives) fetch(i - 1);
         });
 }
 
@@ -131,6 +111,25 @@ void SharedMemoryGroup::all_reduce(const Buffer& x, ReduceOp op, double timeout)
     if (in_mailbox) return all_reduce_mailbox(call, x, op);
     if (call.all_in_arenas()) return all_reduce_direct(call, x, op);
     all_reduce_staged(call, x, op);
+}
+
+void SharedMemoryGroup::reduce(const Buffer& x, int root, ReduceOp op, double timeout) {
+    Call call(*this, "reduce", timeout);
+    bool in_mailbox = x.num_bytes() <= kMailboxBytes;
+    if (in_mailbox && rank_ != root) copy(call.mailbox(rank_), x.bytes(), x.num_bytes());
+    call.announce(announcement(*this, Kind::kReduce, x, op, root));
+    if (size_ == 1 || x.count == 0) return;
+    if (in_mailbox) {
+        if (rank_ != root) return;
+        return reduce_from(call, {x.data}, x.dtype, op, x.count,
+                           [&](int p) { return p == rank_ ? x.bytes() : call.mailbox(p); });
+    }
+    if (!call.all_in_arenas()) return all_reduce_staged(call, x, op, root);
+    Range mine = part_of(x.count, rank_, size_);
+    const int64_t offset = mine.begin * size_of(x.dtype);
+    reduce_from(call, {call.in_arena(root) + offset}, x.dtype, op, mine.size(),
+                [&](int p) { return call.in_arena(p) + offset; });
+    call.step();
 }
 
 void SharedMemoryGroup::reduce_scatter(const Buffer& out, const Buffer& x, ReduceOp op, double timeout) {

@@ -8,6 +8,7 @@
 #include "base/error.h"
 #include "transport/process.h"
 #include "transport/shared_memory/call.h"
+#include "transport/shared_memory/messages.h"
 #include "transport/shared_memory/texts.h"
 
 namespace pycomm {
@@ -48,6 +49,7 @@ SharedMemoryGroup::SharedMemoryGroup(int rank, std::shared_ptr<Arena> arena,
         pids_.push_back(peer_of(sockets_[static_cast<size_t>(p)].get()));
     }
     control(rank).awaited = -1;
+    messages_ = std::make_unique<Messages>(*this);
     watch_forks(this);
 }
 
@@ -85,6 +87,7 @@ void SharedMemoryGroup::close(const std::string& why) {
         if (closed_within_.empty()) closed_within_ = why;
         return;
     }
+    if (messages_->postpone_close(why)) return;
     std::lock_guard<std::mutex> lock(mutex_);
     close_with_lock(why);
 }
@@ -94,6 +97,7 @@ void SharedMemoryGroup::close_with_lock(const std::string& why) {
     closed_ = true;
     break_for_good(clock_ + 1, -1, "rank " + std::to_string(rank_) + ": " + why);
     unwatch_forks(this);
+    messages_->end(why);
     sockets_.clear();
     peers_.clear();
     std::lock_guard<std::mutex> lock(arena_mutex_);
@@ -114,7 +118,7 @@ int64_t SharedMemoryGroup::offset_of(const Buffer& x) const {
 
 void SharedMemoryGroup::lock_for_operation(std::unique_lock<std::mutex>& lock, const char* name) {
     require_own_process(rank_, name, pid_);
-    if (busy_ == std::this_thread::get_id()) {
+    if (busy_ == std::this_thread::get_id() || messages_->is_inside()) {
         throw CommFailure(rank_, -1, name, 0.0,
                           format("%s: called by a signal handler while this thread is in another operation", name));
     }

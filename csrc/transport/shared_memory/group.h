@@ -13,8 +13,9 @@
 //              2 steps; each input is read once, each output written once.
 //   staged     otherwise: arrays pass through cache-sized segments of staging memory, in a pipeline: while segment i
 //              is reduced, i + 1 is being staged and i - 1 fetched. (segments + 3) steps.
+// reduce is the same with one rank for whom the results are; where all fits in mailboxes, that one does everything.
 // The others (reduce_scatter, all_gather, all_to_all, broadcast) publish their input, in place or by segments, and
-// pull.
+// pull. Those with an array for each rank are in parts.h.
 //
 // Every wait ends with an error when a peer died (end-of-file on its socket, or a process that dumps its core), gave
 // up, or the timeout passed. A rank that gives up names the rank that failed, so that all report the same one. After
@@ -40,6 +41,7 @@ namespace pycomm {
 
 struct Control;
 struct Operation;
+class Messages;
 
 class SharedMemoryGroup : private ForkAware {
    public:
@@ -56,17 +58,27 @@ class SharedMemoryGroup : private ForkAware {
 
     // In place. timeout in seconds, for every wait inside.
     void all_reduce(const Buffer& x, ReduceOp op, double timeout);
+    // The reduction of all ranks' x becomes that of rank `root`; the others' are left as they are.
+    void reduce(const Buffer& x, int root, ReduceOp op, double timeout);
     // out: part `rank` of the reduction of x; x.count == size * out.count.
     void reduce_scatter(const Buffer& out, const Buffer& x, ReduceOp op, double timeout);
     // out: the x of all ranks, in order; out.count == size * x.count.
     void all_gather(const Buffer& out, const Buffer& x, double timeout);
     // Part p of x, of as many as there are ranks, becomes part `rank` of rank p's out.
     void all_to_all(const Buffer& out, const Buffer& x, double timeout);
+    // One array for each rank, of any type and length: xs[p] goes to rank p, outs[p] comes from it. Several of xs may
+    // be the same array. ArgumentError, on every rank, where an array and what becomes of it have different lengths.
+    void all_to_all_v(const std::vector<Buffer>& outs, const std::vector<Buffer>& xs, double timeout);
+    // out: the reduction of all ranks' xs[rank]. Arrays of different ranks may have different lengths; errors likewise.
+    void reduce_scatter_v(const Buffer& out, const std::vector<Buffer>& xs, ReduceOp op, double timeout);
     void broadcast(const Buffer& x, int root, double timeout);
     void barrier(double timeout);
     // Stands in for an operation that this rank cannot join because its arguments are wrong: the others get an
     // ArgumentError that quotes `reason`. Does not wait for them; the next operation does.
     void refuse(const std::string& reason, double timeout);
+
+    // Messages between two ranks, which need not take part in collectives at the same time.
+    Messages& messages() { return *messages_; }
 
     std::shared_ptr<Arena> arena() const;
     // Offset of an array in this rank's file, -1 if it does not lie there. For operations.
@@ -79,6 +91,8 @@ class SharedMemoryGroup : private ForkAware {
 
    private:
     friend class Call;
+    friend class Messages;
+    friend class MessageWait;
 
     char* base(int p) const { return bases_[static_cast<size_t>(p)]; }
     Control& control(int p) const;
@@ -109,6 +123,7 @@ class SharedMemoryGroup : private ForkAware {
     std::string broken_;         // why, once an operation failed
     int failed_peer_ = -1;       // the rank whose failure that was, -1: none, or this rank itself
     std::string closed_within_;  // why, where an operation's own thread has closed
+    std::unique_ptr<Messages> messages_;
 };
 
 // The size that the files of a group of `size` must have, for a machine with that much memory.

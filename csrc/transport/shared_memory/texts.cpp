@@ -47,19 +47,24 @@ void copy_text(char* to, size_t room, const std::string& text) {
 }
 
 std::string describe(const Operation& operation, const std::string& algorithm) {
-    constexpr const char* kKinds[] = {"all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier",
-                                      "",           "all_reduce",     "all_to_all"};
-    constexpr const char* kOps[] = {"sum", "mean", "min", "max"};
+    constexpr const char* kKinds[] = {
+        "all_reduce", "reduce_scatter", "all_gather", "broadcast",    "barrier",         "",
+        "all_reduce", "all_to_all",     "reduce",     "all_to_all_v", "reduce_scatter_v"};
+    const char* op = name_of(operation.op);
     std::string kind = kKinds[static_cast<int>(operation.kind)];
     const char* of_what = operation.tag == 0 ? name_of(operation.dtype) : "bytes of another dtype";
     std::string what = format("%lld elements of %s", static_cast<long long>(operation.count), of_what);
     switch (operation.kind) {
         case Kind::kAllReduce:
         case Kind::kReduceScatter:
-            return kind + "(" + what + ", op=\"" + kOps[static_cast<int>(operation.op)] + "\")";
+            return kind + "(" + what + ", op=\"" + op + "\")";
         case Kind::kProgram:
-            return kind + "(" + what + ", op=\"" + kOps[static_cast<int>(operation.op)] + "\", algorithm=\"" +
-                   algorithm + format("\" with digest %016llx)", static_cast<unsigned long long>(operation.schedule));
+            return kind + "(" + what + ", op=\"" + op + "\", algorithm=\"" + algorithm +
+                   format("\" with digest %016llx)", static_cast<unsigned long long>(operation.schedule));
+        case Kind::kReduce:
+            return kind + "(" + what + format(", dst=%d, op=\"%s\")", operation.root, op);
+        case Kind::kReduceScatterV:  // its counts are compared later
+            return kind + "(" + of_what + ", op=\"" + op + "\")";
         case Kind::kBroadcast:
             return kind + "(" + what + format(", src=%d)", operation.root);
         case Kind::kAllGather:

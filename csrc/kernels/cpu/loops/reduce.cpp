@@ -8,6 +8,7 @@ template <ReduceOp kOp>
 inline Vec combine(Vec a, Vec b) {
     if constexpr (kOp == ReduceOp::kMin) return minimum(a, b);
     if constexpr (kOp == ReduceOp::kMax) return maximum(a, b);
+    if constexpr (kOp == ReduceOp::kProduct) return mul(a, b);
     return add(a, b);
 }
 
@@ -76,9 +77,14 @@ inline T combine_scalars(T a, T b) {
     if constexpr (kOp == ReduceOp::kMax) return a != a || a > b ? a : b;
     if constexpr (std::is_integral_v<T>) {  // wraps around, as torch's does
         using Unsigned = std::make_unsigned_t<T>;
-        return static_cast<T>(static_cast<Unsigned>(static_cast<Unsigned>(a) + static_cast<Unsigned>(b)));
+        auto x = static_cast<Unsigned>(a), y = static_cast<Unsigned>(b);
+        if constexpr (kOp == ReduceOp::kProduct) return static_cast<T>(static_cast<Unsigned>(x * y));
+        if constexpr (kOp == ReduceOp::kAnd) return static_cast<T>(x & y);
+        if constexpr (kOp == ReduceOp::kOr) return static_cast<T>(x | y);
+        if constexpr (kOp == ReduceOp::kXor) return static_cast<T>(x ^ y);
+        return static_cast<T>(static_cast<Unsigned>(x + y));
     } else {
-        return a + b;
+        return kOp == ReduceOp::kProduct ? a * b : a + b;
     }
 }
 
@@ -108,8 +114,6 @@ template <ReduceOp kOp>
 void reduce_typed(void* const* outs, int num_outs, const void* const* inputs, int num_inputs, DType dtype,
                   int64_t count, bool streaming) {
     switch (dtype) {
-        case DType::kF64:
-            return reduce_scalars<kOp, double>(outs, num_outs, inputs, num_inputs, count);
         case DType::kI8:
             return reduce_scalars<kOp, int8_t>(outs, num_outs, inputs, num_inputs, count);
         case DType::kU8:
@@ -119,10 +123,14 @@ void reduce_typed(void* const* outs, int num_outs, const void* const* inputs, in
         case DType::kI64:
             return reduce_scalars<kOp, int64_t>(outs, num_outs, inputs, num_inputs, count);
         default:
-            with_float_type(dtype, [&](auto* t) {
-                using T = std::remove_pointer_t<decltype(t)>;
-                FloatReduction<kOp, T>(outs, num_outs, inputs, num_inputs).run(count, streaming);
-            });
+            break;
+    }
+    if constexpr (!is_bitwise(kOp)) {
+        if (dtype == DType::kF64) return reduce_scalars<kOp, double>(outs, num_outs, inputs, num_inputs, count);
+        with_float_type(dtype, [&](auto* t) {
+            using T = std::remove_pointer_t<decltype(t)>;
+            FloatReduction<kOp, T>(outs, num_outs, inputs, num_inputs).run(count, streaming);
+        });
     }
 }
 
@@ -141,6 +149,14 @@ void reduce(void* const* outs, int num_outs, const void* const* inputs, int num_
             return reduce_typed<ReduceOp::kMin>(outs, num_outs, inputs, num_inputs, dtype, count, streaming);
         case ReduceOp::kMax:
             return reduce_typed<ReduceOp::kMax>(outs, num_outs, inputs, num_inputs, dtype, count, streaming);
+        case ReduceOp::kProduct:
+            return reduce_typed<ReduceOp::kProduct>(outs, num_outs, inputs, num_inputs, dtype, count, streaming);
+        case ReduceOp::kAnd:
+            return reduce_typed<ReduceOp::kAnd>(outs, num_outs, inputs, num_inputs, dtype, count, streaming);
+        case ReduceOp::kOr:
+            return reduce_typed<ReduceOp::kOr>(outs, num_outs, inputs, num_inputs, dtype, count, streaming);
+        case ReduceOp::kXor:
+            return reduce_typed<ReduceOp::kXor>(outs, num_outs, inputs, num_inputs, dtype, count, streaming);
     }
 }
 

@@ -1,0 +1,47 @@
+// Layout of what ranks write for one another to send messages. See messages.h for how it is used.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace pycomm {
+
+// In the sender's file; one for each message. What the receiver acts upon it copies and checks first.
+struct alignas(64) Envelope {
+    std::atomic<int64_t> next;   // offset of the next one for the same rank, 0: not sent yet
+    std::atomic<int64_t> ready;  // bytes of the payload that are there
+    std::atomic<uint32_t> fate;  // of kTaken and kPassed, by the receiver; with both it may be freed
+    int32_t width;               // bytes of an element, for errors
+    uint64_t number;             // of the message, among those for the same rank
+    int64_t num_bytes;
+    int64_t payload;  // its offset
+    int64_t tag;
+
+    static constexpr uint32_t kTaken = 1;   // the payload was copied
+    static constexpr uint32_t kPassed = 2;  // so was `next`
+};
+static_assert(sizeof(Envelope) == 64);
+
+// In every rank's file, before the offsets of its first envelope for each rank.
+struct alignas(64) PostOffice {
+    // Wakes this rank when a message has come for it, or one of its own was taken.
+    std::atomic<uint32_t> rings;
+    std::atomic<uint32_t> listening;
+    std::atomic<int32_t> awaited;  // the rank that this one's only waiting thread waits for, -1: there is none such
+    std::atomic<uint32_t> moves;   // messages sent and received, to see that nothing happens
+};
+using FirstEnvelope = std::atomic<int64_t>;
+static_assert(FirstEnvelope::is_always_lock_free);
+
+inline constexpr int64_t kEnvelopeAlign = alignof(Envelope);
+// Of tags: other transports send them as 32 bits, and some for themselves.
+inline constexpr int64_t kTagEnd = int64_t{1} << 30;
+
+// Bytes of the part that a group of `size` ranks needs of every file: whole pages.
+inline int64_t post_office_bytes(int size) {
+    constexpr int64_t kPage = 4096;
+    const int64_t bytes = static_cast<int64_t>(sizeof(PostOffice)) + size * static_cast<int64_t>(sizeof(FirstEnvelope));
+    return (bytes + kPage - 1) / kPage * kPage;
+}
+
+}  // namespace pycomm

@@ -1,0 +1,176 @@
+#include "transport/shared_memory/message_wait.h"
+
+#include <unistd.h>
+
+#include "base/time.h"
+#include "transport/process.h"
+#include "transport/shared_memory/call.h"
+#include "transport/shared_memory/texts.h"
+
+namespace pycomm {
+namespace {
+
+constexpr double kLookSeconds = 0.1;
+
+}  // namespace
+
+MessageWait::MessageWait(Messages& messages, const char* name, double timeout)
+    : messages_(messages), name_(name), timeout_(timeout), next_look_(kLookSeconds) {}
+
+MessageWait::~MessageWait() {
+    if (peer_.has_value()) messages_.publish_wait(*peer_, false);
+}
+
+void MessageWait::begin(int peer) {
+    if (peer_.has_value()) return;
+    peer_ = peer;
+    messages_.publish_wait(peer, true);
+}
+
+CommFailure MessageWait::failure(int peer, double waited, const std::string& what) const {
+    return {rank(), peer, name_, waited, format("rank %d: %s: %s after %.2f s", rank(), name_, what.c_str(), waited)};
+}
+
+void MessageWait::require_usable() const {
+    if (messages_.group_.closing_) throw failure(-1, 0.0, "the communicator was closed meanwhile");
+    Control& mine = control(rank());
+    if (mine.gave_up.load(std::memory_order_acquire) == 0) return;
+    throw failure(mine.failed_peer, 0.0,
+                  "this communicator is broken since an earlier failure (" + text_of(mine.why, sizeof mine.why) + ")");
+}
+
+std::optional<MessageWait::Gone> MessageWait::gone(int p) const {
+    if (p == rank()) return std::nullopt;
+    const Control& theirs = control(p);
+    if (theirs.gave_up.load(std::memory_order_acquire) != 0) {
+        const int cause = theirs.failed_peer;
+        return Gone{cause >= 0 && cause < size() && cause != rank() ? cause : p,
+                    format("rank %d gave up (%s)", p, text_of(theirs.why, sizeof theirs.why).c_str())};
+    }
+    if (connection_closed(messages_.group_.sockets_[static_cast<size_t>(p)].get())) {
+        return Gone{p, format("rank %d died (its connection is closed)", p)};
+    }
+    // Such a process keeps its connections until that is written.
+    if (state_of(messages_.group_.pids_[static_cast<size_t>(p)]) == ProcessState::kDumpingCore) {
+        return Gone{p, format("rank %d is dumping core", p)};
+    }
+    if (messages_.incoming_->is_distrusted(p)) {
+        return Gone{p, format("rank %d announced what cannot be: its memory was damaged, or tampered with,", p)};
+    }
+    return std::nullopt;
+}
+
+// src -1: the first one, if all others are gone.
+std::optional<MessageWait::Gone> MessageWait::all_gone(int src) const {
+    if (src >= 0) return gone(src);
+    std::optional<Gone> first;
+    for (int p = 0; p < size(); ++p) {
+        if (p == rank()) continue;
+        std::optional<Gone> found = gone(p);
+        if (!found.has_value()) return found;
+        if (!first.has_value()) first = found;
+    }
+    return first;
+}
+
+void MessageWait::require_present(int p) {
+    std::atomic<double>& next = messages_.next_look_[static_cast<size_t>(p)];
+    const bool says_so = p != rank() && control(p).gave_up.load(std::memory_order_acquire) != 0;
+    const double now = monotonic_seconds();
+    if (!says_so && now < next.load(std::memory_order_relaxed)) return;
+    next.store(now + kLookSeconds, std::memory_order_relaxed);
+    if (auto found = gone(p)) throw failure(found->peer, 0.0, found->what);
+}
+
+void MessageWait::let_signals_through() const {
+    messages_.group_.check_signals_();
+    require_own_process(rank(), name_, messages_.group_.pid_);  // a handler may have forked
+}
+
+std::string MessageWait::stopped(int p) const {
+    const bool is_stopped = state_of(messages_.group_.pids_[static_cast<size_t>(p)]) == ProcessState::kStopped;
+    return is_stopped ? ", whose process is stopped," : "";
+}
+
+void MessageWait::give_up_if_hopeless(const ReceiptPtr& receipt, double waited) {
+    std::optional<Gone> found = all_gone(messages_.incoming_->awaited(*receipt));
+    // What they sent before came before what was seen now.
+    if (!found.has_value() || messages_.incoming_->progress(receipt.get())) return;
+    messages_.incoming_->give_up(receipt, std::make_exception_ptr(failure(found->peer, waited, found->what)));
+}
+
+void MessageWait::for_message(const ReceiptPtr& receipt) {
+    const Bell bell = messages_.bell_of(rank());
+    auto done = [&] { return messages_.incoming_->progress(receipt.get()); };
+    wait_until({bell.rings, bell.sleepers}, done, [&](double waited) {
+        const int src = messages_.incoming_->awaited(*receipt);
+        begin(src < 0 && size() == 2 ? 1 - rank() : src);
+        if (waited >= next_look_ || control(src < 0 ? rank() : src).gave_up.load(std::memory_order_acquire) != 0) {
+            next_look_ = waited + kLookSeconds;
+            give_up_if_hopeless(receipt, waited);
+            if (receipt->is_finished()) return;
+        }
+        require_usable();
+        if (waited > timeout_) {
+            std::string what = src < 0 ? "timed out waiting for a message of any rank"
+                                       : format("timed out waiting for rank %d%s", src, stopped(src).c_str());
+            throw failure(src, waited, what + format(" with tag %lld", static_cast<long long>(receipt->tag)));
+        }
+        let_signals_through();
+    });
+}
+
+void MessageWait::for_room(int dst, int64_t cost) {
+    const Bell bell = messages_.bell_of(rank());
+    // Others may wait for room for what this rank wants to receive.
+    auto done = [&] {
+        messages_.incoming_->progress(nullptr);
+        return messages_.outgoing_->reserve(cost);
+    };
+    wait_until({bell.rings, bell.sleepers}, done, [&](double waited) {
+        begin(dst);
+        require_usable();
+        const bool timed_out = waited > timeout_;
+        if (waited >= next_look_ || timed_out) {
+            next_look_ = waited + kLookSeconds;
+            if (auto found = gone(dst)) throw failure(found->peer, waited, found->what);
+            if (would_wait_for_ever(dst)) {
+                throw failure(dst, waited,
+                              what_is_buffered() + format("; rank %d does not take them: it waits for this rank", dst));
+            }
+        }
+        if (timed_out) {
+            throw failure(dst, waited,
+                          what_is_buffered() +
+                              format("; timed out waiting for rank %d%s to take them", dst, stopped(dst).c_str()));
+        }
+        let_signals_through();
+    });
+}
+
+std::string MessageWait::what_is_buffered() const {
+    return format("no room: of at most %lld bytes that may be buffered (PYCOMM_BUFFER_BYTES) these are in use: %s",
+                  static_cast<long long>(messages_.outgoing_->limit()), messages_.outgoing_->describe().c_str());
+}
+
+// Whether dst, or whom it waits for, and so on, waits for this rank, and nothing has moved since the last look. Each of
+// these ranks has a single thread that waits.
+bool MessageWait::would_wait_for_ever(int dst) {
+    std::vector<uint32_t> seen;
+    int p = dst;
+    for (int i = 0; i <= size() && p >= 0 && p < size(); ++i) {
+        seen.push_back(static_cast<uint32_t>(p));
+        seen.push_back(messages_.office(p).moves.load(std::memory_order_relaxed));
+        if (p == rank()) {
+            bool same = seen == seen_;
+            seen_ = std::move(seen);
+            return same;
+        }
+        const int by_message = messages_.office(p).awaited.load(std::memory_order_relaxed);
+        p = by_message >= 0 ? by_message : control(p).awaited.load(std::memory_order_relaxed);
+    }
+    seen_.clear();
+    return false;
+}
+
+}  // namespace pycomm

@@ -1,0 +1,59 @@
+// One thread's wait in Messages: for a message, or for room to send one. It ends with an error when that cannot come.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "transport/shared_memory/messages.h"
+
+namespace pycomm {
+
+class MessageWait {
+   public:
+    MessageWait(Messages& messages, const char* name, double timeout);
+    ~MessageWait();
+    MessageWait(const MessageWait&) = delete;
+    MessageWait& operator=(const MessageWait&) = delete;
+
+    // All throw CommFailure, and what signal handlers throw.
+
+    // Unless this rank has given up, or is closing.
+    void require_usable() const;
+    // Unless rank p has, or died. Its process is looked at now and then only.
+    void require_present(int p);
+    // Returns once `cost` bytes are reserved.
+    void for_room(int dst, int64_t cost);
+    // Returns once the receipt is finished. It is given up before the error if no message can come for it any more.
+    void for_message(const ReceiptPtr& receipt);
+    // The same without waiting; throws nothing of that.
+    void give_up_if_hopeless(const ReceiptPtr& receipt, double waited);
+
+   private:
+    struct Gone {
+        int peer;  // whose failure it was
+        std::string what;
+    };
+
+    int rank() const { return messages_.group_.rank_; }
+    int size() const { return messages_.group_.size_; }
+    Control& control(int p) const { return messages_.group_.control(p); }
+    std::optional<Gone> gone(int p) const;
+    std::optional<Gone> all_gone(int src) const;
+    void begin(int peer);
+    void let_signals_through() const;
+    bool would_wait_for_ever(int dst);
+    std::string what_is_buffered() const;
+    std::string stopped(int p) const;
+    [[nodiscard]] CommFailure failure(int peer, double waited, const std::string& what) const;
+
+    Messages& messages_;
+    const char* name_;
+    double timeout_;
+    std::optional<int> peer_;  // while it is published
+    double next_look_;
+    std::vector<uint32_t> seen_;  // of those who wait for one another
+};
+
+}  // namespace pycomm

@@ -1,0 +1,39 @@
+// What collectives are made of: copies, reductions over the ranks, and the pipeline through the staging areas.
+#pragma once
+
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "base/parallel.h"
+#include "kernels/reduce.h"
+#include "transport/shared_memory/call.h"
+
+namespace pycomm {
+
+inline void copy(char* to, const char* from, int64_t num_bytes) {
+    if (to != from && num_bytes > 0) std::memcpy(to, from, static_cast<size_t>(num_bytes));
+}
+
+// Reduces `count` elements found at address(p) on every rank p into all of `outs`.
+template <class Address>
+void reduce_from(const Call& call, std::vector<void*> outs, DType dtype, ReduceOp op, int64_t count,
+                 Address&& address) {
+    std::vector<const void*> inputs;
+    for (int p = 0; p < call.size(); ++p) inputs.push_back(address(p));
+    // Not streamed: all but the staged outputs were read just now, so their lines are in the cache and are written back
+    // once either way (measured: 16 % faster than streaming at 100 MB).
+    reduce_range(outs.data(), static_cast<int>(outs.size()), inputs.data(), call.size(), dtype, op, count);
+}
+
+// Calls stage(i) and then, a step later, use(i) for every segment: one step per segment, and one before the first use.
+template <class Stage, class Use>
+void pipeline(Call& call, int64_t num_segments, Stage&& stage, Use&& use) {
+    for (int64_t i = 0; i <= num_segments; ++i) {
+        if (i < num_segments) stage(i);
+        if (i > 0) use(i - 1);
+        if (i < num_segments) call.step();
+    }
+}
+
+}  // namespace pycomm

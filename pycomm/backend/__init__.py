@@ -1,0 +1,56 @@
+"""torch.distributed's backend "pycomm": ``dist.init_process_group("pycomm")``.
+
+DistributedDataParallel, FSDP, DTensor, pipelining and whatever else stands on torch.distributed use
+pycomm's transports under it, without a changed line. One engine does the work; one of two thin adapters stands in
+front of it, according to what this release of torch takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pycomm.backend.operations import Operations
+from pycomm.torch_internals import backend_of, takes_backends_in_python
+from pycomm.transport.own_group import PYCOMM
+
+__all__ = ["register", "stats"]
+
+
+def register() -> None:
+    """Register the backend with torch. ``import pycomm`` does; from torch 2.14 on, torch finds it by itself."""
+    if not dist.is_available() or hasattr(dist.Backend, PYCOMM.upper()):
+        return
+    dist.Backend.register_backend(PYCOMM, _maker(), extended_api=True, devices=["cpu", "cuda"])
+
+
+def _maker() -> Callable[[Any, Any], Any]:
+    if takes_backends_in_python():
+        from pycomm.backend import native
+
+        return native.make
+    from pycomm.backend import process_group
+
+    return process_group.make
+
+
+def stats(group: dist.ProcessGroup | None = None) -> dict[str, Any]:
+    """Return counters of a group over "pycomm", the default group if ``None``, on this rank.
+
+    Returns:
+        ``transport``: "shared_memory", "hierarchical" or "torch". ``bytes_direct``: bytes of tensors in memory
+        that all ranks of the host reach; ``bytes_staged``: of others, which were copied through it;
+        ``bytes_small``: of those that travel with their announcement. ``storages_moved``: number of storages
+        (buckets of DistributedDataParallel) that were moved to such memory.
+
+    Raises:
+        ValueError: the group has another backend.
+    """
+    found = dist.group.WORLD if group is None else group
+    backend = None if found is None else backend_of(found, torch.device("cpu"))
+    if not isinstance(backend, Operations):
+        raise ValueError(f"group is {group!r}, wanted one with the backend {PYCOMM!r}")
+    return backend.engine.stats()

@@ -1,0 +1,98 @@
+"""Adapter for torch before 2.14, which takes a whole ``ProcessGroup`` written in Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pycomm.backend.engine import Engine
+from pycomm.backend.memory import CommunicationMemory
+from pycomm.backend.operations import Operations
+from pycomm.torch_internals import Store
+from pycomm.transport.own_group import PYCOMM, Place
+
+
+class PycommProcessGroup(Operations, CommunicationMemory, dist.ProcessGroup):  # type: ignore[misc]
+    """Process group whose operations are pycomm's. Nothing else is registered under it, so nothing bypasses it."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine.rank, engine.size)  # type: ignore[call-arg]
+        self.set_engine(engine)
+        self._name, self._description = engine.place.name, ""
+
+    def getBackendName(self) -> str:  # noqa: N802 (torch's names)
+        """Return "pycomm"."""
+        return PYCOMM
+
+    def getRank(self) -> int:  # noqa: N802
+        """Return the rank of this process in the group."""
+        return self.engine.rank
+
+    def getSize(self) -> int:  # noqa: N802
+        """Return the number of ranks in the group."""
+        return self.engine.size
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """Return the name by which torch finds the group."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Set the name by which torch finds the group."""
+        self._name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """Return torch's description of the group."""
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        """Set torch's description of the group."""
+        self._description = description
+
+    def get_group_store(self) -> Store:
+        """Return the group's store."""
+        return self.engine.place.store
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """Return what operates on tensors of ``device``; on the CPU that is the group itself."""
+        return self if device.type == "cpu" else self.gpu_side(device).target
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    @property
+    def supports_splitting(self) -> bool:
+        """Whether :meth:`split_group` is available."""
+        return True
+
+    @property
+    def supports_coalescing(self) -> bool:
+        """Whether sends and receives of a batch have to be started together, which here they have not."""
+        return False
+
+    def splitGroup(  # noqa: N802
+        self,
+        ranks: list[int],
+        timeout: Any = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        devices: Any = None,
+    ) -> PycommProcessGroup | None:
+        """Make a group of some of this group's ranks; ``None`` on the others."""
+        engine = self.split_engine(ranks, timeout, group_name)
+        if engine is None:
+            return None
+        made = PycommProcessGroup(engine)
+        made.setGroupDesc(group_desc or f"{self._description}:split")
+        return made
+
+    split_group = splitGroup  # type: ignore[assignment]
+
+
+def make(options: Any, backend_options: Any) -> PycommProcessGroup:
+    """Make the group that torch wants. Collective."""
+    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    place = Place(options.group_id, options.store, options.group_rank, ranks, f"cpu:{PYCOMM}")
+    return PycommProcessGroup(Engine(place, options.timeout.total_seconds()))

@@ -1,0 +1,203 @@
+"""What an operation of the backend returns: torch's ``Work``, whose errors reach the user whatever it is asked.
+
+A failed future is given to nobody. torch loses its error (in the work that it makes from a future) or
+dereferences its missing value (in DistributedDataParallel), so the future is one that has always a value,
+followed by a function that raises.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+
+from pycomm.errors import CommError
+from pycomm.torch_internals import TorchWork
+from pycomm.transport.base import Receipt
+from pycomm.worker import Work
+
+
+class Pending(Protocol):
+    """Operation in progress, as a :class:`BackendWork` sees it."""
+
+    def ends_within(self, seconds: float | None) -> bool:
+        """Wait for its end, for at most ``seconds`` if that is a number; return whether it has ended."""
+
+    def raise_error(self) -> None:
+        """Raise its error, once it has ended, if it has failed."""
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once it has ended."""
+
+
+class BackendWork(TorchWork):
+    """Work of one operation.
+
+    Args:
+        pending: the operation; ``None`` if it has already ended well.
+        result: tensors that the operation writes.
+        name: name of the operation, for the error of :meth:`wait`.
+        rank: rank of this process, likewise.
+    """
+
+    def __init__(self, pending: Pending | None, result: Sequence[Any], name: str, rank: int) -> None:
+        super().__init__()
+        self._pending, self._outcome = pending, list(result)
+        self._name, self._rank = name, rank
+        self._future: Any = None
+        self._lock = threading.Lock()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return ``True`` once the operation has ended; raise its error if it failed.
+
+        Raises:
+            CommError: ``timeout`` has passed; or the operation's own error.
+        """
+        if self._pending is None:
+            return True
+        seconds = timeout.total_seconds() if timeout is not None else 0.0
+        start = time.monotonic()
+        if not self._pending.ends_within(seconds if seconds > 0 else None):
+            waited = time.monotonic() - start
+            what = f"Operation timed out: it had not ended after {waited:.2f} s"
+            raise CommError.during(self._name, what, rank=self._rank, elapsed=waited)
+        self._pending.raise_error()
+        return True
+
+    def synchronize(self) -> None:
+        """Wait for the operation, as :meth:`wait` does."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Return whether the operation has ended, well or not."""
+        return self._pending is None or self._pending.ends_within(0.0)
+
+    def is_success(self) -> bool:
+        """Return whether the operation has ended well."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """Return the error with which the operation has ended, if it has."""
+        if self._pending is None or not self._pending.ends_within(0.0):
+            return None
+        try:
+            self._pending.raise_error()
+        except Exception as error:
+            return error
+        return None
+
+    def result(self) -> list[Any]:
+        """Return the tensors that the operation has written."""
+        self.wait()
+        return self._outcome
+
+    def get_future(self) -> Any:
+        """Return a ``torch.futures.Future`` of the tensors that the operation writes, or of its error."""
+        with self._lock:
+            if self._future is None:
+                self._future = self._make_future()
+            return self._future
+
+    def _make_future(self) -> Any:
+        pending, outcome = self._pending, self._outcome
+
+        def value_of(_: Any) -> list[Any]:
+            if pending is not None:
+                pending.raise_error()
+            return outcome
+
+        ended: Any = torch.futures.Future()
+        future = ended.then(value_of)
+        if pending is None:
+            ended.set_result(None)
+        else:
+            pending.when_done(lambda: ended.set_result(None))
+        return future
+
+
+class Collective:
+    """Collective that a communication thread runs."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def ends_within(self, seconds: float | None) -> bool:
+        """See :class:`Pending`."""
+        return self._work.ends_within(seconds)
+
+    def raise_error(self) -> None:
+        """See :class:`Pending`."""
+        self._work.wait()
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """See :class:`Pending`."""
+        self._work.when_done(callback)
+
+
+class Reception:
+    """Message that has not come yet. Whoever waits for it receives it.
+
+    Args:
+        receipt: the transport's.
+        timeout: limit of its wait, in seconds.
+        arrived: called once, when the message has come.
+    """
+
+    def __init__(self, receipt: Receipt, timeout: float, arrived: Callable[[], None] | None) -> None:
+        self._receipt: Receipt | None = receipt
+        self._timeout, self._arrived = timeout, arrived
+        self._error: Exception | None = None
+        self._lock = threading.Lock()
+        self.source = -1
+
+    def ends_within(self, seconds: float | None) -> bool:
+        """See :class:`Pending`."""
+        if seconds == 0.0 and self._receipt is not None and not self._receipt.is_completed():
+            return False
+        with self._lock:
+            if self._receipt is None:
+                return True
+            limit = self._timeout if seconds is None else min(seconds, self._timeout)
+            start = time.monotonic()
+            try:
+                self.source = self._receipt.wait(limit)
+                if self._arrived is not None:
+                    self._arrived()
+            except Exception as error:
+                if limit < self._timeout and time.monotonic() - start >= limit and not self._receipt.is_completed():
+                    return False  # the caller's patience has ended, and nothing else
+                self._error = error
+            self._receipt = None
+        return True
+
+    def raise_error(self) -> None:
+        """See :class:`Pending`."""
+        if self._error is not None:
+            raise self._error
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """See :class:`Pending`."""
+
+        def receive() -> None:
+            self.ends_within(None)
+            callback()
+
+        threading.Thread(target=receive, name="pycomm-receive", daemon=True).start()
+
+
+class MessageWork(BackendWork):
+    """Work of a receive, which knows where the message came from."""
+
+    def __init__(self, reception: Reception, result: Sequence[Any], rank: int) -> None:
+        super().__init__(reception, result, "recv", rank)
+        self._reception = reception
+
+    def source_rank(self) -> int:
+        """Return the rank in the group from which the message came, once it has come."""
+        return self._reception.source
+
+    _source_rank = source_rank

@@ -1,0 +1,257 @@
+"""Messages between two ranks by torch.distributed: copied when they are sent, and matched by source and tag.
+
+A message is a header and its payload. The header travels with the message's tag, so that receives match it; it says how
+large the payload is and under which tag, used by nothing else meanwhile, that travels. So a receive into an array of
+another size fails by itself, without breaking the connection.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from operator import index
+from typing import Any, SupportsIndex
+
+import torch
+import torch.distributed as dist
+
+import pycomm._native as _native
+from pycomm.errors import CommError
+from pycomm.transport.buffering import VARIABLE, buffer_limit
+from pycomm.transport.host_tensors import require, tensor_of
+from pycomm.transport.torch_group import TorchGroup
+
+TAG_END = 1 << 30
+"""Tags are smaller. One more is the header's, as 0 is that of schedules' messages; the upper half are payloads'."""
+_NUM_PAYLOAD_TAGS = TAG_END - 1
+_HEADER_LENGTH = 5
+
+
+@dataclass
+class _Sent:
+    """Message whose memory torch may still read."""
+
+    works: list[Any]
+    tensors: list[torch.Tensor]
+    cost: int
+
+
+@dataclass
+class _Posted:
+    """Receive of a header under way, which a receipt waits for or has left to the next one."""
+
+    work: Any
+    header: torch.Tensor
+
+
+@dataclass
+class _Peer:
+    """What went to and from another rank."""
+
+    num_sent: int = 0
+    sent: deque[_Sent] = field(default_factory=deque)  # the last of them
+    num_taken: int = 0  # of those, from the first on, as far as the other rank has said
+    received: set[int] = field(default_factory=set)  # numbers of messages, beyond ...
+    num_received: int = 0  # ... these, from the first on
+
+    def count(self, number: int) -> None:
+        self.received.add(number)
+        while self.num_received in self.received:
+            self.received.remove(self.num_received)
+            self.num_received += 1
+
+
+class TorchMessages:
+    """Messages of ``group``.
+
+    Attributes:
+        buffer_limit: how many bytes may be sent and not known to be received. A sender hears of that by messages from
+            the receiver, or where there is no more room.
+    """
+
+    def __init__(self, group: TorchGroup) -> None:
+        self.buffer_limit = buffer_limit()
+        self.buffered_bytes = 0
+        self.rank = group.rank
+        self._group = group
+        self._peers = [_Peer() for _ in range(group.size)]
+        self._left_over: defaultdict[tuple[int | None, int], deque[_Posted]] = defaultdict(deque)
+        self._lock = threading.RLock()  # of all this; not held while waiting for a message
+
+    def send(self, x: Any, dst: int, tag: int, timeout: float) -> None:
+        """Send as :meth:`pycomm.transport.base.Transport.send` says; a timeout breaks the group."""
+        array = _native.HostArray(x, "x", False, True)
+        peer = self._rank("dst", dst)
+        tag = _index("tag", tag, TAG_END)
+        payload = tensor_of(array).view(torch.uint8)
+        cost = payload.numel() + 8 * _HEADER_LENGTH
+        room = f"the {self.buffer_limit} bytes that may be buffered ({VARIABLE})"
+        require(cost <= self.buffer_limit, f"x has {payload.numel()} bytes, wanted a message that fits into {room}")
+        with self._lock:
+            self._make_room(peer, cost, timeout)
+            self._start(peer, payload.clone(), _width(array), tag, cost)
+
+    def receive(self, x: Any, src: int | None, tag: int) -> TorchReceipt:
+        """Receive as :meth:`pycomm.transport.base.Transport.receive` says."""
+        array = _native.HostArray(x, "x", True, True)
+        peer = None if src is None else self._rank("src", src)
+        tag = _index("tag", tag, TAG_END)
+        with self._lock:
+            left_over = self._left_over[peer, tag]
+            posted = left_over.popleft() if left_over else self._post(peer, tag)
+        return TorchReceipt(self, array, peer, tag, posted)
+
+    def _rank(self, name: str, value: int) -> int:
+        rank = _index(name, value, self._group.size)
+        require(rank != self._group.rank, f"{name} is {rank}, this rank itself; wanted another one")
+        return rank
+
+    def _start(self, dst: int, payload: torch.Tensor, width: int, tag: int, cost: int) -> None:
+        peer, group = self._peers[dst], self._group.group
+        header = torch.tensor([payload.numel(), width, peer.num_sent, self._group.rank, peer.num_received])
+        tensors = {tag + 1: header}
+        if payload.numel() > 0:
+            tensors[_payload_tag(peer.num_sent)] = payload
+        to = dist.get_global_rank(group, dst)
+        works = [self._begin_send(to, wire, tensor, dst) for wire, tensor in tensors.items()]
+        peer.num_sent += 1
+        peer.sent.append(_Sent(works, list(tensors.values()), cost))
+        self.buffered_bytes += cost
+
+    def _begin_send(self, global_rank: int, wire: int, tensor: torch.Tensor, dst: int) -> Any:
+        group = self._group.group
+        return self._group.begin("send", lambda: dist.isend(tensor, global_rank, group, tag=wire), dst)
+
+    def _make_room(self, dst: int, cost: int, timeout: float) -> None:
+        """Forget what was taken; and wait for the oldest messages where the new one has no room."""
+        deadline = time.monotonic() + timeout
+        for p, peer in enumerate(self._peers):
+            while peer.num_sent - len(peer.sent) < peer.num_taken:
+                self._forget_oldest(p, timeout)
+        while self.buffered_bytes + cost > self.buffer_limit:
+            first = (
+                dst if self._peers[dst].sent else max(range(len(self._peers)), key=lambda p: len(self._peers[p].sent))
+            )
+            self._forget_oldest(first, max(0.001, deadline - time.monotonic()))
+
+    def _forget_oldest(self, dst: int, timeout: float) -> None:
+        sent = self._peers[dst].sent
+        try:
+            for work in sent[0].works:
+                self._group.wait("send", work, timeout, dst)
+        except CommError as error:
+            what = f"{self.buffered_bytes} bytes are buffered, of at most {self.buffer_limit} ({VARIABLE}): {error}"
+            raise CommError(
+                what, rank=error.rank, peer=error.peer, operation=error.operation, elapsed=error.elapsed
+            ) from error
+        self.buffered_bytes -= sent.popleft().cost
+
+    def _post(self, src: int | None, tag: int) -> _Posted:
+        group = self._group.group
+        header = torch.empty(_HEADER_LENGTH, dtype=torch.int64)
+        source = None if src is None else dist.get_global_rank(group, src)
+        work = self._group.begin("recv", lambda: dist.irecv(header, source, group, tag=tag + 1), src)
+        return _Posted(work, header)
+
+    def _leave(self, src: int | None, tag: int, posted: _Posted) -> None:
+        """Leave a posted receive, which cannot be withdrawn, to the next one of the same kind."""
+        with self._lock:
+            self._left_over[src, tag].append(posted)
+
+    def _take(self, receipt: TorchReceipt, posted: _Posted, timeout: float) -> tuple[int, ValueError | None]:
+        """Wait for a header and its payload; return the source, and what was wrong with the size."""
+        self._group.wait("recv", posted.work, timeout, receipt.src)
+        num_bytes, width, number, src, taken = posted.header.tolist()
+        group, array = self._group.group, receipt.array
+        out = tensor_of(array).view(torch.uint8)
+        problem = None
+        if num_bytes != out.numel():
+            mine, theirs = _elements(out.numel(), _width(array)), _elements(num_bytes, width)
+            problem = ValueError(f"x has {mine}, but the message from rank {src} with tag {receipt.tag} has {theirs}")
+            out = torch.empty(num_bytes, dtype=torch.uint8)
+        if num_bytes > 0:
+            source, wire = dist.get_global_rank(group, src), _payload_tag(number)
+            work = self._group.begin("recv", lambda: dist.irecv(out, source, group, tag=wire), src)
+            self._group.wait("recv", work, timeout, src)
+        with self._lock:
+            self._peers[src].count(number)
+            self._peers[src].num_taken = max(self._peers[src].num_taken, taken)
+        return src, problem
+
+
+class TorchReceipt:
+    """Receive that has been posted, see :class:`pycomm.transport.base.Receipt`.
+
+    torch.distributed tells nobody that a message has come: it is found by :meth:`wait` only.
+    """
+
+    def __init__(
+        self, messages: TorchMessages, array: _native.HostArray, src: int | None, tag: int, posted: _Posted
+    ) -> None:
+        self._messages = messages
+        self._array: _native.HostArray | None = array
+        self.src, self.tag = src, tag
+        self._posted: _Posted | None = posted
+        self._source = -1
+        self._error: Exception | None = None
+        self._lock = threading.Lock()  # held by the thread that waits
+
+    @property
+    def array(self) -> _native.HostArray:
+        """Array to receive into; there is none once it is completed."""
+        assert self._array is not None
+        return self._array
+
+    def wait(self, timeout: float) -> int:
+        """Return the rank whose message the array now holds. A timeout breaks the group."""
+        with self._lock:
+            if self._posted is not None:
+                try:
+                    self._source, self._error = self._messages._take(self, self._posted, timeout)
+                except Exception as error:
+                    self._error = error
+                self._posted = self._array = None
+        if self._error is not None:
+            raise self._error
+        return self._source
+
+    def is_completed(self) -> bool:
+        """Return whether :meth:`wait` has ended, or it was cancelled."""
+        return self._posted is None
+
+    def cancel(self) -> bool:
+        """Withdraw it; a later receive from the same ``src``, or the same "any", with the same tag takes its place."""
+        if not self._lock.acquire(blocking=False):
+            return False  # a thread waits for it
+        try:
+            if self._posted is None:
+                return False
+            self._messages._leave(self.src, self.tag, self._posted)
+            self._posted = self._array = None
+            what = "this receive was cancelled"
+            self._error = CommError.during("recv", what, rank=self._messages.rank)
+            return True
+        finally:
+            self._lock.release()
+
+
+def _index(name: str, value: object, end: int) -> int:
+    if not isinstance(value, SupportsIndex) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}, wanted an int")
+    require(0 <= index(value) < end, f"{name} is {index(value)}, wanted 0 <= {name} < {end}")
+    return index(value)
+
+
+def _payload_tag(number: int) -> int:
+    return TAG_END + 1 + number % _NUM_PAYLOAD_TAGS
+
+
+def _width(array: _native.HostArray) -> int:
+    itemsize: int = getattr(torch, array.dtype).itemsize
+    return itemsize * (array.count // array.elements if array.elements else 1)
+
+
+def _elements(num_bytes: int, width: int) -> str:
+    return f"{num_bytes} bytes ({num_bytes // max(1, width)} elements of {width})"
