@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from bench.common.arguments import make_parser
-from bench.common.results import headline, write_json
-from bench.common.tables import print_table
-from bench.common.timing import duration, times
 from pycomm import Communicator, schedule
 from pycomm.calibration import calibrate
+from pycomm.cli.bench.results import headline, write_json
+from pycomm.cli.bench.timing import duration, times
+from pycomm.cli.table import print_table
 
 _SIZES = tuple(4**i for i in range(5, 14))
 

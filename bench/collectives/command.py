@@ -20,23 +20,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from bench.collectives.mpi import Mpi, NotInstalledError, find_mpich, find_open_mpi
 from bench.common.arguments import counts, make_parser, positive, size_text, sizes
-from bench.common.ranks import Ranks
-from bench.common.results import headline, write_json
-from bench.common.tables import print_table
-from bench.common.timing import Samples, times
+from pycomm.cli.bench.mpi import MPIS, Mpi, NotInstalledError
+from pycomm.cli.bench.ranks import Ranks
+from pycomm.cli.bench.results import headline, write_json
+from pycomm.cli.bench.timing import Samples, times
 from pycomm.cli.launch import rendezvous
+from pycomm.cli.table import print_table
 
-_MPI: dict[str, tuple[str, Callable[[], Mpi]]] = {
-    "mpich": ("MPICH", find_mpich),
-    "openmpi": ("Open MPI", find_open_mpi),
-}
-_PEERS = ("gloo", *_MPI)
+_PEERS = ("gloo", *MPIS)
 _FLOOR_BYTES = 16 << 20  # arrays from this size on do not live in caches
 _BLOCK_BYTES = 8 << 20  # calls of a block are as many as move this
 _MOST_CALLS = 40
@@ -90,7 +86,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _peers(text: str) -> list[str]:
-    names = [name for word in text.split(",") for name in (_MPI if word == "mpi" else [word])]
+    names = [name for word in text.split(",") for name in (MPIS if word == "mpi" else [word])]
     unknown = [name for name in names if name not in _PEERS]
     if unknown:
         raise argparse.ArgumentTypeError(f"{unknown[0]!r}, wanted some of {', '.join(_PEERS)}, mpi")
@@ -155,7 +151,7 @@ def _start(
         if name == "gloo":
             yield Line("Gloo", group("Gloo", "GlooPeer", ["tensor"], store()), "tensor")
             continue
-        label, find = _MPI[name]
+        label, find = MPIS[name]
         try:
             mpi = find()
         except NotInstalledError as error:
@@ -192,7 +188,7 @@ def _speedup(row: dict[str, Samples], peer: str | None, label: str) -> str:
 
 
 def _better_mpi(row: dict[str, Samples]) -> str | None:
-    present = [label for label, _ in _MPI.values() if label in row]
+    present = [label for label, _ in MPIS.values() if label in row]
     return min(present, key=lambda label: row[label].median, default=None)
 
 

@@ -1,6 +1,6 @@
 """Launcher of many ranks, which imports once, forks, and waits.
 
-    python -m bench.collectives.forked -n 64 python -m bench.common.worker WORKER
+    python -m bench.collectives.forked -n 64 python worker.py WORKER
 
 torch takes seconds to import, and private memory, in every process that does; forked ranks share what
 their parent has imported. It has started nothing by then: no process group, and no thread, which would
@@ -14,7 +14,7 @@ import os
 import sys
 import traceback
 
-from bench.common.worker import answer_driver
+from pycomm.cli.bench.worker import answer_driver
 
 
 def main() -> None:

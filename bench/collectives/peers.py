@@ -1,12 +1,10 @@
 """The ranks of ``bench.collectives``: one class per library, all with the same turns.
 
-Only what a rank's own library needs is imported in it: an MPI rank never sees torch.
+Only what a rank's own library needs is loaded by it, but for torch, which comes with the package.
 
-The numbers: element i of rank r starts as (7919 i + 1000003 r) mod M, where M is the largest power of
-two with P M <= 2^24: no two of M neighbours are equal, ranks differ in every element, and all sums
-over the P ranks are exact in float32.
-Summing in place again and again multiplies by P each time, which stays exact where P is a power of
-two; each block of calls starts afresh, before it could overflow.
+The numbers are those of ``pycomm.cli.bench.values``: ranks differ in every element, and all sums over the
+P ranks are exact in float32. Summing in place again and again multiplies by P each time, which stays
+exact where P is a power of two; each block of calls starts afresh, before it could overflow.
 """
 
 from __future__ import annotations
@@ -14,25 +12,23 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float32]
-Indices = npt.NDArray[np.uint32]
+from pycomm.cli.bench.values import Indices, chunks, modulus, pattern
 
-_CHUNK = 1 << 14
+Floats = npt.NDArray[np.float32]
+
 _SAMPLE_STRIDE = 1009
 _LARGEST_EXPONENT = 126  # of two, in float32
 
 
 def starting_values(rank: int, size: int, index: Indices) -> Floats:
-    """Return the elements ``index`` of ``rank``'s input; see above."""
-    mask = np.uint32(2 ** (24 - (size - 1).bit_length()) - 1)
-    # Products wrap around at 2^32, which is a multiple of M.
-    return ((index * np.uint32(7919) + np.uint32(1000003 * rank % 2**32)) & mask).astype(np.float32)
+    """Return the elements ``index`` of ``rank``'s input; see ``pycomm.cli.bench.values``."""
+    return pattern(rank, index, modulus(size)).astype(np.float32)
 
 
 def sums(size: int, index: Indices) -> Floats:
@@ -55,7 +51,7 @@ class AllReducePeer(ABC):
     def __init__(self, rank: int, size: int, num_elements: int, variants: list[str]) -> None:
         self.rank, self.size = rank, size
         self._source = np.empty(num_elements, np.float32)
-        for piece, index in _chunks(num_elements):
+        for piece, index in chunks(num_elements):
             self._source[piece] = starting_values(rank, size, index)
         self._sampled_sums = sums(size, np.arange(0, num_elements, _SAMPLE_STRIDE, dtype=np.uint32))
         self._copy: Floats | None = None
@@ -88,7 +84,7 @@ class AllReducePeer(ABC):
         """
         array, view = self._fresh(variant, num_elements)
         self._operation(variant)(array)
-        for piece, index in _chunks(num_elements):
+        for piece, index in chunks(num_elements):
             if not np.array_equal(view[piece], sums(self.size, index)):
                 raise AssertionError(f"{variant}: wrong sums among elements {piece.start} to {piece.stop}")
 
@@ -144,13 +140,6 @@ class AllReducePeer(ABC):
         exact = self.size & (self.size - 1) == 0
         if not np.allclose(got, wanted, rtol=0 if exact else 1e-5, atol=0):
             raise AssertionError(f"wrong sums after {calls} calls with {len(view)} elements")
-
-
-def _chunks(num_elements: int) -> Iterator[tuple[slice, Indices]]:
-    """Yield all indices, a piece at a time: what is computed from them takes memory."""
-    for begin in range(0, num_elements, _CHUNK):
-        piece = slice(begin, min(begin + _CHUNK, num_elements))
-        yield piece, np.arange(piece.start, piece.stop, dtype=np.uint32)
 
 
 class PycommPeer(AllReducePeer):
@@ -241,7 +230,7 @@ class MpiPeer(AllReducePeer):
 
 
 def _join(port: int) -> tuple[int, int]:
-    from bench.common.ranks import join_group
+    from pycomm.cli.bench.ranks import join_group
 
     return join_group(port)
 

@@ -24,11 +24,11 @@ from statistics import mean
 from typing import Any
 
 from bench.common.arguments import counts, make_parser, size_text, sizes
-from bench.common.ranks import Ranks
-from bench.common.results import headline, write_json
-from bench.common.tables import print_table
-from bench.common.timing import Samples, times
+from pycomm.cli.bench.ranks import Ranks
+from pycomm.cli.bench.results import headline, write_json
+from pycomm.cli.bench.timing import Samples, times
 from pycomm.cli.launch import rendezvous
+from pycomm.cli.table import print_table
 
 _VARIANTS = ("pycomm", "Gloo")  # bench.collectives.scale_ranks imports torch, which the driver need not
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # every one of many ranks warns of addresses without names

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bench.common.arguments import plain_parser, positive
-from bench.common.resnet50 import parameter_shapes
-from bench.common.timing import Samples, interleave
 from bench.gpu.environment import gpu_environment, l2_bytes
 from bench.gpu.targets import OVERHEAD, judged
 from bench.gpu.timing import WARM_UP_TURNS, Turn, num_copies
+from pycomm.cli.bench.kernels.resnet50 import parameter_shapes
+from pycomm.cli.bench.timing import Samples, interleave
 
 if TYPE_CHECKING:
     from bench.gpu.cases import Plan
@@ -220,7 +220,7 @@ class Measurement:
         if self._device.type != "cuda":
             self._skip("NCCL", "no GPU")
             return
-        from bench.common.ranks import Ranks  # imports pycomm, as above
+        from pycomm.cli.bench.ranks import Ranks  # imports pycomm, as above
         from pycomm.cli.launch import rendezvous
 
         with rendezvous() as port, Ranks("NCCL", "bench.gpu.ranks:NcclRank", 1, {"port": port}) as ranks:
@@ -244,8 +244,8 @@ class Measurement:
         self._attach_in(2, {_SHARED_GPU_VARIABLE: "1", "NCCL_MAX_CTAS": "8"})
 
     def _attach_in(self, size: int, environment: dict[str, str]) -> None:
-        from bench.common.ranks import Ranks  # imports pycomm, as above
         from bench.gpu.ranks import WAYS
+        from pycomm.cli.bench.ranks import Ranks  # imports pycomm, as above
         from pycomm.cli.launch import rendezvous
 
         sizes = self._sizes

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from bench.common.ranks import join_group
-from bench.common.timing import interleave
 from bench.gpu.timing import Turn
+from pycomm.cli.bench.ranks import join_group
+from pycomm.cli.bench.timing import interleave
 
 NONE = "without attach"
 DENSE = "attach"
@@ -55,7 +55,7 @@ class _Bottleneck(nn.Module):
 def resnet(blocks: Sequence[int] = (3, 4, 6, 3)) -> nn.Sequential:
     """Return ResNet-50 as torchvision has it, or one with fewer blocks; always with the same parameters.
 
-    ``bench.common.resnet50`` lists the shapes of ResNet-50's.
+    ``pycomm.cli.bench.kernels.resnet50`` lists the shapes of ResNet-50's.
     """
     torch.manual_seed(0)
     layers: list[nn.Module] = [_convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]

@@ -13,8 +13,7 @@ from typing import Any
 
 from bench import ROOT
 from bench.common.arguments import plain_parser
-from bench.common.tables import print_table
-from bench.common.timing import Samples, duration, times
+from bench.common.unbuilt import Samples, duration, print_table, times
 
 RESULTS = ROOT / "bench" / "results"
 

@@ -1,1 +1,1 @@
-"""``python -m bench.kernels``: the CPU kernels against torch; the cases are also those of ``bench.gpu``."""
+"""``python -m bench.kernels``: what ``pycomm bench kernels`` does; and ``.host``, the host's work of a step."""

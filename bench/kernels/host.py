@@ -20,9 +20,9 @@ import torch
 
 import pycomm
 from bench.common.arguments import counts, make_parser, positive
-from bench.common.results import headline, write_json
-from bench.common.tables import print_table
-from bench.common.timing import Samples, interleave, stopwatch, times
+from pycomm.cli.bench.results import headline, write_json
+from pycomm.cli.bench.timing import Samples, interleave, stopwatch, times
+from pycomm.cli.table import print_table
 
 _ADAM = {"lr": 1e-3, "weight_decay": 1e-2}
 _SGD = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-2}

@@ -26,12 +26,12 @@ import torch
 import torch.distributed as dist
 
 from bench.common.arguments import make_parser, positive, sizes
-from bench.common.results import headline, write_json
-from bench.common.tables import print_table
-from bench.common.timing import Samples, duration, interleave, times
 from bench.slow_network.namespaces import Host, available, go_first, hosts, run_ranks
 from pycomm import schedule
 from pycomm.calibration import SIZES, calibrate
+from pycomm.cli.bench.results import headline, write_json
+from pycomm.cli.bench.timing import Samples, duration, interleave, times
+from pycomm.cli.table import print_table
 from pycomm.communicator import Communicator
 from pycomm.schedule import Network
 

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from bench import ROOT
-from bench.common.processes import kill_session
+from pycomm.cli.bench.processes import kill_session
 from pycomm.cli.launch import RankError
 
 _DEVICE = "eth0"

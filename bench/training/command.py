@@ -24,12 +24,12 @@ from statistics import median
 from typing import Any
 
 from bench.common.arguments import counts, make_parser, positive
-from bench.common.ranks import KEEP_MEMORY, Ranks
-from bench.common.results import headline, write_json
-from bench.common.tables import print_table
-from bench.common.timing import Samples, duration, times
 from bench.training.ranks import DDP, DDP_VIEWS, DENSE, NONE, TOPK, WAYS, make_model
+from pycomm.cli.bench.ranks import KEEP_MEMORY, Ranks
+from pycomm.cli.bench.results import headline, write_json
+from pycomm.cli.bench.timing import Samples, duration, times
 from pycomm.cli.launch import rendezvous
+from pycomm.cli.table import print_table
 
 _WIDTHS = (784, 2048, 2048, 2048, 10)
 _MEMORY_WAYS = (DDP, DDP_VIEWS, DENSE, TOPK)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from bench.common.ranks import join_group
+from pycomm.cli.bench.ranks import join_group
 
 NONE = "no communication"
 DDP = "DDP"

@@ -5,8 +5,8 @@
 // The operands are combined in the order of `inputs`, so the same inputs give the same bits, whoever computes them.
 // Half types accumulate in float and are rounded once. kMean multiplies the sum by the rounded 1/n before that
 // rounding; integers have no mean. NaN wins in kMin and kMax; of +0 and -0 the later operand stays. Integer sums and
-// products wrap around. kAnd, kOr and kXor are for integers only. At least one input; all of one dtype and count; an output may be exactly one of the inputs, and overlaps none
-// otherwise.
+// products wrap around. kAnd, kOr and kXor are for integers only. At least one input; all of one dtype and count; an
+// output may be exactly one of the inputs, and overlaps none otherwise.
 #pragma once
 
 #include <vector>

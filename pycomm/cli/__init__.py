@@ -1,1 +1,1 @@
-"""Command line: ``pycomm info``, ``pycomm demo`` and ``pycomm plan``."""
+"""Command line: ``pycomm info``, ``demo``, ``plan`` and ``bench``."""

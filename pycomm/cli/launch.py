@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 PATIENCE = timedelta(seconds=120)
 """For every wait of a rank for another: a rank that dies is noticed at once, this is for one that hangs."""
@@ -167,8 +167,12 @@ def join(port: int, rank: int, size: int, patience: timedelta = PATIENCE) -> Non
     """Join the ranks that meet at ``port`` in a default process group: Gloo over the loopback device, one thread."""
     torch.set_num_threads(1)  # per rank, so that two ranks on two cores do not fight over them
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = TCPStore(_HOST, port, is_master=False, timeout=patience)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
+    dist.init_process_group("gloo", store=connect(port, patience), rank=rank, world_size=size, timeout=patience)
+
+
+def connect(port: int, patience: timedelta = PATIENCE) -> Store:
+    """Return the store of the ranks that meet at ``port``."""
+    return TCPStore(_HOST, port, is_master=False, timeout=patience)
 
 
 def _rank_main(main: Callable[..., None], parent: int, rank: int, pipe: Pipe, *arguments: Any) -> None:

@@ -17,7 +17,7 @@ from pycomm import torch_internals
 from tests.on_ranks import Body, on_ranks
 
 BACKEND = os.environ.get("PYCOMM_TEST_BACKEND", "pycomm")
-"""Another name, as Gloo's, shows whether what a test expects is what torch's own backends do."""
+"""Another name shows whether a test's expectations are torch's: ``PYCOMM_TEST_BACKEND=gloo pytest tests/backend``."""
 
 RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _NUMBERS = itertools.count()

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.common.resnet50 import parameter_shapes
 from bench.kernels import host
-from bench.kernels.case import Arrays, Calls
-from bench.kernels.command import make_cases
 from pycomm import kernels
+from pycomm.cli.bench.kernels.case import Arrays, Calls
+from pycomm.cli.bench.kernels.command import make_cases
+from pycomm.cli.bench.kernels.resnet50 import parameter_shapes
 from pycomm.kernels.prepared import PreparedStep
 
 ROOT = Path(__file__).parents[2]

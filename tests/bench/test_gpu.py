@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from bench.common.resnet50 import parameter_shapes
 from bench.gpu import report, targets
 from bench.gpu.cases import Plan, make_plans
 from bench.gpu.measure import Measurement
@@ -23,6 +22,7 @@ from bench.gpu.ranks import resnet
 from bench.gpu.run import Run, merged
 from bench.gpu.timing import Turn, num_copies
 from pycomm import kernels
+from pycomm.cli.bench.kernels.resnet50 import parameter_shapes
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

@@ -66,30 +66,47 @@ def test_a_tampering_peer_harms_only_what_is_shared(new_ranks: Pools, seed: int)
     assert "nothing" not in said[0], "the tampering went unnoticed"
 
 
+def impossible(field: str) -> list[tuple[int, bytes]]:
+    """Return what to write where in rank 1's file, as csrc/transport/shared_memory/call.h and parts.h have it."""
+    table = {"sends": 0, "receives": 8, "at": 16, "staged": 16}  # of 24 bytes for each peer, in each mailbox
+    if field in table:
+        content = (-3 if field == "staged" else -(2**62) if field == "receives" else 2**62).to_bytes(
+            8, "little", signed=True
+        )
+        return [(4096 + mailbox * 65536 + table[field], content) for mailbox in (0, 1)]
+    # The clock, then two announcements of 40 bytes.
+    at = {"kind": 0, "dtype": 1, "op": 2, "count": 8, "offset": 24, "shadow": 32}[field]
+    content = (2**62).to_bytes(8, "little") if field in ("count", "offset", "shadow") else b"\xee"
+    return [(announcement + at, content) for announcement in (8, 48)]
+
+
 def announce_impossibly(field: str) -> str:
     communicator = Communicator(timeout=20)
     x = communicator.empty(100_000).fill_(1.0)
+    outs = [torch.empty(100_000) for _ in range(2)]
+
+    def call() -> None:
+        if field in ("sends", "receives", "at", "staged"):
+            communicator.channel.transport.all_to_all_v(outs, [x, x], 20.0)
+        else:
+            communicator.all_reduce(x, algorithm="ring" if field == "shadow" else "native")
+
     said = ""
     if communicator.rank == 1:
         communicator.barrier()
-        page = mmap.mmap(own_memory_file(), 4096)
-        # As csrc/transport/shared_memory/call.h has it: the clock, then two announcements of 40 bytes.
-        offsets = {"kind": 0, "dtype": 1, "op": 2, "count": 8, "offset": 24, "shadow": 32}
+        page = mmap.mmap(own_memory_file(), 4096 + 2 * 65536)
         done = threading.Event()
 
         def overwrite() -> None:
             while not done.is_set():
-                for announcement in (8, 48):
-                    at = announcement + offsets[field]
-                    page[at : at + 1] = b"\xee"
-                    if field in ("count", "offset", "shadow"):
-                        page[at : at + 8] = (2**62).to_bytes(8, "little")
+                for at, content in impossible(field):
+                    page[at : at + len(content)] = content
 
         thread = threading.Thread(target=overwrite)
         thread.start()
         try:
             while True:
-                communicator.all_reduce(x, algorithm="ring" if field == "shadow" else "native")
+                call()
         except CommError as error:
             said = str(error)
         done.set()
@@ -98,13 +115,13 @@ def announce_impossibly(field: str) -> str:
         try:
             communicator.barrier()  # rank 1 may be out of it, and at its work, already
             while True:
-                communicator.all_reduce(x, algorithm="ring" if field == "shadow" else "native")
+                call()
         except (CommError, ValueError) as error:
             said = str(error)
     communicator.close()
     return said
 
 
-@pytest.mark.parametrize("field", ["kind", "dtype", "op", "offset", "shadow"])
+@pytest.mark.parametrize("field", ["kind", "dtype", "op", "offset", "shadow", "sends", "receives", "at", "staged"])
 def test_what_cannot_be_is_refused(new_ranks: Pools, field: str) -> None:
     assert "rank 1 announced what cannot be" in new_ranks(2).run(announce_impossibly, field, timeout=50)[0]

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common.arguments import plain_parser
-from bench.common.tables import print_table
+from bench.common.unbuilt import print_table
 from bench.gpu.sass.kernels import ARCHITECTURE, MULTIPROCESSORS, SOURCES, Kernel, compile_kernels, find_nvcc
 from bench.gpu.sass.limits import limit_of
 

@@ -7,8 +7,16 @@ from collections.abc import Callable
 
 import torch
 
-from bench.kernels.case import SCALE, Arrays, Calls, Case, require_equal, require_finite_check, require_written
 from pycomm import kernels
+from pycomm.cli.bench.kernels.case import (
+    SCALE,
+    Arrays,
+    Calls,
+    Case,
+    require_equal,
+    require_finite_check,
+    require_written,
+)
 
 _AMP = "_amp_foreach_non_finite_check_and_unscale_"
 

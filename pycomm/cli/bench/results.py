@@ -28,7 +28,7 @@ def environment() -> dict[str, Any]:
         "pycomm": pycomm.build_info(),
         "python": platform.python_version(),
         **{package: installed_version(package) for package in _PACKAGES},
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
     }
 
@@ -51,7 +51,8 @@ def write_json(path: Path | None, bench: str, settings: dict[str, Any], figures:
         print(f"\nfigures written to {path}")
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """Return the name of this machine's CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,7 +1,5 @@
 """The CPU kernels against torch and against the memory's speed, on ResNet-50's gradients and parameters.
 
-    python -m bench.kernels [--threads N] [--rounds N] [--json FILE] [--only TEXT]
-
 Every line: the median time of a kernel over the rounds with its 10th and 90th percentile; torch's
 for the same, and how many times faster pycomm is; and the floor, the time that the bytes which have
 to move take at the speed measured in the same run, with our time over it. That speed is a copy's
@@ -13,36 +11,64 @@ faster of torch's sum and pycomm's absmax).
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from bench.common.arguments import make_parser, positive
-from bench.common.resnet50 import parameter_shapes
-from bench.common.results import headline, write_json
-from bench.common.tables import print_table
-from bench.common.timing import Samples, duration, interleave, stopwatch, times
-from bench.kernels import compression, dense, optimizers, sparse, steps
-from bench.kernels.case import Arrays, Call, Calls, Case
 from pycomm import kernels
+from pycomm.cli.arguments import integer
+from pycomm.cli.bench.kernels import compression, dense, optimizers, sparse, steps
+from pycomm.cli.bench.kernels.case import Arrays, Call, Calls, Case
+from pycomm.cli.bench.kernels.resnet50 import parameter_shapes
+from pycomm.cli.bench.results import headline, write_json
+from pycomm.cli.bench.timing import Samples, duration, interleave, stopwatch, times
+from pycomm.cli.table import print_table
 
 _COPIES = ("numpy copy", "torch copy")
 _READS = ("torch sum", "pycomm absmax")
 
 
-def main() -> None:
-    arguments = _parse()
+WRONG = 7
+"""Exit code for wrong results, of kernels and of collectives: that of nccl-tests."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Have ``parser`` know what :func:`run` wants."""
+    add = parser.add_argument
+    add("-J", "--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    add("--rounds", type=integer(1), default=15, help="turns that everything measured gets (default 15)")
+    add("--only", default="", metavar="TEXT", help="only kernels with this in their name")
+    add("--shapes", type=integer(1), help="only the first so many of the 161 parameters")
+    add("--threads", type=integer(1), default=1, help="threads for pycomm and torch (default 1)")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Verify the kernels, measure them, print and write the figures; return the exit code."""
     torch.set_num_threads(arguments.threads)
-    print(f"{headline()}\n{arguments.threads} thread(s), {arguments.rounds} rounds")
     arrays = Arrays(parameter_shapes()[: arguments.shapes])
     cases = [case for case in make_cases(arrays.count) if arguments.only in case.name]
+    if not cases:
+        arguments.parser.error(f"--only: no kernel has {arguments.only!r} in its name")
+    print(f"{headline()}\n{arguments.threads} thread(s), {arguments.rounds} rounds")
     calls = {case.name: case.make(arrays) for case in cases}
-    for made in calls.values():
-        made.verify()
+    try:
+        for made in calls.values():
+            made.verify()
+    except AssertionError as error:
+        print(f"{arguments.parser.prog}: {error}", file=sys.stderr)
+        return WRONG
     print(f"verified: {'; '.join(calls)}")
+    _measure(arrays, cases, calls, arguments)
+    return 0
+
+
+def _measure(arrays: Arrays, cases: list[Case], calls: dict[str, Calls], arguments: argparse.Namespace) -> None:
     samples = interleave(_everything(arrays, calls), arguments.rounds)
     speeds = _speeds(arrays, samples)
     print(
@@ -84,15 +110,6 @@ def make_cases(n: int) -> list[Case]:
         steps.adam(n, unscale=True),
         *optimizers.make_cases(n),
     ]
-
-
-def _parse() -> argparse.Namespace:
-    parser = make_parser("bench.kernels", __doc__)
-    parser.set_defaults(rounds=15)
-    parser.add_argument("--only", default="", metavar="TEXT", help="only kernels with this in their name")
-    parser.add_argument("--shapes", type=positive, help="only the first so many of the 161 parameters")
-    parser.add_argument("--threads", type=positive, default=1, help="threads for pycomm and torch (default 1)")
-    return parser.parse_args()
 
 
 def _everything(arrays: Arrays, calls: dict[str, Calls]) -> dict[str, Callable[[], float]]:

@@ -22,9 +22,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
-from bench import ROOT
-from bench.common.processes import kill_session
-from bench.common.worker import DRIVER, PATIENCE_SECONDS, TOKEN, Pipe, over, serve
+from pycomm.cli.bench import worker as worker_module
+from pycomm.cli.bench.processes import kill_session
+from pycomm.cli.bench.worker import DRIVER, PATIENCE_SECONDS, TOKEN, Pipe, over, serve
 from pycomm.cli.launch import LocalRanks, RankError, join
 
 # Autograd allocates fresh gradients in every step. By default the allocator gives them back to the
@@ -61,6 +61,7 @@ class Ranks:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.name, self.size = name, size
+        self._in_order = False
         variables = {**_QUIET, **(environment or {})}
         with contextlib.ExitStack() as started:
             if launcher:
@@ -72,6 +73,7 @@ class Ranks:
             ranks = self._answers(_STARTUP_SECONDS)
             # Answers are wanted in the order of the ranks, which connected in any.
             self._pipes = [pipe for _, pipe in sorted(zip(ranks, self._pipes, strict=True), key=lambda pair: pair[0])]
+            self._in_order = True
             self._started = started.pop_all()
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
@@ -105,16 +107,17 @@ class Ranks:
                 raise RankError(f"{self.name}: no answer from {len(waiting)} rank(s) for {seconds:.0f} s")
             for pipe in ready:
                 index = waiting[pipe]
-                answers[index] = self._answer(self._pipes[index])
+                answers[index] = self._answer(index)
         return [answers[index] for index in range(self.size)]
 
-    def _answer(self, pipe: Pipe) -> Any:
+    def _answer(self, index: int) -> Any:
+        who = f"rank {index}" if self._in_order else "a rank"
         try:
-            answer = pipe.recv()
+            answer = self._pipes[index].recv()
         except (EOFError, ConnectionResetError):
-            raise RankError(f"{self.name}: a rank died") from None
+            raise RankError(f"{self.name}: {who} died") from None
         if "error" in answer:
-            raise RankError(f"{self.name}: a rank failed:\n{answer['error']}")
+            raise RankError(f"{self.name}: {who} failed:\n{answer['error']}")
         return answer["value"]
 
 
@@ -142,10 +145,11 @@ def _launched(
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         token = secrets.token_hex(16)
-        # The ranks import the same bench as the driver, wherever that was started.
-        search = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-        own = {DRIVER: str(server.getsockname()[1]), TOKEN: token, "PYTHONPATH": os.pathsep.join(filter(None, search))}
-        command = [*launcher, "-n", str(size), sys.executable, "-m", "bench.common.worker", worker]
+        # The ranks import what the driver imports, wherever that was started: by file, as `-m` would put the current
+        # directory first, which may be a source tree without the extension.
+        search = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        own = {DRIVER: str(server.getsockname()[1]), TOKEN: token, "PYTHONPATH": search}
+        command = [*launcher, "-n", str(size), sys.executable, str(worker_module.__file__), worker]
         # A session of its own: Ctrl-C must reach the driver alone, which then ends its ranks in order.
         process = subprocess.Popen(
             command, env={**os.environ, **variables, **own}, stdin=subprocess.DEVNULL, start_new_session=True

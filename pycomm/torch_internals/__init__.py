@@ -1,0 +1,98 @@
+"""Private names of torch that pycomm uses, each behind a function that says what it is used for.
+
+This is the package that a new release of torch may break: tests/test_torch_internals.py checks each name's
+behaviour, and that no other file uses any private name.
+"""
+
+from torch._C._distributed_c10d import Backend as TorchBackend
+from torch._C._distributed_c10d import GradBucket, PrefixStore, Store
+from torch._C._distributed_c10d import Work as TorchWork
+
+from pycomm.torch_internals.autograd import (
+    accumulation_hooks,
+    compiles_autograd,
+    current_graph_task,
+    current_node,
+    queue_final_callback,
+)
+from pycomm.torch_internals.groups import (
+    backend_of,
+    make_process_group,
+    number_process_group,
+    open_monitored_barrier,
+    owns_process_group,
+    store_of,
+    takes_backends_in_python,
+)
+from pycomm.torch_internals.modules import (
+    ShardedGroup,
+    active_ddp_module,
+    buffers_of,
+    children_of,
+    communication_hooks,
+    divides_by_active_ranks,
+    has_parts,
+    sharded_groups,
+    zero_buckets,
+)
+from pycomm.torch_internals.optimizers import (
+    is_schedulers_wrapper,
+    leave_scale_to_step,
+    replace_step,
+    take_scale,
+    undo_leave_scale_to_step,
+    unhooked_step,
+)
+from pycomm.torch_internals.tensors import (
+    StorageWatch,
+    is_flat_parameter,
+    move_to_shared_mapping,
+    note_writes,
+    steps_in_backward,
+    storage_uses,
+    uses_outside_python,
+    version_of,
+)
+
+__all__ = [
+    "GradBucket",
+    "PrefixStore",
+    "ShardedGroup",
+    "StorageWatch",
+    "Store",
+    "TorchBackend",
+    "TorchWork",
+    "accumulation_hooks",
+    "active_ddp_module",
+    "backend_of",
+    "buffers_of",
+    "children_of",
+    "communication_hooks",
+    "compiles_autograd",
+    "current_graph_task",
+    "current_node",
+    "divides_by_active_ranks",
+    "has_parts",
+    "is_flat_parameter",
+    "is_schedulers_wrapper",
+    "leave_scale_to_step",
+    "make_process_group",
+    "move_to_shared_mapping",
+    "note_writes",
+    "number_process_group",
+    "open_monitored_barrier",
+    "owns_process_group",
+    "queue_final_callback",
+    "replace_step",
+    "sharded_groups",
+    "steps_in_backward",
+    "storage_uses",
+    "store_of",
+    "take_scale",
+    "takes_backends_in_python",
+    "undo_leave_scale_to_step",
+    "unhooked_step",
+    "uses_outside_python",
+    "version_of",
+    "zero_buckets",
+]

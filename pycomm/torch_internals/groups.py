@@ -1,0 +1,88 @@
+"""Process groups, backends and stores."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Backend as TorchBackend
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import distributed_c10d
+
+
+def store_of(group: dist.ProcessGroup) -> Store:
+    """Return the store of ``group``, a part of the one in which its ranks met."""
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    return distributed_c10d._get_process_group_store(group)  # torch < 2.7 has no public function
+
+
+def takes_backends_in_python() -> bool:
+    """Return whether torch takes a ``Backend`` written in Python under its own process group (2.14 and later)."""
+    return hasattr(TorchBackend, "get_reconfigure_handle")
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return what operates on tensors of ``device`` in ``group``; ``None`` if nothing does."""
+    try:
+        return group._get_backend(device)
+    except RuntimeError:
+        return None
+
+
+def make_process_group(
+    store: Store, rank: int, ranks: Sequence[int], backend: str, name: str, timeout: float
+) -> dist.ProcessGroup:
+    """Make a group called ``name`` of the global ``ranks``, which meet in ``store``. Collective among them.
+
+    ``torch.distributed.new_group(..., use_local_synchronization=True)`` is the public function for a group
+    that only its members create. It derives the name from the number of groups that the process has: a
+    group made after another was destroyed finds the old one's addresses in the store, and members with
+    different numbers of groups do not meet. Hence the function beneath it, with a name of our own.
+    """
+    make: Any = distributed_c10d._new_process_group_helper
+    made: dist.ProcessGroup = make(
+        len(ranks),
+        rank,
+        list(ranks) if dist.is_initialized() else [],  # while the default group itself is being made
+        dist.Backend(backend),
+        PrefixStore(name, store),
+        group_name=name,
+        timeout=timedelta(seconds=timeout),
+    )[0]
+    return made
+
+
+def open_monitored_barrier(backend: str) -> None:
+    """Let ``torch.distributed.monitored_barrier`` take groups on ``backend``: before 2.14 it refuses all but Gloo's.
+
+    A group on another backend gets what torch's own function does.
+    """
+    original = distributed_c10d.monitored_barrier
+
+    @functools.wraps(original)
+    def monitored_barrier(
+        group: dist.ProcessGroup | None = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        found: Any = dist.group.WORLD if group is None else group
+        if found not in distributed_c10d._world.pg_map or dist.get_backend(found) != backend:
+            original(group, timeout, wait_all_ranks)
+        else:  # which takes seconds for a timeout, too, as torch's own does
+            found.monitored_barrier(timeout, wait_all_ranks)
+
+    for module in (distributed_c10d, dist):
+        vars(module)["monitored_barrier"] = monitored_barrier
+
+
+def number_process_group(made: dist.ProcessGroup, ranks: Sequence[int]) -> None:
+    """Tell torch the global ranks of the members of ``made``."""
+    distributed_c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
+
+
+def owns_process_group(group: dist.ProcessGroup) -> bool:
+    """Return whether torch still has ``group``: ``destroy_process_group()`` takes all groups with it."""
+    return dist.is_initialized() and group in distributed_c10d._world.pg_map

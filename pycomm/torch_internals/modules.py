@@ -1,0 +1,102 @@
+"""Modules, and torch's own wrappers of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+
+def has_parts(module: torch.nn.Module) -> bool:
+    """Return whether ``module`` has submodules to list: whether it has been initialised and not torn down."""
+    return "_modules" in vars(module)
+
+
+def children_of(module: torch.nn.Module) -> Mapping[str, torch.nn.Module | None]:
+    """Return the children of ``module`` by name; none if it is only half initialised."""
+    children: Mapping[str, torch.nn.Module | None] = vars(module).get("_modules", {})
+    return children
+
+
+def buffers_of(module: torch.nn.Module) -> Mapping[str, torch.Tensor | None]:
+    """Return the buffers of ``module`` itself, without those of its children, by name."""
+    return module._buffers
+
+
+def active_ddp_module() -> torch.nn.Module | None:
+    """Return the DistributedDataParallel module whose forward is running, or ``None``."""
+    return DistributedDataParallel._active_ddp_module
+
+
+# DistributedDataParallel.
+
+
+def communication_hooks(ddp_model: DistributedDataParallel) -> list[tuple[Callable[..., Any], Any]]:
+    """Return the communication hooks of ``ddp_model`` with their states; built-in ones are not among them."""
+    hooks: list[tuple[Callable[..., Any], Any]] = ddp_model._comm_hooks
+    return hooks
+
+
+def zero_buckets(ddp_model: DistributedDataParallel) -> list[GradBucket]:
+    """Return the buckets of ``ddp_model`` as they are now, with zeros for gradients."""
+    buckets: list[GradBucket] = ddp_model.reducer._get_zeros_like_grad_buckets()
+    return buckets
+
+
+def divides_by_active_ranks(ddp_model: DistributedDataParallel) -> bool:
+    """Return whether a ``join(divide_by_initial_world_size=False)`` is in force, so that joined ranks do not count."""
+    return bool(ddp_model._join_config.enable) and not ddp_model._divide_by_initial_world_size
+
+
+# Fully sharded modules (FSDP2).
+
+
+class ShardedGroup(NamedTuple):
+    """Parameters of one ``fully_shard``, whose gradients travel together.
+
+    Attributes:
+        params: this rank's parameters, DTensors, in the order in which their gradients lie in what is reduced.
+        shapes: shapes of their shards as they lie there, all ranks' alike.
+        dtype: dtype in which they are reduced.
+        shard_group: the ranks that the parameters are sharded over.
+        replicates: whether it averages replicas by itself.
+        hook: its all-reduce hook, if it has one.
+    """
+
+    params: list[torch.nn.Parameter]
+    shapes: list[torch.Size]
+    dtype: torch.dtype
+    shard_group: dist.ProcessGroup
+    replicates: bool
+    hook: Callable[[torch.Tensor], None] | None
+
+
+def sharded_groups(module: Any) -> list[ShardedGroup]:
+    """Return what one ``fully_shard`` has made of ``module``: usually one group, none if it has no parameters."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # older releases have one at most
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return [
+        ShardedGroup(
+            params=[each.sharded_param for each in group.fsdp_params],
+            shapes=[each.padded_sharded_param_size for each in group.fsdp_params],
+            dtype=group.mp_policy.reduce_dtype
+            or group.mp_policy.param_dtype
+            or group.fsdp_params[0].sharded_param.dtype,
+            shard_group=group.mesh_info.shard_process_group,
+            replicates=group._is_hsdp,
+            hook=group._all_reduce_hook,
+        )
+        for group in groups
+    ]
+
+
+def _reduced_dtype(group: Any) -> torch.dtype:
+    policy = group.mp_policy
+    dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or group.fsdp_params[0].sharded_param.dtype
+    return dtype

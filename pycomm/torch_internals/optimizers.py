@@ -1,0 +1,73 @@
+"""Optimizers and torch's GradScaler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+
+
+def replace_step(
+    optimizer: torch.optim.Optimizer, step: Callable[[torch.optim.Optimizer, Any], Any], under_scheduler: bool
+) -> MethodType:
+    """Replace the ``step`` of this one object by ``step(optimizer, closure)``, called between the optimizer's hooks.
+
+    Args:
+        optimizer: the object to change.
+        step: the new step.
+        under_scheduler: whether a scheduler has wrapped the old one; it warns if its marks are missing on
+            the new one.
+    """
+
+    def marked(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        if under_scheduler:
+            self._opt_called = True  # type: ignore[attr-defined]
+        return step(self, closure)
+
+    hooked: Any = torch.optim.Optimizer.profile_hook_step(marked)
+    if under_scheduler:
+        hooked._wrapped_by_lr_sched = True
+    method = vars(optimizer)["step"] = MethodType(hooked, optimizer)
+    return method
+
+
+def is_schedulers_wrapper(step: Any) -> bool:
+    """Return whether ``step`` is a learning-rate scheduler's wrapper, by which it notices calls of the original."""
+    return hasattr(step, "_wrapped_by_lr_sched")
+
+
+def unhooked_step(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """Return ``step`` as ``cls`` defines it, without the hooks that torch puts around it."""
+    step: Any = cls.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+
+
+def leave_scale_to_step(optimizer: torch.optim.Optimizer) -> Any:
+    """Make GradScaler hand its factor to ``step`` instead of dividing; return the old mark, to undo this."""
+    before = vars(optimizer).get("_step_supports_amp_scaling")
+    vars(optimizer)["_step_supports_amp_scaling"] = True
+    return before
+
+
+def undo_leave_scale_to_step(optimizer: torch.optim.Optimizer, before: Any) -> None:
+    """Undo :func:`leave_scale_to_step`, which had returned ``before``."""
+    del vars(optimizer)["_step_supports_amp_scaling"]
+    if before is not None:
+        vars(optimizer)["_step_supports_amp_scaling"] = before
+
+
+def take_scale(optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the scale by which GradScaler leaves this step to divide, and a number, not 0 if it found infinities.
+
+    ``None`` where it left none. Both are removed from the optimizer, as torch's own steps would apply them
+    again, or refuse them.
+    """
+    holder: Any = optimizer
+    scale, found = getattr(holder, "grad_scale", None), getattr(holder, "found_inf", None)
+    if scale is not None:
+        holder.grad_scale = None
+    if found is not None:
+        holder.found_inf = None
+    return scale, found
