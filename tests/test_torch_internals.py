@@ -63,7 +63,7 @@ def private_names(path: Path) -> set[str]:
             found |= {part for part in parts if part.startswith("_")}
         elif isinstance(node, ast.Attribute):
             root = ast.unparse(node.value).split(".")[0]
-            public_operation = node.attr.startswith("_foreach_")
+            public_operation = node.attr.startswith(("_foreach_", "_fused_"))
             if (node.attr in PRIVATE and root != "self") or (
                 node.attr.startswith("_") and root in ("torch", "dist") and not public_operation
             ):

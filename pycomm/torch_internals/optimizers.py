@@ -74,5 +74,5 @@ def take_scale(optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor | None, t
 
 
 def unscale_as_grad_scaler(grads: list[torch.Tensor], found_inf: torch.Tensor, factor: torch.Tensor) -> None:
-    """Multiply ``grads`` by ``factor`` and set ``found_inf`` to 1 if any is not finite, with GradScaler's own kernel."""
+    """Multiply ``grads`` by ``factor``, and set ``found_inf`` if any is not finite, with GradScaler's own kernel."""
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
