@@ -183,7 +183,7 @@ class Communicator(PointToPoint):
         return self.channel.enqueue(lambda: self._transport.all_reduce(x, op, self._timeout), async_op)
 
     def reduce(self, x: Any, dst: int, op: str = "sum", async_op: bool = False) -> Work | None:
-        """Reduce ``x`` over all ranks into that of rank ``dst``; the others stay as they are, and must be writable too.
+        """Reduce ``x`` over all ranks into that of rank ``dst``; the others' stay, and must be writable too.
 
         dtypes and ``op`` as in :meth:`all_reduce`. In CPU memory only, else ValueError.
         """

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from datetime import timedelta
 from pathlib import Path
@@ -62,7 +63,7 @@ def private_names(path: Path) -> set[str]:
             found |= {part for part in parts if part.startswith("_")}
         elif isinstance(node, ast.Attribute):
             root = ast.unparse(node.value).split(".")[0]
-            public_operation = node.attr.startswith("_foreach_")
+            public_operation = node.attr.startswith(("_foreach_", "_fused_"))
             if (node.attr in PRIVATE and root != "self") or (
                 node.attr.startswith("_") and root in ("torch", "dist") and not public_operation
             ):
@@ -201,6 +202,48 @@ def test_grad_scaler_leaves_its_factor_to_the_step(before: bool | None) -> None:
     assert vars(optimizer).get("_step_supports_amp_scaling") == before
 
 
+def test_grad_scalers_kernel() -> None:
+    grads, found_inf = [torch.tensor([2.0, 4.0]), torch.tensor([6.0])], torch.zeros(1)
+    torch_internals.unscale_as_grad_scaler(grads, found_inf, torch.tensor([0.5]))
+    assert [grad.tolist() for grad in grads] == [[1.0, 2.0], [3.0]]
+    assert found_inf.item() == 0
+    torch_internals.unscale_as_grad_scaler([torch.tensor([float("inf")])], found_inf, torch.tensor([0.5]))
+    assert found_inf.item() == 1
+
+
+def test_storages() -> None:
+    x = torch.arange(3000.0)
+    views, storage = x.split(1000), x.untyped_storage()
+    identity, address = torch_internals.storage_identity(storage), x.data_ptr()
+    assert identity == torch_internals.storage_identity(views[2].untyped_storage())
+    assert identity != torch_internals.storage_identity(torch.zeros(1).untyped_storage())
+    watch = torch_internals.StorageWatch(storage)
+    with torch_internals.move_to_shared_mapping(storage) as mapped:
+        assert mapped == x.data_ptr() != address
+        assert mapped % 4096 == 0
+    assert views[1].data_ptr() == mapped + 4000  # all views moved along
+    assert torch.equal(torch.cat(views), torch.arange(3000.0))
+    assert torch_internals.storage_identity(storage) == identity
+    descriptor, _ = storage._share_fd_cpu_()
+    assert os.fstat(descriptor).st_rdev == os.stat(os.devnull).st_rdev  # nothing for other processes to map
+    assert not watch.is_over()
+    del x, views, storage
+    assert watch.is_over()
+
+
+def test_backends_of_groups() -> None:
+    class Ended(torch_internals.TorchWork):
+        def wait(self, timeout: Any = None) -> bool:
+            return True
+
+    assert Ended().wait()
+    constructible = hasattr(torch_internals.TorchBackend, "get_reconfigure_handle")
+    assert torch_internals.takes_backends_in_python() is constructible
+    if not constructible:
+        with pytest.raises(TypeError, match="No constructor"):
+            torch_internals.TorchBackend(0, 1)
+
+
 @pytest.mark.usefixtures("one_rank_group")
 def test_process_groups() -> None:
     world = dist.group.WORLD
@@ -208,6 +251,8 @@ def test_process_groups() -> None:
     store = torch_internals.store_of(world)
     assert isinstance(store, torch_internals.Store)
     torch_internals.PrefixStore("pycomm", store).set("key", "value")
+    assert torch_internals.backend_of(world, torch.device("cpu")) is not None
+    assert torch_internals.backend_of(world, torch.device("meta")) is None
     made = torch_internals.make_process_group(store, 0, [0], "gloo", "pycomm/test", 10.0)
     torch_internals.number_process_group(made, [0])
     assert dist.get_global_rank(made, 0) == 0

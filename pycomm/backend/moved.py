@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from pycomm.torch_internals import StorageWatch, move_to_shared_mapping, storage_uses
+from pycomm.torch_internals import StorageWatch, move_to_shared_mapping, storage_identity, storage_uses
 from pycomm.transport.base import Transport
 
 log = logging.getLogger("pycomm")
@@ -83,7 +83,7 @@ class MovedStorages:
         if tensor.nbytes <= _LEAST_BYTES or self._allocate is None:
             return tensor
         storage = tensor.untyped_storage()
-        moved = self._moved.get(storage._cdata)
+        moved = self._moved.get(storage_identity(storage))
         if moved is None or not moved.is_of(storage):
             if not in_backward or storage_uses(tensor) <= _VIEWS_OF_A_BUCKET:
                 return tensor
@@ -114,7 +114,7 @@ class MovedStorages:
         except (OSError, RuntimeError, MemoryError) as error:
             self._tell(error)
             return None
-        moved = self._moved[storage._cdata] = _Moved(StorageWatch(storage), storage.data_ptr(), contents)
+        moved = self._moved[storage_identity(storage)] = _Moved(StorageWatch(storage), storage.data_ptr(), contents)
         self.num_moved += 1
         return moved
 

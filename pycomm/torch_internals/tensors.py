@@ -41,6 +41,11 @@ def storage_uses(tensor: torch.Tensor) -> int:
     return uses
 
 
+def storage_identity(storage: torch.UntypedStorage) -> int:
+    """Return a number that only ``storage`` has, among those that live or are watched by a :class:`StorageWatch`."""
+    return int(storage._cdata)
+
+
 class StorageWatch:
     """Watch over a storage that does not keep it alive; as long as it exists, no other storage has its identity."""
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import pycomm._native as _native
-from pycomm import checks, kernels
+from pycomm import kernels
 from pycomm.errors import CommError
 from pycomm.schedule.program import Program
 from pycomm.transport.announcements import agree
@@ -22,7 +22,7 @@ from pycomm.transport.host_tensors import apart, rank_of, reducible, require, te
 from pycomm.transport.parts import agree_on_lengths, contributions, messages, parts_apart
 from pycomm.transport.roll_call import RollCall
 from pycomm.transport.torch_group import DIRECT_RANKS, TorchGroup
-from pycomm.transport.torch_messages import TorchMessages
+from pycomm.transport.torch_messages import BufferedMessages, TorchMessages
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., None])
@@ -61,7 +61,7 @@ def _counted(operation: F) -> F:
     return cast(F, count)
 
 
-class TorchTransport:
+class TorchTransport(BufferedMessages):
     """Transport by torch.distributed's collectives on ``group``, which nobody else uses, and which it destroys."""
 
     name = "torch"
@@ -74,20 +74,6 @@ class TorchTransport:
         self.exchange = self._group.exchange
         self._messages = TorchMessages(self._group)
         self.send, self.receive = self._messages.send, self._messages.receive
-
-    @property
-    def buffer_limit(self) -> int:
-        return self._messages.buffer_limit
-
-    @buffer_limit.setter
-    def buffer_limit(self, num_bytes: int) -> None:
-        checks.integer("buffer_limit", num_bytes, 0)
-        self._messages.buffer_limit = num_bytes
-
-    @property
-    def buffered_bytes(self) -> int:
-        """Number of bytes of messages that were sent and are not known to be received."""
-        return self._messages.buffered_bytes
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         try:

@@ -38,7 +38,10 @@ SOURCES = (
         for name in (
             *(
                 f"shared_memory/{part}"
-                for part in ("arena", "at_fork", "call", "collectives", "group", "parts", "texts", "wait")
+                for part in (
+                    *("arena", "at_fork", "call", "collectives", "group", "incoming", "message_wait", "messages"),
+                    *("outgoing", "parts", "texts", "wait"),
+                )
             ),
             "memory",
             "process",
@@ -46,6 +49,7 @@ SOURCES = (
     ),
     *("csrc/execute/program.cpp", "csrc/execute/run.cpp", "csrc/base/parallel.cpp", "csrc/kernels/cpu/reduce.cpp"),
     "tests/tsan/driver.cpp",
+    "tests/tsan/messages.cpp",
 )
 # Fences are no part of what ThreadSanitizer knows; nothing but giving up relies on one.
 _FLAGS = ("-std=c++20", "-O1", "-g1", "-fsanitize=thread", "-fno-access-control", "-Wno-tsan", "-ffp-contract=off")

@@ -49,6 +49,9 @@ class Bug:
     sizes: tuple[int, ...] = (2, 3, 4)
 
 
+INCOMING, OUTGOING, MESSAGES = (
+    f"csrc/transport/shared_memory/{name}.cpp" for name in ("incoming", "outgoing", "messages")
+)
 COLLECTIVES, PARTS, CALL, WAIT, RUN = (
     "csrc/transport/shared_memory/collectives.cpp",
     "csrc/transport/shared_memory/parts.h",
@@ -99,6 +102,30 @@ BUGS = {
     "sending from the shadow before it was written": Bug(
         RUN, "if (copies(&message) && message.fresh) {", "if (copies(&message) && message.fresh && false) {"
     ),
+    "an envelope that is linked without releasing": Bug(
+        OUTGOING, "arena_->data(), std::memory_order_seq_cst);", "arena_->data(), std::memory_order_relaxed);"
+    ),
+    "an envelope that is found without acquiring": Bug(
+        INCOMING, "->next).load(std::memory_order_acquire)", "->next).load(std::memory_order_relaxed)"
+    ),
+    "a piece of a message that is said to be there without releasing": Bug(
+        MESSAGES,
+        "ready.store(at + piece, std::memory_order_seq_cst)",
+        "ready.store(at + piece, std::memory_order_relaxed)",
+    ),
+    "a piece of a message that is said to be there before it is": Bug(
+        MESSAGES, "ready.store(at + piece", "ready.store(bytes"
+    ),
+    "a message that is taken without releasing": Bug(
+        INCOMING,
+        "fetch_or(Envelope::kTaken, std::memory_order_seq_cst)",
+        "fetch_or(Envelope::kTaken, std::memory_order_relaxed)",
+    ),
+    "a message that is freed before the next one was found": Bug(
+        OUTGOING, "(fate & Envelope::kPassed) == 0 || letter.envelope == queue.last", "false"
+    ),
+    "two threads that copy one message": Bug(INCOMING, "receipt.busy = true;", ""),
+    "a receive that is withdrawn while it is copied": Bug(INCOMING, "while (receipt->busy) {", "while (false) {"),
     "writing the shadow before it was taken": Bug(
         RUN, "return !copies(message) || !message->fresh || retired_ >= message->after_taken;", "return true;"
     ),

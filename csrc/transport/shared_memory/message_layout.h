@@ -27,8 +27,9 @@ struct alignas(64) PostOffice {
     // Wakes this rank when a message has come for it, or one of its own was taken.
     std::atomic<uint32_t> rings;
     std::atomic<uint32_t> listening;
-    std::atomic<int32_t> awaited;  // the rank that this one's only waiting thread waits for, -1: there is none such
-    std::atomic<uint32_t> moves;   // messages sent and received, to see that nothing happens
+    std::atomic<int32_t>
+        awaited;  // the rank that the only thread in an operation waits for, -1: not just one, or it does not wait
+    std::atomic<uint32_t> moves;  // messages sent and received, to see that nothing happens
 };
 using FirstEnvelope = std::atomic<int64_t>;
 static_assert(FirstEnvelope::is_always_lock_free);

@@ -31,6 +31,7 @@ class Messages::Inside {
             messages.fail_at_once(name, "this communicator is closed (" + messages.why_ended_ + ")");
         }
         messages.inside_.push_back(self);
+        messages.publish_awaited();
     }
 
     ~Inside() {
@@ -39,6 +40,7 @@ class Messages::Inside {
         {
             std::lock_guard<std::mutex> lock(messages_.threads_mutex_);
             std::erase(messages_.inside_, std::this_thread::get_id());
+            messages_.publish_awaited();
             if (messages_.inside_.empty()) messages_.left_.notify_all();
             if (messages_.close_later_.empty()) return;
             close_now = messages_.close_later_;
@@ -93,20 +95,20 @@ void Messages::send(const Buffer& x, int64_t width, int dst, int64_t tag, double
                    static_cast<long long>(bytes), static_cast<long long>(outgoing_->limit())));
     }
     if (!outgoing_->reserve(cost)) wait.for_room(dst, cost);
-    Envelope* envelope = outgoing_->open(bytes, width, tag);
-    char* payload = outgoing_->payload_of(*envelope);
+    const Letter letter = outgoing_->open(bytes, width, tag);
+    std::atomic<int64_t>& ready = letter.envelope->ready;
     if (bytes <= Outgoing::kSmallBytes) {
-        if (bytes > 0) std::memcpy(payload, x.data, static_cast<size_t>(bytes));
-        envelope->ready.store(bytes, std::memory_order_relaxed);
-        outgoing_->post(dst, envelope);
+        if (bytes > 0) std::memcpy(letter.payload, x.data, static_cast<size_t>(bytes));
+        ready.store(bytes, std::memory_order_relaxed);
+        outgoing_->post(dst, letter);
         return tell(dst);
     }
-    outgoing_->post(dst, envelope);
+    outgoing_->post(dst, letter);
     tell(dst);
     for (int64_t at = 0; at < bytes; at += kPieceBytes) {
         const int64_t piece = std::min(kPieceBytes, bytes - at);
-        std::memcpy(payload + at, x.bytes() + at, static_cast<size_t>(piece));
-        envelope->ready.store(at + piece, std::memory_order_seq_cst);
+        std::memcpy(letter.payload + at, x.bytes() + at, static_cast<size_t>(piece));
+        ready.store(at + piece, std::memory_order_seq_cst);
         tell(dst);
     }
 }
@@ -184,7 +186,15 @@ void Messages::publish_wait(int peer, bool begins) {
     } else {
         waiting_for_.erase(std::find(waiting_for_.begin(), waiting_for_.end(), peer));
     }
-    office(group_.rank_).awaited.store(waiting_for_.size() == 1 ? waiting_for_[0] : -1, std::memory_order_relaxed);
+    publish_awaited();
+}
+
+// With the lock of the threads. While another thread is in an operation, it may be what the peer waits for.
+void Messages::publish_awaited() {
+    const int awaited = waiting_for_.size() == 1 && inside_.size() == 1 ? waiting_for_[0] : -1;
+    if (awaited == awaited_) return;
+    awaited_ = awaited;
+    office(group_.rank_).awaited.store(awaited, std::memory_order_relaxed);
 }
 
 }  // namespace pycomm

@@ -71,6 +71,7 @@ class Messages {
     Bell bell_of(int p) const { return {office(p).rings, office(p).listening}; }
     void tell(int p);                          // that something is new
     void publish_wait(int peer, bool begins);  // of a thread
+    void publish_awaited();
     [[noreturn]] void fail_at_once(const char* name, const std::string& what) const;
 
     SharedMemoryGroup& group_;
@@ -82,6 +83,7 @@ class Messages {
     std::condition_variable left_;
     std::vector<std::thread::id> inside_;
     std::vector<int> waiting_for_;  // of each thread that waits
+    int awaited_ = -1;              // as the post office has it
     bool ended_ = false;
     std::string why_ended_, close_later_;
 };

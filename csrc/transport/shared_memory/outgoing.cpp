@@ -49,7 +49,7 @@ char* Outgoing::allocate_cell(int cell) {
     return found;
 }
 
-Envelope* Outgoing::open(int64_t num_bytes, int64_t width, int64_t tag) {
+Letter Outgoing::open(int64_t num_bytes, int64_t width, int64_t tag) {
     const bool small = num_bytes <= kSmallBytes;
     const int cell = cell_of(num_bytes);
     std::lock_guard<std::mutex> lock(mutex_);
@@ -66,22 +66,21 @@ Envelope* Outgoing::open(int64_t num_bytes, int64_t width, int64_t tag) {
     Envelope* envelope = new (memory) Envelope{};
     envelope->width = static_cast<int32_t>(width);
     envelope->num_bytes = num_bytes;
-    envelope->payload = (small ? memory + kEnvelopeBytes : block) - arena_->data();
+    char* payload = small ? memory + kEnvelopeBytes : block;
+    envelope->payload = payload - arena_->data();
     envelope->tag = tag;
-    return envelope;
+    return {envelope, payload, cell, block, cost_of(num_bytes)};
 }
 
-void Outgoing::post(int dst, Envelope* envelope) {
+void Outgoing::post(int dst, const Letter& letter) {
     std::lock_guard<std::mutex> lock(mutex_);
     Queue& queue = queues_[static_cast<size_t>(dst)];
-    const bool small = envelope->num_bytes <= kSmallBytes;
-    envelope->number = queue.count++;
-    queue.under_way.push_back({envelope, cell_of(envelope->num_bytes), small ? nullptr : payload_of(*envelope),
-                               cost_of(envelope->num_bytes)});
+    letter.envelope->number = queue.count++;
+    queue.under_way.push_back(letter);
     FirstEnvelope& link = queue.last == nullptr ? firsts_[dst] : queue.last->next;
-    queue.last = envelope;
+    queue.last = letter.envelope;
     // Sequentially consistent, as Bell wants it.
-    link.store(reinterpret_cast<char*>(envelope) - arena_->data(), std::memory_order_seq_cst);
+    link.store(reinterpret_cast<char*>(letter.envelope) - arena_->data(), std::memory_order_seq_cst);
     sweep_front(queue);
 }
 
@@ -92,8 +91,8 @@ bool Outgoing::is_done(const Queue& queue, Letter& letter) {
     if ((fate & Envelope::kTaken) == 0) return false;
     buffered_ -= letter.cost;
     letter.cost = 0;
-    if (letter.payload != nullptr) arena_->release(letter.payload);
-    letter.payload = nullptr;
+    if (letter.block != nullptr) arena_->release(letter.block);
+    letter.block = nullptr;
     if ((fate & Envelope::kPassed) == 0 || letter.envelope == queue.last) return false;
     cells_[letter.cell].push_back(reinterpret_cast<char*>(letter.envelope));
     return true;

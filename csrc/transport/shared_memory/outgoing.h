@@ -12,6 +12,15 @@
 
 namespace pycomm {
 
+// A message of this rank: what it knows itself, whatever others write into the envelope.
+struct Letter {
+    Envelope* envelope;
+    char* payload;
+    int cell;      // index of the envelope's size
+    char* block;   // of the arena, that holds the payload; null where that lies in the cell, or was given back
+    int64_t cost;  // 0 once it is taken
+};
+
 // All methods may be called by several threads.
 class Outgoing {
    public:
@@ -26,12 +35,10 @@ class Outgoing {
 
     // Takes `cost` of what may be buffered, if so much is free.
     bool reserve(int64_t cost);
-    // Makes an envelope, whose cost is reserved, and room for its payload. Throws OutOfMemory.
-    Envelope* open(int64_t num_bytes, int64_t width, int64_t tag);
+    // Makes a message, whose cost is reserved, without its content. Throws OutOfMemory.
+    Letter open(int64_t num_bytes, int64_t width, int64_t tag);
     // Hands it to rank dst: its next message.
-    void post(int dst, Envelope* envelope);
-
-    char* payload_of(const Envelope& envelope) const { return arena_->data() + envelope.payload; }
+    void post(int dst, const Letter& letter);
 
     int64_t limit() const;
     void set_limit(int64_t num_bytes);
@@ -46,12 +53,6 @@ class Outgoing {
     static constexpr int64_t kSmallestCell = 128;
     static constexpr int kNumCells = 7;  // 128 bytes to 8 KiB
 
-    struct Letter {
-        Envelope* envelope;
-        int cell;       // index of its size
-        char* payload;  // a block of the arena, null where it lies in the cell, or is freed
-        int64_t cost;   // 0 once it is taken
-    };
     struct Queue {
         std::deque<Letter> under_way;
         Envelope* last = nullptr;

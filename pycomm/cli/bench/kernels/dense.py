@@ -17,6 +17,7 @@ from pycomm.cli.bench.kernels.case import (
     require_finite_check,
     require_written,
 )
+from pycomm.torch_internals import unscale_as_grad_scaler
 
 _AMP = "_amp_foreach_non_finite_check_and_unscale_"
 
@@ -94,7 +95,7 @@ def _pack_half(arrays: Arrays) -> Calls:
         return kernels.pack(grads, out, SCALE, scratch=scratch)
 
     def peer() -> None:
-        torch._amp_foreach_non_finite_check_and_unscale_(own, found_inf, factor)
+        unscale_as_grad_scaler(own, found_inf, factor)
         torch._foreach_copy_(outs, own)
 
     def verify() -> None:
@@ -180,7 +181,7 @@ def _accumulate(arrays: Arrays) -> Calls:
 
     def peer() -> None:
         torch.add(residual, grad, alpha=SCALE, out=out)
-        torch._amp_foreach_non_finite_check_and_unscale_([out], found_inf, one)
+        unscale_as_grad_scaler([out], found_inf, one)
 
     def verify() -> None:
         require_written(out, residual + grad * SCALE, (ours, peer), "accumulate")
