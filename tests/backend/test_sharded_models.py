@@ -1,4 +1,4 @@
-"""Models split over ranks by torch, on "pycomm": DTensor, FSDP of both kinds, tensor parallelism, alone and together."""
+"""Models that torch splits over ranks, on "pycomm": DTensor, FSDP of both kinds, tensor parallelism, and two at once."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def test_dtensors_change_their_placement() -> None:
     partial = DTensor.from_local(whole, mesh, [Partial()])
     assert torch.equal(partial.full_tensor(), whole * dist.get_world_size())
     other = distribute_tensor(whole.T.contiguous(), mesh, [Replicate()])
-    torch.testing.assert_close((sharded @ other).full_tensor(), whole @ whole.T)
+    product: Any = sharded @ other
+    torch.testing.assert_close(product.full_tensor(), whole @ whole.T)
     assert torch.equal(partial.redistribute(mesh, [Shard(0)]).full_tensor(), whole * dist.get_world_size())
 
 
@@ -99,7 +100,7 @@ def test_fsdp2_with_memory_from_the_group() -> None:
 @on_world(4)
 def test_hybrid_sharding() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = fully_shard(make_model(), mesh=mesh)
+    model: Any = fully_shard(make_model(), mesh=mesh)
     close(losses(model, 4, dist.get_rank()))
 
 
