@@ -1,4 +1,4 @@
-"""Models that torch splits over ranks, on "pycomm": DTensor, FSDP of both kinds, tensor parallelism, and two at once."""
+"""Models that torch splits over ranks, on "pycomm": DTensor, FSDP of both kinds, tensor parallelism, and combined."""
 
 from __future__ import annotations
 
