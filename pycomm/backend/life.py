@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from pycomm.backend.calls import Calls
-from pycomm.backend.engine import Engine
 from pycomm.backend.work import BackendWork
-from pycomm.torch_internals import PrefixStore, Store
+from pycomm.torch_internals import PrefixStore
 from pycomm.transport.own_group import Place
 
 
@@ -36,22 +35,19 @@ class Life(Calls):
 
     # Other groups, and the end.
 
-    def split_engine(
-        self, ranks: Sequence[int], timeout: timedelta | None, name: str | None, store: Store | None = None
-    ) -> Engine | None:
-        """Return the engine of a group of some ranks, given by their ranks in this group; ``None`` on the others."""
+    def part_of(self, ranks: Sequence[int], name: str | None) -> Place | None:
+        """Return where some ranks, given by their ranks in this group, meet for one of theirs; ``None`` on others."""
         if self.engine.rank not in ranks:
             return None
         place = self.engine.place
         name = name or f"{place.name}/{'_'.join(str(rank) for rank in ranks)}"
-        part = Place(
+        return Place(
             name,
-            PrefixStore(f"{name}/", store or place.store),
+            PrefixStore(f"{name}/", place.store),
             list(ranks).index(self.engine.rank),
             [place.ranks[rank] for rank in ranks],
             place.backends,
         )
-        return Engine(part, self.engine.timeout if timeout is None else timeout.total_seconds())
 
     def abort(self) -> None:
         """End operations in progress with an error, here and on the ranks that wait for this one."""

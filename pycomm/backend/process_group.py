@@ -12,32 +12,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pycomm.backend.engine import Engine
 from pycomm.backend.memory import CommunicationMemory
 from pycomm.backend.operations import Operations
+from pycomm.backend.reconfigure import Reconfigurable
 from pycomm.torch_internals import Store
 from pycomm.transport.own_group import PYCOMM, Place
 
 
-class PycommProcessGroup(Operations, CommunicationMemory, dist.ProcessGroup):  # type: ignore[misc]
+class PycommProcessGroup(Reconfigurable, Operations, CommunicationMemory, dist.ProcessGroup):  # type: ignore[misc]
     """Process group whose operations are pycomm's. Nothing else is registered under it, so nothing bypasses it."""
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine.rank, engine.size)  # type: ignore[call-arg]
-        self.set_engine(engine)
-        self._name, self._description = engine.place.name, ""
+    def __init__(self, place: Place, timeout: float, empty: bool = False) -> None:
+        super().__init__(place.rank, place.size)  # type: ignore[call-arg]
+        self.begin(place, timeout, empty)
+        self._name, self._description = place.name, ""
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's names)
         """Return "pycomm"."""
         return PYCOMM
-
-    def getRank(self) -> int:  # noqa: N802
-        """Return the rank of this process in the group."""
-        return self.engine.rank
-
-    def getSize(self) -> int:  # noqa: N802
-        """Return the number of ranks in the group."""
-        return self.engine.size
 
     def getGroupName(self) -> str:  # noqa: N802
         """Return the name by which torch finds the group."""
@@ -57,7 +49,7 @@ class PycommProcessGroup(Operations, CommunicationMemory, dist.ProcessGroup):  #
 
     def get_group_store(self) -> Store:
         """Return the group's store."""
-        return self.engine.place.store
+        return self._place.store
 
     def _get_backend(self, device: torch.device) -> Any:
         """Return what operates on tensors of ``device``; on the CPU that is the group itself."""
@@ -86,10 +78,10 @@ class PycommProcessGroup(Operations, CommunicationMemory, dist.ProcessGroup):  #
         devices: Any = None,
     ) -> PycommProcessGroup | None:
         """Make a group of some of this group's ranks; ``None`` on the others."""
-        engine = self.split_engine(ranks, timeout, group_name)
-        if engine is None:
+        part = self.part_of(ranks, group_name)
+        if part is None:
             return None
-        made = PycommProcessGroup(engine)
+        made = PycommProcessGroup(part, self.engine.timeout if timeout is None else timeout.total_seconds())
         made.setGroupDesc(group_desc or f"{self._description}:split")
         return made
 
@@ -100,4 +92,5 @@ def make(options: Any, backend_options: Any) -> PycommProcessGroup:
     """Make the group that torch wants. Collective."""
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     place = Place(options.group_id, options.store, options.group_rank, ranks, f"cpu:{PYCOMM}")
-    return PycommProcessGroup(Engine(place, options.timeout.total_seconds()))
+    empty = getattr(options, "enable_reconfigure", False)
+    return PycommProcessGroup(place, options.timeout.total_seconds(), empty)

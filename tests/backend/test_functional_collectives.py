@@ -75,12 +75,12 @@ def test_the_coalescing_manager() -> None:
 @on_world(2)
 def test_gradients_through_collectives() -> None:
     x = torch.full((3,), float(dist.get_rank() + 1), requires_grad=True)
-    y = differentiable.all_reduce(x * 2.0)
+    y = differentiable.all_reduce(x * 2.0, group=everyone())  # whose default is that of its import
     (y * (dist.get_rank() + 1)).sum().backward()
     assert y[0].item() == 6.0
     assert x.grad is not None
     assert x.grad[0].item() == 6.0  # 2 x (1 + 2)
-    gathered = differentiable.all_gather(x)
+    gathered = differentiable.all_gather(x, group=everyone())
     assert [part[0].item() for part in gathered] == [1.0, 2.0]
 
 
