@@ -40,7 +40,7 @@ class Engine:
         self.transport = choose_transport(place, "auto", timeout)
         self.channel = Channel(self.transport, timeout)
         self.rank, self.size = place.rank, place.size
-        self._moved = MovedStorages(self.transport, getattr(self.transport, "ranks_here", self.size))
+        self._moved = MovedStorages(self.transport.host_memory)
         self._bytes = {"direct": 0, "staged": 0, "small": 0}
         self._flat: torch.Tensor | None = None
         self._backward_errors = BackwardErrors()
@@ -236,8 +236,8 @@ class Engine:
                 self._bytes["staged"] += num_bytes
 
     def _reaches(self, tensor: torch.Tensor) -> bool:
-        reaches: Callable[[int, int], bool] | None = getattr(self.transport, "reaches", None)
-        return reaches is not None and reaches(tensor.data_ptr(), tensor.nbytes)
+        memory = self.transport.host_memory
+        return memory is not None and memory.reaches(tensor.data_ptr(), tensor.nbytes)
 
 
 def _writable(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from pycomm import kernels
 from pycomm.errors import CommError
 from pycomm.schedule.program import Program
 from pycomm.transport.announcements import agree
+from pycomm.transport.base import HostMemory
 from pycomm.transport.host_tensors import apart, rank_of, reducible, require, tensor_of
 from pycomm.transport.parts import agree_on_lengths, contributions, messages, parts_apart
 from pycomm.transport.roll_call import RollCall
@@ -66,6 +67,7 @@ class TorchTransport(BufferedMessages):
 
     name = "torch"
     interruptible = False
+    host_memory: HostMemory | None = None
 
     def __init__(self, group: dist.ProcessGroup, roll_call: RollCall) -> None:
         self.skip_checks = False
