@@ -24,12 +24,14 @@ from pycomm.ddp import HookHandle, register
 NONE = "no communication"
 DDP = "DDP"
 DDP_VIEWS = "DDP, gradient_as_bucket_view"
+BACKEND = "DDP over pycomm"
+BACKEND_VIEWS = "DDP over pycomm, views"
 DENSE = "pycomm"
 FP16 = "pycomm, FP16"
 TOPK = "pycomm, TopK(0.01)"
 HOOK = "DDP, pycomm's hook"
 HOOK_TOPK = "DDP, pycomm's hook, TopK(0.01)"
-WAYS = (NONE, DDP, DDP_VIEWS, HOOK, DENSE, FP16, TOPK, HOOK_TOPK)
+WAYS = (NONE, DDP, DDP_VIEWS, BACKEND, BACKEND_VIEWS, HOOK, DENSE, FP16, TOPK, HOOK_TOPK)
 
 _COMPRESSION: dict[str, Callable[[], Any]] = {
     DENSE: pycomm.NoCompression,
@@ -73,7 +75,11 @@ class Replica:
         if way in _COMPRESSION:
             self.reducer = pycomm.attach(self.optimizer, self.model, compression=_COMPRESSION[way]())
         elif way != NONE:
-            self._module = DistributedDataParallel(self.model, gradient_as_bucket_view=way == DDP_VIEWS)
+            self._module = DistributedDataParallel(
+                self.model,
+                process_group=dist.new_group(backend="pycomm") if way in (BACKEND, BACKEND_VIEWS) else None,
+                gradient_as_bucket_view=way in (DDP_VIEWS, BACKEND_VIEWS),
+            )
             if way in _HOOK_COMPRESSION:
                 self.reducer = register(self._module, compression=_HOOK_COMPRESSION[way])
 
