@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +29,9 @@ class Transport(Protocol):
     name: str
     rank: int
     size: int
-    skip_checks: bool
-    """While true, the ranks need not compare operations, because these follow from ones that were compared."""
+    skip_checks: bool | Literal["after the next"]
+    """While true, the ranks need not compare operations, because these follow from ones that were compared, or from
+    the next one, which is compared and makes it true."""
 
     interruptible: bool
     """Whether :meth:`close` ends an operation that is in progress on another thread."""

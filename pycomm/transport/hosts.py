@@ -64,11 +64,8 @@ def log_walls(rank: int, greetings: Sequence[Mapping[str, Any]], transport: str)
             continue
         walls = [wall for wall, a, b in zip(_NAMESPACES, mine[1:], theirs[1:], strict=False) if a != b]
         _LOG.warning(
-            "ranks %d and %d are on one machine but share no memory, as each has its own %s: transport %r is used; "
-            "containers share memory if they are started with the same network, pid and user namespaces",
-            rank,
-            p,
-            " and ".join(walls),
-            transport,
+            "ranks %d and %d are on one machine but share no memory, as they differ in %s: transport %r is used; "
+            "start containers with the same network, pid and user namespaces and user to share memory",
+            *(rank, p, " and ".join(walls), transport),
         )
         return
