@@ -53,7 +53,7 @@ def test_gradients_are_averages(hosts: str, transport: str, num_lanes: int) -> N
         model(batch(rank, step)).square().mean().backward()
         alone.zero_grad()
         losses = [alone(batch(p, step)).square().mean() for p in range(4)]
-        torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
+        torch.stack(losses).mean().backward()
         for mine, parameter in zip(model.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, parameter.grad, rtol=1e-4, atol=1e-7)
             assert parameter.grad is not None
@@ -95,7 +95,8 @@ def test_first_bucket_is_small_only_between_hosts() -> None:
     ):
         _, _, reducer = attached(hosts, compression=compression, bucket_mb=25)
         sizes = [flight.bucket.memory.nbytes / 2**20 for flight in reducer._table.flights]
-        assert (sizes[0] <= 1.1) == small, (hosts, compression, sizes)
+        large = [size for size in sizes if size > 0.1]  # TopK's biases have a bucket of their own
+        assert (len(large) > 1 and large[0] <= 1) == small, (hosts, compression, sizes)
         reducer.detach()
 
 
