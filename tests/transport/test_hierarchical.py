@@ -10,8 +10,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from pycomm import CommError, Communicator
+from pycomm.transport import rendezvous
 from pycomm.transport.base import Message
 from pycomm.transport.hosts import hosts_of, log_walls
 from pycomm.transport.torch_group import TorchGroup
@@ -182,3 +184,23 @@ def test_walls_between_ranks_of_one_machine_are_logged_once(caplog: pytest.LogCa
     assert "ranks 0 and 1 are on one machine but share no memory" in record.getMessage()
     assert "differ in network namespace and user:" in record.getMessage()
     assert "'torch' is used" in record.getMessage()
+
+
+def denied(_num_bytes: int) -> int:
+    raise PermissionError(1, "Operation not permitted")
+
+
+@on_ranks(3)
+def test_without_memory_to_share_messages_are_used() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(rendezvous, "_anonymous_memory", denied)
+        with pytest.raises(ValueError, match="rank 1 is denied any: .*not permitted"):
+            Communicator(timeout=20, transport="shared_memory")
+        with pytest.MonkeyPatch.context() as logs:
+            lines: list[str] = []
+            logs.setattr(logging.getLogger("pycomm"), "warning", lambda text, *values: lines.append(text % values))
+            with Communicator(timeout=20) as communicator:
+                assert communicator.transport == "torch"
+        (line,) = lines
+        assert "rank 1 is denied memory that processes share" in line
