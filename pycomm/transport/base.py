@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -63,8 +63,9 @@ class Transport(Protocol):
     name: str
     rank: int
     size: int
-    skip_checks: bool
-    """While true, the ranks need not compare operations, because these follow from ones that were compared."""
+    skip_checks: bool | Literal["after the next"]
+    """While true, the ranks need not compare operations, because these follow from ones that were compared, or from
+    the next one, which is compared and makes it true."""
 
     host_memory: HostMemory | None
     """``None`` if arrays travel in other ways."""

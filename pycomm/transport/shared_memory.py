@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -23,7 +23,7 @@ class SharedMemoryTransport:
     """
 
     name = "shared_memory"
-    skip_checks = False  # ignored, as comparing costs nothing here
+    skip_checks: bool | Literal["after the next"] = False  # ignored, as comparing costs nothing here
     interruptible = True
 
     def __init__(self, rank: int, peers: Peers, names: Sequence[int] = ()) -> None:

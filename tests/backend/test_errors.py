@@ -20,7 +20,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from pycomm.torch_internals import PrefixStore, store_of, takes_backends_in_python
+from pycomm.torch_internals import PrefixStore, store_of
 from tests.backend.groups import pycomm_group
 from tests.on_ranks import Pools, on_ranks
 
@@ -97,7 +97,7 @@ def death_beside_everything() -> list[str]:
         first, seconds = fails(work.wait)
         assert isinstance(first, pycomm.CommError)
         assert seconds < LONGEST + 10
-        assert work.is_completed() or takes_backends_in_python()  # where torch asks its own base class
+        assert work.is_completed()
         found = [str(first)]
         for call in (
             work.wait,
