@@ -107,7 +107,12 @@ def add_arguments(parser: argparse.ArgumentParser, operation: Operation) -> None
     add("-J", "--output_file", type=Path, metavar="FILE", help="also write the figures to FILE, as JSON")
     add("--rounds", type=integer(1), default=5, help="turns that everything gets, interleaved (default 5)")
     add("--ranks", type=integer(1), help="processes to start (default 2); under torchrun it has started them")
-    add("--backend", metavar="NAME", help='what is measured: a backend of torch, "communicator", or an MPI')
+    add(
+        "--backend",
+        default="pycomm",
+        metavar="NAME",
+        help="a backend of torch, communicator, or an MPI (default pycomm)",
+    )
     add("--peers", type=_names, default=(), metavar="NAMES", help="what it is compared with: gloo,mpich,openmpi,nccl")
     add("--min-busbw", type=_bandwidth, metavar="GB/S", help="fail if the average is more than 10 %% below this")
     parser.set_defaults(parser=parser, operation=operation)
@@ -121,9 +126,8 @@ def settings_of(arguments: argparse.Namespace, launched: int | None) -> Settings
     """
     operation: Operation = arguments.operation
     ranks = _ranks(arguments.ranks, launched)
-    backend = arguments.backend or default_backend()
-    device = _check_libraries(backend, arguments.peers, launched is not None)
-    if arguments.local_register and COMMUNICATOR not in (backend, *arguments.peers):
+    device = _check_libraries(arguments.backend, arguments.peers, launched is not None)
+    if arguments.local_register and COMMUNICATOR not in (arguments.backend, *arguments.peers):
         raise UsageError(f"-R 1: only {COMMUNICATOR} has memory of its own, and it is neither --backend nor a peer")
     _check_output(arguments.output_file)
     sizes, step = _sizes(arguments) if operation.name != "barrier" else ((0,), "0(bytes)")
@@ -135,7 +139,7 @@ def settings_of(arguments: argparse.Namespace, launched: int | None) -> Settings
         roots=_roots(getattr(arguments, "root", None), ranks),
         ranks=ranks,
         launched=launched is not None,
-        backend=backend,
+        backend=arguments.backend,
         peers=arguments.peers,
         device=device,
         registered=bool(arguments.local_register),
@@ -150,11 +154,6 @@ def settings_of(arguments: argparse.Namespace, launched: int | None) -> Settings
     )
     _check_memory(settings)
     return settings
-
-
-def default_backend() -> str:
-    """Return what is measured if nothing else is said: torch.distributed's "pycomm", where it is registered."""
-    return "pycomm" if dist.is_backend_available("pycomm") else COMMUNICATOR
 
 
 def _ranks(wanted: int | None, launched: int | None) -> int:

@@ -79,14 +79,15 @@ def check_comparison(place: dict[str, Any]) -> None:
 
 
 def test_under_torchrun_it_starts_nothing(tmp_path: Path) -> None:
-    arguments = ["all_reduce", "-b", "4K", *SHORT, "--backend", "communicator", "--peers", "gloo", "-J", "x.json"]
+    arguments = ["all_reduce", "-b", "4K", *SHORT, "--peers", "gloo,communicator", "-J", "x.json"]
     code, printed, errors = bench(*arguments, cwd=tmp_path, launcher=TORCHRUN)
     assert code == 0, errors
     check_figures(read_table(printed), 1.0)  # printed once
     report = read_report(tmp_path / "x.json")
     assert report["config"]["ranks"] == 2
     assert len({device["pid"] for device in report["config"]["devices"]}) == 2
-    assert set(report["results"][0]["in_place"]["peers"]) == {"gloo"}
+    assert set(report["results"][0]["in_place"]["peers"]) == {"gloo", "communicator"}
+    assert report["config"]["backend"] == "pycomm"
 
 
 WRONG = """

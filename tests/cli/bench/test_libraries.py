@@ -36,12 +36,13 @@ def bench_rank(*names: str, **options: Any) -> BenchRank:
 
 
 @on_ranks(3, fresh=True)
-def test_results_of_gloo_and_of_the_communicator() -> None:
-    rank = bench_rank("gloo", COMMUNICATOR, registered=True)
+def test_results_of_all_libraries() -> None:
+    rank = bench_rank("gloo", "pycomm", COMMUNICATOR, registered=True)
     for case in cases(3, "float", "int64"):
         for in_place in (False, True):
             for _ in range(2):  # the second time with what the first has left in the arrays
-                assert rank.verify("gloo", case, in_place) == {"wrong": 0}, (case, in_place)
+                for name in ("gloo", "pycomm"):
+                    assert rank.verify(name, case, in_place) == {"wrong": 0}, (name, case, in_place)
                 found = rank.verify(COMMUNICATOR, case, in_place)
                 wanted = {"wrong": 0}
                 if case["operation"] in ABSENT:
