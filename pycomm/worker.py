@@ -90,6 +90,7 @@ class Worker:
         self._thread: threading.Thread | None = None
         self._refusal = ""  # the reason, once jobs are no longer run
         self._unfinished: deque[Work] = deque()
+        self._in_callbacks = False
         _workers.add(self)
 
     def submit(self, job: Callable[[], Any]) -> Work:
@@ -114,8 +115,16 @@ class Worker:
         return work
 
     def idle(self) -> bool:
-        """Return whether all jobs submitted so far have ended."""
-        return not self._unfinished
+        """Return whether all jobs submitted so far have ended, and what their ends have called has returned."""
+        return not self._unfinished and not self._in_callbacks
+
+    def run_now(self, job: Callable[[], Any]) -> Work:
+        """Run ``job`` at once, on this worker's own thread: for callbacks, which cannot wait for jobs behind them."""
+        assert self.is_current()
+        work = Work(job)
+        work._run()
+        work._end()
+        return work
 
     def is_current(self) -> bool:
         """Return whether the caller is itself a job of this worker."""
@@ -133,8 +142,10 @@ class Worker:
     def _loop(self, jobs: SimpleQueue[Work | None]) -> None:
         while (work := jobs.get()) is not None:
             work._run()
+            self._in_callbacks = bool(work._callbacks)
             self._unfinished.popleft()  # before work ends, so that its waiter finds this worker idle
             work._end()
+            self._in_callbacks = False
             del work  # this frame would keep the last job's tensors alive until the next job
 
     def _reset_in_child(self) -> None:
@@ -142,6 +153,7 @@ class Worker:
         self._lock = threading.RLock()
         self._jobs = SimpleQueue()
         self._thread = None
+        self._in_callbacks = False
         self._refusal = f"it was inherited by a fork from process {os.getppid()}; make one in the new process"
         while self._unfinished:
             self._unfinished.popleft()._end_in_child(self._make_error(self._refusal))

@@ -71,7 +71,13 @@ class Engine:
     # Running.
 
     def next_lane(self, async_op: bool) -> Lane:
-        """Return the lane that the next all-reduce takes: on all ranks the same, as all call the same operations."""
+        """Return the lane that the next all-reduce takes: on all ranks the same, as all call the same operations.
+
+        One that a callback starts stays on the lane whose end has called that.
+        """
+        for lane in self._lanes:
+            if lane.channel.worker.is_current():
+                return lane
         if not async_op:
             return self._lanes[0]
         self._num_async += 1
@@ -81,7 +87,9 @@ class Engine:
         """Run ``job`` after all earlier collectives of its lane: on this thread if ``async_op`` is false."""
         channel = self.channel if lane is None else lane.channel
         if async_op:
-            work = BackendWork(Collective(channel.submit(job)), result, name, self.rank)
+            # A callback of a future may wait for what it starts, and stands before whatever was submitted meanwhile.
+            submit = channel.worker.run_now if channel.worker.is_current() else channel.submit
+            work = BackendWork(Collective(submit(job)), result, name, self.rank)
             self._backward_errors.watch(work)
             return work
         channel.enqueue(job)

@@ -67,6 +67,30 @@ def test_a_future_has_the_tensors() -> None:
 
 
 @on_world(2)
+def test_a_callback_may_wait_for_another_collective() -> None:
+    """PowerSGD's does. It comes before collectives that were started later, on every rank."""
+    x, y, z = torch.ones(5), torch.ones(5), torch.ones(5)
+
+    def again(future: Any) -> torch.Tensor:
+        work: Any = dist.all_reduce(y, async_op=True)
+        dist.all_reduce(z)
+        value: torch.Tensor = work.get_future().wait()[0]
+        return value + future.value()[0] + z
+
+    if dist.get_rank() == 0:
+        time.sleep(0.1)
+    work: Any = dist.all_reduce(x, async_op=True)
+    future = work.get_future().then(again)
+    later = [torch.full((3,), float(i)) for i in range(5)]
+    works: list[Any] = [dist.all_reduce(tensor, async_op=True) for tensor in later]
+    dist.all_reduce(torch.ones(2))
+    assert torch.equal(future.wait(), torch.full((5,), 6.0))
+    for one in works:
+        one.wait()
+    assert [tensor[0].item() for tensor in later] == [0.0, 2.0, 4.0, 6.0, 8.0]
+
+
+@on_world(2)
 def test_many_works_are_waited_for_in_any_order() -> None:
     xs = [torch.full((4,), float(i)) for i in range(20)]
     works: list[Any] = [dist.all_reduce(x, async_op=True) for x in xs]
