@@ -113,6 +113,13 @@ class Worker:
             self._jobs.put(work)
         return work
 
+    def run_here(self, job: Callable[[], Any]) -> Work:
+        """Run ``job`` now, on this thread; the returned work has ended."""
+        work = Work(job)
+        work._run()
+        work._end()
+        return work
+
     def idle(self) -> bool:
         """Return whether all jobs submitted so far have ended."""
         return not self._unfinished
