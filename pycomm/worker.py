@@ -114,17 +114,16 @@ class Worker:
             self._jobs.put(work)
         return work
 
-    def idle(self) -> bool:
-        """Return whether all jobs submitted so far have ended, and what their ends have called has returned."""
-        return not self._unfinished and not self._in_callbacks
-
-    def run_now(self, job: Callable[[], Any]) -> Work:
-        """Run ``job`` at once, on this worker's own thread: for callbacks, which cannot wait for jobs behind them."""
-        assert self.is_current()
+    def run_here(self, job: Callable[[], Any]) -> Work:
+        """Run ``job`` now, on this thread; the returned work has ended."""
         work = Work(job)
         work._run()
         work._end()
         return work
+
+    def idle(self) -> bool:
+        """Return whether all jobs submitted so far have ended, and what their ends have called has returned."""
+        return not self._unfinished and not self._in_callbacks
 
     def is_current(self) -> bool:
         """Return whether the caller is itself a job of this worker."""

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from pycomm.backend.calls import Tensors, by_device, is_async, root_of, users_tag
+from pycomm.backend.calls import Tensors, by_device, root_of, users_tag
 from pycomm.backend.life import Life
 from pycomm.backend.monitored import monitored_barrier
 from pycomm.backend.work import BackendWork
@@ -31,9 +31,8 @@ class Operations(Life):
         """Reduce a tensor in place; sparse ones too."""
         tensor = self.only(tensors)
         op, seconds = self.reduction(opts), self.seconds(opts, timeout)
-        lane = self.engine.next_lane(is_async(opts))
-        job = functools.partial(self.engine.all_reduce, tensor, op, seconds, current_graph_task() >= 0, lane)
-        return self.run("all_reduce", job, [tensor], opts, lane)
+        job = functools.partial(self.engine.all_reduce, tensor, op, seconds, current_graph_task() >= 0)
+        return self.run("all_reduce", job, [tensor], opts)
 
     allreduce_sparse = allreduce
 
