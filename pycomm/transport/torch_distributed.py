@@ -1,6 +1,6 @@
 """Collectives of torch.distributed, by the user's own backend, for ranks that are not all on one host.
 
-Every operation is preceded by an all-gather of 48 bytes per rank in which the ranks describe the
+Every operation is preceded by an all-gather of 56 bytes per rank in which the ranks describe the
 operation, so that ranks that disagree get an error instead of a hang.
 """
 
@@ -19,6 +19,7 @@ from pycomm.errors import CommError
 from pycomm.schedule.program import Program
 from pycomm.transport.announcements import agree
 from pycomm.transport.base import HostMemory
+from pycomm.transport.between_hosts import BetweenHosts
 from pycomm.transport.host_tensors import apart, rank_of, reducible, require, tensor_of
 from pycomm.transport.parts import agree_on_lengths, contributions, messages, parts_apart
 from pycomm.transport.roll_call import RollCall
@@ -32,6 +33,7 @@ F = TypeVar("F", bound=Callable[..., None])
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # Small tensors are gathered, then reduced by every rank, as long as a rank receives at most this many bytes.
 _GATHERED_BYTES = 256 << 10
+_WORD_BYTES = 8  # of an array that travels with the announcements
 _REDUCTIONS = {
     "sum": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.SUM,
@@ -76,6 +78,8 @@ class TorchTransport(BufferedMessages):
         self.exchange = self._group.exchange
         self._messages = TorchMessages(self._group)
         self.send, self.receive = self._messages.send, self._messages.receive
+        # Gloo adds float16 element by element: its own sums take twice as long as the schedules.
+        self._by_messages: BetweenHosts | None = None
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         try:
@@ -86,6 +90,9 @@ class TorchTransport(BufferedMessages):
     @_counted
     def all_reduce(self, x: Any, op: str, timeout: float) -> None:
         tensor = self._checked(timeout, lambda: reducible("x", x, op, writes=True))
+        if 0 < tensor.nbytes <= _WORD_BYTES and self.skip_checks is not True:
+            self._reduce_words(tensor, op, timeout)
+            return
         self._agree("all_reduce", tensor, op, 0, timeout)
         if op == "mean" and tensor.dtype in (torch.float16, torch.bfloat16):
             wide = tensor.float()  # the sum may not fit the half type although the mean does
@@ -93,6 +100,14 @@ class TorchTransport(BufferedMessages):
             tensor.copy_(wide)
         else:
             self._reduce(tensor, op, timeout)
+
+    def _reduce_words(self, tensor: torch.Tensor, op: str, timeout: float) -> None:
+        """Reduce ``tensor``, which is so small that it travels with the announcements."""
+        word = torch.zeros(1, dtype=torch.int64)
+        mine = word.view(tensor.dtype)[: len(tensor)]
+        mine.copy_(tensor)
+        words = torch.tensor(self._agree("all_reduce", tensor, op, 0, timeout, word=int(word)), dtype=torch.int64)
+        kernels.reduce(tensor, [word.view(tensor.dtype)[: len(tensor)] for word in torch.split(words, 1)], op)
 
     @_counted
     def run_schedule(
@@ -154,6 +169,10 @@ class TorchTransport(BufferedMessages):
             kernels.reduce(tensor, list(gathered.view(self.size, *tensor.shape)), op)
             return
         group = self._group.group
+        if tensor.dtype == torch.float16 and dist.get_backend(group) == dist.Backend.GLOO:
+            self._by_messages = self._by_messages or BetweenHosts(self._group, range(self.size))
+            self._by_messages.all_reduce(tensor, op, timeout)  # "mean" has been widened
+            return
         work = self._group.begin(
             "all_reduce", lambda: dist.all_reduce(tensor, _REDUCTIONS[op], group=group, async_op=True)
         )
@@ -286,12 +305,16 @@ class TorchTransport(BufferedMessages):
     def close(self, reason: str) -> None:
         self._group.close(reason)
 
-    def _agree(self, kind: str, x: torch.Tensor, op: str, root: int, timeout: float, tag: int = 0) -> None:
+    def _agree(
+        self, kind: str, x: torch.Tensor, op: str, root: int, timeout: float, tag: int = 0, word: int = 0
+    ) -> list[int]:
+        """Compare the ranks' operations, unless that is to be skipped; if they are compared, return all ``word``."""
         if self.skip_checks is True and kind != "barrier":  # which consists of nothing but the comparison
-            return
-        agree(self._group, kind, x, op, root, timeout, tag)
+            return []
+        words = agree(self._group, kind, x, op, root, timeout, tag, word)
         if self.skip_checks:
             self.skip_checks = True
+        return words
 
     def _agree_on_parts(
         self,
