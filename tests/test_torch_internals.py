@@ -298,6 +298,15 @@ def test_buckets_and_hooks_of_ddp() -> None:
             assert torch_internals.divides_by_active_ranks(model) is not divides_by_all
 
 
+def test_addresses_of_gloo_in_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store = torch_internals.PrefixStore("some", dist.HashStore())
+    assert not torch_internals.has_joined_gloo(store, 0)
+    dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=10))
+    assert torch_internals.has_joined_gloo(store, 0)
+    assert not torch_internals.has_joined_gloo(store, 1)
+
+
 @pytest.mark.usefixtures("one_rank_group")
 def test_groups_of_sharded_modules() -> None:
     from torch.distributed.device_mesh import init_device_mesh

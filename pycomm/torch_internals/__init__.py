@@ -17,6 +17,7 @@ from pycomm.torch_internals.autograd import (
 )
 from pycomm.torch_internals.groups import (
     backend_of,
+    has_joined_gloo,
     make_process_group,
     number_process_group,
     open_monitored_barrier,
@@ -78,6 +79,7 @@ __all__ = [
     "is_flat_parameter",
     "is_schedulers_wrapper",
     "leave_scale_to_step",
+    "has_joined_gloo",
     "make_process_group",
     "move_to_shared_mapping",
     "note_writes",
