@@ -1,11 +1,12 @@
 """Training over slow links: what compressing gradients gains there, in step time and in seconds to a loss.
 
-    python -m bench.slow_network [--what all] [--hosts 2,4] [--links 0.1,1,0] [--methods ddp,dense,dgc,...]
+    python -m bench.slow_network [--what all] [--hosts 2,4,2x2] [--links 0.1,1,0] [--methods ddp,dense,dgc,...]
                                  [--steps 1500] [--out FILE] [--docs DIR]
 
-On hosts made of network namespaces (bench.slow_network.namespaces; Linux, root), one rank each, links of so many
-Gbit/s, a byte-level language model is trained on the Python standard library's source, the model and the text
-of `pycomm demo`. Every method trains by SGD with the same learning rate and momentum.
+On hosts made of network namespaces (bench.slow_network.namespaces; Linux, root), one rank each (2x2: two hosts
+with two ranks each, which share a link), links of so many Gbit/s, a byte-level language model is trained on the
+Python standard library's source, the model and the text of `pycomm demo`. Every method trains by SGD with the
+same learning rate and momentum.
 
 --what rate: step times. All methods live side by side in the same processes and take turns of a few steps;
 medians, of each step the slowest rank's. "no communication" is the same step on all ranks at once without
@@ -37,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common.arguments import plain_parser, positive
-from bench.slow_network.figures import Curve, Failure, Figures, Link, Rate, link_name
+from bench.slow_network.figures import Curve, Failure, Figures, Link, Rate, hosts_name, link_name
 from bench.slow_network.methods import (
     COMPUTE,
     DDP_POWERSGD,
@@ -57,6 +58,7 @@ _MODULE = "bench.slow_network.ranks"
 _UNLIMITED_ROUNDS = 4  # times as many: steps are short there, and so are the differences
 _MODEL_SETTINGS = ("width", "layers", "context", "batch", "lr", "momentum", "seed", "steps", "every")
 _KNOBS = ("momentum", "ratio", "rank", "dgc_warmup", "patience")
+_Layout = tuple[int, int]  # hosts, and ranks of each
 _FRAGILE = (DDP_POWERSGD,)  # seen to end the process; the others are measured without it then
 
 
@@ -125,29 +127,30 @@ def _plan(arguments: argparse.Namespace) -> list[Callable[[int], Figures]]:
     links = sorted(arguments.links, key=lambda link: -(link or float("inf")))
     plan: list[Callable[[int], Figures]] = []
     if arguments.what in ("rate", "all"):
-        for count in arguments.hosts:
-            plan += [_rate_job(arguments, count, link) for link in links]
+        for layout in arguments.hosts:
+            plan += [_rate_job(arguments, layout, link) for link in links]
     if arguments.what in ("loss", "all"):
-        count = max(arguments.hosts)
+        count = max(hosts for hosts, _ in arguments.hosts)
         for name in arguments.methods:
             plan += [_curve_job(arguments, count, link, name) for link in (links if METHODS[name].varies else [None])]
     return plan
 
 
-def _rate_job(arguments: argparse.Namespace, count: int, link: Link) -> Callable[[int], Figures]:
+def _rate_job(arguments: argparse.Namespace, layout: _Layout, link: Link) -> Callable[[int], Figures]:
     def job(parameters: int) -> Figures:
         figures = Figures(parameters)
         names = [COMPUTE, *arguments.methods]
         try:
-            found = _run(arguments, "rate", count, link, names)
+            found = _run(arguments, "rate", layout, link, names)
         except RankError as error:
             fragile = [name for name in names if name in _FRAGILE]
             if not fragile:
                 raise
-            figures.failures += [Failure("rate", count, link, name, str(error)) for name in fragile]
+            hosts, per_host = layout
+            figures.failures += [Failure("rate", hosts, link, name, str(error), per_host) for name in fragile]
             print(f"    failed; again without {', '.join(fragile)}", flush=True)
-            found = _run(arguments, "rate", count, link, [name for name in names if name not in fragile])
-        figures.rates = [Rate(hosts=count, link=link, **row) for row in found]
+            found = _run(arguments, "rate", layout, link, [name for name in names if name not in fragile])
+        figures.rates = [Rate(hosts=layout[0], per_host=layout[1], link=link, **row) for row in found]
         return figures
 
     return job
@@ -157,7 +160,7 @@ def _curve_job(arguments: argparse.Namespace, count: int, link: Link, name: str)
     def job(parameters: int) -> Figures:
         figures = Figures(parameters)
         try:
-            found = _run(arguments, "loss", count, link, [name])
+            found = _run(arguments, "loss", (count, 1), link, [name])
         except RankError as error:
             print(f"    failed: {error}", flush=True)
             figures.failures.append(Failure("loss", count, link, name, str(error)))
@@ -169,9 +172,10 @@ def _curve_job(arguments: argparse.Namespace, count: int, link: Link, name: str)
     return job
 
 
-def _run(arguments: argparse.Namespace, what: str, count: int, link: Link, names: Sequence[str]) -> Any:
-    """Run the ranks on ``count`` hosts; returns what they found."""
-    print(f"  {what}: {count} hosts, {link_name(link)}: {', '.join(map(label_of, names))}", flush=True)
+def _run(arguments: argparse.Namespace, what: str, layout: _Layout, link: Link, names: Sequence[str]) -> Any:
+    """Run the ranks on hosts of that layout; returns what they found."""
+    count, per_host = layout
+    print(f"  {what}: {hosts_name(count, per_host)}, {link_name(link)}: {', '.join(map(label_of, names))}", flush=True)
     rounds = arguments.rounds * (_UNLIMITED_ROUNDS if link is None else 1)
     knobs = {name: getattr(arguments, name) for name in _KNOBS}
     if what == "rate":
@@ -180,7 +184,7 @@ def _run(arguments: argparse.Namespace, what: str, count: int, link: Link, names
     setup |= {"what": what, "methods": list(names), "rounds": rounds, "knobs": knobs}
     with hosts(count, link) as cluster:
         words = [json.dumps(setup)]
-        outputs = run_ranks(cluster, _MODULE, words, timeout=arguments.timeout, environment=KEEP_MEMORY)
+        outputs = run_ranks(cluster, _MODULE, words, per_host, arguments.timeout, KEEP_MEMORY)
     return json.loads(outputs[0].splitlines()[-1])
 
 
@@ -188,7 +192,7 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = plain_parser("bench.slow_network", __doc__)
     add = parser.add_argument
     add("--what", choices=("rate", "loss", "all"), default="all", help="step times, losses, or both (default)")
-    add("--hosts", type=_list_of(positive), default="2,4", help="numbers of hosts (default 2,4)")
+    add("--hosts", type=_list_of(_layout), default="2,4,2x2", help="hosts, or hosts x ranks (default 2,4,2x2)")
     add("--links", type=_list_of(_link), default="0.1,1,0", help="Gbit/s; 0: unlimited (default 0.1,1,0)")
     add("--methods", type=_list_of(_method), default=",".join(METHODS), help=f"of {', '.join(METHODS)} (default all)")
     add("--rounds", type=positive, default=3, help=f"turns of a rate (default 3; unlimited x {_UNLIMITED_ROUNDS})")
@@ -225,6 +229,11 @@ def _list_of(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
         return list(dict.fromkeys(parse(word) for word in text.split(",")))
 
     return parse_all
+
+
+def _layout(text: str) -> _Layout:
+    hosts, _, per_host = text.partition("x")
+    return positive(hosts), positive(per_host or "1")
 
 
 def _link(text: str) -> Link:

@@ -9,14 +9,19 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from bench.slow_network.methods import AUTO, COMPUTE, CONTROL, DDP, DDP_FP16, DENSE, DGC, METHODS
+from bench.slow_network.methods import AUTO, COMPUTE, CONTROL, DDP, DDP_FP16, DENSE, DGC, FP16, METHODS
 from pycomm.cli.bench.timing import Samples
 
 Link = float | None
 """Gbit/s; ``None``: unlimited."""
 
 _TARGET_RANKS = 4
-_WANTED_RATES = {(1.0, DDP): 4.0, (1.0, DDP_FP16): 2.0, (0.1, DDP): 12.0, (0.1, DDP_FP16): 6.0}
+_WANTED_RATES = {
+    (2, 2, 1.0, DENSE, DDP): 1.3,
+    **{(4, 1, link, DENSE, DDP): 1.0 for link in (0.1, 1.0, None)},
+    **{(4, 1, link, FP16, DDP_FP16): 1.0 for link in (0.1, 1.0, None)},
+}
+_WANTED_DGC_RATES = {(1.0, DDP): 4.0, (1.0, DDP_FP16): 2.0, (0.1, DDP): 12.0, (0.1, DDP_FP16): 6.0}
 _MOST_COMPUTE = 0.1  # seconds; a step that computes for longer gains less, whatever is sent
 _SHARE_OF_MODEL = 0.9
 _AUTO_TOLERANCE = 1.03
@@ -33,6 +38,7 @@ class Rate:
         wire_bytes: that left a host per step, by its interface's counter.
         stats: what pycomm says of itself.
         difference: what is not equal on all ranks, in words.
+        per_host: ranks of each host, which share its link.
     """
 
     hosts: int
@@ -42,6 +48,7 @@ class Rate:
     wire_bytes: float
     stats: dict[str, Any] = field(default_factory=dict)
     difference: str | None = None
+    per_host: int = 1
 
     @property
     def step_seconds(self) -> float:
@@ -85,6 +92,7 @@ class Failure:
     link: Link
     method: str
     error: str
+    per_host: int = 1
 
 
 @dataclass
@@ -105,8 +113,9 @@ class Figures:
     def as_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    def rate(self, hosts: int, link: Link, method: str) -> Rate | None:
-        return next((r for r in self.rates if (r.hosts, r.link, r.method) == (hosts, link, method)), None)
+    def rate(self, hosts: int, link: Link, method: str, per_host: int = 1) -> Rate | None:
+        wanted = hosts, per_host, link, method
+        return next((r for r in self.rates if (r.hosts, r.per_host, r.link, r.method) == wanted), None)
 
     def curve(self, hosts: int, link: Link, method: str) -> Curve | None:
         """Return how ``method`` learns on ``link``: measured on any link, unless what it sends depends on the link."""
@@ -119,23 +128,26 @@ class Figures:
         rows: list[Rate | Curve] = [*self.rates, *self.curves]
         return [row for row in rows if row.difference is not None]
 
-    def cells(self) -> list[tuple[int, Link]]:
-        """Return the hosts and links that rates were measured with."""
-        return list(dict.fromkeys((r.hosts, r.link) for r in self.rates))
+    def cells(self) -> list[tuple[int, int, Link]]:
+        """Return the hosts, ranks of each and links that rates were measured with."""
+        return list(dict.fromkeys((r.hosts, r.per_host, r.link) for r in self.rates))
+
+    def links(self, hosts: int) -> list[Link]:
+        """Return the links that rates were measured with among so many hosts of one rank."""
+        return [link for count, per_host, link in self.cells() if (count, per_host) == (hosts, 1)]
 
     def replace(self, new: Figures) -> None:
         """Take what ``new`` has, in place of older measurements of the same."""
 
-        def key(row: Rate | Curve) -> tuple[int, Link, str]:
-            return row.hosts, row.link, row.method
+        def key(row: Rate | Curve | Failure) -> tuple[int, int, Link, str]:
+            return row.hosts, getattr(row, "per_host", 1), row.link, row.method
 
         rates, curves = {key(r) for r in new.rates}, {key(c) for c in new.curves}
         self.rates = [r for r in self.rates if key(r) not in rates] + new.rates
         self.curves = [c for c in self.curves if key(c) not in curves] + new.curves
         tried = {("rate", *k) for k in rates} | {("loss", *k) for k in curves}
-        tried |= {(f.what, f.hosts, f.link, f.method) for f in new.failures}
-        kept = [f for f in self.failures if (f.what, f.hosts, f.link, f.method) not in tried]
-        self.failures = kept + new.failures
+        tried |= {(f.what, *key(f)) for f in new.failures}
+        self.failures = [f for f in self.failures if (f.what, *key(f)) not in tried] + new.failures
 
 
 def combined(curve: Curve, rate: Rate) -> list[tuple[float, float]]:
@@ -213,7 +225,8 @@ class Target:
 
 def targets(figures: Figures) -> list[Target]:
     """Return all targets, also those that nothing was measured for."""
-    rows = [_speed_target(figures, link, peer, wanted) for (link, peer), wanted in _WANTED_RATES.items()]
+    rows = [_speed_target(figures, link, peer, wanted) for (link, peer), wanted in _WANTED_DGC_RATES.items()]
+    rows += [_rate_target(figures, *what, wanted) for what, wanted in _WANTED_RATES.items()]
     rows.append(_auto_target(figures))
     rows += [
         _loss_target(figures, DGC, _DGC_TOLERANCE, at_least=False),
@@ -237,6 +250,16 @@ def _speed_target(figures: Figures, link: float, peer: str, factor: float) -> Ta
     return Target(what, wanted, theirs.step_seconds / ours.step_seconds, at_least=True, unit="x")
 
 
+def _rate_target(
+    figures: Figures, hosts: int, per_host: int, link: Link, method: str, peer: str, wanted: float
+) -> Target:
+    ours, theirs = (figures.rate(hosts, link, name, per_host) for name in (method, peer))
+    where = f"{hosts_name(hosts, per_host)}, {link_name(link)}"
+    measured = None if ours is None or theirs is None else theirs.step_seconds / ours.step_seconds
+    what = f"{where}: step rate of {METHODS[method].label} over {METHODS[peer].label}"
+    return Target(what, wanted, measured, at_least=True, unit="x")
+
+
 def ring_bytes(num_bytes: float, ranks: int) -> float:
     """Return the bytes that each rank sends in an all-reduce that sends no more than it must."""
     return 2 * num_bytes * (ranks - 1) / ranks
@@ -251,11 +274,8 @@ def wanted_speedup(compute: float, peer_bytes: float, own_bytes: float, gigabits
 def _auto_target(figures: Figures) -> Target:
     what = f"unlimited, {_TARGET_RANKS} ranks: step time of {METHODS[AUTO].label} over the fastest method's"
     auto = figures.rate(_TARGET_RANKS, None, AUTO)
-    others = [
-        rate.step_seconds
-        for rate in figures.rates
-        if (rate.hosts, rate.link) == (_TARGET_RANKS, None) and rate.method not in (AUTO, COMPUTE, CONTROL)
-    ]
+    there = [rate for rate in figures.rates if (rate.hosts, rate.per_host, rate.link) == (_TARGET_RANKS, 1, None)]
+    others = [rate.step_seconds for rate in there if rate.method not in (AUTO, COMPUTE, CONTROL)]
     measured = None if auto is None or not others else auto.step_seconds / min(others)
     return Target(what, _AUTO_TOLERANCE, measured, at_least=False, unit="x")
 
@@ -269,6 +289,10 @@ def _loss_target(figures: Figures, method: str, wanted: float, at_least: bool) -
     if not math.isfinite(difference) and math.isfinite(dense.final_loss):
         difference = math.inf  # a training that broke down is worse than any
     return Target(what, wanted, difference, at_least)
+
+
+def hosts_name(hosts: int, per_host: int) -> str:
+    return f"{hosts} hosts" + (f" x {per_host} ranks" if per_host > 1 else "")
 
 
 def link_name(link: Link) -> str:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 
 COMPUTE = "compute"
-DENSE, DGC, AUTO, CONTROL = "dense", "dgc", "auto", "control"
+DENSE, FP16, DGC, AUTO, CONTROL = "dense", "fp16", "dgc", "auto", "control"
 DDP, DDP_FP16, DDP_POWERSGD = "ddp", "ddp-fp16", "ddp-powersgd"
 _POWERSGD_START = 2  # the first pass that the hook may compress
 _BYTES_PER_MB = 2**20
@@ -100,7 +100,7 @@ METHODS: dict[str, Method] = {
     # Several buckets make the hook send from several threads at once, which Gloo does not survive.
     DDP_POWERSGD: Method("DDP, PowerSGD hook", hook=_powersgd_hook, one_bucket=True),
     DENSE: Method("pycomm, dense", compression=lambda _: None),
-    "fp16": Method("pycomm, FP16", compression=lambda _: _by_name("FP16"), needs="FP16"),
+    FP16: Method("pycomm, FP16", compression=lambda _: _by_name("FP16"), needs="FP16"),
     "powersgd": Method("pycomm, PowerSGD", compression=lambda k: _by_name("PowerSGD", k.rank), needs="PowerSGD"),
     # Where the cores are busy anyway, nothing is gained by sending in pieces what is little.
     DGC: Method("pycomm, DGC", one_bucket=True, compression=_dgc, needs="DGC", own_momentum=True),

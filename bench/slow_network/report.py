@@ -15,6 +15,7 @@ from bench.slow_network.figures import (
     Target,
     combined,
     first_at_most,
+    hosts_name,
     link_name,
     seconds_to,
     target_loss,
@@ -34,31 +35,31 @@ PAGE, PLOT = "slow_network.md", "slow_network.png"
 
 def print_report(figures: Figures, settings: Mapping[str, Any]) -> None:
     """Print all tables."""
-    for hosts, link in figures.cells():
-        print(f"\nstep times, {hosts} hosts, {link_name(link)}")
-        print_table(*rate_table(figures, hosts, link))
+    for hosts, per_host, link in figures.cells():
+        print(f"\nstep times, {hosts_name(hosts, per_host)}, {link_name(link)}")
+        print_table(*rate_table(figures, hosts, per_host, link))
     for hosts in _trained_hosts(figures):
         print(f"\nlosses, {hosts} hosts, {_num_steps(figures, hosts)} steps; {_target_words(figures, hosts, settings)}")
         print_table(*loss_table(figures, hosts, settings["target_fraction"]))
     print("\ntargets")
     print_table(*target_table(targets(figures)))
     for failure in figures.failures:
-        where = f"{failure.what}, {failure.hosts} hosts, {link_name(failure.link)}"
+        where = f"{failure.what}, {hosts_name(failure.hosts, failure.per_host)}, {link_name(failure.link)}"
         print(f"\nnot measured: {label_of(failure.method)} ({where}):\n{failure.error}")
     for line in differences(figures):
         print(line)
 
 
-def rate_table(figures: Figures, hosts: int, link: Link) -> Table:
+def rate_table(figures: Figures, hosts: int, per_host: int, link: Link) -> Table:
     """Return the step times of all methods on one kind of link."""
-    rates = [rate for rate in figures.rates if (rate.hosts, rate.link) == (hosts, link)]
-    ddp = figures.rate(hosts, link, DDP)
+    rates = [rate for rate in figures.rates if (rate.hosts, rate.per_host, rate.link) == (hosts, per_host, link)]
+    ddp = figures.rate(hosts, link, DDP, per_host)
     rows = []
     for rate in rates:
         ratio = "-" if ddp is None else times(ddp.step_seconds / rate.step_seconds)
         name = label_of(rate.method) + _choice(rate)
         rows.append([name, *Samples.of(rate.seconds).cells(), ratio, _wire_cell(rate), _goodput(rate)])
-    return ["", "step", "p10 - p90", "rate vs DDP", "on the wire per step and rank", "Mbit/s"], rows
+    return ["", "step", "p10 - p90", "rate vs DDP", "on the wire per step and host", "Mbit/s"], rows
 
 
 def _choice(rate: Rate) -> str:
@@ -84,7 +85,7 @@ def _megabytes(count: float) -> str:
 def loss_table(figures: Figures, hosts: int, fraction: float) -> Table:
     """Return final losses, and combined seconds to the target loss on every link."""
     target = target_loss(figures, hosts, fraction)
-    links = [link for count, link in figures.cells() if count == hosts]
+    links = figures.links(hosts)
     rows = []
     for name in [name for name in METHODS if any(c.method == name and c.hosts == hosts for c in figures.curves)]:
         curves = [c for c in figures.curves if (c.method, c.hosts) == (name, hosts)]
@@ -171,8 +172,8 @@ Written by `python -m bench.slow_network --docs docs`; do not edit. Measured (as
 
 on {headline}.
 
-- **Hosts** are network namespaces with a full-duplex link each, limited by a token bucket; one rank and one thread per
-  host. They share the machine's cores and memory: only the links are slow.
+- **Hosts** are network namespaces with a full-duplex link each, limited by a token bucket; one rank, or as many as
+  it says, of one thread each. They share the machine's cores and memory: only the links are slow.
 - **Model**: the byte-level GPT of `pycomm demo`, {figures.parameters / 1e6:.2f} M parameters, on the standard library's
   source; {settings["batch"]} x {settings["context"]} bytes per rank and step. SGD, learning rate {settings["lr"]:g} \
 (ramp, then half a cosine), momentum
@@ -196,26 +197,28 @@ def _equality(figures: Figures) -> str:
 def _findings(figures: Figures) -> str:
     """Say in words which methods are fastest; then what was wanted."""
     lines = ["## What it says\n"]
-    for hosts, link in figures.cells():
-        rates = [r for r in figures.rates if (r.hosts, r.link) == (hosts, link) and r.method in METHODS]
-        ddp = figures.rate(hosts, link, DDP)
+    for hosts, per_host, link in figures.cells():
+        found = [r for r in figures.rates if (r.hosts, r.per_host, r.link) == (hosts, per_host, link)]
+        rates = [r for r in found if r.method in METHODS]
+        ddp = figures.rate(hosts, link, DDP, per_host)
         if ddp is None or len(rates) < 2:
             continue
         words = ", ".join(
             f"{label_of(r.method)} {times(ddp.step_seconds / r.step_seconds)}" for r in rates if r.method != DDP
         )
-        lines.append(f"- {hosts} hosts, {link_name(link)}: steps per second over DDP's: {words}.")
+        lines.append(f"- {hosts_name(hosts, per_host)}, {link_name(link)}: steps per second over DDP's: {words}.")
     for failure in figures.failures:
         last = failure.error.strip().splitlines()[-1]
-        where = f"{failure.what}, {failure.hosts} hosts, {link_name(failure.link)}"
+        where = f"{failure.what}, {hosts_name(failure.hosts, failure.per_host)}, {link_name(failure.link)}"
         lines.append(f"- Not measured: {label_of(failure.method)} ({where}) failed: `{last}`")
     return "\n".join([*lines, "", _markdown(target_table(targets(figures)))])
 
 
 def _rate_sections(figures: Figures) -> list[str]:
     return [
-        f"## Step times, {hosts} hosts, {link_name(link)}\n\n{_markdown(rate_table(figures, hosts, link))}"
-        for hosts, link in figures.cells()
+        f"## Step times, {hosts_name(hosts, per_host)}, {link_name(link)}\n\n"
+        + _markdown(rate_table(figures, hosts, per_host, link))
+        for hosts, per_host, link in figures.cells()
     ]
 
 
@@ -237,7 +240,7 @@ def save_plot(figures: Figures, path: Path) -> None:
     from matplotlib.ticker import NullFormatter
 
     hosts = _trained_hosts(figures)[-1]
-    links = [link for count, link in figures.cells() if count == hosts]
+    links = figures.links(hosts)
     figure = Figure(figsize=(4.6 * max(1, len(links)), 4.4), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, max(1, len(links)), sharey=True, squeeze=False)[0]

@@ -19,20 +19,26 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.cli.bench.ranks import join_group
+from pycomm.ddp import HookHandle, register
 
 NONE = "no communication"
 DDP = "DDP"
 DDP_VIEWS = "DDP, gradient_as_bucket_view"
+BACKEND = "DDP over pycomm"
+BACKEND_VIEWS = "DDP over pycomm, views"
 DENSE = "pycomm"
 FP16 = "pycomm, FP16"
 TOPK = "pycomm, TopK(0.01)"
-WAYS = (NONE, DDP, DDP_VIEWS, DENSE, FP16, TOPK)
+HOOK = "DDP, pycomm's hook"
+HOOK_TOPK = "DDP, pycomm's hook, TopK(0.01)"
+WAYS = (NONE, DDP, DDP_VIEWS, BACKEND, BACKEND_VIEWS, HOOK, DENSE, FP16, TOPK, HOOK_TOPK)
 
 _COMPRESSION: dict[str, Callable[[], Any]] = {
     DENSE: pycomm.NoCompression,
     FP16: pycomm.FP16,
     TOPK: lambda: pycomm.TopK(0.01),
 }
+_HOOK_COMPRESSION: dict[str, Any] = {HOOK: None, HOOK_TOPK: pycomm.TopK(0.01)}
 _TINY = (8, 8, 2)
 _MEMORY_FILE = "/memfd:"
 
@@ -56,18 +62,26 @@ class Replica:
         self._inputs = torch.randn(batch, widths[0], generator=generator)
         self._targets = torch.randint(widths[-1], (batch,), generator=generator)
         self._module: nn.Module = self.model
-        self.reducer: pycomm.Reducer | None = None
+        self.reducer: pycomm.Reducer | HookHandle | None = None
         self.synchronise(way)
 
     def synchronise(self, way: str) -> None:
         """Average in this way from now on; the way before is undone."""
-        if self.reducer is not None:
+        if isinstance(self.reducer, pycomm.Reducer):
             self.reducer.detach()
+        elif self.reducer is not None:
+            self.reducer.remove()
         self.reducer, self._module = None, self.model
         if way in _COMPRESSION:
             self.reducer = pycomm.attach(self.optimizer, self.model, compression=_COMPRESSION[way]())
         elif way != NONE:
-            self._module = DistributedDataParallel(self.model, gradient_as_bucket_view=way == DDP_VIEWS)
+            self._module = DistributedDataParallel(
+                self.model,
+                process_group=dist.new_group(backend="pycomm") if way in (BACKEND, BACKEND_VIEWS) else None,
+                gradient_as_bucket_view=way in (DDP_VIEWS, BACKEND_VIEWS),
+            )
+            if way in _HOOK_COMPRESSION:
+                self.reducer = register(self._module, compression=_HOOK_COMPRESSION[way])
 
     def backward(self) -> None:
         """Compute the gradients of this rank's batch, averaged if the way does."""

@@ -1,20 +1,20 @@
 """torch.distributed's backend "pycomm": ``dist.init_process_group("pycomm")``.
 
 DistributedDataParallel, FSDP, DTensor, pipelining and whatever else stands on torch.distributed use
-pycomm's transports under it, without a changed line. One engine does the work; one of two thin adapters stands in
-front of it, according to what this release of torch takes.
+pycomm's transports under it, without a changed line. One engine does the work; a thin adapter in front of it
+is what torch takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from pycomm.backend.operations import Operations
-from pycomm.torch_internals import backend_of, open_monitored_barrier, takes_backends_in_python
+from pycomm.backend.process_group import make
+from pycomm.torch_internals import backend_of, open_monitored_barrier
 from pycomm.transport.own_group import PYCOMM
 
 __all__ = ["register", "stats"]
@@ -24,18 +24,8 @@ def register() -> None:
     """Register the backend with torch. ``import pycomm`` does; from torch 2.14 on, torch finds it by itself."""
     if not dist.is_available() or hasattr(dist.Backend, PYCOMM.upper()):
         return
-    dist.Backend.register_backend(PYCOMM, _maker(), extended_api=True, devices=["cpu", "cuda"])
-
-
-def _maker() -> Callable[[Any, Any], Any]:
-    if takes_backends_in_python():
-        from pycomm.backend import native
-
-        return native.make
-    from pycomm.backend import process_group
-
+    dist.Backend.register_backend(PYCOMM, make, extended_api=True, devices=["cpu", "cuda"])
     open_monitored_barrier(PYCOMM)
-    return process_group.make
 
 
 def stats(group: dist.ProcessGroup | None = None) -> dict[str, Any]:

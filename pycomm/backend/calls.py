@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from pycomm.backend.engine import Engine, Job
+from pycomm.backend.engine import Engine, Job, Lane
 from pycomm.backend.gpu import GpuSide
 from pycomm.backend.monitored import USERS_TAG_END
 from pycomm.backend.reduction import name_of
@@ -81,10 +81,10 @@ class Calls:
         """Return the one element of a list."""
         return self.checked(lambda: _only(tensors))
 
-    def run(self, name: str, job: Job, result: Sequence[Any], opts: Any) -> BackendWork:
+    def run(self, name: str, job: Job, result: Sequence[Any], opts: Any, lane: Lane | None = None) -> BackendWork:
         """Run ``job`` as an operation called ``name`` that writes ``result``; on this thread if ``opts`` say so."""
         timed = functools.partial(_timed, job, self.seconds(opts))
-        return self.engine.run(name, timed, result, bool(getattr(opts, "asyncOp", True)))
+        return self.engine.run(name, timed, result, is_async(opts), lane)
 
     def seconds(self, opts: Any, timeout: timedelta | None = None) -> float:
         """Return the limit of every single wait of an operation."""
@@ -98,6 +98,11 @@ class Calls:
             return
         problem = f"{operation}: {name} has {len(tensors)} tensors, wanted one for each of {self.engine.size} ranks"
         self.engine.channel.refuse_and_raise(ValueError(problem))
+
+
+def is_async(opts: Any) -> bool:
+    """Return whether ``opts`` let an operation run on another thread; without options it does."""
+    return bool(getattr(opts, "asyncOp", True))
 
 
 def _timed(job: Job, seconds: float) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,11 +17,20 @@ from pycomm.backend.moved import MovedStorages
 from pycomm.backend.reduction import contiguous, filled, in_place, reducible
 from pycomm.backend.work import BackendWork, Collective, MessageWork, Reception
 from pycomm.channel import Channel
+from pycomm.transport.base import Transport
 from pycomm.transport.choice import choose_transport
 from pycomm.transport.own_group import Place
 
 Job = Callable[[], None]
+_NUM_LANES = 2  # between hosts
 _MAILBOX_BYTES = 64 << 10
+
+
+class Lane(NamedTuple):
+    """Way for asynchronous all-reduces, and the buckets that were moved to its memory."""
+
+    channel: Channel
+    moved: MovedStorages
 
 
 class Engine:
@@ -39,22 +48,43 @@ class Engine:
         self.place, self.timeout = place, timeout
         self.transport = choose_transport(place, "auto", timeout)
         self.channel = Channel(self.transport, timeout)
+        self._lanes = self._open_lanes()
+        self._num_async = 0  # all-reduces so far
         self.rank, self.size = place.rank, place.size
-        self._moved = MovedStorages(self.transport, getattr(self.transport, "ranks_here", self.size))
         self._bytes = {"direct": 0, "staged": 0, "small": 0}
         self._flat: torch.Tensor | None = None
         self._backward_errors = BackwardErrors()
         self.close = weakref.finalize(self, self.channel.close)
 
+    def _open_lanes(self) -> list[Lane]:
+        """Return the lanes over which asynchronous all-reduces travel, in turn on all ranks; several between hosts.
+
+        A bucket's computations fill the time in which another one's messages travel.
+        """
+        lanes = [Lane(self.channel, MovedStorages(self.transport.host_memory))]
+        while self.transport.name != "shared_memory" and len(lanes) < _NUM_LANES:
+            transport = choose_transport(self.place, self.transport.name, self.timeout)
+            lanes.append(Lane(Channel(transport, self.timeout), MovedStorages(transport.host_memory)))
+            self.channel.companions.append(lanes[-1].channel)
+        return lanes
+
     # Running.
 
-    def run(self, name: str, job: Job, result: Sequence[Any], async_op: bool) -> BackendWork:
-        """Run ``job`` after all earlier collectives: on this thread if ``async_op`` is false; return its work."""
+    def next_lane(self, async_op: bool) -> Lane:
+        """Return the lane that the next all-reduce takes: on all ranks the same, as all call the same operations."""
+        if not async_op:
+            return self._lanes[0]
+        self._num_async += 1
+        return self._lanes[self._num_async % len(self._lanes)]
+
+    def run(self, name: str, job: Job, result: Sequence[Any], async_op: bool, lane: Lane | None = None) -> BackendWork:
+        """Run ``job`` after all earlier collectives of its lane: on this thread if ``async_op`` is false."""
+        channel = self.channel if lane is None else lane.channel
         if async_op:
-            work = BackendWork(Collective(self.channel.submit(job)), result, name, self.rank)
+            work = BackendWork(Collective(channel.submit(job)), result, name, self.rank)
             self._backward_errors.watch(work)
             return work
-        self.channel.enqueue(job)
+        channel.enqueue(job)
         return BackendWork(None, result, name, self.rank)
 
     def abort(self) -> None:
@@ -64,7 +94,11 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Return what :func:`pycomm.backend.stats` does."""
         counted = {f"bytes_{way}": count for way, count in self._bytes.items()}
-        return {"transport": self.transport.name, "storages_moved": self._moved.num_moved, **counted}
+        return {
+            "transport": self.transport.name,
+            "storages_moved": sum(lane.moved.num_moved for lane in self._lanes),
+            **counted,
+        }
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of ``count`` elements in memory that all ranks of the host reach."""
@@ -72,13 +106,29 @@ class Engine:
 
     # Reductions.
 
-    def all_reduce(self, tensor: torch.Tensor, op: str, timeout: float, in_backward: bool = False) -> None:
-        """Reduce ``tensor`` over all ranks, in place; ``in_backward``: a backward pass has asked for it."""
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        op: str,
+        timeout: float,
+        in_backward: bool = False,
+        lane: Lane | None = None,
+    ) -> None:
+        """Reduce ``tensor`` over all ranks, in place.
+
+        Args:
+            tensor: in CPU memory; it may be sparse.
+            op: pycomm's name of the reduction.
+            timeout: limit of every single wait, in seconds.
+            in_backward: whether a backward pass has asked for it.
+            lane: by which; the first if ``None``.
+        """
+        by = self._lanes[0] if lane is None else lane
 
         def change(dense: torch.Tensor) -> None:
-            memory = self._moved.reachable(dense, in_backward)
-            self._count(memory)
-            self.transport.all_reduce(*self._reducible(memory, op, timeout), timeout)
+            memory = by.moved.reachable(dense, in_backward)
+            self._count(memory, by=by.channel.transport)
+            by.channel.transport.all_reduce(*self._reducible(memory, op, timeout), timeout)
 
         if tensor.is_sparse:
             self._all_reduce_sparse(tensor, op, timeout)
@@ -225,19 +275,16 @@ class Engine:
         reception = Reception(self.transport.receive(target, src, tag), timeout, arrived if copies else None)
         return MessageWork(reception, [tensor], self.rank)
 
-    def _count(self, *tensors: torch.Tensor) -> None:
+    def _count(self, *tensors: torch.Tensor, by: Transport | None = None) -> None:
+        reached = (self.transport if by is None else by).host_memory
         for tensor in tensors:
             num_bytes = tensor.nbytes
             if num_bytes <= _MAILBOX_BYTES:
                 self._bytes["small"] += num_bytes
-            elif self._reaches(tensor):
+            elif reached is not None and reached.reaches(tensor.data_ptr(), num_bytes):
                 self._bytes["direct"] += num_bytes
             else:
                 self._bytes["staged"] += num_bytes
-
-    def _reaches(self, tensor: torch.Tensor) -> bool:
-        reaches: Callable[[int, int], bool] | None = getattr(self.transport, "reaches", None)
-        return reaches is not None and reaches(tensor.data_ptr(), tensor.nbytes)
 
 
 def _writable(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,17 +13,15 @@ does to a bucket.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from pycomm.torch_internals import StorageWatch, move_to_shared_mapping, storage_identity, storage_uses
-from pycomm.transport.base import Transport
+from pycomm.transport.base import HostMemory
 
 log = logging.getLogger("pycomm")
 
@@ -56,16 +54,14 @@ class MovedStorages:
     """Keeper of the storages of one group that have been moved.
 
     Args:
-        transport: the group's.
-        ranks_here: number of its ranks on this host, which move theirs at the same time.
+        memory: memory that the group's ranks on this host reach, if there is any.
 
     Attributes:
         num_moved: number of storages moved so far.
     """
 
-    def __init__(self, transport: Transport, ranks_here: int) -> None:
-        self._allocate: Callable[[int], Any] | None = getattr(transport, "block", None)
-        self._ranks_here = ranks_here
+    def __init__(self, memory: HostMemory | None) -> None:
+        self._memory = memory
         self._moved: dict[int, _Moved] = {}
         self._told = False
         self.num_moved = 0
@@ -80,7 +76,7 @@ class MovedStorages:
             tensor: contiguous, in CPU memory.
             in_backward: whether a backward pass has asked for the operation.
         """
-        if tensor.nbytes <= _LEAST_BYTES or self._allocate is None:
+        if self._memory is None or tensor.nbytes <= _LEAST_BYTES:
             return tensor
         storage = tensor.untyped_storage()
         moved = self._moved.get(storage_identity(storage))
@@ -88,7 +84,7 @@ class MovedStorages:
             if not in_backward or storage_uses(tensor) <= _VIEWS_OF_A_BUCKET:
                 return tensor
             self._forget_dead()
-            moved = self._move(storage)
+            moved = self._move(storage, self._memory)
             if moved is None:
                 return tensor
         begin = tensor.storage_offset() * tensor.itemsize
@@ -98,15 +94,14 @@ class MovedStorages:
         for key in [key for key, moved in self._moved.items() if moved.watch.is_over()]:
             del self._moved[key]
 
-    def _move(self, storage: torch.UntypedStorage) -> _Moved | None:
+    def _move(self, storage: torch.UntypedStorage, memory: HostMemory) -> _Moved | None:
         """Move ``storage`` to the arena; return ``None``, having said why once, if it stays where it is."""
         if storage.is_shared():  # by the user, whose processes have it mapped
             return None
         num_bytes = storage.nbytes()
         try:
-            self._require_room(num_bytes)
-            assert self._allocate is not None
-            block = self._allocate(num_bytes)
+            _require_room(num_bytes * memory.num_ranks + _SLACK)  # all of them move theirs now
+            block: Any = memory.allocate(num_bytes)
             contents = torch.frombuffer(block, dtype=torch.uint8, count=num_bytes)
             contents.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
             with move_to_shared_mapping(storage) as address:
@@ -118,16 +113,14 @@ class MovedStorages:
         self.num_moved += 1
         return moved
 
-    def _require_room(self, num_bytes: int) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            state = os.statvfs(_SHM)
-            room, wanted = state.f_bavail * state.f_frsize, num_bytes * self._ranks_here + _SLACK
-            if room >= wanted:
-                return
-            raise OSError(f"{_SHM} has {room >> 20} MiB left, {wanted >> 20} MiB wanted for a moment")
-        raise OSError(f"there is no {_SHM}")
-
     def _tell(self, error: Exception) -> None:
         if not self._told:
             self._told = True
             log.warning("buckets stay in private memory and are copied at each all-reduce: %s", error)
+
+
+def _require_room(wanted: int) -> None:
+    state = os.statvfs(_SHM)
+    room = state.f_bavail * state.f_frsize
+    if room < wanted:
+        raise OSError(f"{_SHM} has {room >> 20} MiB left, {wanted >> 20} MiB wanted for a moment")

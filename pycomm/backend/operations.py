@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from pycomm.backend.calls import Tensors, by_device, root_of, users_tag
+from pycomm.backend.calls import Tensors, by_device, is_async, root_of, users_tag
 from pycomm.backend.life import Life
 from pycomm.backend.monitored import monitored_barrier
 from pycomm.backend.work import BackendWork
@@ -31,8 +31,9 @@ class Operations(Life):
         """Reduce a tensor in place; sparse ones too."""
         tensor = self.only(tensors)
         op, seconds = self.reduction(opts), self.seconds(opts, timeout)
-        job = functools.partial(self.engine.all_reduce, tensor, op, seconds, current_graph_task() >= 0)
-        return self.run("all_reduce", job, [tensor], opts)
+        lane = self.engine.next_lane(is_async(opts))
+        job = functools.partial(self.engine.all_reduce, tensor, op, seconds, current_graph_task() >= 0, lane)
+        return self.run("all_reduce", job, [tensor], opts, lane)
 
     allreduce_sparse = allreduce
 
@@ -198,15 +199,20 @@ class Operations(Life):
         seconds = self.seconds(opts)
         return self.run("barrier", lambda: self.engine.barrier(seconds), [], opts)
 
-    def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks; on rank 0, name those that did not come within ``timeout``.
+
+        Args:
+            timeout: as a ``timedelta``, in seconds, or in the options of a barrier: releases of torch differ.
+            wait_all_ranks: whether rank 0 names all ranks that did not come, instead of the first of them.
 
         Raises:
             RuntimeError: a rank did not come.
         """
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout or self.engine.timeout
+        limit = getattr(timeout, "timeout", timeout)
+        seconds = limit.total_seconds() if isinstance(limit, timedelta) else limit
         number, self._num_barriers = self._num_barriers, self._num_barriers + 1
-        monitored_barrier(self.engine, number, seconds, wait_all_ranks)
+        monitored_barrier(self.engine, number, self.engine.timeout if seconds is None else seconds, wait_all_ranks)
 
     # Messages.
 

@@ -1,4 +1,9 @@
-"""Adapter for torch before 2.14, which takes a whole ``ProcessGroup`` written in Python."""
+"""Process group as torch takes it: a whole ``ProcessGroup`` written in Python.
+
+From 2.14 on, torch takes a ``Backend`` in Python, too, under a group of its own. That group hands out the works
+of such a backend in a holder that passes on ``wait()`` and ``get_future()``, but neither ``is_completed()`` nor
+the source of a message from any rank; and it keeps its rank and size when a group is reconfigured.
+"""
 
 from __future__ import annotations
 

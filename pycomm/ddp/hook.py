@@ -65,7 +65,7 @@ def register(
     try:
         settings = agreed(communicator, request, "register")
         check_same_lines(communicator, settings.lines(), "setting")
-        names = dict(ddp_model.module.named_parameters())
+        names = _names_of(ddp_model)
         check_same_lines(communicator, [f"{name}: {signature(p)}" for name, p in names.items()], "parameter")
         communicator.all_reduce(torch.zeros(1), algorithm=algorithm)  # raises here if there is no such algorithm
         return _install(ddp_model, names, communicator, settings)
@@ -85,13 +85,19 @@ def _check_request(
                 "pycomm.attach"
             )
         _slot_of(ddp_model)
-        sparse = [name for name, module in ddp_model.module.named_modules() if getattr(module, "sparse", False)]
-        if sparse:
-            raise ValueError(f"{sparse[0]!r} has sparse=True; pycomm reduces dense gradients")
-        check_parameters({name: p for name, p in ddp_model.module.named_parameters() if p.requires_grad})
+        for name, module in ddp_model.module.named_modules():
+            if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
+                raise ValueError(f"{name!r} has sparse=True; pycomm reduces dense gradients")
+        check_parameters({name: p for name, p in _names_of(ddp_model).items() if p.requires_grad})
         return checked_settings(compression, loss_scaler, optimizer, algorithm)
     except (TypeError, ValueError) as error:
         return error
+
+
+def _names_of(ddp_model: DistributedDataParallel) -> dict[str, torch.Tensor]:
+    """Return the parameters that DistributedDataParallel does not ignore, by the module's names."""
+    named = ddp_model.module.named_parameters()
+    return {name: param for name, param in named if name not in ddp_model.parameters_to_ignore}
 
 
 class _Slot:

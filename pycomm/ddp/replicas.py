@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,15 +12,12 @@ import torch
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag, Scaling, State
 from pycomm.ddp.exchanges import BucketExchanges
+from pycomm.ddp.pass_end import at_pass_end
 from pycomm.ddp.settings import Settings
 from pycomm.ddp.verdict import StepCounts, all_finite
 from pycomm.optim.loss_scaler import loss_scale_of
-from pycomm.torch_internals import ShardedGroup, queue_final_callback
-
-HALF_SENT = (
-    "the last backward() ended with an exception after part of its gradients had been sent: the ranks are out of step; "
-    "restart from a checkpoint"
-)
+from pycomm.reducer.passes import HALF_SENT
+from pycomm.torch_internals import ShardedGroup
 
 
 class Shards:
@@ -141,7 +137,7 @@ class ReplicaSteps:
         self._verdicts, self._seen = [], {}
         loss_scale = self._loss_scale.current(self._device, self._on_gpu)
         self._scaling = Scaling(self._communicator.size, loss_scale=loss_scale, step=self.counts.next_number)
-        queue_final_callback(_AtEnd(self))
+        at_pass_end(self, self.end)
 
     @torch.no_grad()
     def end(self) -> None:
@@ -175,30 +171,11 @@ class ReplicaSteps:
 
     def stop(self, error: BaseException) -> None:
         """Stop taking part, and tell the ranks that wait for this one."""
-        if self.stopped:
+        if self.stopped or (self._communicator.size == 1 and self._shard_communicator.size == 1):
             return
         self.stopped = str(error) or type(error).__name__
         for communicator in (self._communicator, self._shard_communicator):
             communicator.channel.abandon(self.stopped, in_step=False)
-
-
-class _AtEnd:
-    """Final callback of a backward pass; autograd drops it without a call if the pass ends with an exception."""
-
-    def __init__(self, steps: ReplicaSteps) -> None:
-        self._steps = weakref.ref(steps)
-        self._called = False
-
-    def __call__(self) -> None:
-        self._called = True
-        steps = self._steps()
-        if steps is not None:
-            steps.end()
-
-    def __del__(self) -> None:
-        steps = None if self._called else self._steps()
-        if steps is not None:
-            steps.fail()
 
 
 def state_of(all_shards: Mapping[Any, Shards]) -> State:

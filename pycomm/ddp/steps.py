@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,17 +14,14 @@ import torch
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag, Scaling
 from pycomm.ddp.exchanges import Sorting
+from pycomm.ddp.pass_end import at_pass_end
 from pycomm.ddp.settings import Settings
 from pycomm.ddp.verdict import StepCounts, all_finite
 from pycomm.optim.loss_scaler import loss_scale_of
-from pycomm.torch_internals import GradBucket, current_graph_task, current_node, queue_final_callback
+from pycomm.reducer.passes import HALF_SENT
+from pycomm.torch_internals import GradBucket, current_graph_task, current_node
 from pycomm.transport.gpu import GpuWork
 from pycomm.worker import Work
-
-_HALF_SENT = (
-    "the last backward() ended with an exception after part of its gradients had been sent: the ranks are out of step; "
-    "restart from a checkpoint"
-)
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,7 @@ class Steps:
         self._submit(lambda: self._on_bucket(index, taken, zeros_are_unused), [taken.buffer])
         end = self._submit(self._on_end, []) if is_last else None
         if current_node() is not None:
-            queue_final_callback(_AtEnd(self, end))
+            at_pass_end(self, None if end is None else partial(self.wait, end))
         elif end is not None:
             # Outside of backward, for a rank that has joined; or already in its final callbacks, with static_graph.
             self.wait(end)
@@ -133,8 +130,8 @@ class Steps:
     def _require_alone(self) -> None:
         """Go on after a pass that failed half-way if there are no other ranks; else stop, and raise RuntimeError."""
         if self._communicator.size > 1:
-            self._stop(RuntimeError(_HALF_SENT))
-            raise RuntimeError(_HALF_SENT)
+            self._stop(RuntimeError(HALF_SENT))
+            raise RuntimeError(HALF_SENT)
         self._submit(lambda: None, []).wait()
 
     def _submit(self, job: Callable[[], None], reads: Sequence[torch.Tensor | None]) -> Work | GpuWork:
@@ -158,7 +155,7 @@ class Steps:
     def fail(self) -> None:
         """Note that the backward pass has ended with an exception."""
         if self._is_open and self._communicator.size > 1:
-            self._stop(RuntimeError(_HALF_SENT))
+            self._stop(RuntimeError(HALF_SENT))
 
     def _stop(self, error: BaseException) -> None:
         """Stop taking part, and tell the ranks that wait for this one."""
@@ -237,29 +234,6 @@ def _average_or_error(future: torch.futures.Future[Any]) -> Any:
     if isinstance(value, BaseException):
         raise value
     return value
-
-
-class _AtEnd:
-    """Final callback of a backward pass: waits for the step's end, or notices that the pass has failed.
-
-    Autograd drops the callbacks of a pass that ends with an exception without calling them.
-    """
-
-    def __init__(self, steps: Steps, end: Work | GpuWork | None) -> None:
-        self._steps = weakref.ref(steps)
-        self._end = end
-        self._called = False
-
-    def __call__(self) -> None:
-        self._called = True
-        steps = self._steps()
-        if steps is not None and self._end is not None:
-            steps.wait(self._end)
-
-    def __del__(self) -> None:
-        steps = None if self._called else self._steps()
-        if steps is not None:
-            steps.fail()
 
 
 def weighting_of(by_active: bool) -> Weighting:

@@ -121,6 +121,8 @@ class BucketInFlight:
         self.bucket.note_handed_out()
 
 
+_GROWTH = 4
+"""How many times as large as the last one a bucket is at most."""
 _MOST_TIMES_DENSE = 8
 """How many times ``bucket_bytes`` of gradients a bucket holds at most, however little is sent: what comes later than
 its gradients is not hidden behind backward."""
@@ -150,7 +152,7 @@ def make_buckets(
         bucket_bytes: see above.
         algorithm: of dense sums.
         num_earlier: number of buckets that there are already.
-        first_bytes: size of the very first bucket; ``bucket_bytes`` if ``None``.
+        first_bytes: size of the very first bucket, from which the next ones grow; ``bucket_bytes`` if ``None``.
     """
     flights: list[BucketInFlight] = []
     first = bucket_bytes if first_bytes is None or num_earlier > 0 else first_bytes
@@ -189,7 +191,7 @@ def _groups(
         num_bytes = slot.param.nbytes
         if key[1] and on_gpu(slot.param):
             num_bytes = int(num_bytes * max(compression.sent_fraction, 1.0 / _MOST_TIMES_DENSE))
-        if key in open_ and sizes[key] + num_bytes > (bucket_bytes if closed else first_bytes):
+        if key in open_ and sizes[key] + num_bytes > min(bucket_bytes, first_bytes * _GROWTH ** len(closed)):
             closed.append((open_.pop(key), key[1]))
         if key not in open_:
             open_[key], sizes[key] = [], 0

@@ -169,14 +169,14 @@ class Engine:
         measures = self.measures and not flight.exchange.transactional
         steps, reductions = self.progress.num_steps, self.progress.num_reductions
         fingerprint = self._replica_check.fingerprint(steps, reductions) if number == 1 else None
-        skips = not on_gpu and number > len(self.lanes)
+        is_first = number <= len(self.lanes)  # on its lane
 
         def job() -> None:
             scales = replace(scaling, relative=weights.relative()) if weighted else scaling
             if fingerprint is not None:
                 scales = replace(scales, fingerprint=fingerprint())
             # attach has compared all buckets: ranks that agree on a lane's first exchange agree on all after it.
-            with flight.communicator.channel.skip_checks() if skips else contextlib.nullcontext():
+            with contextlib.nullcontext() if on_gpu else flight.communicator.channel.skip_checks(but_first=is_first):
                 flight.exchange.exchange(grads, scales)
             if measures:
                 norms.measure(flight)

@@ -15,10 +15,11 @@ from pycomm.reducer.local_passes import LocalPasses
 from pycomm.reducer.wrappers import refuse_active_wrapper
 from pycomm.torch_internals import current_graph_task
 
-_HALF_SENT = (
+HALF_SENT = (
     "the last backward() ended with an exception after part of its gradients had been sent: the ranks are out of step; "
     "restart from a checkpoint"
 )
+"""Text of the error after which no rank can go on."""
 
 
 class Passes:
@@ -139,7 +140,7 @@ class Passes:
 
     def _failed(self) -> None:
         if self._engine.has_launched():
-            self._stop(RuntimeError(_HALF_SENT))
+            self._stop(RuntimeError(HALF_SENT))
 
     def flush(self) -> None:
         """Reduce a ragged last window; see ``Reducer.flush``."""
@@ -178,5 +179,5 @@ class Passes:
         if not self._watch.abandoned() or not self._engine.has_launched():
             return
         if self._communicator.size > 1:
-            raise RuntimeError(_HALF_SENT)
+            raise RuntimeError(HALF_SENT)
         self._engine.drop_launched()

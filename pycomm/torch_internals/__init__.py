@@ -4,7 +4,6 @@ This is the package that a new release of torch may break: tests/test_torch_inte
 behaviour, and that no other file uses any private name.
 """
 
-from torch._C._distributed_c10d import Backend as TorchBackend
 from torch._C._distributed_c10d import GradBucket, PrefixStore, Store
 from torch._C._distributed_c10d import Work as TorchWork
 
@@ -23,7 +22,6 @@ from pycomm.torch_internals.groups import (
     open_monitored_barrier,
     owns_process_group,
     store_of,
-    takes_backends_in_python,
 )
 from pycomm.torch_internals.modules import (
     ShardedGroup,
@@ -63,7 +61,6 @@ __all__ = [
     "ShardedGroup",
     "StorageWatch",
     "Store",
-    "TorchBackend",
     "TorchWork",
     "accumulation_hooks",
     "active_ddp_module",
@@ -94,7 +91,6 @@ __all__ = [
     "storage_uses",
     "store_of",
     "take_scale",
-    "takes_backends_in_python",
     "undo_leave_scale_to_step",
     "unhooked_step",
     "unscale_as_grad_scaler",

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend as TorchBackend
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
@@ -19,11 +18,6 @@ def store_of(group: dist.ProcessGroup) -> Store:
     if hasattr(group, "get_group_store"):
         return group.get_group_store()
     return distributed_c10d._get_process_group_store(group)  # torch < 2.7 has no public function
-
-
-def takes_backends_in_python() -> bool:
-    """Return whether torch takes a ``Backend`` written in Python under its own process group (2.14 and later)."""
-    return hasattr(TorchBackend, "get_reconfigure_handle")
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
@@ -64,7 +58,9 @@ def has_joined_gloo(store: Store, rank: int) -> bool:
 
 
 def open_monitored_barrier(backend: str) -> None:
-    """Let ``torch.distributed.monitored_barrier`` take groups on ``backend``: before 2.14 it refuses all but Gloo's.
+    """Let ``torch.distributed.monitored_barrier`` take groups on ``backend``.
+
+    Before 2.14 it refuses all but Gloo's, and since then those under which no device's backend is registered.
 
     A group on another backend gets what torch's own function does.
     """

@@ -85,9 +85,7 @@ def sharded_groups(module: Any) -> list[ShardedGroup]:
         ShardedGroup(
             params=[each.sharded_param for each in group.fsdp_params],
             shapes=[each.padded_sharded_param_size for each in group.fsdp_params],
-            dtype=group.mp_policy.reduce_dtype
-            or group.mp_policy.param_dtype
-            or group.fsdp_params[0].sharded_param.dtype,
+            dtype=_reduced_dtype(group),
             shard_group=group.mesh_info.shard_process_group,
             replicates=group._is_hsdp,
             hook=group._all_reduce_hook,
@@ -97,6 +95,6 @@ def sharded_groups(module: Any) -> list[ShardedGroup]:
 
 
 def _reduced_dtype(group: Any) -> torch.dtype:
-    policy = group.mp_policy
-    dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or group.fsdp_params[0].sharded_param.dtype
+    first = group.fsdp_params[0]
+    dtype: torch.dtype = first.mp_policy.reduce_dtype or first.mp_policy.param_dtype or first.sharded_param.dtype
     return dtype

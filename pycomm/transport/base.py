@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,20 @@ class Receipt(Protocol):
         """Withdraw it: the array is not written to any more. Returns whether that was before a message came."""
 
 
+class HostMemory(NamedTuple):
+    """Memory that the ranks of one host reach.
+
+    Attributes:
+        allocate: returns a block of so many bytes, an object with the buffer protocol.
+        reaches: whether the bytes at an address, so many, lie in it.
+        num_ranks: number of these ranks.
+    """
+
+    allocate: Callable[[int], _native.Block]
+    reaches: Callable[[int, int], bool]
+    num_ranks: int
+
+
 class Transport(Protocol):
     """Collectives among ``size`` ranks: in place and blocking, with every wait limited to ``timeout`` seconds.
 
@@ -49,8 +63,12 @@ class Transport(Protocol):
     name: str
     rank: int
     size: int
-    skip_checks: bool
-    """While true, the ranks need not compare operations, because these follow from ones that were compared."""
+    skip_checks: bool | Literal["after the next"]
+    """While true, the ranks need not compare operations, because these follow from ones that were compared, or from
+    the next one, which is compared and makes it true."""
+
+    host_memory: HostMemory | None
+    """``None`` if arrays travel in other ways."""
 
     interruptible: bool
     """Whether :meth:`close` ends an operation that is in progress on another thread."""

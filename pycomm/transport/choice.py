@@ -56,7 +56,7 @@ def choose_transport(place: Place, wanted: str, timeout: float, problem: Excepti
             greetings = _exchange_greetings(meeting, mine, problem)
             _require_same_choice(greetings)
             hosts = hosts_of(place.rank, greetings)
-            kind = _kind_of(wanted, hosts)
+            kind = _kind_of(wanted, hosts, greetings)
             if wanted == "auto":
                 log_walls(place.rank, greetings, kind)
             try:
@@ -75,9 +75,12 @@ def _meeting_at(place: Place, timeout: float) -> Meeting:
     return Meeting(place.store, place.rank, place.size, timeout, place.stranger)
 
 
-def _kind_of(wanted: str, hosts: Hosts) -> str:
+def _kind_of(wanted: str, hosts: Hosts, greetings: Sequence[Mapping[str, Any]]) -> str:
     """Return the name of the transport to use; raise ValueError if it cannot be the one that is ``wanted``."""
     if wanted == "shared_memory" and not hosts.are_one:
+        for p, greeting in enumerate(greetings):
+            if "no_memory" in greeting:
+                raise ValueError(f"transport is 'shared_memory', but rank {p} is denied any: {greeting['no_memory']}")
         raise ValueError("transport is 'shared_memory', but the ranks are not all on one host")
     if wanted == "hierarchical" and not hosts.are_shared:
         why = "all ranks are on one host" if hosts.are_one else "no two ranks share a host"

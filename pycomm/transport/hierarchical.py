@@ -54,6 +54,7 @@ class HierarchicalTransport(TorchTransport):
     ) -> None:
         super().__init__(group, roll_call)
         self._local, self._hosts = local, hosts
+        self.host_memory = local.host_memory
         self._group.on_failure = self._leave
         self._num_lanes = min(len(members) for members in hosts.ranks)
         lane = hosts.local_rank

@@ -49,26 +49,30 @@ class Hosts:
 def hosts_of(rank: int, greetings: Sequence[Mapping[str, Any]]) -> Hosts:
     """Return the hosts of the ranks that greeted so (:func:`pycomm.transport.rendezvous.introduction`)."""
     by_host: dict[str, list[int]] = {}
+    # If one rank is denied memory to share, all travel by messages.
+    denied = any("no_memory" in greeting for greeting in greetings)
     for p, greeting in enumerate(greetings):
-        by_host.setdefault(greeting["host"], []).append(p)
-    names = list(by_host)
-    return Hosts(rank, tuple(tuple(by_host[name]) for name in names), names.index(greetings[rank]["host"]))
+        by_host.setdefault(f"{greeting['host']}, rank {p}" if denied else greeting["host"], []).append(p)
+    ranks = tuple(tuple(members) for members in by_host.values())
+    return Hosts(rank, ranks, next(host for host, members in enumerate(ranks) if rank in members))
 
 
 def log_walls(rank: int, greetings: Sequence[Mapping[str, Any]], transport: str) -> None:
     """Log, once, why this rank shares a machine with another one, but no memory, so that ``transport`` is used."""
     mine = str(greetings[rank]["host"]).split("/")
     for p, greeting in enumerate(greetings):
+        if "no_memory" in greeting:
+            why = greeting["no_memory"]
+            _LOG.warning("rank %d is denied memory that processes share (%s): transport %r is used", p, why, transport)
+            return
+    for p, greeting in enumerate(greetings):
         theirs = str(greeting["host"]).split("/")
         if len(theirs) != len(mine) or theirs[0] != mine[0] or theirs == mine:
             continue
         walls = [wall for wall, a, b in zip(_NAMESPACES, mine[1:], theirs[1:], strict=False) if a != b]
         _LOG.warning(
-            "ranks %d and %d are on one machine but share no memory, as each has its own %s: transport %r is used; "
-            "containers share memory if they are started with the same network, pid and user namespaces",
-            rank,
-            p,
-            " and ".join(walls),
-            transport,
+            "ranks %d and %d are on one machine but share no memory, as they differ in %s: transport %r is used; "
+            "start containers with the same network, pid and user namespaces and user to share memory",
+            *(rank, p, " and ".join(walls), transport),
         )
         return

@@ -11,6 +11,7 @@ the same user and have the process id of the greeting. Each side then passes the
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import secrets
 import socket
@@ -69,8 +70,16 @@ def listen(size: int) -> socket.socket:
 
 
 def introduction(listener: socket.socket) -> dict[str, Any]:
-    """Return the part of a greeting by which other ranks find this one, and recognise it."""
-    return {"host": host_identity(), "pid": os.getpid(), "address": bytes(listener.getsockname()).hex()}
+    """Return the part of a greeting by which other ranks find this one, and recognise it.
+
+    Where this process is denied memory to share, it says why, under "no_memory".
+    """
+    mine = {"host": host_identity(), "pid": os.getpid(), "address": bytes(listener.getsockname()).hex()}
+    try:
+        os.close(_anonymous_memory(mmap.PAGESIZE))
+    except OSError as error:  # sandboxes forbid the call
+        mine["no_memory"] = str(error)
+    return mine
 
 
 def exchange_memory(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 import pycomm._native as _native
+from pycomm.transport.base import HostMemory
 from pycomm.transport.buffering import buffer_limit
 from pycomm.transport.rendezvous import Peers
 
@@ -22,7 +23,7 @@ class SharedMemoryTransport:
     """
 
     name = "shared_memory"
-    skip_checks = False  # ignored, as comparing costs nothing here
+    skip_checks: bool | Literal["after the next"] = False  # ignored, as comparing costs nothing here
     interruptible = True
 
     def __init__(self, rank: int, peers: Peers, names: Sequence[int] = ()) -> None:
@@ -44,8 +45,7 @@ class SharedMemoryTransport:
         self.receive = self._group.post_receive
         self.refuse = self._group.refuse
         self.run_compiled = self._group.run
-        self.block = self._group.allocate
-        self.reaches = self._group.reaches
+        self.host_memory: HostMemory | None = HostMemory(self._group.allocate, self._group.reaches, self.size)
 
     @property
     def buffer_limit(self) -> int:
@@ -66,7 +66,7 @@ class SharedMemoryTransport:
             return torch.empty(shape, dtype=dtype)
         if num_bytes > _MOST_BYTES:
             raise MemoryError(f"shared memory: {num_bytes} bytes needed, more than can be addressed")
-        block: Any = self.block(num_bytes)
+        block: Any = self._group.allocate(num_bytes)
         return torch.frombuffer(block, dtype=dtype, count=math.prod(shape)).view(shape)
 
     def close(self, reason: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from pycomm import kernels
 from pycomm.errors import CommError
 from pycomm.schedule.program import Program
 from pycomm.transport.announcements import agree
+from pycomm.transport.base import HostMemory
 from pycomm.transport.host_tensors import apart, rank_of, reducible, require, tensor_of
 from pycomm.transport.parts import agree_on_lengths, contributions, messages, parts_apart
 from pycomm.transport.roll_call import RollCall
@@ -66,9 +67,10 @@ class TorchTransport(BufferedMessages):
 
     name = "torch"
     interruptible = False
+    host_memory: HostMemory | None = None
 
     def __init__(self, group: dist.ProcessGroup, roll_call: RollCall) -> None:
-        self.skip_checks = False
+        self.skip_checks: bool | Literal["after the next"] = False
         self._group = TorchGroup(group, roll_call)
         self.rank, self.size = self._group.rank, self._group.size
         self.exchange = self._group.exchange
@@ -285,8 +287,11 @@ class TorchTransport(BufferedMessages):
         self._group.close(reason)
 
     def _agree(self, kind: str, x: torch.Tensor, op: str, root: int, timeout: float, tag: int = 0) -> None:
-        if not self.skip_checks or kind == "barrier":  # a barrier consists of nothing but the comparison
-            agree(self._group, kind, x, op, root, timeout, tag)
+        if self.skip_checks is True and kind != "barrier":  # which consists of nothing but the comparison
+            return
+        agree(self._group, kind, x, op, root, timeout, tag)
+        if self.skip_checks:
+            self.skip_checks = True
 
     def _agree_on_parts(
         self,

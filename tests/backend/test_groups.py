@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -115,6 +116,21 @@ def test_monitored_barrier_names_the_rank_that_stays_away() -> None:
     else:
         with pytest.raises(RuntimeError, match="monitored_?[bB]arrier"):
             dist.monitored_barrier(timeout=timedelta(seconds=2))
+
+
+@on_world(4)
+def test_a_group_is_split() -> None:
+    """Without torch.distributed.split_group, which torch has for groups on accelerators alone."""
+    everyone: Any = dist.group.WORLD
+    rank = dist.get_rank()
+    assert everyone.supports_splitting
+    part = everyone.split_group([[0, 2], [1, 3]][rank % 2])
+    assert (part.rank(), part.size()) == (rank // 2, 2)
+    x = torch.tensor([float(rank)])
+    part.allreduce([x]).wait()
+    assert x.item() == {0: 2.0, 1: 4.0}[rank % 2]
+    nothing = everyone.split_group([0])
+    assert (nothing is None) == (rank != 0)
 
 
 @on_world(2)

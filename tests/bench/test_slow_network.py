@@ -116,8 +116,19 @@ class TestSecondsToTarget:
 class TestTargets:
     def test_nothing_measured(self) -> None:
         found = targets(Figures(10))
-        assert len(found) == 7
+        assert len(found) == 14
         assert {target.reached for target in found} == {None}
+
+    def test_hosts_with_several_ranks(self) -> None:
+        alone = [_rate("dense", 2.0, 1.0, hosts=2), _rate("ddp", 2.0, 1.0, hosts=2)]
+        shared = [replace(rate, per_host=2, seconds=[3.0 if rate.method == "ddp" else 2.0]) for rate in alone]
+        figures = Figures(10, [*alone, *shared])
+        assert _target(figures, "2 hosts x 2 ranks, 1 Gbit/s").measured == pytest.approx(1.5)
+        assert figures.cells() == [(2, 1, 1.0), (2, 2, 1.0)]
+        assert figures.links(2) == [1.0]
+        figures.replace(Figures(10, [replace(shared[0], seconds=[4.0])]))
+        assert _target(figures, "2 hosts x 2 ranks, 1 Gbit/s").measured == pytest.approx(0.75)
+        assert len(figures.rates) == 4
 
     @pytest.mark.parametrize(
         ("link", "peer", "factor"), [(1.0, "ddp", 4), (1.0, "ddp-fp16", 2), (0.1, "ddp", 12), (0.1, "ddp-fp16", 6)]
@@ -194,11 +205,11 @@ class TestFigures:
 
     def test_what_auto_chose_is_shown(self) -> None:
         auto = replace(_rate("auto", 0.1), stats={"buckets_dgc": 2, "buckets_dense": 1, "steps": 7})
-        _, rows = rate_table(Figures(10, [auto]), 4, None)
+        _, rows = rate_table(Figures(10, [auto]), 4, 1, None)
         assert rows[0][0] == "pycomm, auto (dgc x2, dense x1)"
 
     def test_tables(self) -> None:
-        _, rows = rate_table(self.figures, 4, 1.0)
+        _, rows = rate_table(self.figures, 4, 1, 1.0)
         assert [row[3] for row in rows] == ["1.00x", "5.00x"]
         _, rows = loss_table(self.figures, 4, 0.5)
         assert rows == [["pycomm, dense", "3.000", "50", "500 ms", "-"]]

@@ -1,11 +1,11 @@
-"""Transport "hierarchical": hosts that are invented, so that no root is needed. Ranks are real processes."""
+"""Transport "hierarchical", on hosts that are invented. Ranks are real processes."""
 
 from __future__ import annotations
 
-import itertools
+import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -14,99 +14,96 @@ import torch.distributed as dist
 
 from pycomm import CommError, Communicator
 from pycomm.transport import rendezvous
-from tests.on_ranks import on_ranks
-from tests.ranks import RankPool
+from pycomm.transport.base import Message
+from pycomm.transport.hosts import hosts_of, log_walls
+from pycomm.transport.torch_group import TorchGroup
+from tests.hosts import on_hosts
+from tests.on_ranks import Pools, on_ranks
+from tests.transport.test_collectives import check_all_reduce, check_the_others
 
 LAYOUTS = ["aabb", "abab", "aaab", "abbc"]
-LENGTHS = [1, 300, 9000, 70_001, 300_000]  # one round of messages; one lane; lanes; a rest; segments
-DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.uint8]
 
 
 @contextmanager
-def on_hosts(hosts: str, transport: str = "auto", timeout: float = 20.0) -> Iterator[Communicator]:
-    """A communicator of ranks that say they are on these hosts, one letter each."""
-    with pytest.MonkeyPatch.context() as patch:
-        real = rendezvous.host_identity()
-        patch.setattr(rendezvous, "host_identity", lambda: f"{hosts[dist.get_rank()]}{real}")
-        communicator = Communicator(timeout=timeout, transport=transport)
-    with communicator:
+def communicator_on(hosts: str, transport: str = "auto") -> Iterator[Communicator]:
+    with on_hosts(hosts), Communicator(timeout=20, transport=transport) as communicator:
         yield communicator
 
 
-def data(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Small whole numbers: their sums are exact in every dtype."""
-    return ((torch.arange(count) * (rank + 3) + rank) % 11).to(dtype)
+def conforms(hosts: str, dtype: torch.dtype, memory: str) -> list[str]:
+    with on_hosts(hosts):
+        check_the_others("hierarchical", dtype, memory)
+        return check_all_reduce("hierarchical", dtype, memory)
 
 
-def same_bits(communicator: Communicator, x: torch.Tensor) -> bool:
-    return len(set(communicator.channel.all_gather_bytes(x.view(torch.uint8).numpy().tobytes()))) == 1
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("hosts", ["aab", *LAYOUTS])
+def test_every_operation_type_and_size(rank_pools: Pools, hosts: str) -> None:
+    for dtype, memory in ((torch.float32, "tensor"), (torch.bfloat16, "empty"), (torch.int8, "tensor")):
+        digests = rank_pools(len(hosts)).run(conforms, hosts, dtype, memory)
+        assert all(d == digests[0] for d in digests), "ranks hold different bits"
 
 
-@pytest.mark.parametrize("hosts", LAYOUTS)
 @on_ranks(4)
-def test_all_reduce(hosts: str) -> None:
-    with on_hosts(hosts) as communicator:
-        assert communicator.transport == "hierarchical"
-        for count, dtype, shared in itertools.product(LENGTHS, DTYPES, (False, True)):
-            x = communicator.empty(count, dtype) if shared else torch.empty(count, dtype=dtype)
-            x.copy_(data(communicator.rank, count, dtype))
-            communicator.all_reduce(x)
-            expected = sum(data(p, count, torch.float64) for p in range(4))
-            assert torch.equal(x.double(), torch.as_tensor(expected)), (count, dtype)
-
-
-@pytest.mark.parametrize("hosts", LAYOUTS)
-@on_ranks(4)
-def test_reductions_of_real_numbers(hosts: str) -> None:
-    with on_hosts(hosts) as communicator:
-        for op, dtype in itertools.product(("mean", "min", "max", "sum"), (torch.float32, torch.float16)):
+def test_real_numbers_get_the_same_bits_everywhere() -> None:
+    with communicator_on("abbc") as communicator:
+        for dtype in (torch.float32, torch.float16):
             everyones = [torch.randn(70_001, generator=torch.Generator().manual_seed(p)).to(dtype) for p in range(4)]
             x = everyones[communicator.rank].clone()
-            communicator.all_reduce(x, op)
-            stacked = torch.stack(everyones).double()
-            expected = {"mean": stacked.mean(0), "min": stacked.amin(0), "max": stacked.amax(0), "sum": stacked.sum(0)}
-            tolerance = 4e-3 if dtype == torch.float16 else 1e-6
-            torch.testing.assert_close(x.double(), expected[op], rtol=tolerance, atol=4 * tolerance)
-            assert (
-                communicator.channel.all_gather_bytes(x.view(torch.uint8).numpy().tobytes())
-                == [x.view(torch.uint8).numpy().tobytes()] * 4
-            )
+            communicator.all_reduce(x)
+            total = torch.stack(everyones).double().sum(0)
+            torch.testing.assert_close(x.double(), total, rtol=0, atol=1e-2 if dtype == torch.float16 else 1e-5)
+            assert len(set(communicator.channel.all_gather_bytes(x.view(torch.uint8).numpy().tobytes()))) == 1
 
 
-@pytest.mark.parametrize("hosts", LAYOUTS)
 @on_ranks(4)
-def test_the_other_collectives(hosts: str) -> None:
-    with on_hosts(hosts) as communicator:
-        rank = communicator.rank
-        for count, dtype in itertools.product((1, 2000, 70_001), (torch.float32, torch.bfloat16, torch.int64)):
-            everyones = [data(p, 4 * count, dtype) for p in range(4)]
-            total = sum(x.double() for x in everyones)
-            assert isinstance(total, torch.Tensor)
-            out = torch.empty(count, dtype=dtype)
-            communicator.reduce_scatter(out, everyones[rank])
-            assert torch.equal(out.double(), total[rank * count : (rank + 1) * count])
-            gathered = torch.empty(16 * count, dtype=dtype)
-            communicator.all_gather(gathered, everyones[rank])
-            assert torch.equal(gathered, torch.cat(everyones))
-            swapped = torch.empty(4 * count, dtype=dtype)
-            communicator.all_to_all(swapped, everyones[rank])
-            assert torch.equal(swapped, torch.cat([x.view(4, count)[rank] for x in everyones]))
-            for src in range(4):
-                x = everyones[rank].clone()
-                communicator.broadcast(x, src)
-                assert torch.equal(x, everyones[src])
-        big = torch.full((3 << 20,), rank, dtype=torch.uint8)  # several segments of the chain
+def test_other_ways() -> None:
+    with communicator_on("aabb") as communicator:
+        assert communicator.transport == "hierarchical"
+        big = torch.full((3 << 20,), communicator.rank, dtype=torch.uint8)  # several segments of the chain
         communicator.broadcast(big, 2)
         assert bool((big == 2).all())
-        communicator.barrier()
-        x = torch.full((1000,), float(rank))
+        x = torch.full((1000,), float(communicator.rank))
         communicator.all_reduce(x, algorithm="ring")
         assert bool((x == 6).all())
+        works = [communicator.all_reduce(torch.full((9000,), 1.0), async_op=True) for _ in range(5)]
+        for work in works:
+            assert work is not None
+            work.wait()
+
+
+@pytest.mark.parametrize(("operation", "times"), [("all_reduce", 1.0), ("all_gather", 2.0)])
+@on_ranks(4)
+def test_bytes_between_hosts(operation: str, times: float) -> None:
+    """For each host and direction n for an all-reduce among two hosts, and each other host's arrays once."""
+    hosts, num_bytes = "aabb", 4 * 100_000
+    sent: list[int] = []
+    plain = TorchGroup.exchange
+
+    def count(group: TorchGroup, sends: Sequence[Message], *arguments: object) -> None:
+        sent.extend(x.nbytes for p, x in sends if hosts[p] != hosts[group.rank])
+        plain(group, sends, *arguments)  # type: ignore[arg-type]
+
+    with communicator_on(hosts) as communicator, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchGroup, "exchange", count)
+        x = torch.ones(num_bytes // 4)
+        communicator.channel.submit(lambda: one(communicator, operation, x)).wait()
+        everyones = communicator.channel.all_gather_bytes(str(sum(sent)).encode())
+        of_host = sum(int(mine) for p, mine in enumerate(everyones) if hosts[p] == hosts[communicator.rank])
+        assert of_host == times * num_bytes
+
+
+def one(communicator: Communicator, operation: str, x: torch.Tensor) -> None:
+    with communicator.channel.skip_checks():
+        if operation == "all_reduce":
+            communicator.all_reduce(x)
+        else:
+            communicator.all_gather(torch.empty(4 * len(x)), x)
 
 
 @on_ranks(4)
 def test_mistakes_are_told_to_all_ranks() -> None:
-    with on_hosts("aabb") as communicator:
+    with communicator_on("aabb") as communicator:
         x = torch.ones(70_000 + (communicator.rank == 3))
         with pytest.raises(ValueError, match="rank 3 called all_reduce"):
             communicator.all_reduce(x)
@@ -118,16 +115,14 @@ def test_mistakes_are_told_to_all_ranks() -> None:
         assert bool((x == 4).all())
 
 
-@pytest.mark.parametrize(
-    ("hosts", "why"), [("aaaa", "all ranks are on one host"), ("abcd", "no two ranks share a host")]
-)
+@pytest.mark.parametrize(("hosts", "why"), [("aaaa", "all ranks are on one host"), ("abcd", "no two ranks share")])
 @on_ranks(4)
 def test_insisting_where_hosts_are_not_shared(hosts: str, why: str) -> None:
-    with pytest.raises(ValueError, match=why), on_hosts(hosts, "hierarchical"):
+    with pytest.raises(ValueError, match=why), communicator_on(hosts, "hierarchical"):
         pass
-    with on_hosts(hosts) as communicator:
+    with communicator_on(hosts) as communicator:
         assert communicator.transport == ("shared_memory" if hosts == "aaaa" else "torch")
-    with pytest.raises(ValueError, match="not all on one host"), on_hosts("aabb", "shared_memory"):
+    with pytest.raises(ValueError, match="not all on one host"), communicator_on("aabb", "shared_memory"):
         pass
 
 
@@ -136,8 +131,8 @@ def again(communicator: Communicator, x: torch.Tensor) -> None:
         communicator.all_reduce(x)
 
 
-def dies(hosts: str, victim: int, how: str) -> CommError | None:
-    with on_hosts(hosts) as communicator:
+def leaves(hosts: str, victim: int, how: str) -> CommError | None:
+    with communicator_on(hosts) as communicator:
         x = torch.ones(1 << 20)
         communicator.all_reduce(x)
         if communicator.rank == victim:
@@ -153,13 +148,59 @@ def dies(hosts: str, victim: int, how: str) -> CommError | None:
 
 
 @pytest.mark.parametrize(("hosts", "victim", "how"), [("aabb", 3, "kill"), ("aabb", 3, "close"), ("aaab", 3, "kill")])
-def test_a_rank_that_leaves_is_named_everywhere(new_ranks: object, hosts: str, victim: int, how: str) -> None:
-    assert callable(new_ranks)
-    ranks: RankPool = new_ranks(4)
-    for rank, outcome in enumerate(ranks.outcomes(dies, hosts, victim, how)):
+def test_a_rank_that_leaves_is_named_everywhere(new_ranks: Pools, hosts: str, victim: int, how: str) -> None:
+    for rank, outcome in enumerate(new_ranks(4).outcomes(leaves, hosts, victim, how)):
         if rank == victim:
             continue
         assert outcome.error is None, outcome.trace
         assert (outcome.result.rank, outcome.result.peer) == (rank, victim), str(outcome.result)
         assert outcome.result.elapsed < 10
         assert how == "kill" or "it had enough" in str(outcome.result)
+
+
+def test_hosts() -> None:
+    hosts = hosts_of(3, [{"host": host} for host in "abacb"])
+    assert hosts.ranks == ((0, 2), (1, 4), (3,))
+    assert (hosts.members, hosts.local_rank, hosts.are_one, hosts.are_shared) == ((3,), 0, False, True)
+    assert not hosts_of(0, [{"host": host} for host in "ab"]).are_shared
+    assert hosts_of(0, [{"host": host} for host in "aa"]).are_one
+
+
+def test_walls_between_ranks_of_one_machine_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    machine = [
+        {"host": host}
+        for host in (
+            "boot/net:1/pid:1/user:1/0",
+            "boot/net:2/pid:1/user:1/7",
+            "boot/net:2/pid:1/user:1/7",
+            "other/n/p/u/0",
+        )
+    ]
+    with caplog.at_level(logging.WARNING, "pycomm"):
+        log_walls(3, machine, "torch")
+        assert not caplog.records
+        log_walls(0, machine, "torch")
+    (record,) = caplog.records
+    assert "ranks 0 and 1 are on one machine but share no memory" in record.getMessage()
+    assert "differ in network namespace and user:" in record.getMessage()
+    assert "'torch' is used" in record.getMessage()
+
+
+def denied(_num_bytes: int) -> int:
+    raise PermissionError(1, "Operation not permitted")
+
+
+@on_ranks(3)
+def test_without_memory_to_share_messages_are_used() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(rendezvous, "_anonymous_memory", denied)
+        with pytest.raises(ValueError, match="rank 1 is denied any: .*not permitted"):
+            Communicator(timeout=20, transport="shared_memory")
+        with pytest.MonkeyPatch.context() as logs:
+            lines: list[str] = []
+            logs.setattr(logging.getLogger("pycomm"), "warning", lambda text, *values: lines.append(text % values))
+            with Communicator(timeout=20) as communicator:
+                assert communicator.transport == "torch"
+        (line,) = lines
+        assert "rank 1 is denied memory that processes share" in line
