@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/ddp.py
     torchrun --nproc-per-node 2 examples/ddp.py --backend gloo      # the same over torch's own, to compare
 
-A perceptron learns to tell handwritten-digit-like pictures, made here, apart. Where there are GPUs, each rank takes one.
+A perceptron learns to tell ten noisy pictures apart, which are made here. Where there are GPUs, each rank takes one.
 See several_hosts.md beside this file for more than one host.
 """
 
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-import pycomm  # before torch 2.14: from then on torch finds the backend by itself
+import pycomm  # for the backend before torch 2.14, which finds it by itself; here for its counters, too
 
 NUM_SAMPLES, NUM_FEATURES, NUM_CLASSES = 8192, 784, 10
 
@@ -61,7 +61,7 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
         for x, y in loader:
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
-            loss.backward()  # gradients are averaged over the ranks when this returns
+            loss.backward()  # type: ignore[no-untyped-call]  # gradients are averaged over the ranks
             optimizer.step()
             total += loss.detach()
         dist.all_reduce(total)

@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 examples/fsdp2.py
     torchrun --nproc-per-node 2 examples/fsdp2.py --backend gloo    # the same over torch's own, to compare
 
-A small transformer learns to continue sequences that count in steps. Every rank keeps its shard of each parameter and of
-the optimizer's state. Where there are GPUs, each rank takes one. See several_hosts.md beside this file for more than one
-host.
+A small transformer learns to continue sequences that count in steps. Every rank keeps its shard of each parameter and
+of the optimizer's state. Where there are GPUs, each rank takes one. See several_hosts.md beside this file for more than
+one host.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-import pycomm  # before torch 2.14: from then on torch finds the backend by itself
+import pycomm  # for the backend before torch 2.14, which finds it by itself; here for its counters, too
 
 VOCABULARY, LENGTH = 64, 32
 
@@ -87,7 +87,7 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
         batch = sequences(arguments.batch, generator).to(device)
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         total += loss.detach()
         if step % every == 0:

@@ -149,7 +149,8 @@ def test_says_what_to_install(example: ModuleType, monkeypatch: pytest.MonkeyPat
 
 
 def losses_of(out: str) -> list[float]:
-    return [float(loss) for loss in re.findall(r"^(?:epoch|step) \d+  loss (\S+)  [1-9]\d* samples/s$", out, re.MULTILINE)]
+    lines = re.findall(r"^(?:epoch|step) \d+  loss (\S+)  [1-9]\d* samples/s$", out, re.MULTILINE)
+    return [float(loss) for loss in lines]
 
 
 @pytest.mark.timeout(150)
