@@ -132,7 +132,9 @@ def help_of(module: str) -> str:
 
 
 _COMMANDS: dict[str, Callable[[list[str]], None]] = {
-    **dict.fromkeys((".", "cd", "mkdocs", "ruff", "mypy", "lint-imports", "git", "pre-commit", "sudo"), _nothing),
+    **dict.fromkeys(
+        (".", "cd", "export", "mkdocs", "ruff", "mypy", "lint-imports", "git", "pre-commit", "sudo"), _nothing
+    ),
     **dict.fromkeys((".ci/run", ".ci/lint"), _nothing),
     **dict.fromkeys(("python", "python3"), _python),
     "bash": lambda words: _file(words[0]),

@@ -35,7 +35,7 @@ def test_python_fragments_are_python(page: str) -> None:
                 raise AssertionError(f"{block.where}: {error}") from None
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, "examples/several_hosts.md"])
 def test_shell_names_what_exists(page: str) -> None:
     for block in blocks_of(page):
         if block.language == "sh" and not block.fragment:
