@@ -151,7 +151,8 @@ _METHODS = {
 def _slow_network(name: str, report: Report) -> str:
     text = (
         f"A byte-level language model of {report['parameters'] / 1e6:.1f} M parameters; hosts are network namespaces "
-        "with one rank each and a token bucket on their link. They share the machine's cores. In brackets: how many "
+        "with one rank each, if it does not say otherwise, and a token bucket on their link. They share the machine's "
+        "cores. In brackets: how many "
         "times the rate of DistributedDataParallel on the same link; below 1 is slower. [Slow networks]"
         "(slow_network.md) has every command that made this report, the bytes on the wire, the spread, the losses.\n"
     )
@@ -159,7 +160,7 @@ def _slow_network(name: str, report: Report) -> str:
     steps = _step_times(report)
     for hosts in sorted({key[0] for key in steps}, reverse=True):
         links = sorted({link for h, link, _ in steps if h == hosts}, key=lambda link: link or float("inf"))
-        rows: list[Row] = [[f"{hosts} hosts", *(_link(link) for link in links)]]
+        rows: list[Row] = [[hosts, *(_link(link) for link in links)]]
         for method, words in _METHODS.items():
             cells = [_against_ddp(steps, hosts, link, method) for link in links]
             if any(cells):
@@ -168,14 +169,20 @@ def _slow_network(name: str, report: Report) -> str:
     return "\n".join(parts)
 
 
-_Steps = dict[tuple[int, Any, str], float]
+_Steps = dict[tuple[str, Any, str], float]
 
 
 def _step_times(report: Report) -> _Steps:
-    return {(row["hosts"], row["link"], row["method"]): median(row["seconds"]) for row in report["rates"]}
+    """Return the seconds of a step by layout, link and method."""
+    return {(_layout(row), row["link"], row["method"]): median(row["seconds"]) for row in report["rates"]}
 
 
-def _against_ddp(steps: _Steps, hosts: int, link: Any, method: str) -> str:
+def _layout(row: Report) -> str:
+    per_host = row.get("per_host", 1)  # reports from before there were layouts lack it
+    return f"{row['hosts']} hosts" + (f" x {per_host} ranks" if per_host > 1 else "")
+
+
+def _against_ddp(steps: _Steps, hosts: str, link: Any, method: str) -> str:
     seconds = steps.get((hosts, link, method))
     if seconds is None:
         return ""
@@ -240,7 +247,7 @@ def _headline(reports: Mapping[str, Report]) -> Iterator[Row]:
     steps = _step_times(network)
     for method, link, words in ((*("dgc", 0.1), "DGC(0.001)"), (*("dense", 1.0), "no compression")):
         what = f"training step, 4 hosts, {_link(link)}, {words}"
-        ours, theirs = steps[4, link, method], steps[4, link, "ddp"]
+        ours, theirs = steps["4 hosts", link, method], steps["4 hosts", link, "ddp"]
         yield _compared(what, ours, theirs, "DDP", "python -m bench.slow_network")
 
 

@@ -81,3 +81,14 @@ def test_what_happens_names_tests_that_exist() -> None:
         assert found is not None, row
         file, name = found.groups()
         assert f"\ndef {name}(" in (DOCS.parent / "tests" / directory / file).read_text(), row
+
+
+def test_traps_of_process_groups_name_tests_that_exist() -> None:
+    section = (DOCS / "torch_traps.md").read_text(encoding="utf-8").split("\n## Process groups\n")[1].split("\n## ")[0]
+    traps = re.split(r"^\d+\. ", section, flags=re.MULTILINE)[1:]
+    assert len(traps) >= 7
+    for trap in traps:
+        named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", trap)
+        assert named, trap
+        for file, name in named:
+            assert f"\ndef {name}(" in (DOCS.parent / "tests" / "backend" / file).read_text(), trap

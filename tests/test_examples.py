@@ -17,8 +17,10 @@ import pytest
 from tests.cli.processes import left_behind
 
 ROOT = Path(__file__).parent.parent
-EXAMPLE = ROOT / "examples" / "large_batch.py"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]
+EXAMPLES = ROOT / "examples"
+EXAMPLE = EXAMPLES / "large_batch.py"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+STATS = re.compile(r"transport (\w+)  storages_moved (\d+)  bytes_direct (\d+)  bytes_staged (\d+)  bytes_small \d+")
 ROW = re.compile(r" *(\d+) +(\d+)  (\w+, \w+) +(\S+) +(\d+)%  *(\S+) ± +(\S+) %  *(\S+) ± +(\S+)  (.+)")
 PATIENCE = 10.0
 
@@ -60,7 +62,7 @@ def rows_of(out: str) -> list[Row]:
 @pytest.mark.timeout(150)
 def test_large_batch_under_torchrun() -> None:
     pytest.importorskip("sklearn")
-    out = run([*TORCHRUN, "--quick"])
+    out = run([*TORCHRUN, str(EXAMPLE), "--quick"])
     rows = rows_of(out)
     names = ["Nesterov, float32"] * 3 + ["LARS, float16", "LARS, float32"]
     assert [(row.batch, row.name) for row in rows] == list(zip([128] + [256] * 4, names, strict=True)), out
@@ -144,3 +146,50 @@ def test_says_what_to_install(example: ModuleType, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(example, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="^examples/large_batch.py needs scikit-learn: pip install scikit-learn$"):
         example.main()
+
+
+def losses_of(out: str) -> list[float]:
+    lines = re.findall(r"^(?:epoch|step) \d+  loss (\S+)  [1-9]\d* samples/s$", out, re.MULTILINE)
+    return [float(loss) for loss in lines]
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
+def test_ddp(backend: str) -> None:
+    """The script, unchanged but for the backend's name, learns the same."""
+    options = ["--epochs", "2", "--samples", "1024", "--width", "128", "--backend", backend]
+    out = run([*TORCHRUN, str(EXAMPLES / "ddp.py"), *options])
+    first, second = losses_of(out)
+    assert second < first < 2.6, out
+    assert second == pytest.approx(2.0, abs=0.3), out
+    stats = STATS.search(out)
+    assert (stats is not None) == (backend == "pycomm"), out
+    if stats is not None:
+        assert stats[1] == "shared_memory"
+        assert int(stats[2]) > 0, "no bucket was moved"
+        assert int(stats[3]) > 10 * int(stats[4]), out
+
+
+@pytest.mark.timeout(150)
+def test_fsdp2() -> None:
+    out = run([*TORCHRUN, str(EXAMPLES / "fsdp2.py"), "--steps", "40", "--width", "64", "--layers", "2"])
+    losses = losses_of(out)
+    assert len(losses) == 4
+    assert losses == sorted(losses, reverse=True), out
+    assert losses[-1] < 0.8 * losses[0], out
+    stats = STATS.search(out)
+    assert stats is not None, out
+    assert int(stats[3]) > 0, out
+    assert int(stats[4]) == 0, "FSDP2's buffers were not the group's"
+
+
+@pytest.mark.parametrize("script", ["ddp.py", "fsdp2.py"])
+def test_the_only_words_of_ours(script: str) -> None:
+    """An import, the default of --backend, and the counters at the end."""
+    code = re.sub(r'""".*?"""', "", (EXAMPLES / script).read_text(), count=1, flags=re.DOTALL)
+    lines = [line.strip() for line in code.splitlines() if "pycomm" in line]
+    assert len(lines) == 4, lines
+    assert lines[0].startswith("import pycomm  #")
+    assert 'default="pycomm"' in lines[1]
+    assert lines[2] == 'if dist.get_rank() == 0 and arguments.backend == "pycomm":'
+    assert "pycomm.backend.stats()" in lines[3]

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
@@ -291,6 +292,15 @@ def test_buckets_and_hooks_of_ddp() -> None:
     for divides_by_all in (True, False):
         with model.join(divide_by_initial_world_size=divides_by_all):
             assert torch_internals.divides_by_active_ranks(model) is not divides_by_all
+
+
+def test_addresses_of_gloo_in_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store = torch_internals.PrefixStore("some", HashStore())
+    assert not torch_internals.has_joined_gloo(store, 0)
+    dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=10))
+    assert torch_internals.has_joined_gloo(store, 0)
+    assert not torch_internals.has_joined_gloo(store, 1)
 
 
 @pytest.mark.usefixtures("one_rank_group")

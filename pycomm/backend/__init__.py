@@ -38,10 +38,11 @@ def stats(group: dist.ProcessGroup | None = None) -> dict[str, Any]:
         (buckets of DistributedDataParallel) that were moved to such memory.
 
     Raises:
-        ValueError: the group has another backend.
+        ValueError: the group has another backend, or there is none.
     """
     found = dist.group.WORLD if group is None else group
     backend = None if found is None else backend_of(found, torch.device("cpu"))
     if not isinstance(backend, Operations):
-        raise ValueError(f"group is {group!r}, wanted one with the backend {PYCOMM!r}")
+        what = "there is no group" if found is None else f"group has the backend {dist.get_backend(found)!r}"
+        raise ValueError(f"{what}, wanted one with the backend {PYCOMM!r}")
     return backend.engine.stats()

@@ -32,7 +32,8 @@ def name_of(op: Any) -> str:
     for known, name in _NAMES:
         if op == known:
             return name
-    raise ValueError(f"op is {op}, wanted SUM, AVG, MIN, MAX, PRODUCT, BAND, BOR or BXOR")
+    shown = "PREMUL_SUM" if op == dist.ReduceOp.PREMUL_SUM else op  # whose own text is an address
+    raise ValueError(f"op is {shown}, wanted SUM, AVG, MIN, MAX, PRODUCT, BAND, BOR or BXOR")
 
 
 def reducible(tensor: torch.Tensor, op: str) -> tuple[torch.Tensor, str]:

@@ -28,20 +28,18 @@ from pycomm.worker import Work
 class Engine:
     """Engine that sends the gradients of one window, bucket by bucket, in the same order on all ranks.
 
-    A bucket is launched when all its gradients have arrived and all buckets before it have been launched:
-    it is handed to the communication thread, which packs and exchanges it while backward continues.
-    Buckets still incomplete at the end of backward (with parameters that this step did not use) are
-    launched then. The very first pass only learns how often each gradient is accumulated (several times,
-    for a parameter shared between checkpointed pieces) and launches everything at its end.
+    A bucket is launched, handed to the communication thread, which packs and exchanges it, when all its
+    gradients have arrived and all buckets before it have been launched; at the end of backward if it has
+    parameters that this step did not use. The very first pass only learns how often each gradient is
+    accumulated (several times, for a parameter shared between checkpointed pieces), and launches at its end.
 
-    On a GPU the communication thread is a stream, and waiting means that the stream on which
-    ``backward()`` was called waits, while the host continues. The host waits only in steps in which this
-    rank has no gradient for some parameter, to learn whether another rank has one.
+    On a GPU the communication thread is a stream, and the stream of ``backward()`` waits for it. The host
+    waits only in steps in which this rank lacks a gradient, to learn whether another rank has it.
 
     Attributes:
         table: parameters and their buckets.
         communicator: the ranks to average over.
-        lanes: communicators that the buckets travel by, in turns; the first is ``communicator``.
+        lanes: communicators that buckets travel by, in turns; ``communicator`` first.
         settings: arguments of ``attach``.
         window: accumulation window, the passes that make up a step.
         progress: counts of reductions and steps.
@@ -50,19 +48,18 @@ class Engine:
         buffers: synchronisation of the module's buffers, if they are kept equal.
         finite: whether the last step was finite; ``None`` if nothing needed to know.
         nonfinite_steps, committed_steps: counts, 0-d int64 tensors on the gradients' device.
-        wait_seconds: time for which the host has waited for communication.
+        wait_seconds: time for which the host has waited.
     """
 
     def __init__(self, table: ParameterTable, lanes: Sequence[Communicator], settings: Settings) -> None:
         self.lanes, self.settings = lanes, settings
         self.communicator = communicator = lanes[0]
-        self.table = table
+        self.table, self.measures = table, False
         self.window = AccumulationWindow(communicator, settings, table.device, table.on_gpu)
         self.progress = Progress(table.device if table.on_gpu else None)
         self._replica_check = ReplicaCheck(
             communicator, table.device, settings.check_replicas, not table.on_gpu, table.named, self._named_buffers
         )
-        self.measures = False
         self.buffers: BufferSync | None = None
         self.finite: Flag | None = None
         self.nonfinite_steps = torch.zeros((), dtype=torch.int64, device=table.device)

@@ -16,6 +16,7 @@ from pycomm.torch_internals.autograd import (
 )
 from pycomm.torch_internals.groups import (
     backend_of,
+    has_joined_gloo,
     make_process_group,
     number_process_group,
     open_monitored_barrier,
@@ -71,6 +72,7 @@ __all__ = [
     "current_graph_task",
     "current_node",
     "divides_by_active_ranks",
+    "has_joined_gloo",
     "has_parts",
     "is_flat_parameter",
     "is_schedulers_wrapper",

@@ -51,6 +51,12 @@ def make_process_group(
     return made
 
 
+def has_joined_gloo(store: Store, rank: int) -> bool:
+    """Return whether ``rank`` has begun to join a group on Gloo whose ranks meet in ``store``: its address is there."""
+    joined: bool = store.check([f"0/{rank}"])
+    return joined
+
+
 def open_monitored_barrier(backend: str) -> None:
     """Let ``torch.distributed.monitored_barrier`` take groups on ``backend``.
 

@@ -1,4 +1,4 @@
-"""Announcements: 48 bytes in which each rank describes its next operation, so that ranks that disagree get an error."""
+"""Announcements: 56 bytes in which each rank describes its next operation, so that ranks that disagree get an error."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ _KINDS = (
 _DTYPES = tuple(getattr(torch, name) for name in DTYPES)
 
 
-def agree(group: TorchGroup, kind: str, x: torch.Tensor, op: str, root: int, timeout: float, tag: int = 0) -> None:
-    """Compare the next operations of all ranks. Collective.
+def agree(
+    group: TorchGroup, kind: str, x: torch.Tensor, op: str, root: int, timeout: float, tag: int = 0, word: int = 0
+) -> list[int]:
+    """Compare the next operations of all ranks, and return every rank's ``word``. Collective.
 
     Args:
         group: the ranks to compare.
@@ -34,13 +36,14 @@ def agree(group: TorchGroup, kind: str, x: torch.Tensor, op: str, root: int, tim
         op: its reduction.
         root: its source or destination rank, or the digest of its schedule.
         timeout: of every wait, in seconds.
+        word: 64 bits that travel along, and are not compared.
         tag: tag of the array's dtype if the operation only moves bytes, else 0.
 
     Raises:
         ValueError: on every rank: the operations differ, or a rank cannot take part.
         CommError: a rank sent an invalid announcement, or failed.
     """
-    mine = [_KINDS.index(kind), _DTYPES.index(x.dtype), OPS.index(op), root, x.numel(), tag]
+    mine = [_KINDS.index(kind), _DTYPES.index(x.dtype), OPS.index(op), root, x.numel(), tag, word]
     gathered = torch.empty(group.size * len(mine), dtype=torch.int64)
     group.gather(kind, gathered, torch.tensor(mine, dtype=torch.int64), timeout)
     rows = gathered.view(group.size, len(mine)).tolist()
@@ -48,24 +51,25 @@ def agree(group: TorchGroup, kind: str, x: torch.Tensor, op: str, root: int, tim
         if not _is_valid(row):
             raise group.fail(kind, p, f"rank {p} announced what cannot be", 0.0)
     if kind == "refused":
-        return  # this rank has its own error to report
+        return []  # this rank has its own error to report
     for p, row in enumerate(rows):
         if _KINDS[row[0]] == "refused":
             raise ValueError(f"{kind}: rank {p} could not take part: its arguments were wrong (its own error says how)")
     for p, row in enumerate(rows):
-        if row != rows[0]:
+        if row[:-1] != rows[0][:-1]:
             raise ValueError(
                 f"the ranks disagree: rank {p} called {_describe(row)} where rank 0 called {_describe(rows[0])}"
             )
+    return [row[-1] for row in rows]
 
 
 def _is_valid(row: list[int]) -> bool:
-    kind, dtype, op, _, count, _ = row
+    kind, dtype, op, _, count, _, _ = row
     return 0 <= kind < len(_KINDS) and 0 <= dtype < len(_DTYPES) and 0 <= op < len(OPS) and count >= 0
 
 
 def _describe(row: list[int]) -> str:
-    kind, dtype, op, root, count, tag = row
+    kind, dtype, op, root, count, tag, _ = row
     what = f"{count} elements of {DTYPES[dtype] if tag == 0 else 'bytes of another dtype'}"
     if _KINDS[kind] in ("all_reduce", "reduce_scatter"):
         return f'{_KINDS[kind]}({what}, op="{OPS[op]}")'

@@ -41,11 +41,11 @@ def choose_transport(place: Place, wanted: str, timeout: float, problem: Excepti
     Raises:
         ValueError: shared memory is wanted, but the ranks are on several hosts; or "hierarchical", but they are
             on one, or no two share one; or the group's backend cannot make a second group; or the ranks want
-            different transports, or run different versions of pycomm.
+            different transports, or run different versions of pycomm; or a rank makes the group on another backend.
         CommError: a rank did not arrive in time, or failed.
         OSError, MemoryError: this machine refused sockets or memory.
     """
-    with _turn_of(place, timeout), Meeting(place.store, place.rank, place.size, timeout) as meeting:
+    with _turn_of(place, timeout), _meeting_at(place, timeout) as meeting:
         with contextlib.ExitStack() as open_sockets:
             try:
                 listener = open_sockets.enter_context(listen(meeting.size))
@@ -69,6 +69,10 @@ def choose_transport(place: Place, wanted: str, timeout: float, problem: Excepti
                 raise
         meeting.end()
         return transport
+
+
+def _meeting_at(place: Place, timeout: float) -> Meeting:
+    return Meeting(place.store, place.rank, place.size, timeout, place.stranger)
 
 
 def _kind_of(wanted: str, hosts: Hosts, greetings: Sequence[Mapping[str, Any]]) -> str:

@@ -24,6 +24,7 @@ from pycomm.worker import Worker
 _SLOWEST_POLL = 0.2  # seconds
 _SLOWEST_ANSWER = 2.0  # seconds that the store gets to answer even after the deadline
 _LATE_REPORT = 1.0  # seconds by which the reason of a failure may arrive later than its consequences
+_STRANGERS_AFTER = 3.0  # seconds of waiting after which to ask whether a rank is doing something else
 _LONGEST_REASON = 2000  # characters
 _LONGEST_GREETING = 1 << 16  # bytes
 
@@ -33,15 +34,21 @@ T = TypeVar("T")
 class Meeting:
     """Attempt to bring ``size`` ranks together through ``store`` within ``timeout`` seconds.
 
+    Args:
+        stranger: returns why a rank will never arrive, if the store shows that; it is asked about ranks that are late.
+
     Attributes:
         name: name of this attempt, set once :meth:`greet` has returned; unique in the store.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: float, stranger: Callable[[int], str | None] | None = None
+    ) -> None:
         self.rank = rank
         self.size = size
         self.name = ""
         self._store = PrefixStore("pycomm", store)
+        self._stranger = stranger
         self._started = time.monotonic()
         self._deadline = self._started + timeout
         # On a thread of its own: a store whose server hangs never answers, and some of its calls have no timeout.
@@ -72,7 +79,7 @@ class Meeting:
 
         Raises:
             CommError: a rank did not arrive in time, or the store failed or holds something else.
-            ValueError: another rank has a problem.
+            ValueError: another rank has a problem, or will never arrive.
         """
         key = f"hello/{self.rank}"
         mine = {**mine, "nonce": secrets.token_hex(16)}
@@ -142,11 +149,15 @@ class Meeting:
     def _greetings(self) -> list[dict[str, Any]]:
         greetings: list[dict[str, Any] | None] = [None] * self.size
 
+        began = time.monotonic()
+
         def missing() -> int | None:
             for rank in range(self.size):
                 if greetings[rank] is None:
                     greetings[rank] = self._read(rank)
                 if greetings[rank] is None:
+                    if time.monotonic() - began > _STRANGERS_AFTER:
+                        self._require_no_strangers()
                     return rank
             return None
 
@@ -168,6 +179,13 @@ class Meeting:
         if not isinstance(greeting, dict) or not isinstance(greeting.get("nonce"), str):
             self._malformed(rank, "not a greeting of pycomm")
         return greeting
+
+    def _require_no_strangers(self) -> None:
+        """Raise ValueError if a rank will never arrive."""
+        for rank in range(self.size):
+            why = self._stranger(rank) if self._stranger is not None and rank != self.rank else None
+            if why is not None:
+                raise ValueError(why)
 
     def _malformed(self, rank: int, what: str) -> NoReturn:
         raise self.failed(rank, f"what the store holds for rank {rank} is malformed ({what})")

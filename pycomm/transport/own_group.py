@@ -14,7 +14,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm.errors import CommError
-from pycomm.torch_internals import Store, make_process_group, number_process_group, owns_process_group, store_of
+from pycomm.torch_internals import (
+    Store,
+    has_joined_gloo,
+    make_process_group,
+    number_process_group,
+    owns_process_group,
+    store_of,
+)
 
 PYCOMM = "pycomm"
 """Name of pycomm's own backend of torch.distributed, which itself stands on Gloo between hosts."""
@@ -42,6 +49,20 @@ class Place:
     def size(self) -> int:
         """Number of ranks."""
         return len(self.ranks)
+
+    def stranger(self, rank: int) -> str | None:
+        """Return why ``rank`` will never arrive: it makes this group on another backend; ``None`` if that is unknown.
+
+        Only Gloo shows itself in the store. If this rank, too, has an address of Gloo there, then an earlier group on
+        Gloo has left them all.
+        """
+        is_ours = f"cpu:{PYCOMM}" in self.backends.split(",")
+        if is_ours and has_joined_gloo(self.store, rank) and not has_joined_gloo(self.store, self.rank):
+            return (
+                f"the ranks disagree: the backend of the process group is 'gloo' on rank {rank}, "
+                f"{PYCOMM!r} on rank {self.rank}"
+            )
+        return None
 
 
 def place_of(group: dist.ProcessGroup) -> Place:
