@@ -59,6 +59,7 @@ LIMITS = (
     Limit("quantize/quantize_kernel<0>", registers=64, blocks=4, loads=4),
     Limit("quantize/quantize_kernel<1>", registers=48, blocks=5, loads=4),
     Limit("reduce/reduce_kernel<[01],*int8>", registers=80, blocks=3, loads=4),
+    Limit("reduce/reduce_kernel<4,*int8>", registers=64, blocks=4, loads=3),  # products of bytes: one packet at a time
     Limit("reduce/reduce_kernel<*,*int8>", registers=96, blocks=2, loads=6),
     Limit("reduce/*", registers=64, blocks=4, loads=3),
     Limit("scatter_add/*", registers=40, blocks=6),

@@ -159,10 +159,12 @@ PYCOMM_DEVICE void reduce_elements(const Reducing& job) {
 template <ReduceOp kOp, class T>
 PYCOMM_KERNEL reduce_kernel(Reducing job) {
     constexpr int kCount = 16 / sizeof(T);
+    // Each product of bytes takes a register of its own while the packets of all inputs are held.
+    constexpr int kAtOnce = kOp == ReduceOp::kProduct && sizeof(T) == 1 ? 1 : kPackets;
     if (!job.aligned) return reduce_elements<kOp, T>(job);
     int64_t packets = (job.count - job.head) / kCount, rest = job.head + packets * kCount;
     reduce_packets<kOp, T, 1, kScalars>(job, 0, job.head);
-    reduce_packets<kOp, T, kCount, kPackets>(job, job.head, packets);
+    reduce_packets<kOp, T, kCount, kAtOnce>(job, job.head, packets);
     reduce_packets<kOp, T, 1, 1>(job, rest, job.count - rest);
 }
 
