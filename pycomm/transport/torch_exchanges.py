@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, cast
 
@@ -32,7 +33,8 @@ def counted(operation: F) -> F:
         self._group.begun += 1
         try:
             operation(self, *args)
-        except CommError:
+        except CommError as error:
+            _forget_frames(error)
             raise
         except Exception:
             self._group.finished = self._group.begun
@@ -40,6 +42,13 @@ def counted(operation: F) -> F:
         self._group.finished = self._group.begun
 
     return cast(F, count)
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Drop what the frames behind ``error`` refer to: a work keeps connections open, on whose end other ranks wait."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 class TorchExchanges(BufferedMessages):

@@ -30,6 +30,7 @@ struct alignas(64) PostOffice {
     std::atomic<int32_t>
         awaited;  // the rank that the only thread in an operation waits for, -1: not just one, or it does not wait
     std::atomic<uint32_t> moves;  // messages sent and received, to see that nothing happens
+    std::atomic<uint32_t> looks;  // at what has come, in vain, by who waits: a rank without a core to run on has none
 };
 using FirstEnvelope = std::atomic<int64_t>;
 static_assert(FirstEnvelope::is_always_lock_free);

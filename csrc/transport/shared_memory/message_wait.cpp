@@ -103,6 +103,7 @@ void MessageWait::for_message(const ReceiptPtr& receipt) {
     const Bell bell = messages_.bell_of(rank());
     auto done = [&] { return messages_.incoming_->progress(receipt.get()); };
     wait_until({bell.rings, bell.sleepers}, done, [&](double waited) {
+        messages_.office(rank()).looks.fetch_add(1, std::memory_order_seq_cst);
         const int src = messages_.incoming_->awaited(*receipt);
         begin(src < 0 && size() == 2 ? 1 - rank() : src);
         if (waited >= next_look_ || control(src < 0 ? rank() : src).gave_up.load(std::memory_order_acquire) != 0) {
@@ -128,6 +129,7 @@ void MessageWait::for_room(int dst, int64_t cost) {
         return messages_.outgoing_->reserve(cost);
     };
     wait_until({bell.rings, bell.sleepers}, done, [&](double waited) {
+        messages_.office(rank()).looks.fetch_add(1, std::memory_order_seq_cst);
         begin(dst);
         require_usable();
         const bool timed_out = waited > timeout_;
@@ -153,20 +155,28 @@ std::string MessageWait::what_is_buffered() const {
                   static_cast<long long>(messages_.outgoing_->limit()), messages_.outgoing_->describe().c_str());
 }
 
-// Whether dst, or whom it waits for, and so on, waits for this rank, and nothing has moved since the last look. Each of
-// these ranks has a single thread that waits.
+// Whether dst, or whom it waits for, and so on, waits for this rank, and nothing has moved since, though all of them
+// who wait for messages have looked for some. Each of these ranks has a single thread that waits.
 bool MessageWait::would_wait_for_ever(int dst) {
-    std::vector<uint32_t> seen;
+    constexpr uint32_t kEnoughLooks = 2;  // the second one began after the first was seen
+    std::vector<uint32_t> seen, looks;
     int p = dst;
     for (int i = 0; i <= size() && p >= 0 && p < size(); ++i) {
         seen.push_back(static_cast<uint32_t>(p));
         seen.push_back(messages_.office(p).moves.load(std::memory_order_relaxed));
         if (p == rank()) {
-            bool same = seen == seen_;
-            seen_ = std::move(seen);
-            return same;
+            if (seen != seen_ || looks.size() != looks_.size()) {
+                seen_ = std::move(seen);
+                looks_ = std::move(looks);
+                return false;
+            }
+            for (size_t k = 0; k < looks.size(); ++k) {
+                if (looks[k] - looks_[k] < kEnoughLooks) return false;
+            }
+            return true;
         }
         const int by_message = messages_.office(p).awaited.load(std::memory_order_relaxed);
+        if (by_message >= 0) looks.push_back(messages_.office(p).looks.load(std::memory_order_seq_cst));
         p = by_message >= 0 ? by_message : control(p).awaited.load(std::memory_order_relaxed);
     }
     seen_.clear();

@@ -53,7 +53,7 @@ class MessageWait {
     double timeout_;
     std::optional<int> peer_;  // while it is published
     double next_look_;
-    std::vector<uint32_t> seen_;  // of those who wait for one another
+    std::vector<uint32_t> seen_, looks_;  // of those who wait for one another
 };
 
 }  // namespace pycomm
