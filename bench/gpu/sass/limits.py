@@ -58,8 +58,8 @@ LIMITS = (
     Limit("quantize/dequantize_kernel<*>", registers=64, blocks=4),
     Limit("quantize/quantize_kernel<0>", registers=64, blocks=4, loads=4),
     Limit("quantize/quantize_kernel<1>", registers=48, blocks=5, loads=4),
-    Limit("reduce/reduce_kernel<[01],*int8>", registers=80, blocks=3, loads=4),
-    Limit("reduce/reduce_kernel<4,*int8>", registers=64, blocks=4, loads=3),  # products of bytes: one packet at a time
+    Limit("reduce/reduce_kernel<[01567],*int8>", registers=80, blocks=3, loads=4),
+    Limit("reduce/reduce_kernel<4,*int8>", registers=64, blocks=4, loads=2),  # products of bytes: one packet at a time
     Limit("reduce/reduce_kernel<*,*int8>", registers=96, blocks=2, loads=6),
     Limit("reduce/*", registers=64, blocks=4, loads=3),
     Limit("scatter_add/*", registers=40, blocks=6),
@@ -77,7 +77,8 @@ LIMITS = (
 )
 
 AT_FULL_SPEED = (
-    *("absmax/*", "accumulate/*", "hashes/h*", "norms/n*", "pack/*", "quantize/q*", "reduce/*", "signs/p*"),
+    *("absmax/*", "accumulate/*", "hashes/h*", "norms/n*", "pack/*", "quantize/q*", "signs/p*"),
+    *("reduce/reduce_kernel<[!4],*>", "reduce/reduce_kernel<4,[!iu]*>", "reduce/reduce_kernel<4,*[24]>"),
     *("step/step_kernel<[0124],*>", "step/step_kernel<3,float>"),
 )
 """Kernels that are to move memory as fast as a copy does; the test asks of them for twice what command.py derives."""
