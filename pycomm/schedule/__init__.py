@@ -8,6 +8,7 @@
 See docs/algorithms.md for the algorithms, :meth:`pycomm.Communicator.all_reduce` for running them.
 """
 
+from pycomm.schedule import pipeline
 from pycomm.schedule.algorithms import (
     binary_blocks,
     by_name,
@@ -51,6 +52,7 @@ __all__ = [
     "hierarchical",
     "load",
     "names",
+    "pipeline",
     "rank_algorithms",
     "recursive_doubling",
     "ring",

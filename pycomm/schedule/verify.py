@@ -59,11 +59,11 @@ def verify(schedule: Table, exact: bool | None = None, seed: int = 0) -> None:
     except ScheduleError:
         raise
     except Exception as error:  # strange objects, and sizes, may raise anything
-        raise ScheduleError(f"this is no table that can be verified: {_told(error)}") from error
+        raise ScheduleError(f"this is no table that can be verified: {told(error)}") from error
 
 
 def _verify(schedule: Table, exact: bool | None, seed: int) -> None:
-    num_ranks, num_chunks = _size(schedule, "num_ranks"), _size(schedule, "num_chunks")
+    num_ranks, num_chunks = size_of(schedule, "num_ranks"), size_of(schedule, "num_chunks")
     if num_ranks > _MOST_RANKS or num_ranks * num_chunks > _MOST_PLACES:
         raise ScheduleError(
             f"num_ranks is {num_ranks} and num_chunks {num_chunks}, more than can be verified: wanted at most "
@@ -78,14 +78,16 @@ def _verify(schedule: Table, exact: bool | None, seed: int) -> None:
     _require_goal(state.reshape(num_ranks, num_chunks, -1), values, goal, owners)
 
 
-def _told(error: Exception) -> str:
+def told(error: Exception) -> str:
+    """Return what ``error`` says, even of one that cannot be printed."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:  # it cannot even be printed
         return type(error).__name__
 
 
-def _size(schedule: Any, name: str) -> int:
+def size_of(schedule: Any, name: str) -> int:
+    """Return the attribute ``name`` as an int; raise ScheduleError unless it is a whole number of at least 1."""
     try:
         value = getattr(schedule, name)
         size = int(value)
@@ -103,7 +105,7 @@ def _claim(schedule: Any, num_chunks: int, num_ranks: int) -> tuple[str, Ints | 
         raise ScheduleError(f"goal is {goal!r}, wanted one of {', '.join(GOALS)}")
     if goal == "all_reduce":
         return goal, None
-    owners = _integers(owners, "owners")
+    owners = integers(owners, "owners")
     if len(owners) != num_chunks or ((owners < 0) | (owners >= num_ranks)).any():
         raise ScheduleError(f"owners is {owners!r}, wanted a rank for each of the {num_chunks} chunks")
     return goal, owners
@@ -170,7 +172,7 @@ def _checked(edges: Any, number: int, num_ranks: int, num_chunks: int) -> Round:
         raise ScheduleError(f"round {number} is {edges!r}, wanted five columns") from error
     if len(columns) != len(Round._fields):
         raise ScheduleError(f"round {number} has {len(columns)} columns, wanted {', '.join(Round._fields)}")
-    r = Round(*(_integers(c, f"round {number}: {f}") for f, c in zip(Round._fields, columns, strict=True)))
+    r = Round(*(integers(c, f"round {number}: {f}") for f, c in zip(Round._fields, columns, strict=True)))
     lengths = [len(column) for column in r]
     if len(set(lengths)) > 1:
         raise ScheduleError(f"round {number} has columns of lengths {lengths}, wanted equal ones")
@@ -184,7 +186,8 @@ def _checked(edges: Any, number: int, num_ranks: int, num_chunks: int) -> Round:
     return r
 
 
-def _integers(column: Any, what: str) -> Ints:
+def integers(column: Any, what: str) -> Ints:
+    """Return ``column`` as int64; raise ScheduleError unless it is one-dimensional and of integers."""
     try:
         array = np.asarray(column)
         if array.ndim == 1 and (array.dtype.kind == "i" or (array.dtype.kind == "u" and array.itemsize < 8)):

@@ -128,8 +128,11 @@ def test_fingerprints_of_many_ranks(name: str, ranks: int) -> None:
     assert_right(schedule.by_name(name, ranks), exact=False)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [range(1, 350), range(350, 700), range(700, 1026)], ids=str)
+@pytest.mark.parametrize(
+    "ranks",
+    [range(1, 350), *(pytest.param(rest, marks=pytest.mark.slow) for rest in (range(350, 700), range(700, 1026)))],
+    ids=str,
+)
 def test_binary_blocks_of_up_to_1025_ranks(ranks: range) -> None:
     for number in ranks:
         assert_right(schedule.binary_blocks(number), exact=False)

@@ -1,0 +1,106 @@
+"""Building of tables from what each rank does, in order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from pycomm.schedule.pipeline.messages import messages_of, places_of
+from pycomm.schedule.pipeline.progress import run
+from pycomm.schedule.pipeline.table import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    FORWARD,
+    WEIGHTS,
+    Action,
+    Pipeline,
+    columns_of,
+    concatenated,
+)
+from pycomm.schedule.table import Ints
+
+OLDEST = -1
+"""Stage of a WEIGHTS that belongs to whichever gradient of an input has waited longest for it."""
+
+Step = tuple[int, int]
+"""Stage and kind of an action, whose microbatch follows from how often they came before."""
+
+
+def numbered(steps: Iterable[Step], num_microbatches: int) -> Iterator[Action]:
+    """Give every step its microbatch: each stage takes them in order; steps with others than there are get lost.
+
+    Args:
+        steps: stage and kind of a rank's actions, in order, for at least ``num_microbatches``.
+    """
+    forwards: dict[int, int] = {}
+    backwards: dict[int, int] = {}
+    pending: deque[tuple[int, int]] = deque()
+    for stage, kind in steps:
+        if kind == WEIGHTS:
+            if stage == OLDEST:
+                at, microbatch = pending.popleft()
+            else:
+                at, microbatch = next(p for p in pending if p[0] == stage)
+                pending.remove((at, microbatch))
+        else:
+            counts = forwards if kind == FORWARD else backwards
+            at, microbatch = stage, counts.get(stage, 0)
+            counts[stage] = microbatch + 1
+            if kind == BACKWARD_INPUT:
+                pending.append((stage, microbatch))
+        if microbatch < num_microbatches:
+            yield Action(at, kind, microbatch)
+
+
+def built(
+    name: str,
+    rank_of_stage: Ints,
+    num_microbatches: int,
+    programs: Sequence[Iterable[Step]],
+    splits_weights: bool = False,
+) -> Pipeline:
+    """Make a table of what each rank does, in order, with the earliest slot of each action as its time.
+
+    Each action takes one slot, a message none. :func:`numbered` gives the microbatches.
+    """
+    actions = [list(numbered(steps, num_microbatches)) for steps in programs]
+    rank, stage, kind, microbatch = concatenated(actions)
+    table = Pipeline(
+        name=name,
+        num_ranks=len(programs),
+        num_stages=len(rank_of_stage),
+        num_microbatches=num_microbatches,
+        rank_of_stage=rank_of_stage,
+        rank=rank,
+        time=np.arange(len(rank)),
+        stage=stage,
+        kind=kind,
+        microbatch=microbatch,
+        splits_weights=splits_weights,
+    )
+    table.time[:] = _slots(table)
+    for column in (rank_of_stage, table.rank, table.time, table.stage, table.kind, table.microbatch):
+        column.setflags(write=False)
+    return table
+
+
+def _slots(table: Pipeline) -> Ints:
+    """Return the earliest slot of each action of a table that is sorted by rank and time."""
+    c = columns_of(table)
+    messages = messages_of(c, places_of(c))
+    awaited = np.full(len(c), -1, np.int64)
+    awaited[messages.dst] = messages.src
+    before, slot, rank = awaited.tolist(), [0] * len(c), c.rank.tolist()
+    free = [0] * c.num_ranks
+    for action in run(c, messages):
+        at, needed = free[rank[action]], before[action]
+        if needed >= 0 and slot[needed] >= at:
+            at = slot[needed] + 1
+        slot[action] = at
+        free[rank[action]] = at + 1
+    return np.array(slot, np.int64)
+
+
+__all__ = ["BACKWARD", "BACKWARD_INPUT", "FORWARD", "OLDEST", "WEIGHTS", "Step", "built", "numbered"]

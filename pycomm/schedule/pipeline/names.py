@@ -1,0 +1,44 @@
+"""Pipelines by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from pycomm.schedule.pipeline.dualpipe import dualpipe_v
+from pycomm.schedule.pipeline.interleaved import interleaved
+from pycomm.schedule.pipeline.one_f_one_b import gpipe, one_f_one_b
+from pycomm.schedule.pipeline.table import Pipeline
+from pycomm.schedule.pipeline.zero_bubble import zero_bubble_h1, zero_bubble_v
+
+_MAKERS: dict[str, Callable[..., Pipeline]] = {
+    "gpipe": gpipe,
+    "one_f_one_b": one_f_one_b,
+    "interleaved": interleaved,
+    "zero_bubble_h1": zero_bubble_h1,
+    "zero_bubble_v": zero_bubble_v,
+    "dualpipe_v": dualpipe_v,
+}
+
+_PATTERN = re.compile(r"(\w+)(?:\(\s*([0-9]{1,9})\s*\))?")
+
+
+def names() -> list[str]:
+    """Return the names of the pipelines that :func:`by_name` knows."""
+    return list(_MAKERS)
+
+
+def by_name(name: str, ranks: int, microbatches: int) -> Pipeline:
+    """Make the pipeline ``name``; the stages per rank of "interleaved" may follow: "interleaved(4)".
+
+    Raises:
+        ValueError: there is no such name, or the pipeline cannot be made of such sizes.
+    """
+    match = _PATTERN.fullmatch(name.strip()) if isinstance(name, str) else None
+    if match is None or match[1] not in _MAKERS:
+        raise ValueError(f"schedule is {name!r}, wanted one of {', '.join(_MAKERS)}")
+    if match[2] is None:
+        return _MAKERS[match[1]](ranks, microbatches)
+    if match[1] != "interleaved":
+        raise ValueError(f"schedule is {name!r}: {match[1]} takes no parameter")
+    return interleaved(ranks, microbatches, int(match[2]))
