@@ -23,6 +23,12 @@ class Group(Protocol):
     def empty(self, shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
 
 
+class HasGradient(Protocol):
+    """Object in whose ``grad`` a gradient is handed out: a parameter, or what stands for one that is a DTensor."""
+
+    grad: torch.Tensor | None
+
+
 class Bucket:
     """Bucket of the averaged gradients of ``params``, one after the other in ``flat``; ``views[i]`` is the i-th.
 
@@ -32,7 +38,8 @@ class Bucket:
     fingerprint (see fingerprint.py). ``algorithm`` makes dense sums over the ranks.
 
     The views are handed out as ``.grad``, and whatever users do with their gradients must not affect the
-    next ones: see :meth:`repair` and :meth:`leave_to_users`.
+    next ones: see :meth:`repair` and :meth:`leave_to_users`. They are handed out in ``grad`` of ``owners``, which
+    are ``params`` themselves unless something else stands for them.
     """
 
     def __init__(
@@ -41,6 +48,7 @@ class Bucket:
         params: Sequence[torch.Tensor],
         group: Group,
         algorithm: str = "auto",
+        owners: Sequence[HasGradient] | None = None,
     ) -> None:
         self.names = list(names)
         self.algorithm = algorithm
@@ -50,6 +58,7 @@ class Bucket:
         self.on_gpu = on_gpu(params[0])
         self.num_elements = sum(self.numels)
         self._params = list(params)
+        self._owners: Sequence[HasGradient] = self._params if owners is None else list(owners)
         self._scratch, self._stayed_scratch = kernels.Scratch(), kernels.Scratch()
         self.num_flags = len(params) + 1 + FINGERPRINT_PLACES
         self._group = group
@@ -105,7 +114,7 @@ class Bucket:
         kept, the whole memory is left to it, and the bucket gets new memory. A view that still is ``.grad``
         is written in place, as autograd would.
         """
-        dropped = [i for i, param in enumerate(self._params) if param.grad is not self.views[i]]
+        dropped = [i for i, owner in enumerate(self._owners) if owner.grad is not self.views[i]]
         if not dropped:
             return
         if self._is_aliased() or any(is_shared(self.views[i]) for i in dropped):
@@ -122,7 +131,7 @@ class Bucket:
     def is_kept(self) -> bool:
         """Return whether anything besides ``.grad`` refers to the gradients that were handed out."""
         return self._is_aliased() or any(
-            is_held(self.views, i, is_grad=param.grad is self.views[i]) for i, param in enumerate(self._params)
+            is_held(self.views, i, is_grad=owner.grad is self.views[i]) for i, owner in enumerate(self._owners)
         )
 
     def _is_aliased(self) -> bool:

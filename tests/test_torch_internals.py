@@ -18,10 +18,13 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
 
 from pycomm import torch_internals
 from pycomm.torch_internals import tensors
+from tests.on_ranks import on_ranks
 
 PACKAGE = Path(torch_internals.__file__).parents[1]
 OURS = re.compile(r"_pycomm|_native$|^__\w+__$")
@@ -37,6 +40,7 @@ PRIVATE = {
     "_buffers",
     "_parameters",
     "_active_ddp_module",
+    "_conv_forward",
     "_comm_hooks",
     "_get_zeros_like_grad_buckets",
     "_join_config",
@@ -52,6 +56,13 @@ PRIVATE = {
     "_new_process_group_helper",
     "_get_process_group_store",
     "_world",
+    "_PipelineScheduleRuntime",
+    "_ComputationType",
+    "_Action",
+    "_prepare_schedule_with_comms",
+    "_loss_fn",
+    "_spec",
+    "_local_tensor",
 }
 
 
@@ -107,6 +118,14 @@ def test_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch_internals.storage_uses(x) == uses
 
 
+def test_tracing_needs_no_memory() -> None:
+    """Attention of more than any machine has: two products forward, five backward, of 2**54 FLOPs each."""
+    with torch_internals.fake_tensors(), FlopCounterMode(None, 0, False, torch_internals.attention_flops()) as counter:
+        query = torch.empty(1, 8, 1 << 20, 1 << 10, requires_grad=True)
+        nn.functional.scaled_dot_product_attention(query, query, query).sum().backward()
+    assert counter.get_total_flops() == 7 * 2**54
+
+
 def test_parameters_that_others_own() -> None:
     param = nn.Parameter(torch.zeros(3))
     assert not torch_internals.is_flat_parameter(param)
@@ -147,6 +166,8 @@ def test_modules() -> None:
     assert torch_internals.children_of(module)["0"] is module[0]
     assert torch_internals.children_of(nn.Module.__new__(nn.Module)) == {}
     assert set(torch_internals.buffers_of(module[0])) == {"running_mean", "running_var", "num_batches_tracked"}
+    layer, x = nn.Conv1d(2, 4, 3, padding=1, padding_mode="circular", bias=False), torch.randn(1, 2, 5)
+    torch.testing.assert_close(torch_internals.convolve(layer, x, layer.weight[:2], None), layer(x)[:, :2])
 
 
 @pytest.mark.usefixtures("one_rank_group")
@@ -294,6 +315,30 @@ def test_buckets_and_hooks_of_ddp() -> None:
             assert torch_internals.divides_by_active_ranks(model) is not divides_by_all
 
 
+@on_ranks(2)
+def test_parts_of_dtensors() -> None:
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    plain = nn.Parameter(torch.ones(3))
+    assert not torch_internals.is_dtensor(plain)
+    assert torch_internals.local_of(plain) is plain
+    mesh = init_device_mesh("cpu", (2,))
+    param = nn.Parameter(distribute_tensor(torch.arange(6.0).view(3, 2), mesh, [Shard(0)]))
+    assert torch_internals.is_dtensor(param)
+    local = torch_internals.local_of(param)
+    assert not local.requires_grad
+    assert local.tolist() == ([[0.0, 1.0], [2.0, 3.0]] if dist.get_rank() == 0 else [[4.0, 5.0]])
+    assert local.data_ptr() == torch_internals.local_of(param.detach()).data_ptr()
+    view = torch.full_like(local, 2.0)
+    around: Any = torch_internals.dtensor_around(view, param)
+    assert torch_internals.local_of(around) is view
+    param.grad = around  # torch takes it for a gradient of this parameter
+    assert isinstance(param.grad, DTensor)
+    assert around.full_tensor().tolist() == [[2.0, 2.0]] * 3
+    wide: Any = torch_internals.dtensor_around(view.double(), param)
+    assert (wide.dtype, wide.shape, wide.placements) == (torch.float64, param.shape, param.placements)
+
+
 def test_addresses_of_gloo_in_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     store = torch_internals.PrefixStore("some", HashStore())
@@ -305,7 +350,6 @@ def test_addresses_of_gloo_in_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("one_rank_group")
 def test_groups_of_sharded_modules() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
@@ -317,8 +361,7 @@ def test_groups_of_sharded_modules() -> None:
     assert group.shapes == [torch.Size([2, 3]), torch.Size([2])]
     assert group.dtype == torch.float32
     assert group.shard_group.size() == 1
-    assert group.hook is None
-    assert not group.replicates
+    assert (group.hook, group.replicates) == (None, False)
     seen: list[torch.Tensor] = []
     model.set_all_reduce_hook(seen.append)  # type: ignore[operator]
     assert torch_internals.sharded_groups(model)[0].hook is not None
@@ -327,3 +370,24 @@ def test_groups_of_sharded_modules() -> None:
     other = nn.Linear(3, 2)
     fully_shard(other, mesh=mesh)
     assert torch_internals.sharded_groups(other)[0].replicates
+
+
+def test_the_runtime_of_pipelines(one_rank_group: None) -> None:
+    pipelines = pytest.importorskip("pycomm.torch_internals.pipelines")
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 3), nn.Linear(3, 3)]
+    stages = [pipelines.QuietStage(layers[i], i, 2, torch.device("cpu")) for i in range(2)]
+    row = [(0, "F", 0), (1, "F", 0), None, (1, "I", 0), (0, "B", 0), (1, "W", 0)]
+    row += [(0, "F", 1), (1, "F", 1), (1, "B", 1), (0, "B", 1)]
+    runtime = pipelines.pipeline_runtime(stages, {0: row}, 2, lambda y, target: (y - target).square().mean())
+    x, target = torch.randn(2, 4, 3).unbind()
+    runtime.step(x, target=target)
+    found = [param.grad for layer in layers for param in layer.parameters()]
+    for layer in layers:
+        layer.zero_grad()
+    (nn.Sequential(*layers)(x) - target).square().mean().backward()
+    torch.testing.assert_close(found, [param.grad for layer in layers for param in layer.parameters()])
+    with torch.no_grad():
+        torch.testing.assert_close(pipelines.run_forward(runtime, x), nn.Sequential(*layers)(x))
+    pipelines.forget_shapes(runtime)
+    runtime.step(x[:2], target=target[:2])  # its loss is there again

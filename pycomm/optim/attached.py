@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -18,6 +19,7 @@ class Attached(Protocol):
     optimizer: torch.optim.Optimizer
 
     def knows(self, param: torch.Tensor) -> bool: ...
+    def paused(self) -> AbstractContextManager[None]: ...
     def settle(self) -> bool: ...
     def name_of_not_finite(self) -> str | None: ...
 
@@ -39,6 +41,12 @@ def reducer_of(optimizer: torch.optim.Optimizer) -> Attached | None:
     """Return the Reducer that ``optimizer`` is attached to, or ``None``."""
     inner = unwrapped(optimizer)
     return next((reducer for reducer in _reducers if reducer.optimizer is inner), None)
+
+
+def attached_to(params: Iterable[torch.Tensor]) -> list[Attached]:
+    """Return the Reducers that average the gradient of one or more of ``params``."""
+    among = list(params)
+    return [reducer for reducer in _reducers if any(map(reducer.knows, among))]
 
 
 def is_covered(param: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ from pycomm.optim.lars import LARS
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.plans import Rule, step_by_rule
 from pycomm.optim.step_override import Factor, StepOverride, evaluate
-from pycomm.torch_internals import take_scale
+from pycomm.torch_internals import local_of, take_scale
 
 RULES: dict[type[torch.optim.Optimizer], Rule] = {
     torch.optim.SGD: update_rules.sgd,
@@ -50,7 +50,7 @@ def fuse(optimizer: torch.optim.Optimizer) -> FusedStep:
     for p in optimizer_parameters(optimizer):
         if p.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"a parameter has dtype {p.dtype}, wanted float32 or float64: see pycomm.master_weights")
-        require_dense(p)
+        require_dense(local_of(p))
     return FusedStep(optimizer)
 
 

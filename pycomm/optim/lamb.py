@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from pycomm.optim import plans, update_rules
-from pycomm.optim.layerwise import LayerwiseOptimizer, require_not_negative
+from pycomm.optim.layerwise import LayerwiseOptimizer, adapts, require_not_negative
 from pycomm.optim.targets import Group, Target, next_step
 
 
@@ -68,7 +68,7 @@ class LAMB(LayerwiseOptimizer):
     def fused_step(self) -> None:
         plans.step_by_rule(self, update_rules.lamb)
 
-    def plain_step(self, group: Group, target: Target) -> None:
+    def direction(self, group: Group, target: Target) -> torch.Tensor:
         w, g = target.weight, target.grad * (-1.0 if group["maximize"] else 1.0)
         t, (beta1, beta2) = next_step(target), group["betas"]
         m = target.buffer("exp_avg").lerp_(g, 1.0 - beta1)
@@ -76,9 +76,14 @@ class LAMB(LayerwiseOptimizer):
         if group["bias_correction"]:
             m, v = m / (1.0 - beta1**t), v / (1.0 - beta2**t)
         r = m / (v.sqrt() + group["eps"])
+        decayed: torch.Tensor = r + group["weight_decay"] * w if adapts(group, w) else r
+        return decayed
+
+    def apply(self, group: Group, target: Target, direction: torch.Tensor, norms: torch.Tensor | None) -> torch.Tensor:
+        w = target.weight
         ratio = torch.ones((), dtype=w.dtype, device=w.device)
-        if update_rules.adapts(group, w):
-            r = r + group["weight_decay"] * w
-            w_norm, r_norm = torch.linalg.vector_norm(w), torch.linalg.vector_norm(r)
+        if norms is not None:
+            w_norm, r_norm = norms
             ratio = torch.where((w_norm > 0) & (r_norm != 0), w_norm / r_norm, 1.0)
-        target.param.copy_(w - group["lr"] * ratio * r)
+        stepped: torch.Tensor = w - group["lr"] * ratio * direction
+        return stepped

@@ -79,11 +79,14 @@ class LARS(LayerwiseOptimizer):
     def fused_step(self) -> None:
         plans.step_by_rule(self, update_rules.lars)
 
-    def plain_step(self, group: Group, target: Target) -> None:
-        w, g = target.weight, target.grad * (-1.0 if group["maximize"] else 1.0)
+    def direction(self, group: Group, target: Target) -> torch.Tensor:
+        return target.grad * (-1.0 if group["maximize"] else 1.0)
+
+    def apply(self, group: Group, target: Target, direction: torch.Tensor, norms: torch.Tensor | None) -> torch.Tensor:
+        w, g = target.weight, direction
         rate = torch.tensor(float(group["lr"]), dtype=w.dtype, device=w.device)
-        if update_rules.adapts(group, w):
-            w_norm, g_norm = torch.linalg.vector_norm(w), torch.linalg.vector_norm(g)
+        if norms is not None:
+            w_norm, g_norm = norms
             ratio = group["trust_coefficient"] * w_norm / (g_norm + group["weight_decay"] * w_norm)
             rate = rate * torch.where((w_norm > 0) & (g_norm != 0), ratio, 1.0)
             g = g + group["weight_decay"] * w
@@ -91,4 +94,4 @@ class LARS(LayerwiseOptimizer):
         if group["momentum"]:
             v = target.buffer("momentum_buffer").mul_(group["momentum"]).add_(step)
             step = step + group["momentum"] * v if group["nesterov"] else v
-        target.param.copy_(w - step)
+        return w - step

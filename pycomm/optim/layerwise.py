@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from pycomm.optim.parameters import optimizer_parameters
+from pycomm.optim.shards import Shards, matched
 from pycomm.optim.step_override import evaluate
 from pycomm.optim.targets import Group, Target
+from pycomm.torch_internals import is_dtensor, local_of, note_writes
 
 EXCLUSIONS = ("one_dimensional", "all", "none")
 """Choices of parameters that get neither the ratio nor weight decay; biases and norm parameters have one dimension."""
@@ -30,8 +32,21 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         """Step all parameters by the kernels."""
         raise NotImplementedError
 
-    def plain_step(self, group: Group, target: Target) -> None:
-        """Step one parameter by torch's operations: the reference that the kernels are compared with."""
+    def direction(self, group: Group, target: Target) -> torch.Tensor:
+        """Return the tensor whose norm the step of ``target`` depends on, made by torch's operations.
+
+        This and :meth:`apply` are the reference that the kernels are compared with.
+        """
+        raise NotImplementedError
+
+    def apply(self, group: Group, target: Target, direction: torch.Tensor, norms: torch.Tensor | None) -> torch.Tensor:
+        """Return the new weight of ``target``.
+
+        Args:
+            direction: what :meth:`direction` returned.
+            norms: norms of the whole weight and of the whole direction, of the weight's dtype; ``None`` for a
+                parameter that is excluded.
+        """
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -43,17 +58,42 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; return the loss that ``closure`` computes, if it is given."""
+        """Take one step; return the loss that ``closure`` computes, if it is given.
+
+        With parameters that are DTensors, it is collective over their meshes.
+        """
         loss = evaluate(closure)
         with torch.no_grad():
             if self._uses_kernels():
                 self.fused_step()
                 return loss
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if p.grad is not None:
-                        self.plain_step(group, Target(_wide(p), _wide(p.grad), self.state, p))
+            shards = Shards(optimizer_parameters(self))
+            targets = self._targets()
+            # Norms of DTensors take a message, one for all; without any, one direction at a time is kept.
+            for some in [list(targets)] if shards else ([target] for target in targets):
+                self._plain_steps(some, shards)
         return loss
+
+    def _targets(self) -> Iterator[tuple[Group, Target]]:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    yield group, Target(_wide(p), _wide(matched(p.grad, p)), self.state, p)
+
+    def _plain_steps(self, targets: list[tuple[Group, Target]], shards: Shards) -> None:
+        directions = [self.direction(group, target) for group, target in targets]
+        adapting = [i for i, (group, target) in enumerate(targets) if adapts(group, target.weight)]
+        norms = [torch.linalg.vector_norm(x) for i in adapting for x in (targets[i][1].weight, directions[i])]
+        if shards:
+            params = [targets[i][1].param for i in adapting for _ in range(2)]
+            squares = torch.stack([norm.double() ** 2 for norm in norms]) if norms else torch.zeros(0).double()
+            norms = list(shards.add_up(squares, params).sqrt())
+        pairs = {i: torch.stack(norms[2 * at : 2 * at + 2]) for at, i in enumerate(adapting)}
+        for i, (group, target) in enumerate(targets):
+            pair = pairs[i].to(target.weight.dtype) if i in pairs else None
+            local_of(target.param).copy_(self.apply(group, target, directions[i], pair))
+            if is_dtensor(target.param):
+                note_writes([target.param])
 
     def _uses_kernels(self) -> bool:
         """Return whether the kernels do the step.
@@ -81,8 +121,13 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` in at least float32."""
-    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
+    """Return ``tensor``, or this rank's part of it, in at least float32."""
+    return local_of(tensor).detach().to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def adapts(group: Group, weight: torch.Tensor) -> bool:
+    """Return whether LARS and LAMB scale the step of ``weight`` by its norm, and decay it."""
+    return bool(group["exclude"] == "none" or (group["exclude"] == "one_dimensional" and weight.dim() > 1))
 
 
 def require_not_negative(group: Group, *names: str) -> None:

@@ -12,7 +12,8 @@ import torch
 
 from pycomm import checks, kernels
 from pycomm.optim.attached import reducer_of
-from pycomm.optim.parameters import gradients_of
+from pycomm.optim.parameters import gradients_of, optimizer_parameters
+from pycomm.optim.shards import Shards
 from pycomm.optim.step_override import Factor, stepper_of
 
 _LEAST_USEFUL = 2.0**-10  # no gradient of a sound model overflows at such a scale
@@ -34,11 +35,11 @@ class LossScaler:
         scaler.step(optimizer)            # skipped on every rank if a gradient is not finite
         scaler.update()
 
-    With ``attach``, all ranks decide from the same averaged gradients whether they are finite, so they
-    agree on a skip without a message. If pycomm's kernels do the step (:func:`pycomm.fuse`,
-    :func:`pycomm.master_weights`), they divide by the scale inside it. An incomplete accumulation window
-    is flushed first (see ``Reducer.flush``; with ``accumulate`` above 1, ``unscale_`` and ``step`` are
-    therefore collective). On a GPU, ``step`` waits once, for that decision.
+    With ``attach``, all ranks decide from the same averaged gradients whether they are finite, so they agree on
+    a skip without a message; only ranks that hold parts of the same DTensors tell each other. If pycomm's
+    kernels do the step (:func:`pycomm.fuse`, :func:`pycomm.master_weights`), they divide by the scale inside
+    it. An incomplete accumulation window is flushed first (see ``Reducer.flush``; with ``accumulate`` above 1,
+    ``unscale_`` and ``step`` are therefore collective). On a GPU, ``step`` waits once, for that decision.
 
     The scale is halved after a step that was skipped, and doubled after ``growth_interval`` steps in
     a row that were not (Micikevicius et al., "Mixed Precision Training", 2018, section 3.2).
@@ -248,8 +249,9 @@ class LossScaler:
         reducer = reducer_of(optimizer)
         if reducer is not None:
             return reducer.settle()
-        grads = gradients_of(optimizer)
-        return not grads or bool(torch.isfinite(kernels.squared_norms(grads)).all())
+        grads, shards = gradients_of(optimizer), Shards(optimizer_parameters(optimizer))
+        finite = torch.isfinite(kernels.squared_norms(grads)).all() if grads else torch.tensor(True)
+        return bool(shards.all_agree(finite) if shards else finite)
 
     def _warn_if_no_overflow(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn once, naming the source, if gradients are still not finite at a scale so small that none overflows."""

@@ -20,8 +20,16 @@ from pycomm.layout import laid_out_like, require_dense
 from pycomm.optim.fused import RULES, KernelStep, rule_of
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.plans import Rule, step_by_rule
+from pycomm.optim.shards import matched
 from pycomm.optim.step_override import HALF, Factor, evaluate, own_step
-from pycomm.torch_internals import leave_scale_to_step, undo_leave_scale_to_step, version_of
+from pycomm.torch_internals import (
+    dtensor_around,
+    is_dtensor,
+    leave_scale_to_step,
+    local_of,
+    undo_leave_scale_to_step,
+    version_of,
+)
 
 KEY = "master_weight"
 """Key of the master in a parameter's entry of ``state_dict()``."""
@@ -44,7 +52,8 @@ def master_weights(optimizer: torch.optim.Optimizer) -> MasterWeights:
         A handle with ``parameters()``, for clipping code of your own, and ``detach()``.
 
     Raises:
-        TypeError: ``optimizer`` is not a torch optimizer.
+        TypeError: ``optimizer`` is not a torch optimizer; or a half-precision parameter is a DTensor, and no kernels
+            step it.
         RuntimeError: its ``step`` has already been replaced.
         ValueError: a parameter has gaps in memory.
     """
@@ -60,12 +69,11 @@ class MasterWeights(KernelStep):
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._masters: dict[torch.Tensor, torch.Tensor] = {}
-        self._stamps: dict[torch.Tensor, tuple[int, int]] = {}
+        self._stamps: dict[torch.Tensor, tuple[int, int, int]] = {}
         self._unscaled: dict[torch.Tensor, _Unscaled] = {}
         self._rule = rule_of(optimizer) if type(optimizer) in RULES else None
-        for param in optimizer_parameters(optimizer):
-            if param.dtype in HALF:
-                require_dense(param)
+        for param in filter(lambda p: p.dtype in HALF, optimizer_parameters(optimizer)):
+            _check(param, optimizer, self._rule)
         super().__init__(optimizer)
         self._add_new(optimizer_parameters(optimizer))
         # GradScaler.unscale_() refuses float16; with this mark its step() leaves the factor to ours.
@@ -146,18 +154,16 @@ class MasterWeights(KernelStep):
                 continue
             if param in self._masters:
                 master = self._masters[param]
-                wide = torch.empty_like(master)
-                kernels.pack([laid_out_like(param.grad, master)], laid_out_like(wide, master), factor)
-                master.grad = wide
+                wide = master.grad = _packed(param.grad, master, factor)
                 self._unscaled[param] = _Unscaled(wide, param.grad, version_of(param.grad))
             else:
-                param.grad.mul_(factor)
+                local_of(param.grad).mul_(factor)
 
-    def unscaled(self) -> list[torch.Tensor] | None:
+    def unscaled(self) -> dict[torch.Tensor, torch.Tensor] | None:
         grads = self._unscaled_grads()
         if not grads:
             return None
-        return [grads.get(p, p.grad) for p in optimizer_parameters(self.optimizer) if p.grad is not None]
+        return {p: grads.get(p, p.grad) for p in optimizer_parameters(self.optimizer) if p.grad is not None}
 
     def _unscaled_grads(self) -> dict[torch.Tensor, torch.Tensor]:
         """Return the unscaled gradients by parameter, of parameters whose ``.grad`` is still the one unscaled.
@@ -195,6 +201,8 @@ class MasterWeights(KernelStep):
 
         def widen(wide: bool) -> None:
             for param in optimizer_parameters(self.optimizer):
+                if is_dtensor(param):
+                    continue
                 if wide and param not in narrow:
                     narrow[param] = param.data, param.grad
                     grad = unscaled.get(param, param.grad)
@@ -226,7 +234,7 @@ class MasterWeights(KernelStep):
         for param in params:
             if param in self._masters or param.dtype not in HALF:
                 continue
-            require_dense(param)
+            _check(param, self.optimizer, self._rule)
             self._masters[param] = param.detach().float()
             self._stamps[param] = _stamp(param)
             self._cast_state(param, torch.float32)  # if the optimizer already has state
@@ -234,15 +242,18 @@ class MasterWeights(KernelStep):
     def _refresh(self) -> None:
         """Add masters of new parameters, and copy values that something else has written to known ones."""
         self._add_new(optimizer_parameters(self.optimizer))
-        for param, master in self._masters.items():
+        for param in self._masters:
             if _stamp(param) == self._stamps[param]:
                 continue
-            require_dense(param)
-            if (master.shape, master.stride(), master.device) != (param.shape, param.stride(), param.device):
+            local, master = local_of(param), local_of(self._masters[param])
+            require_dense(local)
+            if (master.shape, master.stride(), master.device) != (local.shape, local.stride(), local.device):
                 # The model was moved, or its memory order changed: kernels need both to be the same.
-                master.data = torch.empty_like(param, dtype=master.dtype).copy_(master)
-            if not torch.equal(master.to(param.dtype), param.detach()):
-                master.copy_(param.detach())
+                master.data = torch.empty_like(local, dtype=master.dtype).copy_(master)
+                if is_dtensor(param):
+                    self._masters[param] = dtensor_around(master, param)
+            if not torch.equal(master.to(local.dtype), local.detach()):
+                master.copy_(local.detach())
             self._stamps[param] = _stamp(param)
 
     # State.
@@ -294,6 +305,9 @@ class MasterWeights(KernelStep):
         saved["state"] = state
         with self._widened():
             type(optimizer).load_state_dict(optimizer, saved)
+        for number, param in zip(numbers, params, strict=True):
+            if param in found and is_dtensor(param):  # which cannot be widened: torch has cast its state
+                optimizer.state[param].update(_loaded(state.get(number, {}), param))
         with torch.no_grad():
             for param, master in found.items():
                 self._masters[param].copy_(master)
@@ -309,9 +323,38 @@ class _Unscaled:
     version: int
 
 
-def _stamp(param: torch.Tensor) -> tuple[int, int]:
+def _stamp(param: torch.Tensor) -> tuple[int, int, int]:
     """Return a value that changes when ``param`` is written to or moved in memory."""
-    return version_of(param), param.data_ptr()
+    local = local_of(param)  # writes through a DTensor do not count there
+    return version_of(param), version_of(local), local.data_ptr()
+
+
+def _check(param: torch.Tensor, optimizer: torch.optim.Optimizer, rule: Rule | None) -> None:
+    """Raise ValueError if ``param`` has gaps in memory, TypeError if it is a DTensor and no kernels step it."""
+    require_dense(local_of(param))
+    if rule is None and is_dtensor(param):
+        raise TypeError(
+            f"a half-precision parameter is a DTensor, and {type(optimizer).__name__} is none of the optimizers that "
+            "pycomm's kernels step: wanted SGD, Adam, AdamW, RMSprop, LARS or LAMB"
+        )
+
+
+def _packed(grad: torch.Tensor, master: torch.Tensor, factor: Factor) -> torch.Tensor:
+    """Return ``grad`` times ``factor`` in the dtype and memory order of ``master``, a DTensor if that is one."""
+    if is_dtensor(master):
+        return dtensor_around(_packed(local_of(matched(grad, master)), local_of(master), factor), master)
+    wide = torch.empty_like(master)
+    kernels.pack([laid_out_like(grad, master)], laid_out_like(wide, master), factor)
+    return wide
+
+
+def _loaded(entry: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
+    """Return the floating-point tensors of ``entry``, except the step count, in float32 on the device of ``param``."""
+    return {
+        key: value.to(param.device, torch.float32, copy=True)
+        for key, value in entry.items()
+        if key != "step" and isinstance(value, torch.Tensor) and value.is_floating_point()
+    }
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

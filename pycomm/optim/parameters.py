@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
+from pycomm.torch_internals import local_of
+
 _TRAINERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 """Packages whose optimizers are proxies, even if their ``state`` is another object."""
 
@@ -32,5 +34,5 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the existing gradients, in the order of the groups."""
-    return [p.grad for p in optimizer_parameters(optimizer) if p.grad is not None]
+    """Return the existing gradients, in the order of the groups; of DTensors, this rank's part."""
+    return [local_of(p.grad) for p in optimizer_parameters(optimizer) if p.grad is not None]

@@ -13,8 +13,10 @@ import torch
 from pycomm import kernels
 from pycomm.kernels.prepared import PreparedGroup, PreparedStep, Scaling
 from pycomm.layout import require_dense
+from pycomm.optim.parameters import optimizer_parameters
+from pycomm.optim.shards import Shards, matched
 from pycomm.optim.targets import Group, Target, buffers_of, copies_of, counts_of, grads_of, next_steps, weights_of
-from pycomm.torch_internals import note_writes
+from pycomm.torch_internals import is_dtensor, local_of, note_writes
 
 Tensors = Mapping[torch.Tensor, torch.Tensor]
 
@@ -79,6 +81,23 @@ class Part:
         return torch.empty(count, dtype=torch.float64, device=self.key.device)
 
 
+class ByNorms(NamedTuple):
+    """Halves of a step that depends on norms.
+
+    Attributes:
+        measure: returns the squared norms, float64: one row for the weights, another for what they are compared
+            with; ``None`` if the step of this part depends on none.
+        apply: takes the rest of the step, with the norms' squares (``None`` likewise).
+    """
+
+    measure: Callable[[Group, Part, Scaling], torch.Tensor | None]
+    apply: Callable[[Group, Part, Scaling, torch.Tensor | None], None]
+
+    def run(self, group: Group, part: Part, scaling: Scaling) -> None:
+        """Take the step of a part whose parameters are all whole."""
+        self.apply(group, part, scaling, self.measure(group, part, scaling))
+
+
 @dataclass(frozen=True)
 class Rule:
     """How kernels step for one class of optimizers.
@@ -92,6 +111,7 @@ class Rule:
         same_counts: whether targets of the same calls must have taken equally many, unless the kernels count.
         waits: function that returns whether a group's step depends on whether the last ones were taken, so that the
             host has to know.
+        norms: the two halves of ``run``, if norms of whole parameters are needed in between.
     """
 
     kernel: str
@@ -101,6 +121,7 @@ class Rule:
     has_counts: bool = False
     same_counts: bool = False
     waits: Callable[[Group], bool] = lambda group: False
+    norms: ByNorms | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +142,9 @@ class Step:
 class Plan:
     """Kernel calls of one parameter group, for the parameters that have a gradient now.
 
+    Attributes:
+        params: parameters of each part, if some are DTensors; a plan of those is made for one step only.
+
     Raises:
         ValueError: a gradient is sparse, or a parameter has gaps or overlaps in memory.
     """
@@ -129,12 +153,15 @@ class Plan:
         self._rule, self._settings = step.rule, step.settings(group)
         targets = _targets(step, group)
         members = _split(step, group, targets)
+        self._is_split = any(is_dtensor(target.param) for target in targets.values())
+        # Of ordinary parameters nothing is kept: the plan may outlive them.
+        self.params = [[target.param for target in some.values()] for some in members.values() if self._is_split]
         # Labelled by number, not by value: a value such as the step count would need new scratch memory every time.
         self._parts = [
             _part(step, group, key, list(some.values()), scratches, f"{label} {number}")
             for number, (key, some) in enumerate(members.items())
         ]
-        self._written = [t for target in targets.values() for t in (target.weight, target.copy) if t is not None]
+        self._written = [t for target in targets.values() for t in target.written()]
         part_of = [-1] * len(group["params"])
         for number, some in enumerate(members.values()):
             for index in some:
@@ -142,7 +169,7 @@ class Plan:
         self._prepared = self._prepare(step, group, part_of)
 
     def _prepare(self, step: Step, group: Group, part_of: list[int]) -> PreparedGroup | None:
-        if step.grads or any(part.key.kind == FIRST for part in self._parts):
+        if step.grads or self._is_split or any(part.key.kind == FIRST for part in self._parts):
             return None
         rule, arrays = step.rule, [part.arrays for part in self._parts]
         prepared = PreparedGroup(arrays, rule.keys(group), rule.has_counts, rule.same_counts)
@@ -163,11 +190,25 @@ class Plan:
         self._written = written or []
         return written is not None
 
-    def run(self, group: Group, scaling: Scaling) -> None:
-        """Run the kernels, and let go of all tensors."""
+    def measure(self, group: Group, scaling: Scaling) -> list[torch.Tensor | None] | None:
+        """Run the first half of the kernels, if norms of DTensors are needed for the other; return the parts' squares.
+
+        ``None`` if there is no such half: :meth:`run` runs all.
+        """
+        halves = self._rule.norms
+        if halves is None or not self._is_split:
+            return None
+        return [halves.measure(group, part, part.moved(scaling)) for part in self._parts]
+
+    def run(self, group: Group, scaling: Scaling, squares: list[torch.Tensor | None] | None = None) -> None:
+        """Run the kernels, after :meth:`measure` those of the other half, and let go of all tensors."""
         try:
-            for part in self._parts:
-                self._rule.run(group, part, part.moved(scaling))
+            for number, part in enumerate(self._parts):
+                if squares is None:
+                    self._rule.run(group, part, part.moved(scaling))
+                else:
+                    assert self._rule.norms is not None
+                    self._rule.norms.apply(group, part, part.moved(scaling), squares[number])
             note_writes(self._written)
         finally:
             self._written = []
@@ -184,9 +225,10 @@ def _targets(step: Step, group: Group) -> dict[int, Target]:
             continue
         if grad.layout != torch.strided:
             raise ValueError(f"a gradient of shape {list(p.shape)} is sparse; fused steps need dense ones")
-        require_dense(p)
-        weight = masters.get(p, p)
-        targets[index] = Target(weight, grad, step.optimizer.state, p, p.detach() if p in masters else None)
+        local = local_of(p)
+        require_dense(local)
+        weight, grad = local_of(masters.get(p, p)), local_of(matched(grad, p))
+        targets[index] = Target(weight, grad, step.optimizer.state, p, local.detach() if p in masters else None)
     return targets
 
 
@@ -221,6 +263,15 @@ class _Memory:
     def __init__(self) -> None:
         self._plans: dict[int, list[Plan]] = defaultdict(list)
         self._scratches = Scratches()
+        self._shards: tuple[tuple[int, ...], Shards] = (), Shards([])
+
+    def shards(self, optimizer: torch.optim.Optimizer) -> Shards:
+        """Return the DTensors among the optimizer's parameters, and who has parts of them."""
+        params = list(optimizer_parameters(optimizer))
+        ids = tuple(map(id, params))
+        if ids != self._shards[0]:
+            self._shards = ids, Shards(params)
+        return self._shards[1]
 
     def plan(self, number: int, step: Step, group: Group) -> Plan:
         """Return a plan for the step of a group, with its gradients taken."""
@@ -255,6 +306,8 @@ def step_by_rule(
         masters: masters of half-precision parameters, which are updated in their place and cast back.
         grads: gradients to use instead of ``.grad``, by parameter.
 
+    Norms of DTensors are of whole parameters: one message for all of them, collective over the ranks that have parts.
+
     Raises:
         ValueError: a gradient is sparse, or a parameter has gaps or overlaps in memory.
     """
@@ -262,6 +315,31 @@ def step_by_rule(
     if memory is None:
         memory = _memories[optimizer] = _Memory()
     step = Step(rule, optimizer, masters, grads or {}, scaling.found is not None)
+    measured: list[_Measured] = []
     for number, group in enumerate(optimizer.param_groups):
         scaled = scaling._replace(factor=-scaling.factor) if group.get("maximize") else scaling
-        memory.plan(number, step, group).run(group, scaled)
+        plan = memory.plan(number, step, group)
+        squares = plan.measure(group, scaled)
+        if squares is None:
+            plan.run(group, scaled)
+        else:
+            measured.append((plan, group, scaled, squares))
+    if measured:
+        _add_up(memory.shards(optimizer), measured)
+        for plan, group, scaled, squares in measured:
+            plan.run(group, scaled, squares)
+
+
+_Measured = tuple[Plan, Group, Scaling, list[torch.Tensor | None]]
+"""Plan whose second half is still to be run, its arguments, and the squared norms of each of its parts."""
+
+
+def _add_up(shards: Shards, measured: list[_Measured]) -> None:
+    """Replace the squares of this rank's parts by those of whole parameters. Collective over ranks of ``shards``."""
+    places = [(squares, i, plan.params[i]) for plan, _, _, squares in measured for i in range(len(squares))]
+    found = [(squares, i, params, own) for squares, i, params in places if (own := squares[i]) is not None]
+    flat = torch.cat([own.reshape(-1) for *_, own in found]) if found else torch.zeros(0, dtype=torch.float64)
+    total = shards.add_up(flat, [param for _, _, params, _ in found for param in (*params, *params)])
+    summed = torch.split(total, [own.numel() for *_, own in found])
+    for (squares, i, *_), values in zip(found, summed, strict=True):
+        squares[i] = values.view(2, -1)

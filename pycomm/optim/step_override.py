@@ -76,8 +76,8 @@ class Stepper:
         if grads:
             torch._foreach_mul_(grads, factor)
 
-    def unscaled(self) -> list[torch.Tensor] | None:
-        """Return the gradients that :meth:`unscale` computed; ``None`` if they are in ``.grad``."""
+    def unscaled(self) -> dict[torch.Tensor, torch.Tensor] | None:
+        """Return the gradients that :meth:`unscale` computed, by parameter; ``None`` if they are in ``.grad``."""
         return None
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from pycomm.layout import laid_out_like
+from pycomm.optim.shards import matched
+from pycomm.torch_internals import dtensor_around, is_dtensor, local_of
 
 Group = dict[str, Any]
 
@@ -19,8 +21,8 @@ class Target:
     """Parameter in a step.
 
     Attributes:
-        weight: tensor to update, float32 or float64: the parameter, or its master.
-        grad: its gradient, of any floating-point dtype.
+        weight: tensor to update, float32 or float64: the parameter, or its master; of a DTensor, this rank's part.
+        grad: its gradient, of any floating-point dtype; likewise.
         states: the optimizer's state of all parameters.
         param: the parameter, which is the key of its entry in ``states``.
         copy: the half-precision parameter that is overwritten with ``weight``, if that is a master.
@@ -37,13 +39,18 @@ class Target:
         """Entry of the parameter, made if there is none yet."""
         return self.states[self.param]
 
+    def written(self) -> list[torch.Tensor]:
+        """Return the tensors that a step writes to, with the DTensor around them."""
+        around = [self.param] if is_dtensor(self.param) else []
+        return [self.weight, *([] if self.copy is None else [self.copy]), *around]
+
     def has(self, key: str) -> bool:
         """Return whether the parameter's entry has ``key``; does not make an entry."""
         return self.states.get(self.param, {}).get(key) is not None
 
     def buffer(self, key: str) -> torch.Tensor:
         """Return ``state[key]`` in the memory order of ``weight``, as zeros if it does not exist yet; it is stored."""
-        old: torch.Tensor | None = self.state.get(key)
+        old = self._old(key)
         weight = self.weight
         if old is None:
             new = torch.zeros_like(weight, memory_format=torch.preserve_format)
@@ -53,8 +60,17 @@ class Target:
             return old
         else:
             new = torch.empty_like(weight, memory_format=torch.preserve_format).copy_(old)
-        self.state[key] = new
+        self.state[key] = dtensor_around(new, self.param) if is_dtensor(self.param) else new
         return new
+
+    def _old(self, key: str) -> torch.Tensor | None:
+        """Return ``state[key]``; of a DTensor, which the state of a DTensor is too, this rank's part."""
+        old: torch.Tensor | None = self.state.get(key)
+        if old is None or not is_dtensor(self.param):
+            return old
+        if not is_dtensor(old):
+            raise ValueError(f"{key!r} is an ordinary tensor, wanted a DTensor as its parameter is")
+        return local_of(matched(old, self.param))
 
 
 def weights_of(targets: Sequence[Target]) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -14,7 +15,8 @@ from pycomm.kernels.step import (
     momentum_coefficients,
     rmsprop_coefficients,
 )
-from pycomm.optim.plans import FIRST, Part, Rule
+from pycomm.optim.layerwise import adapts
+from pycomm.optim.plans import FIRST, ByNorms, Part, Rule
 from pycomm.optim.targets import Group, Target
 
 Keys = tuple[str | None, ...]
@@ -69,34 +71,36 @@ def _rmsprop(group: Group, part: Part, scaling: Scaling) -> None:
     part.arrays.step("rmsprop", rmsprop_coefficients(*settings), scaling, scratch=part.scratch("rmsprop"))
 
 
-def adapts(group: Group, weight: torch.Tensor) -> bool:
-    """Return whether LARS and LAMB scale the step of ``weight`` by its norm, and decay it."""
-    return bool(group["exclude"] == "none" or (group["exclude"] == "one_dimensional" and weight.dim() > 1))
-
-
 def _adapts(group: Group, target: Target) -> bool:
     return adapts(group, target.weight)
 
 
-def _lars(group: Group, part: Part, scaling: Scaling) -> None:
+def _lars_squares(group: Group, part: Part, scaling: Scaling) -> torch.Tensor | None:
+    """Return the squared norms of weights and of gradients, which are not scaled yet."""
+    if not part.key.kind:
+        return None
+    squares = part.numbers(2 * part.size)
+    part.arrays.squared_norms(squares, part.scratch("norms"))
+    return squares.view(2, -1)
+
+
+def _lars(group: Group, part: Part, scaling: Scaling, squares: torch.Tensor | None) -> None:
     decay = float(group["weight_decay"]) if part.key.kind else 0.0
     rates = part.numbers(part.size).fill_(float(group["lr"]))
-    if part.key.kind:
-        rates *= _lars_ratios(part, scaling, float(group["trust_coefficient"]), decay)
+    if squares is not None:
+        rates *= _lars_ratios(squares, scaling, float(group["trust_coefficient"]), decay)
     # The rate is inside the momentum, which so stays correct when the learning rate changes.
     c = momentum_coefficients(1.0, float(group["momentum"]), 0.0, decay, bool(group["nesterov"]))
     part.arrays.step("momentum", c, scaling, rates=rates, scratch=part.scratch("lars"))
 
 
-def _lars_ratios(part: Part, scaling: Scaling, trust_coefficient: float, decay: float) -> torch.Tensor:
+def _lars_ratios(squares: torch.Tensor, scaling: Scaling, trust_coefficient: float, decay: float) -> torch.Tensor:
     """Return the trust coefficient times ||w|| / (||g|| + decay ||w||) of each weight, or 1 if a norm is 0; float64."""
-    squares = part.numbers(2 * part.size)
-    part.arrays.squared_norms(squares, part.scratch("norms"))
-    norms = squares.sqrt_()
     scale = abs(scaling.factor)
     if scaling.divisor is not None:
         scale = scale / scaling.divisor.double()
-    w, g = norms[: part.size], norms[part.size :] * scale
+    w, g = squares.sqrt().unbind(0)
+    g = g * scale
     return torch.where((w > 0) & (g != 0), trust_coefficient * w / (g + decay * w), 1.0)
 
 
@@ -104,13 +108,21 @@ def _lamb_keys(group: Group) -> Keys:
     return "exp_avg", "exp_avg_sq"
 
 
-def _lamb(group: Group, part: Part, scaling: Scaling) -> None:
-    decay = float(group["weight_decay"]) if part.key.kind else 0.0
-    c, squares = lamb_coefficients(_moments(group, part), decay), part.numbers(2 * part.size)
+def _lamb_coefficients(group: Group, part: Part) -> Any:
+    return lamb_coefficients(_moments(group, part), float(group["weight_decay"]) if part.key.kind else 0.0)
+
+
+def _lamb_moments(group: Group, part: Part, scaling: Scaling) -> torch.Tensor | None:
+    """Update the moments; return the squared norms of weights and of the steps that the moments make."""
+    c, squares = _lamb_coefficients(group, part), part.numbers(2 * part.size)
     part.arrays.step("lamb_moments", c, scaling, squares=squares, scratch=part.scratch("lamb"))
-    rates = part.numbers(part.size).fill_(float(group["lr"]))
-    if part.key.kind:
-        w, r = squares.sqrt_().view(-1, 2).unbind(1)
+    return squares.view(-1, 2).t() if part.key.kind else None
+
+
+def _lamb(group: Group, part: Part, scaling: Scaling, squares: torch.Tensor | None) -> None:
+    c, rates = _lamb_coefficients(group, part), part.numbers(part.size).fill_(float(group["lr"]))
+    if squares is not None:
+        w, r = squares.sqrt().unbind(0)
         rates *= torch.where((w > 0) & (r != 0), w / r, 1.0)
     part.arrays.step("lamb_apply", c, scaling, rates=rates, scratch=part.scratch("lamb_apply"))
 
@@ -127,8 +139,10 @@ adamw = Rule("adam", _adam_keys, partial(_adam, decoupled=True), has_counts=True
 rmsprop = Rule("rmsprop", _rmsprop_keys, _rmsprop, has_counts=True)
 """Steps as torch.optim.RMSprop does."""
 
-lars = Rule("momentum", _momentum_keys, _lars, _adapts)
+_LARS, _LAMB = ByNorms(_lars_squares, _lars), ByNorms(_lamb_moments, _lamb)
+
+lars = Rule("momentum", _momentum_keys, _LARS.run, _adapts, norms=_LARS)
 """Steps as :class:`pycomm.LARS` does."""
 
-lamb = Rule("lamb_moments", _lamb_keys, _lamb, _adapts, has_counts=True, same_counts=True)
+lamb = Rule("lamb_moments", _lamb_keys, _LAMB.run, _adapts, has_counts=True, same_counts=True, norms=_LAMB)
 """Steps as :class:`pycomm.LAMB` does."""

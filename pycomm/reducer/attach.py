@@ -22,7 +22,10 @@ from pycomm.reducer.lanes import open_lanes
 from pycomm.reducer.parameters import ParameterTable, table_of
 from pycomm.reducer.reducer import Reducer
 from pycomm.reducer.settings import Settings, checked_settings
+from pycomm.reducer.sharded import check_sharding
 from pycomm.reducer.wrappers import refuse_wrapped, watch_constructions
+from pycomm.torch_internals import is_dtensor
+from pycomm.transport.own_group import group_of
 
 
 def attach(
@@ -60,7 +63,11 @@ def attach(
             ``TopK(ratio)`` for any optimizer, ``RandomK(ratio)``; ``PowerSGD(rank)``; ``Int8()``,
             ``OneBit()``, ``QSGD(levels)``, ``TernGrad()``. "auto" means ``Auto()``, which picks for each
             bucket whichever of dense, FP16, PowerSGD and top-k is fastest on this link.
-        process_group: a group, or a one-dimensional ``DeviceMesh``; the default group if ``None``.
+        process_group: a group, or a one-dimensional ``DeviceMesh``; the default group if ``None``. Parameters may
+            be DTensors over other ranks (tensor parallelism: ``mesh["dp"]`` for a model that is split over
+            ``mesh["tp"]``): the gradients of each rank's part are averaged, compressed and kept as ordinary
+            ones; norms are of whole parameters, and a step is skipped by all ranks that have parts or by none.
+            Those that are laid over the ranks of this group itself, or by ``fully_shard``, are refused.
         bucket_mb: approximate size of a bucket in MiB; gradients are sent in buckets. On a GPU, that is of
             what ``TopK`` and ``DGC`` send, up to eight times as much of the gradients.
         accumulate: number of backward passes per optimizer step; gradients are sent during the last one.
@@ -68,7 +75,7 @@ def attach(
         average: ``False`` leaves the sum over the ranks in ``.grad``.
         loss_scaler: the :class:`pycomm.LossScaler` or ``torch.amp.GradScaler`` in use, or any object
             with the same ``scale`` method. Required by methods that carry state, which is kept without the
-            loss scale.
+            loss scale, and with DTensors.
         clip_local_norm: maximum norm of each rank's own gradient, without the loss scale, before it is
             averaged. The whole gradient must be known first, so nothing is sent while backward runs. To
             clip the average, see ``Reducer.clip_grad_norm``.
@@ -89,7 +96,7 @@ def attach(
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        TypeError, ValueError: an argument is wrong, or ranks differ in names, shapes, dtypes, order
+        TypeError, ValueError: an argument is wrong, or ranks differ in names, shapes, dtypes, order, parts of DTensors
             or settings (on every rank, naming the first difference). Nothing is left behind in that case.
     """
     settings = functools.partial(
@@ -138,13 +145,26 @@ def _attach_all(
     """Attach on all ranks together, or on none of them; nothing is left behind then."""
     communicator = Communicator(process_group, timeout)
     try:
-        settings, table = agreed(communicator, request)
+        settings, table = agreed(communicator, _check_sharding(request, process_group))
         _make_equal(communicator, table, settings)
         lanes = open_lanes(communicator, process_group, timeout, settings, table.on_gpu)
         return _attach_over(lanes, settings, table)
     except BaseException:
         communicator.close()
         raise
+
+
+def _check_sharding(request: _Request, process_group: dist.ProcessGroup | DeviceMesh | None) -> _Request:
+    """Return ``request``, or the error that a DTensor laid over the ranks of ``process_group`` causes."""
+    if isinstance(request, Exception):
+        return request
+    table = request[1]
+    table.ranks = tuple(dist.get_process_group_ranks(group_of(process_group)))
+    try:
+        check_sharding(dict(table.named()), table.ranks)
+    except TypeError as error:
+        return error
+    return request
 
 
 def _attach_over(lanes: Sequence[Communicator], settings: Settings, table: ParameterTable) -> Reducer:
@@ -172,8 +192,11 @@ def _make_equal(communicator: Communicator, table: ParameterTable, settings: Set
     )  # raises here if there is no such algorithm
     names = dict(table.named())
     lines = [f"{name}: {signature(p)}{'' if p.requires_grad else ' frozen'}" for name, p in names.items()]
-    check_same_lines(communicator, lines, "parameter")
     module, stepper = table.module, table.stepper
+    if module is not None:  # other DTensors, which are about to be broadcast too
+        others = [*module.named_parameters(), *module.named_buffers()]
+        lines += [f"{name}: {signature(t)}" for name, t in others if is_dtensor(t) and name not in names]
+    check_same_lines(communicator, lines, "parameter")
     stepper.warn_of_lost_updates(names)
     tensors = list(names.values()) if module is None else [*module.parameters(), *module.buffers()]
     broadcast_tensors(communicator, [*tensors, *stepper.masters()], src=0)

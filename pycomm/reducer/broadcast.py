@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 
 from pycomm.communicator import Communicator
+from pycomm.reducer.parts import part_of
 from pycomm.reducer.plain_state import Node, decode, encode
+from pycomm.torch_internals import is_dtensor, local_of
 
 _CHUNK_BYTES = 32 << 20
 
@@ -82,9 +84,10 @@ def check_same_tensors(communicator: Communicator, tensors: Mapping[str, torch.T
 
 
 def signature(tensor: torch.Tensor) -> str:
-    """Return shape, dtype and kind of device as one text for :func:`check_same_lines`."""
+    """Return shape, dtype, kind of device and, of a DTensor, this rank's part as text for :func:`check_same_lines`."""
     where = "" if tensor.is_cpu else f" on {tensor.device.type}"
-    return f"{list(tensor.shape)} {tensor.dtype}{where}"
+    part = f", a DTensor, part {part_of(tensor) or 'all'}" if is_dtensor(tensor) else ""
+    return f"{list(tensor.shape)} {tensor.dtype}{where}{part}"
 
 
 def check_same_lines(communicator: Communicator, lines: list[str], what: str) -> None:
@@ -102,10 +105,11 @@ def check_same_lines(communicator: Communicator, lines: list[str], what: str) ->
 def broadcast_tensors(communicator: Communicator, tensors: Iterable[torch.Tensor], src: int) -> None:
     """Broadcast tensors in place, packed into few messages. Collective.
 
-    The kind of device must match: a tensor that is in CPU memory on one rank is so on every rank.
+    Of DTensors, that is this rank's part. The kind of device must match: a tensor that is in CPU memory on one rank
+    is so on every rank.
     """
     chunk: list[torch.Tensor] = []
-    for tensor in tensors:
+    for tensor in map(local_of, tensors):
         if chunk and chunk[0].device != tensor.device:
             _broadcast_chunk(communicator, chunk, src)
             chunk = []
@@ -169,10 +173,10 @@ def _restructure_state(
     tensors: list[torch.Tensor] = []
     param_nodes, group_nodes = nodes[: len(params)], nodes[len(params) :]
     entries = [
-        decode(node, optimizer.state.get(p, {}), p.device, tensors) for p, node in zip(params, param_nodes, strict=True)
+        decode(node, optimizer.state.get(p, {}), p, tensors) for p, node in zip(params, param_nodes, strict=True)
     ]
     groups = [
-        decode(node, group, torch.device("cpu"), tensors)
+        decode(node, group, torch.empty(0), tensors)
         for group, node in zip(optimizer.param_groups, group_nodes, strict=True)
     ]
     for p, entry in zip(params, entries, strict=True):  # nothing has been changed so far, in case decode raised

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 import torch
 
 from pycomm import kernels
-from pycomm.bucket import Bucket
+from pycomm.bucket import Bucket, HasGradient
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression, NoCompression
 from pycomm.compression.base import Exchange, Flag, State
 from pycomm.layout import on_gpu
 from pycomm.reducer.autograd_hooks import GradientHook
-from pycomm.torch_internals import version_of
+from pycomm.reducer.sharded import LocalGradient
+from pycomm.torch_internals import is_dtensor, local_of, version_of
 from pycomm.transport.gpu import GpuWork
 from pycomm.worker import Work
 
@@ -38,41 +39,65 @@ class Slot:
     version: int = -1
     """Version counter of the averaged gradient when it was handed out."""
     hook: GradientHook | None = None
+    sharded: LocalGradient | None = None
+    """What stands for the parameter if it is a DTensor, of which only this rank's part matters here."""
+
+    owner: HasGradient = field(init=False)
+    """Object whose ``grad`` is the gradient, or this rank's part of it: the parameter, or what stands for it."""
+
+    def __post_init__(self) -> None:
+        self.sharded = LocalGradient(self.param) if is_dtensor(self.param) else None
+        self.owner = self.param if self.sharded is None else self.sharded
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The parameter, or this rank's part of it."""
+        return self.param if self.sharded is None else local_of(self.param)
+
+    def grad_version(self) -> int:
+        """Return the number of writes to the gradient, which must exist."""
+        if self.sharded is not None:
+            return self.sharded.version
+        assert self.param.grad is not None
+        return version_of(self.param.grad)
 
     def fire(self) -> None:
-        """Note that its gradient has been accumulated once more."""
+        """Note that its gradient has been accumulated once more; lay it over the mesh as the parameter is."""
         self.fired += 1
+        if self.sharded is not None:
+            self.sharded.match(self.name)
         flight = self.flight
         if self.fired == self.expected and flight is not None and flight.num_awaited is not None:
             flight.num_awaited -= 1
 
     def adopt(self) -> None:
         """Move ``.grad`` into the bucket, so that later passes of this window accumulate there."""
-        grad, flight = self.param.grad, self.flight
+        grad, flight = self.owner.grad, self.flight
         assert grad is not None
         assert flight is not None
         view = flight.bucket.views[self.index]
         if grad is not view and not flight.bucket.holds(self.index, grad):
             view.copy_(grad)
-            self.param.grad = view
+            self.owner.grad = view
 
     def show_bucket(self) -> None:
         """Make ``.grad``, if there is one, the view into the bucket."""
         if self.param.grad is not None and self.flight is not None:
-            self.param.grad = self.flight.bucket.views[self.index]
+            self.owner.grad = self.flight.bucket.views[self.index]
 
     def leave_bucket(self) -> None:
         """Copy ``.grad`` to memory of its own if it is a view into the bucket."""
-        if self.flight is not None and self.param.grad is self.flight.bucket.views[self.index]:
-            self.param.grad = self.param.grad.clone(memory_format=torch.preserve_format)
+        owner = self.owner
+        if self.flight is not None and owner.grad is not None and owner.grad is self.flight.bucket.views[self.index]:
+            owner.grad = owner.grad.clone(memory_format=torch.preserve_format)
 
     def untouched(self) -> bool:
         """Return whether ``.grad`` is still what was handed out last."""
-        grad = self.param.grad
+        grad = self.owner.grad
         if grad is None or self.flight is None:
             return grad is None
         bucket = self.flight.bucket
-        same = grad is bucket.views[self.index] and version_of(grad) == self.version
+        same = grad is bucket.views[self.index] and self.grad_version() == self.version
         return same and bucket.holds(self.index, grad)  # .grad.data may have been replaced
 
 
@@ -116,7 +141,7 @@ class BucketInFlight:
         self.exchange.finish(finite)
         self.bucket.repair()
         for slot, view, used in zip(self.slots, self.bucket.views, self.exchange.used(), strict=True):
-            slot.param.grad = view if used else None
+            slot.owner.grad = view if used else None
             slot.version = version_of(view)
         self.bucket.note_handed_out()
 
@@ -159,7 +184,8 @@ def make_buckets(
     for group, compressed in _groups(reversed(slots), compression, bucket_bytes, first):
         communicator = lanes[(num_earlier + len(flights)) % len(lanes)]
         members = sorted(group, key=_place)
-        bucket = Bucket([s.name for s in members], [s.param for s in members], communicator, algorithm)
+        owners = [s.owner for s in members] if any(s.sharded is not None for s in members) else None
+        bucket = Bucket([s.name for s in members], [s.local for s in members], communicator, algorithm, owners)
         method = compression if compressed else compression.otherwise or NoCompression()
         flight = BucketInFlight(members, bucket, method.make(bucket, communicator), communicator)
         for index, slot in enumerate(members):
@@ -174,7 +200,7 @@ def _place(slot: Slot) -> tuple[bool, int]:
     GPUs move 16 bytes at a time between places that begin so. A gradient of another size moves all behind
     it off the borders: these come last, the largest first.
     """
-    num_bytes = slot.param.nbytes
+    num_bytes = slot.local.nbytes
     uneven = num_bytes % PACKET_BYTES != 0
     return uneven, -num_bytes if uneven else 0
 
@@ -187,9 +213,10 @@ def _groups(
     open_: dict[tuple[torch.dtype, bool], list[Slot]] = {}
     sizes: dict[tuple[torch.dtype, bool], int] = {}
     for slot in slots:
-        key = (slot.param.dtype, compression.applies_to(slot.param))
-        num_bytes = slot.param.nbytes
-        if key[1] and on_gpu(slot.param):
+        param = slot.local
+        key = (param.dtype, compression.applies_to(param))
+        num_bytes = param.nbytes
+        if key[1] and on_gpu(param):
             num_bytes = int(num_bytes * max(compression.sent_fraction, 1.0 / _MOST_TIMES_DENSE))
         if key in open_ and sizes[key] + num_bytes > min(bucket_bytes, first_bytes * _GROWTH ** len(closed)):
             closed.append((open_.pop(key), key[1]))

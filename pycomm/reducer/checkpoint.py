@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression
 from pycomm.compression.base import State
+from pycomm.reducer.parts import join_parts, select_parts
 
 _FORMAT = 3
 _KEYS = {"format", "method", "world_size", "steps", "ranks"}
@@ -17,7 +18,9 @@ _CONTRIBUTIONS = ("residual", "velocity")
 """Keys of state whose sum over the ranks counts; all other state is equal on all ranks."""
 
 
-def gather_state(current: State, method: Compression, communicator: Communicator, steps: int) -> dict[str, Any]:
+def gather_state(
+    current: State, method: Compression, communicator: Communicator, steps: int, labels: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Do the work of ``Reducer.state_dict``.
 
     State that differs between the ranks is stored under the rank's number, because
@@ -27,9 +30,12 @@ def gather_state(current: State, method: Compression, communicator: Communicator
         current: state of all parameters (not copied yet).
         method: the compression method that it is of.
         steps: number of committed steps.
+        labels: key of each parameter's state, by name: parts of a DTensor on different ranks have different keys.
+            The names themselves if ``None``.
     """
+    labels = {name: name for name in current} if labels is None else labels
     state = {
-        name: {key: torch.empty(t.shape, dtype=t.dtype).copy_(t) for key, t in entry.items()}
+        labels[name]: {key: torch.empty(t.shape, dtype=t.dtype).copy_(t) for key, t in entry.items()}
         for name, entry in current.items()
     }
     return {
@@ -47,8 +53,13 @@ def select_state(
     method: Compression,
     communicator: Communicator,
     strict: bool,
+    labels: Mapping[str, str] | None = None,
 ) -> tuple[State, int]:
-    """Return this rank's part of ``state``, checked, and its number of steps; see ``Reducer.load_state_dict``."""
+    """Return this rank's part of ``state``, checked, and its number of steps; see ``Reducer.load_state_dict``.
+
+    ``labels`` are as in :func:`gather_state`; the result has the parameters' names.
+    """
+    labels = {name: name for name in current} if labels is None else labels
     saved = list(state) if isinstance(state, list | tuple) else [state]
     if not saved:
         raise ValueError("state is an empty list, wanted one or all ranks of one world size")
@@ -58,9 +69,11 @@ def select_state(
     if len(sizes) != 1:
         raise ValueError(f"state lists ranks of world sizes {sorted(sizes)}, wanted one or all ranks of one")
     ranks = [(int(rank), content) for entry in saved for rank, content in entry["ranks"].items()]
-    mine = _select_rank(ranks, sizes.pop(), communicator)
-    _check_entries(mine, current, strict)
-    return mine, saved[0]["steps"]
+    mine = _select_rank(join_parts(ranks), sizes.pop(), communicator)
+    wanted = {labels[name]: entry for name, entry in current.items()}
+    mine = select_parts(mine, wanted, strict)
+    _check_entries(mine, wanted, strict)
+    return {name: mine[labels[name]] for name in current if labels[name] in mine}, saved[0]["steps"]
 
 
 def _check_header(saved: Any, method: str, strict: bool) -> None:

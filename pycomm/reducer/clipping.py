@@ -8,7 +8,8 @@ import torch
 
 from pycomm import kernels
 from pycomm.optim.loss_scaler import loss_scale_of
-from pycomm.reducer.norms import clip_factor, narrowed, squared_norm, total
+from pycomm.optim.shards import locals_of
+from pycomm.reducer.norms import clip_factor, narrowed, squared_norm
 from pycomm.reducer.parameters import ParameterTable
 
 
@@ -21,8 +22,9 @@ def unscaled_norm(table: ParameterTable, loss_scaler: Any) -> torch.Tensor:
     scale = loss_scale_of(loss_scaler).left_in(table.optimizer)
     unscaled = table.stepper.unscaled()
     if unscaled is not None:
-        return total([kernels.squared_norms(unscaled).sum()]).sqrt() / scale
-    return squared_norm(table.flights, table.slots()).sqrt() / scale
+        squares = kernels.squared_norms(locals_of(unscaled.values()))
+        return table.shards.total(table.shards.add_up(squares, list(unscaled))).sqrt() / scale
+    return squared_norm(table.flights, table.slots(), table.shards).sqrt() / scale
 
 
 def clip(table: ParameterTable, norm: torch.Tensor, max_norm: float) -> None:

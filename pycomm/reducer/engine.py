@@ -20,6 +20,7 @@ from pycomm.reducer.parameters import ParameterTable
 from pycomm.reducer.progress import Progress
 from pycomm.reducer.replicas import ReplicaCheck
 from pycomm.reducer.settings import Settings
+from pycomm.reducer.verdicts import all_finite, needs_verdict, spread_failure
 from pycomm.reducer.window import AccumulationWindow
 from pycomm.transport.gpu import GpuWork
 from pycomm.worker import Work
@@ -58,7 +59,7 @@ class Engine:
         self.window = AccumulationWindow(communicator, settings, table.device, table.on_gpu)
         self.progress = Progress(table.device if table.on_gpu else None)
         self._replica_check = ReplicaCheck(
-            communicator, table.device, settings.check_replicas, not table.on_gpu, table.named, self._named_buffers
+            communicator, table.device, settings.check_replicas, not table.on_gpu, table.locals, self._named_buffers
         )
         self.buffers: BufferSync | None = None
         self.finite: Flag | None = None
@@ -72,8 +73,7 @@ class Engine:
 
     def _named_buffers(self) -> list[tuple[str, torch.Tensor]]:
         """Return the buffers to compare; none if they are synchronised, which makes them equal only afterwards."""
-        module = self.table.module
-        return [] if module is None or self.buffers is not None else list(module.named_buffers())
+        return [] if self.buffers is not None else self.table.named_buffers()
 
     # A pass.
 
@@ -105,7 +105,7 @@ class Engine:
             require_no_average(slot, self.settings)
         if not self.window.sending:
             slot.adopt()
-        elif slot.expected and self.settings.clip_local_norm is None:
+        elif slot.expected and self.window.sends_early(self.table.shards):
             self._launch_ready()
 
     def has_launched(self) -> bool:
@@ -138,7 +138,7 @@ class Engine:
     def launch_rest(self) -> None:
         """Launch the remaining buckets, in order."""
         if self._num_launched == 0:
-            self.window.fix_clipping(self.table.slots())
+            self.window.fix_clipping(self.table.slots(), self.table.shards)
         while self._num_launched < len(self.table.flights):
             self._launch(self.table.flights[self._num_launched])
         if self.buffers is not None and self._buffer_work is None:
@@ -147,7 +147,7 @@ class Engine:
     def _launch(self, flight: BucketInFlight) -> None:
         self._num_launched += 1
         weights = self.window.weights
-        grads = [None if weights.is_zero else slot.param.grad for slot in flight.slots]
+        grads = [None if weights.is_zero else slot.owner.grad for slot in flight.slots]
         if weights.in_use and self.table.on_gpu:
             weights.relative()  # waits on the host here, so that the job does not have to
         job = self._exchange_of(flight, grads, self._num_launched)
@@ -220,17 +220,16 @@ class Engine:
         flights, progress = self.table.flights, self.progress
         if flights:
             self._replica_check.check(flights[0].exchange.differing(), progress.num_steps, progress.num_reductions)
-        stateful = any(flight.exchange.transactional for flight in flights)
-        self.finite = self._count_step() if stateful else None
+        self.finite = self._count_step() if needs_verdict(flights, self.table.shards, self.settings) else None
         finite: Flag = True if self.finite is None else self.finite
         for flight in flights:
             flight.hand_out(finite)
+        spread_failure(flights, self.table.shards, self.settings.loss_scaler)
         progress.reduced(False if self.finite is None else self.finite)
 
     def _count_step(self) -> Flag:
-        """Return whether the step is finite. All ranks have received the same bits, so they agree without a message."""
-        flags = [flight.exchange.finite() for flight in self.table.flights]
-        finite = torch.stack([torch.as_tensor(flag) for flag in flags]).all()
+        """Return whether the step is finite; all ranks agree."""
+        finite = all_finite(self.table.flights, self.table.shards)
         self.nonfinite_steps += ~finite
         self.committed_steps += finite
         return finite if self.table.on_gpu else bool(finite)
@@ -271,7 +270,7 @@ class Engine:
             was_exchanged: whether the engine has sent and received them; a lone rank's are only looked at.
         """
         if not was_exchanged:
-            return bool(torch.isfinite(norms.squared_norm(self.table.flights, self.table.slots())))
+            return bool(torch.isfinite(norms.squared_norm(self.table.flights, self.table.slots(), self.table.shards)))
         if self.finite is None:
-            self.finite = all(bool(flight.exchange.finite()) for flight in self.table.flights)
+            self.finite = bool(all_finite(self.table.flights, self.table.shards))
         return bool(self.finite)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pycomm.reducer.buckets import Slot
 from pycomm.reducer.settings import Settings
-from pycomm.torch_internals import version_of
 
 
 def require_sendable(slot: Slot) -> None:
     """Raise RuntimeError or ValueError if the gradient of ``slot`` cannot be sent, or its bucket already was."""
-    grad = slot.param.grad
+    grad = slot.owner.grad
     if grad is None:
         raise RuntimeError(
             f"the gradient of {slot.name!r} has been removed by another hook on this parameter before it could be "
@@ -33,10 +32,10 @@ def require_no_average(slot: Slot, settings: Settings) -> None:
     linear = settings.average and not settings.compression.transactional and settings.clip_local_norm is None
     if linear or slot.fired > 1:
         return
-    grad, flight = slot.param.grad, slot.flight
+    grad, flight = slot.owner.grad, slot.flight
     assert grad is not None
     assert flight is not None
-    if grad is flight.bucket.views[slot.index] and version_of(grad) == slot.version + 1:
+    if grad is flight.bucket.views[slot.index] and slot.grad_version() == slot.version + 1:
         raise RuntimeError(
             f"backward() ran again on the averaged gradient of {slot.name!r}. Several passes of one step need "
             "attach(..., accumulate=n); a pass that is not a step of this optimizer (a generator's through its "

@@ -8,7 +8,6 @@ from weakref import WeakKeyDictionary
 import torch
 
 from pycomm.reducer.buckets import Slot
-from pycomm.torch_internals import version_of
 
 
 class LocalPasses:
@@ -24,9 +23,9 @@ class LocalPasses:
 
     def note(self, slot: Slot) -> None:
         """Note that a pass that is not averaged has accumulated the gradient of ``slot``."""
-        grad = slot.param.grad
+        grad = slot.owner.grad
         assert grad is not None
-        self._left[slot] = weakref.ref(grad), version_of(grad)
+        self._left[slot] = weakref.ref(grad), slot.grad_version()
 
     def require_gone(self, why: str, firing: Slot | None = None) -> None:
         """Raise RuntimeError if such a gradient is still in ``.grad``.
@@ -41,7 +40,7 @@ class LocalPasses:
             return
         # A gradient that is all zeros was cleared by zero_grad(set_to_none=False) or grad.data.zero_(). The host
         # waits once for all counts.
-        grads = [slot.param.grad for slot in suspects if slot.param.grad is not None]
+        grads = [grad for slot in suspects if (grad := slot.owner.grad) is not None]
         nonzero = torch.stack([grad.count_nonzero() for grad in grads]).tolist()
         for slot, count in zip(suspects, nonzero, strict=True):
             if count > 0 or slot is firing:
@@ -53,7 +52,7 @@ class LocalPasses:
 
     def _may_be_there(self, slot: Slot, added_to: bool) -> bool:
         reference, version = self._left[slot]
-        grad = slot.param.grad
+        grad = slot.owner.grad
         if grad is None or reference() is not grad:
             return False
-        return not added_to or version_of(grad) == version + 1  # else it was zeroed before this pass added to it
+        return not added_to or slot.grad_version() == version + 1  # else it was zeroed before this pass added to it

@@ -9,7 +9,7 @@ import torch
 
 from pycomm.communicator import Communicator
 from pycomm.reducer.broadcast import broadcast_tensors
-from pycomm.torch_internals import buffers_of
+from pycomm.torch_internals import buffers_of, local_of
 
 BUFFERS = ("local", "broadcast", "average")
 
@@ -48,7 +48,7 @@ class BufferSync:
             buffer = buffers_of(owner).get(name)
             if buffer is not None and id(buffer) not in seen:
                 seen.add(id(buffer))
-                yield buffer
+                yield local_of(buffer)
 
     @torch.no_grad()
     def run(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from pycomm import kernels
+from pycomm.optim.shards import Shards
 from pycomm.reducer.buckets import BucketInFlight, Slot
 
 
@@ -18,19 +19,62 @@ def measure(flight: BucketInFlight) -> None:
     flight.measured = True
 
 
-def squared_norm(flights: Iterable[BucketInFlight], slots: Iterable[Slot]) -> torch.Tensor:
+def squared_norm(flights: Iterable[BucketInFlight], slots: Sequence[Slot], shards: Shards) -> torch.Tensor:
     """Return the squared norm of all gradients together: a 0-d float64 tensor on their device.
 
-    It is the same on all ranks once the gradients are averaged.
+    It is the same on all ranks once the gradients are averaged. Of gradients that are DTensors it is that of the
+    whole: collective over the ranks of ``shards``, if there are any.
     """
-    parts = [flight.squares.sum() for flight in flights if _is_measured(flight) and flight.squares is not None]
-    rest = [slot.param.grad for slot in slots if slot.param.grad is not None and not _is_measured(slot.flight)]
+    if shards:
+        return shards.total(shards.add_up(_squares_by_slot(slots), [slot.param for slot in slots]))
+    measured = _measured(flights)
+    parts = [squares.sum() for squares in measured.values()]
+    rest = [grad for slot in slots if (grad := slot.owner.grad) is not None and id(slot.flight) not in measured]
     return total([*parts, *([kernels.squared_norms(rest).sum()] if rest else [])])
 
 
-def _is_measured(flight: BucketInFlight | None) -> bool:
-    """Return whether the norms taken on arrival are still those of the gradients."""
-    return flight is not None and flight.measured and all(slot.untouched() for slot in flight.slots)
+def _squares_by_slot(slots: Sequence[Slot]) -> torch.Tensor:
+    """Return the squared norm of each gradient, or of this rank's part of it; 0 where there is none."""
+    if not slots:
+        return torch.zeros(0, dtype=torch.float64)
+    measured = _measured({id(slot.flight): slot.flight for slot in slots if slot.flight is not None}.values())
+    found: dict[int, torch.Tensor] = {}
+    rest: dict[int, torch.Tensor] = {}
+    for i, slot in enumerate(slots):
+        grad = slot.owner.grad
+        if grad is not None and id(slot.flight) in measured:
+            found[i] = measured[id(slot.flight)][slot.index]
+        elif grad is not None:
+            rest[i] = grad
+    if rest:
+        found.update(zip(rest, kernels.squared_norms(list(rest.values())), strict=True))
+    zero = torch.zeros((), dtype=torch.float64, device=slots[0].local.device)
+    return torch.stack([found.get(i, zero) for i in range(len(slots))])
+
+
+def clip_parts(slots: Sequence[Slot], shards: Shards, max_norm: float, scale: float | torch.Tensor) -> None:
+    """Scale gradients of DTensors, each times ``scale``, down to ``max_norm``, by the norm of the whole of each.
+
+    A gradient that is not finite is left alone. Collective over the ranks of ``shards``.
+    """
+    split = [slot for slot in slots if slot.sharded is not None]
+    if not split:
+        return
+    squares = shards.add_up(_squares_by_slot(split), [slot.param for slot in split])
+    norms = squares.sqrt() * scale
+    factors = torch.where(torch.isfinite(norms), (max_norm / norms).clamp(max=1.0), 1.0).float()
+    for slot, factor in zip(split, factors, strict=True):
+        if (grad := slot.owner.grad) is not None:
+            slot.owner.grad = grad * factor  # not in place: autograd may have left the memory to others, too
+
+
+def _measured(flights: Iterable[BucketInFlight]) -> dict[int, torch.Tensor]:
+    """Return the norms taken on arrival, by id of the bucket, where they are still those of the gradients."""
+    return {
+        id(flight): flight.squares
+        for flight in flights
+        if flight.measured and flight.squares is not None and all(slot.untouched() for slot in flight.slots)
+    }
 
 
 def total(squares: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -10,12 +10,15 @@ import torch
 from pycomm.communicator import Communicator
 from pycomm.layout import on_gpu
 from pycomm.optim.parameters import optimizer_parameters
+from pycomm.optim.shards import Shards
 from pycomm.optim.step_override import Stepper, stepper_of
-from pycomm.reducer.broadcast import broadcast_tensors, check_same_lines
+from pycomm.reducer.broadcast import broadcast_tensors, check_same_lines, signature
 from pycomm.reducer.buckets import BucketInFlight, Slot, make_buckets
 from pycomm.reducer.lanes import first_bytes
+from pycomm.reducer.parts import labels_of
 from pycomm.reducer.settings import Settings
-from pycomm.torch_internals import is_flat_parameter, steps_in_backward
+from pycomm.reducer.sharded import check_sharding
+from pycomm.torch_internals import is_dtensor, is_flat_parameter, local_of, steps_in_backward
 
 _GRADIENT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -31,6 +34,8 @@ class ParameterTable:
     Attributes:
         flights: the buckets.
         device: device of all parameters.
+        ranks: global ranks that gradients are averaged over; ``attach`` sets it.
+        shards: the trainable parameters that are DTensors, with the ranks that their parts are on.
         on_gpu: whether that is a GPU.
     """
 
@@ -44,6 +49,8 @@ class ParameterTable:
         self._slots: dict[int, Slot] = {}
         self._frozen = {id(param): Slot(name, param) for name, param in names.items()}
         self.flights: list[BucketInFlight] = []
+        self.ranks: tuple[int, ...] = ()
+        self.shards = Shards([])
         self.device = next((p.device for p in names.values()), torch.device("cpu"))
         self.on_gpu = any(on_gpu(p) for p in names.values())
 
@@ -60,9 +67,21 @@ class ParameterTable:
         """Return all parameters with their names, trainable ones first."""
         return [(slot.name, slot.param) for slot in (*self._slots.values(), *self._frozen.values())]
 
+    def locals(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the same as :meth:`named`, with this rank's part of each DTensor."""
+        return [(slot.name, slot.local) for slot in (*self._slots.values(), *self._frozen.values())]
+
+    def named_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the module's buffers with their names, and this rank's part of those that are DTensors."""
+        return [] if self.module is None else [(name, local_of(b)) for name, b in self.module.named_buffers()]
+
+    def labels(self) -> dict[str, str]:
+        """Return the keys of trainable parameters in saved state, by name."""
+        return labels_of((slot.name, slot.param) for slot in self._slots.values())
+
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Return the existing gradients by name."""
-        return {slot.name: slot.param.grad for slot in self._slots.values() if slot.param.grad is not None}
+        """Return the existing gradients by name, and this rank's part of those that are DTensors."""
+        return {slot.name: grad for slot in self._slots.values() if (grad := slot.owner.grad) is not None}
 
     def drop_gradients(self) -> None:
         """Set ``.grad`` of all trainable parameters to ``None``."""
@@ -83,6 +102,7 @@ class ParameterTable:
         for slot in slots:
             del self._frozen[id(slot.param)]
             self._slots[id(slot.param)] = slot
+        self.shards = Shards(param for _, param in self.named())  # those of frozen ones take part in sums all the same
         return slots
 
     def make_buckets(self, slots: list[Slot], lanes: Sequence[Communicator], settings: Settings) -> None:
@@ -109,8 +129,9 @@ class ParameterTable:
         number = len(self._slots) + len(self._frozen)
         new = {names.get(id(p), f"added.{number + i}"): p for i, p in enumerate(added)}
         check_parameters(new, self.device)
+        check_sharding(new, self.ranks)
         self._frozen.update({id(p): Slot(name, p) for name, p in new.items()})
-        lines = [f"{s.name}: {list(s.param.shape)} {s.param.dtype}" for s in self.unfrozen()] + list(new)
+        lines = [f"{s.name}: {signature(s.param)}" for s in self.unfrozen()] + list(new)
         check_same_lines(communicator, lines, "new parameter")
         broadcast_tensors(communicator, new.values(), src=0)
         return True
@@ -231,13 +252,13 @@ def _check_memory(name: str, param: torch.Tensor) -> None:
             "different shard: FSDP averages gradients itself; leave pycomm.attach out, or shard with FSDP2's "
             "fully_shard, whose replicas pycomm.ddp.register_hsdp averages"
         )
-    if hasattr(param, "__tensor_flatten__") or hasattr(param, "device_mesh"):
+    local = local_of(param) if is_dtensor(param) else param
+    if hasattr(local, "__tensor_flatten__"):
         raise TypeError(
-            f"parameter {name!r} is a {kind}, sharded or wrapped around other tensors (fully_shard, tensor "
-            "parallelism): wanted ordinary parameters; FSDP2 averages gradients itself, leave pycomm.attach out; "
-            "between replicas of a sharded model, pycomm.ddp.register_hsdp does, with any compression"
+            f"parameter {name!r} is a {kind}, wrapped around other tensors: wanted ordinary parameters, or DTensors of "
+            "ordinary tensors"
         )
-    if param.device.type == "meta" or (param.numel() > 0 and _has_no_memory(param)):
+    if param.device.type == "meta" or (local.numel() > 0 and _has_no_memory(local)):
         raise TypeError(
             f"parameter {name!r}, a {kind} on device {param.device}, has no memory: wanted parameters that are "
             "materialised (module.to_empty(device=...), then initialised) and not freed"

@@ -19,6 +19,7 @@ from pycomm.reducer.engine import Engine
 from pycomm.reducer.module_buffers import BufferSync
 from pycomm.reducer.passes import Passes
 from pycomm.reducer.wrappers import unwatch_constructions
+from pycomm.torch_internals import is_dtensor
 
 
 class Reducer:
@@ -40,7 +41,9 @@ class Reducer:
         self.optimizer, self.module = engine.table.optimizer, engine.table.module
         self._passes = Passes(engine)
         # One rank that compresses nothing has nothing to do.
+        # (With DTensors it has: gradients that are still to be summed over their mesh.)
         self._idle = communicator.size == 1 and not settings.compression.transactional and not settings.clip_local_norm
+        self._idle = self._idle and not any(is_dtensor(param) for _, param in self._table.named())
         if self._idle:
             self._table.admit()
             return
@@ -155,7 +158,8 @@ class Reducer:
         second step on it does not read the gradients again: their norms are computed as the buckets
         arrive, while backward runs. If pycomm's kernels do the step (:func:`pycomm.fuse`,
         :func:`pycomm.master_weights`), they apply the factor, and ``.grad`` stays unchanged. With torch's
-        GradScaler, call ``unscale_`` first. The result is the same on all ranks.
+        GradScaler, call ``unscale_`` first. The result is the same on all ranks: DTensors count as a whole,
+        and parameters that all ranks have once (collective over the ranks that have parts).
 
         Args:
             max_norm: the bound, a positive number.
@@ -175,7 +179,8 @@ class Reducer:
         self._engine.measures = True
         norm = clipping.unscaled_norm(self._table, self._settings.loss_scaler)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
-            raise RuntimeError(f"the norm of the gradients is {norm.item()}: see {self.name_of_not_finite()}")
+            where = self.name_of_not_finite() or "other ranks"
+            raise RuntimeError(f"the norm of the gradients is {norm.item()}: see {where}")
         clipping.clip(self._table, norm, max_norm)
         return norm
 
@@ -217,11 +222,12 @@ class Reducer:
         same units; with PowerSGD ``["q"]``, equal on all ranks. The other keys are ``format``,
         ``world_size``, ``method`` and ``steps``, the number of committed steps. The dict loads with
         ``torch.load(weights_only=True)``; ``torch.distributed.checkpoint.save({"reducer": reducer})``
-        keeps every rank's.
+        keeps every rank's. Of a DTensor each rank saves the state of its own part, as an ordinary tensor,
+        under a key that says which: ``"up.weight[0:1/2]"`` is the second half along dimension 0.
         """
         self._require_attached()
         method, steps = self._settings.compression, int(self._engine.committed_steps)
-        return gather_state(state_of(self._table.flights), method, self._communicator, steps)
+        return gather_state(state_of(self._table.flights), method, self._communicator, steps, self._table.labels())
 
     def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]], *, strict: bool = True) -> None:
         """Load state that :meth:`state_dict` returned.
@@ -229,7 +235,8 @@ class Reducer:
         Args:
             state: this rank's own dict, one dict with the ``ranks`` of all, or the list of all ranks'
                 dicts. If it comes from a different number of ranks, residuals and velocities are
-                redistributed so that their sums over the ranks are kept.
+                redistributed so that their sums over the ranks are kept. DTensors must be in as many parts as
+                they were: each rank takes those of its own.
             strict: raise ValueError for missing or unknown parameters and for another method's state,
                 instead of loading what fits.
 
@@ -238,7 +245,7 @@ class Reducer:
         """
         self._require_attached()
         current, method = state_of(self._table.flights), self._settings.compression
-        chosen, steps = select_state(state, current, method, self._communicator, strict)
+        chosen, steps = select_state(state, current, method, self._communicator, strict, self._table.labels())
         for flight in self._table.flights:
             flight.exchange.load_state(chosen)
         self._engine.committed_steps.fill_(steps)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from pycomm.communicator import Communicator
+from pycomm.compression import DGC
 from pycomm.compression.base import Scaling
 from pycomm.optim.loss_scaler import loss_scale_of
+from pycomm.optim.shards import Shards
 from pycomm.reducer import norms
 from pycomm.reducer.buckets import Slot
 from pycomm.reducer.sample_weights import SampleWeights
@@ -33,6 +36,8 @@ class AccumulationWindow:
         self._communicator, self._settings = communicator, settings
         self._device, self._on_gpu = device, on_gpu
         self._loss_scale = loss_scale_of(settings.loss_scaler)
+        # DGC clips by parameter, as it packs them; it sees only this rank's part of a DTensor.
+        self._part_norm = settings.compression.clip_norm if isinstance(settings.compression, DGC) else None
         self.num_passes = 0
         self.sending = False
         self.complete = False
@@ -77,12 +82,28 @@ class AccumulationWindow:
         average, size = self._settings.average, self._communicator.size
         self.scaling = Scaling(size, loss_scale=loss_scale, average=average, step=number)
 
-    def fix_clipping(self, slots: Sequence[Slot]) -> None:
-        """Fix the factor that clips this rank's own gradient, before anything is sent."""
+    def fix_clipping(self, slots: Sequence[Slot], shards: Shards) -> None:
+        """Fix the factor that clips this rank's own gradient, before anything is sent.
+
+        Of DTensors, that of the whole gradient counts: collective over the ranks of ``shards``.
+        """
+        self._clip_all(slots, shards)
+        if shards and self._part_norm is not None:
+            relative = self.weights.relative() if self.weights.in_use else 1.0
+            limit = self._part_norm / math.sqrt(self._communicator.size)
+            norms.clip_parts(slots, shards, limit, replace(self.scaling, relative=relative).to_state)
+            if self._on_gpu:
+                self.streams.add(self._communicator.channel.current_stream(self._device))
+
+    def sends_early(self, shards: Shards) -> bool:
+        """Return whether gradients may be sent before all have arrived: none is clipped by what others know."""
+        return self._settings.clip_local_norm is None and (self._part_norm is None or not shards)
+
+    def _clip_all(self, slots: Sequence[Slot], shards: Shards) -> None:
         max_norm = self._settings.clip_local_norm
         if max_norm is None:
             return
-        squares = norms.squared_norm([], slots)
+        squares = norms.squared_norm([], slots, shards)
         norm = squares.sqrt() * self.weights.mean_factor() / self.scaling.loss_scale
         # Non-finite gradients are not clipped; they are found where they always are, after the exchange.
         factor = norms.narrowed(torch.where(torch.isfinite(norm), norms.clip_factor(norm, max_norm), 1.0), slots)

@@ -1,7 +1,8 @@
 """Private names of torch that pycomm uses, each behind a function that says what it is used for.
 
 This is the package that a new release of torch may break: tests/test_torch_internals.py checks each name's
-behaviour, and that no other file uses any private name.
+behaviour, and that no other file uses any private name. :mod:`pycomm.torch_internals.pipelines` is imported by those
+who need it: what it imports of torch takes longer than all the rest.
 """
 
 from torch._C._distributed_c10d import GradBucket, PrefixStore, Store
@@ -14,6 +15,7 @@ from pycomm.torch_internals.autograd import (
     current_node,
     queue_final_callback,
 )
+from pycomm.torch_internals.dtensors import Sharded, dtensor_around, is_dtensor, local_of
 from pycomm.torch_internals.groups import (
     backend_of,
     has_joined_gloo,
@@ -29,6 +31,7 @@ from pycomm.torch_internals.modules import (
     buffers_of,
     children_of,
     communication_hooks,
+    convolve,
     divides_by_active_ranks,
     has_parts,
     sharded_groups,
@@ -54,29 +57,37 @@ from pycomm.torch_internals.tensors import (
     uses_outside_python,
     version_of,
 )
+from pycomm.torch_internals.tracing import attention_flops, fake_tensors
 
 __all__ = [
     "GradBucket",
     "PrefixStore",
+    "Sharded",
     "ShardedGroup",
     "StorageWatch",
     "Store",
     "TorchWork",
     "accumulation_hooks",
     "active_ddp_module",
+    "attention_flops",
     "backend_of",
     "buffers_of",
     "children_of",
     "communication_hooks",
     "compiles_autograd",
+    "convolve",
     "current_graph_task",
     "current_node",
     "divides_by_active_ranks",
+    "dtensor_around",
+    "fake_tensors",
     "has_joined_gloo",
     "has_parts",
+    "is_dtensor",
     "is_flat_parameter",
     "is_schedulers_wrapper",
     "leave_scale_to_step",
+    "local_of",
     "make_process_group",
     "move_to_shared_mapping",
     "note_writes",

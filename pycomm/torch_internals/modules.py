@@ -32,6 +32,17 @@ def active_ddp_module() -> torch.nn.Module | None:
     return DistributedDataParallel._active_ddp_module
 
 
+def convolve(
+    module: torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return what ``module`` would return for ``x`` if these were its weight and bias."""
+    out: torch.Tensor = module._conv_forward(x, weight, bias)
+    return out
+
+
 # DistributedDataParallel.
 
 

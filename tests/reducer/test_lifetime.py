@@ -8,6 +8,8 @@ import signal
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,20 @@ def num_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+@contextmanager
+def little_to_collect() -> Iterator[None]:
+    """Let collections look only at what is made meanwhile: they take long among all that torch has imported."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def dropped(compression: Any, torch_transport: bool, named: bool) -> None:
-    with over_torch(torch_transport):
+    with over_torch(torch_transport), little_to_collect():
         counts = []
-        gc.collect()
         for _ in range(4):
             model = make_model()
             optimizer = sgd(model)

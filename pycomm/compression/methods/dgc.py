@@ -43,7 +43,8 @@ class DGC(CodecMethod):
         momentum, nesterov: as in SGD, 0 <= momentum < 1.
         clip_norm: the norm that the averaged gradient of a parameter would be clipped to; each rank
             clips its own to 1/sqrt(N) of that (section 3.3), by parameter as the authors' code does,
-            so that no bucket waits for another.
+            so that no bucket waits for another. Of a DTensor it is the norm of the whole parameter's
+            gradient that counts; then nothing is sent while backward runs.
         warmup_steps: number of optimizer steps over which the density falls from 25 % in five stages
             by factors of four, never below ``ratio``. On a GPU the host waits once in each of these
             steps, to know whether the one before was finite.

@@ -98,7 +98,9 @@ class PowerSGD(CodecMethod):
 
     Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", 2019,
     algorithms 1 and 2, warm-started. A parameter of n by m elements (first dimension by the rest) takes
-    4 * rank * (n + m) bytes in two all-reduces; it travels dense if that is more than half of its size.
+    4 * rank * (n + m) bytes in two all-reduces; it travels dense if that is more than half of its size. Of a
+    DTensor, each rank's part is such a matrix, with ``rank`` columns of its own: together they approximate the whole
+    parameter at least as well.
 
     Args:
         rank: number of columns, at least 1.

@@ -1,0 +1,33 @@
+"""Tracing: tensors without memory, and what torch's counter of operations leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Return a context in which new tensors have shapes, storages and a graph, but no memory and no values."""
+    return FakeTensorMode()
+
+
+def attention_flops() -> dict[Any, Callable[..., int]]:
+    """Return FLOPs of the attention that CPUs run, for ``FlopCounterMode``, which knows only that of GPUs."""
+    aten = torch.ops.aten
+    return {
+        aten._scaled_dot_product_flash_attention_for_cpu: _forward,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward,
+    }
+
+
+def _forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
+
+
+def _backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(grad, query, key, value))  # type: ignore[no-untyped-call]
