@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
+
+_LAST_PATIENCE = 5.0  # seconds, at the end of the process, for threads that have been stopped
+
+_stopped: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class Work:
@@ -136,6 +141,7 @@ class Worker:
             if self._thread is not None and not stopped:
                 self._jobs.put(None)
         if self._thread is not None and not self.is_current():
+            _stopped.add(self._thread)
             self._thread.join(patience)
 
     def _loop(self, jobs: SimpleQueue[Work | None]) -> None:
@@ -159,6 +165,21 @@ class Worker:
 
 
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+def _wait_for_stopped() -> None:
+    """Wait at the interpreter's exit for threads that nobody has waited for when they were stopped.
+
+    A daemon thread that comes out of torch's code when the interpreter has ended takes the process along: "terminate
+    called without an active exception".
+    """
+    deadline = time.monotonic() + _LAST_PATIENCE
+    for thread in list(_stopped):
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+# Those of objects made later, which close communicators, are called before this one.
+_at_exit = weakref.finalize(Worker, _wait_for_stopped)
 
 
 def _reset_workers_in_child() -> None:

@@ -26,6 +26,7 @@ def by_device(operation: F) -> F:
 
     @functools.wraps(operation)
     def call(self: Calls, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(map(_arrived, args))
         device = _device_of(args)
         if device is not None and device.type != "cpu":
             return self.gpu_side(device).call(operation.__name__, *args, **kwargs)
@@ -35,6 +36,19 @@ def by_device(operation: F) -> F:
         return work
 
     return cast(F, call)
+
+
+def _arrived(arg: Any) -> Any:
+    """Return ``arg`` with the results of torch's functional collectives in the place of what stands for them.
+
+    DTensor passes on tensors that wait for their collective when they are first used. torch's own groups meet them
+    through its dispatcher, which waits; a group in Python is called directly.
+    """
+    if isinstance(arg, torch.Tensor):
+        return arg.trigger_wait() if type(arg) is not torch.Tensor and hasattr(arg, "trigger_wait") else arg
+    if isinstance(arg, (list, tuple)) and any(_arrived(each) is not each for each in arg):
+        return [_arrived(each) for each in arg]
+    return arg
 
 
 def _device_of(args: Sequence[Any]) -> torch.device | None:

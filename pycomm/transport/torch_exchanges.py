@@ -44,11 +44,18 @@ def counted(operation: F) -> F:
     return cast(F, count)
 
 
-def _forget_frames(error: BaseException | None) -> None:
-    """Drop what the frames behind ``error`` refer to: a work keeps connections open, on whose end other ranks wait."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+def _forget_frames(error: BaseException) -> None:
+    """Drop what the frames behind ``error`` refer to: a work keeps connections open, on whose end other ranks wait.
+
+    So does a frame of a function inside another, which has what both refer to even when it is cleared: of the errors
+    that this one is about, torch's among them, only their words stay.
+    """
+    traceback.clear_frames(error.__traceback__)
+    cause = error.__cause__ or error.__context__
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__
 
 
 class TorchExchanges(BufferedMessages):

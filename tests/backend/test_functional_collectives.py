@@ -99,3 +99,24 @@ def test_compiled_without_a_break(compiler: str) -> None:
         x = torch.full((8,), float(dist.get_rank() + repeat))
         assert torch.equal(compiled(x), step(x.clone()))
     torch._dynamo.reset()
+
+
+@on_world(2)
+def test_results_that_nobody_has_waited_for_are_arguments_of_the_next() -> None:
+    rank, x = dist.get_rank(), ranks_tensor()
+    total = 2 * torch.arange(6.0).view(6, 1) + 10.0
+
+    def pending() -> torch.Tensor:
+        made: torch.Tensor = functional.all_reduce(x, "sum", everyone())
+        assert type(made) is not torch.Tensor
+        return made
+
+    dist.all_reduce(twice := pending())
+    assert torch.equal(twice, 2 * total)
+    dist.all_gather(parts := [torch.zeros(6, 1) for _ in range(2)], pending())
+    assert torch.equal(parts[1 - rank], total)
+    sent = dist.isend(pending(), 1 - rank, tag=3)
+    dist.recv(received := torch.zeros(6, 1), 1 - rank, tag=3)
+    assert sent is not None
+    sent.wait()
+    assert torch.equal(received, total)

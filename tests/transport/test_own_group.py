@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from pycomm import Communicator
+from pycomm import CommError, Communicator
 from pycomm.transport import own_group as module
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
@@ -64,6 +65,23 @@ def test_a_dropped_communicator_gives_its_group_back() -> None:
     work.wait()
     del c, work
     assert (len(distributed_c10d._world.pg_map), threading.active_count()) == before
+
+
+@on_ranks(2)
+def test_an_error_that_is_kept_keeps_no_connection() -> None:
+    """Another rank may wait at its end: for Gloo's timeout, were it open as long as somebody looks at the error."""
+    c: Any = Communicator(timeout=20, transport="torch")
+    own = weakref.ref(c.channel.transport._group.group)
+    if dist.get_rank() == 1:
+        c.close("it had enough")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        time.sleep(0.3)  # Gloo has noticed, so that the operation fails where it begins
+        with pytest.raises(CommError, match="it had enough") as kept:
+            c.all_reduce(torch.ones(3))
+        c.close()
+        assert own() is None
+        assert "Connection closed" in str(kept.value.__cause__)
 
 
 @on_ranks(2)

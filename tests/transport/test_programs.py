@@ -320,7 +320,7 @@ def stopped(table: Listed) -> str:
     last = table[0] - 1
     communicator = Communicator(transport="shared_memory", timeout=30)
     rank = communicator.rank
-    communicator._timeout = 1.0 if rank == last - 1 else 30.0
+    communicator.channel.timeout = 1.0 if rank == last - 1 else 30.0
     pids = communicator.channel.all_gather_bytes(str(os.getpid()).encode())
     x = communicator.empty(100_000, torch.int32).fill_(rank)
     if rank == last - 1:

@@ -18,7 +18,7 @@ from tests.transport.threads import ThreadsTransport, run_threads
 
 SOME = (torch.float32, torch.bfloat16, torch.int32)
 LARGE = (torch.float32, torch.uint8)  # for arrays of a million elements
-RANKS = range(1, 9)
+SIZES = [pytest.param(size, marks=() if size == 5 else pytest.mark.slow) for size in range(1, 9)]
 # With parameters, where these do something that the plain names do not.
 ALGORITHMS = [*schedule.names(), "double_tree(3)"]
 
@@ -89,8 +89,7 @@ def require_same_bits(digests: list[list[str]]) -> None:
     assert all(theirs == digests[0] for theirs in digests), "ranks hold different bits"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize("size", SIZES)
 def test_threads(size: int) -> None:
     for name in ALGORITHMS:
         table = schedule.by_name(name, size)
@@ -124,15 +123,14 @@ def on_processes(size: int, transport: str, memory: str, dtypes: tuple[torch.dty
     return digests
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
     ("transport", "memory"), [("shared_memory", "empty"), ("shared_memory", "tensor"), ("torch", "tensor")]
 )
 def test_processes(rank_pools: Pools, size: int, transport: str, memory: str) -> None:
     # Bytes are bytes, and what adds them is the same for any number of ranks.
     dtypes = DTYPES if size in (2, 3) else SOME
-    by_rank = rank_pools(max(RANKS)).run(on_processes, size, transport, memory, dtypes, timeout=280)
+    by_rank = rank_pools(5 if size <= 5 else 8).run(on_processes, size, transport, memory, dtypes, timeout=280)
     for name in ALGORITHMS:
         require_same_bits([digests[name] for digests in by_rank[:size]])

@@ -10,6 +10,7 @@ from bench.slow_network.namespaces import available, hosts, run_ranks
 from tests.several_hosts import COUNT
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_two_hosts_with_two_ranks_each() -> None:
     reason = available()

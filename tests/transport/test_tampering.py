@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,15 +16,22 @@ from pycomm import CommError, Communicator
 from tests.on_ranks import Pools
 
 
-def own_memory_file() -> int:
-    """The descriptor of the memory that this process's communicator shares."""
-    links = {
-        int(fd): os.readlink(f"/proc/self/fd/{fd}")
-        for fd in os.listdir("/proc/self/fd")
-        if fd.isdigit() and os.path.lexists(f"/proc/self/fd/{fd}")
-    }
-    descriptors = [fd for fd, link in links.items() if "memfd:pycomm" in link]
-    return max(descriptors, key=lambda fd: os.fstat(fd).st_ino)  # the newest, where an earlier test's is still open
+def own_memory_file(communicator: Communicator) -> int:
+    """The descriptor of the memory that this process's communicator shares: of the file that its arrays lie in.
+
+    An earlier test's may still be open, and nothing about a descriptor or an inode says which is newer.
+    """
+    address = communicator.empty(1).data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(bound, 16) for bound in line.split()[0].split("-"))
+        if first <= address < last:
+            inode = int(line.split()[4])
+            break
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing itself
+            if os.fstat(int(fd)).st_ino == inode and "memfd:pycomm" in os.readlink(f"/proc/self/fd/{fd}"):
+                return int(fd)
+    raise AssertionError("its arrays do not lie in a file of pycomm's")
 
 
 def tamper(seed: int) -> str:
@@ -33,7 +42,7 @@ def tamper(seed: int) -> str:
     mine = communicator.empty(1_000_000).fill_(5.0)  # nor here, on rank 0
     done = threading.Event()
     if communicator.rank == 1:
-        page = mmap.mmap(own_memory_file(), 4096)
+        page = mmap.mmap(own_memory_file(communicator), 4096)
         random = np.random.default_rng(seed)
 
         def scribble() -> None:
@@ -94,7 +103,7 @@ def announce_impossibly(field: str) -> str:
     said = ""
     if communicator.rank == 1:
         communicator.barrier()
-        page = mmap.mmap(own_memory_file(), 4096 + 2 * 65536)
+        page = mmap.mmap(own_memory_file(communicator), 4096 + 2 * 65536)
         done = threading.Event()
 
         def overwrite() -> None:
