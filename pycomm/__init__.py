@@ -8,6 +8,7 @@ See :func:`attach` for training, :class:`Communicator` for collectives, :mod:`py
 the kernels under both.
 """
 
+import importlib
 import warnings
 from typing import Any
 
@@ -86,6 +87,7 @@ __all__ = [
     "kernels",
     "master_weights",
     "optim",
+    "parallel",
     "schedule",
 ]
 
@@ -120,6 +122,8 @@ _MOVED = (
 
 
 def __getattr__(name: str) -> Any:
+    if name == "parallel":  # on first use, as DTensor takes longer to import than all the rest
+        return importlib.import_module("pycomm.parallel")
     if name in _MOVED:
         warnings.warn(f"pycomm.{name} is pycomm.optim.{name} now", DeprecationWarning, stacklevel=2)
         return getattr(optim, name)

@@ -1,0 +1,93 @@
+"""Chains of layers: what runs after what, where the model's structure proves it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import nn
+
+from pycomm.torch_internals import children_of
+
+Chain = list[tuple[str, nn.Module]]
+"""Modules with their names, each of which gets the output of the one before, and nothing else does."""
+
+ELEMENTWISE = (
+    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid),
+    *(nn.LogSigmoid, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Tanhshrink),
+    *(nn.Threshold, nn.Softshrink, nn.Hardshrink, nn.Identity, nn.Dropout, nn.AlphaDropout),
+)
+"""Modules that compute each element from that element alone."""
+
+CHANNELWISE = (
+    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
+    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
+    *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
+    *(nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+)
+"""Modules that compute each channel of images from that channel alone."""
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def chains(model: nn.Module) -> list[Chain]:
+    """Return the chains of ``model``: its outermost plain ``nn.Sequential`` containers, with those inside flattened.
+
+    Containers of other classes, or with hooks, or that are used twice, may run their parts in any way: they are
+    links of a chain, and may hold chains of their own.
+    """
+    uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    found: list[Chain] = []
+    inside: set[str] = set()
+    for name, module in model.named_modules():
+        if name not in inside and _is_plain(module) and uses[id(module)] == 1:
+            chain: Chain = []
+            _flatten(name, module, uses, chain, inside)
+            found.append(chain)
+    return found
+
+
+def passes(between: Chain, first: nn.Module, second: nn.Module) -> bool:
+    """Return whether parts of the output of ``first`` go through ``between`` to become parts of ``second``'s input.
+
+    ``first`` and ``second`` are Linear or convolutions; parts are contiguous features, or channels.
+    """
+    flattened = False
+    images = isinstance(first, CONVOLUTIONS)
+    for _, module in between:
+        if module.__class__ in CHANNELWISE and images and not flattened:
+            if getattr(module, "return_indices", False):
+                return False
+        elif module.__class__ is nn.Flatten and images and not flattened:
+            if (module.start_dim, module.end_dim) != (1, -1):
+                return False
+            flattened = True
+        elif module.__class__ not in ELEMENTWISE:
+            return False
+    if flattened:
+        return isinstance(second, nn.Linear) and second.in_features % outputs(first) == 0
+    return images == isinstance(second, CONVOLUTIONS) and outputs(first) == inputs(second)
+
+
+def inputs(module: nn.Module) -> int:
+    """Return the number of input features, or channels, of a Linear or convolution."""
+    return int(module.in_features if isinstance(module, nn.Linear) else module.in_channels)  # type: ignore[arg-type]
+
+
+def outputs(module: nn.Module) -> int:
+    """Return the number of output features, or channels, of a Linear or convolution."""
+    return int(module.out_features if isinstance(module, nn.Linear) else module.out_channels)  # type: ignore[arg-type]
+
+
+def _is_plain(module: nn.Module) -> bool:
+    return module.__class__ is nn.Sequential
+
+
+def _flatten(name: str, module: nn.Module, uses: Counter[int], chain: Chain, inside: set[str]) -> None:
+    for key, child in children_of(module).items():  # one that is used twice is there twice
+        where = f"{name}.{key}" if name else key
+        assert child is not None, "nn.Sequential calls all its children"
+        if _is_plain(child) and uses[id(child)] == 1:
+            inside.add(where)
+            _flatten(where, child, uses, chain, inside)
+        else:
+            chain.append((where, child))

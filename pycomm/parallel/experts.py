@@ -1,0 +1,226 @@
+"""Layer of experts over ranks: each token goes to the few experts that a gate chooses for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Function
+
+from pycomm.checks import bounded, count, flag
+from pycomm.parallel.functional import all_to_all
+from pycomm.parallel.functional.announce import exchange_rows
+from pycomm.parallel.functional.collectives import GroupLike
+from pycomm.parallel.routing import capacity_of, choose, counts_of, route
+from pycomm.transport.own_group import group_of
+
+
+class ExpertsOutput(NamedTuple):
+    """What a layer of experts returns.
+
+    Attributes:
+        output: of the input's shape, but for the last dimension if experts change it.
+        auxiliary_loss: this rank's part of the loss that balances the experts; its mean over the ranks of the group is
+            the loss over all of their tokens. Add a small multiple, such as 0.01, to the rank's own loss.
+        dropped: number of this rank's choices that found no room.
+    """
+
+    output: torch.Tensor
+    auxiliary_loss: torch.Tensor
+    dropped: int
+
+
+class Experts(nn.Module):
+    """Mixture of experts, split over the ranks of a group: each has as many of the experts.
+
+    The layer of Shazeer et al. (arXiv:1701.06538) with the gate of Lepikhin et al., "GShard" (arXiv:2006.16668, section
+    2.2): softmax over all experts, of which a token goes to the best ``top_k``; an expert takes at most
+    ``capacity_factor`` times its fair share of all ranks' tokens, in the order of choices, ranks and tokens, and what
+    finds no room contributes zero. The auxiliary loss is that of Fedus et al., "Switch Transformers"
+    (arXiv:2101.03961, section 2.2): experts x sum over experts of (fraction of first choices x mean probability),
+    which is 1 if all is even. Tokens travel by two uneven all-to-alls; each rank may have any number of them.
+
+    The result is that of one process with all experts and all tokens, however many ranks there are. Construction is
+    collective over the group, and so is each call. The ranks of the group have different data, so the group
+    belongs to data parallelism, too: average the gradients of the experts over the ranks that have the same ones,
+    and of everything else over all ranks::
+
+        mesh = pycomm.parallel.mesh(dp=2, ep=2)
+        dense, experts = pycomm.parallel.parameters_by_group(model)        # names and parameters
+        everyone = pycomm.parallel.group_over(mesh, "dp", "ep")
+        first = torch.optim.AdamW([param for _, param in dense])
+        second = torch.optim.AdamW([param for _, param in experts])
+        pycomm.attach(first, dense, process_group=everyone)                # not `model`: it has other experts there
+        pycomm.attach(second, experts, process_group=mesh["dp"])
+
+    Args:
+        make_expert: makes an expert, which maps ``(tokens, width)`` to ``(tokens, features)``, each token by itself; no
+            tokens too. Every rank makes all experts one after the other and keeps its own, so that equal seeds
+            give the same experts on any number of ranks.
+        experts: number of experts of all ranks together, a multiple of the number of ranks.
+        width: features of a token.
+        group: a group, a one-dimensional ``DeviceMesh`` (``mesh["ep"]``), or ``None`` for the default group.
+        top_k: number of experts for each token.
+        capacity_factor: how many times its fair share an expert takes; ``None`` for all that come.
+        average: whether experts' gradients are divided by the number of ranks of the group, as an average over ranks
+            divides those of other parameters; otherwise they are of the sum of the ranks' losses.
+
+    Attributes:
+        gate: Linear without bias that gives the logits; all ranks' have to be equal (``attach`` sees to it).
+        own: this rank's experts, by their numbers among all.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong, or the ranks' differ (on every rank).
+    """
+
+    def __init__(
+        self,
+        make_expert: Callable[[], nn.Module],
+        experts: int,
+        width: int,
+        group: GroupLike = None,
+        *,
+        top_k: int = 2,
+        capacity_factor: float | None = 1.25,
+        average: bool = True,
+    ) -> None:
+        super().__init__()
+        self._group = group_of(group)  # not part of the state
+        error = _wrong(experts, width, top_k, capacity_factor, average, self._group.size())
+        settings = [experts, width, top_k, _millionths(capacity_factor), average]
+        rows = _exchange([0] * 5 if error else settings, error, self._group, torch.device("cpu"))
+        if any(row != rows[0] for row in rows):
+            raise ValueError(f"the ranks disagree on the experts' number, width, top_k, capacity and average: {rows}")
+        self.num_experts, self.width, self.top_k = experts, width, top_k
+        self.capacity_factor, self.average = capacity_factor, average
+        share, rank = experts // self._group.size(), self._group.rank()
+        self.gate = nn.Linear(width, experts, bias=False)
+        self.own = nn.ModuleDict()
+        for number in range(experts):
+            made = make_expert()
+            if number // share == rank:
+                self.own[str(number)] = made
+
+    def forward(self, x: torch.Tensor) -> ExpertsOutput:
+        """Send the tokens ``x`` of shape ``(..., width)`` through their experts.
+
+        Raises:
+            TypeError, ValueError: ``x`` is no floating-point tensor of this width, here or on another rank (on
+                every rank).
+        """
+        size, rank = self._group.size(), self._group.rank()
+        error = self._wrong_input(x)
+        weight = self.gate.weight
+        tokens = weight.new_empty(0, self.width) if error else x.reshape(-1, self.width)
+        chosen = choose(self.gate(tokens), self.top_k)
+        counts = counts_of(chosen.experts.cpu(), self.num_experts)
+        rows = _exchange([tokens.shape[0], *counts.flatten().tolist()], error, self._group, weight.device)
+        all_counts = torch.tensor([row[1:] for row in rows]).view(size, self.top_k, self.num_experts)
+        total = sum(row[0] for row in rows)
+        capacity = capacity_of(total, self.top_k, self.num_experts, self.capacity_factor)
+        way = route(chosen.experts.cpu(), all_counts, rank, capacity)
+        places = way.places.to(tokens.device)
+        sources = places % max(tokens.shape[0], 1)
+        received = all_to_all(tokens.index_select(0, sources), way.sends, self._group)
+        by_expert = way.by_expert.to(tokens.device)
+        computed = self._compute(received.index_select(0, by_expert), way.rows)
+        computed = computed.index_select(0, by_expert.argsort())
+        returned = all_to_all(computed, way.receives, self._group)
+        weights = chosen.weights.t().reshape(-1).index_select(0, places)
+        out = returned.new_zeros(tokens.shape[0], returned.shape[-1])
+        out = out.index_add(0, sources, returned * weights.unsqueeze(1))
+        first_choices = all_counts[:, 0].sum(0).to(tokens)
+        mean = chosen.probabilities.sum(0) * size / max(total, 1)
+        auxiliary = self.num_experts * (first_choices / max(total, 1) * mean).sum()
+        dropped = tokens.shape[0] * self.top_k - places.numel()
+        return ExpertsOutput(out.view(*x.shape[:-1], out.shape[-1]), auxiliary, dropped)
+
+    def extra_repr(self) -> str:
+        """Return the settings, for ``print(model)``."""
+        return f"experts={self.num_experts}, top_k={self.top_k}, capacity_factor={self.capacity_factor}"
+
+    def _compute(self, rows: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        """Return what this rank's experts make of ``rows``, which lie one expert's after the other's."""
+        size = self._group.size() if self.average else 1
+        # The gradients that come back are of all ranks' losses: divided for the experts' own parameters, then
+        # multiplied again for what goes on to the tokens.
+        parts = torch.split(_scale_gradient(rows, size), lengths)
+        made = [expert(part) for expert, part in zip(self.own.values(), parts, strict=True)]
+        return _scale_gradient(torch.cat(made), 1 / size)
+
+    def _wrong_input(self, x: Any) -> Exception | None:
+        if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+            kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+            return TypeError(f"x is a {kind}, wanted a floating-point tensor")
+        if x.dim() == 0 or x.shape[-1] != self.width:
+            return ValueError(f"x has the shape {list(x.shape)}, wanted (..., {self.width})")
+        return None
+
+
+def parameters_by_group(
+    model: nn.Module,
+) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]]:
+    """Return the parameters of ``model`` with their names: those that all ranks have, and those of experts.
+
+    The recipe for the two optimizers and averages is in :class:`Experts`.
+    """
+    owned = {
+        id(param) for module in model.modules() if isinstance(module, Experts) for param in module.own.parameters()
+    }
+    named = list(model.named_parameters())
+    return [each for each in named if id(each[1]) not in owned], [each for each in named if id(each[1]) in owned]
+
+
+class _ScaleGradient(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * ctx.factor, None
+
+
+def _scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """Return ``x``, whose gradient will be multiplied by ``factor``."""
+    if factor == 1:
+        return x
+    out: torch.Tensor = _ScaleGradient.apply(x, factor)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _wrong(experts: Any, width: Any, top_k: Any, capacity_factor: Any, average: Any, ranks: int) -> Exception | None:
+    """Return the error in the arguments of a layer; ``None`` if there is none."""
+    try:
+        if count("experts", experts, 1) % ranks:
+            raise ValueError(f"experts is {experts}, which {ranks} ranks cannot share evenly")
+        count("width", width, 1)
+        if count("top_k", top_k, 1) > experts:
+            raise ValueError(f"top_k is {top_k}, wanted at most the {experts} experts")
+        if capacity_factor is not None:
+            bounded("capacity_factor", capacity_factor, "a number above 0 and below 1e6", lambda f: 1e-6 <= f < 1e6)
+        flag("average", average)
+    except (TypeError, ValueError) as error:
+        return error
+    return None
+
+
+def _millionths(factor: float | None) -> int:
+    return -1 if factor is None else round(factor * 1e6)
+
+
+def _exchange(
+    mine: list[int], error: Exception | None, group: dist.ProcessGroup, device: torch.device
+) -> list[list[int]]:
+    """Return the numbers of every rank, or raise if a rank has an error."""
+    rows = exchange_rows(torch.tensor([int(error is not None), *mine]), group, device)
+    if error is not None:
+        raise error
+    for rank, row in enumerate(rows):
+        if row[0]:
+            raise ValueError(f"rank {rank} gave this layer of experts a wrong argument")
+    return [row[1:] for row in rows]

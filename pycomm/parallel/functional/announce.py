@@ -1,0 +1,143 @@
+"""Announcements: what each rank is about to do, compared by all of them before anything else moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from pycomm.parallel.functional.moves import all_gather_single
+from pycomm.torch_internals import backend_of
+
+_DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+_NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce")
+_MOST_DIMENSIONS = 12
+_HEADER = 6  # operation, whether it is wrong, dtype, whether it needs a gradient, argument, dimensions
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Call:
+    """Call of a collective on one rank.
+
+    Attributes:
+        name: of the function.
+        x: its tensor.
+        argument: number that must be the same on all ranks: a dimension, a root, the kind of a reduction.
+        sizes: one number per rank, or ``None``.
+        free_dim: dimension in which the ranks' tensors may differ; ``None`` if they must be alike.
+    """
+
+    name: str
+    x: torch.Tensor
+    argument: int = 0
+    sizes: tuple[int, ...] | None = None
+    free_dim: int | None = None
+
+
+class Heard(NamedTuple):
+    """What all ranks have announced.
+
+    Attributes:
+        needs_gradient: whether the tensor of any rank needs a gradient, so that all have to take part in backward.
+        lengths: length of each rank's tensor along the dimension in which they may differ; 0 without one.
+        sizes: ``sizes`` of each rank; -1 where it gave none.
+    """
+
+    needs_gradient: bool
+    lengths: list[int]
+    sizes: list[list[int]]
+
+
+def checked(make: Callable[[], _T]) -> _T | Exception:
+    """Return what ``make`` makes, or the error in its arguments: the other ranks have to be told first."""
+    try:
+        return make()
+    except (TypeError, ValueError) as error:
+        return error
+
+
+def announce(name: str, call: Call | Exception, group: dist.ProcessGroup, device: torch.device) -> Heard:
+    """Tell the ranks of ``group`` what this one calls, and return what they call.
+
+    Raises:
+        TypeError, ValueError: the arguments of this rank are wrong, or those of another, or they differ.
+    """
+    mine = torch.zeros(_HEADER + _MOST_DIMENSIONS + group.size(), dtype=torch.int64)
+    mine[0] = _NAMES.index(name)
+    if isinstance(call, Exception):
+        mine[1] = 1
+    else:
+        needs = torch.is_grad_enabled() and call.x.requires_grad
+        mine[2:_HEADER] = torch.tensor([_DTYPES.index(call.x.dtype), needs, call.argument, call.x.dim()])
+        mine[_HEADER : _HEADER + call.x.dim()] = torch.tensor(call.x.shape)
+        mine[_HEADER + _MOST_DIMENSIONS :] = -1 if call.sizes is None else torch.tensor(call.sizes)
+    rows = exchange_rows(mine, group, device)
+    if isinstance(call, Exception):
+        raise call
+    _compare(rows, call)
+    lengths = [0 if call.free_dim is None else row[_HEADER + call.free_dim] for row in rows]
+    return Heard(any(row[3] for row in rows), lengths, [row[_HEADER + _MOST_DIMENSIONS :] for row in rows])
+
+
+def exchange_rows(mine: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
+    """Return the row of whole numbers of every rank of ``group``; all rows are as long as ``mine``.
+
+    Over the CPU if the group has a backend for it, otherwise over ``device``.
+    """
+    place = torch.device("cpu") if backend_of(group, torch.device("cpu")) is not None else device
+    mine = mine.to(place)
+    gathered = torch.empty(group.size() * mine.numel(), dtype=mine.dtype, device=place)
+    all_gather_single(gathered, mine, group=group)
+    rows: list[list[int]] = gathered.view(group.size(), -1).tolist()
+    return rows
+
+
+def require_tensor(x: object, dim: int | None = None) -> int:
+    """Return ``dim`` counted from the front; 0 if it is ``None``.
+
+    Raises:
+        TypeError, ValueError: ``x`` is no tensor that can travel, or has no such dimension.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x is a {type(x).__name__}, wanted a tensor")
+    if x.dtype not in _DTYPES:
+        raise TypeError(f"x has the dtype {x.dtype}, wanted one of {', '.join(map(str, _DTYPES))}")
+    if x.layout != torch.strided:
+        raise TypeError(f"x has the layout {x.layout}, wanted a dense tensor")
+    if x.dim() > _MOST_DIMENSIONS:
+        raise ValueError(f"x has {x.dim()} dimensions, wanted at most {_MOST_DIMENSIONS}")
+    if dim is None:
+        return 0
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"dim is {dim!r}, wanted an int")
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim is {dim}, but x has {x.dim()} dimensions")
+    return dim % x.dim()
+
+
+def _compare(rows: Sequence[Sequence[int]], call: Call) -> None:
+    for rank, row in enumerate(rows):
+        if row[1]:
+            raise ValueError(f"rank {rank} gave {_NAMES[row[0]]} a wrong argument")
+    first = rows[0]
+    for rank, row in enumerate(rows):
+        for index, what in ((0, "function"), (2, "dtype"), (5, "number of dimensions"), (4, "argument")):
+            if row[index] != first[index]:
+                values = [_shown(index, each[index]) for each in (first, row)]
+                raise ValueError(f"the ranks disagree on the {what}: {values[0]} on rank 0, {values[1]} on rank {rank}")
+        shapes = [list(each[_HEADER : _HEADER + first[5]]) for each in (first, row)]
+        if any(a != b for d, (a, b) in enumerate(zip(*shapes, strict=True)) if d != call.free_dim):
+            raise ValueError(
+                f"the ranks disagree on the shape for {call.name}: {shapes[0]} on rank 0, {shapes[1]} on rank {rank}"
+            )
+
+
+def _shown(index: int, value: int) -> str:
+    return _NAMES[value] if index == 0 else str(_DTYPES[value]) if index == 2 else str(value)

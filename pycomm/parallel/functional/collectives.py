@@ -1,0 +1,254 @@
+"""Collectives of the sum of all ranks' losses; see :mod:`pycomm.parallel.functional`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Function
+from torch.distributed.device_mesh import DeviceMesh
+
+from pycomm.checks import count, length
+from pycomm.parallel.functional import moves
+from pycomm.parallel.functional.announce import Call, Heard, announce, checked, require_tensor
+from pycomm.transport.own_group import group_of
+
+GroupLike = dist.ProcessGroup | DeviceMesh | None
+_OPS = ("sum", "mean")
+
+
+def all_reduce(x: torch.Tensor, op: str = "sum", group: GroupLike = None) -> torch.Tensor:
+    """Return the sum, or the mean, of all ranks' ``x``; its backward is an all-reduce of the gradients.
+
+    Args:
+        x: tensor of the same shape and dtype on all ranks; any strides, empty ones too.
+        op: "sum" or "mean" (of floating-point and complex tensors).
+        group: a group, a one-dimensional ``DeviceMesh``, or ``None`` for the default group.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong, or the ranks' differ (on every rank, before data moves).
+    """
+
+    def call() -> Call:
+        require_tensor(x)
+        if op not in _OPS:
+            raise ValueError(f"op is {op!r}, wanted one of {', '.join(_OPS)}")
+        if op == "mean" and not _differentiable(x):
+            raise TypeError(f"x has the dtype {x.dtype}, of which there is no mean")
+        return Call("all_reduce", x, argument=_OPS.index(op))
+
+    found, heard = _agreed("all_reduce", checked(call), x, group)
+    out = _AllReduce.apply(_tied(x, heard), found)  # type: ignore[no-untyped-call]
+    return _tensor(out / found.size() if op == "mean" else out)
+
+
+def all_gather(x: torch.Tensor, dim: int = 0, group: GroupLike = None) -> torch.Tensor:
+    """Return all ranks' ``x``, one after the other along ``dim``; its backward is a reduce-scatter.
+
+    Args:
+        x: tensor of the same shape and dtype on all ranks, but for its length along ``dim``.
+        dim: the dimension; counted from the end if it is negative.
+        group: as for :func:`all_reduce`.
+
+    Raises:
+        TypeError, ValueError: as from :func:`all_reduce`.
+    """
+
+    def call() -> Call:
+        d = require_tensor(x, dim)
+        return Call("all_gather", x, argument=d, free_dim=d)
+
+    found, heard = _agreed("all_gather", checked(call), x, group)
+    return _tensor(_AllGather.apply(_tied(x, heard), dim % x.dim(), heard.lengths, found))  # type: ignore[no-untyped-call]
+
+
+def reduce_scatter(
+    x: torch.Tensor, dim: int = 0, group: GroupLike = None, *, sizes: Sequence[int] | None = None
+) -> torch.Tensor:
+    """Return this rank's part along ``dim`` of the sum of all ranks' ``x``; its backward is an all-gather.
+
+    Args:
+        x: tensor of the same shape and dtype on all ranks.
+        dim: the dimension; counted from the end if it is negative.
+        group: as for :func:`all_reduce`.
+        sizes: length of each rank's part, the same list on all ranks; equal parts if ``None``.
+
+    Raises:
+        TypeError, ValueError: as from :func:`all_reduce`; or ``x`` cannot be cut so.
+    """
+
+    def call() -> Call:
+        d = require_tensor(x, dim)
+        return Call("reduce_scatter", x, argument=d, sizes=_cut("sizes", sizes, x.shape[d], group_of(group).size()))
+
+    found, heard = _agreed("reduce_scatter", checked(call), x, group)
+    if any(row != heard.sizes[0] for row in heard.sizes):
+        raise ValueError(f"the ranks disagree on sizes: {heard.sizes}")
+    own = found.rank()
+    return _tensor(_ReduceScatter.apply(_tied(x, heard), dim % x.dim(), heard.sizes[own], found))  # type: ignore[no-untyped-call]
+
+
+def all_to_all(x: torch.Tensor, sizes: Sequence[int] | None = None, group: GroupLike = None) -> torch.Tensor:
+    """Send rows of ``x`` to the other ranks, and return theirs, in the order of ranks; its own backward.
+
+    Args:
+        x: tensor of one dimension or more; the same shape and dtype on all ranks, but for the number of rows.
+        sizes: number of rows for each rank, in their order in ``x``; equal ones if ``None``. The numbers of rows
+            that this rank receives are found out by the announcement.
+        group: as for :func:`all_reduce`.
+
+    Raises:
+        TypeError, ValueError: as from :func:`all_reduce`; or ``x`` cannot be cut so.
+    """
+
+    def call() -> Call:
+        require_tensor(x, 0)
+        return Call("all_to_all", x, sizes=_cut("sizes", sizes, x.shape[0], group_of(group).size()), free_dim=0)
+
+    found, heard = _agreed("all_to_all", checked(call), x, group)
+    own = found.rank()
+    receives = [row[own] for row in heard.sizes]
+    return _tensor(_AllToAll.apply(_tied(x, heard), heard.sizes[own], receives, found))  # type: ignore[no-untyped-call]
+
+
+def broadcast(x: torch.Tensor, src: int, group: GroupLike = None) -> torch.Tensor:
+    """Return the ``x`` of rank ``src``; its backward is a reduce, which leaves zeros on the other ranks.
+
+    Args:
+        x: tensor of the same shape and dtype on all ranks; only that of ``src`` is read.
+        src: rank in the group.
+        group: as for :func:`all_reduce`.
+
+    Raises:
+        TypeError, ValueError: as from :func:`all_reduce`; or there is no such rank.
+    """
+    found, heard = _agreed("broadcast", checked(lambda: _rooted("broadcast", "src", x, src, group)), x, group)
+    return _tensor(_Broadcast.apply(_tied(x, heard), src, found))  # type: ignore[no-untyped-call]
+
+
+def reduce(x: torch.Tensor, dst: int, group: GroupLike = None) -> torch.Tensor:
+    """Return the sum of all ranks' ``x`` on rank ``dst``, and zeros on the others; its backward is a broadcast.
+
+    All ranks have to take part in the backward pass: those that have no use for the zeros tie them to their loss
+    (:func:`pycomm.parallel.functional.tie`).
+
+    Args:
+        x: tensor of the same shape and dtype on all ranks.
+        dst: rank in the group.
+        group: as for :func:`all_reduce`.
+
+    Raises:
+        TypeError, ValueError: as from :func:`all_reduce`; or there is no such rank.
+    """
+    found, heard = _agreed("reduce", checked(lambda: _rooted("reduce", "dst", x, dst, group)), x, group)
+    return _tensor(_Reduce.apply(_tied(x, heard), dst, found))  # type: ignore[no-untyped-call]
+
+
+class _AllReduce(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return moves.summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _AllReduce.apply(grad, ctx.group), None  # type: ignore[no-untyped-call]
+
+
+class _AllGather(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, lengths: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.given = dim, lengths, group
+        return moves.gathered(x, dim, lengths, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _ReduceScatter.apply(grad, *ctx.given), None, None, None  # type: ignore[no-untyped-call]
+
+
+class _ReduceScatter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, lengths: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.given = dim, lengths, group
+        return moves.summed_part(x, dim, lengths, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _AllGather.apply(grad, *ctx.given), None, None, None  # type: ignore[no-untyped-call]
+
+
+class _AllToAll(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.reversed = receives, sends, group
+        return moves.exchanged(x, sends, receives, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _AllToAll.apply(grad, *ctx.reversed), None, None, None  # type: ignore[no-untyped-call]
+
+
+class _Broadcast(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, src: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.given = src, group
+        return moves.copied(x, src, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _Reduce.apply(grad, *ctx.given), None, None  # type: ignore[no-untyped-call]
+
+
+class _Reduce(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dst: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.given = dst, group
+        return moves.summed_on(x, dst, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _Broadcast.apply(grad, *ctx.given), None, None  # type: ignore[no-untyped-call]
+
+
+def _agreed(name: str, call: Call | Exception, x: Any, group: GroupLike) -> tuple[dist.ProcessGroup, Heard]:
+    found = group_of(group)
+    device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
+    return found, announce(name, call, found, device)
+
+
+def _tied(x: torch.Tensor, heard: Heard) -> torch.Tensor:
+    """Return ``x``, as part of a graph if another rank's is: all of them have to take part in the backward pass."""
+    if heard.needs_gradient and torch.is_grad_enabled() and not x.requires_grad:
+        return x.detach().requires_grad_()
+    return x
+
+
+def _rooted(name: str, argument: str, x: torch.Tensor, root: int, group: GroupLike) -> Call:
+    require_tensor(x)
+    size = group_of(group).size()
+    if count(argument, root, 0) >= size:
+        raise ValueError(f"{argument} is {root}, wanted a rank below {size}, in the group")
+    return Call(name, x, argument=root)
+
+
+def _cut(name: str, sizes: Sequence[int] | None, whole: int, ranks: int) -> tuple[int, ...]:
+    if sizes is None:
+        if whole % ranks:
+            raise ValueError(f"x is {whole} long, which {ranks} ranks cannot share evenly: give {name}")
+        return (whole // ranks,) * ranks
+    if length(name, sizes) != ranks or sum(count(name, size, 0) for size in sizes) != whole:
+        raise ValueError(f"{name} is {list(sizes)}, wanted {ranks} numbers with the sum {whole}")
+    return tuple(int(size) for size in sizes)
+
+
+def _differentiable(x: torch.Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def _tensor(out: Any) -> torch.Tensor:
+    assert isinstance(out, torch.Tensor)
+    return out

@@ -1,0 +1,82 @@
+"""Groups that a mesh stands for, and the agreement of their ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from pycomm.transport.own_group import group_of
+
+_T = TypeVar("_T")
+
+
+def group_along(mesh: DeviceMesh | dist.ProcessGroup | None, dimension: str) -> dist.ProcessGroup:
+    """Return the group of ``mesh`` along ``dimension``, of a mesh of one dimension, or itself if it is a group.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+        ValueError: the mesh has several dimensions, and none of that name.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("torch.distributed is not initialised: call init_process_group first")
+    if isinstance(mesh, DeviceMesh) and mesh.ndim > 1:
+        names = mesh.mesh_dim_names or ()
+        if dimension not in names:
+            raise ValueError(f"mesh has the dimensions {', '.join(names)}, wanted {dimension!r} among them")
+        mesh = mesh[dimension]
+    return group_of(mesh)
+
+
+def cpu_or(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Return the CPU if ``group`` takes tensors in its memory, so that no GPU is waited for; else ``device``."""
+    return torch.device("cpu") if "cpu:" in str(dist.get_backend_config(group)) else device
+
+
+def all_gather_text(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
+    """Return the texts of all ranks of ``group``, the default group if ``None``. Collective; nothing is pickled."""
+    ranks = group_of(group)
+    device = cpu_or(ranks, torch.device("cuda"))
+    data = torch.frombuffer(bytearray(text.encode() + b" "), dtype=torch.uint8).to(device)  # never empty
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks.size())]
+    dist.all_gather(lengths, torch.tensor([len(data)], device=device), group=ranks)
+    counts = [int(length) for length in lengths]
+    padded = torch.zeros(max(counts), dtype=torch.uint8, device=device)
+    padded[: len(data)] = data
+    everyone = [torch.zeros_like(padded) for _ in counts]
+    dist.all_gather(everyone, padded, group=ranks)
+    return [bytes(each[: count - 1].tolist()).decode() for each, count in zip(everyone, counts, strict=True)]
+
+
+def agree(
+    group: dist.ProcessGroup, outcome: _T | Exception, what: str, lines: Callable[[_T], list[str]] = lambda _: []
+) -> _T:
+    """Return this rank's outcome if every rank of ``group`` succeeded, with the same ``lines``. Collective.
+
+    Args:
+        outcome: the result of this rank, or its error.
+        what: what the ranks are about to do, for the message about another rank, which "could not" do it.
+        lines: description of the result, which must be the same on all ranks.
+
+    Raises:
+        ValueError: on every rank: another rank had an error, or another description, of which the first
+            line that differs is named. This rank's own error is raised as it is.
+    """
+    problem = str(outcome) or type(outcome).__name__ if isinstance(outcome, Exception) else ""
+    own = [] if isinstance(outcome, Exception) else lines(outcome)
+    everyone = [json.loads(text) for text in all_gather_text(json.dumps([problem, own]), group)]
+    if isinstance(outcome, Exception):
+        raise outcome
+    for rank, (problem, _) in enumerate(everyone):
+        if problem:
+            raise ValueError(f"rank {rank} could not {what}: {problem}")
+    for rank, (_, others) in enumerate(everyone):
+        if others != everyone[0][1]:
+            pairs = zip(everyone[0][1], others, strict=False)
+            first, other = next(((a, b) for a, b in pairs if a != b), ("more", "less"))
+            raise ValueError(f"the ranks would not {what} alike: rank 0 has {first!r}, rank {rank} {other!r}")
+    return outcome

@@ -1,0 +1,156 @@
+"""Meshes of devices: which rank is which part of the model, so that what talks most stays inside a host."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from pycomm.checks import count, flag
+from pycomm.parallel.groups import agree, all_gather_text
+from pycomm.parallel.plan import DIMENSIONS
+from pycomm.transport.own_group import group_of
+from pycomm.transport.rendezvous import host_identity
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What a rank asks for: sizes by dimension, outermost first."""
+
+    sizes: tuple[tuple[str, int], ...]
+    device_type: str
+    tp_between_hosts: bool
+
+    def lines(self) -> list[str]:
+        """Return what all ranks must ask for alike."""
+        sizes = ", ".join(f"{name} = {size}" for name, size in self.sizes)
+        return [sizes, self.device_type, f"tp_between_hosts = {self.tp_between_hosts}"]
+
+
+def mesh(
+    *,
+    pp: int | None = None,
+    dp: int | None = None,
+    ep: int | None = None,
+    tp: int | None = None,
+    device_type: str | None = None,
+    tp_between_hosts: bool = False,
+) -> DeviceMesh:
+    """Return a mesh over all ranks of the default group, with the dimensions that were given.
+
+    Collective over all ranks. The dimensions are ordered pp, dp, ep, tp from the outermost to the innermost,
+    whatever the order of the arguments, and each has groups on the default group's backend. Ranks are placed
+    host by host, so that the ranks of a tp group share a host, and those of an ep group do wherever hosts have
+    room for whole groups: the layers that tp splits talk several times in each, stages and replicas once a step.
+
+        mesh = pycomm.parallel.mesh(dp=2, tp=2)
+        pycomm.parallel.split(model, mesh, "auto")
+        pycomm.attach(optimizer, model, process_group=mesh["dp"])
+
+    Args:
+        pp: number of stages of the pipeline; without the dimension if ``None``, as for the others.
+        dp: number of replicas.
+        ep: number of ranks that a layer of experts is split over (:class:`pycomm.parallel.Experts`).
+        tp: number of ranks that an operator is split over (:func:`pycomm.parallel.split`).
+        device_type: "cpu" or "cuda"; if ``None``, "cuda" where torch finds GPUs that the default group serves.
+        tp_between_hosts: allow tp groups that reach over several hosts, if hosts have no room for whole ones.
+
+    Returns:
+        The mesh; ``mesh["dp"]`` is one dimension of it.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+        TypeError, ValueError: a size is no whole number of at least 1, the sizes do not multiply to the number of
+            ranks, tp does not fit into the hosts, or the ranks ask for different meshes (on every rank, before any
+            group is made).
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is not initialised: call torch.distributed.init_process_group() first "
+            "(under torchrun, or with rank and world_size)"
+        )
+    request = _checked({"pp": pp, "dp": dp, "ep": ep, "tp": tp}, device_type, tp_between_hosts)
+    world = group_of(None)
+    agreed = agree(world, request, "make this mesh", _Request.lines)
+    hosts = all_gather_text(host_identity(), world)
+    names, sizes = zip(*agreed.sizes, strict=True)
+    ranks = place(hosts, dict(agreed.sizes).get("tp", 1), agreed.tp_between_hosts)
+    return DeviceMesh(agreed.device_type, torch.tensor(ranks).view(*sizes), mesh_dim_names=names)
+
+
+def place(hosts: Sequence[str], tp: int, tp_between_hosts: bool = False) -> list[int]:
+    """Return the ranks in the order in which they fill a mesh whose innermost dimension has the size ``tp``.
+
+    Args:
+        hosts: host of each rank; equal texts are the same host.
+        tp: number of neighbours that have to be on one host.
+        tp_between_hosts: whether they need not, if that is impossible.
+
+    Raises:
+        ValueError: a host has no multiple of ``tp`` ranks.
+    """
+    by_host: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        by_host.setdefault(host, []).append(rank)
+    sizes = [len(ranks) for ranks in by_host.values()]
+    if any(size % tp for size in sizes) and not tp_between_hosts:
+        raise ValueError(
+            f"tp is {tp}, but hosts have {', '.join(map(str, sizes))} ranks: wanted multiples of tp, so that each "
+            "split layer stays inside a host (tp_between_hosts=True allows otherwise)"
+        )
+    # Whole groups first: what hosts have left over lies together at the end, and cuts no other group in two.
+    whole = [ranks[: len(ranks) // tp * tp] for ranks in by_host.values()]
+    left_over = [ranks[len(ranks) // tp * tp :] for ranks in by_host.values()]
+    return list(itertools.chain(*whole, *left_over))
+
+
+def group_over(mesh: DeviceMesh, *dimensions: str) -> dist.ProcessGroup:
+    """Return the group of this rank over several dimensions of ``mesh`` at once, such as "dp" and "ep".
+
+    Collective over all ranks of the default group, each time it is called: keep what it returns. Its ranks are in
+    rising order; it is the default group itself if it has all ranks.
+
+    Raises:
+        ValueError: ``mesh`` lacks a dimension, or one is named twice.
+    """
+    names = mesh.mesh_dim_names or ()
+    for name in dimensions:
+        if name not in names or dimensions.count(name) > 1:
+            raise ValueError(f"dimension {name!r} was wanted once, of a mesh with {', '.join(names) or 'no names'}")
+    if not dimensions:
+        raise ValueError(f"no dimension was given, wanted some of {', '.join(names)}")
+    chosen = [names.index(name) for name in dimensions]
+    others = [i for i in range(len(names)) if i not in chosen]
+    size = math.prod(mesh.mesh.shape[i] for i in chosen)
+    if size == dist.get_world_size():
+        return group_of(None)
+    rows = mesh.mesh.permute(*others, *chosen).reshape(-1, size).tolist()
+    rank = dist.get_rank()
+    made: list[dist.ProcessGroup] = [dist.new_group(row) for row in rows]
+    return next(group for group, row in zip(made, rows, strict=True) if rank in row)
+
+
+def _checked(sizes: dict[str, int | None], device_type: str | None, between: bool) -> _Request | Exception:
+    """Return this rank's request, or the error that it is: the other ranks have to be told first."""
+    try:
+        given = tuple((name, count(name, sizes[name], 1)) for name in DIMENSIONS if sizes[name] is not None)
+        if not given:
+            raise ValueError(f"no dimension was given, wanted some of {', '.join(DIMENSIONS)}")
+        product, world = math.prod(size for _, size in given), dist.get_world_size()
+        if product != world:
+            said = " x ".join(f"{name}={size}" for name, size in given)
+            raise ValueError(f"{said} makes {product} ranks, but the world has {world}")
+        flag("tp_between_hosts", between)
+        if device_type is None:
+            served = "cuda" in str(dist.get_backend_config(group_of(None)))
+            device_type = "cuda" if served and torch.cuda.is_available() else "cpu"
+        if device_type not in ("cpu", "cuda"):
+            raise ValueError(f"device_type is {device_type!r}, wanted 'cpu' or 'cuda'")
+        return _Request(given, device_type, between)
+    except (TypeError, ValueError) as error:
+        return error

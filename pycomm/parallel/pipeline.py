@@ -1,0 +1,254 @@
+"""Pipelines: stages of a model on different ranks, run by torch's runtime in the order of a table that was proven."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from pycomm.optim.shards import note_stages
+from pycomm.parallel.cut import require_parameters_apart
+from pycomm.parallel.groups import agree, cpu_or, group_along
+from pycomm.parallel.handover import averaged_once, left_over
+from pycomm.parallel.routes import Route, Routed, Skip, chain
+from pycomm.parallel.stage import TaggedStage
+from pycomm.schedule import pipeline as tables
+from pycomm.schedule.pipeline.table import LETTERS
+from pycomm.torch_internals.pipelines import forget_shapes, pipeline_runtime, run_forward
+
+
+class Pipeline:
+    """Pipeline: stages of a model on the ranks of a group, which work on microbatches in the order of a table.
+
+        stages = [nn.Sequential(...), nn.Sequential(...)]
+        pipeline = pycomm.parallel.Pipeline(stages, mesh["pp"], "one_f_one_b", microbatches=8, loss=loss_fn)
+        optimizer = torch.optim.SGD(pipeline.module.parameters(), lr=0.1)
+        pycomm.attach(optimizer, pipeline.module, process_group=mesh["dp"])     # with data parallelism
+        loss = pipeline.step(x, target=y)                                       # forward and backward
+        optimizer.step()
+
+    Before anything is sent, the table is proven on every rank (:func:`pycomm.schedule.pipeline.verify`): every
+    microbatch passes every stage once, in order, and the sends and receives cannot wait for each other in a circle.
+    torch's runtime executes it. Messages carry tags, so each is received for what it is in whatever order it comes,
+    and are buffered by the backend "pycomm": a rank that sends goes on at once.
+
+    Gradients are those of the mean of the microbatches' losses. With :func:`pycomm.attach` they are averaged over the
+    data-parallel group once, when all microbatches are through; ``Reducer.clip_grad_norm`` clips by the norm over all
+    stages, and if a gradient is not finite on one of them, scalers skip the step on all. A loss scale belongs into
+    ``loss``, whose result is then scaled, too.
+
+    Args:
+        stages: modules of all stages, of which this rank keeps its own; or only its own, by their numbers. A module
+            takes the output of the one before it.
+        mesh: mesh with a dimension "pp", or of one dimension; a process group; ``None`` for the default group.
+        schedule: name of a table in :mod:`pycomm.schedule.pipeline`, or a table.
+        microbatches: number of parts of a batch; the batch must divide by it. Not needed with a table.
+        loss: function of the last stage's output and the targets of a microbatch; its result is the mean loss.
+            ``None``: only :meth:`evaluate` can be used.
+        skips: tensors that a stage gives to a later one than the next: ``("features", 0, 3)``. The module of stage 0
+            then returns ``(output, {"features": tensor})``, and that of stage 3 is called with ``features=tensor``.
+
+    Attributes:
+        table: the table.
+        stages: modules of this rank's stages, by number.
+        module: the same as one module, for the optimizer, ``attach`` and checkpoints.
+
+    Raises:
+        ValueError: on every rank: ranks ask for different pipelines; the table is wrong or cannot be had for so many
+            stages; a stage has no parameters, shares one with another stage, or is missing; a skip goes backward, or
+            two stages give the same tensor.
+        TypeError: on every rank: a stage is no module, or ``schedule`` neither a name nor a table.
+        RuntimeError: torch.distributed is not initialised.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module] | Mapping[int, nn.Module],
+        mesh: DeviceMesh | dist.ProcessGroup | None = None,
+        schedule: str | tables.Pipeline = "one_f_one_b",
+        *,
+        microbatches: int | None = None,
+        loss: Callable[..., torch.Tensor] | None = None,
+        skips: Iterable[Skip] = (),
+    ) -> None:
+        group = group_along(mesh, "pp")
+        try:
+            made: _Prepared | Exception = _Prepared(
+                stages, group, schedule, microbatches, list(skips), loss is not None
+            )
+        except (TypeError, ValueError) as error:
+            made = error
+        prepared = agree(group, made, "make this pipeline", _Prepared.lines)
+        self.table, self.stages = prepared.table, prepared.mine
+        self.module = nn.ModuleDict({str(number): module for number, module in self.stages.items()})
+        note_stages(self.module, group)
+        self._group = group
+        self._first, self._last = 0 in self.stages, self.table.num_stages - 1 in self.stages
+        device = next(self.module.parameters()).device
+        self._flags = cpu_or(group, device)
+        wrapped = [
+            TaggedStage(prepared.routed(number), number, self.table.num_stages, device, group=group)
+            for number in sorted(self.stages)
+        ]
+        rows = {rank: _cells_of(self.table, rank) for rank in range(self.table.num_ranks)}
+        self._has_loss = loss is not None
+        self._shapes: list[torch.Size] | None = None  # of the last batch
+        self._ended_by = ""
+        self._runtime = pipeline_runtime(wrapped, rows, self.table.num_microbatches, loss)
+
+    def step(self, *inputs: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Run a batch forward and backward; gradients are in ``.grad`` when this returns.
+
+        Args:
+            inputs: the batch, ``[batch, ...]``, used by the rank with the first stage; other ranks may leave it out.
+            target: its targets, ``[batch, ...]``, used by the rank with the last stage; other ranks may leave it out.
+
+        Returns:
+            The mean loss over the microbatches on the rank with the last stage, ``None`` on the others.
+
+        Raises:
+            ValueError: on every rank: a batch does not divide by the microbatches, is no tensor, or is missing where it
+                is needed; inputs and targets differ in length; an averaged gradient of the last step is still there.
+            RuntimeError: the pipeline has no loss, or an earlier step ended with an error.
+            CommError: another rank has failed; if its process goes on, that is known at the timeout.
+        """
+        if not self._has_loss:
+            raise RuntimeError("this pipeline has no loss, wanted one for step(): Pipeline(..., loss=function)")
+        targets = () if target is None else (target,)
+        problem = self._problem("inputs", inputs, self._first) or self._problem("target", targets, self._last)
+        if not problem and inputs and targets and len(inputs[0]) != len(targets[0]):
+            problem = f"inputs has a batch of {len(inputs[0])}, target one of {len(targets[0])}"
+        self._agree_on(problem or left_over(self.module), inputs)
+        losses: list[torch.Tensor] = []
+        with self._ending(), averaged_once(self.module):
+            self._runtime.step(
+                *(inputs if self._first else ()),
+                target=target if self._last else None,
+                losses=losses if self._last else None,
+                return_outputs=False,
+            )
+        return torch.stack([loss.detach() for loss in losses]).mean() if self._last else None
+
+    @torch.no_grad()
+    def evaluate(self, *inputs: torch.Tensor) -> Any:
+        """Run a batch forward only, in microbatches; return the model's output on the rank with the last stage.
+
+        Raises:
+            ValueError: on every rank: a batch does not divide by the microbatches, or the first stage's rank has none.
+        """
+        self._agree_on(self._problem("inputs", inputs, self._first), inputs)
+        with self._ending():
+            return run_forward(self._runtime, *(inputs if self._first else ()))
+
+    def _problem(self, what: str, tensors: tuple[torch.Tensor, ...], wanted: bool) -> str:
+        """Return what is wrong with this rank's part of a batch; "" if nothing is."""
+        count = self.table.num_microbatches
+        wrong = next((type(each).__name__ for each in tensors if not isinstance(each, torch.Tensor)), "")
+        if wrong:
+            return f"{what} is {wrong}, wanted a tensor"
+        if wanted and not tensors:
+            return f"{what} is missing on the rank with the {'first' if what == 'inputs' else 'last'} stage"
+        for tensor in tensors:
+            size = tensor.shape[0] if tensor.dim() else 0
+            if size % count or size == 0:
+                return f"{what} has a batch of {size}, wanted one that divides into {count} microbatches"
+        return ""
+
+    def _agree_on(self, problem: str, inputs: tuple[torch.Tensor, ...]) -> None:
+        """Raise ValueError on every rank if one has a problem: the others would wait for what it does not send.
+
+        Otherwise prepare all ranks for other shapes than those of the last batch, if one sees such.
+        """
+        if self._ended_by:
+            raise RuntimeError(
+                f"an earlier step of this pipeline ended with an error, make a new one: {self._ended_by}"
+            )
+        shapes = None if problem else [each.shape for each in inputs]
+        changed = bool(shapes) and self._shapes is not None and shapes != self._shapes
+        flags = torch.tensor([bool(problem), changed], dtype=torch.int32, device=self._flags)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+        failed, other_shapes = flags.tolist()
+        if failed:
+            agree(self._group, ValueError(problem) if problem else None, "take this batch")
+        self._shapes = shapes or self._shapes
+        if other_shapes:
+            forget_shapes(self._runtime)
+
+    @contextlib.contextmanager
+    def _ending(self) -> Iterator[None]:
+        """Note an error, after which messages of the step may still be under way."""
+        try:
+            yield
+        except BaseException as error:
+            self._ended_by = str(error) or type(error).__name__
+            raise
+
+
+class _Prepared:
+    """What a rank has checked by itself, before the ranks agree."""
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module] | Mapping[int, nn.Module],
+        group: dist.ProcessGroup,
+        schedule: str | tables.Pipeline,
+        microbatches: int | None,
+        skips: Sequence[Skip],
+        has_loss: bool,
+    ) -> None:
+        given = dict(stages) if isinstance(stages, Mapping) else dict(enumerate(stages))
+        for number, module in given.items():
+            if not isinstance(module, nn.Module):
+                raise TypeError(f"stage {number} is {type(module).__name__}, wanted a torch.nn.Module")
+        self._whole = None if isinstance(stages, Mapping) else len(given)
+        self.table = self._table_for(dist.get_world_size(group), schedule, microbatches)
+        tables.verify(self.table)
+        owners = self.table.rank_of_stage.tolist()
+        mine = [number for number, owner in enumerate(owners) if owner == dist.get_rank(group)]
+        missing = [number for number in mine if number not in given]
+        if missing:
+            raise ValueError(f"stages has no module for stage {missing[0]}, which the table gives to this rank")
+        require_parameters_apart(given)
+        self.mine = {number: given[number] for number in mine}
+        self._skips, self._has_loss = list(skips), has_loss
+        self._routes: list[Route] | None = chain(self.table.num_stages, skips) if skips else None
+
+    def _table_for(self, ranks: int, schedule: str | tables.Pipeline, microbatches: int | None) -> tables.Pipeline:
+        if isinstance(schedule, str):
+            if microbatches is None:
+                raise ValueError("microbatches is missing: in how many parts does a batch go through?")
+            if schedule == "interleaved" and self._whole is not None:
+                schedule = f"interleaved({self._whole // ranks})"
+            table = tables.by_name(schedule, ranks, microbatches)
+        else:
+            if not isinstance(schedule, tables.Pipeline):
+                raise TypeError(
+                    f"schedule is {type(schedule).__name__}, wanted a name or a pycomm.schedule.pipeline.Pipeline"
+                )
+            table = schedule
+            if microbatches not in (None, table.num_microbatches):
+                raise ValueError(f"microbatches is {microbatches}, the table has {table.num_microbatches}")
+        if table.num_ranks != ranks:
+            raise ValueError(f"the table {table.name} is for {table.num_ranks} ranks, the group has {ranks}")
+        if self._whole is not None and self._whole != table.num_stages:
+            raise ValueError(f"stages has {self._whole} modules, the table {table.name} {table.num_stages} stages")
+        return table
+
+    def routed(self, number: int) -> nn.Module:
+        """Return the module that torch runs as stage ``number``."""
+        module = self.mine[number]
+        return module if self._routes is None else Routed(module, self._routes[number], number)
+
+    def lines(self) -> list[str]:
+        """Return what all ranks must have alike."""
+        return [*tables.to_csv(self.table).splitlines(), f"skips: {self._skips}", f"loss: {self._has_loss}"]
+
+
+def _cells_of(table: tables.Pipeline, rank: int) -> list[tuple[int, str, int]]:
+    """Return what ``rank`` does, in order, as torch's runtime takes it."""
+    return [(action.stage, LETTERS[action.kind], action.microbatch) for action in table.program(rank)]

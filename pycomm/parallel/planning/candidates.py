@@ -1,0 +1,122 @@
+"""Candidates: the ways in which a model could be trained on a number of devices, and what is asked of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from pycomm import checks
+from pycomm.schedule import NETWORKS, Network
+from pycomm.schedule.network import DEFAULT_NETWORK
+
+OPTIMIZERS = {"sgd": 0, "momentum": 1, "lars": 1, "rmsprop": 1, "adagrad": 1, "adam": 2, "adamw": 2, "lamb": 2}
+"""Numbers that optimizers keep for each parameter, by name; ``momentum`` is SGD with momentum."""
+
+_MOST_MICROBATCHES = 256
+
+
+@dataclass(frozen=True)
+class Device:
+    """Speed of one device.
+
+    Attributes:
+        flops: FLOPs per second; not used for work that was measured in seconds.
+        bandwidth: bytes per second of its memory; ``inf``: the optimizer's step takes no time.
+    """
+
+    flops: float
+    bandwidth: float = math.inf
+
+    def __post_init__(self) -> None:
+        for name in ("flops", "bandwidth"):
+            checks.positive(name, getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is to be trained, and where.
+
+    Attributes:
+        devices: number of devices, all of which are used. memory: bytes of each.
+        batch: samples of a step, over all devices.
+        device: its speed.
+        network: the network between the devices.
+        optimizer: one of ``OPTIMIZERS``.
+        overlap: fraction of the averaging of gradients that is hidden behind the backward pass.
+        cores: how many devices can compute at once, if they share the cores of one host; ``None`` for all.
+
+    Raises:
+        ValueError, TypeError: a number is out of bounds, or the optimizer is unknown.
+    """
+
+    devices: int
+    memory: float
+    batch: int
+    device: Device
+    network: Network = field(default_factory=lambda: NETWORKS[DEFAULT_NETWORK])
+    optimizer: str = "adam"
+    overlap: float = 0.0
+    cores: int | None = None
+
+    def __post_init__(self) -> None:
+        checks.integer("devices", self.devices, 1, 1 << 16)
+        checks.integer("batch", self.batch, 1)
+        checks.positive("memory", self.memory)
+        checks.bounded("overlap", self.overlap, "from 0 to 1", lambda share: 0 <= share <= 1)
+        if self.cores is not None:
+            checks.integer("cores", self.cores, 1)
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer is {self.optimizer!r}, wanted one of {', '.join(OPTIMIZERS)}")
+
+
+@dataclass(frozen=True, order=True)
+class Candidate:
+    """One way: ``pp`` stages, each on ``dp`` x ``tp`` devices.
+
+    Attributes:
+        microbatches: number of parts that a replica's batch is cut into.
+        recompute: whether only what layers are given is kept for the backward pass, and the rest computed again.
+        sharded_optimizer: whether each of the ``dp`` replicas keeps a part of the optimizer's state.
+    """
+
+    pp: int
+    tp: int
+    dp: int
+    microbatches: int = 1
+    recompute: bool = False
+    sharded_optimizer: bool = False
+
+    @property
+    def name(self) -> str:
+        """The mesh in words: "dp=4, tp=2"; "one device"."""
+        sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
+        return sizes or "one device"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes of the mesh that are not 1."""
+        return {name: size for name, size in (("pp", self.pp), ("dp", self.dp), ("tp", self.tp)) if size > 1}
+
+
+def meshes(devices: int) -> Iterator[tuple[int, int, int]]:
+    """Yield all (pp, tp, dp) with the product ``devices``."""
+    divisors = [size for size in range(1, devices + 1) if devices % size == 0]
+    for pp in divisors:
+        for tp in divisors:
+            if devices // pp % tp == 0:
+                yield pp, tp, devices // pp // tp
+
+
+def candidates(pp: int, tp: int, dp: int, batch: int) -> list[Candidate]:
+    """Return what could be done on one mesh with ``batch`` samples a step; none if they do not divide by ``dp``."""
+    if batch % dp:
+        return []
+    own = batch // dp
+    parts = [count for count in range(1, min(own, _MOST_MICROBATCHES) + 1) if own % count == 0]
+    return [
+        Candidate(pp, tp, dp, count, recompute, sharded)
+        for count in parts
+        for recompute in (False, True)
+        for sharded in ((False, True) if dp > 1 else (False,))
+    ]

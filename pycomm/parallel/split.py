@@ -1,0 +1,194 @@
+"""Entry point ``split``: the layers of a model, over the ranks of one dimension of a mesh."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from pycomm.communicator import Communicator
+from pycomm.parallel import auto
+from pycomm.parallel.attention import let_attention_be_split
+from pycomm.parallel.fits import check_module, padding
+from pycomm.parallel.layouts import WHOLE, layouts_of
+from pycomm.parallel.plan import STYLES, Plan
+from pycomm.parallel.styles import parallel_style
+from pycomm.reducer.agreement import agreed
+from pycomm.reducer.broadcast import broadcast_tensors, check_same_lines
+
+_LOG = logging.getLogger("pycomm")
+_Model = TypeVar("_Model", bound=nn.Module)
+Styles = dict[str, "str | ParallelStyle"]
+
+
+def split(
+    model: _Model, mesh: DeviceMesh, plan: Mapping[str, str | ParallelStyle] | Plan | str | Path = "auto"
+) -> _Model:
+    """Split layers of ``model`` over the ranks of ``mesh["tp"]``, in place, and return it.
+
+    Collective over these ranks, which all have to have a model of the same structure; they end with the first one's
+    parameters and buffers, each rank with its part of those that are split, as DTensors. The model takes and
+    returns the same plain tensors as before, equal on all of these ranks, and computes the same; whatever
+    is not split runs on all of them alike (so dropout wants equal random seeds there).
+
+        pycomm.parallel.split(model, mesh, {"blocks.*.up": "columns", "blocks.*.down": "rows"})
+
+    The styles, of Shoeybi et al., "Megatron-LM" (arXiv:1909.08053, section 3), for n ranks:
+
+    - "columns" (Linear, Conv1d, Conv2d, Conv3d, Embedding): each rank computes 1/n of the output features or channels.
+      The output is gathered, unless it goes to a "rows" layer that wants it split
+      (:func:`pycomm.parallel.layouts.layouts_of` has the rule).
+    - "rows" (Linear, Conv1d, Conv2d, Conv3d): each rank computes what 1/n of the input features or channels
+      contributes; the contributions are added up.
+    - "vocabulary" (Embedding, Linear): each rank has 1/n of the entries of an embedding, or of the outputs of the head;
+      the only style for sizes that n does not divide, since torch pads. Embedding and head may share a weight.
+    - "sequence" (LayerNorm, RMSNorm): each rank norms 1/n of the positions (arXiv:2205.05198).
+
+    Args:
+        model: the model, on the CPU, a GPU or the meta device, before ``attach`` and before its optimizer is made:
+            split parameters are new objects.
+        mesh: mesh with a dimension "tp", or of one dimension.
+        plan: style by name of a module, in which ``*`` stands for one part of a dotted name, or for some of its
+            letters; a style is one of the four, or a ``ParallelStyle`` of torch's, applied as it is. Or a
+            :class:`Plan`, or a file of one; or "auto" for what :func:`pycomm.parallel.auto.styles_of` finds.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong, a pattern matches nothing, a style does not fit its module,
+            sizes do not divide, or the ranks differ (on every rank, with the model untouched).
+        OSError: the file of the plan cannot be read (on that rank; the others get a ValueError).
+    """
+    tp = _dimension(mesh)
+    with Communicator(tp) as communicator:
+        styles = agreed(communicator, _checked(model, tp, plan), "split the model")
+        lines = [f"{name}: {style}" for name, style in sorted(styles.items())]
+        check_same_lines(communicator, lines, "style")
+        params = list(model.named_parameters()) + list(model.named_buffers())
+        check_same_lines(communicator, [f"{name}: {list(t.shape)} {t.dtype}" for name, t in params], "parameter")
+        whole = [t for t in _left_whole(model, styles) if not t.is_meta]
+        broadcast_tensors(communicator, whole, 0)
+    let_attention_be_split()
+    names = {name: style for name, style in styles.items() if isinstance(style, str)}
+    layouts = layouts_of(model, names)
+    shared = _shared(model)
+    for name, style in styles.items():
+        module = model.get_submodule(name)
+        if isinstance(style, str):
+            padded = padding(module, style, tp.size())
+            if padded:
+                _LOG.info("split: %s: %s", name, padded)
+            style = parallel_style(module, style, layouts.get(name, WHOLE), tp.size())
+        parallelize_module(module, tp, style)
+    for first, *others in shared:
+        _tie(model, first, others)
+    return model
+
+
+def _dimension(mesh: DeviceMesh) -> DeviceMesh:
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh is a {type(mesh).__name__}, wanted a DeviceMesh")
+    if "tp" in (mesh.mesh_dim_names or ()):
+        return mesh["tp"]
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh has the dimensions {mesh.mesh_dim_names}, wanted one of them to be 'tp'")
+    return mesh
+
+
+def _checked(model: Any, tp: DeviceMesh, plan: Any) -> Styles | Exception:
+    """Return the style of each module, or the error in the arguments: the other ranks have to be told first."""
+    try:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}, wanted a torch.nn.Module")
+        devices = tp.size()
+        styles = _resolved(model, _mapping(model, devices, plan))
+        uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+        for name, style in styles.items():
+            module = model.get_submodule(name)
+            if uses[id(module)] > 1:
+                raise ValueError(f"module {name!r} is in the model {uses[id(module)]} times, which is not split")
+            if any(isinstance(param, DTensor) for param in module.parameters()):
+                raise ValueError(f"module {name!r} is split already")
+            if isinstance(style, str):
+                check_module(model, name, style, devices)
+        _check_shared(model, styles)
+        return styles
+    except (TypeError, ValueError, OSError) as error:
+        return error
+
+
+def _mapping(model: nn.Module, devices: int, plan: Any) -> Mapping[str, Any]:
+    if isinstance(plan, str) and plan == "auto":
+        reasons = auto.explain(model, devices)
+        styles: Mapping[str, Any] = auto.styles_of(model, devices)
+        for name, why in reasons.items():
+            _LOG.info("split: %s: %s", name, why)
+        if not styles and devices > 1:
+            told = "; ".join(f"{name}: {why}" for name, why in list(reasons.items())[:3])
+            raise ValueError(f"plan is 'auto', which finds no layer to split ({told or 'there is none'})")
+        return styles
+    if isinstance(plan, str | Path):
+        plan = Plan.load(plan)
+    if isinstance(plan, Plan):
+        if plan.mesh.get("tp", 1) != devices:
+            raise ValueError(f"plan is made for tp = {plan.mesh.get('tp', 1)}, but mesh has {devices} ranks there")
+        return plan.split
+    if not isinstance(plan, Mapping):
+        raise TypeError(f"plan is a {type(plan).__name__}, wanted a mapping of names to styles, a Plan or 'auto'")
+    return plan
+
+
+def _resolved(model: nn.Module, plan: Mapping[str, Any]) -> Styles:
+    names = [name for name, _ in model.named_modules() if name]
+    found: Styles = {}
+    for pattern, style in plan.items():
+        if not isinstance(style, ParallelStyle) and style not in STYLES:
+            raise ValueError(f"style of {pattern!r} is {style!r}, wanted one of {', '.join(STYLES)}, or torch's")
+        matching = [name for name in names if _matches(name, pattern)]
+        if not matching:
+            raise ValueError(f"{pattern!r} matches no module; there are {', '.join(names[:8]) or 'none'} ...")
+        for name in matching:
+            if found.get(name, style) != style:
+                raise ValueError(f"module {name!r} is given two styles: {found[name]!r} and {style!r}")
+            found[name] = style
+    return found
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def _left_whole(model: nn.Module, styles: Styles) -> list[torch.Tensor]:
+    split_ones = {id(param) for name in styles for param in model.get_submodule(name).parameters()}
+    return [each for each in [*model.parameters(), *model.buffers()] if id(each) not in split_ones]
+
+
+def _shared(model: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that has several."""
+    names = defaultdict(list)
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names[id(param)].append(name)
+    return [each for each in names.values() if len(each) > 1]
+
+
+def _check_shared(model: nn.Module, styles: Styles) -> None:
+    for names in _shared(model):
+        chosen = [styles.get(name.rpartition(".")[0]) for name in names]
+        if any(style is not None for style in chosen) and any(style != "vocabulary" for style in chosen):
+            told = ", ".join(f"{name} ({style or 'whole'})" for name, style in zip(names, chosen, strict=True))
+            raise ValueError(f"{told} are one parameter, which is split only as 'vocabulary' in all its places")
+
+
+def _tie(model: nn.Module, first: str, others: list[str]) -> None:
+    """Make the parameters ``others`` the same object as ``first`` again."""
+    for name in others:
+        where, _, own = name.rpartition(".")
+        model.get_submodule(where).register_parameter(own, model.get_parameter(first))

@@ -1,0 +1,222 @@
+"""Styles: how one layer is split over the ranks of a one-dimensional mesh, with torch's ParallelStyle."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+from pycomm.parallel.chains import CONVOLUTIONS, outputs
+from pycomm.parallel.functional import copy_to_group, gather_from_group, reduce_from_group, scatter_to_group
+from pycomm.parallel.layouts import PART, SHARDED
+from pycomm.torch_internals import convolve
+
+NORMS = (nn.LayerNorm, nn.RMSNorm)
+
+
+def parallel_style(module: nn.Module, style: str, layout: str, devices: int) -> ParallelStyle:
+    """Return what splits ``module``, of a type that ``style`` fits, in this layout (:mod:`pycomm.parallel.layouts`).
+
+    Embeddings, heads that ``devices`` do not divide, and subclasses of Linear are split by torch's own styles.
+    """
+    if style == "sequence":
+        return _Sequence()
+    if type(module) in _KINDS and (style != "vocabulary" or outputs(module) % devices == 0):
+        return _Split(style, layout)
+    if style == "rows":
+        return RowwiseParallel(input_layouts=Shard(-1) if layout == PART else Replicate())
+    if style == "vocabulary" and isinstance(module, nn.Embedding):
+        return RowwiseParallel(input_layouts=Replicate())
+    if layout == PART:
+        return ColwiseParallel(output_layouts=Shard(-1))
+    if layout == SHARDED:
+        return ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    return ColwiseParallel(output_layouts=Replicate())
+
+
+def _distribute(module: nn.Module, mesh: DeviceMesh, placements: dict[str, Placement]) -> None:
+    """Put DTensors in the place of parameters; those of the group's first rank are copied to all."""
+    for name, placement in placements.items():
+        param = cast(nn.Parameter | None, getattr(module, name))
+        if param is not None:
+            made = distribute_tensor(param.detach(), mesh, [placement])
+            module.register_parameter(name, nn.Parameter(made, requires_grad=param.requires_grad))
+
+
+def _local(param: Any) -> torch.Tensor | None:
+    if param is None:
+        return None
+    local: torch.Tensor = param.to_local()
+    return local
+
+
+class _Split(ParallelStyle):
+    """Style of Linear and convolutions: outputs over the ranks ("columns"), or inputs ("rows").
+
+    torch's own styles take Linear through DTensors from its input to its output, which costs about 1 ms a layer and
+    step on the CPU. Here only parameters are DTensors, and what :data:`SHARDED` layers hand to each other.
+    """
+
+    def __init__(self, style: str, layout: str) -> None:
+        super().__init__()
+        self.style, self.layout = style, layout
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        columns = self.style != "rows"
+        _distribute(
+            module,
+            device_mesh,
+            {"weight": Shard(0), "bias": Shard(0)} if columns else {"weight": Shard(1), "bias": Replicate()},
+        )
+        kinds = _COLUMNS if columns else _ROWS
+        module.__class__ = kinds[type(module)]  # parameters, hooks and names stay as they are
+        cast("_Columns | _Rows", module).layout = self.layout
+        return module
+
+
+class _Columns:
+    """Layer of which this rank computes its part of the outputs."""
+
+    layout: str
+    """What becomes of the output."""
+    weight: Any
+    bias: Any
+
+    def forward(self, x: Any) -> Any:
+        """Return this rank's outputs, or all, of the replicated ``x``."""
+        mesh = self.weight.device_mesh
+        whole = x.full_tensor() if isinstance(x, DTensor) else x
+        shared = copy_to_group(whole, mesh.get_group())
+        own = _computed(self, shared, self.weight.to_local(), _local(self.bias))
+        if self.layout == PART:
+            return own
+        if self.layout == SHARDED:
+            return DTensor.from_local(own, mesh, [Shard(own.dim() - 1)], run_check=False)
+        return gather_from_group(own, _dim(self), mesh.get_group(), even=True)
+
+
+class _Rows:
+    """Layer of which this rank computes what its part of the inputs contributes to all outputs."""
+
+    layout: str
+    """What the input is."""
+    weight: Any
+    bias: Any
+
+    def forward(self, x: Any) -> torch.Tensor:
+        """Return all outputs."""
+        mesh = self.weight.device_mesh
+        group = mesh.get_group()
+        if isinstance(x, DTensor):
+            wanted = (Shard(x.dim() - 1),)
+            part = (x if x.placements == wanted else x.redistribute(mesh, wanted)).to_local()
+        else:
+            part = x if self.layout == PART else scatter_to_group(x, _dim(self), group)
+        whole = reduce_from_group(_computed(self, part, self.weight.to_local(), None), group)
+        bias = _local(self.bias)  # added once, not by every rank
+        return whole if bias is None else whole + bias.view(-1, *(1,) * (-1 - _dim(self)))
+
+
+def _dim(module: Any) -> int:
+    """Return the dimension, counted from the end, in which the features or channels lie."""
+    return -1 if isinstance(module, nn.Linear) else -1 - len(module.kernel_size)
+
+
+def _computed(module: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if isinstance(module, nn.Linear):
+        return nn.functional.linear(x, weight, bias)
+    return convolve(module, x, weight, bias)
+
+
+class ColumnLinear(_Columns, nn.Linear):
+    """Linear split by output features."""
+
+
+class ColumnConv1d(_Columns, nn.Conv1d):
+    """Conv1d split by output channels."""
+
+
+class ColumnConv2d(_Columns, nn.Conv2d):
+    """Conv2d split by output channels."""
+
+
+class ColumnConv3d(_Columns, nn.Conv3d):
+    """Conv3d split by output channels."""
+
+
+class RowLinear(_Rows, nn.Linear):
+    """Linear split by input features."""
+
+
+class RowConv1d(_Rows, nn.Conv1d):
+    """Conv1d split by input channels."""
+
+
+class RowConv2d(_Rows, nn.Conv2d):
+    """Conv2d split by input channels."""
+
+
+class RowConv3d(_Rows, nn.Conv3d):
+    """Conv3d split by input channels."""
+
+
+_KINDS = (nn.Linear, *CONVOLUTIONS)
+_COLUMNS: dict[type, Any] = dict(zip(_KINDS, (ColumnLinear, ColumnConv1d, ColumnConv2d, ColumnConv3d), strict=True))
+_ROWS: dict[type, Any] = dict(zip(_KINDS, (RowLinear, RowConv1d, RowConv2d, RowConv3d), strict=True))
+
+
+class _Sequence(ParallelStyle):
+    """Style of norms over the last dimension: each rank norms its part of the sequence, the dimension before that.
+
+    Sequence parallelism (Korthikanti et al., arXiv:2205.05198, section 4.2.2). torch's SequenceParallel takes a plain
+    tensor for this rank's part; here plain tensors are replicated, before and after, so that the style is right
+    on its own.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        names = [name for name, param in module.named_parameters(recurse=False) if param is not None]
+        _distribute(module, device_mesh, dict.fromkeys(names, Replicate()))
+        module.__class__ = _SEQUENCE[type(module)]
+        return module
+
+
+class _SequenceNorm:
+    weight: Any
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the norm of the replicated ``x``, of shape ``(..., sequence, features)``."""
+        group = self.weight.device_mesh.get_group()
+        whole: Any = x.full_tensor() if isinstance(x, DTensor) else x
+        if whole.dim() < 2:
+            raise ValueError(f"x has the shape {list(whole.shape)}, wanted (..., sequence, features)")
+        part = scatter_to_group(whole, -2, group)
+        # The gradients of the parameters are sums over all parts.
+        own = {
+            name: copy_to_group(cast(DTensor, param).to_local(), group)
+            for name, param in cast(nn.Module, self).named_parameters(recurse=False)
+        }
+        return gather_from_group(self._norm(part, own), -2, group, even=whole.shape[-2] % group.size() == 0)
+
+    def _norm(self, x: torch.Tensor, own: dict[str, torch.Tensor]) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class SequenceLayerNorm(_SequenceNorm, nn.LayerNorm):
+    """LayerNorm split by positions of the sequence."""
+
+    def _norm(self, x: torch.Tensor, own: dict[str, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.layer_norm(x, self.normalized_shape, own["weight"], own.get("bias"), self.eps)
+
+
+class SequenceRMSNorm(_SequenceNorm, nn.RMSNorm):
+    """RMSNorm split by positions of the sequence."""
+
+    def _norm(self, x: torch.Tensor, own: dict[str, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.rms_norm(x, self.normalized_shape, own["weight"], self.eps)
+
+
+_SEQUENCE: dict[type, Any] = {nn.LayerNorm: SequenceLayerNorm, nn.RMSNorm: SequenceRMSNorm}
