@@ -1,12 +1,14 @@
-"""Plot of a plan: time against size, a curve per algorithm."""
+"""Plots of plans: time against size, a curve per algorithm; throughput and efficiency against devices."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from pycomm.parallel.planning.scaling import Fit
 from pycomm.schedule.choose import Ranking
 
 _STYLES = ("-", "--", ":", "-.")
@@ -29,4 +31,30 @@ def save_plot(ranking: Ranking, nbytes: float, path: Path) -> None:
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize="small", title="fastest first")
     figure.suptitle(f"all_reduce among {ranking.num_ranks} ranks, network {ranking.network.name}")
+    figure.savefig(path, format="png")
+
+
+def save_scaling(fits: Sequence[Fit], points: Mapping[int, float], devices: Sequence[int], path: Path) -> None:
+    """Write a PNG to ``path``: throughput and efficiency by each fit, and the measured points."""
+    figure = Figure(figsize=(12, 5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    throughput, efficiency = figure.subplots(1, 2)
+    for number, each in enumerate(fits):
+        style = {"linestyle": _STYLES[number % len(_STYLES)], "color": f"C{number}"}
+        throughput.plot(devices, [each.total(count) for count in devices], label=each.form, **style)
+        efficiency.plot(devices, [100 * each.efficiency(count) for count in devices], **style)
+    measured = list(points)
+    throughput.plot(measured, [points[count] for count in measured], "ko", label="measured", zorder=3)
+    one = fits[0].throughput
+    efficiency.plot(measured, [100 * points[count] / (one * count) for count in measured], "ko", zorder=3)
+    throughput.plot(devices, [one * count for count in devices], color="grey", linewidth=0.8, label="e = 1")
+    for axes in (throughput, efficiency):
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("devices")
+        axes.grid(alpha=0.3)
+    throughput.set_yscale("log")
+    throughput.set_ylabel("throughput T = S N e")
+    efficiency.set_ylabel("efficiency e, per cent")
+    efficiency.set_ylim(bottom=0)
+    throughput.legend(fontsize="small")
     figure.savefig(path, format="png")
