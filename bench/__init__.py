@@ -1,4 +1,5 @@
-"""Benches, a folder each: ``python -m bench.kernels``, ``.collectives``, ``.training``, ``.slow_network``, ``.gpu``.
+"""Benches, a folder each: ``python -m bench.kernels``, ``.collectives``, ``.training``, ``.planning``,
+``.slow_network``, ``.gpu``.
 
 More of collectives: ``bench.collectives.scale``, as the ranks become many; ``bench.collectives.choices``, what "auto"
 takes; ``bench.slow_network.link``, simulation against links made slow (root).

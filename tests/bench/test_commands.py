@@ -27,8 +27,11 @@ ROOT = Path(__file__).parents[2]
         ["kernels", "--rounds", "1", "--shapes", "40"],
         ["kernels.host", "--rounds", "1", "--counts", "3"],
         ["collectives", "--peers", "gloo", "--ranks", "2", "--sizes", "1K,64K", "--rounds", "1"],
-        ["collectives.scale", "--ranks", "2,3", "--rounds", "1"],
-        ["training", "--rounds", "1", "--steps", "1", "--widths", "784,512,10"],
+        pytest.param(["collectives.scale", "--ranks", "2,3", "--rounds", "1"], marks=pytest.mark.slow),
+        pytest.param(["training", "--rounds", "1", "--steps", "1", "--widths", "784,512,10"], marks=pytest.mark.slow),
+        ["tensor_parallel", "--rounds", "1", "--steps", "1", "--width", "16", "--layers", "1", "--context", "8"],
+        pytest.param(["planning", "--rounds", "1", "--steps", "1", "--ranks", "2"], marks=pytest.mark.slow),
+        ["pipelines", "--ranks", "2", "--rounds", "1", "--microbatches", "2", "--milliseconds", "1"],
     ],
     ids=lambda arguments: arguments[0],
 )

@@ -89,6 +89,7 @@ def test_hosts_that_cannot_be_made_are_gone(monkeypatch: pytest.MonkeyPatch) -> 
             raise AssertionError("not reached")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_stays")
 def test_hosts_reach_each_other_and_nobody_else() -> None:
     with hosts(3, gigabits=None) as cluster:

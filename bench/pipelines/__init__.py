@@ -1,0 +1,1 @@
+"""Pipelines: the time that a table takes on real ranks, beside its simulation."""

@@ -1,0 +1,1 @@
+"""Bench of models whose layers are split over ranks."""

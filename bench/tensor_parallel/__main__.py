@@ -1,0 +1,4 @@
+from bench.tensor_parallel.command import main
+
+if __name__ == "__main__":
+    main()
