@@ -59,6 +59,7 @@ def rows_of(out: str) -> list[Row]:
     return [Row(int(m[1]), m[3], float(m[6]), float(m[8]), m[10]) for m in found]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_large_batch_under_torchrun() -> None:
     pytest.importorskip("sklearn")
@@ -82,6 +83,7 @@ def test_large_batch_under_torchrun() -> None:
     assert float(difference[1]) == pytest.approx(recipe.accuracy - tuned.accuracy, abs=0.011)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_large_batch_starts_ranks_by_itself() -> None:
     pytest.importorskip("sklearn")
@@ -154,7 +156,7 @@ def losses_of(out: str) -> list[float]:
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
+@pytest.mark.parametrize("backend", ["pycomm", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_ddp(backend: str) -> None:
     """The script, unchanged but for the backend's name, learns the same."""
     options = ["--epochs", "2", "--samples", "1024", "--width", "128", "--backend", backend]
@@ -170,6 +172,7 @@ def test_ddp(backend: str) -> None:
         assert int(stats[3]) > 10 * int(stats[4]), out
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_fsdp2() -> None:
     out = run([*TORCHRUN, str(EXAMPLES / "fsdp2.py"), "--steps", "40", "--width", "64", "--layers", "2"])
@@ -193,3 +196,47 @@ def test_the_only_words_of_ours(script: str) -> None:
     assert 'default="pycomm"' in lines[1]
     assert lines[2] == 'if dist.get_rank() == 0 and arguments.backend == "pycomm":'
     assert "pycomm.backend.stats()" in lines[3]
+
+
+def torchrun_on(ranks: int) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("style", ["columns", "rows"])
+def test_split_layer(style: str) -> None:
+    out = run([*torchrun_on(2), str(EXAMPLES / "split_layer.py"), "--width", "256", "--style", style])
+    held = [int(count.replace(",", "")) for count in re.findall(r"^rank \d: ([\d,]+) parameters", out, re.MULTILINE)]
+    assert len(held) == 2, out
+    assert sum(held) == 256 * 256 + (256 if style == "columns" else 512), out  # biases are split with the columns
+    far = re.search(r"output (\S+), gradient of x (\S+), of the weights (\S+)$", out, re.MULTILINE)
+    assert far is not None, out
+    assert max(map(float, far.groups())) < 1e-5, out
+
+
+@pytest.mark.timeout(150)
+def test_pipeline() -> None:
+    options = ["--schedule", "zero_bubble_v", "--width", "64", "--batch", "64", "--steps", "20"]
+    out = run([*torchrun_on(2), str(EXAMPLES / "pipeline.py"), *options])
+    assert "4 stages on 2 ranks, 8 microbatches" in out
+    assert "rank 0: stages [0, 3]" in out
+    assert "rank 1: stages [1, 2]" in out
+    first, last = losses_of(out)
+    assert last < first < 2.4, out
+    shown = run([sys.executable, str(EXAMPLES / "pipeline.py"), "--show", "one_f_one_b", "--ranks", "3"])
+    assert "proven; microbatches held at once, by rank: [3, 2, 1]" in shown
+
+
+@pytest.mark.timeout(150)
+def test_hybrid() -> None:
+    options = ["--pp", "2", "--dp", "2", "--tp", "1", "--width", "64", "--steps", "20", "--compression", "topk"]
+    out = run([*torchrun_on(4), str(EXAMPLES / "hybrid.py"), *options])
+    first, last = losses_of(out)
+    assert last < first < 2.4, out
+    assert len(re.findall(r"^rank \d: \d+ KB sent per step$", out, re.MULTILINE)) == 4, out
+
+
+def test_im2col() -> None:
+    options = ["--threads", "1", "2", "--channels", "16", "--size", "12", "--batch", "1", "--rounds", "2"]
+    out = run([sys.executable, str(EXAMPLES / "im2col.py"), *options])  # which compares with torch's convolution
+    assert re.search(r"^2 threads, 8 rows each: .* ms", out, re.MULTILINE), out

@@ -1,0 +1,30 @@
+"""The pictures of docs/parallel.md are drawn by docs/pictures.py, and are all there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_pictures_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    command = [sys.executable, str(DOCS / "pictures.py"), "--folder", str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    shown = re.findall(r"!\[.*?\]\((parallel_\w+\.svg)\)", (DOCS / "parallel.md").read_text(encoding="utf-8"))
+    assert len(shown) == 3
+    for name in shown:
+        drawn, committed = (text_of(folder / name) for folder in (tmp_path, DOCS))
+        assert drawn == committed, f"{name} is stale: python docs/pictures.py"
+
+
+def text_of(picture: Path) -> list[str]:
+    """The words in a picture: coordinates may differ with the release of matplotlib."""
+    return "".join(ElementTree.parse(picture).getroot().itertext()).split()
