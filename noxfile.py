@@ -7,9 +7,22 @@ nox.options.sessions = ["lint", "tests"]
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """The whole test suite, against the installed package."""
+    """The tests as CI runs them, against the installed package: all but what is marked slow."""
     session.install("-c", "constraints.txt", ".[demo,test]")
     session.run("pytest", *session.posargs)
+
+
+@nox.session
+def slow(session: nox.Session) -> None:
+    """The tests that CI leaves out; run it before a release, and after a change of what they are about.
+
+    All of torch's own suite and the faults put into it, chaos, the emulator without one barrier after another, hosts
+    made of network namespaces, schedules on up to eight ranks and over up to 1025, the limits of all kernels' machine
+    code, calibration, inductor, the longer benches, and all examples but one. Those that want the sanitized, emulated
+    build are skipped here: `nox -s sanitize -- -m slow`.
+    """
+    session.install("-c", "constraints.txt", ".[demo,test]")
+    session.run("pytest", "-m", "slow", "--durations=25", *session.posargs)
 
 
 @nox.session
@@ -23,7 +36,7 @@ def newest_torch(session: nox.Session) -> None:
 def torch_suite_newest(session: nox.Session) -> None:
     """torch's own suite, and our tests of the backend, on "pycomm" with the newest release for CPUs."""
     session.install(".[test]", "torch", "--upgrade", "--extra-index-url", "https://download.pytorch.org/whl/cpu")
-    session.run("pytest", *(session.posargs or ("tests/torch_suite", "tests/backend")))
+    session.run("pytest", "-m", "", *(session.posargs or ("tests/torch_suite", "tests/backend")))
 
 
 @nox.session

@@ -67,7 +67,7 @@ def new_ranks() -> Iterator[Pools]:
     pools: list[RankPool] = []
 
     def start(size: int) -> RankPool:
-        pools.append(RankPool(size))
+        pools.append(RankPool(size, forked=True))
         return pools[-1]
 
     yield start
@@ -91,5 +91,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    left = [command for command in child_processes().values() if command and "resource_tracker" not in command]
+    children = child_processes()
+    for pid, command in list(children.items()):
+        if "multiprocessing.forkserver" in command:  # which ends with this process
+            del children[pid]
+            children.update(child_processes(parent=pid))
+    left = [command for command in children.values() if command and "resource_tracker" not in command]
     assert not left, f"processes left behind: {left}"

@@ -6,15 +6,16 @@ import os
 from pathlib import Path
 
 
-def child_processes(proc: Path = Path("/proc")) -> dict[int, str]:
-    """Return the command lines of this process's children by their ids, that of a zombie empty.
+def child_processes(proc: Path = Path("/proc"), parent: int | None = None) -> dict[int, str]:
+    """Return the command lines of this process's children, or ``parent``'s, by their ids, that of a zombie empty.
 
     Read from every process's ``stat``: the kernel has a list of a thread's children only if it was configured to.
     """
+    parent = os.getpid() if parent is None else parent
     return {
         int(folder.name): _read(folder / "cmdline")
         for folder in proc.iterdir()
-        if folder.name.isdecimal() and _parent(_read(folder / "stat")) == os.getpid()
+        if folder.name.isdecimal() and _parent(_read(folder / "stat")) == parent
     }
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pycomm.cli.launch import LocalRanks, Pipe, join, rendezvous
+from tests.fork_server import ForkedRanks
 
 
 @dataclass
@@ -50,12 +51,13 @@ def _serve(rank: int, pipe: Pipe, size: int, port: int) -> None:
 
 
 class RankPool:
-    """``size`` processes in one Gloo process group."""
+    """``size`` processes in one Gloo process group, started anew or, sooner, ``forked``."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, forked: bool = False) -> None:
         self.size = size
         self._meeting = contextlib.ExitStack()
-        self._ranks = LocalRanks(_serve, size, (size, self._meeting.enter_context(rendezvous())))
+        start = ForkedRanks if forked else LocalRanks
+        self._ranks = start(_serve, size, (size, self._meeting.enter_context(rendezvous())))
         self.pipes, self.processes = self._ranks.pipes, self._ranks.processes
         self._collect(60.0)
 

@@ -16,12 +16,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.torch_suite", description=__doc__)
     parser.add_argument("--backend", default="pycomm", help="by its name in torch (default: %(default)s)")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these tests")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="the first, and then every Nth test")
     parser.add_argument("--at-once", type=int, default=3, help="tests side by side (default: %(default)s)")
     parser.add_argument("--patience", type=float, default=60.0, metavar="S", help="for a test (default: %(default)s)")
     parser.add_argument("--faults", action="store_true", help="one test, without and with each fault, to see it fail")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what each test came to")
     chosen = parser.parse_args()
-    whole = not chosen.only and not chosen.faults
+    whole = not chosen.only and not chosen.faults and chosen.every == 1
     reports = [Report(case.name, SKIPPED, case.left_out) for case in suite.cases() if case.left_out and whole]
     for report in run(_tests(chosen), chosen.at_once):
         reports.append(report)
@@ -37,7 +38,7 @@ def main() -> int:
 def _tests(chosen: argparse.Namespace) -> list[tuple[str, Settings]]:
     if chosen.faults:
         return [(faults.TEST, Settings(chosen.backend, chosen.patience, fault)) for fault in (None, *faults.FAULTS)]
-    names = chosen.only or [case.name for case in suite.cases() if case.left_out is None]
+    names = chosen.only or [case.name for case in suite.cases() if case.left_out is None][:: chosen.every]
     return [(name, Settings(chosen.backend, chosen.patience)) for name in names]
 
 

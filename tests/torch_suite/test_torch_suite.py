@@ -56,6 +56,16 @@ class TestOnPycomm:
         }
 
 
+def test_every_twentieth(tmp_path: Path) -> None:
+    """Nothing that the class above does not tell, but that one is slow."""
+    file = tmp_path / "reports.json"
+    done = run("--backend", "pycomm", "--every", "20", "--json", str(file), limit=100.0)
+    reports = [Report(**report) for report in json.loads(file.read_text())]
+    failed = {report.name: report.text for report in reports if report.outcome == FAILED}
+    assert not {name: failed[name] for name in failed.keys() - EXCEPTIONS.keys()}
+    assert sum(report.outcome == PASSED for report in reports) > 2, done.stderr
+
+
 @pytest.mark.slow
 def test_faults_are_found(tmp_path: Path) -> None:
     file = tmp_path / "reports.json"
