@@ -16,6 +16,8 @@ def test_planning() -> None:
     assert slow["fp16"].link == pytest.approx(slow["dense"].link / 2, rel=0.1)
     assert slow["dgc(0.1%)"].break_even > 1e6
     fast = planning.price(4, 4e6, load("infiniband-400g"))
-    assert fast["powersgd(4)"].break_even < 400e9 / 8
-    # On a link exactly as fast as the break-even, the two take about the same.
-    assert fast["powersgd(4)"].seconds() > fast["dense"].seconds()
+    # What is computed here takes a time of this machine's, which may have been busy.
+    for name, priced in fast.items():
+        if name != "dense":
+            pays = priced.seconds() < fast["dense"].seconds()
+            assert pays == (priced.break_even > 400e9 / 8), name

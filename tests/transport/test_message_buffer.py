@@ -213,3 +213,4 @@ def test_several_threads_wait_for_room() -> None:
                 receipt.wait(TIMEOUT)
                 assert (arrays[i] == i // 3).all()
         communicator.barrier()
+        assert ranks.buffered_bytes == 0

@@ -156,8 +156,10 @@ std::string MessageWait::what_is_buffered() const {
 }
 
 // Whether dst, or whom it waits for, and so on, waits for this rank, and nothing has moved since, though all of them
-// who wait for messages have looked for some. Each of these ranks has a single thread that waits.
+// who wait for messages have looked for some. Each of these ranks has a single thread in an operation, this one too:
+// another one may have room, and no core yet on which to use it.
 bool MessageWait::would_wait_for_ever(int dst) {
+    if (messages_.office(rank()).awaited.load(std::memory_order_relaxed) < 0) return false;
     constexpr uint32_t kEnoughLooks = 2;  // the second one began after the first was seen
     std::vector<uint32_t> seen, looks;
     int p = dst;

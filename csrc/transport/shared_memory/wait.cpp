@@ -59,11 +59,13 @@ void wait_until(const WaitPoint& point, const std::function<bool()>& done, const
         check(monotonic_seconds() - start);
         point.sleepers.fetch_add(1, std::memory_order_seq_cst);
         uint32_t seen = point.word.load(std::memory_order_seq_cst);
-        if (!done()) {
+        const bool is_done = done();
+        if (!is_done) {
             timespec slice{0, kSliceNanoseconds};
             futex(&point.word, FUTEX_WAIT, seen, &slice);
         }
         point.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+        if (is_done) return;
     }
 }
 

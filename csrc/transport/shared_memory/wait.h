@@ -17,9 +17,10 @@ struct WaitPoint {
     std::atomic<uint32_t>& sleepers;
 };
 
-// Returns when done(). check(seconds waited so far) is called before each sleep; what it throws ends the wait. Whoever
-// makes done() true does so, then looks for sleepers, then changes the word and wakes them; the first two sequentially
-// consistent, so that either the waker sees the sleeper or the sleeper sees what it waits for.
+// Returns when done(), which is not called again once it was true: it may take what it waits for. check(seconds waited
+// so far) is called before each sleep; what it throws ends the wait. Whoever makes done() true does so, then looks for
+// sleepers, then changes the word and wakes them; the first two sequentially consistent, so that either the waker sees
+// the sleeper or the sleeper sees what it waits for.
 void wait_until(const WaitPoint& point, const std::function<bool()>& done, const std::function<void(double)>& check);
 
 // A clock that one rank advances and the others wait for. Lives in shared memory; `sleepers` stands apart so that
