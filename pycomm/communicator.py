@@ -20,7 +20,7 @@ from pycomm.schedule.program import Program
 from pycomm.schedule.table import Table
 from pycomm.transport.choice import TRANSPORTS, choose_transport
 from pycomm.transport.gpu import GpuWork, gpu_of
-from pycomm.transport.own_group import group_of, place_of
+from pycomm.transport.own_group import Place, group_of, place_of
 from pycomm.worker import Work
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -84,13 +84,20 @@ class Communicator(PointToPoint):
         network: Network | str | os.PathLike[str] | None = None,
     ) -> None:
         self._timeout, problem = _check_arguments(timeout, transport)
+        self._network = network
         if not dist.is_available() or not dist.is_initialized():
             raise problem or RuntimeError(
                 "torch.distributed is not initialised: call torch.distributed.init_process_group() first "
                 "(under torchrun, or with rank and world_size)"
             )
-        transport_used = choose_transport(place_of(group_of(process_group)), transport, self._timeout, problem)
+        self._open(place_of(group_of(process_group)), transport, problem)
+
+    def _open(self, place: Place, transport: str, problem: Exception | None = None) -> None:
+        """Meet the other ranks at ``place``; see :func:`choose_transport`."""
+        transport_used = choose_transport(place, transport, self._timeout, problem)
         super().__init__(Channel(transport_used, self._timeout))
+        self.place = place
+        """Internal: where its ranks have met."""
         self.rank: int = self.channel.rank
         self.size: int = self.channel.size
         self._transport, self._worker = transport_used, self.channel.worker
@@ -99,10 +106,25 @@ class Communicator(PointToPoint):
         self._finalizer = weakref.finalize(self, self.channel.close)
         self._selector = AlgorithmSelector(self.rank, self.size)
         try:
-            self._selector.agree(network, self.transport, self.channel.all_gather_bytes)
+            self._selector.agree(self._network, self.transport, self.channel.all_gather_bytes)
         except BaseException:
             self.close()
             raise
+
+    def beside(self) -> Communicator:
+        """Return another communicator of the same ranks, over the same transport. Collective."""
+        made = Communicator.__new__(Communicator)
+        made._timeout, made._network = self._timeout, self._network
+        made._open(self.place, self.transport)
+        return made
+
+    def move(self, place: Place) -> None:
+        """Go on as the communicator of the ranks that meet at ``place``. Collective among these.
+
+        Operations in progress must have ended. Tensors from :meth:`empty` remain valid, and are no longer reached.
+        """
+        self.close("it goes on among other ranks")
+        self._open(place, "auto")
 
     @property
     def transport(self) -> str:

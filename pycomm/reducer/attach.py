@@ -23,6 +23,7 @@ from pycomm.reducer.parameters import ParameterTable, table_of
 from pycomm.reducer.reducer import Reducer
 from pycomm.reducer.settings import Settings, checked_settings
 from pycomm.reducer.sharded import check_sharding
+from pycomm.reducer.survival import Survival, survival_of
 from pycomm.reducer.wrappers import refuse_wrapped, watch_constructions
 from pycomm.torch_internals import is_dtensor
 from pycomm.transport.own_group import group_of
@@ -43,6 +44,8 @@ def attach(
     all_parameters: bool = False,
     check_replicas: int = 1000,
     buffers: str = "local",
+    on_failure: str = "raise",
+    min_ranks: int = 1,
     timeout: timedelta | float = DEFAULT_TIMEOUT,
 ) -> Reducer:
     """Average the gradients of ``optimizer``'s parameters over the ranks from now on.
@@ -112,6 +115,8 @@ def attach(
         all_parameters=all_parameters,
         check_replicas=check_replicas,
         buffers=buffers,
+        on_failure=on_failure,
+        min_ranks=min_ranks,
     )
     request = _check_request(settings, optimizer, model_or_named_parameters)
     return _attach_all(request, process_group, timeout)
@@ -147,8 +152,9 @@ def _attach_all(
     try:
         settings, table = agreed(communicator, _check_sharding(request, process_group))
         _make_equal(communicator, table, settings)
-        lanes = open_lanes(communicator, process_group, timeout, settings, table.on_gpu)
-        return _attach_over(lanes, settings, table)
+        lanes = open_lanes(communicator, settings, table.on_gpu)
+        survival = survival_of(communicator, table, settings) if settings.survives else None
+        return _attach_over(lanes, settings, table, survival)
     except BaseException:
         communicator.close()
         raise
@@ -167,10 +173,12 @@ def _check_sharding(request: _Request, process_group: dist.ProcessGroup | Device
     return request
 
 
-def _attach_over(lanes: Sequence[Communicator], settings: Settings, table: ParameterTable) -> Reducer:
+def _attach_over(
+    lanes: Sequence[Communicator], settings: Settings, table: ParameterTable, survival: Survival | None
+) -> Reducer:
     """Make a Reducer over the communicators ``lanes`` on all ranks, or on none of them."""
     try:
-        made: Reducer | Exception = Reducer(Engine(table, lanes, settings))
+        made: Reducer | Exception = Reducer(Engine(table, lanes, settings, survival))
     except Exception as error:
         made = error
     try:

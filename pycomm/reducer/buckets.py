@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -39,6 +39,10 @@ class Slot:
     version: int = -1
     """Version counter of the averaged gradient when it was handed out."""
     hook: GradientHook | None = None
+    kept: torch.Tensor | None = None
+    """This step's gradient, as backward made it, until the step is over; where ranks may be lost."""
+    spare: torch.Tensor | None = None
+    """Memory for ``kept``, once it was needed."""
     sharded: LocalGradient | None = None
     """What stands for the parameter if it is a DTensor, of which only this rank's part matters here."""
 
@@ -227,9 +231,9 @@ def _groups(
     return closed + [(members, compressed) for (_, compressed), members in open_.items()]
 
 
-def method_stats(exchanges: Iterable[Exchange]) -> dict[str, float]:
-    """Return the sums of the exchanges' counters, with the rate at which selection missed."""
-    total: dict[str, float] = {}
+def method_stats(exchanges: Iterable[Exchange], earlier: Mapping[str, float] | None = None) -> dict[str, float]:
+    """Return the sums of the exchanges' counters and of ``earlier`` ones, with the rate at which selection missed."""
+    total = dict(earlier or {})
     for exchange in exchanges:
         for key, value in exchange.stats().items():
             total[key] = total.get(key, 0) + value

@@ -12,6 +12,7 @@ import torch
 
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Exchange, Flag
+from pycomm.errors import CommError
 from pycomm.reducer import norms
 from pycomm.reducer.buckets import BucketInFlight, Slot, method_stats, nonfinite_source
 from pycomm.reducer.gradient_checks import require_no_average, require_sendable
@@ -20,6 +21,7 @@ from pycomm.reducer.parameters import ParameterTable
 from pycomm.reducer.progress import Progress
 from pycomm.reducer.replicas import ReplicaCheck
 from pycomm.reducer.settings import Settings
+from pycomm.reducer.survival import Survival
 from pycomm.reducer.verdicts import all_finite, needs_verdict, spread_failure
 from pycomm.reducer.window import AccumulationWindow
 from pycomm.transport.gpu import GpuWork
@@ -50,9 +52,16 @@ class Engine:
         finite: whether the last step was finite; ``None`` if nothing needed to know.
         nonfinite_steps, committed_steps: counts, 0-d int64 tensors on the gradients' device.
         wait_seconds: time for which the host has waited.
+        survival: what goes on without ranks that are lost, if anything does.
     """
 
-    def __init__(self, table: ParameterTable, lanes: Sequence[Communicator], settings: Settings) -> None:
+    def __init__(
+        self,
+        table: ParameterTable,
+        lanes: Sequence[Communicator],
+        settings: Settings,
+        survival: Survival | None = None,
+    ) -> None:
         self.lanes, self.settings = lanes, settings
         self.communicator = communicator = lanes[0]
         self.table, self.measures = table, False
@@ -66,7 +75,9 @@ class Engine:
         self.nonfinite_steps = torch.zeros((), dtype=torch.int64, device=table.device)
         self.committed_steps = torch.zeros((), dtype=torch.int64, device=table.device)
         self.wait_seconds = 0.0
+        self.survival = survival
         self._buffer_work: Work | GpuWork | None = None
+        self._commit_work: Work | GpuWork | None = None
         self._num_launched = 0
         self.firing: Slot | None = None
         self._late: Slot | None = None  # its .grad becomes its view once all its hooks have run
@@ -142,12 +153,28 @@ class Engine:
         while self._num_launched < len(self.table.flights):
             self._launch(self.table.flights[self._num_launched])
         if self.buffers is not None and self._buffer_work is None:
+            self.buffers.keeps = self.survival is not None
             self._buffer_work = self._submit(self.communicator, self.buffers.run, [], set())
+        if self.survival is not None and self._commit_work is None:
+            self._commit_work = self._submit(self.communicator, self._commit_job(self.survival), [], set())
 
-    def _launch(self, flight: BucketInFlight) -> None:
+    def _commit_job(self, survival: Survival) -> Callable[[], None]:
+        works = [flight.work for flight in self.table.flights] + [self._buffer_work]
+
+        def job() -> None:
+            for work in works:
+                if work is not None:
+                    work.wait()  # at once, but for those of other lanes; raises if it failed
+            survival.commit()
+
+        return job
+
+    def _launch(self, flight: BucketInFlight, grads: list[torch.Tensor | None] | None = None) -> None:
+        """Launch ``flight``, with the gradients that its parameters have if none are given."""
         self._num_launched += 1
         weights = self.window.weights
-        grads = [None if weights.is_zero else slot.owner.grad for slot in flight.slots]
+        if grads is None:
+            grads = [None if weights.is_zero else slot.owner.grad for slot in flight.slots]
         if weights.in_use and self.table.on_gpu:
             weights.relative()  # waits on the host here, so that the job does not have to
         job = self._exchange_of(flight, grads, self._num_launched)
@@ -167,8 +194,11 @@ class Engine:
         steps, reductions = self.progress.num_steps, self.progress.num_reductions
         fingerprint = self._replica_check.fingerprint(steps, reductions) if number == 1 else None
         is_first = number <= len(self.lanes)  # on its lane
+        survival = self.survival
 
         def job() -> None:
+            if survival is not None:
+                survival.keep(flight, grads)
             scales = replace(scaling, relative=weights.relative()) if weighted else scaling
             if fingerprint is not None:
                 scales = replace(scales, fingerprint=fingerprint())
@@ -199,12 +229,7 @@ class Engine:
         start = time.perf_counter()
         self._late = None
         try:
-            for flight in self.table.flights:
-                assert flight.work is not None
-                flight.work.wait()
-            if self._buffer_work is not None:
-                self._buffer_work.wait()
-            self._hand_out()
+            self._receive()
             self.table.stepper.forget()  # a factor left for a step that never came belonged to other gradients
         except BaseException:
             self.table.drop_gradients()  # they are no averages, and must not be mistaken for them
@@ -212,9 +237,58 @@ class Engine:
         finally:
             for flight in self.table.flights:
                 flight.work = None
-            self._buffer_work = None
+            self._buffer_work = self._commit_work = None
             self.window.close()
         self.wait_seconds += time.perf_counter() - start
+        if self.survival is not None:
+            self.survival.tell()
+
+    def _receive(self) -> None:
+        """Wait for all results, and hand them out. With survival: those of all ranks that are left in the end."""
+        while True:
+            try:
+                self._await_results()
+            except CommError as error:
+                if self.survival is None:
+                    raise
+                if not self.recover(error):
+                    self._launch_again(self.survival)
+                    continue
+            else:
+                self._hand_out()
+            if self.survival is not None:
+                self.survival.forget()
+            return
+
+    def _await_results(self) -> None:
+        for flight in self.table.flights:
+            assert flight.work is not None
+            flight.work.wait()
+        for work in (self._buffer_work, self._commit_work):
+            if work is not None:
+                work.wait()
+
+    # Losing ranks.
+
+    def recover(self, error: CommError) -> bool:
+        """Go on among the ranks that are left; return whether they count this step, which has been handed out then."""
+        assert self.survival is not None
+
+        was_complete, self.lanes = self.survival.recover(error, self.progress.num_reductions, self._hand_out)
+        self.window.rescale(self.communicator.size)
+        self._num_launched = 0
+        self._buffer_work = self._commit_work = None
+        return was_complete
+
+    def _launch_again(self, survival: Survival) -> None:
+        """Launch all buckets with what was kept of their gradients."""
+        if self.window.weights.in_use:
+            self.window.weights.sum_again()
+        if self.buffers is not None:
+            self.buffers.restore()
+        for flight in self.table.flights:
+            self._launch(flight, survival.kept(flight))
+        self.launch_rest()
 
     def _hand_out(self) -> None:
         flights, progress = self.table.flights, self.progress
@@ -242,16 +316,19 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Return the counters of ``Reducer.stats``."""
         nonfinite_steps = int(self.nonfinite_steps.item())
+        earlier = {} if self.survival is None else dict(self.survival.earlier)
         last_nonfinite = nonfinite_source(self._exchanges()) or "a sum over the ranks" if nonfinite_steps else None
         return {
-            "bytes_sent": sum(flight.exchange.bytes_sent for flight in self.table.flights),
+            "bytes_sent": sum(flight.exchange.bytes_sent for flight in self.table.flights)
+            + earlier.pop("bytes_sent", 0),
             "steps": self.progress.num_reductions,
             "wait_seconds": self.wait_seconds,
             "nonfinite_steps": nonfinite_steps,
             "last_nonfinite": last_nonfinite,
             "num_buckets": len(self.table.flights),
             "transport": "nccl" if self.table.on_gpu else self.communicator.transport,
-            **method_stats(self._exchanges()),
+            **method_stats(self._exchanges(), earlier),
+            **({} if self.survival is None else {"recoveries": list(self.survival.recoveries)}),
         }
 
     def name_of_not_finite(self) -> str | None:

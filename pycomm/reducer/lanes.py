@@ -9,10 +9,6 @@ everywhere. Ranks of one host have one lane: their memory is never idle.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
-
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm.communicator import Communicator
 from pycomm.cost.auto import Auto
@@ -23,20 +19,13 @@ _FIRST_BYTES = 1 << 20
 """Size of the first bucket between hosts: so the link has work as soon as the last layers' gradients are there."""
 
 
-def open_lanes(
-    communicator: Communicator,
-    process_group: dist.ProcessGroup | DeviceMesh | None,
-    timeout: timedelta | float,
-    settings: Settings,
-    on_gpu: bool,
-) -> list[Communicator]:
+def open_lanes(communicator: Communicator, settings: Settings, on_gpu: bool) -> list[Communicator]:
     """Return the lanes, ``communicator`` the first of them, which closes the others with itself. Collective.
 
     ``Auto`` has one: it measures the link, which nothing else may use meanwhile.
 
     Args:
         communicator: of the attach.
-        process_group, timeout: what it was made of.
         settings: of the attach.
         on_gpu: whether the gradients are on a GPU, and so do not travel over the transport.
     """
@@ -44,7 +33,7 @@ def open_lanes(
     if on_gpu or not is_remote(communicator) or isinstance(settings.compression, Auto):
         return lanes
     while len(lanes) < _NUM_LANES:
-        lane = Communicator(process_group, timeout, transport=communicator.transport)
+        lane = communicator.beside()
         communicator.channel.companions.append(lane.channel)
         lanes.append(lane)
     return lanes

@@ -40,6 +40,9 @@ class BufferSync:
                     self._places.append((owner, name))
         self._averages = mode == "average"
         self._communicator = communicator
+        self.keeps = False
+        """Whether to keep what the buffers were before, so that :meth:`restore` can undo a run that did not end."""
+        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """Yield each buffer once, also if it is registered twice."""
@@ -53,6 +56,8 @@ class BufferSync:
     @torch.no_grad()
     def run(self) -> None:
         """Make the buffers equal. Collective; runs on the communication thread or stream."""
+        if self.keeps:
+            self._before = [(buffer, buffer.clone()) for buffer in self.buffers()]
         broadcast: list[torch.Tensor] = []
         by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for buffer in self.buffers():
@@ -63,6 +68,13 @@ class BufferSync:
         for buffers in by_kind.values():
             self._average(buffers)
         broadcast_tensors(self._communicator, broadcast, src=0)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put the buffers back as they were before the last :meth:`run`."""
+        for buffer, before in self._before:
+            buffer.copy_(before)
+        self._before = []
 
     def _average(self, buffers: list[torch.Tensor]) -> None:
         flat = torch.cat([buffer.reshape(-1) for buffer in buffers])

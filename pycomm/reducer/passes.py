@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from pycomm.errors import CommError
 from pycomm.reducer.autograd_hooks import GradientHook, ModelHooks
 from pycomm.reducer.backward import BackwardWatch
 from pycomm.reducer.buckets import Slot
@@ -145,12 +146,21 @@ class Passes:
     def flush(self) -> None:
         """Reduce a ragged last window; see ``Reducer.flush``."""
         self.require_taking_part()
-        if not self._window.end_early(self._engine.committed_steps):
+        if not self._end_early():
             return
         if not self._window.is_open:  # other ranks have gradients: this one takes part without any
             self._table.drop_gradients()
         self._engine.expect_gradients()
         self._engine.reduce()
+
+    def _end_early(self) -> bool:
+        while True:
+            try:
+                return self._window.end_early(self._engine.committed_steps)
+            except CommError as error:
+                if self._engine.survival is None:
+                    raise
+                self._engine.recover(error)
 
     # Errors.
 
@@ -172,6 +182,8 @@ class Passes:
         if self.stopped or self._communicator.size == 1 or torch.compiler.is_compiling():
             return
         self.stopped = str(error)
+        if self._engine.survival is not None:
+            self._engine.survival.leave(f"gave up: {self.stopped}")
         self._communicator.channel.abandon(self.stopped, in_step=not self._engine.is_waited_for())
 
     def forget_abandoned(self) -> None:

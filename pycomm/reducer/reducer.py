@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -43,6 +43,7 @@ class Reducer:
         # One rank that compresses nothing has nothing to do.
         # (With DTensors it has: gradients that are still to be summed over their mesh.)
         self._idle = communicator.size == 1 and not settings.compression.transactional and not settings.clip_local_norm
+        self._idle = self._idle and engine.survival is None
         self._idle = self._idle and not any(is_dtensor(param) for _, param in self._table.named())
         if self._idle:
             self._table.admit()
@@ -207,11 +208,33 @@ class Reducer:
             compression state unchanged because of non-finite gradients), ``last_nonfinite`` (source of
             the last such gradient, or ``None``), ``num_buckets`` and ``transport``. With TopK and DGC also
             ``selections`` (of parameters), ``selections_missed`` (those for which the last step's
-            threshold was unusable, which costs another read) and their ratio ``miss_rate``.
+            threshold was unusable, which costs another read) and their ratio ``miss_rate``. With
+            ``on_failure="shrink"`` also ``recoveries``, a list of dicts: ``step`` (number of reductions before
+            it), ``seconds`` (from the failure on this rank until the ranks that are left could go on), ``left``
+            (what became of the others, by their numbers) and ``world``, as it was afterwards.
         """
         if self._detached:
             return dict(self._last_stats)
         return self._engine.stats()
+
+    @property
+    def world(self) -> tuple[int, ...]:
+        """Ranks that take part, by the numbers that they had when they attached; fewer once some are left behind.
+
+        This rank's place among them is its rank from then on.
+        """
+        survival = self._engine.survival
+        return tuple(range(self._communicator.size)) if survival is None else survival.membership.world
+
+    def on_change(self, callback: Callable[[tuple[int, ...], tuple[int, ...]], None]) -> None:
+        """Call ``callback(old_world, new_world)`` on each rank that is left whenever :attr:`world` has changed.
+
+        It is called at the end of the ``backward()`` in which that happened, before ``optimizer.step()``: the place
+        to divide samples anew, or to scale the learning rate. Never called with ``on_failure="raise"``.
+        """
+        self._require_attached()
+        if self._engine.survival is not None:
+            self._engine.survival.on_change(callback)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that compression carries from step to step on *this* rank, to be saved by every rank.
@@ -261,6 +284,8 @@ class Reducer:
             slot.leave_bucket()
         forget(self)
         unwatch_constructions(self)
+        if self._engine.survival is not None:
+            self._engine.survival.close(self._passes.stopped or "it detached")
         self._communicator.close(self._passes.stopped or None)
         # Cleared now, so that shared memory is released with its last view and not when this object is collected.
         self._table.clear()

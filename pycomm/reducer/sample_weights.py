@@ -28,6 +28,7 @@ class SampleWeights:
         self._passed = 0.0  # samples of this window's earlier passes
         self._window = 0.0  # samples of all its passes, once it is known to end
         self._sent_unit = 0.0  # n of the gradients that are sent
+        self._mine = (0.0, 0)  # samples and passes of the window, as they are summed
         self._sum: Work | None = None
 
     @property
@@ -76,7 +77,12 @@ class SampleWeights:
         mine = self._passed + ((self._unit or 0.0) if with_next else 0.0)
         self._sent_unit = (self._unit or 0.0) if num_passes > 0 or with_next else 0.0
         self._window, self._passed = mine, 0.0
-        sums = np.array([mine, num_passes + with_next])
+        self._mine = mine, num_passes + with_next
+        self.sum_again()
+
+    def sum_again(self) -> None:
+        """Begin to sum the same samples over the ranks that there are now. Collective."""
+        sums = np.array(self._mine, np.float64)
 
         def job() -> tuple[float, float]:
             self._communicator.all_reduce(sums, "sum")

@@ -27,6 +27,13 @@ class Settings:
     all_parameters: bool = False
     check_replicas: int = 0
     buffers: str = "local"
+    on_failure: str = "raise"
+    min_ranks: int = 1
+
+    @property
+    def survives(self) -> bool:
+        """Whether the ranks that are left go on when one is lost."""
+        return self.on_failure == "shrink"
 
     def lines(self) -> list[str]:
         """Return one line per setting, to be compared between the ranks."""
@@ -41,6 +48,8 @@ class Settings:
             f"all_parameters={self.all_parameters}",
             f"check_replicas={self.check_replicas}",
             f"buffers={self.buffers}",
+            f"on_failure={self.on_failure}",
+            f"min_ranks={self.min_ranks}",
         ]
 
 
@@ -57,6 +66,8 @@ def checked_settings(
     all_parameters: bool,
     check_replicas: int,
     buffers: str,
+    on_failure: str,
+    min_ranks: int,
 ) -> Settings:
     """Return the arguments of ``attach`` as checked settings.
 
@@ -74,6 +85,8 @@ def checked_settings(
         all_parameters=all_parameters,
         check_replicas=count("check_replicas", check_replicas, 0),
         buffers=_buffers(buffers, model),
+        on_failure=_on_failure(on_failure),
+        min_ranks=count("min_ranks", min_ranks, 1),
     )
 
 
@@ -99,6 +112,12 @@ def _name(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{name} is {value!r}, wanted a name")
     return value
+
+
+def _on_failure(value: Any) -> str:
+    if value not in ("raise", "shrink"):
+        raise ValueError(f'on_failure is {value!r}, wanted "raise" or "shrink"')
+    return str(value)
 
 
 def _buffers(mode: Any, model: Any) -> str:

@@ -82,6 +82,10 @@ class AccumulationWindow:
         average, size = self._settings.average, self._communicator.size
         self.scaling = Scaling(size, loss_scale=loss_scale, average=average, step=number)
 
+    def rescale(self, size: int) -> None:
+        """Go on with another number of ranks, with the scales of the window as they were fixed otherwise."""
+        self.scaling = replace(self.scaling, size=size)
+
     def fix_clipping(self, slots: Sequence[Slot], shards: Shards) -> None:
         """Fix the factor that clips this rank's own gradient, before anything is sent.
 

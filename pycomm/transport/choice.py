@@ -72,7 +72,7 @@ def choose_transport(place: Place, wanted: str, timeout: float, problem: Excepti
 
 
 def _meeting_at(place: Place, timeout: float) -> Meeting:
-    return Meeting(place.store, place.rank, place.size, timeout, place.stranger)
+    return Meeting(place.store, place.rank, place.size, timeout, place.stranger, place.lost)
 
 
 def _kind_of(wanted: str, hosts: Hosts, greetings: Sequence[Mapping[str, Any]]) -> str:

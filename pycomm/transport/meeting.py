@@ -36,19 +36,26 @@ class Meeting:
 
     Args:
         stranger: returns why a rank will never arrive, if the store shows that; it is asked about ranks that are late.
+        lost: returns what became of a rank that is known not to come.
 
     Attributes:
         name: name of this attempt, set once :meth:`greet` has returned; unique in the store.
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, timeout: float, stranger: Callable[[int], str | None] | None = None
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: float,
+        stranger: Callable[[int], str | None] | None = None,
+        lost: Callable[[int], str | None] | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
         self.name = ""
         self._store = PrefixStore("pycomm", store)
-        self._stranger = stranger
+        self._stranger, self._lost = stranger, lost
         self._started = time.monotonic()
         self._deadline = self._started + timeout
         # On a thread of its own: a store whose server hangs never answers, and some of its calls have no timeout.
@@ -136,6 +143,7 @@ class Meeting:
             CommError: the deadline has passed, or a rank has failed.
         """
         self.check()
+        self._require_not_lost(rank)
         if time.monotonic() >= self._deadline:
             raise self.failed(rank, f"rank {rank} did not connect")
         time.sleep(0.01)
@@ -229,9 +237,15 @@ class Meeting:
         began = time.monotonic()
         while (rank := self._ask("a rank", missing)) is not None:
             now = time.monotonic()
+            self._require_not_lost(rank)
             if now >= self._deadline:
                 raise self.failed(rank, f"rank {rank} did not arrive")
             time.sleep(min(_SLOWEST_POLL, 0.001 + (now - began) / 20))
+
+    def _require_not_lost(self, rank: int) -> None:
+        what = None if self._lost is None else self._lost(rank)
+        if what is not None:
+            raise self.failed(rank, what)
 
     def _ask(self, about: str, question: Callable[[], T], patience: float | None = None) -> T:
         """Return the result of ``question``, which is run on the store's thread.

@@ -7,7 +7,7 @@ communicators, which would end in a hang or, over Gloo, in an abort of the proce
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -37,6 +37,7 @@ class Place:
         rank: rank of this process in it.
         ranks: global ranks of its members, in the group's order.
         backends: its backends by device, as torch writes them: "cpu:gloo,cuda:nccl".
+        lost: returns what became of a rank that will not come, ``None`` for all that may; if anything can tell.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Place:
     rank: int
     ranks: Sequence[int]
     backends: str
+    lost: Callable[[int], str | None] | None = None
 
     @property
     def size(self) -> int:

@@ -1,0 +1,106 @@
+"""Ledger: the store in which ranks agree on who is left. It must outlive every one of them.
+
+Ranks of one host share a file that has no name, in memory: it lasts as long as one of them, and nobody has to
+serve it. Between hosts it is the store of the process group, which somebody serves: torchrun's agent, or rank 0,
+with which it would die.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from pycomm.communicator import Communicator
+from pycomm.errors import CommError
+from pycomm.torch_internals import PrefixStore, Store
+from pycomm.worker import Worker
+
+_ANSWER = 10.0  # seconds for the store to answer
+
+_LOG = logging.getLogger("pycomm")
+
+T = TypeVar("T")
+
+
+class Ledger:
+    """Ledger of the ranks of ``communicator``. Making it is collective.
+
+    Attributes:
+        store: store to read and write through :meth:`ask`, and for ranks to meet in.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._rank = communicator.rank
+        self._file = -1
+        self._worker = Worker(f"pycomm-ledger-{communicator.rank}")
+        path = _shared_file(communicator) if communicator.transport == "shared_memory" else None
+        if path is None:
+            self.store: Store = PrefixStore(f"pycomm/ledger/{communicator.place.name}", communicator.place.store)
+        else:
+            self._file = path
+            self.store = FileStore(f"/proc/self/fd/{path}", -1)
+
+    def ask(self, question: Callable[[], T]) -> T:
+        """Return the result of ``question``, which reads or writes the store.
+
+        Raises:
+            CommError: the store failed, or did not answer.
+        """
+        start = time.monotonic()
+        work = self._worker.submit(question)
+        problem = "did not answer"
+        if work.ends_within(_ANSWER):
+            try:
+                answer: T = work.wait()
+                return answer
+            except RuntimeError as error:  # torch's DistStoreError is one
+                problem = f"failed: {error}"
+        raise CommError.during(
+            "recover",
+            f"the store in which the remaining ranks agree {problem}; on several hosts it is the process group's, "
+            "which must outlive every rank, as torchrun's does, and rank 0's own does not",
+            rank=self._rank,
+            elapsed=time.monotonic() - start,
+        )
+
+    def close(self) -> None:
+        """Release the file. Idempotent."""
+        self._worker.stop(patience=1.0)
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def _shared_file(communicator: Communicator) -> int | None:
+    """Return a descriptor of a file in memory that all ranks have; ``None`` if they cannot have one. Collective."""
+    made = -1
+    path = ""
+    if communicator.rank == 0:
+        with contextlib.suppress(OSError):
+            made = os.memfd_create("pycomm-ledger", os.MFD_CLOEXEC)
+            path = f"/proc/{os.getpid()}/fd/{made}"
+    path = communicator.channel.all_gather_bytes(path.encode())[0].decode()
+    mine, problem = made, ""
+    if communicator.rank != 0:
+        try:
+            mine = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:  # /proc may hide other processes
+            problem = str(error)
+    for rank, text in enumerate(communicator.channel.all_gather_bytes(problem.encode())):
+        if text:
+            if mine >= 0:
+                os.close(mine)
+            _LOG.warning(
+                "rank %d cannot open a file of rank 0's (%s): the ranks can agree on who is left only while the "
+                "process group's own store is there",
+                rank,
+                text.decode(),
+            )
+            return None
+    return mine

@@ -1,0 +1,197 @@
+"""Agreement of the ranks that are left on who they are, and on the last step that counts.
+
+Every rank that finds an operation failed writes a report: the last step that it has committed. Once each
+rank has reported or is known to be gone, any of them proposes the world to go on with; the store takes the
+first proposal of an epoch, and all read that one. A decision binds nobody by itself: its ranks meet, and if
+one of them does not come, the next epoch decides again. So a death at any time, of any rank, during this
+too, only takes another round.
+
+What makes a step whole: a rank commits it after an exchange that all ranks enter with all results in their
+hands. If any rank has committed a step, all have its results, and commit it too. If none has, none will, and it is
+reduced again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pycomm.communicator import Communicator
+from pycomm.elastic.ledger import Ledger
+from pycomm.elastic.vitals import Vitals
+from pycomm.errors import CommError
+from pycomm.torch_internals import PrefixStore
+from pycomm.transport.own_group import Place
+
+_POLL = 0.002  # seconds
+
+World = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the ranks that are left go on with.
+
+    Attributes:
+        world: ranks by the numbers that they had first, in rising order.
+        committed: number of steps that any of them has committed.
+        gone: what became of the others.
+    """
+
+    world: World
+    committed: int
+    gone: Mapping[int, str] = field(default_factory=dict)
+
+
+class _Round:
+    """Round of the agreement of ``world``, as it stands in the ledger and as this rank knows it."""
+
+    def __init__(self, ledger: Ledger, number: int, world: World, vitals: Vitals) -> None:
+        self._ledger, self._world, self._vitals = ledger, world, vitals
+        self._store = PrefixStore(f"round/{number}", ledger.store)
+        self._reports: dict[int, dict[str, Any]] = {}
+        self._gone: dict[int, str] = {}
+
+    def report(self, rank: int, content: dict[str, Any]) -> None:
+        """Write the report of ``rank``."""
+        self._ledger.ask(lambda: self._store.set(f"report/{rank}", json.dumps(content)))
+
+    def note_gone(self, rank: int, fate: str) -> None:
+        """Write what became of ``rank``."""
+        self._gone[rank] = fate
+        self._ledger.ask(lambda: self._store.set(f"gone/{rank}", fate))
+
+    def decision(self) -> Decision | None:
+        """Return the decision, if there is one; read what others have written otherwise."""
+        return self._ledger.ask(self._look)
+
+    def is_over(self, *, out_of_patience: bool) -> bool:
+        """Return whether every rank has reported, or will not: it has gone, or there is no more patience."""
+        accused = {rank for report in self._reports.values() for rank in report["silent"]}
+        for rank in self._silent():
+            fate = self._vitals.fate_of(rank)
+            if fate is None and rank in accused:
+                fate = "was waited for in vain"
+            if fate is None and out_of_patience:
+                fate = "did not answer"
+            if fate is not None:
+                self.note_gone(rank, fate)
+        return not self._silent()
+
+    def propose(self) -> None:
+        """Propose those that have reported, unless a decision is there already."""
+        committed = max(int(report["committed"]) for report in self._reports.values())
+        text = json.dumps([sorted(self._reports), committed, self._gone])
+        self._ledger.ask(lambda: self._store.compare_set("decision", "", text))
+
+    def _silent(self) -> list[int]:
+        return [rank for rank in self._world if rank not in self._reports and rank not in self._gone]
+
+    def _look(self) -> Decision | None:
+        if self._store.check(["decision"]):
+            world, committed, gone = json.loads(self._store.get("decision"))
+            return Decision(tuple(world), committed, {int(rank): fate for rank, fate in gone.items()})
+        for rank in self._world:
+            if rank not in self._reports and self._store.check([f"report/{rank}"]):
+                self._reports[rank] = json.loads(self._store.get(f"report/{rank}"))
+                self._gone.pop(rank, None)
+        for rank in self._silent():
+            if self._store.check([f"gone/{rank}"]):
+                self._gone[rank] = self._store.get(f"gone/{rank}").decode()
+        return None
+
+
+class Membership:
+    """Membership of this rank in a group that may lose ranks.
+
+    Args:
+        communicator: the ranks at first.
+        min_ranks: fewest ranks that go on.
+        timeout: for how long a rank that is alive may be silent, in seconds.
+
+    Attributes:
+        world: ranks that belong to it, by the numbers that they had at first.
+        me: this rank's number.
+        epoch: number of times that the world has changed.
+    """
+
+    def __init__(self, communicator: Communicator, min_ranks: int, timeout: float) -> None:
+        self.world: World = tuple(range(communicator.size))
+        self.me = communicator.rank
+        self.epoch = 0
+        self._min_ranks, self._timeout = min_ranks, timeout
+        self._first = communicator.place
+        self._ledger = Ledger(communicator)
+        self._vitals = Vitals()
+        self._vitals.meet(communicator, self.world)
+        self._round = 0
+
+    def agree(self, committed: int, silent: Sequence[int] = (), why: str = "") -> Decision:
+        """Return what all ranks that are left go on with. Collective among them; they then meet at :meth:`place`.
+
+        Args:
+            committed: number of steps that this rank has committed.
+            silent: ranks that this one has waited for in vain; left behind, unless they report.
+            why: what happened, for those that are left out and may still see it.
+
+        Raises:
+            CommError: this rank is left out, or too few are left; or the store is gone.
+        """
+        self._round += 1
+        attempt = _Round(self._ledger, self._round, self.world, self._vitals)
+        attempt.report(self.me, {"committed": committed, "silent": list(silent), "why": why})
+        start = time.monotonic()
+        while (decision := attempt.decision()) is None:
+            if attempt.is_over(out_of_patience=time.monotonic() - start > self._timeout):
+                attempt.propose()
+            else:
+                time.sleep(_POLL)
+        return self._follow(decision, time.monotonic() - start)
+
+    def leave(self, reason: str) -> None:
+        """Tell the others, who may be about to ask, that this rank no longer takes part."""
+        with contextlib.suppress(CommError):  # they will find out
+            _Round(self._ledger, self._round + 1, self.world, self._vitals).note_gone(self.me, reason)
+
+    def place(self) -> Place:
+        """Return where the ranks of the present world meet."""
+        return dataclasses.replace(
+            self._first,
+            name=f"{self._first.name}/epoch/{self._round}",
+            store=PrefixStore(f"epoch/{self._round}", self._ledger.store),
+            rank=self.world.index(self.me),
+            ranks=[self._first.ranks[rank] for rank in self.world],
+            lost=self._lost,
+        )
+
+    def settle(self, communicator: Communicator) -> None:
+        """Go on with the ranks of ``communicator``, which have met. Collective."""
+        self._vitals.meet(communicator, self.world)
+        self.epoch += 1
+
+    def close(self) -> None:
+        """Release the ledger."""
+        self._ledger.close()
+
+    def _lost(self, position: int) -> str | None:
+        """Return what became of the rank at ``position`` in the world, if it will not come."""
+        fate = self._vitals.fate_of(self.world[position])
+        return None if fate is None else f"rank {self.world[position]} {fate}"
+
+    def _follow(self, decision: Decision, elapsed: float) -> Decision:
+        if self.me not in decision.world:
+            what = f"this rank was left behind: it {decision.gone.get(self.me, 'is not among those that are left')}"
+            raise CommError.during("recover", what, rank=self.me, peer=self.me, elapsed=elapsed)
+        if len(decision.world) < self._min_ranks:
+            fates = ", ".join(f"rank {rank} {fate}" for rank, fate in sorted(decision.gone.items()))
+            what = f"{len(decision.world)} ranks are left, fewer than min_ranks={self._min_ranks}: {fates}"
+            raise CommError.during(
+                "recover", what, rank=self.me, peer=min(decision.gone, default=None), elapsed=elapsed
+            )
+        self.world = decision.world
+        return decision

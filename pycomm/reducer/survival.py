@@ -1,0 +1,175 @@
+"""Going on without ranks that are lost: a step is reduced again by those that are left, from gradients that were kept.
+
+After a failure no rank uses the old memory or the old connections again. Those that are left agree on who they are
+(:mod:`pycomm.elastic`), meet anew, move the state of compression into buckets that no lost rank has mapped, and
+send what backward gave them once more. Backward itself is not repeated.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pycomm.communicator import Communicator
+from pycomm.elastic.membership import Decision, Membership
+from pycomm.errors import CommError
+from pycomm.reducer.buckets import BucketInFlight, method_stats, state_of
+from pycomm.reducer.lanes import open_lanes
+from pycomm.reducer.parameters import ParameterTable
+from pycomm.reducer.settings import Settings
+from pycomm.torch_internals import version_of
+
+_LOG = logging.getLogger("pycomm")
+
+World = tuple[int, ...]
+
+
+class Survival:
+    """Keeper of a step's gradients until all ranks have the averages, and guide of those that are left.
+
+    Args:
+        membership: who belongs to the group.
+        communicator: their communicator, which moves with them.
+        table: parameters and their buckets.
+        settings: arguments of ``attach``.
+
+    Attributes:
+        recoveries: what happened, a dict each; see ``Reducer.stats``.
+        earlier: counters of exchanges that were left behind.
+    """
+
+    def __init__(
+        self, membership: Membership, communicator: Communicator, table: ParameterTable, settings: Settings
+    ) -> None:
+        self.membership = membership
+        self._communicator, self._table, self._settings = communicator, table, settings
+        self.recoveries: list[dict[str, Any]] = []
+        self.earlier: dict[str, float] = {}
+        self._callbacks: list[Callable[[World, World], None]] = []
+        self._changed_from: World | None = None
+
+    def on_change(self, callback: Callable[[World, World], None]) -> None:
+        """Call ``callback(old, new)`` whenever the world has changed."""
+        self._callbacks.append(callback)
+
+    # Keeping.
+
+    @staticmethod
+    def keep(flight: BucketInFlight, grads: list[torch.Tensor | None]) -> None:
+        """Keep ``grads``, which are about to be sent; a gradient that lies in the bucket itself is copied."""
+        for i, (slot, grad) in enumerate(zip(flight.slots, grads, strict=True)):
+            if grad is not None and flight.bucket.holds(i, grad):
+                slot.spare = torch.empty_like(grad) if slot.spare is None else slot.spare
+                grad = slot.spare.copy_(grad)
+            slot.kept = grad
+
+    def kept(self, flight: BucketInFlight) -> list[torch.Tensor | None]:
+        """Return what was kept of the gradients of ``flight``."""
+        return [slot.kept for slot in flight.slots]
+
+    def forget(self) -> None:
+        """Let go of the gradients: the step is over."""
+        for slot in self._table.slots():
+            slot.kept = None
+
+    def commit(self) -> None:
+        """Return once all ranks have the results of this step. On the communication thread, with its results there."""
+        with self._communicator.channel.skip_checks():
+            self._communicator.barrier()
+
+    # Losing ranks.
+
+    def leave(self, reason: str) -> None:
+        """Tell the others that this rank no longer takes part."""
+        self.membership.leave(reason)
+
+    def close(self, reason: str) -> None:
+        """Leave, and release what the agreement needs."""
+        self.membership.leave(reason)
+        self.membership.close()
+
+    def recover(self, error: CommError, num_committed: int, complete: Callable[[], None]) -> tuple[bool, Any]:
+        """Go on among those that are left. Collective among them.
+
+        Args:
+            error: how this rank learned that an operation failed.
+            num_committed: number of steps that this rank has committed.
+            complete: hands out the results of the present step, if another rank has committed it.
+
+        Returns:
+            Whether ``complete`` was called, and the lanes to go on with.
+
+        Raises:
+            CommError: this rank is left behind, or too few are left.
+        """
+        start = time.monotonic()
+        old, is_complete = self.membership.world, False
+        while True:
+            self._communicator.close(f"it goes on without others: {error}")
+            decision = self.membership.agree(num_committed, self._silent(error), str(error))
+            if decision.committed > num_committed and not is_complete:
+                complete()
+                is_complete = True
+            try:
+                self._communicator.move(self.membership.place())
+                lanes = open_lanes(self._communicator, self._settings, self._table.on_gpu)
+                self.membership.settle(self._communicator)
+                break
+            except CommError as another:  # one of them was lost meanwhile
+                error = another
+                num_committed += is_complete
+        self._rebuild(lanes, is_complete)
+        self._note(old, decision, num_committed, time.monotonic() - start)
+        return is_complete, lanes
+
+    def tell(self) -> None:
+        """Call the callbacks, if the world has changed."""
+        old, self._changed_from = self._changed_from, None
+        if old is not None:
+            for callback in list(self._callbacks):
+                callback(old, self.membership.world)
+
+    def _silent(self, error: CommError) -> list[int]:
+        if error.peer is None or "timed out" not in str(error) or error.peer >= len(self.membership.world):
+            return []
+        return [self.membership.world[error.peer]]
+
+    def _rebuild(self, lanes: list[Communicator], adopt: bool) -> None:
+        """Sort all parameters into new buckets, with the state of the old ones; ``adopt``: and their gradients."""
+        table = self._table
+        exchanges = [flight.exchange for flight in table.flights]
+        for counts in (method_stats(exchanges), {"bytes_sent": sum(each.bytes_sent for each in exchanges)}):
+            for key, value in counts.items():
+                if key != "miss_rate":
+                    self.earlier[key] = self.earlier.get(key, 0) + value
+        state = state_of(table.flights)
+        table.flights = []
+        table.make_buckets(table.slots(), lanes, self._settings)
+        for flight in table.flights:
+            flight.exchange.load_state(state)
+            if not adopt:
+                continue
+            for slot, view in zip(flight.slots, flight.bucket.views, strict=True):
+                if slot.owner.grad is not None:
+                    view.copy_(slot.owner.grad)
+                    slot.owner.grad, slot.version = view, version_of(view)
+            flight.bucket.note_handed_out()
+
+    def _note(self, old: World, decision: Decision, step: int, seconds: float) -> None:
+        left = {rank: decision.gone.get(rank, "was lost while the others met") for rank in old}
+        for rank in self.membership.world:
+            del left[rank]
+        self.recoveries.append({"seconds": seconds, "step": step, "left": left, "world": self.membership.world})
+        self._changed_from = old if self._changed_from is None else self._changed_from
+        fates = ", ".join(f"rank {rank} {fate}" for rank, fate in left.items())
+        _LOG.warning("%s: %d ranks go on at step %d, after %.2f s", fates, len(self.membership.world), step, seconds)
+
+
+def survival_of(communicator: Communicator, table: ParameterTable, settings: Settings) -> Survival:
+    """Return what lets the ranks of ``communicator`` go on without lost ones. Collective."""
+    membership = Membership(communicator, settings.min_ranks, communicator.channel.timeout)
+    return Survival(membership, communicator, table, settings)
