@@ -243,6 +243,7 @@ void bind_shared_memory(py::module_& module) {
                 return group.offset_of({reinterpret_cast<void*>(address), num_bytes, DType::kU8}) >= 0;
             },
             py::arg("address"), py::arg("num_bytes"))
+        .def("give_up_stopped_after", &SharedMemoryGroup::give_up_stopped_after, py::arg("seconds"))
         .def("close", &SharedMemoryGroup::close, py::arg("why"), py::call_guard<py::gil_scoped_release>());
 }
 

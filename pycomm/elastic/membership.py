@@ -17,13 +17,13 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from pycomm.communicator import Communicator
 from pycomm.elastic.ledger import Ledger
-from pycomm.elastic.vitals import Vitals
+from pycomm.elastic.vitals import STOPPED_PATIENCE, Vitals
 from pycomm.errors import CommError
 from pycomm.torch_internals import PrefixStore
 from pycomm.transport.own_group import Place
@@ -72,11 +72,9 @@ class _Round:
 
     def is_over(self, *, out_of_patience: bool) -> bool:
         """Return whether every rank has reported, or will not: it has gone, or there is no more patience."""
-        accused = {rank for report in self._reports.values() for rank in report["silent"]}
+        accused = {int(rank): why for report in self._reports.values() for rank, why in report["silent"].items()}
         for rank in self._silent():
-            fate = self._vitals.fate_of(rank)
-            if fate is None and rank in accused:
-                fate = "was waited for in vain"
+            fate = self._vitals.fate_of(rank) or accused.get(rank)
             if fate is None and out_of_patience:
                 fate = "did not answer"
             if fate is not None:
@@ -123,20 +121,20 @@ class Membership:
     def __init__(self, communicator: Communicator, min_ranks: int, timeout: float) -> None:
         self.world: World = tuple(range(communicator.size))
         self.me = communicator.rank
-        self.epoch = 0
+        self.epoch = -1
         self._min_ranks, self._timeout = min_ranks, timeout
         self._first = communicator.place
         self._ledger = Ledger(communicator)
         self._vitals = Vitals()
-        self._vitals.meet(communicator, self.world)
         self._round = 0
+        self.settle(communicator)
 
-    def agree(self, committed: int, silent: Sequence[int] = (), why: str = "") -> Decision:
+    def agree(self, committed: int, silent: Mapping[int, str] | None = None, why: str = "") -> Decision:
         """Return what all ranks that are left go on with. Collective among them; they then meet at :meth:`place`.
 
         Args:
             committed: number of steps that this rank has committed.
-            silent: ranks that this one has waited for in vain; left behind, unless they report.
+            silent: why ranks that this one has waited for will not come; left behind, unless they report.
             why: what happened, for those that are left out and may still see it.
 
         Raises:
@@ -144,7 +142,7 @@ class Membership:
         """
         self._round += 1
         attempt = _Round(self._ledger, self._round, self.world, self._vitals)
-        attempt.report(self.me, {"committed": committed, "silent": list(silent), "why": why})
+        attempt.report(self.me, {"committed": committed, "silent": silent or {}, "why": why})
         start = time.monotonic()
         while (decision := attempt.decision()) is None:
             if attempt.is_over(out_of_patience=time.monotonic() - start > self._timeout):
@@ -171,6 +169,7 @@ class Membership:
 
     def settle(self, communicator: Communicator) -> None:
         """Go on with the ranks of ``communicator``, which have met. Collective."""
+        communicator.channel.transport.give_up_stopped_after(STOPPED_PATIENCE)
         self._vitals.meet(communicator, self.world)
         self.epoch += 1
 

@@ -6,24 +6,15 @@ import json
 import os
 import time
 from collections.abc import Iterable
-from pathlib import Path
 
-import pycomm._native as _native
 from pycomm.communicator import Communicator
+from pycomm.transport import processes
 from pycomm.transport.rendezvous import host_identity
 
 STOPPED_PATIENCE = 0.5
 """Seconds for which a process may be stopped before it is left behind."""
 
-_FATES = {"dead": "died", "dumping core": "is dumping core"}
-
-
-def _start_of(pid: int) -> int:
-    """Return when a process began, in the kernel's ticks, which tells it from a later one with its id; 0 if gone."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except OSError:
-        return 0
+_STOPPED = "is stopped"
 
 
 class Vitals:
@@ -35,7 +26,7 @@ class Vitals:
 
     def meet(self, communicator: Communicator, ranks: Iterable[int]) -> None:
         """Learn the processes of ``ranks``, by which the communicator's are called here. Collective."""
-        mine = {"host": host_identity(), "pid": os.getpid(), "start": _start_of(os.getpid())}
+        mine = {"host": host_identity(), "pid": os.getpid(), "start": processes.start_of(os.getpid())}
         everyones = [json.loads(text) for text in communicator.channel.all_gather_bytes(json.dumps(mine).encode())]
         self._processes = {
             rank: (process["pid"], process["start"])
@@ -48,11 +39,9 @@ class Vitals:
         if rank not in self._processes:
             return None
         pid, start = self._processes[rank]
-        state = _native.process_state(pid)
-        if state != "stopped":
+        fate = processes.fate_of(pid)
+        if fate != _STOPPED:
             self._stopped.pop(rank, None)
-        elif time.monotonic() - self._stopped.setdefault(rank, time.monotonic()) > STOPPED_PATIENCE:
-            return "is stopped"
-        if state == "alive" and _start_of(pid) != start:
-            return "died"
-        return _FATES.get(state)
+            return fate or (None if processes.start_of(pid) == start else "died")
+        since = self._stopped.setdefault(rank, time.monotonic())
+        return fate if time.monotonic() - since > STOPPED_PATIENCE else None

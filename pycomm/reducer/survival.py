@@ -27,6 +27,8 @@ _LOG = logging.getLogger("pycomm")
 
 World = tuple[int, ...]
 
+_SIGNS = {"timed out": "was waited for in vain", "is stopped": "is stopped"}
+
 
 class Survival:
     """Keeper of a step's gradients until all ranks have the averages, and guide of those that are left.
@@ -133,10 +135,12 @@ class Survival:
             for callback in list(self._callbacks):
                 callback(old, self.membership.world)
 
-    def _silent(self, error: CommError) -> list[int]:
-        if error.peer is None or "timed out" not in str(error) or error.peer >= len(self.membership.world):
-            return []
-        return [self.membership.world[error.peer]]
+    def _silent(self, error: CommError) -> dict[int, str]:
+        """Return the rank that was waited for in vain, if ``error`` says so; death is seen without it."""
+        world = self.membership.world
+        if error.peer is None or error.peer >= len(world):
+            return {}
+        return {world[error.peer]: fate for sign, fate in _SIGNS.items() if sign in str(error)}
 
     def _rebuild(self, lanes: list[Communicator], adopt: bool) -> None:
         """Sort all parameters into new buckets, with the state of the old ones; ``adopt``: and their gradients."""

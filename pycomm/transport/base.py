@@ -120,6 +120,12 @@ class Transport(Protocol):
         of these calls.
         """
 
+    def give_up_stopped_after(self, seconds: float) -> None:
+        """Let operations fail because of a rank whose process they have seen stopped for so long, not at the timeout.
+
+        Only ranks of this host are seen.
+        """
+
     def refuse(self, reason: str, timeout: float) -> None:
         """Stand in for an operation whose arguments are wrong on this rank; the other ranks get a ValueError."""
 

@@ -65,6 +65,9 @@ class HierarchicalTransport(TorchTransport):
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self._local.empty(shape, dtype)
 
+    def give_up_stopped_after(self, seconds: float) -> None:
+        self._local.give_up_stopped_after(seconds)
+
     def close(self, reason: str) -> None:
         super().close(reason)  # first: it leaves the note by which others learn why
         self._local.close(reason)

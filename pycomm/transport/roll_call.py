@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
-import pycomm._native as _native
 from pycomm.torch_internals import PrefixStore, Store
+from pycomm.transport.processes import fate_of
 from pycomm.worker import Worker
 
 _GRACE = 2.0  # seconds in which the other ranks may report that they are alive
 _ANSWER = 1.0  # seconds for the store to answer
 _LONGEST_REASON = 500  # characters
-
-_FATES = {"dead": "died", "stopped": "is stopped", "dumping core": "is dumping core"}
 
 
 def _int(value: object) -> int:
@@ -84,13 +81,10 @@ class RollCall:
 
     def _dead(self, done: Set[int]) -> tuple[int, str] | None:
         for p, pid in enumerate(self._pids):
-            fate = "" if p in done else self._fate(pid)
+            fate = "" if p in done or pid == 0 else fate_of(pid)
             if fate:
                 return p, f"rank {p} {fate}"
         return None
-
-    def _fate(self, pid: int) -> str:
-        return "" if pid in (0, os.getpid()) else _FATES.get(_native.process_state(pid), "")
 
     def _blamed(self, notes: Mapping[int, dict[str, Any]]) -> tuple[int, str] | None:
         """Return a rank that blames itself; otherwise one that another rank blames; with the reason."""

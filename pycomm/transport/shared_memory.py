@@ -44,6 +44,7 @@ class SharedMemoryTransport:
         self.send = self._group.send
         self.receive = self._group.post_receive
         self.refuse = self._group.refuse
+        self.give_up_stopped_after = self._group.give_up_stopped_after
         self.run_compiled = self._group.run
         self.host_memory: HostMemory | None = HostMemory(self._group.allocate, self._group.reaches, self.size)
 

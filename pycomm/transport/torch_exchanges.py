@@ -131,6 +131,9 @@ class TorchExchanges(BufferedMessages):
     def _announce_refusal(self, timeout: float) -> None:
         self._agree("refused", torch.empty(0), "sum", 0, timeout)
 
+    def give_up_stopped_after(self, seconds: float) -> None:
+        pass  # nothing shows it here
+
     def close(self, reason: str) -> None:
         self._group.close(reason)
 

@@ -178,10 +178,21 @@ void Call::check(int waiting_for, double waited) {
 // A process that dumps its core keeps its connections until that is written.
 void Call::look_at_processes(double waited) {
     next_look_ = waited + kLookSeconds;
+    int stopped = -1;
     for (int p = 0; p < size(); ++p) {
         if (has_arrived(p)) continue;
-        if (state_of(group_.pids_[static_cast<size_t>(p)]) != ProcessState::kDumpingCore) continue;
-        fail(p, waited, format("rank %d is dumping core", group_.name_of(p)));
+        const ProcessState state = state_of(group_.pids_[static_cast<size_t>(p)]);
+        if (state == ProcessState::kDumpingCore) fail(p, waited, format("rank %d is dumping core", group_.name_of(p)));
+        if (state == ProcessState::kStopped && stopped < 0) stopped = p;
+    }
+    look_at_stopped(stopped, waited);
+}
+
+void Call::look_at_stopped(int p, double waited) {
+    if (p < 0 || p != stopped_ || waited < stopped_since_) stopped_since_ = waited;
+    stopped_ = p;
+    if (p >= 0 && waited - stopped_since_ >= group_.stopped_patience_) {
+        fail(p, waited, format("rank %d is stopped", group_.name_of(p)));
     }
 }
 

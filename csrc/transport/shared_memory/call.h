@@ -153,6 +153,7 @@ class Call {
     void require_nobody_gave_up();
     void check(int waiting_for, double waited);
     void look_at_processes(double waited);
+    void look_at_stopped(int p, double waited);
     [[noreturn]] void time_out(int waiting_for, double waited);
     bool has_arrived(int p) const { return p == rank() || clock_of(p).reached(group_.clock_); }
     bool gave_up_by_now(int p) const;
@@ -168,6 +169,8 @@ class Call {
     double timeout_;
     uint32_t slot_;
     double next_look_;  // at the peers' processes, in seconds of waiting
+    int stopped_ = -1;  // the first rank that was seen stopped at the last look, and how long this call had waited then
+    double stopped_since_ = 0.0;
 };
 
 }  // namespace pycomm

@@ -24,6 +24,7 @@
 
 #include <atomic>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -82,6 +83,10 @@ class SharedMemoryGroup : private ForkAware {
     // Messages between two ranks, which need not take part in collectives at the same time.
     Messages& messages() { return *messages_; }
 
+    // Operations fail because of a rank whose process is stopped as soon as they have seen it so for `seconds`; else
+    // only at their timeouts.
+    void give_up_stopped_after(double seconds) { stopped_patience_ = seconds; }
+
     std::shared_ptr<Arena> arena() const;
     // Offset of an array in this rank's file, -1 if it does not lie there. For operations.
     int64_t offset_of(const Buffer& x) const;
@@ -118,6 +123,7 @@ class SharedMemoryGroup : private ForkAware {
     std::mutex mutex_;                   // one operation at a time
     std::atomic<std::thread::id> busy_;  // the thread that holds it for an operation
     std::atomic<bool> closing_{false};   // ends the operation in progress
+    std::atomic<double> stopped_patience_{std::numeric_limits<double>::infinity()};
     uint32_t clock_ = 0;                 // steps this rank has taken
     uint32_t num_calls_ = 0;             // announcements made
     std::vector<Operation> announced_;   // all ranks', of the call in progress
