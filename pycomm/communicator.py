@@ -111,12 +111,17 @@ class Communicator(PointToPoint):
             self.close()
             raise
 
+    @classmethod
+    def at(cls, place: Place, timeout: float, transport: str = "auto", network: Any = None) -> Communicator:
+        """Return the communicator of the ranks that meet at ``place``. Collective."""
+        made = cls.__new__(cls)
+        made._timeout, made._network = timeout, network
+        made._open(place, transport)
+        return made
+
     def beside(self) -> Communicator:
         """Return another communicator of the same ranks, over the same transport. Collective."""
-        made = Communicator.__new__(Communicator)
-        made._timeout, made._network = self._timeout, self._network
-        made._open(self.place, self.transport)
-        return made
+        return Communicator.at(self.place, self._timeout, self.transport, self._network)
 
     def move(self, place: Place) -> None:
         """Go on as the communicator of the ranks that meet at ``place``. Collective among these.

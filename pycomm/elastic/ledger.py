@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -18,7 +19,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from pycomm.communicator import Communicator
 from pycomm.errors import CommError
-from pycomm.torch_internals import PrefixStore, Store
+from pycomm.torch_internals import PrefixStore, Store, root_store
 from pycomm.worker import Worker
 
 _ANSWER = 10.0  # seconds for the store to answer
@@ -29,22 +30,29 @@ T = TypeVar("T")
 
 
 class Ledger:
-    """Ledger of the ranks of ``communicator``. Making it is collective.
+    """Ledger of some ranks.
+
+    Args:
+        rank: this one.
+        store: the process group's store, or the one that it is a part of.
+        name: name of the ledger in it.
+        file: descriptor of the file to use instead, which is owned from now on; -1 for none.
 
     Attributes:
+        name: the same for all ranks, and unique in the store.
+        path: path of the file for other processes of this host, or empty.
         store: store to read and write through :meth:`ask`, and for ranks to meet in.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
-        self._rank = communicator.rank
-        self._file = -1
-        self._worker = Worker(f"pycomm-ledger-{communicator.rank}")
-        path = _shared_file(communicator) if communicator.transport == "shared_memory" else None
-        if path is None:
-            self.store: Store = PrefixStore(f"pycomm/ledger/{communicator.place.name}", communicator.place.store)
-        else:
-            self._file = path
-            self.store = FileStore(f"/proc/self/fd/{path}", -1)
+    def __init__(self, rank: int, store: Store, name: str, file: int = -1) -> None:
+        self._rank, self._file, self.name = rank, file, name
+        self._worker = Worker(f"pycomm-ledger-{rank}")
+        self.path = "" if file < 0 else f"/proc/{os.getpid()}/fd/{file}"
+        self.store: Store = (
+            PrefixStore(f"pycomm/ledger/{name}", root_store(store))
+            if file < 0
+            else FileStore(f"/proc/self/fd/{file}", -1)
+        )
 
     def ask(self, question: Callable[[], T]) -> T:
         """Return the result of ``question``, which reads or writes the store.
@@ -77,19 +85,24 @@ class Ledger:
             self._file = -1
 
 
-def _shared_file(communicator: Communicator) -> int | None:
-    """Return a descriptor of a file in memory that all ranks have; ``None`` if they cannot have one. Collective."""
-    made = -1
-    path = ""
+def open_ledger(communicator: Communicator) -> Ledger:
+    """Return the ledger of the ranks of ``communicator``. Collective."""
+    name = communicator.channel.all_gather_bytes(secrets.token_hex(8).encode())[0].decode()
+    file = _shared_file(communicator) if communicator.transport == "shared_memory" else -1
+    return Ledger(communicator.rank, communicator.place.store, name, file)
+
+
+def _shared_file(communicator: Communicator) -> int:
+    """Return a descriptor of a file in memory that all ranks have; -1 if they cannot have one. Collective."""
+    mine, path, problem = -1, "", ""
     if communicator.rank == 0:
         with contextlib.suppress(OSError):
-            made = os.memfd_create("pycomm-ledger", os.MFD_CLOEXEC)
-            path = f"/proc/{os.getpid()}/fd/{made}"
+            mine = os.memfd_create("pycomm-ledger", os.MFD_CLOEXEC)
+            path = f"/proc/{os.getpid()}/fd/{mine}"
     path = communicator.channel.all_gather_bytes(path.encode())[0].decode()
-    mine, problem = made, ""
     if communicator.rank != 0:
         try:
-            mine = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            mine = open_file(path)
         except OSError as error:  # /proc may hide other processes
             problem = str(error)
     for rank, text in enumerate(communicator.channel.all_gather_bytes(problem.encode())):
@@ -102,5 +115,10 @@ def _shared_file(communicator: Communicator) -> int | None:
                 rank,
                 text.decode(),
             )
-            return None
+            return -1
     return mine
+
+
+def open_file(path: str) -> int:
+    """Return a descriptor of another process's ledger, whose ``path`` that process told."""
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC)

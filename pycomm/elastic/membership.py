@@ -22,10 +22,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pycomm.communicator import Communicator
-from pycomm.elastic.ledger import Ledger
+from pycomm.elastic.door import Request
+from pycomm.elastic.ledger import Ledger, open_file, open_ledger
 from pycomm.elastic.vitals import STOPPED_PATIENCE, Vitals
 from pycomm.errors import CommError
-from pycomm.torch_internals import PrefixStore
+from pycomm.torch_internals import PrefixStore, Store
 from pycomm.transport.own_group import Place
 
 _POLL = 0.002  # seconds
@@ -105,29 +106,39 @@ class _Round:
 
 
 class Membership:
-    """Membership of this rank in a group that may lose ranks.
+    """Membership of this rank in a group that may lose ranks, and gain some.
 
     Args:
-        communicator: the ranks at first.
+        ledger: of the ranks; owned from now on.
+        first: where the first ranks have met.
+        me: this rank's number.
         min_ranks: fewest ranks that go on.
         timeout: for how long a rank that is alive may be silent, in seconds.
 
     Attributes:
-        world: ranks that belong to it, by the numbers that they had at first.
+        world: ranks that belong to it, by the numbers that they got when they came.
         me: this rank's number.
         epoch: number of times that the world has changed.
+        vitals: their processes.
     """
 
-    def __init__(self, communicator: Communicator, min_ranks: int, timeout: float) -> None:
-        self.world: World = tuple(range(communicator.size))
-        self.me = communicator.rank
-        self.epoch = -1
+    def __init__(self, ledger: Ledger, first: Place, me: int, min_ranks: int, timeout: float) -> None:
+        self.world: World = tuple(range(first.size))
+        self.me = me
+        self.epoch = 0
+        self.vitals = Vitals()
+        self._ledger, self._first = ledger, first
         self._min_ranks, self._timeout = min_ranks, timeout
-        self._first = communicator.place
-        self._ledger = Ledger(communicator)
-        self._vitals = Vitals()
         self._round = 0
-        self.settle(communicator)
+        self._numbers = first.size  # given so far
+
+    @classmethod
+    def found(cls, communicator: Communicator, min_ranks: int) -> Membership:
+        """Make the membership of the first ranks, those of ``communicator``. Collective."""
+        timeout = communicator.channel.timeout
+        made = cls(open_ledger(communicator), communicator.place, communicator.rank, min_ranks, timeout)
+        made._meet(communicator)
+        return made
 
     def agree(self, committed: int, silent: Mapping[int, str] | None = None, why: str = "") -> Decision:
         """Return what all ranks that are left go on with. Collective among them; they then meet at :meth:`place`.
@@ -141,7 +152,7 @@ class Membership:
             CommError: this rank is left out, or too few are left; or the store is gone.
         """
         self._round += 1
-        attempt = _Round(self._ledger, self._round, self.world, self._vitals)
+        attempt = _Round(self._ledger, self._round, self.world, self.vitals)
         attempt.report(self.me, {"committed": committed, "silent": silent or {}, "why": why})
         start = time.monotonic()
         while (decision := attempt.decision()) is None:
@@ -154,24 +165,81 @@ class Membership:
     def leave(self, reason: str) -> None:
         """Tell the others, who may be about to ask, that this rank no longer takes part."""
         with contextlib.suppress(CommError):  # they will find out
-            _Round(self._ledger, self._round + 1, self.world, self._vitals).note_gone(self.me, reason)
+            _Round(self._ledger, self._round + 1, self.world, self.vitals).note_gone(self.me, reason)
+
+    @property
+    def is_on_one_host(self) -> bool:
+        """Whether the ranks agree in memory of their host, on which all of them are."""
+        return bool(self._ledger.path)
+
+    @property
+    def store(self) -> Store:
+        """Store of the process group of the first ranks."""
+        return self._first.store
 
     def place(self) -> Place:
-        """Return where the ranks of the present world meet."""
-        return dataclasses.replace(
-            self._first,
-            name=f"{self._first.name}/epoch/{self._round}",
-            store=PrefixStore(f"epoch/{self._round}", self._ledger.store),
-            rank=self.world.index(self.me),
-            ranks=[self._first.ranks[rank] for rank in self.world],
-            lost=self._lost,
-        )
+        """Return where the ranks that have agreed meet."""
+        return self._place(f"epoch/{self._round}")
 
     def settle(self, communicator: Communicator) -> None:
         """Go on with the ranks of ``communicator``, which have met. Collective."""
-        communicator.channel.transport.give_up_stopped_after(STOPPED_PATIENCE)
-        self._vitals.meet(communicator, self.world)
+        self._meet(communicator)
         self.epoch += 1
+
+    # Newcomers.
+
+    def admit(self, request: Request) -> Place:
+        """Add the newcomer that has made ``request`` to the world; return where they meet. On all ranks alike."""
+        number, self._numbers = self._numbers, self._numbers + 1
+        self.vitals.processes[number] = request.process
+        self.world += (number,)
+        return self._place(f"join/{request.number}")
+
+    def dismiss(self) -> None:
+        """Undo :meth:`admit`: the newcomer did not come."""
+        self.world = self.world[:-1]
+
+    def invitation(self) -> dict[str, Any]:
+        """Return what a newcomer must know, after :meth:`admit`, to call :meth:`accept`."""
+        return {
+            "name": self._first.name,
+            "backends": self._first.backends,
+            "ledger": [self._ledger.name, self._ledger.path],
+            "world": self.world,
+            "round": self._round,
+            "epoch": self.epoch,
+            "numbers": self._numbers,
+            "processes": self.vitals.processes,
+        }
+
+    @classmethod
+    def accept(
+        cls, invitation: Mapping[str, Any], store: Store, min_ranks: int, timeout: float
+    ) -> tuple[Membership, Place]:
+        """Return the membership that an :meth:`invitation` means, found in ``store``, and where its ranks meet."""
+        name, path = invitation["ledger"]
+        world = tuple(invitation["world"])
+        ledger = Ledger(world[-1], store, name, open_file(path) if path else -1)
+        first = Place(invitation["name"], store, len(world) - 1, world, invitation["backends"])
+        made = cls(ledger, first, world[-1], min_ranks, timeout)
+        made.world, made._round, made.epoch = world, invitation["round"], invitation["epoch"]
+        made._numbers = invitation["numbers"]
+        made.vitals.processes = {int(rank): process for rank, process in invitation["processes"].items()}
+        return made, made._place(f"join/{invitation['request']}")
+
+    def _place(self, name: str) -> Place:
+        return dataclasses.replace(
+            self._first,
+            name=f"{self._first.name}/{name}",
+            store=PrefixStore(name, self._ledger.store),
+            rank=self.world.index(self.me),
+            ranks=self.world,
+            lost=self._lost,
+        )
+
+    def _meet(self, communicator: Communicator) -> None:
+        communicator.channel.transport.give_up_stopped_after(STOPPED_PATIENCE)
+        self.vitals.meet(communicator, self.world)
 
     def close(self) -> None:
         """Release the ledger."""
@@ -179,7 +247,7 @@ class Membership:
 
     def _lost(self, position: int) -> str | None:
         """Return what became of the rank at ``position`` in the world, if it will not come."""
-        fate = self._vitals.fate_of(self.world[position])
+        fate = self.vitals.fate_of(self.world[position])
         return None if fate is None else f"rank {self.world[position]} {fate}"
 
     def _follow(self, decision: Decision, elapsed: float) -> Decision:

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterable
+from typing import Any
 
 from pycomm.communicator import Communicator
 from pycomm.transport import processes
@@ -16,32 +17,40 @@ STOPPED_PATIENCE = 0.5
 
 _STOPPED = "is stopped"
 
+Process = dict[str, Any]
+"""Process of a rank: its ``host``, ``pid`` and ``start``, by which it is told from a later one with its id."""
+
+
+def this_process() -> Process:
+    """Return this process."""
+    return {"host": host_identity(), "pid": os.getpid(), "start": processes.start_of(os.getpid())}
+
 
 class Vitals:
-    """Processes of ranks, by which it is known whether those of this host are alive."""
+    """Processes of ranks, by which it is known whether those of this host are alive.
+
+    Attributes:
+        processes: of each rank, by its number.
+    """
 
     def __init__(self) -> None:
-        self._processes: dict[int, tuple[int, int]] = {}  # of the ranks on this host: id and start
+        self._here = host_identity()
+        self.processes: dict[int, Process] = {}
         self._stopped: dict[int, float] = {}
 
     def meet(self, communicator: Communicator, ranks: Iterable[int]) -> None:
         """Learn the processes of ``ranks``, by which the communicator's are called here. Collective."""
-        mine = {"host": host_identity(), "pid": os.getpid(), "start": processes.start_of(os.getpid())}
-        everyones = [json.loads(text) for text in communicator.channel.all_gather_bytes(json.dumps(mine).encode())]
-        self._processes = {
-            rank: (process["pid"], process["start"])
-            for rank, process in zip(ranks, everyones, strict=True)
-            if process["host"] == mine["host"]
-        }
+        everyones = communicator.channel.all_gather_bytes(json.dumps(this_process()).encode())
+        self.processes = {rank: json.loads(text) for rank, text in zip(ranks, everyones, strict=True)}
 
     def fate_of(self, rank: int) -> str | None:
         """Return what has become of ``rank``, if it can no longer take part; ``None`` if it can, for all one knows."""
-        if rank not in self._processes:
+        process = self.processes.get(rank)
+        if process is None or process["host"] != self._here:
             return None
-        pid, start = self._processes[rank]
-        fate = processes.fate_of(pid)
+        fate = processes.fate_of(process["pid"])
         if fate != _STOPPED:
             self._stopped.pop(rank, None)
-            return fate or (None if processes.start_of(pid) == start else "died")
+            return fate or (None if processes.start_of(process["pid"]) == process["start"] else "died")
         since = self._stopped.setdefault(rank, time.monotonic())
         return fate if time.monotonic() - since > STOPPED_PATIENCE else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from pycomm.checks import seconds_of
 from pycomm.communicator import DEFAULT_TIMEOUT, Communicator
 from pycomm.compression import Compression
 from pycomm.optim.attached import refuse_second_attach, register
@@ -18,12 +19,14 @@ from pycomm.optim.parameters import unwrapped
 from pycomm.reducer.agreement import agreed
 from pycomm.reducer.broadcast import broadcast_state, broadcast_tensors, check_same_lines, signature
 from pycomm.reducer.engine import Engine
+from pycomm.reducer.joining import join as join_ranks
+from pycomm.reducer.joining import survival_of
 from pycomm.reducer.lanes import open_lanes
 from pycomm.reducer.parameters import ParameterTable, table_of
 from pycomm.reducer.reducer import Reducer
 from pycomm.reducer.settings import Settings, checked_settings
 from pycomm.reducer.sharded import check_sharding
-from pycomm.reducer.survival import Survival, survival_of
+from pycomm.reducer.survival import Survival
 from pycomm.reducer.wrappers import refuse_wrapped, watch_constructions
 from pycomm.torch_internals import is_dtensor
 from pycomm.transport.own_group import group_of
@@ -46,6 +49,8 @@ def attach(
     buffers: str = "local",
     on_failure: str = "raise",
     min_ranks: int = 1,
+    join: str | None = None,
+    carry: Mapping[str, Any] | None = None,
     timeout: timedelta | float = DEFAULT_TIMEOUT,
 ) -> Reducer:
     """Average the gradients of ``optimizer``'s parameters over the ranks from now on.
@@ -119,7 +124,9 @@ def attach(
         min_ranks=min_ranks,
     )
     request = _check_request(settings, optimizer, model_or_named_parameters)
-    return _attach_all(request, process_group, timeout)
+    if join is not None:
+        return _join(request, join, carry or {}, timeout)
+    return _attach_all(request, process_group, timeout, carry or {})
 
 
 _Request = tuple[Settings, ParameterTable] | Exception
@@ -145,7 +152,10 @@ def _check_request(settings_of: Callable[[], Settings], optimizer: Any, model_or
 
 
 def _attach_all(
-    request: _Request, process_group: dist.ProcessGroup | DeviceMesh | None, timeout: timedelta | float
+    request: _Request,
+    process_group: dist.ProcessGroup | DeviceMesh | None,
+    timeout: timedelta | float,
+    carry: Mapping[str, Any],
 ) -> Reducer:
     """Attach on all ranks together, or on none of them; nothing is left behind then."""
     communicator = Communicator(process_group, timeout)
@@ -153,11 +163,21 @@ def _attach_all(
         settings, table = agreed(communicator, _check_sharding(request, process_group))
         _make_equal(communicator, table, settings)
         lanes = open_lanes(communicator, settings, table.on_gpu)
-        survival = survival_of(communicator, table, settings) if settings.survives else None
+        survival = survival_of(communicator, table, settings, carry) if settings.survives else None
         return _attach_over(lanes, settings, table, survival)
     except BaseException:
         communicator.close()
         raise
+
+
+def _join(request: _Request, address: str, carry: Mapping[str, Any], timeout: timedelta | float) -> Reducer:
+    """Attach as one more rank of those that are there already."""
+    if isinstance(request, Exception):
+        raise request
+    settings, table = request
+    if not settings.survives:
+        raise ValueError('join wants on_failure="shrink", as the ranks that are there have it')
+    return join_ranks(address, table, settings, carry, seconds_of(timeout))
 
 
 def _check_sharding(request: _Request, process_group: dist.ProcessGroup | DeviceMesh | None) -> _Request:

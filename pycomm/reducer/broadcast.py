@@ -157,7 +157,7 @@ def broadcast_state(communicator: Communicator, optimizer: torch.optim.Optimizer
     problem = ""
     if communicator.rank != src:
         try:
-            tensors = _restructure_state(optimizer, params, nodes)
+            tensors = restructure_state(optimizer, params, nodes)
         except ValueError as error:
             problem = str(error)
     for rank, text in enumerate(communicator.channel.all_gather_bytes(problem.encode())):
@@ -166,7 +166,7 @@ def broadcast_state(communicator: Communicator, optimizer: torch.optim.Optimizer
     broadcast_tensors(communicator, tensors, src)
 
 
-def _restructure_state(
+def restructure_state(
     optimizer: torch.optim.Optimizer, params: list[torch.Tensor], nodes: list[Node]
 ) -> list[torch.Tensor]:
     """Give the state the structure that ``nodes`` describes; return the tensors that have yet to be filled."""

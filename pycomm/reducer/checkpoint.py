@@ -14,7 +14,7 @@ from pycomm.reducer.parts import join_parts, select_parts
 
 _FORMAT = 3
 _KEYS = {"format", "method", "world_size", "steps", "ranks"}
-_CONTRIBUTIONS = ("residual", "velocity")
+CONTRIBUTIONS = ("residual", "velocity")
 """Keys of state whose sum over the ranks counts; all other state is equal on all ranks."""
 
 
@@ -127,7 +127,7 @@ def _reshard(ranks: Sequence[tuple[int, State]], communicator: Communicator) -> 
         for name, entry in state.items():
             for key, tensor in entry.items():
                 slot = total.setdefault(name, {})
-                if key not in _CONTRIBUTIONS:
+                if key not in CONTRIBUTIONS:
                     slot[key] = tensor
                     continue
                 part = tensor if is_mine else torch.zeros_like(tensor)

@@ -17,6 +17,7 @@ from pycomm.reducer import norms
 from pycomm.reducer.buckets import BucketInFlight, Slot, method_stats, nonfinite_source
 from pycomm.reducer.gradient_checks import require_no_average, require_sendable
 from pycomm.reducer.module_buffers import BufferSync
+from pycomm.reducer.newcomers import Carried
 from pycomm.reducer.parameters import ParameterTable
 from pycomm.reducer.progress import Progress
 from pycomm.reducer.replicas import ReplicaCheck
@@ -79,6 +80,7 @@ class Engine:
         self._buffer_work: Work | GpuWork | None = None
         self._commit_work: Work | GpuWork | None = None
         self._num_launched = 0
+        self._is_idle = False  # whether this step was launched without gradients, before its passes
         self.firing: Slot | None = None
         self._late: Slot | None = None  # its .grad becomes its view once all its hooks have run
 
@@ -90,6 +92,8 @@ class Engine:
 
     def begin_pass(self) -> None:
         """Prepare the buckets for this pass's gradients; fix the scales if it is the last pass of its window."""
+        if self._is_idle:
+            return
         self.expect_gradients()
         if self.window.sending:
             self._replica_check.check_previous(self.progress.num_steps, self.progress.num_reductions)
@@ -104,6 +108,8 @@ class Engine:
     def take(self, slot: Slot) -> None:
         """Note that the gradient of ``slot`` has been accumulated; launch the buckets that are ready."""
         slot.fire()
+        if self._is_idle:
+            return
         require_sendable(slot)
         flight = slot.flight
         assert flight is not None
@@ -238,6 +244,7 @@ class Engine:
             for flight in self.table.flights:
                 flight.work = None
             self._buffer_work = self._commit_work = None
+            self._is_idle = False
             self.window.close()
         self.wait_seconds += time.perf_counter() - start
         if self.survival is not None:
@@ -258,6 +265,7 @@ class Engine:
                 self._hand_out()
             if self.survival is not None:
                 self.survival.forget()
+                self.window.num_idle = 0
             return
 
     def _await_results(self) -> None:
@@ -274,11 +282,48 @@ class Engine:
         """Go on among the ranks that are left; return whether they count this step, which has been handed out then."""
         assert self.survival is not None
 
-        was_complete, self.lanes = self.survival.recover(error, self.progress.num_reductions, self._hand_out)
-        self.window.rescale(self.communicator.size)
+        was_complete, lanes = self.survival.recover(error, self.progress.num_reductions, self._hand_out)
+        self._go_on(lanes)
+        return was_complete
+
+    def _go_on(self, lanes: Sequence[Communicator]) -> None:
+        assert self.survival is not None
+        self.lanes = lanes
+        self.window.num_idle = self.survival.num_newcomers()
+        self.window.rescale()
         self._num_launched = 0
         self._buffer_work = self._commit_work = None
-        return was_complete
+
+    def open_door(self) -> None:
+        """Let in the newcomer that the last commit has announced, if any. Collective then; between two steps."""
+        survival = self.survival
+        if survival is None or survival.invited == 0:
+            return
+        try:
+            self._go_on(survival.let_in(self.carried()))
+        except (CommError, ValueError) as error:
+            survival.dismiss()
+            what = f"the newcomer was not let in: {error}"
+            self.recover(CommError.during("join", what, rank=self.communicator.rank))
+
+    def carried(self) -> Carried:
+        """Return what a newcomer gets besides parameters."""
+        assert self.survival is not None
+        scaler = self.settings.loss_scaler
+        return Carried(
+            self.table, self.progress, self.committed_steps, scaler, self.survival.carry, self.window.weights
+        )
+
+    def enter(self) -> None:
+        """Take part in the present step without gradients, as a newcomer does, whose first pass only gets averages."""
+        assert self.survival is not None
+        self.expect_gradients()
+        self.window.num_idle = self.survival.num_newcomers()
+        self.window.fix_scales(with_next=True, step=self.committed_steps)
+        self._is_idle = True
+        for flight in self.table.flights:
+            self._launch(flight, [None] * len(flight.slots))
+        self.launch_rest()
 
     def _launch_again(self, survival: Survival) -> None:
         """Launch all buckets with what was kept of their gradients."""
@@ -328,7 +373,7 @@ class Engine:
             "num_buckets": len(self.table.flights),
             "transport": "nccl" if self.table.on_gpu else self.communicator.transport,
             **method_stats(self._exchanges(), earlier),
-            **({} if self.survival is None else {"recoveries": list(self.survival.recoveries)}),
+            **({} if self.survival is None else self.survival.stats()),
         }
 
     def name_of_not_finite(self) -> str | None:

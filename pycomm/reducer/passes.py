@@ -118,6 +118,7 @@ class Passes:
 
     def _begin(self) -> None:
         self.forget_abandoned()
+        self._open_door()
         self._window.begin_pass()
         self._require_right_pass()
         self._engine.begin_pass()
@@ -146,12 +147,17 @@ class Passes:
     def flush(self) -> None:
         """Reduce a ragged last window; see ``Reducer.flush``."""
         self.require_taking_part()
+        self._open_door()
         if not self._end_early():
             return
         if not self._window.is_open:  # other ranks have gradients: this one takes part without any
             self._table.drop_gradients()
         self._engine.expect_gradients()
         self._engine.reduce()
+
+    def _open_door(self) -> None:
+        if not self._window.is_open and not self.stopped:
+            self._engine.open_door()
 
     def _end_early(self) -> bool:
         while True:

@@ -60,6 +60,10 @@ class Progress:
         self._committed: bool | None = False
         self._on_device = None if device is None else HostCopy(1, device)
 
+    def resume(self, num_reductions: int, num_steps: int) -> None:
+        """Go on as a rank with these counts does."""
+        self.num_reductions, self.num_steps = num_reductions, num_steps
+
     def reduced(self, committed: Flag) -> None:
         """Note that averages have been handed out, and whether compression ``committed`` state with them."""
         self.num_reductions += 1

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from pycomm.communicator import Communicator
+from pycomm.elastic.door import Door
 from pycomm.elastic.membership import Decision, Membership
 from pycomm.errors import CommError
 from pycomm.reducer.buckets import BucketInFlight, method_stats, state_of
 from pycomm.reducer.lanes import open_lanes
+from pycomm.reducer.newcomers import Carried, share_state
 from pycomm.reducer.parameters import ParameterTable
 from pycomm.reducer.settings import Settings
 from pycomm.torch_internals import version_of
@@ -38,18 +41,30 @@ class Survival:
         communicator: their communicator, which moves with them.
         table: parameters and their buckets.
         settings: arguments of ``attach``.
+        door: where newcomers ask to be let in.
+        carry: objects whose state they get, by name.
 
     Attributes:
-        recoveries: what happened, a dict each; see ``Reducer.stats``.
+        recoveries, joins: what happened, a dict each; see ``Reducer.stats``.
+        invited: number of a newcomer's request that the last commit has announced; 0 for none.
         earlier: counters of exchanges that were left behind.
     """
 
     def __init__(
-        self, membership: Membership, communicator: Communicator, table: ParameterTable, settings: Settings
+        self,
+        membership: Membership,
+        communicator: Communicator,
+        table: ParameterTable,
+        settings: Settings,
+        door: Door,
+        carry: Mapping[str, Any],
     ) -> None:
-        self.membership = membership
+        self.membership, self.carry, self.invited = membership, carry, 0
+        self._door = door
+        self._newcomers: set[int] = set()  # of the present step
         self._communicator, self._table, self._settings = communicator, table, settings
         self.recoveries: list[dict[str, Any]] = []
+        self.joins: list[dict[str, Any]] = []
         self.earlier: dict[str, float] = {}
         self._callbacks: list[Callable[[World, World], None]] = []
         self._changed_from: World | None = None
@@ -57,6 +72,10 @@ class Survival:
     def on_change(self, callback: Callable[[World, World], None]) -> None:
         """Call ``callback(old, new)`` whenever the world has changed."""
         self._callbacks.append(callback)
+
+    def stats(self) -> dict[str, Any]:
+        """Return what happened to the world so far."""
+        return {"recoveries": list(self.recoveries), "joins": list(self.joins)}
 
     # Keeping.
 
@@ -77,11 +96,22 @@ class Survival:
         """Let go of the gradients: the step is over."""
         for slot in self._table.slots():
             slot.kept = None
+        self._newcomers.clear()
 
     def commit(self) -> None:
-        """Return once all ranks have the results of this step. On the communication thread, with its results there."""
+        """Return once all ranks have the results of this step. On the communication thread, with its results there.
+
+        The first rank tells the others of a newcomer, if one waits.
+        """
+        word = np.zeros(1, np.int64)
+        if self._is_first() and (waiting := self._door.waiting()) is not None:
+            word[0] = waiting.number
         with self._communicator.channel.skip_checks():
-            self._communicator.barrier()
+            self._communicator.all_reduce(word, "max")
+        self.invited = int(word[0])
+
+    def _is_first(self) -> bool:
+        return self.membership.world[0] == self.membership.me
 
     # Losing ranks.
 
@@ -91,6 +121,7 @@ class Survival:
 
     def close(self, reason: str) -> None:
         """Leave, and release what the agreement needs."""
+        self._door.close()
         self.membership.leave(reason)
         self.membership.close()
 
@@ -135,12 +166,52 @@ class Survival:
             for callback in list(self._callbacks):
                 callback(old, self.membership.world)
 
+    # Gaining ranks.
+
+    def let_in(self, carried: Carried) -> list[Communicator]:
+        """Let in the newcomer that was announced; return the lanes to go on with. Collective, with it.
+
+        Raises:
+            CommError: it did not come, or a rank was lost meanwhile.
+            ValueError: its state does not fit.
+        """
+        start, old = time.monotonic(), self.membership.world
+        number, self.invited = self.invited, 0
+        self._door.pass_by(number)
+        place = self.membership.admit(self._door.read(number))
+        if self._is_first():
+            self._door.answer(number, self.membership.invitation())
+        self._communicator.move(place)
+        lanes = open_lanes(self._communicator, self._settings, self._table.on_gpu)
+        self.membership.settle(self._communicator)
+        self._rebuild(lanes, adopt=False)
+        share_state(self._communicator, carried, newcomer=False)
+        self.welcome(old, carried.progress.num_reductions, time.monotonic() - start)
+        return lanes
+
+    def welcome(self, old: World, step: int, seconds: float) -> None:
+        """Note that the newest rank has come."""
+        newcomer = self.membership.world[-1]
+        self._newcomers.add(newcomer)
+        self._changed_from = old if self._changed_from is None else self._changed_from
+        self.joins.append({"seconds": seconds, "step": step, "rank": newcomer, "world": self.membership.world})
+        _LOG.warning("rank %d has come: %d ranks go on at step %d", newcomer, len(self.membership.world), step)
+
+    def dismiss(self) -> None:
+        """Go on without the newcomer that was to be let in."""
+        self.membership.dismiss()
+
+    def num_newcomers(self) -> int:
+        """Return the number of ranks that take part in the present step without gradients."""
+        return len(self._newcomers.intersection(self.membership.world))
+
     def _silent(self, error: CommError) -> dict[int, str]:
         """Return the rank that was waited for in vain, if ``error`` says so; death is seen without it."""
         world = self.membership.world
         if error.peer is None or error.peer >= len(world):
             return {}
-        return {world[error.peer]: fate for sign, fate in _SIGNS.items() if sign in str(error)}
+        fate = next((fate for sign, fate in _SIGNS.items() if sign in str(error)), None)
+        return {} if fate is None else {world[error.peer]: fate}
 
     def _rebuild(self, lanes: list[Communicator], adopt: bool) -> None:
         """Sort all parameters into new buckets, with the state of the old ones; ``adopt``: and their gradients."""
@@ -171,9 +242,3 @@ class Survival:
         self._changed_from = old if self._changed_from is None else self._changed_from
         fates = ", ".join(f"rank {rank} {fate}" for rank, fate in left.items())
         _LOG.warning("%s: %d ranks go on at step %d, after %.2f s", fates, len(self.membership.world), step, seconds)
-
-
-def survival_of(communicator: Communicator, table: ParameterTable, settings: Settings) -> Survival:
-    """Return what lets the ranks of ``communicator`` go on without lost ones. Collective."""
-    membership = Membership(communicator, settings.min_ranks, communicator.channel.timeout)
-    return Survival(membership, communicator, table, settings)

@@ -26,6 +26,7 @@ class AccumulationWindow:
         num_passes: number of passes that have ended in this window.
         sending: whether the current (or latest) pass is the last of its window.
         complete: whether a full window has ended, and nothing has happened since.
+        num_idle: number of ranks that take part in this step without gradients, as newcomers do.
         weights: weights by the number of samples behind each pass.
         scaling: scales of the window that is being sent, except for this rank's relative weight, which
             is known only to a job on the communication thread.
@@ -42,6 +43,7 @@ class AccumulationWindow:
         self.sending = False
         self.complete = False
         self.weights = SampleWeights(communicator)
+        self.num_idle = 0
         self.scaling = Scaling(communicator.size)
         self.streams: set[int] = set()
 
@@ -80,11 +82,16 @@ class AccumulationWindow:
         # A copy: the count may be incremented before the GPU has read it for this step.
         number = step.clone() if self._on_gpu else int(step)
         average, size = self._settings.average, self._communicator.size
-        self.scaling = Scaling(size, loss_scale=loss_scale, average=average, step=number)
+        self.scaling = Scaling(size, self._relative(), loss_scale=loss_scale, average=average, step=number)
 
-    def rescale(self, size: int) -> None:
-        """Go on with another number of ranks, with the scales of the window as they were fixed otherwise."""
-        self.scaling = replace(self.scaling, size=size)
+    def rescale(self) -> None:
+        """Go on with the number of ranks that there are now, with the scales of the window as they were otherwise."""
+        self.scaling = replace(self.scaling, size=self._communicator.size, relative=self._relative())
+
+    def _relative(self) -> float:
+        """Return the weight of a rank that has gradients, where others take part without any."""
+        size = self._communicator.size
+        return size / (size - self.num_idle) if self.num_idle < size else 1.0
 
     def fix_clipping(self, slots: Sequence[Slot], shards: Shards) -> None:
         """Fix the factor that clips this rank's own gradient, before anything is sent.

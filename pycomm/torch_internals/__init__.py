@@ -23,6 +23,7 @@ from pycomm.torch_internals.groups import (
     number_process_group,
     open_monitored_barrier,
     owns_process_group,
+    root_store,
     store_of,
 )
 from pycomm.torch_internals.modules import (
@@ -96,6 +97,7 @@ __all__ = [
     "owns_process_group",
     "queue_final_callback",
     "replace_step",
+    "root_store",
     "sharded_groups",
     "steps_in_backward",
     "storage_identity",

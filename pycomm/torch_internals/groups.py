@@ -20,6 +20,13 @@ def store_of(group: dist.ProcessGroup) -> Store:
     return distributed_c10d._get_process_group_store(group)  # torch < 2.7 has no public function
 
 
+def root_store(store: Store) -> Store:
+    """Return the store that ``store`` is a part of, without any prefix."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     """Return what operates on tensors of ``device`` in ``group``; ``None`` if nothing does."""
     try:

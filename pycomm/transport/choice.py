@@ -26,6 +26,11 @@ _LONGEST_PROBLEM = 2000  # characters
 TRANSPORTS = ("auto", "shared_memory", "hierarchical", "torch")
 
 
+def version() -> str:
+    """Return the version of pycomm, which all ranks must have in common."""
+    return str(_native.build_info()["version"])
+
+
 def choose_transport(place: Place, wanted: str, timeout: float, problem: Exception | None = None) -> Transport:
     """Return the transport ``wanted`` at ``place``. Collective.
 
@@ -49,7 +54,7 @@ def choose_transport(place: Place, wanted: str, timeout: float, problem: Excepti
         with contextlib.ExitStack() as open_sockets:
             try:
                 listener = open_sockets.enter_context(listen(meeting.size))
-                mine = {"wanted": str(wanted), "version": _native.build_info()["version"], **introduction(listener)}
+                mine = {"wanted": str(wanted), "version": version(), **introduction(listener)}
                 problem = problem or _group_problem(place, wanted)
             except OSError as error:
                 problem, mine = problem or error, {}

@@ -124,10 +124,10 @@ class SharedMemoryGroup : private ForkAware {
     std::atomic<std::thread::id> busy_;  // the thread that holds it for an operation
     std::atomic<bool> closing_{false};   // ends the operation in progress
     std::atomic<double> stopped_patience_{std::numeric_limits<double>::infinity()};
-    uint32_t clock_ = 0;                 // steps this rank has taken
-    uint32_t num_calls_ = 0;             // announcements made
-    std::vector<Operation> announced_;   // all ranks', of the call in progress
-    std::vector<int> names_;             // in errors; none: the ranks themselves
+    uint32_t clock_ = 0;                // steps this rank has taken
+    uint32_t num_calls_ = 0;            // announcements made
+    std::vector<Operation> announced_;  // all ranks', of the call in progress
+    std::vector<int> names_;            // in errors; none: the ranks themselves
     int pid_;
     bool closed_ = false;
     std::string broken_;         // why, once an operation failed

@@ -1,0 +1,75 @@
+"""Beginnings of ranks that may be lost: with the first ones, or later, let in by those that are there."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pycomm.communicator import Communicator
+from pycomm.elastic.door import Door, Guest
+from pycomm.elastic.membership import Membership
+from pycomm.elastic.vitals import this_process
+from pycomm.optim.attached import register
+from pycomm.reducer.engine import Engine
+from pycomm.reducer.lanes import open_lanes
+from pycomm.reducer.newcomers import lines_of, share_state
+from pycomm.reducer.parameters import ParameterTable
+from pycomm.reducer.reducer import Reducer
+from pycomm.reducer.settings import Settings
+from pycomm.reducer.survival import Survival
+from pycomm.reducer.wrappers import watch_constructions
+from pycomm.torch_internals import Store
+
+_indices = itertools.count()
+"""Of the attaches of this process that can gain ranks: the n-th of a newcomer joins the n-th of the others."""
+
+
+def survival_of(
+    communicator: Communicator, table: ParameterTable, settings: Settings, carry: Mapping[str, Any]
+) -> Survival:
+    """Return what lets the ranks of ``communicator`` go on without lost ones, and with newcomers. Collective."""
+    membership = Membership.found(communicator, settings.min_ranks)
+    door = _door(membership, membership.store, next(_indices), lines_of(settings, table, carry))
+    return Survival(membership, communicator, table, settings, door, carry)
+
+
+def _door(membership: Membership, store: Store, index: int, lines: Sequence[tuple[str, str]]) -> Door:
+    return Door(store, index, lines, str(this_process()["host"]) if membership.is_on_one_host else "")
+
+
+def join(address: str, table: ParameterTable, settings: Settings, carry: Mapping[str, Any], timeout: float) -> Reducer:
+    """Return the Reducer of this process as one more rank of those whose store listens at ``address``.
+
+    Raises:
+        ValueError: they refuse it; or ``address`` is malformed.
+        CommError: they do not answer, or failed.
+    """
+    index = next(_indices)
+    guest = Guest(address, index, timeout)
+    lines = lines_of(settings, table, carry)
+    answer = guest.ask(this_process(), lines)
+    membership, place = Membership.accept(answer, guest.store, settings.min_ranks, timeout)
+    communicator = Communicator.at(place, timeout)
+    reducer: Reducer | None = None
+    try:
+        table.ranks = membership.world
+        lanes = open_lanes(communicator, settings, table.on_gpu)
+        membership.settle(communicator)
+        door = _door(membership, guest.store, index, lines)
+        door.pass_by(answer["request"])
+        survival = Survival(membership, communicator, table, settings, door, carry)
+        engine = Engine(table, lanes, settings, survival)
+        reducer = Reducer(engine)
+        share_state(communicator, engine.carried(), newcomer=True)
+        survival.welcome(membership.world[:-1], engine.progress.num_reductions, 0.0)
+        register(reducer)
+        watch_constructions(reducer)
+        engine.enter()
+        return reducer
+    except BaseException as error:
+        membership.leave(f"could not join: {error}")
+        if reducer is not None:
+            reducer.detach()
+        communicator.close()
+        raise
