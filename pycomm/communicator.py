@@ -111,18 +111,6 @@ class Communicator(PointToPoint):
             self.close()
             raise
 
-    @classmethod
-    def at(cls, place: Place, timeout: float, transport: str = "auto", network: Any = None) -> Communicator:
-        """Return the communicator of the ranks that meet at ``place``. Collective."""
-        made = cls.__new__(cls)
-        made._timeout, made._network = timeout, network
-        made._open(place, transport)
-        return made
-
-    def beside(self) -> Communicator:
-        """Return another communicator of the same ranks, over the same transport. Collective."""
-        return Communicator.at(self.place, self._timeout, self.transport, self._network)
-
     def move(self, place: Place) -> None:
         """Go on as the communicator of the ranks that meet at ``place``. Collective among these.
 
@@ -288,6 +276,19 @@ class Communicator(PointToPoint):
             return self._selector.find(algorithm, x)
         except Exception as error:  # a foreign object may raise anything
             self.channel.refuse_and_raise(error)
+
+
+def communicator_at(place: Place, timeout: float, transport: str = "auto", network: Any = None) -> Communicator:
+    """Return the communicator of the ranks that meet at ``place``. Collective among them."""
+    made = Communicator.__new__(Communicator)
+    made._timeout, made._network = timeout, network
+    made._open(place, transport)
+    return made
+
+
+def communicator_beside(other: Communicator) -> Communicator:
+    """Return another communicator of the same ranks as ``other``, over the same transport. Collective."""
+    return communicator_at(other.place, other._timeout, other.transport, other._network)
 
 
 def _check_arguments(timeout: timedelta | float, transport: str) -> tuple[float, Exception | None]:

@@ -24,6 +24,7 @@ from typing import Any
 from pycomm.communicator import Communicator
 from pycomm.elastic.door import Request
 from pycomm.elastic.ledger import Ledger, open_file, open_ledger
+from pycomm.elastic.pulse import PATIENCE, Pulse, round_store
 from pycomm.elastic.vitals import STOPPED_PATIENCE, Vitals
 from pycomm.errors import CommError
 from pycomm.torch_internals import PrefixStore, Store
@@ -52,15 +53,19 @@ class Decision:
 class _Round:
     """Round of the agreement of ``world``, as it stands in the ledger and as this rank knows it."""
 
-    def __init__(self, ledger: Ledger, number: int, world: World, vitals: Vitals) -> None:
+    def __init__(self, ledger: Ledger, number: int, world: World, vitals: Vitals, patience: float) -> None:
         self._ledger, self._world, self._vitals = ledger, world, vitals
-        self._store = PrefixStore(f"round/{number}", ledger.store)
+        self._store = round_store(ledger.store, number)
+        self._patience = patience
+        self._begun = time.monotonic()
+        self._alive: set[int] = set()
         self._reports: dict[int, dict[str, Any]] = {}
         self._gone: dict[int, str] = {}
 
     def report(self, rank: int, content: dict[str, Any]) -> None:
         """Write the report of ``rank``."""
         self._ledger.ask(lambda: self._store.set(f"report/{rank}", json.dumps(content)))
+        self._ledger.ask(lambda: self._store.set("called", ""))
 
     def note_gone(self, rank: int, fate: str) -> None:
         """Write what became of ``rank``."""
@@ -76,7 +81,7 @@ class _Round:
         accused = {int(rank): why for report in self._reports.values() for rank, why in report["silent"].items()}
         for rank in self._silent():
             fate = self._vitals.fate_of(rank) or accused.get(rank)
-            if fate is None and out_of_patience:
+            if fate is None and (out_of_patience or self._is_mute(rank)):
                 fate = "did not answer"
             if fate is not None:
                 self.note_gone(rank, fate)
@@ -87,6 +92,14 @@ class _Round:
         committed = max(int(report["committed"]) for report in self._reports.values())
         text = json.dumps([sorted(self._reports), committed, self._gone])
         self._ledger.ask(lambda: self._store.compare_set("decision", "", text))
+
+    def _is_mute(self, rank: int) -> bool:
+        """Return whether ``rank``, of another host, has had time to show that it is alive, and has not."""
+        if self._vitals.sees(rank) or rank in self._alive or time.monotonic() - self._begun < self._patience:
+            return False
+        if self._ledger.ask(lambda: self._store.check([f"alive/{rank}"])):
+            self._alive.add(rank)
+        return rank not in self._alive
 
     def _silent(self) -> list[int]:
         return [rank for rank in self._world if rank not in self._reports and rank not in self._gone]
@@ -131,6 +144,7 @@ class Membership:
         self._min_ranks, self._timeout = min_ranks, timeout
         self._round = 0
         self._numbers = first.size  # given so far
+        self._pulse: Pulse | None = None  # where ranks are on several hosts
 
     @classmethod
     def found(cls, communicator: Communicator, min_ranks: int) -> Membership:
@@ -152,7 +166,7 @@ class Membership:
             CommError: this rank is left out, or too few are left; or the store is gone.
         """
         self._round += 1
-        attempt = _Round(self._ledger, self._round, self.world, self.vitals)
+        attempt = self._attempt(self._round)
         attempt.report(self.me, {"committed": committed, "silent": silent or {}, "why": why})
         start = time.monotonic()
         while (decision := attempt.decision()) is None:
@@ -165,7 +179,11 @@ class Membership:
     def leave(self, reason: str) -> None:
         """Tell the others, who may be about to ask, that this rank no longer takes part."""
         with contextlib.suppress(CommError):  # they will find out
-            _Round(self._ledger, self._round + 1, self.world, self.vitals).note_gone(self.me, reason)
+            self._attempt(self._round + 1).note_gone(self.me, reason)
+
+    def _attempt(self, number: int) -> _Round:
+        patience = PATIENCE if self._pulse is None else self._pulse.patience
+        return _Round(self._ledger, number, self.world, self.vitals, patience)
 
     @property
     def is_on_one_host(self) -> bool:
@@ -240,9 +258,15 @@ class Membership:
     def _meet(self, communicator: Communicator) -> None:
         communicator.channel.transport.give_up_stopped_after(STOPPED_PATIENCE)
         self.vitals.meet(communicator, self.world)
+        if self._pulse is None and not self.is_on_one_host:
+            self._pulse = Pulse(self._ledger.store, self.me, len(self.world))
+        if self._pulse is not None:
+            self._pulse.expect(self._round + 1)
 
     def close(self) -> None:
         """Release the ledger."""
+        if self._pulse is not None:
+            self._pulse.stop()
         self._ledger.close()
 
     def _lost(self, position: int) -> str | None:

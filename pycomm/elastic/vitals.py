@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from pycomm.communicator import Communicator
-from pycomm.transport import processes
-from pycomm.transport.rendezvous import host_identity
+from pycomm.transport import processes, rendezvous
 
 STOPPED_PATIENCE = 0.5
 """Seconds for which a process may be stopped before it is left behind."""
@@ -23,7 +22,7 @@ Process = dict[str, Any]
 
 def this_process() -> Process:
     """Return this process."""
-    return {"host": host_identity(), "pid": os.getpid(), "start": processes.start_of(os.getpid())}
+    return {"host": rendezvous.host_identity(), "pid": os.getpid(), "start": processes.start_of(os.getpid())}
 
 
 class Vitals:
@@ -34,7 +33,7 @@ class Vitals:
     """
 
     def __init__(self) -> None:
-        self._here = host_identity()
+        self._here = rendezvous.host_identity()
         self.processes: dict[int, Process] = {}
         self._stopped: dict[int, float] = {}
 
@@ -43,11 +42,15 @@ class Vitals:
         everyones = communicator.channel.all_gather_bytes(json.dumps(this_process()).encode())
         self.processes = {rank: json.loads(text) for rank, text in zip(ranks, everyones, strict=True)}
 
+    def sees(self, rank: int) -> bool:
+        """Return whether ``rank`` is on this host."""
+        return rank in self.processes and self.processes[rank]["host"] == self._here
+
     def fate_of(self, rank: int) -> str | None:
         """Return what has become of ``rank``, if it can no longer take part; ``None`` if it can, for all one knows."""
-        process = self.processes.get(rank)
-        if process is None or process["host"] != self._here:
+        if not self.sees(rank):
             return None
+        process = self.processes[rank]
         fate = processes.fate_of(process["pid"])
         if fate != _STOPPED:
             self._stopped.pop(rank, None)

@@ -20,13 +20,12 @@ from pycomm.reducer.agreement import agreed
 from pycomm.reducer.broadcast import broadcast_state, broadcast_tensors, check_same_lines, signature
 from pycomm.reducer.engine import Engine
 from pycomm.reducer.joining import join as join_ranks
-from pycomm.reducer.joining import survival_of
+from pycomm.reducer.joining import surviving_engine
 from pycomm.reducer.lanes import open_lanes
 from pycomm.reducer.parameters import ParameterTable, table_of
 from pycomm.reducer.reducer import Reducer
 from pycomm.reducer.settings import Settings, checked_settings
 from pycomm.reducer.sharded import check_sharding
-from pycomm.reducer.survival import Survival
 from pycomm.reducer.wrappers import refuse_wrapped, watch_constructions
 from pycomm.torch_internals import is_dtensor
 from pycomm.transport.own_group import group_of
@@ -163,8 +162,7 @@ def _attach_all(
         settings, table = agreed(communicator, _check_sharding(request, process_group))
         _make_equal(communicator, table, settings)
         lanes = open_lanes(communicator, settings, table.on_gpu)
-        survival = survival_of(communicator, table, settings, carry) if settings.survives else None
-        return _attach_over(lanes, settings, table, survival)
+        return _attach_over(lanes, settings, table, carry)
     except BaseException:
         communicator.close()
         raise
@@ -194,11 +192,13 @@ def _check_sharding(request: _Request, process_group: dist.ProcessGroup | Device
 
 
 def _attach_over(
-    lanes: Sequence[Communicator], settings: Settings, table: ParameterTable, survival: Survival | None
+    lanes: Sequence[Communicator], settings: Settings, table: ParameterTable, carry: Mapping[str, Any]
 ) -> Reducer:
     """Make a Reducer over the communicators ``lanes`` on all ranks, or on none of them."""
     try:
-        made: Reducer | Exception = Reducer(Engine(table, lanes, settings, survival))
+        survives = settings.survives
+        engine = surviving_engine(lanes, table, settings, carry) if survives else Engine(table, lanes, settings)
+        made: Reducer | Exception = Reducer(engine)
     except Exception as error:
         made = error
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -231,9 +231,9 @@ def _groups(
     return closed + [(members, compressed) for (_, compressed), members in open_.items()]
 
 
-def method_stats(exchanges: Iterable[Exchange], earlier: Mapping[str, float] | None = None) -> dict[str, float]:
-    """Return the sums of the exchanges' counters and of ``earlier`` ones, with the rate at which selection missed."""
-    total = dict(earlier or {})
+def method_stats(exchanges: Iterable[Exchange]) -> dict[str, float]:
+    """Return the sums of the exchanges' counters, with the rate at which selection missed."""
+    total: dict[str, float] = {}
     for exchange in exchanges:
         for key, value in exchange.stats().items():
             total[key] = total.get(key, 0) + value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -11,16 +12,16 @@ from typing import Any
 import torch
 
 from pycomm.communicator import Communicator
-from pycomm.compression.base import Exchange, Flag
+from pycomm.compression.base import Exchange, Flag, Scaling
 from pycomm.errors import CommError
 from pycomm.reducer import norms
 from pycomm.reducer.buckets import BucketInFlight, Slot, method_stats, nonfinite_source
 from pycomm.reducer.gradient_checks import require_no_average, require_sendable
 from pycomm.reducer.module_buffers import BufferSync
-from pycomm.reducer.newcomers import Carried
 from pycomm.reducer.parameters import ParameterTable
 from pycomm.reducer.progress import Progress
 from pycomm.reducer.replicas import ReplicaCheck
+from pycomm.reducer.sample_weights import SampleWeights
 from pycomm.reducer.settings import Settings
 from pycomm.reducer.survival import Survival
 from pycomm.reducer.verdicts import all_finite, needs_verdict, spread_failure
@@ -53,16 +54,12 @@ class Engine:
         finite: whether the last step was finite; ``None`` if nothing needed to know.
         nonfinite_steps, committed_steps: counts, 0-d int64 tensors on the gradients' device.
         wait_seconds: time for which the host has waited.
-        survival: what goes on without ranks that are lost, if anything does.
+        survival: what goes on without ranks that are lost; ``None`` here.
     """
 
-    def __init__(
-        self,
-        table: ParameterTable,
-        lanes: Sequence[Communicator],
-        settings: Settings,
-        survival: Survival | None = None,
-    ) -> None:
+    survival: Survival | None = None
+
+    def __init__(self, table: ParameterTable, lanes: Sequence[Communicator], settings: Settings) -> None:
         self.lanes, self.settings = lanes, settings
         self.communicator = communicator = lanes[0]
         self.table, self.measures = table, False
@@ -76,11 +73,8 @@ class Engine:
         self.nonfinite_steps = torch.zeros((), dtype=torch.int64, device=table.device)
         self.committed_steps = torch.zeros((), dtype=torch.int64, device=table.device)
         self.wait_seconds = 0.0
-        self.survival = survival
         self._buffer_work: Work | GpuWork | None = None
-        self._commit_work: Work | GpuWork | None = None
         self._num_launched = 0
-        self._is_idle = False  # whether this step was launched without gradients, before its passes
         self.firing: Slot | None = None
         self._late: Slot | None = None  # its .grad becomes its view once all its hooks have run
 
@@ -92,8 +86,6 @@ class Engine:
 
     def begin_pass(self) -> None:
         """Prepare the buckets for this pass's gradients; fix the scales if it is the last pass of its window."""
-        if self._is_idle:
-            return
         self.expect_gradients()
         if self.window.sending:
             self._replica_check.check_previous(self.progress.num_steps, self.progress.num_reductions)
@@ -108,8 +100,6 @@ class Engine:
     def take(self, slot: Slot) -> None:
         """Note that the gradient of ``slot`` has been accumulated; launch the buckets that are ready."""
         slot.fire()
-        if self._is_idle:
-            return
         require_sendable(slot)
         flight = slot.flight
         assert flight is not None
@@ -124,6 +114,13 @@ class Engine:
             slot.adopt()
         elif slot.expected and self.window.sends_early(self.table.shards):
             self._launch_ready()
+
+    def open_door(self) -> None:
+        """Let in a newcomer that waits, if ranks may come later."""
+
+    def recover(self, error: CommError) -> bool:
+        """Raise ``error``, after which nothing goes on here."""
+        raise error
 
     def has_launched(self) -> bool:
         """Return whether some of this pass's gradients have been sent."""
@@ -159,21 +156,7 @@ class Engine:
         while self._num_launched < len(self.table.flights):
             self._launch(self.table.flights[self._num_launched])
         if self.buffers is not None and self._buffer_work is None:
-            self.buffers.keeps = self.survival is not None
             self._buffer_work = self._submit(self.communicator, self.buffers.run, [], set())
-        if self.survival is not None and self._commit_work is None:
-            self._commit_work = self._submit(self.communicator, self._commit_job(self.survival), [], set())
-
-    def _commit_job(self, survival: Survival) -> Callable[[], None]:
-        works = [flight.work for flight in self.table.flights] + [self._buffer_work]
-
-        def job() -> None:
-            for work in works:
-                if work is not None:
-                    work.wait()  # at once, but for those of other lanes; raises if it failed
-            survival.commit()
-
-        return job
 
     def _launch(self, flight: BucketInFlight, grads: list[torch.Tensor | None] | None = None) -> None:
         """Launch ``flight``, with the gradients that its parameters have if none are given."""
@@ -194,27 +177,13 @@ class Engine:
 
     def _exchange_of(self, flight: BucketInFlight, grads: list[torch.Tensor | None], number: int) -> Callable[[], None]:
         """Return the job that exchanges ``grads`` of the bucket launched as ``number``; its inputs are fixed now."""
-        weights, scaling = self.window.weights, self.window.scaling
-        weighted, on_gpu = weights.in_use, self.table.on_gpu
-        measures = self.measures and not flight.exchange.transactional
+        weights = self.window.weights if self.window.weights.in_use else None
         steps, reductions = self.progress.num_steps, self.progress.num_reductions
         fingerprint = self._replica_check.fingerprint(steps, reductions) if number == 1 else None
         is_first = number <= len(self.lanes)  # on its lane
-        survival = self.survival
-
-        def job() -> None:
-            if survival is not None:
-                survival.keep(flight, grads)
-            scales = replace(scaling, relative=weights.relative()) if weighted else scaling
-            if fingerprint is not None:
-                scales = replace(scales, fingerprint=fingerprint())
-            # attach has compared all buckets: ranks that agree on a lane's first exchange agree on all after it.
-            with contextlib.nullcontext() if on_gpu else flight.communicator.channel.skip_checks(but_first=is_first):
-                flight.exchange.exchange(grads, scales)
-            if measures:
-                norms.measure(flight)
-
-        return job
+        exchange = functools.partial(_exchange, flight, grads, self.window.scaling, weights, fingerprint)
+        # attach has compared all buckets: ranks that agree on a lane's first exchange agree on all after it.
+        return functools.partial(exchange, is_first, self.measures and not flight.exchange.transactional)
 
     def _submit(
         self,
@@ -243,97 +212,21 @@ class Engine:
         finally:
             for flight in self.table.flights:
                 flight.work = None
-            self._buffer_work = self._commit_work = None
-            self._is_idle = False
+            self._buffer_work = None
             self.window.close()
         self.wait_seconds += time.perf_counter() - start
-        if self.survival is not None:
-            self.survival.tell()
 
     def _receive(self) -> None:
-        """Wait for all results, and hand them out. With survival: those of all ranks that are left in the end."""
-        while True:
-            try:
-                self._await_results()
-            except CommError as error:
-                if self.survival is None:
-                    raise
-                if not self.recover(error):
-                    self._launch_again(self.survival)
-                    continue
-            else:
-                self._hand_out()
-            if self.survival is not None:
-                self.survival.forget()
-                self.window.num_idle = 0
-            return
+        """Wait for all results, and hand them out."""
+        self._await_results()
+        self._hand_out()
 
     def _await_results(self) -> None:
         for flight in self.table.flights:
             assert flight.work is not None
             flight.work.wait()
-        for work in (self._buffer_work, self._commit_work):
-            if work is not None:
-                work.wait()
-
-    # Losing ranks.
-
-    def recover(self, error: CommError) -> bool:
-        """Go on among the ranks that are left; return whether they count this step, which has been handed out then."""
-        assert self.survival is not None
-
-        was_complete, lanes = self.survival.recover(error, self.progress.num_reductions, self._hand_out)
-        self._go_on(lanes)
-        return was_complete
-
-    def _go_on(self, lanes: Sequence[Communicator]) -> None:
-        assert self.survival is not None
-        self.lanes = lanes
-        self.window.num_idle = self.survival.num_newcomers()
-        self.window.rescale()
-        self._num_launched = 0
-        self._buffer_work = self._commit_work = None
-
-    def open_door(self) -> None:
-        """Let in the newcomer that the last commit has announced, if any. Collective then; between two steps."""
-        survival = self.survival
-        if survival is None or survival.invited == 0:
-            return
-        try:
-            self._go_on(survival.let_in(self.carried()))
-        except (CommError, ValueError) as error:
-            survival.dismiss()
-            what = f"the newcomer was not let in: {error}"
-            self.recover(CommError.during("join", what, rank=self.communicator.rank))
-
-    def carried(self) -> Carried:
-        """Return what a newcomer gets besides parameters."""
-        assert self.survival is not None
-        scaler = self.settings.loss_scaler
-        return Carried(
-            self.table, self.progress, self.committed_steps, scaler, self.survival.carry, self.window.weights
-        )
-
-    def enter(self) -> None:
-        """Take part in the present step without gradients, as a newcomer does, whose first pass only gets averages."""
-        assert self.survival is not None
-        self.expect_gradients()
-        self.window.num_idle = self.survival.num_newcomers()
-        self.window.fix_scales(with_next=True, step=self.committed_steps)
-        self._is_idle = True
-        for flight in self.table.flights:
-            self._launch(flight, [None] * len(flight.slots))
-        self.launch_rest()
-
-    def _launch_again(self, survival: Survival) -> None:
-        """Launch all buckets with what was kept of their gradients."""
-        if self.window.weights.in_use:
-            self.window.weights.sum_again()
-        if self.buffers is not None:
-            self.buffers.restore()
-        for flight in self.table.flights:
-            self._launch(flight, survival.kept(flight))
-        self.launch_rest()
+        if self._buffer_work is not None:
+            self._buffer_work.wait()
 
     def _hand_out(self) -> None:
         flights, progress = self.table.flights, self.progress
@@ -361,19 +254,16 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Return the counters of ``Reducer.stats``."""
         nonfinite_steps = int(self.nonfinite_steps.item())
-        earlier = {} if self.survival is None else dict(self.survival.earlier)
         last_nonfinite = nonfinite_source(self._exchanges()) or "a sum over the ranks" if nonfinite_steps else None
         return {
-            "bytes_sent": sum(flight.exchange.bytes_sent for flight in self.table.flights)
-            + earlier.pop("bytes_sent", 0),
+            "bytes_sent": sum(flight.exchange.bytes_sent for flight in self.table.flights),
             "steps": self.progress.num_reductions,
             "wait_seconds": self.wait_seconds,
             "nonfinite_steps": nonfinite_steps,
             "last_nonfinite": last_nonfinite,
             "num_buckets": len(self.table.flights),
             "transport": "nccl" if self.table.on_gpu else self.communicator.transport,
-            **method_stats(self._exchanges(), earlier),
-            **({} if self.survival is None else self.survival.stats()),
+            **method_stats(self._exchanges()),
         }
 
     def name_of_not_finite(self) -> str | None:
@@ -396,3 +286,24 @@ class Engine:
         if self.finite is None:
             self.finite = bool(all_finite(self.table.flights, self.table.shards))
         return bool(self.finite)
+
+
+def _exchange(
+    flight: BucketInFlight,
+    grads: list[torch.Tensor | None],
+    scaling: Scaling,
+    weights: SampleWeights | None,
+    fingerprint: Callable[[], torch.Tensor] | None,
+    is_compared: bool,
+    measures: bool,
+) -> None:
+    """Exchange ``grads``: a job on the communication thread or stream."""
+    if weights is not None:
+        scaling = replace(scaling, relative=weights.relative())
+    if fingerprint is not None:
+        scaling = replace(scaling, fingerprint=fingerprint())
+    channel = flight.communicator.channel
+    with contextlib.nullcontext() if flight.bucket.on_gpu else channel.skip_checks(but_first=is_compared):
+        flight.exchange.exchange(grads, scaling)
+    if measures:
+        norms.measure(flight)

@@ -6,18 +6,18 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pycomm.communicator import Communicator
+from pycomm.communicator import Communicator, communicator_at
 from pycomm.elastic.door import Door, Guest
 from pycomm.elastic.membership import Membership
 from pycomm.elastic.vitals import this_process
 from pycomm.optim.attached import register
-from pycomm.reducer.engine import Engine
 from pycomm.reducer.lanes import open_lanes
 from pycomm.reducer.newcomers import lines_of, share_state
 from pycomm.reducer.parameters import ParameterTable
 from pycomm.reducer.reducer import Reducer
 from pycomm.reducer.settings import Settings
 from pycomm.reducer.survival import Survival
+from pycomm.reducer.surviving import SurvivingEngine
 from pycomm.reducer.wrappers import watch_constructions
 from pycomm.torch_internals import Store
 
@@ -25,13 +25,15 @@ _indices = itertools.count()
 """Of the attaches of this process that can gain ranks: the n-th of a newcomer joins the n-th of the others."""
 
 
-def survival_of(
-    communicator: Communicator, table: ParameterTable, settings: Settings, carry: Mapping[str, Any]
-) -> Survival:
-    """Return what lets the ranks of ``communicator`` go on without lost ones, and with newcomers. Collective."""
+def surviving_engine(
+    lanes: Sequence[Communicator], table: ParameterTable, settings: Settings, carry: Mapping[str, Any]
+) -> SurvivingEngine:
+    """Return the engine by which the ranks of ``lanes`` go on without lost ones, and with newcomers. Collective."""
+    communicator = lanes[0]
     membership = Membership.found(communicator, settings.min_ranks)
     door = _door(membership, membership.store, next(_indices), lines_of(settings, table, carry))
-    return Survival(membership, communicator, table, settings, door, carry)
+    survival = Survival(membership, communicator, table, settings, door, carry)
+    return SurvivingEngine(table, lanes, settings, survival)
 
 
 def _door(membership: Membership, store: Store, index: int, lines: Sequence[tuple[str, str]]) -> Door:
@@ -50,7 +52,7 @@ def join(address: str, table: ParameterTable, settings: Settings, carry: Mapping
     lines = lines_of(settings, table, carry)
     answer = guest.ask(this_process(), lines)
     membership, place = Membership.accept(answer, guest.store, settings.min_ranks, timeout)
-    communicator = Communicator.at(place, timeout)
+    communicator = communicator_at(place, timeout)
     reducer: Reducer | None = None
     try:
         table.ranks = membership.world
@@ -59,7 +61,7 @@ def join(address: str, table: ParameterTable, settings: Settings, carry: Mapping
         door = _door(membership, guest.store, index, lines)
         door.pass_by(answer["request"])
         survival = Survival(membership, communicator, table, settings, door, carry)
-        engine = Engine(table, lanes, settings, survival)
+        engine = SurvivingEngine(table, lanes, settings, survival)
         reducer = Reducer(engine)
         share_state(communicator, engine.carried(), newcomer=True)
         survival.welcome(membership.world[:-1], engine.progress.num_reductions, 0.0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pycomm.communicator import Communicator
+from pycomm.communicator import Communicator, communicator_beside
 from pycomm.cost.auto import Auto
 from pycomm.reducer.settings import Settings
 
@@ -33,7 +33,7 @@ def open_lanes(communicator: Communicator, settings: Settings, on_gpu: bool) -> 
     if on_gpu or not is_remote(communicator) or isinstance(settings.compression, Auto):
         return lanes
     while len(lanes) < _NUM_LANES:
-        lane = communicator.beside()
+        lane = communicator_beside(communicator)
         communicator.channel.companions.append(lane.channel)
         lanes.append(lane)
     return lanes

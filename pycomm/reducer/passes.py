@@ -164,9 +164,7 @@ class Passes:
             try:
                 return self._window.end_early(self._engine.committed_steps)
             except CommError as error:
-                if self._engine.survival is None:
-                    raise
-                self._engine.recover(error)
+                self._engine.recover(error)  # raises it, if no rank may be lost
 
     # Errors.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from pycomm import checks
 from pycomm.optim.attached import forget
 from pycomm.reducer import clipping
+from pycomm.reducer.attendance import Attendance
 from pycomm.reducer.autograd_hooks import ModelHooks
 from pycomm.reducer.buckets import state_of
 from pycomm.reducer.checkpoint import gather_state, select_state
@@ -22,7 +23,7 @@ from pycomm.reducer.wrappers import unwatch_constructions
 from pycomm.torch_internals import is_dtensor
 
 
-class Reducer:
+class Reducer(Attendance):
     """Reducer that averages gradients over the ranks while backward runs. Made by :func:`pycomm.attach`.
 
     It lives as long as the optimizer or the attached module, whose hooks refer to it (parameters' hooks do not).
@@ -31,13 +32,13 @@ class Reducer:
         optimizer, module: the attached ones; ``module`` is ``None`` if ``attach`` was given named parameters.
     """
 
-    _detached = False
     _last_stats: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
         communicator, settings = engine.communicator, engine.settings
         self._communicator, self._settings = communicator, settings
-        self._engine, self._table, self._window, self._progress = engine, engine.table, engine.window, engine.progress
+        self._table, self._window, self._progress = engine.table, engine.window, engine.progress
         self.optimizer, self.module = engine.table.optimizer, engine.table.module
         self._passes = Passes(engine)
         # One rank that compresses nothing has nothing to do.
@@ -217,25 +218,6 @@ class Reducer:
             return dict(self._last_stats)
         return self._engine.stats()
 
-    @property
-    def world(self) -> tuple[int, ...]:
-        """Ranks that take part, by the numbers that they had when they attached; fewer once some are left behind.
-
-        This rank's place among them is its rank from then on.
-        """
-        survival = self._engine.survival
-        return tuple(range(self._communicator.size)) if survival is None else survival.membership.world
-
-    def on_change(self, callback: Callable[[tuple[int, ...], tuple[int, ...]], None]) -> None:
-        """Call ``callback(old_world, new_world)`` on each rank that is left whenever :attr:`world` has changed.
-
-        It is called at the end of the ``backward()`` in which that happened, before ``optimizer.step()``: the place
-        to divide samples anew, or to scale the learning rate. Never called with ``on_failure="raise"``.
-        """
-        self._require_attached()
-        if self._engine.survival is not None:
-            self._engine.survival.on_change(callback)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state that compression carries from step to step on *this* rank, to be saved by every rank.
 
@@ -289,7 +271,3 @@ class Reducer:
         self._communicator.close(self._passes.stopped or None)
         # Cleared now, so that shared memory is released with its last view and not when this object is collected.
         self._table.clear()
-
-    def _require_attached(self) -> None:
-        if self._detached:
-            raise RuntimeError("this Reducer is detached")

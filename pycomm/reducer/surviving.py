@@ -1,0 +1,171 @@
+"""Engine that goes on when ranks are lost, and when others come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from pycomm.communicator import Communicator
+from pycomm.errors import CommError
+from pycomm.reducer.buckets import BucketInFlight, Slot
+from pycomm.reducer.engine import Engine
+from pycomm.reducer.newcomers import Carried
+from pycomm.reducer.parameters import ParameterTable
+from pycomm.reducer.settings import Settings
+from pycomm.reducer.survival import Survival
+from pycomm.transport.gpu import GpuWork
+from pycomm.worker import Work
+
+
+class SurvivingEngine(Engine):
+    """Engine whose steps are whole: all ranks have the averages before any of them hands them out.
+
+    Each step ends with an exchange, the commit, after which every rank is known to have all results. If an operation
+    fails, the ranks that are left reduce the step again, from the gradients that backward has made.
+    """
+
+    survival: Survival
+
+    def __init__(
+        self, table: ParameterTable, lanes: Sequence[Communicator], settings: Settings, survival: Survival
+    ) -> None:
+        super().__init__(table, lanes, settings)
+        self.survival = survival
+        self._commit_work: Work | GpuWork | None = None
+        self._is_idle = False  # whether this step was launched without gradients, before its passes
+
+    # A step, with its gradients kept.
+
+    def begin_pass(self) -> None:
+        """Prepare for this pass's gradients, unless the step has been launched without them."""
+        if not self._is_idle:
+            super().begin_pass()
+
+    def take(self, slot: Slot) -> None:
+        """Note that the gradient of ``slot`` has been accumulated; see :meth:`Engine.take`."""
+        if self._is_idle:
+            slot.fire()
+        else:
+            super().take(slot)
+
+    def launch_rest(self) -> None:
+        """Launch the remaining buckets, in order, and the commit after them."""
+        if self.buffers is not None:
+            self.buffers.keeps = True
+        super().launch_rest()
+        if self._commit_work is None:
+            self._commit_work = self._submit(self.communicator, self._commit_job(), [], set())
+
+    def _commit_job(self) -> Callable[[], None]:
+        works = [flight.work for flight in self.table.flights] + [self._buffer_work]
+
+        def job() -> None:
+            for work in works:
+                if work is not None:
+                    work.wait()  # at once, but for those of other lanes; raises if it failed
+            self.survival.commit()
+
+        return job
+
+    def _exchange_of(self, flight: BucketInFlight, grads: list[torch.Tensor | None], number: int) -> Callable[[], None]:
+        exchange = super()._exchange_of(flight, grads, number)
+
+        def job() -> None:
+            self.survival.keep(flight, grads)
+            exchange()
+
+        return job
+
+    def reduce(self) -> None:
+        """Launch the remaining buckets, wait for all, and hand out the averages; with the ranks that are left then."""
+        try:
+            super().reduce()
+        finally:
+            self._commit_work = None
+            self._is_idle = False
+        self.survival.tell()
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                self._await_results()
+            except CommError as error:
+                if not self.recover(error):
+                    self._launch_again()
+                    continue
+            else:
+                self._hand_out()
+            self.survival.forget()
+            self.window.num_idle = 0
+            return
+
+    def _await_results(self) -> None:
+        super()._await_results()
+        assert self._commit_work is not None
+        self._commit_work.wait()
+
+    # Losing ranks.
+
+    def recover(self, error: CommError) -> bool:
+        """Go on among the ranks that are left; return whether they count this step, which has been handed out then."""
+        was_complete, lanes = self.survival.recover(error, self.progress.num_reductions, self._hand_out)
+        self._go_on(lanes)
+        return was_complete
+
+    def _go_on(self, lanes: Sequence[Communicator]) -> None:
+        self.lanes = lanes
+        self.window.num_idle = self.survival.num_newcomers()
+        self.window.rescale()
+        self._num_launched = 0
+        self._buffer_work = self._commit_work = None
+
+    def _launch_again(self) -> None:
+        """Launch all buckets with what was kept of their gradients."""
+        if self.window.weights.in_use:
+            self.window.weights.sum_again()
+        if self.buffers is not None:
+            self.buffers.restore()
+        for flight in self.table.flights:
+            self._launch(flight, self.survival.kept(flight))
+        self.launch_rest()
+
+    # Gaining ranks.
+
+    def open_door(self) -> None:
+        """Let in the newcomer that the last commit has announced, if any. Collective then; between two steps."""
+        if self.survival.invited == 0:
+            return
+        try:
+            self._go_on(self.survival.let_in(self.carried()))
+        except (CommError, ValueError) as error:
+            self.survival.dismiss()
+            what = f"the newcomer was not let in: {error}"
+            self.recover(CommError.during("join", what, rank=self.communicator.rank))
+
+    def carried(self) -> Carried:
+        """Return what a newcomer gets besides parameters."""
+        scaler, carry = self.settings.loss_scaler, self.survival.carry
+        return Carried(self.table, self.progress, self.committed_steps, scaler, carry, self.window.weights)
+
+    def enter(self) -> None:
+        """Take part in the present step without gradients, as a newcomer does, whose first pass only gets averages."""
+        self.expect_gradients()
+        self.window.num_idle = self.survival.num_newcomers()
+        self.window.fix_scales(with_next=True, step=self.committed_steps)
+        self._is_idle = True
+        for flight in self.table.flights:
+            self._launch(flight, [None] * len(flight.slots))
+        self.launch_rest()
+
+    # Questions from users.
+
+    def stats(self) -> dict[str, Any]:
+        """Return the counters of ``Reducer.stats``, those of exchanges that were left behind among them."""
+        stats = {**super().stats(), **self.survival.stats()}
+        for key, value in self.survival.earlier.items():
+            stats[key] = stats.get(key, 0) + value
+        if stats.get("selections"):
+            stats["miss_rate"] = stats["selections_missed"] / stats["selections"]
+        return stats
