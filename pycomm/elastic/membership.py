@@ -24,7 +24,7 @@ from typing import Any
 from pycomm.communicator import Communicator
 from pycomm.elastic.door import Request
 from pycomm.elastic.ledger import Ledger, open_file, open_ledger
-from pycomm.elastic.pulse import PATIENCE, Pulse, round_store
+from pycomm.elastic.pulse import PATIENCE, Pulse, is_called, round_store
 from pycomm.elastic.vitals import STOPPED_PATIENCE, Vitals
 from pycomm.errors import CommError
 from pycomm.torch_internals import PrefixStore, Store
@@ -166,6 +166,8 @@ class Membership:
             CommError: this rank is left out, or too few are left; or the store is gone.
         """
         self._round += 1
+        if self._pulse is not None:
+            self._pulse.expect(self._round + 1)
         attempt = self._attempt(self._round)
         attempt.report(self.me, {"committed": committed, "silent": silent or {}, "why": why})
         start = time.monotonic()
@@ -272,7 +274,11 @@ class Membership:
     def _lost(self, position: int) -> str | None:
         """Return what became of the rank at ``position`` in the world, if it will not come."""
         fate = self.vitals.fate_of(self.world[position])
-        return None if fate is None else f"rank {self.world[position]} {fate}"
+        if fate is not None:
+            return f"rank {self.world[position]} {fate}"
+        if self._ledger.ask(lambda: is_called(self._ledger.store, self._round + 1)):
+            return "another rank has begun anew"
+        return None
 
     def _follow(self, decision: Decision, elapsed: float) -> Decision:
         if self.me not in decision.world:

@@ -1,0 +1,125 @@
+"""``attach(on_failure="shrink")``: the ranks that are left go on, with the step that was under way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pycomm import CommError
+from tests.on_ranks import Pools
+from tests.ranks import Outcome
+from tests.survival.training import METHODS, Plan, expected, train
+
+TIMEOUT = 50.0
+
+
+def survivors(pools: Pools, size: int, plan: Plan) -> list[dict[str, Any]]:
+    """What the ranks that were not lost tell; they are equal to the bit, and so are their views of the world."""
+    outcomes = pools(size).outcomes(train, plan, timeout=TIMEOUT)
+    lost = {rank for rank, _ in plan.faults}
+    for rank, outcome in enumerate(outcomes):
+        assert (outcome.error is None) == (rank not in lost), f"rank {rank}: {outcome.trace}"
+    told = [outcome.result for outcome in outcomes if outcome.error is None]
+    assert len({each["digest"] for each in told}) == 1
+    for each in told:
+        assert each["world"] == tuple(rank for rank in range(size) if rank not in lost)
+        assert each["changes"][-1][1] == each["world"]
+        left = {rank: fate for recovery in each["recoveries"] for rank, fate in recovery["left"].items()}
+        assert set(left) == lost
+    return told
+
+
+def close_to(told: list[dict[str, Any]], wanted: list[torch.Tensor]) -> None:
+    for mine, right in zip(told[0]["parameters"], wanted, strict=True):
+        torch.testing.assert_close(mine.double(), right, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("faults", "worlds"),
+    [
+        ({(2, 5): "die"}, [(0, 1, 2, 3)] * 5 + [(0, 1, 3)] * 7),
+        ({(0, 0): "die"}, [(1, 2, 3)] * 12),
+        ({(0, 4): "die", (3, 4): "die"}, [(0, 1, 2, 3)] * 4 + [(1, 2)] * 8),
+        ({(0, 4): "die", (1, 5): "die", (2, 6): "die"}, [(0, 1, 2, 3)] * 4 + [(1, 2, 3), (2, 3)] + [(3,)] * 6),
+    ],
+    ids=["one", "rank 0 in the first step", "two at once", "one after the other"],
+)
+@pytest.mark.parametrize("variant", ["plain", "accumulated", "weighted", "in place"])
+def test_the_step_is_reduced_again_over_those_that_are_left(
+    new_ranks: Pools, faults: dict[tuple[int, int], str], worlds: list[tuple[int, ...]], variant: str
+) -> None:
+    plan = Plan(
+        faults=faults,
+        accumulate=2 if variant in ("accumulated", "weighted") else 1,
+        weighted=variant == "weighted",
+        set_to_none=variant != "in place",
+    )
+    told = survivors(new_ranks, 4, plan)
+    close_to(told, expected(plan, worlds))
+    assert len(told[0]["losses"]) == plan.steps * plan.accumulate, "a backward pass was repeated"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_kind_of_method(new_ranks: Pools, method: str) -> None:
+    told = survivors(new_ranks, 4, Plan(method=method, faults={(1, 5): "die", (0, 8): "die"}, steps=40))
+    assert told[0]["losses"][-1] < told[0]["losses"][0]
+
+
+@pytest.mark.parametrize("method", ["dense", "topk"])
+@pytest.mark.parametrize(
+    ("hosts", "faults"),
+    [
+        ("aabb", {(1, 5): "die", (2, 8): "die"}),
+        ("aabb", {(0, 5): "die", (1, 5): "die"}),
+        ("abc", {(0, 5): "die"}),
+        ("abca", {(3, 4): "die", (0, 4): "die", (1, 8): "die"}),
+    ],
+)
+def test_several_hosts(new_ranks: Pools, hosts: str, faults: dict[tuple[int, int], str], method: str) -> None:
+    survivors(new_ranks, len(hosts), Plan(method=method, hosts=hosts, faults=faults))
+
+
+def errors_of(outcomes: list[Outcome], rank: int, *others: int) -> BaseException:
+    for other in others:
+        assert outcomes[other].error is None, outcomes[other].trace
+    error = outcomes[rank].error
+    assert error is not None
+    return error
+
+
+def test_a_rank_that_is_stopped_is_left_behind_and_learns_it(new_ranks: Pools) -> None:
+    """It wakes up in the middle of an operation, on memory that nobody uses any more."""
+    outcomes = new_ranks(3).outcomes(train, Plan(method="topk", faults={(1, 5): "stop"}, steps=30), timeout=TIMEOUT)
+    error = errors_of(outcomes, 1, 0, 2)
+    assert isinstance(error, CommError)
+    assert "left behind: it is stopped" in str(error)
+    assert outcomes[0].result["digest"] == outcomes[2].result["digest"]
+
+
+def test_a_rank_that_hangs_is_left_behind_after_the_timeout(new_ranks: Pools) -> None:
+    plan = Plan(faults={(2, 3): "hang"}, options={"timeout": 1.0})
+    outcomes = new_ranks(3).outcomes(train, plan, timeout=TIMEOUT)
+    error = errors_of(outcomes, 2, 0, 1)
+    assert isinstance(error, CommError)
+    assert "left behind: it was waited for in vain" in str(error)
+    assert outcomes[0].result["recoveries"][0]["left"] == {2: "was waited for in vain"}
+
+
+def test_a_rank_whose_hook_raises_leaves(new_ranks: Pools) -> None:
+    outcomes = new_ranks(3).outcomes(train, Plan(faults={(0, 3): "fail"}), timeout=TIMEOUT)
+    error = errors_of(outcomes, 0, 1, 2)
+    assert isinstance(error, ValueError)
+    assert "of the user's" in str(error)
+    assert outcomes[1].result["digest"] == outcomes[2].result["digest"]
+    assert outcomes[1].result["recoveries"][0]["step"] == 3
+
+
+def test_too_few_are_left(new_ranks: Pools) -> None:
+    plan = Plan(faults={(0, 3): "die", (2, 6): "die"}, options={"min_ranks": 3})
+    outcomes = new_ranks(4).outcomes(train, plan, timeout=TIMEOUT)
+    errors = [outcomes[rank].error for rank in (1, 3)]
+    assert all(isinstance(error, CommError) for error in errors)
+    texts = {str(error).partition(": ")[2] for error in errors}
+    assert texts == {"recover: 2 ranks are left, fewer than min_ranks=3: rank 2 died"}
