@@ -57,7 +57,8 @@ class RankPool:
         self.size = size
         self._meeting = contextlib.ExitStack()
         start = ForkedRanks if forked else LocalRanks
-        self._ranks = start(_serve, size, (size, self._meeting.enter_context(rendezvous())))
+        self.port = self._meeting.enter_context(rendezvous())
+        self._ranks = start(_serve, size, (size, self.port))
         self.pipes, self.processes = self._ranks.pipes, self._ranks.processes
         self._collect(60.0)
 

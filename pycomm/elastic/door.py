@@ -114,10 +114,11 @@ class Door:
             return "the ranks agree in memory of their host, and this process is not on it, or may not share it"
         theirs = [tuple(line) for line in wanted["lines"]]
         for i in range(max(len(theirs), len(self._lines))):
-            kind, here = self._lines[i] if i < len(self._lines) else ("line", "nothing")
-            there = theirs[i][1] if i < len(theirs) else "nothing"
+            here, there = (lines[i] if i < len(lines) else ("", "nothing") for lines in (self._lines, theirs))
+            if there[0] and there[0] != here[0]:  # one more of a kind
+                here = there[0], "nothing"
             if here != there:
-                return f"{kind} is {there!r} here, {here!r} on the ranks"
+                return f"{here[0]} is {there[1]!r} here, {here[1]!r} on the ranks"
         return ""
 
 
@@ -135,7 +136,7 @@ class Guest:
         if not colon or not host or not port.isdigit():
             raise ValueError(f"join is {address!r}, wanted the address of the process group's store, host:port")
         self._deadline = time.monotonic() + timeout
-        self._address = address
+        self._address, self.index = address, index
         try:
             self.store: Store = TCPStore(
                 host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout)
@@ -161,6 +162,10 @@ class Guest:
         if "refused" in answer:
             raise ValueError(f"the ranks that meet at {self._address} refused this process: {answer['refused']}")
         return {**answer, "request": number}
+
+    def is_late(self) -> bool:
+        """Return whether the time for coming in has passed."""
+        return time.monotonic() > self._deadline
 
     def _failed(self, what: str) -> CommError:
         return CommError.during("join", what, rank=-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from pycomm.communicator import Communicator, communicator_at
 from pycomm.elastic.door import Door, Guest
 from pycomm.elastic.membership import Membership
 from pycomm.elastic.vitals import this_process
+from pycomm.errors import CommError
 from pycomm.optim.attached import register
 from pycomm.reducer.lanes import open_lanes
 from pycomm.reducer.newcomers import lines_of, share_state
@@ -43,35 +45,43 @@ def _door(membership: Membership, store: Store, index: int, lines: Sequence[tupl
 def join(address: str, table: ParameterTable, settings: Settings, carry: Mapping[str, Any], timeout: float) -> Reducer:
     """Return the Reducer of this process as one more rank of those whose store listens at ``address``.
 
+    It asks again where a rank is lost while it is let in.
+
     Raises:
         ValueError: they refuse it; or ``address`` is malformed.
         CommError: they do not answer, or failed.
     """
-    index = next(_indices)
-    guest = Guest(address, index, timeout)
+    guest = Guest(address, next(_indices), timeout)
+    while True:
+        try:
+            return _join(guest, table, settings, carry, timeout)
+        except CommError:
+            if guest.is_late():
+                raise
+
+
+def _join(guest: Guest, table: ParameterTable, settings: Settings, carry: Mapping[str, Any], timeout: float) -> Reducer:
     lines = lines_of(settings, table, carry)
     answer = guest.ask(this_process(), lines)
     membership, place = Membership.accept(answer, guest.store, settings.min_ranks, timeout)
-    communicator = communicator_at(place, timeout)
-    reducer: Reducer | None = None
-    try:
-        table.ranks = membership.world
+    with contextlib.ExitStack() as until_joined:
+        until_joined.callback(membership.close)
+        communicator = communicator_at(place, timeout)
+        until_joined.callback(communicator.close)
         lanes = open_lanes(communicator, settings, table.on_gpu)
         membership.settle(communicator)
-        door = _door(membership, guest.store, index, lines)
+        door = _door(membership, guest.store, guest.index, lines)
         door.pass_by(answer["request"])
+        until_joined.callback(door.close)
         survival = Survival(membership, communicator, table, settings, door, carry)
         engine = SurvivingEngine(table, lanes, settings, survival)
-        reducer = Reducer(engine)
-        share_state(communicator, engine.carried(), newcomer=True)
-        survival.welcome(membership.world[:-1], engine.progress.num_reductions, 0.0)
-        register(reducer)
-        watch_constructions(reducer)
-        engine.enter()
-        return reducer
-    except BaseException as error:
-        membership.leave(f"could not join: {error}")
-        if reducer is not None:
-            reducer.detach()
-        communicator.close()
-        raise
+        plain = share_state(communicator, engine.carried(), newcomer=True)
+        until_joined.pop_all()
+    table.ranks = membership.world
+    reducer = Reducer(engine)
+    engine.carried().take_compression(plain)
+    survival.welcome(membership.world[:-1], engine.progress.num_reductions, 0.0)
+    register(reducer)
+    watch_constructions(reducer)
+    engine.enter()
+    return reducer

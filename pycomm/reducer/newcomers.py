@@ -86,10 +86,13 @@ class Carried:
             self.scaler.load_state_dict(plain["scaler"])
         for name, each in self.objects.items():
             each.load_state_dict(plain["objects"][name])
-        for flight in self.table.flights:
-            flight.exchange.load_state(plain["compression"])
         if plain["weighted"]:
             self.weights.set(0, 0)
+
+    def take_compression(self, plain: Mapping[str, Any]) -> None:
+        """Take the state of compression from what :meth:`plain` has returned, once there are buckets."""
+        for flight in self.table.flights:
+            flight.exchange.load_state(plain["compression"])
 
     def _common_state(self) -> State:
         """Return the state of compression that is equal on all ranks."""
@@ -100,8 +103,11 @@ class Carried:
 
 
 @torch.no_grad()
-def share_state(communicator: Communicator, carried: Carried, newcomer: bool) -> None:
+def share_state(communicator: Communicator, carried: Carried, newcomer: bool) -> dict[str, Any]:
     """Give ``newcomer`` ranks the state of rank 0, and compare that of all. Collective.
+
+    Returns:
+        To a newcomer, rank 0's :meth:`Carried.plain`.
 
     Raises:
         ValueError: the optimizer state does not fit a newcomer, or the ranks' states differ; on every rank.
@@ -115,7 +121,7 @@ def share_state(communicator: Communicator, carried: Carried, newcomer: bool) ->
     nodes = [encode(entry, tensors) for entry in [*entries, *groups, carried.plain()]]
     mine = json.dumps(nodes).encode() if communicator.rank == 0 else b""
     nodes = json.loads(communicator.channel.all_gather_bytes(mine)[0])
-    outcome: tuple[Any, list[torch.Tensor]] | Exception = ({}, tensors)
+    outcome: tuple[dict[str, Any], list[torch.Tensor]] | Exception = ({}, tensors)
     if newcomer:
         try:
             outcome = _restructured(table, params, nodes, carried.plain())
@@ -130,6 +136,7 @@ def share_state(communicator: Communicator, carried: Carried, newcomer: bool) ->
         stepper.restore()
         carried.take(plain)
     _compare(communicator, [*(p for _, p in table.named()), *masters, *tensors])
+    return plain
 
 
 def _restructured(

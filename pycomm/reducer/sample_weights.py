@@ -64,6 +64,10 @@ class SampleWeights:
         """Note that a pass has ended that is not the last of its window."""
         self._passed += self._unit or 0.0
 
+    def forget_passes(self) -> None:
+        """Forget the passes of a window whose samples were not to count."""
+        self._passed = 0.0
+
     def start_sum(self, num_passes: int, with_next: bool) -> None:
         """Begin to sum the samples of the window over all ranks. Collective.
 

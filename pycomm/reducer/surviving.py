@@ -84,7 +84,9 @@ class SurvivingEngine(Engine):
             super().reduce()
         finally:
             self._commit_work = None
-            self._is_idle = False
+            if self._is_idle:
+                self._is_idle = False
+                self.window.weights.forget_passes()
         self.survival.tell()
 
     def _receive(self) -> None:

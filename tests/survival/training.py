@@ -67,6 +67,8 @@ class Plan:
     weighted: bool = False
     hosts: str = ""
     set_to_none: bool = True
+    founders: int = 0
+    """Number of the first ranks, where others come."""
 
 
 def small_model() -> nn.Sequential:
@@ -143,11 +145,14 @@ def run(plan: Plan, reducer: pycomm.Reducer, model: nn.Module, rank: int, steps:
     }
 
 
-def expected(plan: Plan, worlds: list[tuple[int, ...]]) -> list[torch.Tensor]:
+def expected(
+    plan: Plan, worlds: list[tuple[int, ...]], rate: Callable[[int], float] = lambda _: LR
+) -> list[torch.Tensor]:
     """What one process comes to that averages over ``worlds[step]``, in float64."""
     model = small_model().double()
     optimizer = torch.optim.SGD(model.parameters(), LR, momentum=0.9)
     for step in range(plan.steps):
+        optimizer.param_groups[0]["lr"] = rate(step)
         optimizer.zero_grad()
         total = sum(8 + rank for rank in worlds[step]) * plan.accumulate
         for rank in worlds[step]:
