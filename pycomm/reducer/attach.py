@@ -96,6 +96,16 @@ def attach(
         buffers: treatment of the module's buffers (BatchNorm's statistics, for example) in each reduction.
             "local": each rank keeps its own; "broadcast": all ranks get rank 0's; "average": floating-point
             buffers are averaged, the others are rank 0's.
+        on_failure: treatment of ranks that are lost: that die, are stopped, do not come within the timeout, or raise
+            in ``backward()``. "raise": every rank gets a CommError. "shrink": those that are left agree on who they
+            are, and reduce the step again from the gradients that they have; ``backward()`` returns the mean over
+            them. See ``Reducer.world`` and ``Reducer.on_change``. In CPU memory only, and not with DTensors.
+        min_ranks: fewest ranks that go on; with fewer left, each of them gets the same CommError.
+        join: address, "host:port", of the store in which other ranks have met, to become one more of them between
+            two steps. Such a process calls no ``init_process_group``. It gets all state from them, and takes part
+            in its first step with weight zero. Wants "shrink", on all ranks.
+        carry: objects with ``state_dict`` and ``load_state_dict``, by name, whose state newcomers get as well:
+            learning-rate schedules, samplers. Equal names on all ranks.
         timeout: limit of every wait for a peer; seconds or ``timedelta``.
 
     Returns:
@@ -103,6 +113,7 @@ def attach(
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
+        CommError: with ``join``, nobody answers.
         TypeError, ValueError: an argument is wrong, or ranks differ in names, shapes, dtypes, order, parts of DTensors
             or settings (on every rank, naming the first difference). Nothing is left behind in that case.
     """
@@ -145,9 +156,23 @@ def _check_request(settings_of: Callable[[], Settings], optimizer: Any, model_or
         refuse_wrapped(names, model_or_named_parameters)
         refuse_second_attach(names)
         settings.compression.check(table.optimizer)
+        if settings.survives:
+            _require_survivable(table)
     except (TypeError, ValueError) as error:
         return error
     return settings, table
+
+
+def _require_survivable(table: ParameterTable) -> None:
+    """Raise TypeError or ValueError if ranks that go on without others could not keep or move these gradients."""
+    if table.on_gpu:
+        raise ValueError('on_failure="shrink" wants gradients in CPU memory, and these parameters are on a GPU')
+    for name, param in table.named():
+        if is_dtensor(param):
+            raise TypeError(
+                f'parameter {name!r} is a DTensor, which on_failure="shrink" does not take: a lost rank takes its part '
+                "of the parameter with it"
+            )
 
 
 def _attach_all(
