@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from pycomm.communicator import Communicator
-from pycomm.compression.base import Exchange, Flag, Scaling
+from pycomm.compression.base import Flag, Scaling, State
 from pycomm.errors import CommError
 from pycomm.reducer import norms
-from pycomm.reducer.buckets import BucketInFlight, Slot, method_stats, nonfinite_source
+from pycomm.reducer.answers import Answers
+from pycomm.reducer.arrivals import Waits
+from pycomm.reducer.buckets import BucketInFlight, Slot
 from pycomm.reducer.gradient_checks import require_no_average, require_sendable
 from pycomm.reducer.module_buffers import BufferSync
 from pycomm.reducer.parameters import ParameterTable
@@ -30,7 +30,7 @@ from pycomm.transport.gpu import GpuWork
 from pycomm.worker import Work
 
 
-class Engine:
+class Engine(Answers):
     """Engine that sends the gradients of one window, bucket by bucket, in the same order on all ranks.
 
     A bucket is launched, handed to the communication thread, which packs and exchanges it, when all its
@@ -53,7 +53,7 @@ class Engine:
         buffers: synchronisation of the module's buffers, if they are kept equal.
         finite: whether the last step was finite; ``None`` if nothing needed to know.
         nonfinite_steps, committed_steps: counts, 0-d int64 tensors on the gradients' device.
-        wait_seconds: time for which the host has waited.
+        waits: account of who was waited for.
         survival: what goes on without ranks that are lost; ``None`` here.
     """
 
@@ -66,13 +66,14 @@ class Engine:
         self.window = AccumulationWindow(communicator, settings, table.device, table.on_gpu)
         self.progress = Progress(table.device if table.on_gpu else None)
         self._replica_check = ReplicaCheck(
-            communicator, table.device, settings.check_replicas, not table.on_gpu, table.locals, self._named_buffers
+            *(communicator, table.device, settings.check_replicas, not table.on_gpu, table.locals),
+            *(self._named_buffers, lambda: self.world),
         )
         self.buffers: BufferSync | None = None
         self.finite: Flag | None = None
         self.nonfinite_steps = torch.zeros((), dtype=torch.int64, device=table.device)
         self.committed_steps = torch.zeros((), dtype=torch.int64, device=table.device)
-        self.wait_seconds = 0.0
+        self.waits = Waits()
         self._buffer_work: Work | GpuWork | None = None
         self._num_launched = 0
         self.firing: Slot | None = None
@@ -88,7 +89,7 @@ class Engine:
         """Prepare the buckets for this pass's gradients; fix the scales if it is the last pass of its window."""
         self.expect_gradients()
         if self.window.sending:
-            self._replica_check.check_previous(self.progress.num_steps, self.progress.num_reductions)
+            self._check_previous()
             self.window.fix_scales(with_next=True, step=self.committed_steps)
 
     def expect_gradients(self) -> None:
@@ -161,6 +162,8 @@ class Engine:
     def _launch(self, flight: BucketInFlight, grads: list[torch.Tensor | None] | None = None) -> None:
         """Launch ``flight``, with the gradients that its parameters have if none are given."""
         self._num_launched += 1
+        if self._num_launched == len(self.table.flights):  # before it is launched: others may have it at once
+            self.waits.arrive(self.progress.num_reductions)
         weights = self.window.weights
         if grads is None:
             grads = [None if weights.is_zero else slot.owner.grad for slot in flight.slots]
@@ -201,10 +204,11 @@ class Engine:
     def reduce(self) -> None:
         """Launch the remaining buckets, wait for all, and hand out the averages."""
         self.launch_rest()
-        start = time.perf_counter()
+        self.waits.begin()
         self._late = None
         try:
             self._receive()
+            self.waits.count(self._arrivals(), warn=self.communicator.rank == 0)
             self.table.stepper.forget()  # a factor left for a step that never came belonged to other gradients
         except BaseException:
             self.table.drop_gradients()  # they are no averages, and must not be mistaken for them
@@ -214,12 +218,44 @@ class Engine:
                 flight.work = None
             self._buffer_work = None
             self.window.close()
-        self.wait_seconds += time.perf_counter() - start
+            self.waits.end()
+        self.hash_state()
 
     def _receive(self) -> None:
         """Wait for all results, and hand them out."""
         self._await_results()
+        self._check_replicas()
         self._hand_out()
+
+    def _arrivals(self) -> Mapping[int, float]:
+        """Return when the ranks had all their gradients of this reduction, in seconds; as far as it is known."""
+        return self.waits.on_board()
+
+    def _check_replicas(self) -> None:
+        if self.table.flights:
+            differing = self.table.flights[0].exchange.differing()
+            self._replica_check.check(differing, self.progress.num_steps, self.progress.num_reductions)
+
+    def _check_previous(self) -> None:
+        self._replica_check.check_previous(self.progress.num_steps, self.progress.num_reductions)
+
+    def hash_state(self) -> None:
+        """Have the state of compression hashed, which has just changed, if it is to be looked at before it changes."""
+        taken = self._replica_check.taking(self.table.flights, self.progress.num_reductions)
+        if taken is not None:
+            self._submit(self.communicator, taken.take, [], set())
+
+    def release(self) -> None:
+        """Let go of memory that is not this object's."""
+        self._replica_check.state_hashes.forget()
+        self.waits.close()
+
+    def load_state(self, state: State, num_steps: int) -> None:
+        """Load the state of compression, as it was after so many committed steps."""
+        for flight in self.table.flights:
+            flight.exchange.load_state(state)
+        self.committed_steps.fill_(num_steps)
+        self.hash_state()  # instead of the hashes that there may be of what it was
 
     def _await_results(self) -> None:
         for flight in self.table.flights:
@@ -230,8 +266,6 @@ class Engine:
 
     def _hand_out(self) -> None:
         flights, progress = self.table.flights, self.progress
-        if flights:
-            self._replica_check.check(flights[0].exchange.differing(), progress.num_steps, progress.num_reductions)
         self.finite = self._count_step() if needs_verdict(flights, self.table.shards, self.settings) else None
         finite: Flag = True if self.finite is None else self.finite
         for flight in flights:
@@ -245,47 +279,6 @@ class Engine:
         self.nonfinite_steps += ~finite
         self.committed_steps += finite
         return finite if self.table.on_gpu else bool(finite)
-
-    # Questions from users.
-
-    def _exchanges(self) -> Iterator[Exchange]:
-        return (flight.exchange for flight in self.table.flights)
-
-    def stats(self) -> dict[str, Any]:
-        """Return the counters of ``Reducer.stats``."""
-        nonfinite_steps = int(self.nonfinite_steps.item())
-        last_nonfinite = nonfinite_source(self._exchanges()) or "a sum over the ranks" if nonfinite_steps else None
-        return {
-            "bytes_sent": sum(flight.exchange.bytes_sent for flight in self.table.flights),
-            "steps": self.progress.num_reductions,
-            "wait_seconds": self.wait_seconds,
-            "nonfinite_steps": nonfinite_steps,
-            "last_nonfinite": last_nonfinite,
-            "num_buckets": len(self.table.flights),
-            "transport": "nccl" if self.table.on_gpu else self.communicator.transport,
-            **method_stats(self._exchanges()),
-        }
-
-    def name_of_not_finite(self) -> str | None:
-        """Return the location or source of the first non-finite value; ``None`` if all are finite. Waits for a GPU."""
-        if self.finite is not None and not bool(self.finite):
-            found = nonfinite_source(self._exchanges())
-            if found is not None:
-                return found
-        name = norms.first_not_finite(self.table.gradients())
-        return None if name is None else f"parameter {name!r}"
-
-    def settle(self, was_exchanged: bool) -> bool:
-        """Return whether the last gradients are finite; the same on all ranks. Waits for a GPU.
-
-        Args:
-            was_exchanged: whether the engine has sent and received them; a lone rank's are only looked at.
-        """
-        if not was_exchanged:
-            return bool(torch.isfinite(norms.squared_norm(self.table.flights, self.table.slots(), self.table.shards)))
-        if self.finite is None:
-            self.finite = bool(all_finite(self.table.flights, self.table.shards))
-        return bool(self.finite)
 
 
 def _exchange(

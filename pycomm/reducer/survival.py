@@ -20,6 +20,7 @@ from pycomm.elastic.door import Door
 from pycomm.elastic.membership import Decision, Membership
 from pycomm.errors import CommError
 from pycomm.reducer.buckets import BucketInFlight, method_stats, state_of
+from pycomm.reducer.damage import DamageError
 from pycomm.reducer.lanes import open_lanes
 from pycomm.reducer.newcomers import Carried, share_state
 from pycomm.reducer.parameters import ParameterTable
@@ -47,6 +48,7 @@ class Survival:
     Attributes:
         recoveries, joins: what happened, a dict each; see ``Reducer.stats``.
         invited: number of a newcomer's request that the last commit has announced; 0 for none.
+        arrivals: when ranks had all their gradients of the last step, in seconds before its commit.
         earlier: counters of exchanges that were left behind.
     """
 
@@ -66,6 +68,8 @@ class Survival:
         self.recoveries: list[dict[str, Any]] = []
         self.joins: list[dict[str, Any]] = []
         self.earlier: dict[str, float] = {}
+        self._has_left = False
+        self.arrivals: dict[int, float] = {}
         self._callbacks: list[Callable[[World, World], None]] = []
         self._changed_from: World | None = None
 
@@ -98,17 +102,21 @@ class Survival:
             slot.kept = None
         self._newcomers.clear()
 
-    def commit(self) -> None:
+    def commit(self, microseconds_here: int = 0) -> None:
         """Return once all ranks have the results of this step. On the communication thread, with its results there.
 
-        The first rank tells the others of a newcomer, if one waits.
+        The first rank tells the others of a newcomer, if one waits; each tells for how long it has been there, 0 if it
+        does not know.
         """
-        word = np.zeros(1, np.int64)
+        words = np.zeros(1 + self._communicator.size, np.int64)
+        words[1 + self._communicator.rank] = microseconds_here
         if self._is_first() and (waiting := self._door.waiting()) is not None:
-            word[0] = waiting.number
+            words[0] = waiting.number
         with self._communicator.channel.skip_checks():
-            self._communicator.all_reduce(word, "max")
-        self.invited = int(word[0])
+            self._communicator.all_reduce(words, "max")
+        self.invited = int(words[0])
+        here = zip(self.membership.world, words[1:].tolist(), strict=True)
+        self.arrivals = {rank: -1e-6 * microseconds for rank, microseconds in here if microseconds > 0}
 
     def _is_first(self) -> bool:
         return self.membership.world[0] == self.membership.me
@@ -116,13 +124,15 @@ class Survival:
     # Losing ranks.
 
     def leave(self, reason: str) -> None:
-        """Tell the others that this rank no longer takes part."""
-        self.membership.leave(reason)
+        """Tell the others that this rank no longer takes part; the first reason counts."""
+        if not self._has_left:
+            self._has_left = True
+            self.membership.leave(reason)
 
     def close(self, reason: str) -> None:
         """Leave, and release what the agreement needs."""
         self._door.close()
-        self.membership.leave(reason)
+        self.leave(reason)
         self.membership.close()
 
     def recover(self, error: CommError, num_committed: int, complete: Callable[[], None]) -> tuple[bool, Any]:
@@ -142,8 +152,11 @@ class Survival:
         start = time.monotonic()
         old, is_complete = self.membership.world, False
         while True:
-            self._communicator.close(f"it goes on without others: {error}")
+            reason = f"it goes on without others: {error}"
+            if not isinstance(error, DamageError):  # then nobody waits, and a rank that was slower shall learn it, too
+                self._communicator.close(reason)
             decision = self.membership.agree(num_committed, self._silent(error), str(error))
+            self._communicator.close(reason)
             if decision.committed > num_committed and not is_complete:
                 complete()
                 is_complete = True
