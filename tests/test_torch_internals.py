@@ -268,6 +268,7 @@ def test_process_groups() -> None:
     store = torch_internals.store_of(world)
     assert isinstance(store, torch_internals.Store)
     torch_internals.PrefixStore("pycomm", store).set("key", "value")
+    assert not isinstance(torch_internals.root_store(store), torch_internals.PrefixStore)
     assert torch_internals.backend_of(world, torch.device("cpu")) is not None
     assert torch_internals.backend_of(world, torch.device("meta")) is None
     made = torch_internals.make_process_group(store, 0, [0], "gloo", "pycomm/test", 10.0)
