@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -15,7 +14,7 @@ from torch import nn
 from pycomm import kernels
 from pycomm.checkpoint.generators import generators_state
 from pycomm.checkpoint.optimizers import optimizer_state
-from pycomm.checkpoint.values import Node, encode
+from pycomm.checkpoint.values import Node, encode, lines_of
 from pycomm.reducer import Reducer
 from pycomm.torch_internals import is_dtensor
 
@@ -45,14 +44,13 @@ class Section:
     node: Node
     tensors: list[torch.Tensor]
 
-    def layout(self) -> str:
-        """Return what must be equal on all ranks, as text: everything but the contents of tensors."""
-        shapes = [f"{list(t.shape)} {t.dtype}" for t in self.tensors]
-        return f"{self.name}: {json.dumps(self.node)} {shapes}"
+    def lines(self) -> list[str]:
+        """Return everything but the contents of tensors as text, a line for each value."""
+        return list(lines_of(self.node, self.tensors, self.name))
 
     def digest(self) -> str:
         """Return a digest of the whole section, which is in CPU memory."""
-        found = hashlib.blake2b(self.layout().encode(), digest_size=16)
+        found = hashlib.blake2b("\n".join(self.lines()).encode(), digest_size=16)
         flat = [t.contiguous().reshape(-1).view(torch.uint8) for t in self.tensors if t.numel() > 0]
         if flat:
             found.update(kernels.hashes(flat).numpy().tobytes())

@@ -68,12 +68,13 @@ def write_sealed(path: Path, content: dict[str, Any]) -> None:
 
 def read_sealed(path: Path) -> dict[str, Any]:
     """Return what :func:`write_sealed` has written. Raise DamagedError if the file is not whole."""
+    data = _read(path)
     try:
-        outer = json.loads(_read(path))
+        outer = json.loads(data)
         content, seal = outer["content"], outer["checksum"]
     except (ValueError, KeyError, TypeError):  # a byte of it may have become anything
         raise DamagedError(f"{path} is cut short, or is none of pycomm's") from None
-    if not isinstance(content, dict) or _seal_of(content) != seal:
+    if not isinstance(content, dict) or _seal_of(content) != seal or json.dumps(outer).encode() != data:
         raise DamagedError(f"{path} is not what was written: its checksum differs")
     return content
 
@@ -108,7 +109,10 @@ class Summed(io.RawIOBase):
 
     Attributes:
         crc32, num_bytes: of what has been written.
+        error: why something could not be written; torch.save raises another in its place.
     """
+
+    error: OSError | None = None
 
     def __init__(self, stream: BinaryIO) -> None:
         super().__init__()
@@ -120,7 +124,11 @@ class Summed(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        self._stream.write(view)
+        try:
+            self._stream.write(view)
+        except OSError as error:
+            self.error = error
+            raise
         self.crc32 = zlib.crc32(view, self.crc32)
         self.num_bytes += len(view)
         return len(view)
@@ -177,9 +185,14 @@ def told_in(path: Path) -> tuple[str, str] | None:
 @contextmanager
 def summed(path: Path, sums: dict[str, Any]) -> Iterator[Summed]:
     """Open ``path`` to write; its size and checksum are put into ``sums`` under its name."""
-    with open(path, "wb") as stream:
+    with open(path, "wb", buffering=1 << 20) as stream:
         found = Summed(stream)
-        yield found
+        try:
+            yield found
+        except Exception as error:
+            if found.error is not None:
+                raise found.error from error
+            raise
         stream.flush()
         sums[path.name] = {"bytes": found.num_bytes, "crc32": found.crc32}
 

@@ -114,4 +114,6 @@ class Checkpoint:
     def _files(self, rank: int, kinds: tuple[str, ...]) -> Iterator[tuple[Path, dict[str, Any]]]:
         for kind in kinds:
             for name, wanted in self.parts[rank]["indexes"][kind]["files"].items():
+                if Path(name).name != name:
+                    raise DamagedError(f"{self.path} names a file outside of itself: {name}")
                 yield part_of(self.path, rank) / kind / name, wanted

@@ -162,8 +162,8 @@ class _Plan:
         _check_keys("object with state", stateful, self._more.keys())
         has = contents.loss_scaler_of(self._reducer) is not None
         if has != had:
-            there, here = ("a", "no") if had else ("no", "a")
-            raise ValueError(f"it was saved with {there} loss_scaler, and attach was given {here} one")
+            there, here = ("with a", "none") if had else ("without", "one")
+            raise ValueError(f"it was saved {there} loss_scaler, and attach was given {here}")
 
     def restore(self, undo: Undo) -> None:
         """Put everything in place that could still fail; ``undo`` gets what takes it back."""

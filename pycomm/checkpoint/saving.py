@@ -100,8 +100,13 @@ def _prepare(
         "own": {s.name: s.node for s in sections if s.name not in shared},
         "shared": {s.name: s.node for s in sections if s.name in shared} if job.rank == 0 else {},
     }
-    together(communicator, "copy what it saves", lambda: _copy(job, sections, shared))
-    job.vitals.meet(communicator, range(job.size))
+    try:
+        together(communicator, "write its part", lambda: _enter(job))
+        together(communicator, "copy what it saves", lambda: _copy(job, sections, shared))
+        job.vitals.meet(communicator, range(job.size))
+    except BaseException as failure:
+        job.fail(failure)  # others may not see what this rank sees, and have begun to write
+        raise
     return job
 
 
@@ -128,7 +133,7 @@ def _agree(
     everyones = exchanged(communicator, "save a checkpoint", look)
     mine = everyones[communicator.rank]
     if any(other["layout"] != mine["layout"] for other in everyones):
-        check_same_lines(communicator, _lines(sections), "section")
+        check_same_lines(communicator, _lines(sections), "value")
     shared = {s.name for s in sections if s.kind is Kind.EQUAL}
     for name, digest in mine["digests"].items():
         if all(other["digests"][name] == digest for other in everyones):
@@ -138,11 +143,11 @@ def _agree(
 
 def _lines(sections: list[Section]) -> list[str]:
     """Return what must be equal on all ranks."""
-    return [section.layout() if section.kind is Kind.EQUAL else section.name for section in sections]
+    return [line for s in sections for line in (s.lines() if s.kind is Kind.EQUAL else [s.name])]
 
 
 def _open(folder: Path, reducer: Reducer, communicator: Communicator, keep: int) -> Job:
-    """Make the directory of a new checkpoint, which all ranks can write to. Collective."""
+    """Make the directory of a new checkpoint. Collective."""
 
     def make() -> tuple[int, str] | None:
         if communicator.rank != 0:
@@ -157,7 +162,7 @@ def _open(folder: Path, reducer: Reducer, communicator: Communicator, keep: int)
     # Imported here, by this thread, as it takes torch half a second.
     from pycomm.checkpoint.storage import write_tensors
 
-    job = Job(
+    return Job(
         folder=folder,
         number=number,
         name=name,
@@ -169,8 +174,6 @@ def _open(folder: Path, reducer: Reducer, communicator: Communicator, keep: int)
         reducer=weakref.ref(reducer),
         write_tensors=write_tensors,
     )
-    together(communicator, "write its part", lambda: _enter(job))
-    return job
 
 
 def _enter(job: Job) -> None:

@@ -28,7 +28,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from pycomm.checkpoint.files import summed, sync_directory
+from pycomm.checkpoint.files import DamagedError, summed, sync_directory
+from pycomm.checkpoint.values import dtype_called
 
 Index = dict[str, Any]
 """What is in one directory: ``files``, each with its size and checksum, and ``tensors``, each with its place."""
@@ -92,11 +93,13 @@ def read_tensors(path: Path, index: Index, names: Sequence[str]) -> dict[str, to
     if not entries:
         return {}
     state: dict[str, Any] = {
-        name: torch.empty_strided(entry["shape"], entry["stride"], dtype=getattr(torch, entry["dtype"]))
+        name: torch.empty_strided(entry["shape"], entry["stride"], dtype=dtype_called(entry["dtype"], name))
         for name, entry in entries.items()
     }
     metadata = Metadata({}, storage_data={})
     for name, entry in entries.items():
+        if entry["file"] not in index["files"]:
+            raise DamagedError(f"{path} has no checksum of the file of {name}")
         start = torch.Size([0] * len(entry["shape"]))
         chunk = ChunkStorageMetadata(start, torch.Size(entry["shape"]))
         properties = TensorProperties(dtype=state[name].dtype)

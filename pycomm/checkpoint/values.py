@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,13 +74,13 @@ def decode(node: Node, tensors: Sequence[torch.Tensor], where: str, old: Any = _
     if kind == "tensor":
         return tensors[content]
     if kind == "array":
-        return tensors[content].numpy().view(np.dtype(node[2])).reshape(node[3])
+        return tensors[content].numpy().view(_array_dtype(node[2], where)).reshape(node[3])
     if kind == "value":
         return content
     if kind == "bytes":
         return base64.b64decode(content)
     if kind == "dtype":
-        return getattr(torch, content)
+        return dtype_called(content, where)
     if kind in ("list", "tuple"):
         known = old if isinstance(old, list | tuple) else ()
         items = [
@@ -96,6 +97,21 @@ def decode(node: Node, tensors: Sequence[torch.Tensor], where: str, old: Any = _
     return old
 
 
+def dtype_called(name: str, where: str) -> torch.dtype:
+    """Return torch's dtype of that name. Raise ValueError if it is none."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{where} has dtype {name!r}, which torch does not have")
+    return found
+
+
+def _array_dtype(name: str, where: str) -> np.dtype[Any]:
+    found = np.dtype(name)
+    if found.hasobject:  # pointers, from a file
+        raise ValueError(f"{where} has dtype {name!r}, wanted one of numbers")
+    return found
+
+
 def positions_in(node: Node) -> list[int]:
     """Return the positions of all tensors of ``node``."""
     kind, content = node[0], node[1]
@@ -106,6 +122,23 @@ def positions_in(node: Node) -> list[int]:
     if kind in ("dict", "counter"):
         return [position for _, item in content for position in positions_in(item)]
     return []
+
+
+def lines_of(node: Node, tensors: Sequence[torch.Tensor], where: str) -> Iterator[str]:
+    """Yield one line of text for each value in ``node``: all that is known of it but the contents of tensors."""
+    kind, content = node[0], node[1]
+    if kind in ("list", "tuple"):
+        yield f"{where}: {len(content)} values"
+        for i, item in enumerate(content):
+            yield from lines_of(item, tensors, f"{where}[{i}]")
+    elif kind in ("dict", "counter"):
+        yield f"{where}: {len(content)} values"
+        for key, item in content:
+            yield from lines_of(item, tensors, f"{where}[{key!r}]")
+    elif kind in ("tensor", "array"):
+        yield f"{where}: {list(tensors[content].shape)} {tensors[content].dtype} {node[2:]}"
+    else:
+        yield f"{where}: {json.dumps(content)}"
 
 
 def _position(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> int:

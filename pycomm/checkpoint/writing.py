@@ -29,7 +29,7 @@ from pycomm.reducer import Reducer
 _LOG = logging.getLogger("pycomm")
 
 _POLL = (0.01, 0.5)  # seconds between two looks: at first, and in the end
-_PATIENCE_FOR_OTHERS = 10.0  # seconds for other ranks to read that it failed
+_PATIENCE_FOR_OTHERS = 5.0  # seconds for other ranks to read that it failed
 
 WriteTensors = Callable[[Path, Mapping[str, torch.Tensor]], dict[str, Any]]
 
@@ -80,6 +80,13 @@ class Job:
         (mine / "watching").touch()
         if self.rank == 0:
             self.reserves.append(Reserve(self.place / "verdict"))
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others that this rank will not write its part."""
+        with contextlib.suppress(OSError):  # they find out by their own means
+            for reserve in self.reserves[:1]:
+                reserve.tell(_kind(error), str(error) or repr(error), "failed")
+            (part_of(self.place, self.rank) / "watching").unlink(missing_ok=True)
 
 
 class PendingSave:
@@ -165,8 +172,7 @@ def _write(job: Job) -> Path:
         indexes = {OWN: _index(job, mine, OWN, job.own), SHARED: _index(job, mine, SHARED, job.shared)}
         write_json(mine / "part.json", {**job.part, "indexes": indexes})
     except BaseException as error:
-        with contextlib.suppress(OSError):  # the others find out by their own means
-            job.reserves[0].tell(_kind(error), str(error) or repr(error), "failed")
+        job.fail(error)
         if job.rank == 0:
             _give_up(job, error)
         raise
