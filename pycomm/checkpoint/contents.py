@@ -85,7 +85,7 @@ def collect(reducer: Reducer, more: Mapping[str, Any]) -> list[Section]:
 def _section(name: str, kind: Kind, value: Any, where: str = "") -> Section:
     tensors: list[torch.Tensor] = []
     node = encode(value, tensors, where or name, lenient=name == "optimizer")
-    if kind is not Kind.EQUAL:
+    if kind is Kind.COMPARED:  # what is a rank's own has been copied already
         tensors = [copy_of(tensor) for tensor in tensors]
     return Section(name, kind, node, tensors)
 

@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -202,7 +202,8 @@ def _index(job: Job, mine: Path, kind: str, tensors: dict[str, torch.Tensor]) ->
 def _await_parts(job: Job) -> None:
     """Return once all parts are there; raise what went wrong if one will never be."""
     missing = set(range(job.size))
-    for _ in _looks(job, lambda: len(missing)):
+    for _ in _looks(job, lambda: {rank: _num_bytes(job, rank) for rank in missing}):
+        job.reserves[1].touch()  # so that the others see that this rank still waits for one that writes
         for rank in sorted(missing):
             place = part_of(job.place, rank)
             lost = _fate(job, rank)
@@ -220,7 +221,7 @@ def _await_parts(job: Job) -> None:
 def _await_verdict(job: Job) -> Path:
     """Return the directory of the checkpoint once rank 0 has renamed it; raise what went wrong otherwise."""
     done = whole(job.folder, job.number)
-    for _ in _looks(job, lambda: len(list(job.place.glob("rank-*/part.json")))):
+    for _ in _looks(job, lambda: (_num_bytes(job, 0), _time_of(job.place / "verdict"))):
         lost, is_there = _fate(job, 0), job.place.exists()
         told = told_in(job.place / "failed")
         if done.exists():
@@ -232,7 +233,21 @@ def _await_verdict(job: Job) -> Path:
     raise _lost(job, 0, f"has not completed it within {job.patience:g} s")
 
 
-def _looks(job: Job, progress: Callable[[], int]) -> Any:
+def _num_bytes(job: Job, rank: int) -> int:
+    """Return how much ``rank`` has written so far."""
+    total = 0
+    with contextlib.suppress(OSError):  # renamed meanwhile
+        total = sum(path.stat().st_size for path in part_of(job.place, rank).rglob("*"))
+    return total
+
+
+def _time_of(path: Path) -> int:
+    with contextlib.suppress(OSError):  # renamed meanwhile
+        return path.stat().st_mtime_ns
+    return 0
+
+
+def _looks(job: Job, progress: Callable[[], Any]) -> Iterator[None]:
     """Yield, again and again, until there has been no ``progress`` for longer than the job's patience."""
     pause, (start, last) = _POLL[0], (time.monotonic(), progress())
     while time.monotonic() - start < job.patience:
@@ -240,7 +255,7 @@ def _looks(job: Job, progress: Callable[[], int]) -> Any:
         time.sleep(pause)
         pause = min(pause * 1.5, _POLL[1])
         if (now := progress()) != last:
-            start, last, pause = time.monotonic(), now, _POLL[0]
+            start, last = time.monotonic(), now
 
 
 def _fate(job: Job, rank: int) -> str | None:

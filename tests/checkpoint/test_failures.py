@@ -219,6 +219,24 @@ def test_a_rank_that_never_writes(tmp_path: Path) -> None:
         pycomm.save(tmp_path, run.reducer).wait()
 
 
+@pytest.mark.parametrize("slow", [0, 1])
+@on_ranks(2)
+def test_a_rank_that_writes_slowly_is_waited_for(slow: int, tmp_path: Path) -> None:
+    start = time.monotonic()
+    with training("adamw", timeout=1) as run:
+        with writes(lambda _: time.sleep(0.02 if dist.get_rank() == slow else 0.0)):
+            pending = pycomm.save(tmp_path, run.reducer, big=[torch.ones(1000) * i for i in range(20)])
+            pending.wait(60)
+    assert time.monotonic() - start > 3.0
+
+
+def test_a_parameter_that_nobody_has_used(one_rank_group: None, tmp_path: Path) -> None:
+    with training() as run:
+        run.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+        with pytest.raises(RuntimeError, match="a parameter was added to the optimizer, and no backward"):
+            pycomm.save(tmp_path, run.reducer)
+
+
 AT_EXIT = """
 import time, torch, torch.distributed as dist, pycomm
 from torch._C._distributed_c10d import HashStore
