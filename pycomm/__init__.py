@@ -20,7 +20,8 @@ except ModuleNotFoundError as error:
         "`pip install .`, and start python where the directory `pycomm` does not hide the installed package."
     ) from error
 
-from pycomm import backend, compression, ddp, kernels, optim, schedule
+from pycomm import backend, checkpoint, compression, ddp, kernels, optim, schedule
+from pycomm.checkpoint import load, save
 from pycomm.communicator import Communicator
 from pycomm.compression import (
     BF16,
@@ -81,13 +82,16 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "build_info",
+    "checkpoint",
     "compression",
     "ddp",
     "fuse",
     "kernels",
+    "load",
     "master_weights",
     "optim",
     "parallel",
+    "save",
     "schedule",
 ]
 

@@ -236,6 +236,27 @@ def test_hybrid() -> None:
     assert len(re.findall(r"^rank \d: \d+ KB sent per step$", out, re.MULTILINE)) == 4, out
 
 
+@pytest.mark.timeout(240)
+def test_elastic(tmp_path: Path) -> None:
+    """A training whose rank 0 was killed ends with the loss, to the last digit, of one that was left alone."""
+    command = [*torchrun_on(2), "--max-restarts", "3", str(EXAMPLES / "elastic.py"), "--steps", "30"]
+    ends = []
+    for name, options in (("alone", []), ("killed", ["--fail-at", "15"])):
+        out = run([*command, "--folder", str(tmp_path / name), *options])
+        end = re.search(r"^30 steps  loss (\S+)  (\d) restarts  (\d+) steps repeated$", out, re.MULTILINE)
+        assert end is not None, out
+        ends.append(end.groups())
+        assert ("resumed after step 1" in out) == (name == "killed"), out
+        kept = sorted(path.name for path in (tmp_path / name).glob("checkpoint-*"))
+        assert kept == ["checkpoint-00000029", "checkpoint-00000030"]
+    (loss, restarts, repeated), (loss_again, restarts_again, repeated_again) = ends
+    assert loss == loss_again
+    assert float(loss) < 2.0, "2.3 by chance"
+    assert (restarts, repeated) == ("0", "0")
+    assert restarts_again == "1"
+    assert int(repeated_again) <= 1
+
+
 def test_im2col() -> None:
     options = ["--threads", "1", "2", "--channels", "16", "--size", "12", "--batch", "1", "--rounds", "2"]
     out = run([sys.executable, str(EXAMPLES / "im2col.py"), *options])  # which compares with torch's convolution

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import gc
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -53,7 +54,7 @@ def surroundings(folder: str) -> dict[str, Any]:
 
 def run_blocks(blocks: Sequence[Block]) -> None:
     """Run ``blocks`` one after the other, each in surroundings of its own unless it continues the one before."""
-    with tempfile.TemporaryDirectory() as folder, _the_group_that_is_there():
+    with _one_folder() as folder, _the_group_that_is_there():
         names: dict[str, Any] = {}
         for block in blocks:
             if not block.continued:
@@ -64,6 +65,16 @@ def run_blocks(blocks: Sequence[Block]) -> None:
             except Exception as error:
                 raise AssertionError(f"{block.where}: {type(error).__name__}: {error}") from error
         _clean_up(names)
+
+
+@contextmanager
+def _one_folder() -> Iterator[str]:
+    """Make a folder, the same for all ranks."""
+    with tempfile.TemporaryDirectory() as own:
+        names = [own]
+        dist.broadcast_object_list(names, src=0)
+        yield names[0]
+        dist.barrier()  # before rank 0 removes it
 
 
 def _the_group_that_is_there() -> Any:

@@ -1,0 +1,182 @@
+"""Training that goes on when a process dies: torchrun starts the ranks anew, and they load the last checkpoint.
+
+    torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/elastic.py
+    torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/elastic.py --fail-at 60    # rank 0 kills itself
+    torchrun --nnodes 1:4 --nproc-per-node=2 --max-restarts=3 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \
+        examples/elastic.py --folder /shared/run    # hosts come and go; the folder is one for all of them
+
+A perceptron with dropout learns to tell ten noisy pictures apart. Each step takes the same samples, whatever the number
+of ranks: a batch is shared out among those that there are. With the same number, the last line shows the same loss to
+the last digit, however often the training was interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+import pycomm
+
+NUM_SAMPLES, NUM_FEATURES, NUM_CLASSES = 4096, 256, 10
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("checkpoints"), help="of checkpoints (default checkpoints)")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch", type=int, default=64, help="samples per step, of all ranks (default 64)")
+    parser.add_argument("--every", type=int, default=1, help="steps between two checkpoints (default 1)")
+    parser.add_argument("--fail-at", type=int, help="step at which rank 0 kills itself, once")
+    parser.add_argument("--compression", choices=["none", "topk"], default="topk", help="default topk")
+    return parser.parse_args()
+
+
+class Sampler:
+    """Sampler that knows where it is: the batches of an epoch follow from its number."""
+
+    def __init__(self, num_samples: int, batch: int) -> None:
+        self._num_samples, self._batch = num_samples, batch
+        self.epoch = self.position = 0
+
+    def share(self, rank: int, size: int) -> torch.Tensor:
+        """Return the samples of this rank in the next batch."""
+        if self.position + self._batch > self._num_samples:
+            self.epoch, self.position = self.epoch + 1, 0
+        order = torch.randperm(self._num_samples, generator=torch.Generator().manual_seed(self.epoch))
+        batch = order[self.position : self.position + self._batch]
+        self.position += self._batch
+        return batch[rank::size]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.position = state["epoch"], state["position"]
+
+
+class Progress:
+    """Note of how far the training has ever come, to tell how many steps were repeated."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "progress.json"
+        self.reached = self.repeated = 0
+        if self._path.exists():
+            self.reached, self.repeated = json.loads(self._path.read_text())
+
+    def resume(self, step: int) -> None:
+        self.repeated += max(0, self.reached - step)
+
+    def note(self, step: int) -> None:
+        self.reached = max(self.reached, step)
+        beside = self._path.with_suffix(".new")
+        beside.write_text(json.dumps([self.reached, self.repeated]))
+        beside.replace(self._path)
+
+
+def make_data() -> tuple[torch.Tensor, torch.Tensor]:
+    """Noisy copies of one random picture per class; the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    pictures = torch.randn(NUM_CLASSES, NUM_FEATURES, generator=generator)
+    labels = torch.randint(NUM_CLASSES, (NUM_SAMPLES,), generator=generator)
+    return pictures[labels] + 3.0 * torch.randn(NUM_SAMPLES, NUM_FEATURES, generator=generator), labels
+
+
+def resume(folder: Path, reducer: pycomm.Reducer, **more: Any) -> int:
+    """Load the last checkpoint, if there is one; return the number of steps that are done."""
+    try:
+        return int(pycomm.load(folder, reducer, **more)["step"])
+    except FileNotFoundError:
+        return 0
+
+
+def train(arguments: argparse.Namespace, device: torch.device) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    torch.manual_seed(rank)
+    random.seed(rank)
+    x, y = (part.to(device) for part in make_data())
+    layers = [nn.Linear(NUM_FEATURES, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, NUM_CLASSES)]
+    model = nn.Sequential(*layers).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, arguments.steps)
+    compression = pycomm.TopK(0.1) if arguments.compression == "topk" else None
+    reducer = pycomm.attach(optimizer, model, compression=compression)
+    sampler = Sampler(NUM_SAMPLES, arguments.batch)
+    start = resume(arguments.folder, reducer, scheduler=scheduler, sampler=sampler)
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    progress = Progress(arguments.folder)
+    progress.resume(start)
+    if rank == 0 and start > 0:
+        print(
+            f"resumed after step {start}, having been as far as {progress.reached}, on {size} ranks\n",
+            end="",
+            flush=True,
+        )
+    loss, saved = torch.zeros(()), None
+    for step in range(start, arguments.steps):
+        if rank == 0 and restarts == 0 and step == arguments.fail_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        share = sampler.share(rank, size)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x[share]), y[share])
+        reducer.set_weight(len(share))  # the average is over samples, however they are shared out
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        scheduler.step()
+        if rank == 0:
+            progress.note(step + 1)
+        if (step + 1) % arguments.every == 0 or step + 1 == arguments.steps:
+            saved = pycomm.save(arguments.folder, reducer, step=step + 1, scheduler=scheduler, sampler=sampler)
+    if saved is not None:
+        saved.wait()
+    report(model.eval(), x, y, arguments.steps, restarts, progress)
+    reducer.detach()
+
+
+@torch.no_grad()
+def report(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int, restarts: int, progress: Progress) -> None:
+    loss = nn.functional.cross_entropy(model(x), y).item()
+    if dist.get_rank() == 0:
+        print(
+            f"{steps} steps  loss {loss!r}  {restarts} restarts  {progress.repeated} steps repeated\n",
+            end="",
+            flush=True,
+        )
+
+
+def join(backend: str) -> None:
+    """Make the process group, in a part of torchrun's store that no earlier start of the ranks has written to.
+
+    torchrun gives all starts the same store. Gloo would find the addresses of dead ranks there, and try to reach them.
+    """
+    store, rank, size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+    prefix = f"start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/of/{size}"
+    dist.init_process_group(backend, store=PrefixStore(prefix, store), rank=rank, world_size=size)
+
+
+def main() -> None:
+    arguments = parse()
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    join("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    try:
+        train(arguments, device)
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

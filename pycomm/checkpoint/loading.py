@@ -1,0 +1,216 @@
+"""``pycomm.load``: the last whole checkpoint is read and checked, and only then put in place."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pycomm.checkpoint import contents
+from pycomm.checkpoint.files import DamagedError
+from pycomm.checkpoint.folder import Checkpoint, numbers_in, whole
+from pycomm.checkpoint.generators import check_generators, restore_generators
+from pycomm.checkpoint.optimizers import check_optimizer, optimizer_state, restore_optimizer
+from pycomm.checkpoint.saving import settle
+from pycomm.checkpoint.together import exchanged, together
+from pycomm.communicator import Communicator
+from pycomm.optim.step_override import stepper_of
+from pycomm.reducer import Reducer
+from pycomm.reducer.buckets import state_of
+from pycomm.reducer.checkpoint import select_state
+
+_LOG = logging.getLogger("pycomm")
+
+Undo = list[Callable[[], Any]]
+
+
+def load(path: str | os.PathLike[str], reducer: Reducer, /, **more: Any) -> dict[str, Any]:
+    """Load the last whole checkpoint that :func:`pycomm.save` has written to ``path``. Collective.
+
+    Every file is compared with its checksum first. A checkpoint of which anything is missing or different is left
+    aside, with a warning in the log that says what, and the one before is taken. Nothing is changed, on any rank,
+    unless all of it fits. Nothing is unpickled.
+
+    The number of ranks may be another than when it was saved. Then residuals and velocities are shared out anew, with
+    their sums kept. What else differs between ranks is taken by the ranks that there were; new ones take rank 0's,
+    but their random generators stay as they are.
+
+    Args:
+        path: directory.
+        reducer: from :func:`pycomm.attach`, with the same model, optimizer and compression.
+        more: by name, exactly the objects with state that were saved; they are restored in place.
+
+    Returns:
+        The plain values that were saved on this rank, by name; tensors in CPU memory.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint in ``path``, not even a damaged one.
+        ValueError: every checkpoint is damaged (the first damage of each is told); or the last whole one is of another
+            model, optimizer, compression or format, or of other names than ``more``, which are named.
+        TypeError: a value of ``more`` has no state to restore, or a parameter is a DTensor.
+        RuntimeError: an accumulation window is open, or the reducer is detached. All of these on every rank.
+    """
+    reducer._require_attached()
+    communicator = reducer._communicator
+    settle(reducer)
+    together(communicator, "load a checkpoint", lambda: _check_call(reducer, more))
+    checkpoint = _last_whole(Path(path), communicator)
+    plan = together(communicator, f"load {checkpoint.path}", lambda: _Plan(checkpoint, reducer, more))
+    undo: Undo = []
+    try:
+        together(communicator, f"load {checkpoint.path}", lambda: plan.restore(undo))
+    except Exception:
+        for step in reversed(undo):
+            step()
+        raise
+    plan.finish()
+    return plan.plain
+
+
+def _check_call(reducer: Reducer, more: Mapping[str, Any]) -> None:
+    if reducer._window.is_open:
+        raise RuntimeError("load inside an accumulation window: call flush() and step first")
+    contents.refuse_parts(contents.parameters_of(reducer) | contents.buffers_of(reducer))
+    for name, value in more.items():
+        if not contents.is_stateful(value):
+            raise TypeError(
+                f"{name} is a {type(value).__name__}, wanted an object with state_dict() and load_state_dict(): "
+                "plain values are returned"
+            )
+
+
+def _last_whole(folder: Path, communicator: Communicator) -> Checkpoint:
+    """Return the last checkpoint that all ranks find whole. Collective."""
+    numbers = exchanged(communicator, "load a checkpoint", lambda: numbers_in(folder))[0]
+    if not numbers:
+        raise FileNotFoundError(f"there is no checkpoint in {folder}")
+    damages = []
+    for number in reversed(numbers):
+        found: list[Checkpoint] = []
+        look = functools.partial(_damage, whole(folder, number), communicator, found)
+        everyones = exchanged(communicator, "load a checkpoint", look)
+        damage = next((each for each in everyones if each), None)
+        if damage is None:
+            return found[0]
+        damages.append(damage)
+        if communicator.rank == 0:
+            _LOG.warning("checkpoint %d in %s is skipped: %s", number, folder, damage)
+    raise ValueError(f"no checkpoint in {folder} is whole: {'; '.join(damages)}")
+
+
+def _damage(path: Path, communicator: Communicator, found: list[Checkpoint]) -> str:
+    """Return what is wrong with a checkpoint; append it to ``found`` if nothing is."""
+    try:
+        checkpoint = Checkpoint(path)
+        old, here = checkpoint.world_size, communicator.rank
+        checkpoint.check({here} if old == communicator.size else set(range(old)))
+    except DamagedError as error:
+        return str(error)
+    found.append(checkpoint)
+    return ""
+
+
+class _Plan:
+    """What a checkpoint has for this rank, read into memory and checked.
+
+    Attributes:
+        plain: the values to return.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, reducer: Reducer, more: Mapping[str, Any]) -> None:
+        self._reducer, self._more = reducer, more
+        # Imported here, as it takes torch half a second.
+        from pycomm.checkpoint.reading import Saved
+
+        communicator = reducer._communicator
+        saved = Saved(checkpoint, communicator.rank, communicator.size)
+        self._check_names(saved.names(contents.STATEFUL), bool(saved.names("loss_scaler")))
+        self._parameters = contents.parameters_of(reducer)
+        self._buffers = contents.buffers_of(reducer)
+        self._modules = dict(contents.extra_states(reducer))
+        self._scaler = contents.loss_scaler_of(reducer)
+        self._model = saved.value("model")
+        _check_tensors("parameter", self._model, self._parameters)
+        self._saved_buffers = saved.value("buffers")
+        _check_tensors("buffer", self._saved_buffers, self._buffers)
+        self._extra = saved.value("extra")
+        _check_keys("module with extra state", self._extra.keys(), self._modules.keys())
+        here = optimizer_state(reducer)
+        optimizer = saved.value("optimizer", here)
+        check_optimizer(optimizer, here, stepper_of(reducer.optimizer).has_masters)
+        self._optimizer = optimizer["state_dict"]
+        self._compression = saved.of_all("compression")
+        table, method = reducer._table, reducer._settings.compression
+        select_state(self._compression, state_of(table.flights), method, communicator, True, table.labels())
+        self._generators = saved.value("generators") if saved.has_own else None
+        if self._generators is not None:
+            check_generators(self._generators)
+        self._scaler_state = saved.value("loss_scaler") if self._scaler is not None else None
+        self._states = {name: saved.value(contents.STATEFUL + name) for name in more}
+        self.plain = {name: saved.value(contents.PLAIN + name) for name in saved.names(contents.PLAIN)}
+
+    def _check_names(self, stateful: list[str], had: bool) -> None:
+        _check_keys("object with state", stateful, self._more.keys())
+        has = contents.loss_scaler_of(self._reducer) is not None
+        if has != had:
+            there, here = ("with a", "none") if had else ("without", "one")
+            raise ValueError(f"it was saved {there} loss_scaler, and attach was given {here}")
+
+    def restore(self, undo: Undo) -> None:
+        """Put everything in place that could still fail; ``undo`` gets what takes it back."""
+        for name, state in self._states.items():
+            self._restore_one(self._more[name], state, undo)
+        if self._scaler is not None:
+            self._restore_one(self._scaler, self._scaler_state, undo)
+        for name, module in self._modules.items():
+            old = copy.deepcopy(module.get_extra_state())
+            undo.append(functools.partial(module.set_extra_state, old))
+            module.set_extra_state(self._extra[name])
+        undone = restore_optimizer(self._reducer.optimizer, self._optimizer)
+        if undone is not None:
+            undo.append(undone)
+
+    @staticmethod
+    def _restore_one(value: Any, state: Any, undo: Undo) -> None:
+        old = copy.deepcopy(contents.state_of(value))
+        undo.append(lambda: contents.restore(value, old))
+        contents.restore(value, state)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Put the rest in place, which has been checked."""
+        for saved, here in ((self._model, self._parameters), (self._saved_buffers, self._buffers)):
+            for name, tensor in saved.items():
+                here[name].copy_(tensor)
+        self._reducer.load_state_dict(self._compression)
+        if self._generators is not None:
+            restore_generators(self._generators, contents.device_of(self._reducer))
+
+
+def _check_tensors(what: str, saved: Mapping[str, torch.Tensor], here: Mapping[str, torch.Tensor]) -> None:
+    """Raise ValueError unless names, shapes and dtypes are the same."""
+    _check_keys(what, saved.keys(), here.keys())
+    for name, tensor in saved.items():
+        if (tensor.shape, tensor.dtype) != (here[name].shape, here[name].dtype):
+            raise ValueError(
+                f"{what} {name!r} was {list(tensor.shape)} {tensor.dtype}, and is {list(here[name].shape)} "
+                f"{here[name].dtype} here: it is of another model"
+            )
+
+
+def _check_keys(what: str, saved: Any, here: Any) -> None:
+    """Raise ValueError unless both have the same names."""
+    missing, unknown = sorted(set(here) - set(saved)), sorted(set(saved) - set(here))
+    if missing:
+        raise ValueError(f"the checkpoint has no {what} {missing[0]!r}")
+    if unknown:
+        raise ValueError(f"the checkpoint has the {what} {unknown[0]!r}, which is not here")

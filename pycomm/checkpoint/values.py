@@ -1,0 +1,156 @@
+"""Values as JSON and tensors, so that nothing that is read from a file has to be unpickled."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+Node = list[Any]
+"""Encoded value: its kind, followed by the fields of that kind."""
+
+_MISSING = object()
+_NUMBERS_AND_TEXT = (bool, int, float, str, type(None))
+
+
+def encode(value: Any, tensors: list[torch.Tensor], where: str, *, lenient: bool = False) -> Node:
+    """Return ``value`` encoded for JSON, with tensors appended to ``tensors`` and replaced by their positions there.
+
+    Args:
+        value: numbers, strings, bytes, dtypes, tensors, numpy's arrays and scalars; lists, tuples and dicts of them.
+        tensors: appended to, not copied.
+        where: what the value is, for messages.
+        lenient: note the type of any other object instead of refusing it; :func:`decode` then wants one of its own.
+
+    Raises:
+        TypeError: a value of another kind; it is named.
+    """
+    if isinstance(value, torch.Tensor):
+        return ["tensor", _position(_plain_tensor(value, where), tensors)]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        flat = torch.from_numpy(np.ascontiguousarray(value).reshape(-1).view(np.uint8).copy())
+        return ["array", _position(flat, tensors), value.dtype.str, list(value.shape)]
+    if isinstance(value, _NUMBERS_AND_TEXT):
+        return ["value", value]
+    if isinstance(value, bytes):
+        return ["bytes", base64.b64encode(value).decode()]
+    if isinstance(value, torch.dtype):
+        return ["dtype", str(value).removeprefix("torch.")]
+    if type(value) in (list, tuple, torch.Size):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return [kind, [encode(item, tensors, f"{where}[{i}]", lenient=lenient) for i, item in enumerate(value)]]
+    if isinstance(value, dict) and all(isinstance(key, _NUMBERS_AND_TEXT) for key in value):
+        kind = "counter" if isinstance(value, Counter) else "dict"
+        return [kind, [[k, encode(item, tensors, f"{where}[{k!r}]", lenient=lenient)] for k, item in value.items()]]
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if lenient:
+        return ["own", name]
+    raise TypeError(
+        f"{where} is a {name}, wanted an object with state_dict() and load_state_dict(), or numbers, strings, bytes, "
+        "tensors, arrays, and lists, tuples and dicts of them"
+    )
+
+
+def decode(node: Node, tensors: Sequence[torch.Tensor], where: str, old: Any = _MISSING) -> Any:
+    """Return the value that :func:`encode` was given.
+
+    Args:
+        node: result of :func:`encode`.
+        tensors: those that it has appended.
+        where: what the value is, for messages.
+        old: this process's own value, from which objects that are not saved are taken.
+
+    Raises:
+        ValueError: there is no such object, or ``node`` is none.
+    """
+    kind, content = node[0], node[1]
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "array":
+        return tensors[content].numpy().view(_array_dtype(node[2], where)).reshape(node[3])
+    if kind == "value":
+        return content
+    if kind == "bytes":
+        return base64.b64decode(content)
+    if kind == "dtype":
+        return dtype_called(content, where)
+    if kind in ("list", "tuple"):
+        known = old if isinstance(old, list | tuple) else ()
+        items = [
+            decode(item, tensors, f"{where}[{i}]", known[i] if i < len(known) else _MISSING)
+            for i, item in enumerate(content)
+        ]
+        return items if kind == "list" else tuple(items)
+    if kind in ("dict", "counter"):
+        entries = old if isinstance(old, dict) else {}
+        pairs = {key: decode(item, tensors, f"{where}[{key!r}]", entries.get(key, _MISSING)) for key, item in content}
+        return pairs if kind == "dict" else Counter(pairs)
+    if old is _MISSING:
+        raise ValueError(f"{where} was a {content}, which is not saved, and there is none here to keep")
+    return old
+
+
+def dtype_called(name: str, where: str) -> torch.dtype:
+    """Return torch's dtype of that name. Raise ValueError if it is none."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{where} has dtype {name!r}, which torch does not have")
+    return found
+
+
+def _array_dtype(name: str, where: str) -> np.dtype[Any]:
+    found = np.dtype(name)
+    if found.hasobject:  # pointers, from a file
+        raise ValueError(f"{where} has dtype {name!r}, wanted one of numbers")
+    return found
+
+
+def positions_in(node: Node) -> list[int]:
+    """Return the positions of all tensors of ``node``."""
+    kind, content = node[0], node[1]
+    if kind in ("tensor", "array"):
+        return [content]
+    if kind in ("list", "tuple"):
+        return [position for item in content for position in positions_in(item)]
+    if kind in ("dict", "counter"):
+        return [position for _, item in content for position in positions_in(item)]
+    return []
+
+
+def lines_of(node: Node, tensors: Sequence[torch.Tensor], where: str) -> Iterator[str]:
+    """Yield one line of text for each value in ``node``: all that is known of it but the contents of tensors."""
+    kind, content = node[0], node[1]
+    if kind in ("list", "tuple"):
+        yield f"{where}: {len(content)} values"
+        for i, item in enumerate(content):
+            yield from lines_of(item, tensors, f"{where}[{i}]")
+    elif kind in ("dict", "counter"):
+        yield f"{where}: {len(content)} values"
+        for key, item in content:
+            yield from lines_of(item, tensors, f"{where}[{key!r}]")
+    elif kind in ("tensor", "array"):
+        yield f"{where}: {list(tensors[content].shape)} {tensors[content].dtype} {node[2:]}"
+    else:
+        yield f"{where}: {json.dumps(content)}"
+
+
+def _position(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> int:
+    tensors.append(tensor)
+    return len(tensors) - 1
+
+
+def _plain_tensor(tensor: torch.Tensor, where: str) -> torch.Tensor:
+    """Return ``tensor``; raise TypeError unless it is dense and all of it is here."""
+    kind = type(tensor).__name__
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
+        raise TypeError(f"{where} is a {kind} with layout {tensor.layout}, wanted a dense tensor")
+    if tensor.is_meta:
+        raise TypeError(f"{where} is on device meta: it has no values")
+    return tensor.detach()
