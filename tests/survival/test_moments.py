@@ -24,13 +24,13 @@ def at_commit(moment: str, plan: Plan) -> dict[str, Any]:
     original = survival.Survival.commit
     calls = 0
 
-    def commit(self: survival.Survival) -> None:
+    def commit(self: survival.Survival, *arguments: int) -> None:
         nonlocal calls
         step, rank = calls, dist.get_rank()
         calls += 1
         if step == DEATH and rank == 2 and moment == "before":
             die()
-        original(self)
+        original(self, *arguments)
         if step == DEATH and rank == 2:
             die()
         if step == DEATH and rank == 1 and moment == "half":
