@@ -22,8 +22,7 @@ class Attendance:
         The first ones have the numbers of their ranks, newcomers the next ones. This process's place among them is its
         rank now.
         """
-        survival = self._engine.survival
-        return tuple(range(self._engine.communicator.size)) if survival is None else survival.membership.world
+        return self._engine.world
 
     def on_change(self, callback: Callable[[tuple[int, ...], tuple[int, ...]], None]) -> None:
         """Call ``callback(old_world, new_world)`` on each rank that is left whenever :attr:`world` has changed.

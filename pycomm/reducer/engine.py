@@ -66,7 +66,8 @@ class Engine:
         self.window = AccumulationWindow(communicator, settings, table.device, table.on_gpu)
         self.progress = Progress(table.device if table.on_gpu else None)
         self._replica_check = ReplicaCheck(
-            communicator, table.device, settings.check_replicas, not table.on_gpu, table.locals, self._named_buffers
+            *(communicator, table.device, settings.check_replicas, not table.on_gpu, table.locals),
+            *(self._named_buffers, lambda: self.world),
         )
         self.buffers: BufferSync | None = None
         self.finite: Flag | None = None
@@ -78,6 +79,11 @@ class Engine:
         self.firing: Slot | None = None
         self._late: Slot | None = None  # its .grad becomes its view once all its hooks have run
 
+    @property
+    def world(self) -> tuple[int, ...]:
+        """Ranks that take part, by the numbers that they got when they came."""
+        return tuple(range(self.communicator.size))
+
     def _named_buffers(self) -> list[tuple[str, torch.Tensor]]:
         """Return the buffers to compare; none if they are synchronised, which makes them equal only afterwards."""
         return [] if self.buffers is not None else self.table.named_buffers()
@@ -88,7 +94,7 @@ class Engine:
         """Prepare the buckets for this pass's gradients; fix the scales if it is the last pass of its window."""
         self.expect_gradients()
         if self.window.sending:
-            self._replica_check.check_previous(self.progress.num_steps, self.progress.num_reductions)
+            self._check_previous()
             self.window.fix_scales(with_next=True, step=self.committed_steps)
 
     def expect_gradients(self) -> None:
@@ -215,11 +221,31 @@ class Engine:
             self._buffer_work = None
             self.window.close()
         self.wait_seconds += time.perf_counter() - start
+        self.hash_state()
 
     def _receive(self) -> None:
         """Wait for all results, and hand them out."""
         self._await_results()
+        self._check_replicas()
         self._hand_out()
+
+    def _check_replicas(self) -> None:
+        if self.table.flights:
+            differing = self.table.flights[0].exchange.differing()
+            self._replica_check.check(differing, self.progress.num_steps, self.progress.num_reductions)
+
+    def _check_previous(self) -> None:
+        self._replica_check.check_previous(self.progress.num_steps, self.progress.num_reductions)
+
+    def hash_state(self) -> None:
+        """Have the state of compression hashed, which has just changed, if it is to be looked at before it changes."""
+        taken = self._replica_check.taking(self.table.flights, self.progress.num_reductions)
+        if taken is not None:
+            self._submit(self.communicator, taken.take, [], set())
+
+    def forget_state(self) -> None:
+        """Look at it no more: somebody is about to write to it, or to release it."""
+        self._replica_check.state_hashes.forget()
 
     def _await_results(self) -> None:
         for flight in self.table.flights:
@@ -230,8 +256,6 @@ class Engine:
 
     def _hand_out(self) -> None:
         flights, progress = self.table.flights, self.progress
-        if flights:
-            self._replica_check.check(flights[0].exchange.differing(), progress.num_steps, progress.num_reductions)
         self.finite = self._count_step() if needs_verdict(flights, self.table.shards, self.settings) else None
         finite: Flag = True if self.finite is None else self.finite
         for flight in flights:

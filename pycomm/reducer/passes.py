@@ -11,6 +11,7 @@ from pycomm.errors import CommError
 from pycomm.reducer.autograd_hooks import GradientHook, ModelHooks
 from pycomm.reducer.backward import BackwardWatch
 from pycomm.reducer.buckets import Slot
+from pycomm.reducer.damage import DamageError
 from pycomm.reducer.engine import Engine
 from pycomm.reducer.local_passes import LocalPasses
 from pycomm.reducer.wrappers import refuse_active_wrapper
@@ -135,7 +136,7 @@ class Passes:
         self._window.end_pass()
         if self._window.sending:
             self.find_new_parameters()
-            self._engine.reduce()
+            self._reduce()
             self._window.complete = True
         if self.model_hooks is not None:
             self.model_hooks.warn_of_uncovered()
@@ -153,7 +154,15 @@ class Passes:
         if not self._window.is_open:  # other ranks have gradients: this one takes part without any
             self._table.drop_gradients()
         self._engine.expect_gradients()
-        self._engine.reduce()
+        self._reduce()
+
+    def _reduce(self) -> None:
+        try:
+            self._engine.reduce()
+        except DamageError as error:
+            if self._engine.survival is not None and error.ranks:
+                self.stopped = str(error)  # the others go on, and must not meet this rank again
+            raise
 
     def _open_door(self) -> None:
         if not self._window.is_open and not self.stopped:

@@ -251,8 +251,10 @@ class Reducer(Attendance):
         self._require_attached()
         current, method = state_of(self._table.flights), self._settings.compression
         chosen, steps = select_state(state, current, method, self._communicator, strict, self._table.labels())
+        self._engine.forget_state()
         for flight in self._table.flights:
             flight.exchange.load_state(chosen)
+        self._engine.hash_state()
         self._engine.committed_steps.fill_(steps)
 
     def detach(self) -> None:
@@ -262,6 +264,7 @@ class Reducer(Attendance):
         self._last_stats = self.stats()
         self._detached = True
         self._uninstall()
+        self._engine.forget_state()
         for slot in self._table.slots():
             slot.leave_bucket()
         forget(self)

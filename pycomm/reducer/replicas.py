@@ -3,7 +3,13 @@
 Each reduction carries the number of steps that the optimizer has taken, modulo 16: if a rank ran a
 backward pass on its own, all ranks learn it in the next reduction. Now and then a reduction also carries
 hashes of all parameters and of the module's buffers (which read them once). If a bit differs, all ranks
-see that; they then exchange the data behind the bits, and name the difference and its ranks.
+see that; they then exchange the data behind the bits, and name the difference and its ranks. What differs
+on fewer than half of the ranks is theirs alone: the error accuses them, and the others may go on without them.
+
+That is enough for averaged gradients, too, which all ranks have alike: a bit that is flipped in one, while it
+travels or where it lies, leads to another parameter, or to none, and then to no harm. The state of
+compression, which differs between ranks by nature, has hashes of its own (:mod:`pycomm.reducer.state_hashes`);
+a rank that finds it changed tells the others by a bit of the fingerprint.
 """
 
 from __future__ import annotations
@@ -12,29 +18,41 @@ import json
 import logging
 import warnings
 import zlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import torch
 
 from pycomm import kernels
 from pycomm.communicator import Communicator
+from pycomm.compression.base import Flag
 from pycomm.fingerprint import FINGERPRINT_BITS
-from pycomm.kernels.arrays import DTYPES
+from pycomm.reducer.buckets import BucketInFlight
+from pycomm.reducer.damage import DamageError, alike, name_ranks, outvoted
 from pycomm.reducer.progress import HostCopy
+from pycomm.reducer.state_hashes import StateHashes, Taken, hashable
 
 _STEP_BITS = 4
-_BUFFER_BITS = 6
+_BUFFER_BITS = 5
 _STEP = slice(0, _STEP_BITS)
-_PARAMETERS = slice(_STEP_BITS, FINGERPRINT_BITS - _BUFFER_BITS)
+_STATE = _STEP_BITS
+_PARAMETERS = slice(_STATE + 1, FINGERPRINT_BITS - _BUFFER_BITS)
 _BUFFERS = slice(FINGERPRINT_BITS - _BUFFER_BITS, FINGERPRINT_BITS)
 _LAST_BITS = 1e-3
 """Largest difference, relative to the largest magnitude, that processors which round differently may explain."""
 
+_FEW = 64
+"""Most elements that differ where it is memory that did it: whoever writes to a parameter writes to more of it."""
+
+_DRIFT = (
+    "updates them differently: a learning rate, data that decides whether a step is taken, code that writes to "
+    "parameters, gradients that were never averaged. pycomm.broadcast_parameters(model) makes them equal again; "
+    "attach(..., check_replicas=0) turns this check off"
+)
+
 _logger = logging.getLogger("pycomm")
-_KNOWN_DTYPES = frozenset(getattr(torch, name) for name in DTYPES)
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
@@ -60,19 +78,13 @@ class _Hashes:
             self._each = torch.empty_like(self._weights)
             self._names = names
         if named:
-            kernels.hashes([_hashable(tensor) for _, tensor in named], out=self._each, scratch=self._scratch)
+            kernels.hashes([hashable(tensor) for _, tensor in named], out=self._each, scratch=self._scratch)
         total = (self._each * self._weights).sum()
         return ((total >> self._shifts) & 1).bool()
 
     def by_name(self) -> tuple[list[str], np.ndarray]:
         """Return the names and hashes of the tensors in the last call of :meth:`bits`."""
         return self._names, self._each.cpu().numpy()
-
-
-def _hashable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` detached, as bytes if the kernels do not know its dtype."""
-    tensor = tensor.detach()
-    return tensor if tensor.dtype in _KNOWN_DTYPES else tensor.contiguous().view(-1).view(torch.uint8)
 
 
 class ReplicaCheck:
@@ -86,6 +98,7 @@ class ReplicaCheck:
         parameters: returns the tensors to compare by name, which must be equal on all ranks; called for
             each comparison.
         buffers: likewise, for the module's buffers.
+        world: returns the numbers by which the ranks are called.
     """
 
     def __init__(
@@ -96,15 +109,18 @@ class ReplicaCheck:
         waits: bool,
         parameters: Callable[[], Named],
         buffers: Callable[[], Named],
+        world: Callable[[], Sequence[int]],
     ) -> None:
-        self._communicator, self._interval = communicator, interval
+        self._communicator, self._interval, self._world = communicator, interval, world
         self._parameters, self._buffers = parameters, buffers
         steps = torch.arange(1 << _STEP_BITS).unsqueeze(1) >> torch.arange(_STEP_BITS)
         table = torch.zeros(1 << _STEP_BITS, FINGERPRINT_BITS, dtype=torch.bool)
         table[:, _STEP] = (steps & 1).bool()
         self._by_step = table.to(device)
-        self._parameter_hashes = _Hashes(device, FINGERPRINT_BITS - _STEP_BITS - _BUFFER_BITS)
+        self._parameter_hashes = _Hashes(device, _PARAMETERS.stop - _PARAMETERS.start)
         self._buffer_hashes = _Hashes(device, _BUFFER_BITS)
+        self.state_hashes = StateHashes()
+        self._state_changed: Flag = False
         self._seen = [] if waits else [HostCopy(FINGERPRINT_BITS, device) for _ in range(2)]
         self._num_seen = 0
         self._logged = self._warned = False
@@ -123,17 +139,28 @@ class ReplicaCheck:
         grow before that thread calls the function.
         """
         by_step = self._by_step[num_steps % (1 << _STEP_BITS)]
+        taken = self.state_hashes.comparing()
         if not self.is_due(num_reductions):
             return lambda: by_step
         parameters, buffers = self._parameters(), self._buffers()
 
         def make() -> torch.Tensor:
             bits = by_step.clone()
+            self._state_changed = self.state_hashes.changed(taken)
+            bits[_STATE] = self._state_changed
             bits[_PARAMETERS] = self._parameter_hashes.bits(parameters)
             bits[_BUFFERS] = self._buffer_hashes.bits(buffers)
             return bits
 
         return make
+
+    def taking(self, flights: list[BucketInFlight], num_reductions: int) -> Taken | None:
+        """Return what takes hashes of the state of ``flights``, if they are compared in the next reduction.
+
+        To be called by the thread that has just committed the state; what it returns is to be run where buckets are
+        sent, before the next ones.
+        """
+        return self.state_hashes.taking(flights) if self.is_due(num_reductions) else None
 
     def check(self, differing: torch.Tensor, num_steps: int, num_reductions: int) -> None:
         """Report differences between the ranks, at once or, to avoid waiting for a GPU, in :meth:`check_previous`.
@@ -142,6 +169,9 @@ class ReplicaCheck:
         """
         if self._seen and HostCopy.impossible():
             return
+        if self.is_due(num_reductions):  # the bit differs between ranks, unless the state of all of them is damaged
+            differing = differing.clone()
+            differing[_STATE] |= self._state_changed
         if self._seen:
             self._seen[self._num_seen % 2].put(differing)
             self._num_seen += 1
@@ -163,20 +193,22 @@ class ReplicaCheck:
 
         Raises:
             RuntimeError: the ranks are at different steps, or their parameters differ.
+            DamageError: some ranks' parameters differ from those of most, or their state has changed by itself.
         """
         if any(differing[_STEP]):
             raise RuntimeError(self._out_of_step(num_steps))
+        if differing[_STATE]:
+            self._report_state()
         if any(differing[_PARAMETERS]):
             self._report_parameters(num_reductions)
         if any(differing[_BUFFERS]) and not self._logged:
             self._logged = True
-            name, ranks, count = self._first_difference(self._buffer_hashes)
+            names, _ = self._differing(self._buffer_hashes)
             _logger.warning(
-                "buffer %r%s differs between the ranks (%s from the others): each rank keeps its own. "
+                "buffer %r%s differs between the ranks: each rank keeps its own. "
                 'attach(..., buffers="broadcast") or "average" makes them equal after each reduction',
-                name,
-                f", and {count - 1} more," if count > 1 else "",
-                _ranks(ranks),
+                names[0] if names else "?",
+                f", and {len(names) - 1} more," if len(names) > 1 else "",
             )
 
     def _out_of_step(self, num_steps: int) -> str:
@@ -186,28 +218,35 @@ class ReplicaCheck:
         counts = ", ".join(f"rank {rank}: {steps}" for rank, steps in enumerate(all_steps))
         return (
             f"the ranks are out of step: averages that optimizer.step() has used before this reduction: {counts}. "
-            f"{_ranks(behind).capitalize()} ran a backward() that the others did not, or left out a step. The last "
+            f"{name_ranks(behind).capitalize()} ran a backward() that the others did not, or left out a step. The last "
             "averages were of different passes. A pass that is not a training step of all ranks (a saliency map, a "
             "penalty, validation) belongs in `with reducer.paused():`"
         )
 
-    def _report_parameters(self, num_reductions: int) -> None:
-        name, ranks, count = self._first_difference(self._parameter_hashes)
-        processors = self._all_gather_text(_processor())
-        apart, largest = self._distance()
-        alike = len(set(processors)) == 1
-        more = f" ({count} parameters differ)" if count > 1 else ""
-        message = (
-            f"the replicas differ after {num_reductions} reductions: parameter {name!r} on {_ranks(ranks)} differs "
-            f"from the other ranks{more}; the largest difference is {apart:.3g}, the largest magnitude {largest:.3g}"
-        )
-        if alike or not apart <= _LAST_BITS * largest:
-            raise RuntimeError(
-                f"{message}. Something updates them differently: a learning rate, data that decides whether a step is "
-                "taken, code that writes to parameters, gradients that were never averaged. "
-                "pycomm.broadcast_parameters(model) makes them equal again; attach(..., check_replicas=0) turns this "
-                "check off"
+    def _report_state(self) -> None:
+        found = self._all_gather_text(self.state_hashes.damaged())
+        self.state_hashes.reported()
+        damaged = {rank: label for rank, label in zip(self._world(), found, strict=True) if label}
+        if damaged:
+            where = ", ".join(f"the {label} on rank {rank}" for rank, label in damaged.items())
+            raise DamageError.of(
+                list(damaged),
+                f"{where} is not what the last step left there, and nothing but pycomm writes to it: the memory is "
+                "damaged, or something wrote beyond its own",
+                rank=self._me,
             )
+
+    def _report_parameters(self, num_reductions: int) -> None:
+        names, by_rank = self._differing(self._parameter_hashes)
+        processors = self._all_gather_text(_processor())
+        apart, largest, count = self._distance()
+        message = (
+            f"the replicas differ after {num_reductions} reductions: parameter {names[0] if names else '?'!r} "
+            f"{self._who(by_rank)}{f' ({len(names)} parameters differ)' if len(names) > 1 else ''}; "
+            f"the largest difference is {apart:.3g}, the largest magnitude {largest:.3g}"
+        )
+        if len(set(processors)) == 1 or not apart <= _LAST_BITS * largest:
+            self._raise_difference(message, [self._world()[rank] for rank in outvoted(by_rank)], count)
         if not self._warned:
             self._warned = True
             kinds = ", ".join(sorted(set(processors)))
@@ -217,9 +256,29 @@ class ReplicaCheck:
                 stacklevel=2,
             )
 
-    def _distance(self) -> tuple[float, float]:
-        """Return the largest difference between the ranks' parameters and the largest magnitude. Collective."""
-        found = torch.zeros(2, dtype=torch.float64)
+    def _raise_difference(self, message: str, odd: list[int], count: int) -> NoReturn:
+        """Raise DamageError if most ranks agree, or if it was no code by the look of it; else RuntimeError."""
+        why = f"Something {_DRIFT}"
+        if count <= _FEW:
+            why = (
+                f"Only {count} of their elements {'differs' if count == 1 else 'differ'}, as after a flipped bit in "
+                f"memory or in a processor. If it was not that, something {_DRIFT}"
+            )
+        if odd:
+            raise DamageError.of(odd, f"{message}. {why}", rank=self._me)
+        if count <= _FEW:
+            ranks = name_ranks(self._world())
+            raise DamageError.of(
+                [], f"{message}. One of {ranks} is wrong, no majority says which. {why}", rank=self._me
+            )
+        raise RuntimeError(f"{message}. {why}")
+
+    def _distance(self) -> tuple[float, float, int]:
+        """Return the largest difference between the ranks' parameters, the largest magnitude, and how many differ.
+
+        Collective.
+        """
+        found, count = torch.zeros(2, dtype=torch.float64), 0
         for _, parameter in self._parameters():
             if parameter.numel() == 0:
                 continue
@@ -228,20 +287,33 @@ class ReplicaCheck:
             self._communicator.all_reduce(lowest, "min")
             here = torch.stack([(highest - lowest).max(), torch.maximum(highest.abs(), lowest.abs()).max()]).cpu()
             found = torch.where(found >= here, found, here)  # NaN stays
-        return float(found[0]), float(found[1])
+            count += int((highest != lowest).sum())
+        return float(found[0]), float(found[1]), max(count, 1)  # 0 and -0 are equal
 
-    def _first_difference(self, hashes: _Hashes) -> tuple[str, list[int], int]:
-        """Return the first name that differs, the ranks in the minority, and the number of such names. Collective."""
+    def _differing(self, hashes: _Hashes) -> tuple[list[str], np.ndarray]:
+        """Return the names that differ, and all ranks' hashes of them: a row for each rank. Collective."""
         names, mine = hashes.by_name()
         by_rank = np.stack(
             [np.frombuffer(data, np.int64) for data in self._communicator.channel.all_gather_bytes(mine.tobytes())]
         )
-        differing = np.flatnonzero((by_rank != by_rank[0]).any(axis=0))
-        if len(differing) == 0:  # on a GPU the hashes may have been computed again since
-            return "?", [], 0
-        column = by_rank[:, differing[0]].tolist()
-        usual = Counter(column).most_common(1)[0][0]
-        return names[differing[0]], [rank for rank, value in enumerate(column) if value != usual], len(differing)
+        # On a GPU the hashes may have been computed again since, so that none differs.
+        columns = np.flatnonzero((by_rank != by_rank[0]).any(axis=0))
+        return [names[column] for column in columns], by_rank[:, columns]
+
+    def _who(self, by_rank: np.ndarray) -> str:
+        """Return on which ranks the first of the differing tensors is odd, or between which it differs."""
+        if by_rank.shape[1] == 0:
+            return "differs"
+        first = by_rank[:, :1]
+        odd = [self._world()[rank] for rank in outvoted(first)]
+        if odd:
+            return f"on {name_ranks(odd)} differs from the other ranks"
+        groups = alike(first[:, 0].tolist(), self._world())
+        return f"differs between {' and '.join(map(name_ranks, groups)) if len(groups) < 4 else 'the ranks'}"
+
+    @property
+    def _me(self) -> int:
+        return self._world()[self._communicator.rank]
 
     def _all_gather_text(self, text: str) -> list[str]:
         return [data.decode() for data in self._communicator.channel.all_gather_bytes(text.encode())]
@@ -256,7 +328,3 @@ def _processor() -> str:
     model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     return f"{model}, {torch.backends.cpu.get_cpu_capability()}{gpu}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

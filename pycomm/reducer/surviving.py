@@ -10,6 +10,7 @@ import torch
 from pycomm.communicator import Communicator
 from pycomm.errors import CommError
 from pycomm.reducer.buckets import BucketInFlight, Slot
+from pycomm.reducer.damage import DamageError
 from pycomm.reducer.engine import Engine
 from pycomm.reducer.newcomers import Carried
 from pycomm.reducer.parameters import ParameterTable
@@ -35,6 +36,11 @@ class SurvivingEngine(Engine):
         self.survival = survival
         self._commit_work: Work | GpuWork | None = None
         self._is_idle = False  # whether this step was launched without gradients, before its passes
+
+    @property
+    def world(self) -> tuple[int, ...]:
+        """Ranks that take part, by the numbers that they got when they came."""
+        return self.survival.membership.world
 
     # A step, with its gradients kept.
 
@@ -93,6 +99,7 @@ class SurvivingEngine(Engine):
         while True:
             try:
                 self._await_results()
+                self._check_replicas()
             except CommError as error:
                 if not self.recover(error):
                     self._launch_again()
@@ -112,6 +119,11 @@ class SurvivingEngine(Engine):
 
     def recover(self, error: CommError) -> bool:
         """Go on among the ranks that are left; return whether they count this step, which has been handed out then."""
+        if isinstance(error, DamageError) and not error.spares(self.survival.membership.me):
+            if error.ranks:
+                self.survival.leave("is damaged")
+                self.communicator.close(str(error))
+            raise error
         was_complete, lanes = self.survival.recover(error, self.progress.num_reductions, self._hand_out)
         self._go_on(lanes)
         return was_complete
@@ -122,6 +134,13 @@ class SurvivingEngine(Engine):
         self.window.rescale()
         self._num_launched = 0
         self._buffer_work = self._commit_work = None
+        self.hash_state()
+
+    def _check_previous(self) -> None:
+        try:
+            super()._check_previous()
+        except DamageError as error:
+            self.recover(error)
 
     def _launch_again(self) -> None:
         """Launch all buckets with what was kept of their gradients."""

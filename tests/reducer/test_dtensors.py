@@ -152,7 +152,7 @@ def test_replicas_that_differ_are_found_by_their_parts() -> None:
         if replica(mesh) == 1:
             with torch.no_grad():
                 model.up.weight.to_local()[0, 0] += 1.0  # on all ranks of this replica
-        with pytest.raises(RuntimeError, match=r"the replicas differ .*'up.weight' on rank"):
+        with pytest.raises(RuntimeError, match=r"the replicas differ .*'up.weight' differs between rank"):
             loss_of(model, replica(mesh), 1).backward()
 
 

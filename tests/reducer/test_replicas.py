@@ -61,7 +61,8 @@ def test_a_last_bit_is_found(two_ranks: RankPool, compression: Any) -> None:
 def test_the_parameter_and_the_rank_are_named(rank_pools: Pools) -> None:
     for steps, says in rank_pools(2).run(drift, "2.weight", 5, {"check_replicas": 1}, None):
         assert steps == 5
-        assert "parameter '2.weight' on rank 1 differs from the other ranks; the largest" in says
+        assert "parameter '2.weight' differs between rank 0 and rank 1; the largest" in says
+        assert "One of ranks 0, 1 is wrong, no majority says which. Only 1 of their elements differs" in says
     for steps, says in rank_pools(3).run(drift, "lr", 3, {"check_replicas": 2}, None):
         assert steps == 4
         assert "parameter '0.weight' on rank 1 differs from the other ranks (6 parameters differ)" in says
@@ -71,7 +72,7 @@ def test_the_parameter_and_the_rank_are_named(rank_pools: Pools) -> None:
 def test_what_is_set_up_differently_shows_after_one_step(two_ranks: RankPool) -> None:
     for steps, says in two_ranks.run(drift, "0.bias", 1, {}, None):  # as it is by default
         assert steps == 1
-        assert "the replicas differ after 1 reductions: parameter '0.bias' on rank 1" in says
+        assert "the replicas differ after 1 reductions: parameter '0.bias' differs between rank 0 and rank 1" in says
 
 
 @on_ranks(2)
