@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from pycomm.communicator import Communicator
-from pycomm.compression.base import Exchange, Flag, Scaling
+from pycomm.compression.base import Flag, Scaling, State
 from pycomm.errors import CommError
 from pycomm.reducer import norms
-from pycomm.reducer.buckets import BucketInFlight, Slot, method_stats, nonfinite_source
+from pycomm.reducer.answers import Answers
+from pycomm.reducer.buckets import BucketInFlight, Slot
 from pycomm.reducer.gradient_checks import require_no_average, require_sendable
 from pycomm.reducer.module_buffers import BufferSync
 from pycomm.reducer.parameters import ParameterTable
@@ -30,7 +30,7 @@ from pycomm.transport.gpu import GpuWork
 from pycomm.worker import Work
 
 
-class Engine:
+class Engine(Answers):
     """Engine that sends the gradients of one window, bucket by bucket, in the same order on all ranks.
 
     A bucket is launched, handed to the communication thread, which packs and exchanges it, when all its
@@ -247,6 +247,14 @@ class Engine:
         """Look at it no more: somebody is about to write to it, or to release it."""
         self._replica_check.state_hashes.forget()
 
+    def load_state(self, state: State, num_steps: int) -> None:
+        """Load the state of compression, as it was after so many committed steps."""
+        self.forget_state()
+        for flight in self.table.flights:
+            flight.exchange.load_state(state)
+        self.committed_steps.fill_(num_steps)
+        self.hash_state()
+
     def _await_results(self) -> None:
         for flight in self.table.flights:
             assert flight.work is not None
@@ -269,47 +277,6 @@ class Engine:
         self.nonfinite_steps += ~finite
         self.committed_steps += finite
         return finite if self.table.on_gpu else bool(finite)
-
-    # Questions from users.
-
-    def _exchanges(self) -> Iterator[Exchange]:
-        return (flight.exchange for flight in self.table.flights)
-
-    def stats(self) -> dict[str, Any]:
-        """Return the counters of ``Reducer.stats``."""
-        nonfinite_steps = int(self.nonfinite_steps.item())
-        last_nonfinite = nonfinite_source(self._exchanges()) or "a sum over the ranks" if nonfinite_steps else None
-        return {
-            "bytes_sent": sum(flight.exchange.bytes_sent for flight in self.table.flights),
-            "steps": self.progress.num_reductions,
-            "wait_seconds": self.wait_seconds,
-            "nonfinite_steps": nonfinite_steps,
-            "last_nonfinite": last_nonfinite,
-            "num_buckets": len(self.table.flights),
-            "transport": "nccl" if self.table.on_gpu else self.communicator.transport,
-            **method_stats(self._exchanges()),
-        }
-
-    def name_of_not_finite(self) -> str | None:
-        """Return the location or source of the first non-finite value; ``None`` if all are finite. Waits for a GPU."""
-        if self.finite is not None and not bool(self.finite):
-            found = nonfinite_source(self._exchanges())
-            if found is not None:
-                return found
-        name = norms.first_not_finite(self.table.gradients())
-        return None if name is None else f"parameter {name!r}"
-
-    def settle(self, was_exchanged: bool) -> bool:
-        """Return whether the last gradients are finite; the same on all ranks. Waits for a GPU.
-
-        Args:
-            was_exchanged: whether the engine has sent and received them; a lone rank's are only looked at.
-        """
-        if not was_exchanged:
-            return bool(torch.isfinite(norms.squared_norm(self.table.flights, self.table.slots(), self.table.shards)))
-        if self.finite is None:
-            self.finite = bool(all_finite(self.table.flights, self.table.shards))
-        return bool(self.finite)
 
 
 def _exchange(

@@ -251,11 +251,7 @@ class Reducer(Attendance):
         self._require_attached()
         current, method = state_of(self._table.flights), self._settings.compression
         chosen, steps = select_state(state, current, method, self._communicator, strict, self._table.labels())
-        self._engine.forget_state()
-        for flight in self._table.flights:
-            flight.exchange.load_state(chosen)
-        self._engine.hash_state()
-        self._engine.committed_steps.fill_(steps)
+        self._engine.load_state(chosen, steps)
 
     def detach(self) -> None:
         """Undo ``attach``: remove all hooks, move ``.grad`` to ordinary memory, release shared memory. Idempotent."""

@@ -20,6 +20,7 @@ from pycomm.elastic.door import Door
 from pycomm.elastic.membership import Decision, Membership
 from pycomm.errors import CommError
 from pycomm.reducer.buckets import BucketInFlight, method_stats, state_of
+from pycomm.reducer.damage import DamageError
 from pycomm.reducer.lanes import open_lanes
 from pycomm.reducer.newcomers import Carried, share_state
 from pycomm.reducer.parameters import ParameterTable
@@ -66,6 +67,7 @@ class Survival:
         self.recoveries: list[dict[str, Any]] = []
         self.joins: list[dict[str, Any]] = []
         self.earlier: dict[str, float] = {}
+        self._has_left = False
         self._callbacks: list[Callable[[World, World], None]] = []
         self._changed_from: World | None = None
 
@@ -116,13 +118,15 @@ class Survival:
     # Losing ranks.
 
     def leave(self, reason: str) -> None:
-        """Tell the others that this rank no longer takes part."""
-        self.membership.leave(reason)
+        """Tell the others that this rank no longer takes part; the first reason counts."""
+        if not self._has_left:
+            self._has_left = True
+            self.membership.leave(reason)
 
     def close(self, reason: str) -> None:
         """Leave, and release what the agreement needs."""
         self._door.close()
-        self.membership.leave(reason)
+        self.leave(reason)
         self.membership.close()
 
     def recover(self, error: CommError, num_committed: int, complete: Callable[[], None]) -> tuple[bool, Any]:
@@ -142,8 +146,11 @@ class Survival:
         start = time.monotonic()
         old, is_complete = self.membership.world, False
         while True:
-            self._communicator.close(f"it goes on without others: {error}")
+            reason = f"it goes on without others: {error}"
+            if not isinstance(error, DamageError):  # then nobody waits, and a rank that was slower shall learn it, too
+                self._communicator.close(reason)
             decision = self.membership.agree(num_committed, self._silent(error), str(error))
+            self._communicator.close(reason)
             if decision.committed > num_committed and not is_complete:
                 complete()
                 is_complete = True

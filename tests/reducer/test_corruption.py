@@ -187,7 +187,7 @@ def left_behind(compression: Any, what: str) -> tuple[str, int, tuple[int, ...],
                 training.step()
     world, bits = training.reducer.world, training.bits()
     fates = [recovery["left"] for recovery in training.reducer.stats()["recoveries"]]
-    assert fates == ([] if says else [{VICTIM: "is damaged"}])
+    assert fates == ([] if says else [{VICTIM: "is damaged"}]), fates
     training.reducer.detach()
     return says, training.steps, world, bits
 

@@ -1,0 +1,66 @@
+"""Answers to what users ask of a Reducer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from pycomm.communicator import Communicator
+from pycomm.compression.base import Exchange, Flag
+from pycomm.reducer import norms
+from pycomm.reducer.buckets import method_stats, nonfinite_source
+from pycomm.reducer.parameters import ParameterTable
+from pycomm.reducer.progress import Progress
+from pycomm.reducer.verdicts import all_finite
+
+
+class Answers:
+    """The part of :class:`pycomm.reducer.engine.Engine` that answers questions; its attributes are described there."""
+
+    table: ParameterTable
+    communicator: Communicator
+    progress: Progress
+    finite: Flag | None
+    nonfinite_steps: torch.Tensor
+    wait_seconds: float
+
+    def _exchanges(self) -> Iterator[Exchange]:
+        return (flight.exchange for flight in self.table.flights)
+
+    def stats(self) -> dict[str, Any]:
+        """Return the counters of ``Reducer.stats``."""
+        nonfinite_steps = int(self.nonfinite_steps.item())
+        last_nonfinite = nonfinite_source(self._exchanges()) or "a sum over the ranks" if nonfinite_steps else None
+        return {
+            "bytes_sent": sum(flight.exchange.bytes_sent for flight in self.table.flights),
+            "steps": self.progress.num_reductions,
+            "wait_seconds": self.wait_seconds,
+            "nonfinite_steps": nonfinite_steps,
+            "last_nonfinite": last_nonfinite,
+            "num_buckets": len(self.table.flights),
+            "transport": "nccl" if self.table.on_gpu else self.communicator.transport,
+            **method_stats(self._exchanges()),
+        }
+
+    def name_of_not_finite(self) -> str | None:
+        """Return the location or source of the first non-finite value; ``None`` if all are finite. Waits for a GPU."""
+        if self.finite is not None and not bool(self.finite):
+            found = nonfinite_source(self._exchanges())
+            if found is not None:
+                return found
+        name = norms.first_not_finite(self.table.gradients())
+        return None if name is None else f"parameter {name!r}"
+
+    def settle(self, was_exchanged: bool) -> bool:
+        """Return whether the last gradients are finite; the same on all ranks. Waits for a GPU.
+
+        Args:
+            was_exchanged: whether the engine has sent and received them; a lone rank's are only looked at.
+        """
+        if not was_exchanged:
+            return bool(torch.isfinite(norms.squared_norm(self.table.flights, self.table.slots(), self.table.shards)))
+        if self.finite is None:
+            self.finite = bool(all_finite(self.table.flights, self.table.shards))
+        return bool(self.finite)
