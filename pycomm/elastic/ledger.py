@@ -88,16 +88,24 @@ class Ledger:
 def open_ledger(communicator: Communicator) -> Ledger:
     """Return the ledger of the ranks of ``communicator``. Collective."""
     name = communicator.channel.all_gather_bytes(secrets.token_hex(8).encode())[0].decode()
-    file = _shared_file(communicator) if communicator.transport == "shared_memory" else -1
+    otherwise = "the ranks can agree on who is left only while the process group's own store is there"
+    is_local = communicator.transport == "shared_memory"
+    file = shared_file(communicator, "pycomm-ledger", otherwise) if is_local else -1
     return Ledger(communicator.rank, communicator.place.store, name, file)
 
 
-def _shared_file(communicator: Communicator) -> int:
-    """Return a descriptor of a file in memory that all ranks have; -1 if they cannot have one. Collective."""
+def shared_file(communicator: Communicator, name: str, otherwise: str) -> int:
+    """Return a descriptor of a file in memory that all ranks have; -1 if they cannot have one. Collective.
+
+    Args:
+        communicator: the ranks, all on this host.
+        name: name of the file, for people.
+        otherwise: what it means that they cannot have one, for the log.
+    """
     mine, path, problem = -1, "", ""
     if communicator.rank == 0:
         with contextlib.suppress(OSError):
-            mine = os.memfd_create("pycomm-ledger", os.MFD_CLOEXEC)
+            mine = os.memfd_create(name, os.MFD_CLOEXEC)
             path = f"/proc/{os.getpid()}/fd/{mine}"
     path = communicator.channel.all_gather_bytes(path.encode())[0].decode()
     if communicator.rank != 0:
@@ -109,12 +117,7 @@ def _shared_file(communicator: Communicator) -> int:
         if text:
             if mine >= 0:
                 os.close(mine)
-            _LOG.warning(
-                "rank %d cannot open a file of rank 0's (%s): the ranks can agree on who is left only while the "
-                "process group's own store is there",
-                rank,
-                text.decode(),
-            )
+            _LOG.warning("rank %d cannot open a file of rank 0's (%s): %s", rank, text.decode(), otherwise)
             return -1
     return mine
 

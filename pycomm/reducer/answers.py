@@ -10,6 +10,7 @@ import torch
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Exchange, Flag
 from pycomm.reducer import norms
+from pycomm.reducer.arrivals import Waits
 from pycomm.reducer.buckets import method_stats, nonfinite_source
 from pycomm.reducer.parameters import ParameterTable
 from pycomm.reducer.progress import Progress
@@ -24,7 +25,12 @@ class Answers:
     progress: Progress
     finite: Flag | None
     nonfinite_steps: torch.Tensor
-    wait_seconds: float
+    waits: Waits
+
+    @property
+    def world(self) -> tuple[int, ...]:
+        """Ranks that take part, by the numbers that they got when they came."""
+        return tuple(range(self.communicator.size))
 
     def _exchanges(self) -> Iterator[Exchange]:
         return (flight.exchange for flight in self.table.flights)
@@ -36,7 +42,8 @@ class Answers:
         return {
             "bytes_sent": sum(flight.exchange.bytes_sent for flight in self.table.flights),
             "steps": self.progress.num_reductions,
-            "wait_seconds": self.wait_seconds,
+            "wait_seconds": self.waits.seconds,
+            "waits": self.waits.report(self.world),
             "nonfinite_steps": nonfinite_steps,
             "last_nonfinite": last_nonfinite,
             "num_buckets": len(self.table.flights),

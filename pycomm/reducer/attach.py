@@ -17,6 +17,7 @@ from pycomm.compression import Compression
 from pycomm.optim.attached import refuse_second_attach, register
 from pycomm.optim.parameters import unwrapped
 from pycomm.reducer.agreement import agreed
+from pycomm.reducer.arrivals import Waits, open_board
 from pycomm.reducer.broadcast import broadcast_state, broadcast_tensors, check_same_lines, signature
 from pycomm.reducer.engine import Engine
 from pycomm.reducer.joining import join as join_ranks
@@ -91,8 +92,11 @@ def attach(
             optimizer. Otherwise a parameter of the module that gets a gradient without being covered by
             any attach is reported, once, by a warning.
         check_replicas: compare all ranks' parameters after the first step and then once in this many
-            reductions (by hashes, which read them once); 0 never does. A difference is an error; buffers
-            that differ are only logged.
+            reductions (by hashes, which read them once); 0 never does. A difference is an error: a
+            :class:`pycomm.CommError` if most ranks agree, whose ``peer`` is then the other one, or if only a few
+            elements differ, as after a flipped bit. Residuals and velocities, which differ between the ranks, are
+            compared with what they were after the step before; a rank whose own have changed is an error of all.
+            Buffers that differ are only logged.
         buffers: treatment of the module's buffers (BatchNorm's statistics, for example) in each reduction.
             "local": each rank keeps its own; "broadcast": all ranks get rank 0's; "average": floating-point
             buffers are averaged, the others are rank 0's.
@@ -195,9 +199,11 @@ def _attach_over(
     lanes: Sequence[Communicator], settings: Settings, table: ParameterTable, carry: Mapping[str, Any]
 ) -> Reducer:
     """Make a Reducer over the communicators ``lanes`` on all ranks, or on none of them."""
+    board = open_board(lanes[0], table.on_gpu)
     try:
         survives = settings.survives
         engine = surviving_engine(lanes, table, settings, carry) if survives else Engine(table, lanes, settings)
+        engine.waits = Waits(board)
         made: Reducer | Exception = Reducer(engine)
     except Exception as error:
         made = error

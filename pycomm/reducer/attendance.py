@@ -1,16 +1,19 @@
-"""Attendance: which ranks take part."""
+"""Attendance: which ranks take part, and what they have come to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 from pycomm.reducer.engine import Engine
 
 
 class Attendance:
-    """The part of :class:`pycomm.Reducer` that is about which ranks take part."""
+    """The part of :class:`pycomm.Reducer` that is about which ranks take part, and what they have come to."""
 
     _detached = False
+    _last_stats: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -33,6 +36,36 @@ class Attendance:
         self._require_attached()
         if self._engine.survival is not None:
             self._engine.survival.on_change(callback)
+
+    def stats(self) -> dict[str, Any]:
+        """Return the counters since ``attach``. On any thread, also while ``backward()`` waits; sends nothing.
+
+        Returns:
+            ``bytes_sent`` (payload bytes that this rank has handed to the transport), ``steps``
+            (reductions), ``wait_seconds`` (time for which communication held up ``backward()``; on a GPU
+            only the host's part of it, which is close to zero), ``nonfinite_steps`` (steps that left
+            compression state unchanged because of non-finite gradients), ``last_nonfinite`` (source of
+            the last such gradient, or ``None``), ``num_buckets`` and ``transport``. With TopK and DGC also
+            ``selections`` (of parameters), ``selections_missed`` (those for which the last step's
+            threshold was unusable, which costs another read) and their ratio ``miss_rate``. With
+            ``on_failure="shrink"`` also ``recoveries``, a list of dicts: ``step`` (number of reductions before
+            it), ``seconds`` (from the failure on this rank until the ranks that are left could go on), ``left``
+            (what became of the others, by their numbers) and ``world``, as it was afterwards.
+
+            ``waits`` says who holds up the others. ``["by_rank"][r]`` is what rank r of :attr:`world` has cost them:
+            ``seconds`` in all, the ``longest`` time in one reduction, in seconds, and ``times``, the number of
+            reductions at which r was the last to have all its gradients. What counts is by how much r was later than
+            the middle one of the ranks (of two, than the other). ``["now"]`` is ``None``, or this rank's present wait:
+            ``since`` when, as of ``time.time()``, for how many ``seconds``, and for which ``ranks``; ``()`` if all are
+            there and only data is under way, or if it is not known. It is known on one host, without any message.
+            ``by_rank`` is known there, and with ``on_failure="shrink"`` everywhere, as ranks tell each other at the end
+            of each step; otherwise, and on GPUs, where the host runs ahead of the gradients, it is empty.
+            A rank that is waited for ten times as long as is usual, and at least 0.1 s, is named in the log of
+            the first rank, at most once a minute.
+        """
+        if self._detached:
+            return dict(self._last_stats)
+        return self._engine.stats()
 
     def _require_attached(self) -> None:
         if self._detached:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,6 +14,7 @@ from pycomm.compression.base import Flag, Scaling, State
 from pycomm.errors import CommError
 from pycomm.reducer import norms
 from pycomm.reducer.answers import Answers
+from pycomm.reducer.arrivals import Waits
 from pycomm.reducer.buckets import BucketInFlight, Slot
 from pycomm.reducer.gradient_checks import require_no_average, require_sendable
 from pycomm.reducer.module_buffers import BufferSync
@@ -53,7 +53,7 @@ class Engine(Answers):
         buffers: synchronisation of the module's buffers, if they are kept equal.
         finite: whether the last step was finite; ``None`` if nothing needed to know.
         nonfinite_steps, committed_steps: counts, 0-d int64 tensors on the gradients' device.
-        wait_seconds: time for which the host has waited.
+        waits: account of who was waited for.
         survival: what goes on without ranks that are lost; ``None`` here.
     """
 
@@ -73,16 +73,11 @@ class Engine(Answers):
         self.finite: Flag | None = None
         self.nonfinite_steps = torch.zeros((), dtype=torch.int64, device=table.device)
         self.committed_steps = torch.zeros((), dtype=torch.int64, device=table.device)
-        self.wait_seconds = 0.0
+        self.waits = Waits()
         self._buffer_work: Work | GpuWork | None = None
         self._num_launched = 0
         self.firing: Slot | None = None
         self._late: Slot | None = None  # its .grad becomes its view once all its hooks have run
-
-    @property
-    def world(self) -> tuple[int, ...]:
-        """Ranks that take part, by the numbers that they got when they came."""
-        return tuple(range(self.communicator.size))
 
     def _named_buffers(self) -> list[tuple[str, torch.Tensor]]:
         """Return the buffers to compare; none if they are synchronised, which makes them equal only afterwards."""
@@ -167,6 +162,8 @@ class Engine(Answers):
     def _launch(self, flight: BucketInFlight, grads: list[torch.Tensor | None] | None = None) -> None:
         """Launch ``flight``, with the gradients that its parameters have if none are given."""
         self._num_launched += 1
+        if self._num_launched == len(self.table.flights):  # before it is launched: others may have it at once
+            self.waits.arrive(self.progress.num_reductions)
         weights = self.window.weights
         if grads is None:
             grads = [None if weights.is_zero else slot.owner.grad for slot in flight.slots]
@@ -207,10 +204,11 @@ class Engine(Answers):
     def reduce(self) -> None:
         """Launch the remaining buckets, wait for all, and hand out the averages."""
         self.launch_rest()
-        start = time.perf_counter()
+        self.waits.begin()
         self._late = None
         try:
             self._receive()
+            self.waits.count(self._arrivals(), warn=self.communicator.rank == 0)
             self.table.stepper.forget()  # a factor left for a step that never came belonged to other gradients
         except BaseException:
             self.table.drop_gradients()  # they are no averages, and must not be mistaken for them
@@ -220,7 +218,7 @@ class Engine(Answers):
                 flight.work = None
             self._buffer_work = None
             self.window.close()
-        self.wait_seconds += time.perf_counter() - start
+            self.waits.end()
         self.hash_state()
 
     def _receive(self) -> None:
@@ -228,6 +226,10 @@ class Engine(Answers):
         self._await_results()
         self._check_replicas()
         self._hand_out()
+
+    def _arrivals(self) -> Mapping[int, float]:
+        """Return when the ranks had all their gradients of this reduction, in seconds; as far as it is known."""
+        return self.waits.on_board()
 
     def _check_replicas(self) -> None:
         if self.table.flights:
@@ -243,17 +245,17 @@ class Engine(Answers):
         if taken is not None:
             self._submit(self.communicator, taken.take, [], set())
 
-    def forget_state(self) -> None:
-        """Look at it no more: somebody is about to write to it, or to release it."""
+    def release(self) -> None:
+        """Let go of memory that is not this object's."""
         self._replica_check.state_hashes.forget()
+        self.waits.close()
 
     def load_state(self, state: State, num_steps: int) -> None:
         """Load the state of compression, as it was after so many committed steps."""
-        self.forget_state()
         for flight in self.table.flights:
             flight.exchange.load_state(state)
         self.committed_steps.fill_(num_steps)
-        self.hash_state()
+        self.hash_state()  # instead of the hashes that there may be of what it was
 
     def _await_results(self) -> None:
         for flight in self.table.flights:

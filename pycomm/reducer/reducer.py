@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,8 +30,6 @@ class Reducer(Attendance):
     Attributes:
         optimizer, module: the attached ones; ``module`` is ``None`` if ``attach`` was given named parameters.
     """
-
-    _last_stats: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
@@ -199,25 +196,6 @@ class Reducer(Attendance):
         """Return the location or source of the first non-finite value; ``None`` if all are finite. Waits for a GPU."""
         return self._engine.name_of_not_finite()
 
-    def stats(self) -> dict[str, Any]:
-        """Return the counters since ``attach``.
-
-        Returns:
-            ``bytes_sent`` (payload bytes that this rank has handed to the transport), ``steps``
-            (reductions), ``wait_seconds`` (time for which communication held up ``backward()``; on a GPU
-            only the host's part of it, which is close to zero), ``nonfinite_steps`` (steps that left
-            compression state unchanged because of non-finite gradients), ``last_nonfinite`` (source of
-            the last such gradient, or ``None``), ``num_buckets`` and ``transport``. With TopK and DGC also
-            ``selections`` (of parameters), ``selections_missed`` (those for which the last step's
-            threshold was unusable, which costs another read) and their ratio ``miss_rate``. With
-            ``on_failure="shrink"`` also ``recoveries``, a list of dicts: ``step`` (number of reductions before
-            it), ``seconds`` (from the failure on this rank until the ranks that are left could go on), ``left``
-            (what became of the others, by their numbers) and ``world``, as it was afterwards.
-        """
-        if self._detached:
-            return dict(self._last_stats)
-        return self._engine.stats()
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state that compression carries from step to step on *this* rank, to be saved by every rank.
 
@@ -260,7 +238,7 @@ class Reducer(Attendance):
         self._last_stats = self.stats()
         self._detached = True
         self._uninstall()
-        self._engine.forget_state()
+        self._engine.release()
         for slot in self._table.slots():
             slot.leave_bucket()
         forget(self)

@@ -87,7 +87,7 @@ class StateHashes:
         return None if self._has_graph else taken
 
     def forget(self) -> None:
-        """Let go of the hashes: somebody is about to write to the state, or to release it."""
+        """Let go of the hashes, and of the state: it is about to be released."""
         self._taken = None
 
     def changed(self, taken: Taken | None) -> Flag:

@@ -48,6 +48,7 @@ class Survival:
     Attributes:
         recoveries, joins: what happened, a dict each; see ``Reducer.stats``.
         invited: number of a newcomer's request that the last commit has announced; 0 for none.
+        arrivals: when ranks had all their gradients of the last step, in seconds before its commit.
         earlier: counters of exchanges that were left behind.
     """
 
@@ -68,6 +69,7 @@ class Survival:
         self.joins: list[dict[str, Any]] = []
         self.earlier: dict[str, float] = {}
         self._has_left = False
+        self.arrivals: dict[int, float] = {}
         self._callbacks: list[Callable[[World, World], None]] = []
         self._changed_from: World | None = None
 
@@ -100,17 +102,21 @@ class Survival:
             slot.kept = None
         self._newcomers.clear()
 
-    def commit(self) -> None:
+    def commit(self, microseconds_here: int = 0) -> None:
         """Return once all ranks have the results of this step. On the communication thread, with its results there.
 
-        The first rank tells the others of a newcomer, if one waits.
+        The first rank tells the others of a newcomer, if one waits; each tells for how long it has been there, 0 if it
+        does not know.
         """
-        word = np.zeros(1, np.int64)
+        words = np.zeros(1 + self._communicator.size, np.int64)
+        words[1 + self._communicator.rank] = microseconds_here
         if self._is_first() and (waiting := self._door.waiting()) is not None:
-            word[0] = waiting.number
+            words[0] = waiting.number
         with self._communicator.channel.skip_checks():
-            self._communicator.all_reduce(word, "max")
-        self.invited = int(word[0])
+            self._communicator.all_reduce(words, "max")
+        self.invited = int(words[0])
+        here = zip(self.membership.world, words[1:].tolist(), strict=True)
+        self.arrivals = {rank: -1e-6 * microseconds for rank, microseconds in here if microseconds > 0}
 
     def _is_first(self) -> bool:
         return self.membership.world[0] == self.membership.me

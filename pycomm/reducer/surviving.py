@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,7 +71,8 @@ class SurvivingEngine(Engine):
             for work in works:
                 if work is not None:
                     work.wait()  # at once, but for those of other lanes; raises if it failed
-            self.survival.commit()
+            is_known = not self._is_idle and not self.table.on_gpu  # there the host runs ahead of the gradients
+            self.survival.commit(self.waits.microseconds_here() if is_known else 0)
 
         return job
 
@@ -135,6 +136,10 @@ class SurvivingEngine(Engine):
         self._num_launched = 0
         self._buffer_work = self._commit_work = None
         self.hash_state()
+
+    def _arrivals(self) -> Mapping[int, float]:
+        arrivals, self.survival.arrivals = self.survival.arrivals, {}
+        return arrivals
 
     def _check_previous(self) -> None:
         try:

@@ -1,0 +1,137 @@
+"""Ranks that others wait for are named: in the log, in stats() after a step, and while it is waited for them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import pycomm
+from tests.on_ranks import on_ranks
+from tests.reducer.attaching import over_torch
+from tests.reducer.models import loss_of, make_model, sgd
+
+SLEEPER = 1
+NAP = 1.5  # seconds: far more than these machines stall for
+
+
+class Noted(logging.Handler):
+    """What is said of slow ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "is slow" in record.getMessage():
+            self.said.append(record.getMessage())
+
+
+class Training:
+    def __init__(self, torchs: bool = False, **options: Any) -> None:
+        self.rank, self.model = dist.get_rank(), make_model()
+        self.optimizer = sgd(self.model)
+        with over_torch(torchs):
+            self.reducer = pycomm.attach(self.optimizer, self.model, timeout=30, **options)
+        self.noted = Noted()
+        logging.getLogger("pycomm").addHandler(self.noted)
+        self.steps = 0
+
+    def step(self, nap: float = 0.0) -> None:
+        self.optimizer.zero_grad()
+        loss = loss_of(self.model, self.rank, self.steps)
+        if self.rank == SLEEPER:
+            time.sleep(nap)
+        loss.backward()
+        self.optimizer.step()
+        self.steps += 1
+
+    def end(self) -> None:
+        logging.getLogger("pycomm").removeHandler(self.noted)
+        self.reducer.detach()
+
+
+@pytest.mark.parametrize(
+    ("on_failure", "torchs"), [("raise", False), ("shrink", False), ("shrink", True)], ids=["raise", "shrink", "hosts"]
+)
+@on_ranks(2, 3, timeout=90)
+def test_a_rank_that_sleeps_is_named_once(on_failure: str, torchs: bool) -> None:
+    training = Training(torchs, on_failure=on_failure)
+    for step in range(20):
+        training.step(NAP if step in (14, 17) else 0.0)
+    by_rank = training.reducer.stats()["waits"]["by_rank"]
+    assert sorted(by_rank) == list(training.reducer.world)
+    assert sum(account["times"] for account in by_rank.values()) == 20, by_rank
+    slow = by_rank.pop(SLEEPER)
+    assert slow["times"] >= 2
+    assert slow["seconds"] > 2 * NAP * 0.9
+    assert NAP * 0.9 < slow["longest"] <= slow["seconds"]
+    assert all(account["longest"] < slow["longest"] for account in by_rank.values())
+    said = [line for line in training.noted.said if line.startswith(f"rank {SLEEPER} ")]
+    assert len(said) == (1 if training.rank == 0 else 0), training.noted.said
+    if said:
+        assert said[0].startswith("rank 1 is slow: the others have waited 1.")
+        assert " s for it in this step, " in said[0]
+        assert " times the median of " in said[0]
+    training.end()
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "shrink"])
+@on_ranks(3)
+def test_who_is_waited_for_is_known_meanwhile(on_failure: str) -> None:
+    training = Training(on_failure=on_failure)
+    for _ in range(3):
+        training.step()
+    assert training.reducer.stats()["waits"]["now"] is None
+    seen: list[tuple[float, float, dict[str, Any] | None]] = []
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.05):
+            begun = time.time()
+            seen.append((begun, time.time(), training.reducer.stats()["waits"]["now"]))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    training.step(NAP)
+    done.set()
+    thread.join()
+    waits = [(before, now) for before, _, now in seen if now is not None and now["ranks"] == (SLEEPER,)]
+    if training.rank != SLEEPER:
+        assert len(waits) > 3
+        before, now = waits[-1]
+        assert 0.3 < now["seconds"] < NAP + 20.0
+        assert abs(now["since"] + now["seconds"] - before) < 1.0
+        assert len({round(now["since"], 3) for _, now in waits}) == 1  # one wait
+    else:
+        assert not waits
+    assert training.reducer.stats()["waits"]["now"] is None
+    training.end()
+    assert training.reducer.stats()["waits"]["by_rank"][SLEEPER]["longest"] > NAP * 0.9
+
+
+@on_ranks(2)
+def test_between_hosts_without_messages_only_the_time_is_known() -> None:
+    training = Training(torchs=True)
+    assert training.reducer.stats()["waits"] == {"now": None, "by_rank": {}}
+    seen: list[Any] = []
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.05):
+            seen.append(training.reducer.stats()["waits"]["now"])
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    training.step(NAP)
+    done.set()
+    thread.join()
+    if training.rank != SLEEPER:
+        assert max(now["seconds"] for now in seen if now is not None) > 0.3
+    assert all(now is None or now["ranks"] == () for now in seen)
+    assert training.reducer.stats()["waits"]["by_rank"] == {}
+    training.end()
