@@ -38,7 +38,9 @@ class Attendance:
             self._engine.survival.on_change(callback)
 
     def stats(self) -> dict[str, Any]:
-        """Return the counters since ``attach``. On any thread, also while ``backward()`` waits; sends nothing.
+        """Return the counters since ``attach``. On any thread, also while ``backward()`` waits.
+
+        Sends nothing and waits for no rank; on a GPU it waits for the work that it has been given.
 
         Returns:
             ``bytes_sent`` (payload bytes that this rank has handed to the transport), ``steps``

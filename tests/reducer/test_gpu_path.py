@@ -119,7 +119,7 @@ def train(rank: int, compression: Any, pretend: bool, dtype: torch.dtype, option
             seen["grads"].append(grads)
             optimizer.step()
         seen["state"] = own_state(reducer)
-        seen["stats"] = {k: v for k, v in reducer.stats().items() if k not in ("wait_seconds", "transport")}
+        seen["stats"] = {k: v for k, v in reducer.stats().items() if k not in ("wait_seconds", "waits", "transport")}
         seen["parameters"] = [p.detach().clone() for p in model.parameters()]
     return seen
 
