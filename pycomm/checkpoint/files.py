@@ -161,7 +161,7 @@ class Reserve:
 
     def tell(self, kind: str, text: str, name: str) -> None:
         """Rename the file to ``name``, with ``text`` in it; ``kind`` says which exception it is of."""
-        data = json.dumps([kind, text[:1000]]).encode()[: self._BYTES].ljust(self._BYTES)
+        data = json.dumps([kind, text[:320]]).encode()[: self._BYTES].ljust(self._BYTES)
         with open(self.path, "r+b") as stream:
             stream.write(data)
         os.replace(self.path, self.path.with_name(name))

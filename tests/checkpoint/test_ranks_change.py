@@ -33,7 +33,7 @@ def first(folder: str, method: str) -> Any:
     seed(dist.get_rank())
     with training("sgd", method) as run:
         run.steps(5)
-        pycomm.save(folder, run.reducer, step=5, me=dist.get_rank(), **run.more)
+        pycomm.save(folder, run.reducer, step=5, me=dist.get_rank(), **run.more).wait()
         drawn = random.random()
         return totals(run.reducer), [p.detach().clone() for p in run.model.parameters()], drawn
 
