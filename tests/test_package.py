@@ -28,6 +28,10 @@ def test_names_that_scripts_rely_on() -> None:
         "all_parameters": False,
         "check_replicas": 1000,
         "buffers": "local",
+        "on_failure": "raise",
+        "min_ranks": 1,
+        "join": None,
+        "carry": None,
     }
     methods = "state_dict load_state_dict stats flush detach set_weight clip_grad_norm paused skip_step"
     for name in methods.split():

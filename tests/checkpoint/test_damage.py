@@ -65,6 +65,7 @@ def test_any_file_cut_short_or_missing(two: Path, run: Training, caplog: pytest.
     assert load_step(two, run) == 2
 
 
+@pytest.mark.slow
 def test_any_byte_flipped(two: Path, run: Training) -> None:
     for path in files_of(two):
         content = path.read_bytes()

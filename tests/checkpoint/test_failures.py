@@ -194,6 +194,7 @@ def test_killed_when_all_parts_are_there(new_ranks: Pools, rank_pools: Pools, tm
     assert rank_pools(2).run(load_step, str(tmp_path)) == [1, 1]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_rank_that_never_writes(tmp_path: Path) -> None:
     """It lives, but hangs: given up after the timeout."""
@@ -219,6 +220,7 @@ def test_a_rank_that_never_writes(tmp_path: Path) -> None:
         pycomm.save(tmp_path, run.reducer).wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow", [0, 1])
 @on_ranks(2)
 def test_a_rank_that_writes_slowly_is_waited_for(slow: int, tmp_path: Path) -> None:
@@ -251,6 +253,7 @@ assert not saved.is_completed()
 """
 
 
+@pytest.mark.slow
 def test_the_end_of_the_process_waits(tmp_path: Path) -> None:
     script = AT_EXIT.replace("PATH", str(tmp_path))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)

@@ -58,6 +58,7 @@ def load_weights(folder: str) -> tuple[Any, ...]:
         return saved, weights(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_ranks_that_are_left_save_and_load(culprit: int, new_ranks: Pools, rank_pools: Pools, tmp_path: Path) -> None:
     outcomes = new_ranks(3).outcomes(lose_a_rank, str(tmp_path), culprit)
@@ -81,6 +82,7 @@ def lose_a_rank_in_save(folder: str, culprit: int, place: str) -> None:
     assert pycomm.load(folder, run.reducer, **run.more) == {"step": 5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("culprit", [0, 2])
 @pytest.mark.parametrize("place", ["collect", "remove_unfinished", "_enter", "_copy", "PendingSave"])
 def test_lost_while_saving(culprit: int, place: str, new_ranks: Pools, tmp_path: Path) -> None:
@@ -92,6 +94,7 @@ def test_lost_while_saving(culprit: int, place: str, new_ranks: Pools, tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir())[0] == "checkpoint-00000001"
 
 
+@pytest.mark.slow
 def test_the_sums_of_those_that_are_left_are_saved(new_ranks: Pools, rank_pools: Pools, tmp_path: Path) -> None:
     outcomes = new_ranks(3).outcomes(save_sums, str(tmp_path))
     wanted = outcomes[0].result

@@ -138,7 +138,7 @@ def test_a_newcomer_has_weight_zero_first(new_ranks: Pools, variant: str) -> Non
         torch.testing.assert_close(mine.double(), right, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["topk", *(pytest.param(each, marks=pytest.mark.slow) for each in METHODS)])
 def test_every_kind_of_method(new_ranks: Pools, method: str) -> None:
     equal_to_the_bit(together(new_ranks, 2, Plan(method=method), (come, Plan(method=method))))
 
@@ -148,7 +148,7 @@ def test_several_come_to_one(new_ranks: Pools) -> None:
     assert told[0]["worlds"][-1] == (0, 1, 2)
 
 
-@pytest.mark.parametrize("theirs", ["a", "b", "c"])
+@pytest.mark.parametrize("theirs", [*(pytest.param(each, marks=pytest.mark.slow) for each in "ab"), "c"])
 def test_on_another_host(new_ranks: Pools, theirs: str) -> None:
     told = equal_to_the_bit(together(new_ranks, 3, Plan(hosts="aab"), (come, Plan(hosts=theirs))))
     assert told[-1]["worlds"][-1] == (0, 1, 2, 3)
@@ -170,7 +170,10 @@ def come_and_die(plan: Plan, size: int, port: int) -> None:
         nn.functional.mse_loss(model(batch(0, 0)[0]), batch(0, 0)[1]).backward()
 
 
-@pytest.mark.parametrize("moment", ["meeting", "state", "hashes", "its first pass"])
+@pytest.mark.parametrize(
+    "moment",
+    ["state", "its first pass", *(pytest.param(each, marks=pytest.mark.slow) for each in ("meeting", "hashes"))],
+)
 def test_one_that_dies_as_it_comes_harms_nobody(new_ranks: Pools, moment: str) -> None:
     plan = Plan(method="topk", options={"moment": moment})
     members, lost, late = together(

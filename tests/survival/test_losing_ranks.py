@@ -46,7 +46,10 @@ def close_to(told: list[dict[str, Any]], wanted: list[torch.Tensor]) -> None:
     ],
     ids=["one", "rank 0 in the first step", "two at once", "one after the other"],
 )
-@pytest.mark.parametrize("variant", ["plain", "accumulated", "weighted", "in place"])
+@pytest.mark.parametrize(
+    "variant",
+    ["plain", *(pytest.param(each, marks=pytest.mark.slow) for each in ("accumulated", "in place")), "weighted"],
+)
 def test_the_step_is_reduced_again_over_those_that_are_left(
     new_ranks: Pools, faults: dict[tuple[int, int], str], worlds: list[tuple[int, ...]], variant: str
 ) -> None:
@@ -67,14 +70,14 @@ def test_every_kind_of_method(new_ranks: Pools, method: str) -> None:
     assert told[0]["losses"][-1] < told[0]["losses"][0]
 
 
-@pytest.mark.parametrize("method", ["dense", "topk"])
+@pytest.mark.parametrize("method", [pytest.param("dense", marks=pytest.mark.slow), "topk"])
 @pytest.mark.parametrize(
     ("hosts", "faults"),
     [
         ("aabb", {(1, 5): "die", (2, 8): "die"}),
         ("aabb", {(0, 5): "die", (1, 5): "die"}),
         ("abc", {(0, 5): "die"}),
-        ("abca", {(3, 4): "die", (0, 4): "die", (1, 8): "die"}),
+        pytest.param("abca", {(3, 4): "die", (0, 4): "die", (1, 8): "die"}, marks=pytest.mark.slow),
     ],
 )
 def test_several_hosts(new_ranks: Pools, hosts: str, faults: dict[tuple[int, int], str], method: str) -> None:

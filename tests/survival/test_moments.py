@@ -41,7 +41,9 @@ def at_commit(moment: str, plan: Plan) -> dict[str, Any]:
         return train(plan)
 
 
-@pytest.mark.parametrize("method", ["dense", "topk", "powersgd"])
+@pytest.mark.parametrize(
+    "method", ["dense", *(pytest.param(each, marks=pytest.mark.slow) for each in ("topk", "powersgd"))]
+)
 @pytest.mark.parametrize(("moment", "with_it"), [("before", 5), ("after", 6), ("half", 6)])
 def test_a_step_is_committed_by_all_or_by_none(new_ranks: Pools, moment: str, with_it: int, method: str) -> None:
     plan = Plan(method=method)
@@ -71,7 +73,7 @@ def in_recovery(where: str, plan: Plan) -> dict[str, Any]:
         return train(plan)
 
 
-@pytest.mark.parametrize("hosts", ["", "aabb"])
+@pytest.mark.parametrize("hosts", ["", pytest.param("aabb", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("where", ["report", "decision", "meeting", "meeting's end"])
 def test_another_one_dies_during_recovery(new_ranks: Pools, where: str, hosts: str) -> None:
     plan = Plan(faults={(3, DEATH): "die"}, hosts=hosts)
