@@ -157,18 +157,19 @@ class Trap:
             raise HookError("a hook of the user's failed")
 
 
+def _wrap(owner: Any, name: str, around: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    """Let what ``around`` returns surround each call of ``owner.name`` in this process."""
+    original = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return original(*args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
 def lay(trap: Trap, told: Callable[..., None]) -> None:
     """Put ``trap`` in all places inside pycomm, in this process; ``told("noticed")`` when a rank begins to recover."""
-
-    def wrap(owner: Any, name: str, around: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-        original = getattr(owner, name)
-
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            with around():
-                return original(*args, **kwargs)
-
-        setattr(owner, name, wrapped)
-
     within: list[str] = []
 
     @contextlib.contextmanager
@@ -188,11 +189,11 @@ def lay(trap: Trap, told: Callable[..., None]) -> None:
         yield
         trap.pass_by(here)
 
-    wrap(Survival, "recover", lambda: region("recovery"))
-    wrap(Survival, "let_in", lambda: region("join"))
-    wrap(Survival, "commit", lambda: moment("commit"))
+    _wrap(Survival, "recover", lambda: region("recovery"))
+    _wrap(Survival, "let_in", lambda: region("join"))
+    _wrap(Survival, "commit", lambda: moment("commit"))
     for owner, name in ((Membership, "agree"), (Communicator, "move"), (Membership, "settle"), (Survival, "_rebuild")):
-        wrap(owner, name, moment)
+        _wrap(owner, name, moment)
     exchange_of = Engine._exchange_of
 
     def trapped(self: Engine, *args: Any) -> Callable[[], None]:
