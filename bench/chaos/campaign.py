@@ -119,7 +119,7 @@ def _run_case(
     """Let ``faults`` happen to a group; return those that are left when a check failed."""
     with store_at() as address, Group(Setup(0, case.ranks, address, case.method), case.ranks, case.hosts) as group:
         try:
-            _settle(group, case.ranks, "the beginning")
+            settle(group, case.ranks, "the beginning")
         except HangError as error:
             totals.leaks.append(f"{case}: {error}")
             return []
@@ -163,29 +163,33 @@ def _strike(group: Group, result: Result, chooser: random.Random, witness: Membe
         first = victims[-1]
         group.until("the fault", lambda: first.happened is not None or first.end is not None, _PATIENCE)
         if place == "join":
-            _replace(group, [first], size, result)
+            replace_lost(group, [first], result)
         group.until("the fault", lambda: targets[0].happened is not None or targets[0].end is not None, _PATIENCE)
         struck = targets[0] if place == "join" else first
-        _go_on(group, before, struck, result)
+        assert struck.happened is not None
+        go_on(group, before, struck.happened, result)
         lost = [member for member in before if member.end is not None]
         result.lost = len(lost)
         _judge(lost, victims, result)
         if len(lost) == size:
             result.problems += [f"rank {m.number}: {m.end}" for m in lost]
             return
-        _replace(group, [m for m in lost if m is not first or place != "join"], size, result)
-        _settle(group, size, "newcomers")
-        _check_vitals(group, result)
+        replace_lost(group, [m for m in lost if m is not first or place != "join"], result)
+        settle(group, size, "newcomers")
+        check(group, result)
     except HangError as error:
         result.problems.append(f"hang: {error}")
     result.problems += group.problems
     group.problems = []
 
 
-def _go_on(group: Group, before: list[Member], struck: Member, result: Result) -> None:
-    """Wait until those that are left have gone on; note how long that took."""
-    assert struck.happened is not None
-    when, step = struck.happened
+def go_on(group: Group, before: list[Member], fault: tuple[float, int], result: Result) -> None:
+    """Wait until those of ``before`` that are left have gone on after a fault; note how long that took.
+
+    Args:
+        fault: when it happened, and in which step.
+    """
+    when, step = fault
 
     def moved() -> bool:
         return all(m.end is not None or m.step >= step + _STEPS for m in before)
@@ -214,7 +218,7 @@ def _judge(lost: list[Member], victims: list[Member], result: Result) -> None:
         result.problems.append(f"rank {victims[0].number} was not told that it was left behind: {victims[0].end}")
 
 
-def _replace(group: Group, lost: list[Member], size: int, result: Result) -> None:
+def replace_lost(group: Group, lost: list[Member], result: Result) -> None:
     """Have newcomers take the places of ``lost``, one after the other."""
     for member in lost:
         for _ in range(_TRIES):
@@ -232,7 +236,7 @@ def _has_arrived(newcomer: Member) -> bool:
     return newcomer.end is not None or newcomer.step >= 0
 
 
-def _settle(group: Group, size: int, what: str) -> None:
+def settle(group: Group, size: int, what: str) -> None:
     """Wait until all ranks know one world of ``size`` ranks, and have made some steps in it."""
 
     def are_few() -> bool:
@@ -258,7 +262,8 @@ def _settle(group: Group, size: int, what: str) -> None:
         member.base = member.base or member.vitals
 
 
-def _check_vitals(group: Group, result: Result) -> None:
+def check(group: Group, result: Result) -> None:
+    """Note which ranks hold more than at first."""
     for member in group.members:
         for what, slack in _SLACK.items():
             more = member.vitals[what] - member.base[what]

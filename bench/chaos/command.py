@@ -2,7 +2,7 @@
 
     python -m bench.chaos [--faults 200] [--seed 0] [--ranks 3,4,5,6] [--methods dense,topk,dgc,powersgd]
                           [--hosts one|two] [--json FILE]
-    python -m bench.chaos --every 5.5 | --averaging | --seeds [--json FILE]
+    python -m bench.chaos --every 5.5 | --averaging | --seeds | --cuts [--json FILE]
 
 Faults, one after the other, at random moments of training: a rank is killed, stopped for 0.1 s (which it may survive)
 or for 2 s (which it must not, and learns), loses all its connections, has no more memory, or its script raises. They
@@ -16,7 +16,8 @@ that all ranks share.
 --every: steps a second where a rank is killed each so many steps on average and another one is started in its place,
 beside the same without deaths. Steps sleep, so that cores are no resource. --averaging: likewise, 32 ranks that train
 by themselves and average their parameters each 50 steps, through 60 deaths. --seeds: the loss after 20 deaths, beside
-the spread of the seeds without.
+the spread of the seeds without. --cuts: the link is cut between two hosts made of network namespaces (root), the
+store on the first one's side.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ from typing import Any
 
 from bench.chaos import rates
 from bench.chaos.campaign import Result, cases_of, plan, run_all
+from bench.chaos.cuts import cut_links
 from bench.chaos.faults import KINDS
 from bench.chaos.ranks import METHODS
 from bench.common.arguments import counts, plain_parser, positive
+from bench.slow_network.namespaces import available
 from pycomm.cli.bench.results import headline, write_json
 from pycomm.cli.bench.timing import duration
 from pycomm.cli.table import print_table
@@ -42,7 +45,9 @@ def main() -> None:
     arguments = _parse()
     print(headline(), flush=True)
     settings = {key: value for key, value in vars(arguments).items() if key != "json"}
-    if arguments.every or arguments.averaging or arguments.seeds:
+    if arguments.cuts:
+        figures, is_right = _cuts(arguments)
+    elif arguments.every or arguments.averaging or arguments.seeds:
         figures = _rates(arguments)
         is_right = not figures["problems"]
     else:
@@ -57,6 +62,15 @@ def _rates(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.averaging:
         return rates.averaging(arguments.faults or 60, arguments.seed)
     return rates.seeds(arguments.faults or 20, 5, arguments.seed)
+
+
+def _cuts(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    reason = available()
+    if reason is not None:
+        print(f"no links were cut, as no network namespaces can be made here: {reason}")
+        return {"faults": []}, True
+    results = cut_links(arguments.faults or 6, 4)
+    return {"faults": [r.as_json() for r in results]}, not any(r.problems for r in results)
 
 
 def _campaign(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
@@ -114,7 +128,7 @@ def _words(text: str) -> list[str]:
 def _parse() -> argparse.Namespace:
     parser = plain_parser("bench.chaos", __doc__)
     parser.add_argument(
-        "--faults", type=positive, help="(default 200; 60 with --every and --averaging, 20 with --seeds)"
+        "--faults", type=positive, help="(default 200; 60 with --every and --averaging, 20 with --seeds, 6 with --cuts)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of all that is random (default 0)")
     parser.add_argument("--ranks", type=counts, default="3,4,5,6", help="of groups, in turns (default 3,4,5,6)")
@@ -125,4 +139,5 @@ def _parse() -> argparse.Namespace:
     modes.add_argument("--every", type=float, metavar="STEPS", help="steps a second with a death each so many steps")
     modes.add_argument("--averaging", action="store_true", help="averages a second of 32 ranks with deaths")
     modes.add_argument("--seeds", action="store_true", help="loss after deaths beside the spread of seeds")
+    modes.add_argument("--cuts", action="store_true", help="cut the link between two hosts (root)")
     return parser.parse_args()

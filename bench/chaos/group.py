@@ -254,7 +254,11 @@ class Group:
 
     def end(self, seconds: float = 30.0) -> None:
         """Let all ranks end after the same step."""
-        last = max(member.step for member in self.members) + 200
+        setup = self.members[0].setup
+        ahead = 0.5 / max(
+            0.002, setup.pause * max(1, setup.local_steps)
+        )  # steps that they may make before they hear it
+        last = max(member.step for member in self.members) + 2 + int(ahead)
         for member in self.members:
             member.order("end", last)
         ending = list(self.members)
