@@ -1,5 +1,5 @@
 """Benches, a folder each: ``python -m bench.kernels``, ``.collectives``, ``.training``, ``.planning``,
-``.slow_network``, ``.gpu``.
+``.slow_network``, ``.chaos``, ``.gpu``.
 
 More of collectives: ``bench.collectives.scale``, as the ranks become many; ``bench.collectives.choices``, what "auto"
 takes; ``bench.slow_network.link``, simulation against links made slow (root).

@@ -55,6 +55,11 @@ class Work:
             raise self._error
         return self._result
 
+    def forget_trace(self) -> None:
+        """Release what the trace of its error keeps alive: this work among it, in a circle, and what the job used."""
+        if self._error is not None:
+            self._error.__traceback__ = None
+
     def _run(self) -> None:
         job, self._job = self._job, None  # releases the job, and the objects that it keeps alive, once it has run
         assert job is not None

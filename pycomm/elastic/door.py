@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -23,6 +23,8 @@ from pycomm.worker import Work, Worker
 
 _INTERVAL = 0.1  # seconds between two looks
 _POLL = 0.01  # seconds
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Door:
     """
 
     def __init__(self, store: Store, index: int, lines: Sequence[tuple[str, str]], host: str) -> None:
-        self._store = _door(store, index)
+        self._store, self._index = _door(store, index), index
         self._lines, self._host = lines, host
         self._worker = Worker("pycomm-door")
         self._next = 1
@@ -81,12 +83,12 @@ class Door:
 
     def read(self, number: int) -> Request:
         """Return the request with that number."""
-        text = self._store.get(f"request/{number}")
+        text = self._ask(lambda store: store.get(f"request/{number}"))
         return Request(number, json.loads(text)["process"])
 
     def answer(self, number: int, content: dict[str, Any]) -> None:
         """Answer the request with that number."""
-        self._store.set(f"answer/{number}", json.dumps(content))
+        self._ask(lambda store: store.set(f"answer/{number}", json.dumps(content)))
 
     def pass_by(self, number: int) -> None:
         """Look for later requests only."""
@@ -98,16 +100,28 @@ class Door:
 
     def _read(self) -> Request | None:
         """Return the next request if it fits; answer it if it does not."""
-        if not self._store.check([f"request/{self._next}"]):
-            return None
         number = self._next
-        wanted = json.loads(self._store.get(f"request/{number}"))
+        if not self._ask(lambda store: store.check([f"request/{number}"])):
+            return None
+        wanted = json.loads(self._ask(lambda store: store.get(f"request/{number}")))
         problem = self._problem(wanted)
         if not problem:
             return Request(number, wanted["process"])
         self._next += 1
         self.answer(number, {"refused": problem})
         return None
+
+    def _ask(self, question: Callable[[Store], T]) -> T:
+        """Return what the store answers, over a new connection if the one that there was has broken."""
+        try:
+            return question(self._store)
+        except RuntimeError:  # torch's DistNetworkError is one
+            old = root_store(self._store)
+            if not isinstance(old, TCPStore):
+                raise
+        new = TCPStore(old.host, old.port, is_master=False, wait_for_workers=False)
+        self._store = _door(new, self._index)
+        return question(self._store)
 
     def _problem(self, wanted: dict[str, Any]) -> str:
         if self._host and wanted["process"]["host"] != self._host:

@@ -236,10 +236,18 @@ class Membership:
     def accept(
         cls, invitation: Mapping[str, Any], store: Store, min_ranks: int, timeout: float
     ) -> tuple[Membership, Place]:
-        """Return the membership that an :meth:`invitation` means, found in ``store``, and where its ranks meet."""
+        """Return the membership that an :meth:`invitation` means, found in ``store``, and where its ranks meet.
+
+        Raises:
+            CommError: the rank that has written it has died.
+        """
         name, path = invitation["ledger"]
         world = tuple(invitation["world"])
-        ledger = Ledger(world[-1], store, name, open_file(path) if path else -1)
+        try:
+            file = open_file(path) if path else -1
+        except OSError as error:
+            raise CommError.during("join", f"the rank that let it in has died: {error}", rank=world[-1]) from error
+        ledger = Ledger(world[-1], store, name, file)
         first = Place(invitation["name"], store, len(world) - 1, world, invitation["backends"])
         made = cls(ledger, first, world[-1], min_ranks, timeout)
         made.world, made._round, made.epoch = world, invitation["round"], invitation["epoch"]

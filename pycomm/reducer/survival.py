@@ -168,6 +168,7 @@ class Survival:
             except CommError as another:  # one of them was lost meanwhile
                 error = another
                 num_committed += is_complete
+        del error  # its traceback may hold this frame: avoids a cycle
         self._rebuild(lanes, is_complete)
         self._note(old, decision, num_committed, time.monotonic() - start)
         return is_complete, lanes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -85,6 +86,28 @@ class SurvivingEngine(Engine):
 
         return job
 
+    def _submit(
+        self,
+        communicator: Communicator,
+        job: Callable[[], None],
+        reads: list[torch.Tensor | None],
+        producers: set[int],
+    ) -> Work | GpuWork:
+        return super()._submit(communicator, functools.partial(self._run_or_leave, job), reads, producers)
+
+    def _run_or_leave(self, job: Callable[[], None]) -> None:
+        """Run ``job``; leave if it fails by itself: the next one would send what the others take for this one's."""
+        try:
+            job()
+        except CommError:
+            raise
+        except BaseException as error:
+            try:
+                self.survival.leave(f"failed: {error}")
+            finally:
+                self.communicator.close(f"it failed: {error}")
+            raise
+
     def reduce(self) -> None:
         """Launch the remaining buckets, wait for all, and hand out the averages; with the ranks that are left then."""
         try:
@@ -125,8 +148,12 @@ class SurvivingEngine(Engine):
                 self.survival.leave("is damaged")
                 self.communicator.close(str(error))
             raise error
+        works = [*(flight.work for flight in self.table.flights), self._buffer_work, self._commit_work]
         was_complete, lanes = self.survival.recover(error, self.progress.num_reductions, self._hand_out)
         self._go_on(lanes)
+        for work in works:
+            if isinstance(work, Work):
+                work.forget_trace()  # else the memory of the old world would stay mapped until it is collected
         return was_complete
 
     def _go_on(self, lanes: Sequence[Communicator]) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from pycomm import CommError
+from pycomm.reducer import engine
 from tests.on_ranks import Pools
 from tests.ranks import Outcome
 from tests.survival.training import METHODS, Plan, expected, train
@@ -117,6 +120,62 @@ def test_a_rank_whose_hook_raises_leaves(new_ranks: Pools) -> None:
     assert "of the user's" in str(error)
     assert outcomes[1].result["digest"] == outcomes[2].result["digest"]
     assert outcomes[1].result["recoveries"][0]["step"] == 3
+
+
+def without_memory(plan: Plan) -> dict[str, Any]:
+    """Rank 1 has no memory for an exchange of step 4."""
+    original, calls = engine._exchange, 0
+
+    def exchange(*arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if dist.get_rank() == 1 and calls == 4 * 3 + 2:
+            raise MemoryError("no memory")
+        original(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "_exchange", exchange)
+        return train(plan)
+
+
+@pytest.mark.parametrize("hosts", ["", "aab"])
+def test_a_rank_whose_exchange_fails_by_itself_leaves(new_ranks: Pools, hosts: str) -> None:
+    """It would be out of step with the others, who would all take that for a mistake in the script."""
+    outcomes = new_ranks(3).outcomes(without_memory, Plan(hosts=hosts), timeout=TIMEOUT)
+    assert isinstance(errors_of(outcomes, 1, 0, 2), MemoryError)
+    assert outcomes[0].result["digest"] == outcomes[2].result["digest"]
+    assert outcomes[0].result["world"] == (0, 2)
+
+
+def mapped(plan: Plan) -> tuple[int, int]:
+    """Pieces of memory that are mapped here with all ranks, and in the end, if nothing collects circles."""
+    counts: list[int] = []
+    zero_grad = torch.optim.SGD.zero_grad
+
+    def count(*arguments: Any) -> None:
+        zero_grad(*arguments)
+        with open("/proc/self/maps") as file:
+            counts.append(sum("memfd:pycomm" in line for line in file))
+
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.optim.SGD, "zero_grad", count)
+            train(plan)
+    finally:
+        gc.enable()
+    return counts[2], counts[-1]
+
+
+@pytest.mark.parametrize("method", ["dense", "topk"])
+def test_the_memory_of_the_old_world_is_released_at_once(new_ranks: Pools, method: str) -> None:
+    plan = Plan(method=method, faults={(1, 4): "die", (2, 6): "die"})
+    outcomes = new_ranks(4).outcomes(mapped, plan, timeout=TIMEOUT)
+    for rank in (0, 3):
+        assert outcomes[rank].error is None, outcomes[rank].trace
+        before, after = outcomes[rank].result
+        assert after < before
 
 
 def test_too_few_are_left(new_ranks: Pools) -> None:
