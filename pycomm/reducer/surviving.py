@@ -99,7 +99,7 @@ class SurvivingEngine(Engine):
         """Run ``job``; leave if it fails by itself: the next one would send what the others take for this one's."""
         try:
             job()
-        except CommError:
+        except (CommError, ValueError):  # the latter is raised by all ranks alike
             raise
         except BaseException as error:
             try:
