@@ -193,13 +193,17 @@ class Survival:
         number, self.invited = self.invited, 0
         self._door.pass_by(number)
         place = self.membership.admit(self._door.read(number))
-        if self._is_first():
-            self._door.answer(number, self.membership.invitation())
-        self._communicator.move(place)
-        lanes = open_lanes(self._communicator, self._settings, self._table.on_gpu)
-        self.membership.settle(self._communicator)
-        self._rebuild(lanes, adopt=False)
-        share_state(self._communicator, carried, newcomer=False)
+        try:
+            if self._is_first():
+                self._door.answer(number, self.membership.invitation())
+            self._communicator.move(place)
+            lanes = open_lanes(self._communicator, self._settings, self._table.on_gpu)
+            self.membership.settle(self._communicator)
+            self._rebuild(lanes, adopt=False)
+            share_state(self._communicator, carried, newcomer=False)
+        except BaseException:
+            self.membership.dismiss()
+            raise
         self.welcome(old, carried.progress.num_reductions, time.monotonic() - start)
         return lanes
 
@@ -210,10 +214,6 @@ class Survival:
         self._changed_from = old if self._changed_from is None else self._changed_from
         self.joins.append({"seconds": seconds, "step": step, "rank": newcomer, "world": self.membership.world})
         _LOG.warning("rank %d has come: %d ranks go on at step %d", newcomer, len(self.membership.world), step)
-
-    def dismiss(self) -> None:
-        """Go on without the newcomer that was to be let in."""
-        self.membership.dismiss()
 
     def num_newcomers(self) -> int:
         """Return the number of ranks that take part in the present step without gradients."""

@@ -192,8 +192,7 @@ class SurvivingEngine(Engine):
             return
         try:
             self._go_on(self.survival.let_in(self.carried()))
-        except (CommError, ValueError) as error:
-            self.survival.dismiss()
+        except (RuntimeError, ValueError) as error:  # CommError is the former, and so is what the store raises
             what = f"the newcomer was not let in: {error}"
             self.recover(CommError.during("join", what, rank=self.communicator.rank))
 

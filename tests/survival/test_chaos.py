@@ -1,4 +1,4 @@
-"""The short form of ``bench.chaos``: faults of all kinds, on one host and on two invented ones."""
+"""The short form of ``bench.chaos``: faults of all kinds on one host."""
 
 from __future__ import annotations
 
@@ -27,12 +27,6 @@ def survive(cases: list[Case], faults: list[tuple[str, str]], seed: int) -> None
 
 def test_training_goes_on_on_one_host() -> None:
     survive([Case("dense", 3, "")], SHORT, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.xfail(strict=False, reason="between hosts, ranks hold more after some faults, for a cause not yet found")
-def test_training_goes_on_on_two_hosts() -> None:
-    survive([Case("topk", 4, "ab")], [fault for fault in SHORT if fault[0] != "memory"], 1)
 
 
 @pytest.mark.slow
