@@ -45,7 +45,7 @@ class Ledger:
     """
 
     def __init__(self, rank: int, store: Store, name: str, file: int = -1) -> None:
-        self._rank, self._file, self.name = rank, file, name
+        self._rank, self.name = rank, name
         self._worker = Worker(f"pycomm-ledger-{rank}")
         self.path = "" if file < 0 else f"/proc/{os.getpid()}/fd/{file}"
         self.store: Store = (
@@ -78,11 +78,12 @@ class Ledger:
         )
 
     def close(self) -> None:
-        """Release the file. Idempotent."""
+        """Stop answering. Idempotent.
+
+        The file stays open until the process ends. torch's store opens its path once more when the last reference to it
+        goes, of which C++ holds some: the descriptor must not be something else's by then.
+        """
         self._worker.stop(patience=1.0)
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
 
 
 def open_ledger(communicator: Communicator) -> Ledger:

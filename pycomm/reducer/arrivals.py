@@ -29,7 +29,7 @@ _SLOTS = 2
 
 _FACTOR = 10
 """How many times the usual wait is worth a warning."""
-_LEAST_WARNED = 0.1
+_LEAST_WARNED = 1.0
 """Shortest wait that is: shorter ones are the operating system's."""
 _FEWEST_KNOWN = 10
 """Number of steps after which it is known what is usual."""

@@ -62,7 +62,7 @@ class Attendance:
             there and only data is under way, or if it is not known. It is known on one host, without any message.
             ``by_rank`` is known there, and with ``on_failure="shrink"`` everywhere, as ranks tell each other at the end
             of each step; otherwise, and on GPUs, where the host runs ahead of the gradients, it is empty.
-            A rank that is waited for ten times as long as is usual, and at least 0.1 s, is named in the log of
+            A rank that is waited for ten times as long as is usual, and at least a second, is named in the log of
             the first rank, at most once a minute.
         """
         if self._detached:

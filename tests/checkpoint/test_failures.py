@@ -256,7 +256,9 @@ assert not saved.is_completed()
 @pytest.mark.slow
 def test_the_end_of_the_process_waits(tmp_path: Path) -> None:
     script = AT_EXIT.replace("PATH", str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     assert names_in(tmp_path) == ["checkpoint-00000001"]
 
@@ -264,7 +266,9 @@ def test_the_end_of_the_process_waits(tmp_path: Path) -> None:
 def test_the_end_of_the_process_says_what_failed(tmp_path: Path) -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))\n"
     script = AT_EXIT.replace("PATH", str(tmp_path)).replace("3, 3", "99, 99").replace("saved =", limit + "saved =")
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
+    )
     assert "was not saved: [Errno 27] File too large" in done.stderr
     assert names_in(tmp_path) == []
 
