@@ -9,6 +9,7 @@ import multiprocessing as mp
 import os
 import signal
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -197,6 +198,10 @@ def _run(rank: int, pipe: Pipe, size: int, port: int, program: Callable[..., Non
             pipe.send(failure)
         # At once: tidying up could wait for the peers, and nothing outlives the process.
         os._exit(1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # At once, too: a thread that comes out of torch's code when the interpreter has ended takes the process along.
+    os._exit(0)
 
 
 # In the process that started them.
