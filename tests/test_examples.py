@@ -236,6 +236,7 @@ def test_hybrid() -> None:
     assert len(re.findall(r"^rank \d: \d+ KB sent per step$", out, re.MULTILINE)) == 4, out
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_elastic(tmp_path: Path) -> None:
     """A training whose rank 0 was killed ends with the loss, to the last digit, of one that was left alone."""
