@@ -86,14 +86,8 @@ class SurvivingEngine(Engine):
 
         return job
 
-    def _submit(
-        self,
-        communicator: Communicator,
-        job: Callable[[], None],
-        reads: list[torch.Tensor | None],
-        producers: set[int],
-    ) -> Work | GpuWork:
-        return super()._submit(communicator, functools.partial(self._run_or_leave, job), reads, producers)
+    def _submit(self, communicator: Communicator, job: Callable[[], None], *rest: Any, **named: Any) -> Work | GpuWork:
+        return super()._submit(communicator, functools.partial(self._run_or_leave, job), *rest, **named)
 
     def _run_or_leave(self, job: Callable[[], None]) -> None:
         """Run ``job``; leave if it fails by itself: the next one would send what the others take for this one's."""
