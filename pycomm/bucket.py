@@ -118,8 +118,7 @@ class Bucket:
         if not dropped:
             return
         if self._is_aliased() or any(is_shared(self.views[i]) for i in dropped):
-            self.use(self._new_memory())
-            self._handed_out_uses = 0
+            self.renew()
             return
         for i in dropped:
             if is_held(self.views, i):
@@ -127,6 +126,11 @@ class Bucket:
                 kept.data = kept.clone(memory_format=torch.preserve_format)
                 del kept
                 self.views[i] = view_like(self.parts(self.memory)[i], self._params[i])
+
+    def renew(self) -> None:
+        """Go on in new memory, and leave the old one to those that have views of it."""
+        self.use(self._new_memory())
+        self._handed_out_uses = 0
 
     def is_kept(self) -> bool:
         """Return whether anything besides ``.grad`` refers to the gradients that were handed out."""

@@ -26,6 +26,11 @@ class Work:
         self._error: BaseException | None = None
         self._callbacks: deque[Callable[[], None]] = deque()
 
+    def run(self) -> None:
+        """Run the job, and end; whatever it raises, :meth:`wait` raises."""
+        self._run()
+        self._end()
+
     def is_completed(self) -> bool:
         """Return whether it has ended, successfully or not."""
         return self._done.is_set()
@@ -127,8 +132,7 @@ class Worker:
     def run_here(self, job: Callable[[], Any]) -> Work:
         """Run ``job`` now, on this thread; the returned work has ended."""
         work = Work(job)
-        work._run()
-        work._end()
+        work.run()
         return work
 
     def idle(self) -> bool:
@@ -138,6 +142,11 @@ class Worker:
     def is_current(self) -> bool:
         """Return whether the caller is itself a job of this worker."""
         return self._thread is threading.current_thread()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether further jobs are refused."""
+        return bool(self._refusal)
 
     def stop(self, patience: float) -> None:
         """Refuse further jobs, and wait for the queued ones for at most ``patience`` seconds."""

@@ -25,6 +25,7 @@ from pycomm.communicator import Communicator
 from pycomm.elastic.door import Request
 from pycomm.elastic.ledger import Ledger, open_file, open_ledger
 from pycomm.elastic.pulse import PATIENCE, Pulse, is_called, round_store
+from pycomm.elastic.roll import Roll, open_roll
 from pycomm.elastic.vitals import STOPPED_PATIENCE, Vitals
 from pycomm.errors import CommError
 from pycomm.torch_internals import PrefixStore, Store
@@ -127,30 +128,36 @@ class Membership:
         me: this rank's number.
         min_ranks: fewest ranks that go on.
         timeout: for how long a rank that is alive may be silent, in seconds.
+        calls_roll: whether ranks tell each other when they are ready.
 
     Attributes:
         world: ranks that belong to it, by the numbers that they got when they came.
         me: this rank's number.
         epoch: number of times that the world has changed.
         vitals: their processes.
+        roll: of those that are ready, if it is called.
     """
 
-    def __init__(self, ledger: Ledger, first: Place, me: int, min_ranks: int, timeout: float) -> None:
+    roll: Roll | None = None
+
+    def __init__(
+        self, ledger: Ledger, first: Place, me: int, min_ranks: int, timeout: float, calls_roll: bool = False
+    ) -> None:
         self.world: World = tuple(range(first.size))
         self.me = me
         self.epoch = 0
         self.vitals = Vitals()
         self._ledger, self._first = ledger, first
-        self._min_ranks, self._timeout = min_ranks, timeout
+        self._min_ranks, self._timeout, self._calls_roll = min_ranks, timeout, calls_roll
         self._round = 0
         self._numbers = first.size  # given so far
         self._pulse: Pulse | None = None  # where ranks are on several hosts
 
     @classmethod
-    def found(cls, communicator: Communicator, min_ranks: int) -> Membership:
+    def found(cls, communicator: Communicator, min_ranks: int, calls_roll: bool) -> Membership:
         """Make the membership of the first ranks, those of ``communicator``. Collective."""
         timeout = communicator.channel.timeout
-        made = cls(open_ledger(communicator), communicator.place, communicator.rank, min_ranks, timeout)
+        made = cls(open_ledger(communicator), communicator.place, communicator.rank, min_ranks, timeout, calls_roll)
         made._meet(communicator)
         return made
 
@@ -234,7 +241,7 @@ class Membership:
 
     @classmethod
     def accept(
-        cls, invitation: Mapping[str, Any], store: Store, min_ranks: int, timeout: float
+        cls, invitation: Mapping[str, Any], store: Store, min_ranks: int, timeout: float, calls_roll: bool
     ) -> tuple[Membership, Place]:
         """Return the membership that an :meth:`invitation` means, found in ``store``, and where its ranks meet.
 
@@ -249,7 +256,7 @@ class Membership:
             raise CommError.during("join", f"the rank that let it in has died: {error}", rank=world[-1]) from error
         ledger = Ledger(world[-1], store, name, file)
         first = Place(invitation["name"], store, len(world) - 1, world, invitation["backends"])
-        made = cls(ledger, first, world[-1], min_ranks, timeout)
+        made = cls(ledger, first, world[-1], min_ranks, timeout, calls_roll)
         made.world, made._round, made.epoch = world, invitation["round"], invitation["epoch"]
         made._numbers = invitation["numbers"]
         made.vitals.processes = {int(rank): process for rank, process in invitation["processes"].items()}
@@ -272,6 +279,8 @@ class Membership:
             self._pulse = Pulse(self._ledger.store, self.me, len(self.world))
         if self._pulse is not None:
             self._pulse.expect(self._round + 1)
+        if self._calls_roll:
+            self.roll = open_roll(communicator, self._ledger, communicator.place.name)
 
     def close(self) -> None:
         """Release the ledger."""

@@ -1,4 +1,4 @@
-"""Answers to what users ask of a Reducer."""
+"""Answers to what users, and other parts, ask of a Reducer."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from pycomm.communicator import Communicator
-from pycomm.compression.base import Exchange, Flag
+from pycomm.compression.base import Exchange, Flag, State
 from pycomm.reducer import norms
 from pycomm.reducer.arrivals import Waits
-from pycomm.reducer.buckets import method_stats, nonfinite_source
+from pycomm.reducer.buckets import method_stats, nonfinite_source, state_of
 from pycomm.reducer.parameters import ParameterTable
 from pycomm.reducer.progress import Progress
 from pycomm.reducer.verdicts import all_finite
@@ -26,11 +26,24 @@ class Answers:
     finite: Flag | None
     nonfinite_steps: torch.Tensor
     waits: Waits
+    _num_launched: int
 
     @property
     def world(self) -> tuple[int, ...]:
         """Ranks that take part, by the numbers that they got when they came."""
         return tuple(range(self.communicator.size))
+
+    def has_launched(self) -> bool:
+        """Return whether some of this pass's gradients have been sent."""
+        return self._num_launched > 0
+
+    def is_waited_for(self) -> bool:
+        """Return whether any bucket is in flight."""
+        return any(flight.work is not None for flight in self.table.flights)
+
+    def state(self) -> State:
+        """Return what this rank carries from step to step, by parameter (not copied)."""
+        return state_of(self.table.flights)
 
     def _exchanges(self) -> Iterator[Exchange]:
         return (flight.exchange for flight in self.table.flights)

@@ -8,24 +8,17 @@ step ends, on however many hosts they are.
 from __future__ import annotations
 
 import logging
-import mmap
-import os
 import statistics
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from pycomm.communicator import Communicator
+from pycomm.elastic.board import Board
 from pycomm.elastic.ledger import shared_file
 
 _LOG = logging.getLogger("pycomm")
-
-_TIME_BITS = 48  # microseconds, for nine years; the rest of a word numbers the reduction
-_SLOTS = 2
-"""A rank that has arrived at the next reduction has not written over this one: all must end it to get further."""
 
 _FACTOR = 10
 """How many times the usual wait is worth a warning."""
@@ -38,41 +31,6 @@ _REMEMBERED = 100
 _NOTHING = (0.0, 0.0, 0)
 _WARN_EVERY = 60.0
 """Seconds from one warning about a rank to the next."""
-
-
-class Board:
-    """Board of the ranks of one host: memory that all of them read, where each writes when it has arrived.
-
-    Args:
-        file: descriptor of the memory, which is closed.
-        rank, size: this one, and how many may write.
-    """
-
-    def __init__(self, file: int, rank: int, size: int) -> None:
-        self._rank, self.size = rank, size
-        num_bytes = size * _SLOTS * 8
-        try:
-            os.ftruncate(file, num_bytes)  # by all, to the same size
-            memory = mmap.mmap(file, num_bytes)
-        finally:
-            os.close(file)
-        # A word at a time is written, and read, as a whole.
-        self._words = np.frombuffer(memory, np.int64).reshape(size, _SLOTS)
-
-    def write(self, reduction: int) -> None:
-        """Write that this rank has arrived at ``reduction``."""
-        word = _number(reduction) << _TIME_BITS | time.monotonic_ns() // 1000
-        self._words[self._rank, reduction % _SLOTS] = word
-
-    def read(self, reduction: int) -> dict[int, float]:
-        """Return when ranks have arrived at ``reduction``, in seconds of a clock that all share; those that have."""
-        words = self._words[:, reduction % _SLOTS].tolist()
-        number, mask = _number(reduction), (1 << _TIME_BITS) - 1
-        return {rank: (word & mask) * 1e-6 for rank, word in enumerate(words) if word >> _TIME_BITS == number}
-
-
-def _number(reduction: int) -> int:
-    return reduction % 0x7FFF + 1  # positive, and not the 0 of a board on which nobody has written
 
 
 def open_board(communicator: Communicator, on_gpu: bool) -> Board | None:

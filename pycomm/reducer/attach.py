@@ -49,6 +49,7 @@ def attach(
     buffers: str = "local",
     on_failure: str = "raise",
     min_ranks: int = 1,
+    backup: int = 0,
     join: str | None = None,
     carry: Mapping[str, Any] | None = None,
     timeout: timedelta | float = DEFAULT_TIMEOUT,
@@ -105,6 +106,9 @@ def attach(
             are, and reduce the step again from the gradients that they have; ``backward()`` returns the mean over
             them. See ``Reducer.world`` and ``Reducer.on_change``. In CPU memory only, and not with DTensors.
         min_ranks: fewest ranks that go on; with fewer left, each of them gets the same CommError.
+        backup: number of ranks that need not be waited for, in every step: as soon as the others have all their
+            gradients, a rank goes on without its own, which it adds to those of its next step. See
+            ``docs/survival.md``; wants "shrink".
         join: address, "host:port", of the store in which other ranks have met, to become one more of them between
             two steps. Such a process calls no ``init_process_group``. It gets all state from them, and takes part
             in its first step with weight zero. Wants "shrink", on all ranks.
@@ -136,6 +140,7 @@ def attach(
         buffers=buffers,
         on_failure=on_failure,
         min_ranks=min_ranks,
+        backup=backup,
     )
     request = _check_request(settings, optimizer, model_or_named_parameters)
     if join is not None:
@@ -188,7 +193,7 @@ def _attach_all(
     """Attach on all ranks together, or on none of them; nothing is left behind then."""
     communicator = Communicator(process_group, timeout)
     try:
-        settings, table = agreed(communicator, _check_sharding(request, process_group))
+        settings, table = agreed(communicator, _check_ranks(request, process_group))
         _make_equal(communicator, table, settings)
         lanes = open_lanes(communicator, settings, table.on_gpu)
         return _attach_over(lanes, settings, table, carry)
@@ -207,15 +212,20 @@ def _join(request: _Request, address: str, carry: Mapping[str, Any], timeout: ti
     return join_ranks(address, table, settings, carry, seconds_of(timeout))
 
 
-def _check_sharding(request: _Request, process_group: dist.ProcessGroup | DeviceMesh | None) -> _Request:
-    """Return ``request``, or the error that a DTensor laid over the ranks of ``process_group`` causes."""
+def _check_ranks(request: _Request, process_group: dist.ProcessGroup | DeviceMesh | None) -> _Request:
+    """Return ``request``, or the error that it causes with the ranks of ``process_group``.
+
+    Those of a DTensor that is laid over them, or too few of them.
+    """
     if isinstance(request, Exception):
         return request
-    table = request[1]
+    settings, table = request
     table.ranks = tuple(dist.get_process_group_ranks(group_of(process_group)))
     try:
         check_sharding(dict(table.named()), table.ranks)
-    except TypeError as error:
+        if 0 < len(table.ranks) <= settings.backup:
+            raise ValueError(f"backup={settings.backup} wants more ranks than the {len(table.ranks)} that there are")
+    except (TypeError, ValueError) as error:
         return error
     return request
 

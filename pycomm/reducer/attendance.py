@@ -52,7 +52,8 @@ class Attendance:
             threshold was unusable, which costs another read) and their ratio ``miss_rate``. With
             ``on_failure="shrink"`` also ``recoveries``, a list of dicts: ``step`` (number of reductions before
             it), ``seconds`` (from the failure on this rank until the ranks that are left could go on), ``left``
-            (what became of the others, by their numbers) and ``world``, as it was afterwards.
+            (what became of the others, by their numbers) and ``world``, as it was afterwards. With
+            ``backup`` also ``late``, the number of steps that went on without gradients of this rank.
 
             ``waits`` says who holds up the others. ``["by_rank"][r]`` is what rank r of :attr:`world` has cost them:
             ``seconds`` in all, the ``longest`` time in one reduction, in seconds, and ``times``, the number of

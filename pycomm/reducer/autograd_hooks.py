@@ -49,6 +49,7 @@ class ModelHooks:
         before_step: called before each step, but after its closure.
         stepped: called before a closure runs for the first time.
         watcher: object to call before each forward of the module.
+        after_step: called after each step.
     """
 
     def __init__(
@@ -58,8 +59,11 @@ class ModelHooks:
         before_step: Callable[[], None],
         stepped: Callable[[], None],
         watcher: Watcher,
+        after_step: Callable[[], None] | None = None,
     ) -> None:
         self._handles: list[Any] = [optimizer.register_step_pre_hook(step_hook(before_step, stepped))]
+        if after_step is not None:
+            self._handles.append(optimizer.register_step_post_hook(lambda *_: after_step()))
         self._uncovered: Uncovered | None = None
         if module is not None:
             self._handles.append(module.register_forward_pre_hook(ForwardHook(watcher.before_forward)))

@@ -14,7 +14,7 @@ from pycomm.reducer.parts import join_parts, select_parts
 
 _FORMAT = 3
 _KEYS = {"format", "method", "world_size", "steps", "ranks"}
-CONTRIBUTIONS = ("residual", "velocity")
+CONTRIBUTIONS = ("residual", "velocity", "late")
 """Keys of state whose sum over the ranks counts; all other state is equal on all ranks."""
 
 

@@ -119,17 +119,15 @@ class Engine(Answers):
     def open_door(self) -> None:
         """Let in a newcomer that waits, if ranks may come later."""
 
+    def stand_in(self) -> None:
+        """Prepare to go on without this rank's gradients in the next step, if it need not be waited for."""
+
+    def stand_down(self) -> None:
+        """Let operations of the main thread come before the next step again; see :meth:`stand_in`."""
+
     def recover(self, error: CommError) -> bool:
         """Raise ``error``, after which nothing goes on here."""
         raise error
-
-    def has_launched(self) -> bool:
-        """Return whether some of this pass's gradients have been sent."""
-        return self._num_launched > 0
-
-    def is_waited_for(self) -> bool:
-        """Return whether any bucket is in flight."""
-        return any(flight.work is not None for flight in self.table.flights)
 
     def drop_launched(self) -> None:
         """Forget a pass that ended with an exception; only if no other rank waits for the rest of it."""

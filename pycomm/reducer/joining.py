@@ -13,6 +13,7 @@ from pycomm.elastic.membership import Membership
 from pycomm.elastic.vitals import this_process
 from pycomm.errors import CommError
 from pycomm.optim.attached import register
+from pycomm.reducer.backup import BackupEngine
 from pycomm.reducer.lanes import open_lanes
 from pycomm.reducer.newcomers import lines_of, share_state
 from pycomm.reducer.parameters import ParameterTable
@@ -32,10 +33,15 @@ def surviving_engine(
 ) -> SurvivingEngine:
     """Return the engine by which the ranks of ``lanes`` go on without lost ones, and with newcomers. Collective."""
     communicator = lanes[0]
-    membership = Membership.found(communicator, settings.min_ranks)
+    membership = Membership.found(communicator, settings.min_ranks, settings.backup > 0)
     door = _door(membership, membership.store, next(_indices), lines_of(settings, table, carry))
     survival = Survival(membership, communicator, table, settings, door, carry)
-    return SurvivingEngine(table, lanes, settings, survival)
+    return _engine_class(settings)(table, lanes, settings, survival)
+
+
+def _engine_class(settings: Settings) -> type[SurvivingEngine]:
+    """Return the engine that ``settings`` want."""
+    return BackupEngine if settings.backup > 0 else SurvivingEngine
 
 
 def _door(membership: Membership, store: Store, index: int, lines: Sequence[tuple[str, str]]) -> Door:
@@ -63,7 +69,7 @@ def join(address: str, table: ParameterTable, settings: Settings, carry: Mapping
 def _join(guest: Guest, table: ParameterTable, settings: Settings, carry: Mapping[str, Any], timeout: float) -> Reducer:
     lines = lines_of(settings, table, carry)
     answer = guest.ask(this_process(), lines)
-    membership, place = Membership.accept(answer, guest.store, settings.min_ranks, timeout)
+    membership, place = Membership.accept(answer, guest.store, settings.min_ranks, timeout, settings.backup > 0)
     with contextlib.ExitStack() as until_joined:
         until_joined.callback(membership.close)
         communicator = communicator_at(place, timeout)
@@ -74,7 +80,7 @@ def _join(guest: Guest, table: ParameterTable, settings: Settings, carry: Mappin
         door.pass_by(answer["request"])
         until_joined.callback(door.close)
         survival = Survival(membership, communicator, table, settings, door, carry)
-        engine = SurvivingEngine(table, lanes, settings, survival)
+        engine = _engine_class(settings)(table, lanes, settings, survival)
         plain = share_state(communicator, engine.carried(), newcomer=True)
         until_joined.pop_all()
     table.ranks = membership.world

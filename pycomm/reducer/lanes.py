@@ -22,7 +22,8 @@ _FIRST_BYTES = 1 << 20
 def open_lanes(communicator: Communicator, settings: Settings, on_gpu: bool) -> list[Communicator]:
     """Return the lanes, ``communicator`` the first of them, which closes the others with itself. Collective.
 
-    ``Auto`` has one: it measures the link, which nothing else may use meanwhile.
+    ``Auto`` has one: it measures the link, which nothing else may use meanwhile. So have ranks that need not be waited
+    for, as one thread decides which buckets go without them.
 
     Args:
         communicator: of the attach.
@@ -31,6 +32,8 @@ def open_lanes(communicator: Communicator, settings: Settings, on_gpu: bool) -> 
     """
     lanes = [communicator]
     if on_gpu or not is_remote(communicator) or isinstance(settings.compression, Auto):
+        return lanes
+    if settings.backup > 0:
         return lanes
     while len(lanes) < _NUM_LANES:
         lane = communicator_beside(communicator)

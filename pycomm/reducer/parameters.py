@@ -117,14 +117,16 @@ class ParameterTable:
             first_bytes=first_bytes(lanes, settings, self.on_gpu),
         )
 
-    def find_new(self, communicator: Communicator) -> bool:
-        """Find parameters added by ``add_param_group`` or unfrozen; return whether there are any to admit.
+    def has_new(self) -> bool:
+        """Return whether parameters were added by ``add_param_group`` or unfrozen, which :meth:`find_new` finds."""
+        return bool(self._added() or self.unfrozen())
 
-        Called at the same points of the program on all ranks. Collective if there are any.
-        """
-        added = [p for p in optimizer_parameters(self.optimizer) if not self.knows(p)]
-        if not added and not self.unfrozen():
-            return False
+    def _added(self) -> list[torch.Tensor]:
+        return [p for p in optimizer_parameters(self.optimizer) if not self.knows(p)]
+
+    def find_new(self, communicator: Communicator) -> None:
+        """Find parameters that are new, which :meth:`admit` then returns. Collective, where all ranks find some."""
+        added = self._added()
         names = {} if self.module is None else {id(p): name for name, p in self.module.named_parameters()}
         number = len(self._slots) + len(self._frozen)
         new = {names.get(id(p), f"added.{number + i}"): p for i, p in enumerate(added)}
@@ -134,7 +136,6 @@ class ParameterTable:
         lines = [f"{s.name}: {signature(s.param)}" for s in self.unfrozen()] + list(new)
         check_same_lines(communicator, lines, "new parameter")
         broadcast_tensors(communicator, new.values(), src=0)
-        return True
 
     def require_no_unknown_gradients(self) -> None:
         """Raise RuntimeError if a parameter got a gradient before it was admitted."""

@@ -59,7 +59,9 @@ class Passes:
 
     def find_new_parameters(self) -> None:
         """Admit parameters that were added or unfrozen. Collective, if there are any."""
-        if self._table.find_new(self._communicator):
+        if self._table.has_new():
+            self._engine.stand_down()
+            self._table.find_new(self._communicator)
             self.hook(self._table.admit())
 
     def before_forward(self) -> None:
@@ -100,6 +102,11 @@ class Passes:
         self._local.require_gone("optimizer.step() would move this rank's parameters alone")
         self._table.require_no_unknown_gradients()
         self._progress.stepped()
+
+    def stepped(self) -> None:
+        """Note that ``optimizer.step()`` has returned."""
+        if not self._window.is_open and not self.stopped:
+            self._engine.stand_in()
 
     # Callbacks of autograd.
 
@@ -148,6 +155,7 @@ class Passes:
     def flush(self) -> None:
         """Reduce a ragged last window; see ``Reducer.flush``."""
         self.require_taking_part()
+        self._engine.stand_down()
         self._open_door()
         if not self._end_early():
             return
@@ -195,6 +203,7 @@ class Passes:
         if self.stopped or self._communicator.size == 1 or torch.compiler.is_compiling():
             return
         self.stopped = str(error)
+        self._engine.stand_down()
         if self._engine.survival is not None:
             self._engine.survival.leave(f"gave up: {self.stopped}")
         self._communicator.channel.abandon(self.stopped, in_step=not self._engine.is_waited_for())

@@ -13,7 +13,6 @@ from pycomm.optim.attached import forget
 from pycomm.reducer import clipping
 from pycomm.reducer.attendance import Attendance
 from pycomm.reducer.autograd_hooks import ModelHooks
-from pycomm.reducer.buckets import state_of
 from pycomm.reducer.checkpoint import gather_state, select_state
 from pycomm.reducer.engine import Engine
 from pycomm.reducer.module_buffers import BufferSync
@@ -57,7 +56,8 @@ class Reducer(Attendance):
         self._passes.hook(self._table.slots())
         self._passes.hook(self._table.admit())
         self._passes.model_hooks = ModelHooks(
-            self.optimizer, self.module, self._before_step, self._progress.stepped, self
+            *(self.optimizer, self.module, self._before_step, self._progress.stepped, self),
+            after_step=self._after_step if self._settings.backup > 0 else None,
         )
         if self.module is not None and self._settings.buffers != "local":
             self._engine.buffers = BufferSync(self.module, self._settings.buffers, self._communicator)
@@ -70,6 +70,9 @@ class Reducer(Attendance):
 
     def _before_step(self) -> None:
         self._passes.require_averaged()
+
+    def _after_step(self) -> None:
+        self._passes.stepped()
 
     def before_forward(self) -> None:
         """Admit new parameters, and refuse wrappers that average these too. Called by a hook of the module."""
@@ -138,9 +141,12 @@ class Reducer(Attendance):
 
         Raises:
             TypeError, ValueError: ``num_samples`` is not a finite number, or is negative; or, inside an accumulation
-                window, it is 0 or the window began without it. On every rank, from ``backward()``: all weights are 0.
+                window, it is 0 or the window began without it; or ``backup`` is in use, which it does not go with. On
+                every rank, from ``backward()``: all weights are 0.
         """
         self._require_attached()
+        if self._settings.backup > 0:
+            raise ValueError("set_weight does not go with backup: a gradient that comes late would have no weight")
         self._passes.forget_abandoned()
         factor = self._window.weights.set(num_samples, self._window.num_passes)
         if self._idle:
@@ -210,7 +216,7 @@ class Reducer(Attendance):
         """
         self._require_attached()
         method, steps = self._settings.compression, int(self._engine.committed_steps)
-        return gather_state(state_of(self._table.flights), method, self._communicator, steps, self._table.labels())
+        return gather_state(self._engine.state(), method, self._communicator, steps, self._table.labels())
 
     def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]], *, strict: bool = True) -> None:
         """Load state that :meth:`state_dict` returned.
@@ -227,7 +233,7 @@ class Reducer(Attendance):
             ValueError: a single dict is of another rank or world size, or method, names or shapes do not match.
         """
         self._require_attached()
-        current, method = state_of(self._table.flights), self._settings.compression
+        current, method = self._engine.state(), self._settings.compression
         chosen, steps = select_state(state, current, method, self._communicator, strict, self._table.labels())
         self._engine.load_state(chosen, steps)
 

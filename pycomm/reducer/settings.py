@@ -29,6 +29,7 @@ class Settings:
     buffers: str = "local"
     on_failure: str = "raise"
     min_ranks: int = 1
+    backup: int = 0
 
     @property
     def survives(self) -> bool:
@@ -50,6 +51,7 @@ class Settings:
             f"buffers={self.buffers}",
             f"on_failure={self.on_failure}",
             f"min_ranks={self.min_ranks}",
+            f"backup={self.backup}",
         ]
 
 
@@ -68,13 +70,14 @@ def checked_settings(
     buffers: str,
     on_failure: str,
     min_ranks: int,
+    backup: int,
 ) -> Settings:
     """Return the arguments of ``attach`` as checked settings.
 
     Raises:
         TypeError, ValueError: an argument is wrong; it is named.
     """
-    return Settings(
+    settings = Settings(
         compression=checked_method(compression),
         bucket_bytes=int(positive("bucket_mb", bucket_mb) * 2**20),
         accumulate=count("accumulate", accumulate, 1),
@@ -87,7 +90,28 @@ def checked_settings(
         buffers=_buffers(buffers, model),
         on_failure=_on_failure(on_failure),
         min_ranks=count("min_ranks", min_ranks, 1),
+        backup=count("backup", backup, 0),
     )
+    if settings.backup > 0:
+        _check_backup(settings)
+    return settings
+
+
+def _check_backup(settings: Settings) -> None:
+    """Raise ValueError if ``settings`` do not go with ranks that are not waited for, whose gradients come later."""
+    unsuitable = {
+        f'on_failure="{settings.on_failure}"': not settings.survives,
+        f"accumulate={settings.accumulate}": settings.accumulate > 1,
+        "a loss_scaler": settings.loss_scaler is not None,
+        f"clip_local_norm={settings.clip_local_norm}": settings.clip_local_norm is not None,
+        f'buffers="{settings.buffers}"': settings.buffers != "local",
+    }
+    for what, is_unsuitable in unsuitable.items():
+        if is_unsuitable:
+            raise ValueError(
+                f"backup={settings.backup} does not go with {what}: it takes one backward() per step and ranks that "
+                'survive failures (on_failure="shrink"), and sends gradients in a later step, as they are'
+            )
 
 
 def checked_method(compression: Any) -> Compression:

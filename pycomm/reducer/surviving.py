@@ -63,7 +63,10 @@ class SurvivingEngine(Engine):
             self.buffers.keeps = True
         super().launch_rest()
         if self._commit_work is None:
-            self._commit_work = self._submit(self.communicator, self._commit_job(), [], set())
+            self._launch_commit()
+
+    def _launch_commit(self) -> None:
+        self._commit_work = self._submit(self.communicator, self._commit_job(), [], set())
 
     def _commit_job(self) -> Callable[[], None]:
         works = [flight.work for flight in self.table.flights] + [self._buffer_work]
@@ -78,13 +81,18 @@ class SurvivingEngine(Engine):
         return job
 
     def _exchange_of(self, flight: BucketInFlight, grads: list[torch.Tensor | None], number: int) -> Callable[[], None]:
-        exchange = super()._exchange_of(flight, grads, number)
+        sent = list(grads)
+        exchange = super()._exchange_of(flight, sent, number)
 
         def job() -> None:
             self.survival.keep(flight, grads)
+            self._complete(flight, sent)
             exchange()
 
         return job
+
+    def _complete(self, flight: BucketInFlight, grads: list[torch.Tensor | None]) -> None:
+        """Add to ``grads``, which are about to be sent, what else this rank has to contribute."""
 
     def _submit(self, communicator: Communicator, job: Callable[[], None], *rest: Any, **named: Any) -> Work | GpuWork:
         return super()._submit(communicator, functools.partial(self._run_or_leave, job), *rest, **named)

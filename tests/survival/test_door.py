@@ -51,4 +51,4 @@ def test_a_broken_connection_to_the_store_is_made_anew(store: TCPStore) -> None:
 def test_a_newcomer_whose_host_has_died_meanwhile_learns_it(store: TCPStore) -> None:
     invitation = {"ledger": ["name", "/proc/999999999/fd/3"], "world": [0, 1]}
     with pytest.raises(CommError, match="the rank that let it in has died"):
-        Membership.accept(invitation, store, 1, 1.0)
+        Membership.accept(invitation, store, 1, 1.0, calls_roll=False)
