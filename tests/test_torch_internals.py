@@ -271,7 +271,7 @@ def test_process_groups() -> None:
     assert not isinstance(torch_internals.root_store(store), torch_internals.PrefixStore)
     assert torch_internals.backend_of(world, torch.device("cpu")) is not None
     assert torch_internals.backend_of(world, torch.device("meta")) is None
-    made = torch_internals.make_process_group(store, 0, [0], "gloo", "pycomm/test", 10.0)
+    made = torch_internals.make_process_group(store, 0, [0], "gloo", "pycomm/test", 10.0, 9.0)
     torch_internals.number_process_group(made, [0])
     assert dist.get_global_rank(made, 0) == 0
     x = torch.ones(2)

@@ -212,7 +212,8 @@ def _judge(lost: list[Member], victims: list[Member], result: Result) -> None:
             result.problems.append(f"rank {member.number} was lost too: {member.end}")
         elif member is victims[0] and not str(member.end).startswith("died (-9"):
             result.notes.append(str(member.end))
-    if KINDS[result.kind].loses and victims[0] not in lost:
+    must_be_lost = KINDS[result.kind].loses and not (result.kind == "long stop" and result.case.hosts)
+    if must_be_lost and victims[0] not in lost:
         result.problems.append(f"rank {victims[0].number} was not lost")
     if result.kind == "long stop" and victims[0] in lost and "left behind" not in str(victims[0].end):
         result.problems.append(f"rank {victims[0].number} was not told that it was left behind: {victims[0].end}")

@@ -5,11 +5,11 @@
     python -m bench.chaos --every 5.5 | --averaging | --seeds | --cuts [--json FILE]
 
 Faults, one after the other, at random moments of training: a rank is killed, stopped for 0.1 s (which it may survive)
-or for 2 s (which it must not, and learns), loses all its connections, has no more memory, or its script raises. They
-happen in forward, in a hook of backward, on the communication thread within an exchange, at the commit of a step, in
-optimizer.step, while ranks recover from another one's death, and while they let a newcomer in. After each, the ranks
-that are left must go on, equal to the bit after every step; newcomers take the places of the lost, and nobody may hold
-more memory, descriptors, mappings or threads than at first. "went on": from the fault until the slowest of them has
+or for 2 s (which on one host it must not, and learns), loses all its connections, has no more memory, or its script
+raises. They happen in forward, in a hook of backward, on the communication thread within an exchange, at the commit of
+a step, in optimizer.step, while ranks recover from another one's death, and while they let a newcomer in. After each,
+the ranks that are left must go on, equal to the bit after every step; newcomers take the places of the lost, and nobody
+may hold more memory, descriptors, mappings or threads than at first. "went on": from the fault until the slowest of them has
 ended its next step; "noticed": until the last of them knew. With two hosts, which are invented, there is no memory
 that all ranks share.
 

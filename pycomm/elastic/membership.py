@@ -33,6 +33,12 @@ from pycomm.transport.own_group import Place
 
 _POLL = 0.002  # seconds
 
+_TO_MEET = 2.0
+_TO_MEET_PER_RANK = 0.02
+"""Seconds in which ranks that have just agreed to meet do so. After that they agree anew, and give each other more."""
+_TO_JOIN = 10.0
+"""Seconds in which a newcomer that has asked to be let in comes."""
+
 World = tuple[int, ...]
 
 
@@ -150,6 +156,7 @@ class Membership:
         self._ledger, self._first = ledger, first
         self._min_ranks, self._timeout, self._calls_roll = min_ranks, timeout, calls_roll
         self._round = 0
+        self._meetings = 0  # since the last one in which all came
         self._numbers = first.size  # given so far
         self._pulse: Pulse | None = None  # where ranks are on several hosts
 
@@ -206,12 +213,15 @@ class Membership:
 
     def place(self) -> Place:
         """Return where the ranks that have agreed meet."""
-        return self._place(f"epoch/{self._round}")
+        patience = (_TO_MEET + _TO_MEET_PER_RANK * len(self.world)) * 2 ** min(self._meetings, 10)
+        self._meetings += 1
+        return self._place(f"epoch/{self._round}", patience)
 
     def settle(self, communicator: Communicator) -> None:
         """Go on with the ranks of ``communicator``, which have met. Collective."""
         self._meet(communicator)
         self.epoch += 1
+        self._meetings = 0
 
     # Newcomers.
 
@@ -220,7 +230,7 @@ class Membership:
         number, self._numbers = self._numbers, self._numbers + 1
         self.vitals.processes[number] = request.process
         self.world += (number,)
-        return self._place(f"join/{request.number}")
+        return self._place(f"join/{request.number}", _TO_JOIN)
 
     def dismiss(self) -> None:
         """Undo :meth:`admit`: the newcomer did not come."""
@@ -260,9 +270,9 @@ class Membership:
         made.world, made._round, made.epoch = world, invitation["round"], invitation["epoch"]
         made._numbers = invitation["numbers"]
         made.vitals.processes = {int(rank): process for rank, process in invitation["processes"].items()}
-        return made, made._place(f"join/{invitation['request']}")
+        return made, made._place(f"join/{invitation['request']}", _TO_JOIN)
 
-    def _place(self, name: str) -> Place:
+    def _place(self, name: str, patience: float) -> Place:
         return dataclasses.replace(
             self._first,
             name=f"{self._first.name}/{name}",
@@ -270,6 +280,7 @@ class Membership:
             rank=self.world.index(self.me),
             ranks=self.world,
             lost=self._lost,
+            patience=patience,
         )
 
     def _meet(self, communicator: Communicator) -> None:

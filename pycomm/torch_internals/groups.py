@@ -36,9 +36,17 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
 
 
 def make_process_group(
-    store: Store, rank: int, ranks: Sequence[int], backend: str, name: str, timeout: float
+    store: Store,
+    rank: int,
+    ranks: Sequence[int],
+    backend: str,
+    name: str,
+    timeout: float,
+    patience: float,
 ) -> dist.ProcessGroup:
     """Make a group called ``name`` of the global ``ranks``, which meet in ``store``. Collective among them.
+
+    ``timeout`` is that of its operations, ``patience`` that of the meeting.
 
     ``torch.distributed.new_group(..., use_local_synchronization=True)`` is the public function for a group
     that only its members create. It derives the name from the number of groups that the process has: a
@@ -53,8 +61,10 @@ def make_process_group(
         dist.Backend(backend),
         PrefixStore(name, store),
         group_name=name,
-        timeout=timedelta(seconds=timeout),
+        timeout=timedelta(seconds=patience),
     )[0]
+    if patience != timeout:
+        made._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=timeout))
     return made
 
 
@@ -93,5 +103,8 @@ def number_process_group(made: dist.ProcessGroup, ranks: Sequence[int]) -> None:
 
 
 def owns_process_group(group: dist.ProcessGroup) -> bool:
-    """Return whether torch still has ``group``: ``destroy_process_group()`` takes all groups with it."""
-    return dist.is_initialized() and group in distributed_c10d._world.pg_map
+    """Return whether torch still has ``group``: ``destroy_process_group()`` takes all groups with it.
+
+    A process that was never initialised may have groups, too: newcomers make theirs without a default group.
+    """
+    return group in distributed_c10d._world.pg_map

@@ -39,7 +39,7 @@ def choose_transport(place: Place, wanted: str, timeout: float, problem: Excepti
     Args:
         place: where the ranks meet.
         wanted: one of ``TRANSPORTS``.
-        timeout: limit of the whole rendezvous, in seconds.
+        timeout: limit of the whole rendezvous, in seconds, unless ``place`` has a shorter one; and of operations.
         problem: error in this rank's arguments, if any; raised once the other ranks have been told, which
             get a ValueError.
 
@@ -50,7 +50,8 @@ def choose_transport(place: Place, wanted: str, timeout: float, problem: Excepti
         CommError: a rank did not arrive in time, or failed.
         OSError, MemoryError: this machine refused sockets or memory.
     """
-    with _turn_of(place, timeout), _meeting_at(place, timeout) as meeting:
+    patience = min(timeout, place.patience)
+    with _turn_of(place, patience), _meeting_at(place, patience) as meeting:
         with contextlib.ExitStack() as open_sockets:
             try:
                 listener = open_sockets.enter_context(listen(meeting.size))
@@ -66,7 +67,7 @@ def choose_transport(place: Place, wanted: str, timeout: float, problem: Excepti
                 log_walls(place.rank, greetings, kind)
             try:
                 transport = _make(kind, place, meeting, listener, greetings, hosts, timeout)
-                _wait_until_ready(transport, timeout)
+                _wait_until_ready(transport, patience)
             except BaseException as error:
                 if isinstance(error, CommError):
                     meeting.check(late=True)  # raises the reason that another rank reports, if one does
@@ -76,8 +77,8 @@ def choose_transport(place: Place, wanted: str, timeout: float, problem: Excepti
         return transport
 
 
-def _meeting_at(place: Place, timeout: float) -> Meeting:
-    return Meeting(place.store, place.rank, place.size, timeout, place.stranger, place.lost)
+def _meeting_at(place: Place, patience: float) -> Meeting:
+    return Meeting(place.store, place.rank, place.size, patience, place.stranger, place.lost)
 
 
 def _kind_of(wanted: str, hosts: Hosts, greetings: Sequence[Mapping[str, Any]]) -> str:

@@ -7,6 +7,7 @@ communicators, which would end in a hang or, over Gloo, in an abort of the proce
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -38,6 +39,8 @@ class Place:
         ranks: global ranks of its members, in the group's order.
         backends: its backends by device, as torch writes them: "cpu:gloo,cuda:nccl".
         lost: returns what became of a rank that will not come, ``None`` for all that may; if anything can tell.
+        patience: seconds in which they meet here, if that is less than the timeout of their operations: between hosts
+            nothing tells of a rank that dies on its way.
     """
 
     name: str
@@ -46,6 +49,7 @@ class Place:
     ranks: Sequence[int]
     backends: str
     lost: Callable[[int], str | None] | None = None
+    patience: float = math.inf
 
     @property
     def size(self) -> int:
@@ -130,11 +134,12 @@ def own_group(place: Place, name: str, timeout: float) -> dist.ProcessGroup:
     """
     backend = cpu_backend_of(place)
     require_own_group(place)
+    patience = min(timeout, place.patience)
     try:
-        made = make_process_group(place.store, place.rank, place.ranks, backend, name, timeout)
+        made = make_process_group(place.store, place.rank, place.ranks, backend, name, timeout, patience)
     except RuntimeError as error:
         what = f"a process group of pycomm's own could not be made: {error}"
-        raise CommError.during("rendezvous", what, rank=place.rank, elapsed=timeout) from error
+        raise CommError.during("rendezvous", what, rank=place.rank, elapsed=patience) from error
     number_process_group(made, place.ranks)
     return made
 

@@ -1,4 +1,4 @@
-"""The short form of ``bench.chaos``: faults of all kinds on one host."""
+"""The short form of ``bench.chaos``: faults of all kinds."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ def survive(cases: list[Case], faults: list[tuple[str, str]], seed: int) -> None
 
 def test_training_goes_on_on_one_host() -> None:
     survive([Case("dense", 3, "")], SHORT, 1)
+
+
+def test_training_goes_on_on_two_hosts() -> None:
+    faults = [("kill", "exchange"), ("raise", "hook"), ("sockets", "commit"), ("kill", "recovery"), ("memory", "hook")]
+    survive([Case("topk", 4, "ab")], faults, 3)
 
 
 @pytest.mark.slow
