@@ -2,21 +2,22 @@
 
     python -m bench.chaos [--faults 200] [--seed 0] [--ranks 3,4,5,6] [--methods dense,topk,dgc,powersgd]
                           [--hosts one|two] [--json FILE]
-    python -m bench.chaos --every 5.5 | --averaging | --seeds | --cuts [--json FILE]
+    python -m bench.chaos --every 5.5 | --averaging | --seeds | --residuals | --cuts [--json FILE]
 
 Faults, one after the other, at random moments of training: a rank is killed, stopped for 0.1 s (which it may survive)
 or for 2 s (which on one host it must not, and learns), loses all its connections, has no more memory, or its script
 raises. They happen in forward, in a hook of backward, on the communication thread within an exchange, at the commit of
 a step, in optimizer.step, while ranks recover from another one's death, and while they let a newcomer in. After each,
 the ranks that are left must go on, equal to the bit after every step; newcomers take the places of the lost, and nobody
-may hold more memory, descriptors, mappings or threads than at first. "went on": from the fault until the slowest of them has
-ended its next step; "noticed": until the last of them knew. With two hosts, which are invented, there is no memory
-that all ranks share.
+may hold more memory, descriptors, mappings or threads than at first. "went on": from the fault until the slowest of
+them has ended its next step; "noticed": until the last of them knew. With two hosts, which are invented, there is no
+memory that all ranks share.
 
 --every: steps a second where a rank is killed each so many steps on average and another one is started in its place,
 beside the same without deaths. Steps sleep, so that cores are no resource. --averaging: likewise, 32 ranks that train
 by themselves and average their parameters each 50 steps, through 60 deaths. --seeds: the loss after 20 deaths, beside
-the spread of the seeds without. --cuts: the link is cut between two hosts made of network namespaces (root), the
+the spread of the seeds without. --residuals: a simulation in one process of what it is worth to keep the residuals of
+ranks that die, and what that takes. --cuts: the link is cut between two hosts made of network namespaces (root), the
 store on the first one's side.
 """
 
@@ -34,6 +35,7 @@ from bench.chaos.campaign import Result, cases_of, plan, run_all
 from bench.chaos.cuts import cut_links
 from bench.chaos.faults import KINDS
 from bench.chaos.ranks import METHODS
+from bench.chaos.residuals import compare_fates
 from bench.common.arguments import counts, plain_parser, positive
 from bench.slow_network.namespaces import available
 from pycomm.cli.bench.results import headline, write_json
@@ -47,6 +49,8 @@ def main() -> None:
     settings = {key: value for key, value in vars(arguments).items() if key != "json"}
     if arguments.cuts:
         figures, is_right = _cuts(arguments)
+    elif arguments.residuals:
+        figures, is_right = compare_fates(arguments.seed), True
     elif arguments.every or arguments.averaging or arguments.seeds:
         figures = _rates(arguments)
         is_right = not figures["problems"]
@@ -137,6 +141,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="also write the figures to FILE", metavar="FILE")
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument("--every", type=float, metavar="STEPS", help="steps a second with a death each so many steps")
+    modes.add_argument("--residuals", action="store_true", help="simulate what residuals of the dead are worth")
     modes.add_argument("--averaging", action="store_true", help="averages a second of 32 ranks with deaths")
     modes.add_argument("--seeds", action="store_true", help="loss after deaths beside the spread of seeds")
     modes.add_argument("--cuts", action="store_true", help="cut the link between two hosts (root)")

@@ -9,6 +9,7 @@ import faulthandler
 import hashlib
 import logging
 import os
+import random
 import signal
 import threading
 import time
@@ -51,7 +52,7 @@ class Setup:
         namespace: of the network that it really is in; empty for this process's.
         pause: seconds of a step in which it does nothing.
         local_steps: steps that it makes by itself before each average of parameters; 0: gradients are averaged.
-        seed: of its samples.
+        seed: of the model and its samples.
         timeout: of pycomm's operations.
     """
 
@@ -79,15 +80,17 @@ class Steps:
         self.number = state["number"]
 
 
-def model_of() -> nn.Sequential:
+def model_of(seed: int) -> nn.Sequential:
     """Return the model, equal on all ranks."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 5))
 
 
 def batch(number: int, step: int, seed: int = 0, count: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``count`` samples of the rank with that ``number`` in a step."""
-    x = torch.randn(count, 20, generator=torch.Generator().manual_seed((seed << 40) + (step << 12) + number))
+    # torch seeds its generator with 32 bits: they have to come from all three numbers.
+    mixed = random.Random(f"{seed}/{step}/{number}").getrandbits(32)
+    x = torch.randn(count, 20, generator=torch.Generator().manual_seed(mixed))
     return x, torch.sin(2 * x[:, :5])
 
 
@@ -163,7 +166,7 @@ class Trainee:
 
     def __init__(self, setup: Setup, steps: Steps, trap: Trap, tell: Any) -> None:
         self._setup, self._steps, self._trap, self._tell = setup, steps, trap, tell
-        self.model = model_of()
+        self.model = model_of(setup.seed)
         momentum = 0.0 if setup.method == "dgc" else 0.9
         rate = 1.0 if setup.local_steps else 0.02
         self.optimizer = torch.optim.SGD(self.model.parameters(), rate, momentum=0.0 if setup.local_steps else momentum)
