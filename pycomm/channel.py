@@ -25,6 +25,11 @@ from pycomm.transport.nccl import NcclTransport
 from pycomm.worker import Work, Worker
 
 
+_PATIENCE = 5.0
+_PATIENCE_AFTER_FAILURE = 0.5
+"""Seconds for operations in progress when a channel is closed; after a failure they wait in vain."""
+
+
 class Channel:
     """Channel that passes operations to the transport, or to a GPU's stream, in the order of the calls.
 
@@ -199,16 +204,17 @@ class Channel:
         """
         if self._pid != os.getpid() or not self._once.acquire(blocking=False):
             return
+        patience = _PATIENCE if reason is None else _PATIENCE_AFTER_FAILURE
         for companion in self.companions:
             companion.close(reason)
         if self.worker.idle() or not self.transport.interruptible:
-            self.worker.stop(patience=5.0)
+            self.worker.stop(patience)
         for queue in self._gpus.values():
             queue.close()
         self._gpus.clear()
         self.transport.close(reason or "it closed its communicator")
         if self.transport.interruptible:
-            self.worker.stop(patience=5.0)
+            self.worker.stop(patience)
 
 
 def _refusal(rank: int, why: str) -> CommError:

@@ -155,7 +155,7 @@ class Survival:
             reason = f"it goes on without others: {error}"
             if not isinstance(error, DamageError):  # then nobody waits, and a rank that was slower shall learn it, too
                 self._communicator.close(reason)
-            decision = self.membership.agree(num_committed, self._silent(error), str(error))
+            decision = self.membership.agree(num_committed + is_complete, self._silent(error), str(error))
             self._communicator.close(reason)
             if decision.committed > num_committed and not is_complete:
                 complete()
@@ -165,9 +165,10 @@ class Survival:
                 lanes = open_lanes(self._communicator, self._settings, self._table.on_gpu)
                 self.membership.settle(self._communicator)
                 break
-            except CommError as another:  # one of them was lost meanwhile
+            except CommError as another:  # one of them was lost meanwhile, or cannot be reached by all
+                if time.monotonic() - start > self._communicator.channel.timeout:
+                    raise
                 error = another
-                num_committed += is_complete
         del error  # its traceback may hold this frame: avoids a cycle
         self._rebuild(lanes, is_complete)
         self._note(old, decision, num_committed, time.monotonic() - start)
