@@ -24,7 +24,6 @@ from pycomm.transport.gpu import GpuQueue, GpuWork, current_stream, streams_of
 from pycomm.transport.nccl import NcclTransport
 from pycomm.worker import Work, Worker
 
-
 _PATIENCE = 5.0
 _PATIENCE_AFTER_FAILURE = 0.5
 """Seconds for operations in progress when a channel is closed; after a failure they wait in vain."""

@@ -27,16 +27,18 @@ DDP_VIEWS = "DDP, gradient_as_bucket_view"
 BACKEND = "DDP over pycomm"
 BACKEND_VIEWS = "DDP over pycomm, views"
 DENSE = "pycomm"
+SHRINK = "pycomm, on_failure=shrink"
 FP16 = "pycomm, FP16"
 TOPK = "pycomm, TopK(0.01)"
 HOOK = "DDP, pycomm's hook"
 HOOK_TOPK = "DDP, pycomm's hook, TopK(0.01)"
-WAYS = (NONE, DDP, DDP_VIEWS, BACKEND, BACKEND_VIEWS, HOOK, DENSE, FP16, TOPK, HOOK_TOPK)
+WAYS = (NONE, DDP, DDP_VIEWS, BACKEND, BACKEND_VIEWS, HOOK, DENSE, SHRINK, FP16, TOPK, HOOK_TOPK)
 
-_COMPRESSION: dict[str, Callable[[], Any]] = {
-    DENSE: pycomm.NoCompression,
-    FP16: pycomm.FP16,
-    TOPK: lambda: pycomm.TopK(0.01),
+_ATTACH: dict[str, dict[str, Any]] = {
+    DENSE: {},
+    SHRINK: {"on_failure": "shrink"},
+    FP16: {"compression": pycomm.FP16()},
+    TOPK: {"compression": pycomm.TopK(0.01)},
 }
 _HOOK_COMPRESSION: dict[str, Any] = {HOOK: None, HOOK_TOPK: pycomm.TopK(0.01)}
 _TINY = (8, 8, 2)
@@ -72,8 +74,8 @@ class Replica:
         elif self.reducer is not None:
             self.reducer.remove()
         self.reducer, self._module = None, self.model
-        if way in _COMPRESSION:
-            self.reducer = pycomm.attach(self.optimizer, self.model, compression=_COMPRESSION[way]())
+        if way in _ATTACH:
+            self.reducer = pycomm.attach(self.optimizer, self.model, **_ATTACH[way])
         elif way != NONE:
             self._module = DistributedDataParallel(
                 self.model,

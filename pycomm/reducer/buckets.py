@@ -40,7 +40,7 @@ class Slot:
     """Version counter of the averaged gradient when it was handed out."""
     hook: GradientHook | None = None
     kept: torch.Tensor | None = None
-    """This step's gradient, as backward made it, until the step is over; where ranks may be lost."""
+    """This step's gradient, as backward made it, until the next one is sent; where ranks may be lost."""
     spare: torch.Tensor | None = None
     """Memory for ``kept``, once it was needed."""
     sharded: LocalGradient | None = None

@@ -96,10 +96,8 @@ class Survival:
         """Return what was kept of the gradients of ``flight``."""
         return [slot.kept for slot in flight.slots]
 
-    def forget(self) -> None:
-        """Let go of the gradients: the step is over."""
-        for slot in self._table.slots():
-            slot.kept = None
+    def forget_newcomers(self) -> None:
+        """Take newcomers for ranks like the others: the step is over."""
         self._newcomers.clear()
 
     def commit(self, microseconds_here: int = 0) -> None:

@@ -57,6 +57,13 @@ class SurvivingEngine(Engine):
         else:
             super().take(slot)
 
+    def _launch(self, flight: BucketInFlight, grads: list[torch.Tensor | None] | None = None) -> None:
+        # What was kept of the last step goes only now. If all went when that step ended, the allocator would give the
+        # pages back, and autograd would touch new ones in every step.
+        for slot in flight.slots:
+            slot.kept = None
+        super()._launch(flight, grads)
+
     def launch_rest(self) -> None:
         """Launch the remaining buckets, in order, and the commit after them."""
         if self.buffers is not None:
@@ -132,7 +139,7 @@ class SurvivingEngine(Engine):
                     continue
             else:
                 self._hand_out()
-            self.survival.forget()
+            self.survival.forget_newcomers()
             self.window.num_idle = 0
             return
 
