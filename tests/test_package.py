@@ -30,6 +30,7 @@ def test_names_that_scripts_rely_on() -> None:
         "buffers": "local",
         "on_failure": "raise",
         "min_ranks": 1,
+        "backup": 0,
         "join": None,
         "carry": None,
     }
