@@ -21,6 +21,8 @@ except ModuleNotFoundError as error:
     ) from error
 
 from pycomm import backend, checkpoint, compression, ddp, kernels, optim, schedule
+from pycomm.asynchronous.compensation import DelayCompensation
+from pycomm.asynchronous.parameter_server import ParameterServer, parameter_server
 from pycomm.checkpoint import load, save
 from pycomm.communicator import Communicator
 from pycomm.compression import (
@@ -64,6 +66,7 @@ __all__ = [
     "Auto",
     "CommError",
     "Communicator",
+    "DelayCompensation",
     "FusedStep",
     "GpuWork",
     "Int8",
@@ -71,6 +74,7 @@ __all__ = [
     "MasterWeights",
     "NoCompression",
     "OneBit",
+    "ParameterServer",
     "PowerSGD",
     "RandomK",
     "Reducer",
@@ -91,6 +95,7 @@ __all__ = [
     "master_weights",
     "optim",
     "parallel",
+    "parameter_server",
     "save",
     "schedule",
 ]

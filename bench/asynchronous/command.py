@@ -1,0 +1,71 @@
+"""Parameter servers: what a push and a pull cost, and whom a slow worker delays.
+
+    python -m bench.asynchronous [--ranks 3] [--megabytes 40] [--rounds 9] [--json FILE]
+
+(a) Push and pull of a model by all workers at once, one server: until a worker has the parameters after its push was
+an update (of SGD). Beside it, the same bytes by Gloo's send and recv, without any update, and an all_reduce of as
+many bytes over all ranks in ``Communicator.empty`` memory. All live in the same processes and have turns. A turn's
+figure is its slowest worker's.
+(b) Steps a second of the other workers, where one sleeps ten times as long in each step: in every mode, beside the same
+without a slow one. Steps sleep, so that cores are no resource.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from bench.asynchronous.ranks import GLOO, MODES, OURS, REDUCE
+from bench.common.arguments import make_parser, positive
+from pycomm.cli.bench.ranks import Ranks
+from pycomm.cli.bench.results import headline, write_json
+from pycomm.cli.bench.timing import Samples, times
+from pycomm.cli.launch import rendezvous
+from pycomm.cli.table import print_table
+
+
+def main() -> None:
+    arguments = _parse()
+    print(headline())
+    setup = {"megabytes": arguments.megabytes}
+    with (
+        rendezvous() as port,
+        Ranks("asynchronous", "bench.asynchronous.ranks:ServerRank", arguments.ranks, {"port": port, **setup}) as ranks,
+    ):
+        exchanges = _measure_exchanges(ranks, arguments)
+        rates = _measure_rates(ranks)
+    settings = {name: getattr(arguments, name) for name in ("ranks", "rounds", "megabytes")}
+    write_json(arguments.json, "asynchronous", settings, {"exchanges": exchanges, "rates": rates})
+
+
+def _parse() -> argparse.Namespace:
+    parser = make_parser("bench.asynchronous", __doc__)
+    parser.add_argument("--ranks", type=positive, default=3, help="one of which serves (default 3)")
+    parser.add_argument("--megabytes", type=positive, default=40, help="of the model in (a) (default 40)")
+    return parser.parse_args()
+
+
+def _measure_exchanges(ranks: Ranks, arguments: argparse.Namespace) -> dict[str, Any]:
+    taken: dict[str, list[float]] = {way: [] for way in (OURS, GLOO, REDUCE)}
+    for number in range(arguments.rounds):
+        ways = list(taken) if number % 2 == 0 else list(taken)[::-1]
+        for way in ways:
+            taken[way].append(max(ranks.call("exchange", way)))
+    print(f"\n(a) push and pull of {arguments.megabytes} MB by {arguments.ranks - 1} workers, one server")
+    found = {way: Samples.of(seconds) for way, seconds in taken.items()}
+    ours = found[OURS].median
+    rows = [[way, *samples.cells(), times(samples.median / ours)] for way, samples in found.items()]
+    print_table(["", "seconds", "p10 - p90", "vs pycomm"], rows)
+    return {way: samples.as_json() for way, samples in found.items()}
+
+
+def _measure_rates(ranks: Ranks) -> dict[str, Any]:
+    print("\n(b) steps a second of the other workers while one is ten times as slow")
+    rows, figures = [], {}
+    for mode in MODES:
+        alike, slow = ([rate for rate in ranks.call("rate", mode, factor) if rate] for factor in (1, 10))
+        undisturbed, disturbed = sum(alike[:-1]) / len(alike[:-1]), sum(slow[:-1]) / len(slow[:-1])
+        rows.append([mode, f"{undisturbed:.1f}", f"{disturbed:.1f}", f"{100 * disturbed / undisturbed:.1f} %"])
+        figures[mode] = {"undisturbed": undisturbed, "disturbed": disturbed}
+    print_table(["mode", "all alike", "one slow", "of that"], rows)
+    return figures

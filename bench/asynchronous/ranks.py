@@ -1,0 +1,104 @@
+"""Ranks of ``bench.asynchronous``: rank 0 serves, the others work."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import pycomm
+from pycomm import kernels
+from pycomm.cli.bench.ranks import join_group
+
+OURS, GLOO, REDUCE = "pycomm, push and pull", "Gloo, send and recv", "pycomm, all_reduce in empty"
+MODES: dict[str, dict[str, Any]] = {
+    "async": {},
+    "ssp, bound 100": {"mode": "ssp", "staleness": 100},
+    "softsync 2": {"mode": "softsync", "quorum": 2},
+    "sync, backup 1": {"mode": "sync", "backup": 1},
+    "sync": {"mode": "sync"},
+}
+_WIDTH = 1000
+_TURNS = 4  # of an exchange in one turn
+_STEPS, _PAUSE = 40, 0.02
+
+
+class ServerRank:
+    """One rank of the bench."""
+
+    def __init__(self, port: int, megabytes: int) -> None:
+        self.rank, self._size = join_group(port)
+        if self.rank == 0:  # whose updates the workers wait for, and leave it their cores meanwhile
+            kernels.set_num_threads(os.cpu_count())
+        self._count = megabytes * 1_000_000 // 4
+        self._buffer = torch.ones(self._count)
+        self._communicator = pycomm.Communicator()
+        self._shared = self._communicator.empty(self._count, torch.float32)
+        self._shared.zero_()
+
+    def exchange(self, way: str) -> float:
+        """Return the seconds of one exchange, on average over a few; 0 on the server."""
+        dist.barrier()
+        if way == OURS:
+            return self._push_and_pull()
+        start = time.perf_counter()
+        for _ in range(_TURNS):
+            if way == REDUCE:
+                self._communicator.all_reduce(self._shared)
+            elif self.rank == 0:
+                self._serve_gloo()
+            else:
+                dist.send(self._buffer, 0)
+                dist.recv(self._buffer, 0)
+        return (time.perf_counter() - start) / _TURNS
+
+    def _serve_gloo(self) -> None:
+        workers = range(1, self._size)
+        for worker in workers:
+            dist.recv(self._buffer, worker)
+        works: list[Any] = [dist.isend(self._buffer, worker) for worker in workers]
+        for work in works:
+            work.wait()
+
+    def _push_and_pull(self) -> float:
+        model = nn.Linear(_WIDTH, self._count // _WIDTH, bias=False)
+        with torch.no_grad():
+            model.weight.zero_()
+        server = pycomm.parameter_server(torch.optim.SGD(model.parameters(), 1e-3), model)
+        seconds = 0.0
+        if server.is_worker:
+            model.weight.grad = torch.ones_like(model.weight)
+            server.pull()
+            server.push()
+            server.pull()  # all memory has been touched
+            start = time.perf_counter()
+            for _ in range(_TURNS):
+                server.push()
+                server.pull()
+            seconds = (time.perf_counter() - start) / _TURNS
+            expected = -1e-3 * server.stats()["servers"][0]["updates"]
+            assert abs(model.weight[0, 0].item() - expected) < 1e-3 * self._size * _TURNS
+        server.close()
+        return seconds
+
+    def rate(self, mode: str, factor: int) -> float:
+        """Return a worker's steps a second, where the last rank sleeps ``factor`` times as long; 0 on the server."""
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+        server = pycomm.parameter_server(torch.optim.SGD(model.parameters(), 1e-3), model, **MODES[mode])
+        rate = 0.0
+        if server.is_worker:
+            is_slow = self.rank == self._size - 1
+            steps = max(1, _STEPS // factor) if is_slow else _STEPS
+            start = time.perf_counter()
+            for _ in range(steps):
+                with server.step():
+                    time.sleep(_PAUSE * (factor if is_slow else 1))
+                    model(torch.ones(1, 8)).sum().backward()
+            rate = steps / (time.perf_counter() - start)
+        server.close()
+        return rate

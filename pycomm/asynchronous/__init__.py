@@ -1,0 +1,1 @@
+"""Training without lockstep: parameter servers."""

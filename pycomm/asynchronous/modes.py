@@ -1,0 +1,159 @@
+"""Modes of a parameter server: which gradients make an update, and who has to wait for whom.
+
+They know nothing of tensors or of connections: a server asks them, and tells them what it has done.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+
+class Mode(ABC):
+    """Rules of one server.
+
+    Attributes:
+        workers: those that take part, by their numbers.
+        num_collected: number of gradients that wait for an update.
+    """
+
+    def __init__(self) -> None:
+        self.workers: set[int] = set()
+        self.num_collected = 0
+
+    def join(self, worker: int) -> None:
+        """Note that ``worker`` takes part from now on."""
+        self.workers.add(worker)
+
+    def leave(self, worker: int) -> None:
+        """Note that ``worker`` does not take part any more."""
+        self.workers.discard(worker)
+
+    def may_pull(self, worker: int) -> bool:
+        """Return whether ``worker`` may have the parameters now, or has to wait."""
+        return True
+
+    def push(self, worker: int, staleness: int) -> bool:
+        """Return whether a gradient of ``worker`` counts, from parameters of ``staleness`` updates ago."""
+        self.num_collected += 1
+        return True
+
+    @abstractmethod
+    def is_due(self) -> bool:
+        """Return whether what was collected makes an update now."""
+
+    def updated(self) -> None:
+        """Note that the update was made."""
+        self.num_collected = 0
+
+    def state(self) -> dict[str, int]:
+        """Return what a server that begins again has to know, besides the workers."""
+        return {"collected": self.num_collected}
+
+    def load_state(self, state: dict[str, int]) -> None:
+        """Take back what :meth:`state` gave."""
+        self.num_collected = state["collected"]
+
+
+class Async(Mode):
+    """Every gradient is an update, and nobody waits."""
+
+    def is_due(self) -> bool:
+        return self.num_collected > 0
+
+
+class Softsync(Mode):
+    """Every ``count`` gradients, of whichever workers, are an update by their mean (Zhang et al., 2016)."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self._count = count
+
+    def is_due(self) -> bool:
+        return self.num_collected >= self._count
+
+
+class StaleSynchronous(Async):
+    """Every gradient is an update; no worker is more than ``bound`` gradients ahead of another (Ho et al., 2013)."""
+
+    def __init__(self, bound: int) -> None:
+        super().__init__()
+        self._bound = bound
+        self._clocks: dict[int, int] = {}
+
+    def join(self, worker: int) -> None:
+        """Note that ``worker`` takes part from now on, as far as the slowest one is."""
+        if worker not in self.workers:
+            self._clocks[worker] = min((self._clocks[w] for w in self.workers), default=0)
+        super().join(worker)
+
+    def leave(self, worker: int) -> None:
+        super().leave(worker)
+        self._clocks.pop(worker, None)
+
+    def may_pull(self, worker: int) -> bool:
+        return self._clocks[worker] - min(self._clocks.values()) <= self._bound
+
+    def push(self, worker: int, staleness: int) -> bool:
+        self._clocks[worker] += 1
+        return super().push(worker, staleness)
+
+    def state(self) -> dict[str, int]:
+        return {**super().state(), **{str(worker): clock for worker, clock in self._clocks.items()}}
+
+    def load_state(self, state: dict[str, int]) -> None:
+        super().load_state(state)
+        self._clocks = {int(worker): clock for worker, clock in state.items() if worker != "collected"}
+        self.workers = set(self._clocks)
+
+
+class Sync(Mode):
+    """One gradient of each worker is an update by their mean; all but ``backup`` of them suffice (Chen et al., 2016).
+
+    Gradients of earlier parameters do not count.
+    """
+
+    def __init__(self, backup: int) -> None:
+        super().__init__()
+        self._backup = backup
+        self._done: set[int] = set()
+
+    def leave(self, worker: int) -> None:
+        super().leave(worker)
+        self._done.discard(worker)
+
+    def may_pull(self, worker: int) -> bool:
+        return worker not in self._done
+
+    def push(self, worker: int, staleness: int) -> bool:
+        if staleness > 0:
+            return False
+        self._done.add(worker)
+        return super().push(worker, staleness)
+
+    def is_due(self) -> bool:
+        return self.num_collected >= max(1, len(self.workers) - self._backup)
+
+    def updated(self) -> None:
+        super().updated()
+        self._done.clear()
+
+    def state(self) -> dict[str, int]:
+        return {**super().state(), **{str(worker): 1 for worker in self._done}}
+
+    def load_state(self, state: dict[str, int]) -> None:
+        super().load_state(state)
+        self._done = {int(worker) for worker in state if worker != "collected"}
+
+
+MODES = ("async", "ssp", "softsync", "sync")
+
+
+def mode_of(name: str, staleness: int | None, quorum: int | None, backup: int) -> Mode:
+    """Return the mode called ``name``."""
+    if name == "ssp":
+        assert staleness is not None
+        return StaleSynchronous(staleness)
+    if name == "softsync":
+        assert quorum is not None
+        return Softsync(quorum)
+    return Sync(backup) if name == "sync" else Async()

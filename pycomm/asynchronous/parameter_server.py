@@ -1,0 +1,423 @@
+"""Parameter server: some ranks hold the parameters, the others compute gradients, each at its own pace."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pycomm import kernels
+from pycomm.asynchronous.compensation import Compensator, DelayCompensation, checked_compensation
+from pycomm.asynchronous.core import Core
+from pycomm.asynchronous.journal import Journal
+from pycomm.asynchronous.meeting import Meeting
+from pycomm.asynchronous.memory import SharedMemory
+from pycomm.asynchronous.modes import MODES, mode_of
+from pycomm.asynchronous.serving import Serving
+from pycomm.asynchronous.shards import cut
+from pycomm.asynchronous.trace import Replay, Trace
+from pycomm.asynchronous.updates import ShardOptimizer, is_elementwise
+from pycomm.asynchronous.wire import Door
+from pycomm.asynchronous.worker import ServerLink
+from pycomm.checks import count, positive, seconds_of
+from pycomm.communicator import DEFAULT_TIMEOUT
+from pycomm.optim.parameters import optimizer_parameters, unwrapped
+from pycomm.transport import rendezvous
+from pycomm.transport.choice import version
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """Arguments of ``parameter_server``, checked; equal on all ranks."""
+
+    servers: int
+    mode: str
+    staleness: int | None
+    compensation: DelayCompensation | str | None
+    quorum: int | None
+    backup: int
+    checkpoint: Path | None
+    trace: Path | None
+    replay: Path | None
+    timeout: float
+
+    def lines(self) -> list[str]:
+        return [f"{name}={value}" for name, value in vars(self).items()]
+
+
+def parameter_server(
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    *,
+    servers: int = 1,
+    mode: str = "async",
+    staleness: int | None = None,
+    compensation: DelayCompensation | str | None = None,
+    quorum: int | None = None,
+    backup: int = 0,
+    checkpoint: str | Path | None = None,
+    trace: str | Path | None = None,
+    replay: str | Path | None = None,
+    timeout: timedelta | float = DEFAULT_TIMEOUT,
+) -> ParameterServer:
+    """Train with a parameter server: ranks 0 to ``servers - 1`` hold the parameters and step them, the others work.
+
+    A worker calls ``pull()``, ``loss.backward()`` and ``push()``, or all of it in ``with server.step():``; it never
+    steps its own optimizer. A serving rank calls ``close()``, and serves until every worker has closed. Called on
+    every rank; equal arguments, and equal models. A process that was started later becomes one more worker: it needs
+    no process group, but ``MASTER_ADDR``, ``MASTER_PORT`` and ``WORLD_SIZE`` in its environment, as torchrun sets
+    them. One with the ``RANK`` of a process that has died takes its place.
+
+    Args:
+        optimizer: steps on the servers, by pycomm's kernels where :func:`pycomm.fuse` has them. A serving rank's
+            optimizer has only what lies in its shard from then on.
+        model: its parameters must all belong to the optimizer, be float32 or float64, all alike, and in CPU memory.
+        servers: number of serving ranks. Each holds an equal part of the parameters' bytes; parameters are cut only
+            where the optimizer is known to update each element by itself.
+        mode: "async": every gradient is an update, and nobody waits. "ssp" (stale synchronous): likewise, but no
+            worker gets parameters who is more than ``staleness`` gradients ahead of another. "softsync": every
+            ``quorum`` gradients are an update by their mean, whoever they are from. "sync": one gradient of every
+            worker is an update by their mean; of all but ``backup`` workers, which need not be waited for. Gradients
+            that come after that are dropped.
+        staleness: bound of "ssp", at least 1.
+        compensation: of gradients whose parameters have been updated since they were pulled. "lr": the learning
+            rate is divided by the number of updates. "dc", or a :class:`pycomm.DelayCompensation`: DC-ASGD.
+        quorum: of "softsync", at least 1.
+        backup: of "sync".
+        checkpoint: folder in which servers write down what has happened before they acknowledge it. A server that is
+            started again goes on from there, without any loss, and workers wait for it. All ranks name the same folder.
+        trace: file to which a server writes the order of events; its number is added to the name.
+        replay: such a file, in whose order they shall happen again: to the bit.
+        timeout: limit of every wait for a peer; seconds or ``timedelta``.
+
+    Raises:
+        RuntimeError: there is neither a process group nor what torchrun sets.
+        TypeError, ValueError: an argument is wrong, or the ranks differ in them, in names, shapes, dtypes or values of
+            parameters: on every rank.
+        CommError: a rank did not come.
+    """
+    meeting = Meeting(seconds_of(timeout))
+    problem, lines = "", list[str]()
+    try:
+        optimizer = unwrapped(optimizer)
+        settings = _checked(
+            meeting.size,
+            servers=servers,
+            mode=mode,
+            staleness=staleness,
+            compensation=compensation,
+            quorum=quorum,
+            backup=backup,
+            checkpoint=checkpoint,
+            trace=trace,
+            replay=replay,
+            timeout=seconds_of(timeout),
+        )
+        named = _checked_parameters(optimizer, model)
+        lines = _lines(settings, optimizer, named)
+    except (TypeError, ValueError) as error:
+        problem = str(error)
+    meeting.compare(lines, problem)
+    return ParameterServer(meeting, settings, optimizer, named)
+
+
+class ParameterServer:
+    """Handle of :func:`parameter_server`, on servers and workers.
+
+    Attributes:
+        is_worker: whether this rank works; otherwise it serves.
+    """
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        settings: _Settings,
+        optimizer: torch.optim.Optimizer,
+        named: dict[str, torch.Tensor],
+    ) -> None:
+        self._meeting, self._settings, self._optimizer = meeting, settings, optimizer
+        self._params = list(named.values())
+        self._shards = cut([p.numel() for p in self._params], settings.servers, anywhere=is_elementwise(optimizer))
+        self.is_worker = not 0 <= meeting.rank < settings.servers
+        self._links: list[ServerLink] = []
+        self._has_pulled = self._is_closed = False
+        self._num_steps = 0
+        self._last_stats: dict[str, Any] = {}
+        if self.is_worker:
+            self._open_links()
+        else:
+            self._core, self._memory = self._make_core()
+
+    # Workers.
+
+    def _open_links(self) -> None:
+        key, host = self._meeting.key(), rendezvous.host_identity()
+        folder = self._settings.checkpoint
+        for server, pieces in enumerate(self._shards):
+            link = ServerLink(
+                server,
+                self._meeting.worker,
+                pieces,
+                self._params,
+                functools.partial(self._meeting.address_of, server),
+                key,
+                host,
+                self._settings.timeout,
+                "" if folder is None else str(folder / f"server-{server}"),
+            )
+            link.open()
+            self._links.append(link)
+
+    def pull(self) -> None:
+        """Overwrite the model's parameters with the servers', once the mode lets this worker have them.
+
+        Raises:
+            RuntimeError: this rank serves, or has closed.
+            CommError: a server has ended or does not answer.
+        """
+        self._require_worker("pull")
+        for link in self._links:
+            link.ask_to_pull()
+        for link in self._links:
+            link.pull()
+        self._has_pulled = True
+
+    def push(self, samples: float = 1.0) -> None:
+        """Hand the gradients in ``.grad`` to the servers. They have them when this returns; the update may come later.
+
+        A parameter without a gradient counts as one whose gradient is zero.
+
+        Args:
+            samples: weight of this gradient where an update takes the mean of several.
+
+        Raises:
+            ValueError: nothing was pulled since the last push, or ``samples`` is not a positive number.
+            RuntimeError, CommError: as of :meth:`pull`.
+        """
+        self._require_worker("push")
+        samples = positive("samples", samples)
+        if not self._has_pulled:
+            raise ValueError("push() before pull(): the servers could not tell what the gradient belongs to")
+        gradients = [p.grad for p in self._params]
+        for link in self._links:
+            link.push(gradients, samples)
+        self._has_pulled = False
+        self._num_steps += 1
+
+    @contextlib.contextmanager
+    def step(self, samples: float = 1.0) -> Iterator[None]:
+        """Pull, clear the gradients, run the block, which computes new ones, and push them; nothing if it raises."""
+        self.pull()
+        for p in self._params:
+            p.grad = None
+        yield
+        self.push(samples)
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters.
+
+        Returns:
+            On a worker ``steps`` (pushes), ``bytes_sent`` and ``wait_seconds`` of its own, and ``servers``, a list
+            with those of each server. On a serving rank its own: ``updates``, ``pushes``, ``dropped`` (gradients that
+            came too late in mode "sync"), ``duplicates``, ``staleness`` (how many gradients were so many updates old,
+            by that number as text) and ``workers`` (those that take part).
+        """
+        if self._is_closed:
+            return dict(self._last_stats)
+        if not self.is_worker:
+            return {}
+        return {
+            "steps": self._num_steps,
+            "bytes_sent": sum(link.bytes_sent for link in self._links),
+            "wait_seconds": sum(link.seconds for link in self._links),
+            "servers": [link.stats() for link in self._links],
+        }
+
+    def schedule(self, scheduler: Any, *, samples: float | None = None) -> None:
+        """Step ``scheduler``, of this rank's optimizer, on the servers: before ``close()``, on every rank alike.
+
+        Args:
+            scheduler: a torch schedule, or an object with its ``step``, ``state_dict`` and ``load_state_dict``. On
+                a worker, whose optimizer never steps, it is left as it is.
+            samples: after each so many samples, as :meth:`push` says them; after each update if ``None``.
+
+        Raises:
+            ValueError: ``samples`` is not a positive number.
+        """
+        if samples is not None:
+            samples = positive("samples", samples)
+        if not self.is_worker:
+            self._core.shard.schedule(scheduler, samples)
+
+    def _require_worker(self, what: str) -> None:
+        if not self.is_worker:
+            raise RuntimeError(f"{what}() on rank {self._meeting.rank}, which serves: call close() there")
+        if self._is_closed:
+            raise RuntimeError(f"{what}() after close()")
+
+    # Servers.
+
+    def _make_core(self) -> tuple[Core, SharedMemory]:
+        pieces, settings = self._shards[self._meeting.rank], self._settings
+        size, dtype = sum(piece.size for piece in pieces), self._params[0].dtype
+        memory = SharedMemory(max(1, size) * dtype.itemsize)
+        shard = ShardOptimizer(self._optimizer, pieces, memory.tensor(dtype)[:size])
+        mode = mode_of(settings.mode, settings.staleness, settings.quorum, settings.backup)
+        return Core(shard, mode, Compensator(settings.compensation)), memory
+
+    def _serve(self) -> None:
+        settings, meeting, core = self._settings, self._meeting, self._core
+        suffix = f".{meeting.rank}"
+        with contextlib.ExitStack() as opened:
+            journal = trace = replay = None
+            if settings.checkpoint is not None:
+                journal = Journal(settings.checkpoint / f"server-{meeting.rank}", core)
+                opened.callback(journal.close)
+            if settings.trace is not None:
+                trace = Trace(settings.trace.with_name(settings.trace.name + suffix))
+                opened.callback(trace.close)
+            if settings.replay is not None:
+                replay = Replay(settings.replay.with_name(settings.replay.name + suffix))
+            door = Door(meeting.own_address(), meeting.key())
+            opened.callback(door.close)
+            expected = core.mode.workers if meeting.is_late else range(settings.servers, meeting.size)
+            serving = Serving(
+                *(core, self._memory, door, rendezvous.host_identity(), set(expected), settings.timeout, meeting.rank),
+                journal=journal,
+                trace=trace,
+                replay=replay,
+            )
+            meeting.tell_address(meeting.rank, door.address)
+            try:
+                serving.run()
+            finally:
+                self._last_stats = serving.stats()
+            if journal is not None:
+                journal.checkpoint()
+        self._write_back()
+
+    @torch.no_grad()
+    def _write_back(self) -> None:
+        """Write this server's shard to the model, where parameters that were cut do not lie in it."""
+        begin = 0
+        for piece in self._shards[self._meeting.rank]:
+            values = self._core.shard.memory[begin : begin + piece.size]
+            self._params[piece.index].view(-1)[piece.begin : piece.end].copy_(values)
+            begin += piece.size
+
+    def close(self) -> None:
+        """Tell the servers that this worker has ended; on a serving rank, serve until all workers have. Idempotent."""
+        if self._is_closed:
+            return
+        try:
+            if self.is_worker:
+                self._last_stats = self.stats()
+                for link in self._links:
+                    link.close()
+            else:
+                self._serve()
+        finally:
+            self._is_closed = True
+            if not self.is_worker:
+                self._memory.close()
+
+    def __enter__(self) -> ParameterServer:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.close()
+
+
+def _checked(
+    size: int,
+    *,
+    servers: Any,
+    mode: Any,
+    staleness: Any,
+    compensation: Any,
+    quorum: Any,
+    backup: Any,
+    checkpoint: Any,
+    trace: Any,
+    replay: Any,
+    timeout: float,
+) -> _Settings:
+    num_workers = size - count("servers", servers, 1)
+    if num_workers < 1:
+        raise ValueError(f"servers={servers} of {size} ranks leaves none to work")
+    if mode not in MODES:
+        raise ValueError(f"mode is {mode!r}, wanted one of {', '.join(MODES)}")
+    for name, value, wanted in (("staleness", staleness, "ssp"), ("quorum", quorum, "softsync")):
+        if (value is not None) != (mode == wanted):
+            raise ValueError(f'{name}={value} with mode="{mode}": it is for mode="{wanted}", which wants it')
+        if value is not None:
+            count(name, value, 1)
+    if count("backup", backup, 0) > 0 and mode != "sync":
+        raise ValueError(f'backup={backup} with mode="{mode}": it is for mode="sync"')
+    if backup >= num_workers:
+        raise ValueError(f"backup={backup} wants more workers than the {num_workers} that there are")
+    if mode == "sync" and compensation is not None:
+        raise ValueError('compensation with mode="sync", in which no gradient is stale')
+    return _Settings(
+        servers=servers,
+        mode=mode,
+        staleness=staleness,
+        compensation=checked_compensation(compensation),
+        quorum=quorum,
+        backup=backup,
+        checkpoint=_path(checkpoint),
+        trace=_path(trace),
+        replay=_path(replay),
+        timeout=timeout,
+    )
+
+
+def _path(value: str | Path | None) -> Path | None:
+    return None if value is None else Path(value)
+
+
+def _checked_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters by name, in the optimizer's order."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}, wanted a torch optimizer")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(f"{type(optimizer).__name__} wants a closure, which a server cannot evaluate")
+    names = {id(p): name for name, p in model.named_parameters()}
+    named: dict[str, torch.Tensor] = {}
+    for p in optimizer_parameters(optimizer):
+        if id(p) not in names:
+            raise ValueError("the optimizer has a parameter that is not in the model")
+        named[names[id(p)]] = p
+    left = next((name for name, p in model.named_parameters() if p.requires_grad and name not in named), None)
+    if left is not None:
+        raise ValueError(f"parameter {left!r} does not belong to the optimizer")
+    kinds = {(p.dtype, p.device.type) for p in named.values()}
+    if len(kinds) != 1 or not kinds <= {(torch.float32, "cpu"), (torch.float64, "cpu")}:
+        found = ", ".join(f"{dtype} on {device}" for dtype, device in sorted(kinds, key=str)) or "none"
+        raise ValueError(f"parameters are {found}, wanted all float32 or all float64, in CPU memory")
+    gap = next((name for name, p in named.items() if not p.is_contiguous()), None)
+    if gap is not None:
+        raise ValueError(f"parameter {gap!r} is not contiguous")
+    return named
+
+
+def _lines(settings: _Settings, optimizer: torch.optim.Optimizer, named: dict[str, torch.Tensor]) -> list[str]:
+    """Return what all ranks must have in common."""
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    hashes = kernels.hashes([p.detach().view(-1) for p in named.values() if p.numel() > 0])
+    return [
+        f"pycomm {version()}",
+        *settings.lines(),
+        f"{type(optimizer).__name__}{groups}",
+        *(f"{name}: {list(p.shape)} {p.dtype}" for name, p in named.items()),
+        f"values {hashes.tolist()}",
+    ]

@@ -1,0 +1,275 @@
+"""Serving: the loop of a server, which lets workers in and answers what they ask, in the order in which it comes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+from pycomm.asynchronous.core import Core
+from pycomm.asynchronous.journal import Journal
+from pycomm.asynchronous.memory import SharedMemory
+from pycomm.asynchronous.trace import Replay, Trace
+from pycomm.asynchronous.wire import Door, Message, hear, receive_array, send_array, tell
+from pycomm.errors import CommError
+from pycomm.transport import processes
+
+_LOG = logging.getLogger("pycomm")
+_TICK = 0.25  # seconds
+_TO_READ = 10.0
+"""Seconds in which a worker copies the parameters that it was given; the others' pushes wait for it."""
+
+_TO_RETURN = 5.0
+"""Seconds in which a worker that has lost its connection, and may be alive, comes again."""
+
+_LOST = (EOFError, OSError, ValueError, KeyError)
+"""What a connection raises that is of no more use: it has ended, or is malformed."""
+
+
+@dataclass(eq=False)
+class _Worker:
+    """Worker that is connected.
+
+    Attributes:
+        number: its own; -1 until it has said it.
+        process: its id, where it is on this host; else 0.
+        slot: where its gradients are: memory that it shares, or this server's.
+        since: when it was given the parameters that it is reading; 0 if it is not.
+    """
+
+    connection: Connection
+    number: int = -1
+    process: int = 0
+    slot: torch.Tensor | None = None
+    is_local: bool = False
+    since: float = 0.0
+    requests: list[Message] = field(default_factory=list)
+
+
+class Serving:
+    """Service of one server until all its workers have ended.
+
+    Args:
+        core: what happens.
+        memory: in which the parameters are, for workers of this host.
+        door: where workers come in.
+        host: identity of this host.
+        expected: numbers of the workers that are to come, or to come back.
+        timeout: for how long they may take, in seconds.
+        rank: of this process, for errors.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        memory: SharedMemory,
+        door: Door,
+        host: str,
+        expected: Iterable[int],
+        timeout: float,
+        rank: int,
+        journal: Journal | None = None,
+        trace: Trace | None = None,
+        replay: Replay | None = None,
+    ) -> None:
+        self._core, self._memory, self._door, self._host = core, memory, door, host
+        self._expected, self._timeout, self._rank = set(expected), timeout, rank
+        self._journal, self._trace, self._replay = journal, trace, replay
+        self._workers: dict[Connection, _Worker] = {}
+        self._queue: list[tuple[_Worker, Message]] = []  # what was asked, in order
+        self._begun = time.monotonic()
+        self._served = 0
+        self._away: dict[int, float] = {}  # workers that may come again, and until when
+        for number in self._expected:  # they count from the beginning
+            core.mode.join(number)
+
+    def run(self) -> None:
+        """Serve until no worker is left.
+
+        Raises:
+            CommError: no worker came within the timeout.
+        """
+        while self._expected or self._workers or self._away:
+            ready = wait([self._door.bell, *self._workers], _TICK)
+            for source in ready:
+                if source is self._door.bell:
+                    for connection in self._door.admitted():
+                        self._workers[connection] = _Worker(connection)
+                elif source in self._workers:  # which another one may have ended meanwhile
+                    assert isinstance(source, Connection)
+                    self._listen(self._workers[source])
+            self._lose_patience()
+            self._work()
+        if self._served == 0:
+            what = f"no worker came in {self._timeout:g} s"
+            raise CommError.during("serve", what, rank=self._rank, elapsed=self._timeout)
+
+    def _listen(self, worker: _Worker) -> None:
+        try:
+            message = hear(worker.connection)
+            match message["ask"]:
+                case "read":
+                    worker.since = 0.0
+                case "stats":
+                    tell(worker.connection, **self.stats())
+                case "hello" | "pull" | "push" | "close":
+                    if message["ask"] == "push" and not worker.is_local:
+                        assert worker.slot is not None
+                        receive_array(worker.connection, worker.slot)
+                    self._queue.append((worker, message))
+                case other:
+                    raise ValueError(f"a worker asks for {other!r}")
+        except _LOST as error:
+            self._lose(worker, error)
+
+    def _greet(self, worker: _Worker, message: Message) -> None:
+        number, flat = int(message["worker"]), self._core.shard.memory
+        worker.number = number
+        if message["memory"] is not None and message["host"] == self._host:
+            with contextlib.suppress(OSError):  # /proc may hide other processes
+                shared = SharedMemory(flat.nbytes, message["memory"])
+                shared.close()
+                worker.slot, worker.is_local = shared.tensor(flat.dtype)[: len(flat)], True
+        if worker.slot is None:
+            worker.slot = torch.empty_like(flat)
+        worker.process = int(message["process"]) if message["host"] == self._host else 0
+        self._expected.discard(number)
+        self._away.pop(number, None)
+        self._served += 1
+        life = str(message["life"])
+        self._note({"event": "join", "worker": number, "life": life})
+        last = self._core.join(number, life)
+        path = self._memory.path if worker.is_local else None
+        self._answer(worker, memory=path, last=last)
+
+    def _answer(self, worker: _Worker, array: torch.Tensor | None = None, **content: Any) -> None:
+        if worker.connection not in self._workers:
+            return
+        try:
+            tell(worker.connection, **content)
+            if array is not None:
+                send_array(worker.connection, array)
+        except OSError as error:
+            self._lose(worker, error)
+
+    def _lose(self, worker: _Worker, error: Exception) -> None:
+        """Go on without ``worker``; what it has asked before is still done, as far as it can be."""
+        if self._workers.pop(worker.connection, None) is None:
+            return
+        worker.connection.close()
+        self._queue = [(w, m) for w, m in self._queue if w is not worker or m["ask"] == "push"]
+        if worker.number >= 0:
+            _LOG.warning("worker %d is gone, the others go on: %s", worker.number, error or type(error).__name__)
+            self._queue.append((worker, {"ask": "leave"}))
+            if not worker.process or not processes.fate_of(worker.process):
+                self._away[worker.number] = time.monotonic() + _TO_RETURN
+
+    def _lose_patience(self) -> None:
+        now = time.monotonic()
+        for worker in [w for w in self._workers.values() if w.since and now - w.since > _TO_READ]:
+            self._lose(worker, TimeoutError(f"it has read parameters for {_TO_READ:g} s"))
+        for number in [number for number, until in self._away.items() if now > until]:
+            del self._away[number]
+        if self._expected and now - self._begun > self._timeout:
+            for number in self._expected:
+                _LOG.warning("worker %d has not come", number)
+                self._leave({"event": "leave", "worker": number})
+            self._expected.clear()
+
+    # What was asked.
+
+    def _work(self) -> None:
+        """Do what was asked, as far as it can be done now."""
+        while True:
+            may = (i for i, (worker, message) in enumerate(self._queue) if self._may(worker, message))
+            index = next(may, None)
+            if index is None:
+                return
+            self._do(*self._queue.pop(index))
+            if self._journal is not None and self._journal.is_long():
+                self._journal.checkpoint()
+
+    def _may(self, worker: _Worker, message: Message) -> bool:
+        """Return whether it is the turn of ``message``."""
+        ask = message["ask"]
+        if ask == "hello":
+            return self._is_first_of(int(message["worker"]), message)
+        if ask != "pull" and any(w.since for w in self._workers.values()):
+            return False  # they read the parameters
+        if ask == "pull":
+            # Behind pushes that wait for readers, or these would wait for ever.
+            first_push = next((m for _, m in self._queue if m["ask"] == "push"), None)
+            is_behind = first_push is not None and self._is_before(first_push, message)
+            if is_behind or not self._core.mode.may_pull(worker.number):
+                return False
+        return self._replay is None or self._replay.is_next(_event(worker, message))
+
+    def _is_first_of(self, number: int, hello: Message) -> bool:
+        """Return whether nothing is left to do of an earlier connection of worker ``number``."""
+        for worker in [w for w in self._workers.values() if w.number == number]:
+            self._lose(worker, ConnectionError("it has come again"))
+        return not any(w.number == number for w, m in self._queue if m is not hello)
+
+    def _is_before(self, first: Message, second: Message) -> bool:
+        order = [id(message) for _, message in self._queue]
+        return self._replay is None and order.index(id(first)) < order.index(id(second))
+
+    def _do(self, worker: _Worker, message: Message) -> None:
+        if message["ask"] == "hello":
+            if worker.connection in self._workers:
+                self._greet(worker, message)
+            return
+        event = _event(worker, message)
+        if message["ask"] == "pull":
+            self._note(event)
+            version = self._core.pull(worker.number)
+            worker.since = time.monotonic() if worker.is_local else 0.0
+            self._answer(worker, None if worker.is_local else self._core.shard.memory, version=version)
+        elif message["ask"] == "push":
+            assert worker.slot is not None
+            self._note(event, worker.slot)
+            self._core.push(event["worker"], event["number"], event["samples"], worker.slot)
+            self._answer(worker, pushed=message["number"])
+        else:
+            self._leave(event)
+            if message["ask"] == "close":
+                self._answer(worker, closed=True)
+                self._workers.pop(worker.connection, None)
+                worker.connection.close()
+
+    def _leave(self, event: dict[str, Any]) -> None:
+        self._note(event)
+        self._core.leave(event["worker"])
+
+    def _note(self, event: dict[str, Any], gradient: torch.Tensor | None = None) -> None:
+        """Write ``event`` down before it happens."""
+        if event["event"] != "join" and self._trace is not None:
+            self._trace.write(event)
+        if event["event"] != "join" and self._replay is not None:
+            self._replay.advance()
+        if self._journal is not None:
+            self._journal.write(event, gradient)
+
+    def stats(self) -> dict[str, Any]:
+        """Return what has happened so far."""
+        return {
+            **self._core.counts,
+            "updates": self._core.shard.num_updates,
+            "staleness": {str(value): count for value, count in sorted(self._core.staleness.items())},
+            "workers": sorted(self._core.mode.workers),
+        }
+
+
+def _event(worker: _Worker, message: Message) -> dict[str, Any]:
+    if message["ask"] == "push":
+        number, samples = message["number"], message["samples"]
+        return {"event": "push", "worker": worker.number, "number": number, "samples": samples}
+    if message["ask"] == "pull":
+        return {"event": "pull", "worker": worker.number, "number": message["number"]}
+    return {"event": "leave", "worker": worker.number}

@@ -1,0 +1,121 @@
+"""Connections between workers and servers: short messages in JSON, and arrays after them."""
+
+from __future__ import annotations
+
+import json
+import queue
+import socket
+import threading
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+import torch
+
+_LONGEST = 1 << 20  # bytes of a message
+Message = dict[str, Any]
+
+
+def tell(connection: Connection, **content: Any) -> None:
+    """Send a message. Raises OSError if the connection is lost."""
+    connection.send_bytes(json.dumps(content).encode())
+
+
+def hear(connection: Connection) -> Message:
+    """Return the next message. Raises EOFError or OSError if the connection is lost, ValueError if it is malformed."""
+    message = json.loads(connection.recv_bytes(_LONGEST))
+    if not isinstance(message, dict):
+        raise ValueError(f"a message is {message!r}, wanted an object")
+    return message
+
+
+def bytes_of(x: torch.Tensor) -> memoryview:
+    """Return the bytes of ``x``, which is flat and in CPU memory; not copied."""
+    array: Any = x.numpy()
+    return memoryview(array).cast("B")
+
+
+def send_array(connection: Connection, x: torch.Tensor) -> None:
+    """Send ``x``, which is flat and in CPU memory."""
+    connection.send_bytes(bytes_of(x))
+
+
+def receive_array(connection: Connection, out: torch.Tensor) -> None:
+    """Overwrite ``out`` with an array of its size. Raises OSError if another one came."""
+    num_bytes = connection.recv_bytes_into(bytes_of(out))
+    if num_bytes != out.nbytes:
+        raise OSError(f"an array has {num_bytes} bytes, wanted {out.nbytes}")
+
+
+def connect(address: tuple[str, int], key: bytes) -> Connection:
+    """Return a connection to the server at ``address``. Raises OSError or EOFError if there is none."""
+    try:
+        connection = Client(address, family="AF_INET", authkey=key)
+    except AuthenticationError as error:
+        raise OSError(f"{address[0]}:{address[1]} is another server: {error}") from error
+    _send_at_once(connection)
+    return connection
+
+
+def _send_at_once(connection: Any) -> None:
+    with socket.socket(fileno=socket.dup(connection.fileno())) as one:
+        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+class Door:
+    """Place where workers come in. A thread of its own lets them in, as that takes messages to and fro.
+
+    Args:
+        host: address to listen at.
+        key: secret that workers know.
+
+    Attributes:
+        address: where it is.
+        bell: becomes readable when somebody has come; :meth:`admitted` then returns them.
+    """
+
+    def __init__(self, host: str, key: bytes) -> None:
+        self._listener = Listener((host, 0), family="AF_INET", authkey=key, backlog=128)
+        found = self._listener.address
+        assert isinstance(found, tuple)
+        self.address: tuple[str, int] = (found[0], found[1])
+        self._inside: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+        self.bell, self._ring = socket.socketpair()
+        self._is_closed = False
+        threading.Thread(target=self._let_in, name="pycomm-server-door", daemon=True).start()
+
+    def _let_in(self) -> None:
+        while True:
+            try:
+                connection = self._listener.accept()
+            except (AuthenticationError, EOFError, ConnectionError):
+                continue
+            except OSError:  # it was closed
+                if self._is_closed:
+                    return
+                continue
+            _send_at_once(connection)
+            self._inside.put(connection)
+            try:
+                self._ring.send(b"!")
+            except OSError:
+                connection.close()
+                return
+
+    def admitted(self) -> list[Connection]:
+        """Return those who have come since the last call."""
+        self.bell.recv(1024)
+        found = []
+        while not self._inside.empty():
+            found.append(self._inside.get())
+        return found
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        self._is_closed = True
+        with socket.socket() as last:  # wakes the thread, which closing alone does not
+            last.settimeout(1.0)
+            last.connect_ex(self.address)
+        self._listener.close()
+        self._ring.close()
+        self.bell.close()

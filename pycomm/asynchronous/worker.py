@@ -1,0 +1,237 @@
+"""Workers: they pull parameters from servers, and push gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+
+import torch
+
+from pycomm.asynchronous.memory import SharedMemory
+from pycomm.asynchronous.shards import Piece
+from pycomm.asynchronous.wire import Message, connect, hear, receive_array, send_array, tell
+from pycomm.errors import CommError
+
+_RETRY = 0.05  # seconds
+_LOST = (EOFError, OSError, ValueError, KeyError)
+
+Address = tuple[str, int]
+
+
+class ServerLink:
+    """Link of a worker to one server: to another process in its place, if the first one dies and comes back.
+
+    Args:
+        server: number of the server.
+        worker: number of this worker.
+        pieces: the server's shard.
+        params: all parameters, in the optimizer's order.
+        find: returns where the server is, as far as it is known.
+        key: secret of all ranks.
+        host: identity of this host.
+        timeout: limit of every wait, in seconds.
+        comes_back: where the server's checkpoints are, if it may come back.
+
+    Attributes:
+        version: number of updates that the parameters here have had.
+        bytes_sent: bytes of gradients that were handed over.
+        seconds: time for which this worker has waited.
+    """
+
+    def __init__(
+        self,
+        server: int,
+        worker: int,
+        pieces: Sequence[Piece],
+        params: Sequence[torch.Tensor],
+        find: Callable[[], Address | None],
+        key: bytes,
+        host: str,
+        timeout: float,
+        comes_back: str,
+    ) -> None:
+        self._server, self._worker, self._find, self._key, self._host = server, worker, find, key, host
+        self._timeout, self._comes_back, self._life = timeout, comes_back, secrets.token_hex(8)
+        self._pieces, self._params = pieces, params
+        count = sum(piece.size for piece in pieces)
+        dtype = params[0].dtype
+        self._own = SharedMemory(max(1, count) * dtype.itemsize)
+        self._slot = self._own.tensor(dtype)[:count]
+        self._gradients = torch.split(self._slot, [piece.size for piece in pieces])
+        self._there: SharedMemory | None = None
+        self._values = torch.empty(0, dtype=dtype)
+        self._connection: Connection | None = None
+        self._pushed = self._acknowledged = self._pulls = 0
+        self._samples = 1.0
+        self._unanswered: Message | None = None
+        self.version = -1
+        self.bytes_sent, self.seconds = 0, 0.0
+
+    # What a worker does.
+
+    def ask_to_pull(self) -> None:
+        """Ask for the parameters, after what was pushed; :meth:`pull` then gets them."""
+        self.settle()
+        self._pulls += 1
+        self._ask({"ask": "pull", "number": self._pulls})
+
+    @torch.no_grad()
+    def pull(self) -> None:
+        """Overwrite the parameters with the server's, once it lets this worker have them."""
+        answer = self._await("version")
+        if self._there is None:
+            receive_array(self._require(), self._values)
+        targets = [self._params[p.index].detach().view(-1)[p.begin : p.end] for p in self._pieces]
+        torch._foreach_copy_(targets, list(torch.split(self._values, [p.size for p in self._pieces])))
+        self.version, self._unanswered = answer["version"], None
+        if self._there is not None:
+            with contextlib.suppress(OSError):
+                tell(self._require(), ask="read")
+
+    @torch.no_grad()
+    def push(self, gradients: Sequence[torch.Tensor | None], samples: float) -> None:
+        """Hand ``gradients`` of all parameters over; waits until the push before was acknowledged."""
+        self.settle()
+        for piece, target in zip(self._pieces, self._gradients, strict=True):
+            gradient = gradients[piece.index]
+            if gradient is None:
+                target.zero_()
+            else:
+                target.copy_(gradient.reshape(-1)[piece.begin : piece.end])
+        self._pushed += 1
+        self._samples = samples
+        self.bytes_sent += self._slot.nbytes
+        self._ask({"ask": "push", "number": self._pushed, "samples": samples})
+
+    def settle(self) -> None:
+        """Wait until the last push was acknowledged."""
+        if self._acknowledged < self._pushed:
+            self._acknowledged = int(self._await("pushed")["pushed"])
+            self._unanswered = None
+
+    def stats(self) -> Message:
+        """Return the server's counters."""
+        self.settle()
+        self._ask({"ask": "stats"})
+        answer = self._await("updates")
+        self._unanswered = None
+        return answer
+
+    def close(self) -> None:
+        """Tell the server that this worker has ended. Idempotent."""
+        if self._connection is None:
+            return
+        try:
+            self.settle()
+            self._ask({"ask": "close"})
+            self._await("closed")
+        finally:
+            self._drop()
+
+    # The connection.
+
+    def open(self) -> None:
+        """Connect to the server."""
+        self._reconnect(None)
+
+    def _require(self) -> Connection:
+        assert self._connection is not None
+        return self._connection
+
+    def _ask(self, message: Message) -> None:
+        self._unanswered = message
+        try:
+            self._send(message)
+        except _LOST as error:
+            self._reconnect(error)
+
+    def _send(self, message: Message) -> None:
+        connection = self._require()
+        tell(connection, **message)
+        if message["ask"] == "push" and self._there is None:
+            send_array(connection, self._slot)
+
+    def _await(self, what: str) -> Message:
+        """Return the server's answer that has ``what``."""
+        start = time.monotonic()
+        try:
+            while True:
+                try:
+                    if not self._require().poll(max(0.0, start + self._timeout - time.monotonic())):
+                        raise self._error(f"it has not answered for {self._timeout:g} s", start)
+                    answer = hear(self._require())
+                    if what in answer:
+                        return answer
+                    raise ValueError(f"it has answered {answer}")
+                except _LOST as error:
+                    self._reconnect(error)
+        finally:
+            self.seconds += time.monotonic() - start
+
+    def _reconnect(self, error: Exception | None) -> None:
+        """Connect, to another process in the server's place if there was one, and ask once more what has no answer."""
+        start, last = time.monotonic(), self._drop()
+        while True:
+            address = self._find()
+            if address is not None and (error is None or self._comes_back):
+                try:
+                    self._greet(connect(address, self._key))
+                    return
+                except _LOST as another:
+                    last = str(another) or type(another).__name__
+                    self._drop()
+            if error is not None and not self._comes_back:
+                what = f"it has ended ({error or type(error).__name__}), and no checkpoint was asked for"
+                raise self._error(what, start) from error
+            if time.monotonic() - start > self._timeout:
+                where = f"; its last checkpoint is in {self._comes_back}" if self._comes_back else ""
+                raise self._error(f"it cannot be reached ({last}){where}", start) from error
+            time.sleep(_RETRY)
+
+    def _greet(self, connection: Connection) -> None:
+        self._connection = connection
+        tell(
+            connection,
+            ask="hello",
+            worker=self._worker,
+            life=self._life,
+            host=self._host,
+            process=os.getpid(),
+            memory=self._own.path,
+        )
+        if not connection.poll(self._timeout):
+            raise OSError("it does not greet")
+        answer = hear(connection)
+        count = len(self._slot)
+        if answer["memory"] is not None:
+            self._there = SharedMemory(max(1, self._slot.nbytes), answer["memory"])
+            self._there.close()
+            self._values = self._there.tensor(self._slot.dtype)[:count]
+        else:
+            self._there, self._values = None, torch.empty_like(self._slot)
+        if answer["last"] < self._acknowledged:
+            raise self._error(
+                f"it has lost pushes: {answer['last']} of {self._acknowledged} are left", time.monotonic()
+            )
+        if self._unanswered is None:
+            return
+        if self._unanswered["ask"] == "push" or self._acknowledged < self._pushed:
+            self._send({"ask": "push", "number": self._pushed, "samples": self._samples})
+        if self._unanswered["ask"] != "push":
+            self._send(self._unanswered)
+
+    def _drop(self) -> str:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
+        return "it is not there"
+
+    def _error(self, what: str, start: float) -> CommError:
+        elapsed = time.monotonic() - start
+        return CommError.during(
+            "use a server", f"server {self._server}: {what}", rank=self._worker, peer=self._server, elapsed=elapsed
+        )

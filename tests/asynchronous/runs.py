@@ -1,0 +1,180 @@
+"""Runs with a parameter server, and what one process makes of the order in which their events happened."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import pycomm
+
+STEPS = 8
+
+
+@dataclass
+class Run:
+    """Arguments of a run, in which each worker makes ``steps`` steps."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: str = "momentum"
+    steps: int = STEPS
+    dtype: torch.dtype = torch.float64
+    slow: int = -1
+    """Rank of a worker that is slower than the others."""
+    timeout: float = 20.0
+
+
+def model_of(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
+
+
+def optimizer_of(run: Run, model: nn.Module) -> torch.optim.Optimizer:
+    params = model.parameters()
+    match run.optimizer:
+        case "momentum":
+            return torch.optim.SGD(params, 0.05, momentum=0.9)
+        case "adam":
+            return torch.optim.Adam(params, 0.01)
+        case "adagrad":
+            return torch.optim.Adagrad(params, 0.05)
+        case "lars":
+            return pycomm.LARS(params, 0.5, trust_coefficient=0.02)
+        case _:
+            return torch.optim.SGD(params, 0.05)
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * rank + step))
+    return (model(x.to(next(model.parameters()).dtype)) - x[:, :3]).square().mean()
+
+
+def weight_of(rank: int, step: int) -> float:
+    return 1.0 + (rank + step) % 3
+
+
+def work(run: Run) -> dict[str, Any]:
+    """Take part as this rank does; what it has to tell."""
+    rank, model = dist.get_rank(), model_of(run.dtype)
+    optimizer = optimizer_of(run, model)
+    pauses = random.Random(rank)
+    server = pycomm.parameter_server(optimizer, model, **{"timeout": run.timeout, **run.options})
+    if server.is_worker:
+        for step in range(run.steps):
+            with server.step(weight_of(rank, step)):
+                loss_of(model, rank, step).backward()
+            time.sleep(pauses.uniform(0, 0.01) * (10 if rank == run.slow else 1))
+        server.pull()
+    server.close()
+    return {"stats": server.stats(), "parameters": [p.detach().clone() for p in model.parameters()]}
+
+
+class Simulation:
+    """State machine in float64 over traced orders of events: written apart from the implementation.
+
+    Args:
+        run: what was run.
+        pieces: for each server, which elements of all parameters, laid one after the other, it holds.
+    """
+
+    def __init__(self, run: Run, pieces: list[slice]) -> None:
+        self._run, self._pieces, self._model = run, pieces, model_of()
+        self.now = torch.cat([p.detach().reshape(-1) for p in self._model.parameters()])
+        self._velocity = torch.zeros_like(self.now)
+        self._moments = torch.zeros(2, len(self.now), dtype=torch.float64)
+        self._squares = torch.zeros_like(self.now)
+        self._updates = [0] * len(pieces)
+        self._pulled: dict[tuple[int, int, int], tuple[int, torch.Tensor]] = {}  # by server, worker and step
+        self._collected: list[list[tuple[float, float, torch.Tensor]]] = [[] for _ in pieces]
+        self._workers: list[int] = []  # of each server
+
+    def go(self, orders: list[list[dict[str, Any]]], workers: int) -> None:
+        """Let all events happen; those of several servers as soon as they can."""
+        self._workers = [workers] * len(orders)
+        left = [list(order) for order in orders]
+        while any(left):
+            before = sum(map(len, left))
+            for server, events in enumerate(left):
+                while events and self._happen(server, events[0]):
+                    events.pop(0)
+            assert sum(map(len, left)) < before, "no event can happen"
+
+    def _happen(self, server: int, event: dict[str, Any]) -> bool:
+        worker, step = event["worker"], event.get("number", 0) - 1
+        if event["event"] == "pull":
+            self._pulled[server, worker, step] = self._updates[server], self.now[self._pieces[server]].clone()
+        elif event["event"] == "push":
+            if any((other, worker, step) not in self._pulled for other in range(len(self._pieces))):
+                return False
+            self._push(server, worker, step)
+        else:
+            self._workers[server] -= 1
+            self._update_if_due(server)
+        return True
+
+    def _gradient(self, worker: int, step: int) -> torch.Tensor:
+        there = torch.cat([self._pulled[server, worker, step][1] for server in range(len(self._pieces))])
+        nn.utils.vector_to_parameters(there, self._model.parameters())
+        self._model.zero_grad()
+        loss_of(self._model, worker, step).backward()
+        return torch.cat([p.grad.reshape(-1) for p in self._model.parameters() if p.grad is not None])
+
+    def _push(self, server: int, worker: int, step: int) -> None:
+        options, piece = self._run.options, self._pieces[server]
+        version, then = self._pulled[server, worker, step]
+        stale = self._updates[server] - version
+        if options.get("mode") == "sync" and stale > 0:
+            return
+        g = self._gradient(worker, step)[piece]
+        compensation = options.get("compensation")
+        if compensation == "dc":
+            compensation = pycomm.DelayCompensation()
+        if isinstance(compensation, pycomm.DelayCompensation):
+            strength: Any = compensation.strength
+            if compensation.adaptive:
+                mean = compensation.decay * self._squares[piece] + (1 - compensation.decay) * g**2
+                self._squares[piece] = mean
+                strength = strength / torch.sqrt(mean + compensation.eps)
+            g = g + strength * g * g * (self.now[piece] - then)
+        rate = 1 / max(1, stale) if compensation == "lr" else 1.0
+        self._collected[server].append((weight_of(worker, step), rate, g))
+        self._update_if_due(server)
+
+    def _update_if_due(self, server: int) -> None:
+        options, count = self._run.options, len(self._collected[server])
+        needed = {"sync": self._workers[server] - options.get("backup", 0), "softsync": options.get("quorum", 1)}
+        if count >= max(1, needed.get(options.get("mode", "async"), 1)):
+            self._update(server)
+
+    def _update(self, server: int) -> None:
+        piece, found = self._pieces[server], self._collected[server]
+        weights = sum(samples * rate for samples, rate, _ in found)
+        g = torch.stack([samples * rate * g for samples, rate, g in found]).sum(0) / weights
+        rate = weights / sum(samples for samples, _, _ in found)
+        self._collected[server] = []
+        self._updates[server] += 1
+        if self._run.optimizer == "adam":
+            n, (first, second) = self._updates[server], self._moments
+            first[piece] = 0.9 * first[piece] + 0.1 * g
+            second[piece] = 0.999 * second[piece] + 0.001 * g * g
+            size = (second[piece] / (1 - 0.999**n)).sqrt() + 1e-8
+            self.now[piece] -= 0.01 * rate * first[piece] / (1 - 0.9**n) / size
+        elif self._run.optimizer == "adagrad":
+            self._moments[0][piece] += g * g
+            self.now[piece] -= 0.05 * rate * g / (self._moments[0][piece].sqrt() + 1e-10)
+        else:
+            momentum = 0.9 if self._run.optimizer == "momentum" else 0.0
+            self._velocity[piece] = momentum * self._velocity[piece] + g
+            self.now[piece] -= 0.05 * rate * self._velocity[piece]
+
+
+def read_trace(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,0 +1,115 @@
+"""What a parameter server computes is what one process computes, event by event, in float64."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pycomm
+from tests.asynchronous.runs import Run, Simulation, loss_of, model_of, read_trace, work
+from tests.on_ranks import Pools
+
+TIMEOUT = 60.0
+SIZE = 4
+
+RUNS = {
+    "async": Run(),
+    "async, Adam": Run(optimizer="adam"),
+    "async, Adagrad": Run(optimizer="adagrad"),
+    "async, two servers": Run({"servers": 2}),
+    "divided by staleness": Run({"compensation": "lr"}),
+    "delay compensation": Run({"compensation": "dc"}, "sgd"),
+    "adaptive, two servers": Run(
+        {"compensation": pycomm.DelayCompensation(0.5, adaptive=True, decay=0.9), "servers": 2}
+    ),
+    "stale synchronous": Run({"mode": "ssp", "staleness": 1}, slow=2),
+    "softsync": Run({"mode": "softsync", "quorum": 2}),
+    "softsync, divided": Run({"mode": "softsync", "quorum": 3, "compensation": "lr"}, "sgd"),
+    "sync": Run({"mode": "sync"}, "adam"),
+    "sync, backup": Run({"mode": "sync", "backup": 1}, slow=3),
+}
+
+
+def trained(pool: Any, run: Run) -> list[dict[str, Any]]:
+    return pool.run(work, run, timeout=TIMEOUT)
+
+
+def pieces_of(num_servers: int) -> list[slice]:
+    size = sum(p.numel() for p in model_of().parameters())
+    cuts = [size * k // num_servers for k in range(num_servers + 1)]
+    return [slice(begin, end) for begin, end in itertools.pairwise(cuts)]
+
+
+def flat(told: dict[str, Any]) -> torch.Tensor:
+    return torch.cat([p.reshape(-1) for p in told["parameters"]])
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_every_mode_is_its_simulation(rank_pools: Pools, run: Run, tmp_path: Path) -> None:
+    servers = run.options.get("servers", 1)
+    traced = replace(run, options={**run.options, "trace": str(tmp_path / "trace")})
+    told = trained(rank_pools(SIZE), traced)
+    orders = [read_trace(tmp_path / f"trace.{server}") for server in range(servers)]
+    simulation = Simulation(run, pieces_of(servers))
+    simulation.go(orders, SIZE - servers)
+    for server, piece in enumerate(pieces_of(servers)):
+        mine = flat(told[server])[piece]
+        torch.testing.assert_close(mine, simulation.now[piece], rtol=1e-12, atol=1e-12)
+    pushes = (SIZE - servers) * run.steps
+    for server in range(servers):
+        stats = told[server]["stats"]
+        assert stats["pushes"] == sum(stats["staleness"].values()) == pushes
+        assert stats["duplicates"] == 0
+        if run.options.get("mode") == "ssp":
+            # Of each other worker, no more gradients than the bound and the one that it may just be pushing.
+            assert max(map(int, stats["staleness"])) <= 2 * (2 * run.options["staleness"] + 1)
+    assert {worker["stats"]["steps"] for worker in told[servers:]} == {run.steps}
+
+
+@pytest.mark.parametrize("name", ["async", "adaptive, two servers", "softsync", "sync, backup", "stale synchronous"])
+def test_a_replay_ends_with_the_same_bits(rank_pools: Pools, name: str, tmp_path: Path) -> None:
+    run = RUNS[name]
+    first = trained(rank_pools(SIZE), replace(run, options={**run.options, "trace": str(tmp_path / "trace")}))
+    again = replace(run, slow=1, options={**run.options, "replay": str(tmp_path / "trace")})
+    second = trained(rank_pools(SIZE), again)
+    for server in range(run.options.get("servers", 1)):
+        piece = pieces_of(run.options.get("servers", 1))[server]
+        assert torch.equal(flat(first[server])[piece], flat(second[server])[piece])
+
+
+def with_a_schedule(folder: str, samples: float | None) -> float:
+    """The learning rate after 16 updates, of servers that were made twice: the second goes on from the first one's."""
+    rate = 0.0
+    for _ in range(2):
+        model = model_of()
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        server = pycomm.parameter_server(optimizer, model, checkpoint=folder, timeout=20)
+        server.schedule(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), samples=samples)
+        if server.is_worker:
+            for step in range(4):
+                with server.step(3.0):
+                    loss_of(model, 0, step).backward()
+        server.close()
+        rate = optimizer.param_groups[0]["lr"]
+    return rate
+
+
+@pytest.mark.parametrize(("samples", "steps"), [(None, 16), (12.0, 4)])
+def test_schedules_step_on_servers(rank_pools: Pools, tmp_path: Path, samples: float | None, steps: int) -> None:
+    rates = rank_pools(3).run(with_a_schedule, str(tmp_path), samples, timeout=TIMEOUT)
+    assert rates == [0.5**steps, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("optimizer", ["lars", "momentum"])
+def test_float32_and_optimizers_that_look_at_whole_parameters(rank_pools: Pools, optimizer: str) -> None:
+    run = Run({"servers": 2, "mode": "sync"}, optimizer, dtype=torch.float32)
+    told = trained(rank_pools(SIZE), run)
+    assert torch.equal(flat(told[2]), flat(told[3])), "workers that pull last have the same"
+    assert not torch.equal(
+        flat(told[2]), torch.cat([p.detach().reshape(-1) for p in model_of(torch.float32).parameters()])
+    )
