@@ -21,6 +21,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from pycomm import backend, checkpoint, compression, ddp, kernels, optim, schedule
+from pycomm.asynchronous.averaging import LocalAverager, Nesterov, local_sgd
 from pycomm.asynchronous.compensation import DelayCompensation
 from pycomm.asynchronous.parameter_server import ParameterServer, parameter_server
 from pycomm.checkpoint import load, save
@@ -70,8 +71,10 @@ __all__ = [
     "FusedStep",
     "GpuWork",
     "Int8",
+    "LocalAverager",
     "LossScaler",
     "MasterWeights",
+    "Nesterov",
     "NoCompression",
     "OneBit",
     "ParameterServer",
@@ -92,6 +95,7 @@ __all__ = [
     "fuse",
     "kernels",
     "load",
+    "local_sgd",
     "master_weights",
     "optim",
     "parallel",

@@ -1,1 +1,1 @@
-"""Training without lockstep: parameter servers."""
+"""Training without lockstep: parameter servers, and ranks that average less often."""
