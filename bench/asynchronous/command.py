@@ -1,6 +1,7 @@
 """Parameter servers: what a push and a pull cost, and whom a slow worker delays.
 
     python -m bench.asynchronous [--ranks 3] [--megabytes 40] [--rounds 9] [--json FILE]
+    python -m bench.asynchronous --losses [--ranks 2] [--steps 1000] [--seeds 3] [--json FILE]
 
 (a) Push and pull of a model by all workers at once, one server: until a worker has the parameters after its push was
 an update (of SGD). Beside it, the same bytes by Gloo's send and recv, without any update, and an all_reduce of as
@@ -8,14 +9,18 @@ many bytes over all ranks in ``Communicator.empty`` memory. All live in the same
 figure is its slowest worker's.
 (b) Steps a second of the other workers, where one sleeps ten times as long in each step: in every mode, beside the same
 without a slow one. Steps sleep, so that cores are no resource.
+(c) With --losses, instead: the loss of a byte-level language model, on text that was not trained on, after as many
+steps with gradients averaged in each, and with parameters averaged every 100 steps. Learning rates are those of the
+demo, which were chosen for the first; the outer ones are the paper's.
 """
 
 from __future__ import annotations
 
 import argparse
+from statistics import mean, stdev
 from typing import Any
 
-from bench.asynchronous.ranks import GLOO, MODES, OURS, REDUCE
+from bench.asynchronous.ranks import GLOO, MODES, OURS, REDUCE, WAYS
 from bench.common.arguments import make_parser, positive
 from pycomm.cli.bench.ranks import Ranks
 from pycomm.cli.bench.results import headline, write_json
@@ -32,16 +37,21 @@ def main() -> None:
         rendezvous() as port,
         Ranks("asynchronous", "bench.asynchronous.ranks:ServerRank", arguments.ranks, {"port": port, **setup}) as ranks,
     ):
-        exchanges = _measure_exchanges(ranks, arguments)
-        rates = _measure_rates(ranks)
-    settings = {name: getattr(arguments, name) for name in ("ranks", "rounds", "megabytes")}
-    write_json(arguments.json, "asynchronous", settings, {"exchanges": exchanges, "rates": rates})
+        if arguments.losses:
+            figures = {"losses": _measure_losses(ranks, arguments)}
+        else:
+            figures = {"exchanges": _measure_exchanges(ranks, arguments), "rates": _measure_rates(ranks)}
+    settings = {name: getattr(arguments, name) for name in ("ranks", "rounds", "megabytes", "steps", "seeds")}
+    write_json(arguments.json, "asynchronous", settings, figures)
 
 
 def _parse() -> argparse.Namespace:
     parser = make_parser("bench.asynchronous", __doc__)
     parser.add_argument("--ranks", type=positive, default=3, help="one of which serves (default 3)")
     parser.add_argument("--megabytes", type=positive, default=40, help="of the model in (a) (default 40)")
+    parser.add_argument("--losses", action="store_true", help="train a language model")
+    parser.add_argument("--steps", type=positive, default=1000, help="of each training (default 1000)")
+    parser.add_argument("--seeds", type=positive, default=3, help="trainings of each kind (default 3)")
     return parser.parse_args()
 
 
@@ -68,4 +78,20 @@ def _measure_rates(ranks: Ranks) -> dict[str, Any]:
         rows.append([mode, f"{undisturbed:.1f}", f"{disturbed:.1f}", f"{100 * disturbed / undisturbed:.1f} %"])
         figures[mode] = {"undisturbed": undisturbed, "disturbed": disturbed}
     print_table(["mode", "all alike", "one slow", "of that"], rows)
+    return figures
+
+
+def _measure_losses(ranks: Ranks, arguments: argparse.Namespace) -> dict[str, Any]:
+    print(
+        f"\n(c) language model, {arguments.ranks} ranks, {arguments.steps} steps, {arguments.seeds} seeds", flush=True
+    )
+    rows, figures, first = [], {}, 0.0
+    for way in WAYS:
+        found = [ranks.call("train", way, arguments.steps, seed)[0] for seed in range(arguments.seeds)]
+        losses = [loss for loss, _ in found]
+        first = first or mean(losses)
+        spread = f"{stdev(losses):.4f}" if len(losses) > 1 else "-"
+        rows.append([way, f"{mean(losses):.4f}", spread, f"{mean(losses) / first:.3f}", f"{found[0][1] / 1e6:.1f} MB"])
+        figures[way] = {"losses": losses, "bytes": found[0][1]}
+    print_table(["", "loss", "spread", "of the first", "sent"], rows)
     return figures

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,11 @@ from torch import nn
 import pycomm
 from pycomm import kernels
 from pycomm.cli.bench.ranks import join_group
+from pycomm.cli.demo.corpus import random_starts, read_corpus, windows
+from pycomm.cli.demo.model import ByteGPT, loss_of
+from pycomm.cli.demo.settings import Settings
+from pycomm.cli.demo.train import validate
+from pycomm.cli.demo.trainee import learning_rate_rule
 
 OURS, GLOO, REDUCE = "pycomm, push and pull", "Gloo, send and recv", "pycomm, all_reduce in empty"
 MODES: dict[str, dict[str, Any]] = {
@@ -21,6 +27,11 @@ MODES: dict[str, dict[str, Any]] = {
     "softsync 2": {"mode": "softsync", "quorum": 2},
     "sync, backup 1": {"mode": "sync", "backup": 1},
     "sync": {"mode": "sync"},
+}
+WAYS: dict[str, dict[str, Any] | None] = {
+    "attach": None,
+    "local SGD, 100": {"every": 100},
+    "DiLoCo, 100": {"every": 100, "outer": pycomm.Nesterov(0.7, 0.9)},
 }
 _WIDTH = 1000
 _TURNS = 4  # of an exchange in one turn
@@ -102,3 +113,30 @@ class ServerRank:
             rate = steps / (time.perf_counter() - start)
         server.close()
         return rate
+
+    def train(self, way: str, steps: int, seed: int) -> tuple[float, int]:
+        """Return the loss of a language model that was trained in this way, and the bytes that this rank has sent."""
+        settings = Settings(
+            ranks=self._size, methods=(), steps=steps, seed=seed, batch=8, context=64, width=64, layers=2, output=Path()
+        )
+        corpus = read_corpus()
+        torch.manual_seed(seed)
+        model = ByteGPT(settings.width, settings.layers, settings.context, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99), fused=True)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_rule(steps))
+        options = WAYS[way]
+        handle: Any = (
+            pycomm.attach(optimizer, model) if options is None else pycomm.local_sgd(optimizer, model, **options)
+        )
+        starts = random_starts(corpus.train, settings.context, (steps, self._size, settings.batch), seed)
+        for step in range(steps):
+            inputs, targets = windows(corpus.train, starts[step, self.rank], settings.context)
+            optimizer.zero_grad()
+            loss_of(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            schedule.step()
+        num_bytes = int(handle.stats()["bytes_sent"])
+        if options is not None:
+            handle.meet()
+        handle.detach()
+        return validate(model, corpus, settings), num_bytes
