@@ -21,7 +21,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from pycomm import backend, checkpoint, compression, ddp, kernels, optim, schedule
-from pycomm.asynchronous.averaging import LocalAverager, Nesterov, local_sgd
+from pycomm.asynchronous.averaging import LocalAverager, Nesterov, elastic_averaging, local_sgd
 from pycomm.asynchronous.compensation import DelayCompensation
 from pycomm.asynchronous.parameter_server import ParameterServer, parameter_server
 from pycomm.checkpoint import load, save
@@ -92,6 +92,7 @@ __all__ = [
     "checkpoint",
     "compression",
     "ddp",
+    "elastic_averaging",
     "fuse",
     "kernels",
     "load",

@@ -1,9 +1,9 @@
-"""Averaging less often: ranks step by themselves, and meet every so many steps (local SGD, DiLoCo)."""
+"""Averaging less often: ranks step by themselves, and meet every so many steps (local SGD, DiLoCo, EASGD)."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -43,6 +43,16 @@ class Nesterov:
         checks.real("momentum", self.momentum, 0.0, 1.0)
 
 
+@dataclass(frozen=True)
+class _Elastic:
+    """Outer optimizer of elastic averaging: ``strength`` is beta, the ranks' pull on their center together."""
+
+    strength: float
+
+
+_Outer = Nesterov | _Elastic | None
+
+
 def local_sgd(
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module,
@@ -75,15 +85,65 @@ def local_sgd(
             parameters: on every rank.
         CommError: a rank did not come. ``optimizer.step()`` raises it, too, if one is lost.
     """
+
+    def checked() -> _Outer:
+        if outer is not None and not isinstance(outer, Nesterov):
+            raise TypeError(f"outer is {outer!r}, wanted None or a pycomm.Nesterov")
+        return outer
+
+    return _average(optimizer, model, every, checked, fragments, process_group, timeout)
+
+
+def elastic_averaging(
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    *,
+    every: int,
+    strength: float = 0.9,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: timedelta | float = DEFAULT_TIMEOUT,
+) -> LocalAverager:
+    """Let each rank step by itself, held by a spring to a center that all ranks have in common (EASGD).
+
+    Every so many steps rank i's parameters x_i and the center c move towards each other, with a = strength / ranks:
+    x_i becomes x_i - a (x_i - c), and c becomes c + a times the sum of (x_i - c) (Zhang, Choromanska and LeCun, "Deep
+    learning with Elastic Averaging SGD", 2015). With momentum in ``optimizer`` it is EAMSGD. The ranks stay different,
+    which explores more; in the end :meth:`LocalAverager.take_center` makes the center everybody's parameters.
+
+    Args:
+        optimizer, model, process_group, timeout: as of :func:`local_sgd`.
+        every: number of steps from one meeting to the next; equal on all ranks, which must make equally many.
+        strength: beta, above 0 and at most 1; the paper has 0.9.
+
+    Raises:
+        TypeError, ValueError, CommError: as of :func:`local_sgd`.
+    """
+
+    def checked() -> _Outer:
+        checks.bounded("strength", strength, "a number above 0 and at most 1", lambda b: 0 < b <= 1)
+        return _Elastic(float(strength))
+
+    return _average(optimizer, model, every, checked, 1, process_group, timeout)
+
+
+def _average(
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    every: int,
+    checked_outer: Callable[[], _Outer],
+    fragments: int,
+    process_group: dist.ProcessGroup | None,
+    timeout: timedelta | float,
+) -> LocalAverager:
     communicator = Communicator(process_group, timeout)
     try:
         request: Any
         try:
             optimizer = unwrapped(optimizer)
-            request = _checked(optimizer, model, every, outer, fragments)
+            request = checked_outer(), _checked(optimizer, model, every, fragments)
         except (TypeError, ValueError) as error:
             request = error
-        named = agreed(communicator, request)
+        outer, named = agreed(communicator, request)
         settings = [f"every={every}", f"outer={outer!r}", f"fragments={fragments}"]
         check_same_lines(communicator, settings, "setting")
         check_same_lines(communicator, [f"{name}: {signature(p)}" for name, p in named.items()], "parameter")
@@ -95,12 +155,10 @@ def local_sgd(
 
 
 def _checked(
-    optimizer: torch.optim.Optimizer, model: torch.nn.Module, every: Any, outer: Any, fragments: Any
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, every: Any, fragments: Any
 ) -> dict[str, torch.Tensor]:
     """Return the parameters by name."""
     checks.count("every", every, 1)
-    if outer is not None and not isinstance(outer, Nesterov):
-        raise TypeError(f"outer is {outer!r}, wanted None or a pycomm.Nesterov")
     named: dict[str, torch.Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if checks.count("fragments", fragments, 1) > min(every, len(named)):
         raise ValueError(f"fragments={fragments}, wanted at most every={every} and the {len(named)} parameters")
@@ -119,17 +177,17 @@ class _Fragment:
 
     Attributes:
         params: its parameters.
-        anchor: what they were after the last meeting, flat.
-        velocity: of the outer optimizer, flat; ``None`` without one.
+        anchor: what they were after the last meeting, or the center to which they are held; flat.
+        velocity: of the outer optimizer, flat; ``None`` if it has none.
     """
 
-    def __init__(self, communicator: Communicator, params: Sequence[torch.Tensor], outer: Nesterov | None) -> None:
+    def __init__(self, communicator: Communicator, params: Sequence[torch.Tensor], outer: _Outer) -> None:
         self._communicator, self.params, self._outer = communicator, list(params), outer
         self._sizes = [p.numel() for p in params]
         kind = params[0]
         self._memory = communicator.empty(sum(self._sizes) + 1, kind.dtype, kind.device)
         self.anchor = torch.cat([p.detach().reshape(-1) for p in params])
-        self.velocity = None if outer is None else torch.zeros_like(self.anchor)
+        self.velocity = torch.zeros_like(self.anchor) if isinstance(outer, Nesterov) else None
 
     @property
     def num_bytes(self) -> int:
@@ -144,16 +202,21 @@ class _Fragment:
             torch.split(moved, self._sizes), torch.split(self.anchor, self._sizes), self.params, strict=True
         ):
             torch.sub(before.view(p.shape), p, out=part.view(p.shape))
+            if isinstance(self._outer, _Elastic):
+                p.add_(part.view(p.shape), alpha=self._outer.strength / self._communicator.size)
         if weight != 1.0:
             moved.mul_(weight)
         mass.fill_(weight)
         self._communicator.all_reduce(self._memory)
         moved.div_(mass)
-        if self._outer is None or self.velocity is None:
-            self.anchor.sub_(moved)
-        else:
+        if isinstance(self._outer, _Elastic):
+            self.anchor.sub_(moved, alpha=self._outer.strength)
+            return
+        if isinstance(self._outer, Nesterov) and self.velocity is not None:
             self.velocity.mul_(self._outer.momentum).add_(moved)
             self.anchor.sub_(moved.add_(self.velocity, alpha=self._outer.momentum), alpha=self._outer.lr)
+        else:
+            self.anchor.sub_(moved)
         self.go_to_anchor()
 
     @torch.no_grad()
@@ -164,7 +227,7 @@ class _Fragment:
 
 
 class LocalAverager:
-    """Handle of :func:`local_sgd`, kept alive by the optimizer's hook."""
+    """Handle of :func:`local_sgd` and :func:`elastic_averaging`, kept alive by the optimizer's hook."""
 
     def __init__(
         self,
@@ -172,7 +235,7 @@ class LocalAverager:
         optimizer: torch.optim.Optimizer,
         named: dict[str, torch.Tensor],
         every: int,
-        outer: Nesterov | None,
+        outer: _Outer,
         fragments: int,
     ) -> None:
         self._communicator, self._every = communicator, every
@@ -213,6 +276,12 @@ class LocalAverager:
         self._require_attached()
         for fragment in self._fragments:
             self._meet(fragment)
+
+    def take_center(self) -> None:
+        """Make what the ranks have in common the parameters of all: the center, or those after the last meeting."""
+        self._require_attached()
+        for fragment in self._fragments:
+            fragment.go_to_anchor()
 
     def stats(self) -> dict[str, Any]:
         """Return ``steps``, ``meetings`` (of fragments), ``bytes_sent`` and ``wait_seconds``, those in meetings."""

@@ -83,6 +83,36 @@ def test_it_is_what_one_process_comes_to(outer: pycomm.Nesterov | None, fragment
     handle.detach()
 
 
+@on_ranks(3)
+def test_elastic_averaging_is_what_one_process_comes_to() -> None:
+    rank, size, every, pull = dist.get_rank(), 3, 3, 0.8 / 3
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    handle = pycomm.elastic_averaging(optimizer, model, every=every, strength=0.8, timeout=20)
+    models = [model_of() for _ in range(size)]
+    optimizers = [torch.optim.SGD(each.parameters(), 0.05, momentum=0.9) for each in models]
+    center = flat(models[0])
+    for step in range(STEPS):
+        for number, (each, its) in enumerate(zip(models, optimizers, strict=True)):
+            its.zero_grad()
+            loss_of(each, number, step).backward()
+            its.step()
+        if step % every == every - 1:
+            apart = torch.stack([flat(each) for each in models]) - center
+            for each, distance in zip(models, apart, strict=True):
+                torch.nn.utils.vector_to_parameters(flat(each) - pull * distance, each.parameters())
+            center = center + pull * apart.sum(0)
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        torch.testing.assert_close(flat(model), flat(models[rank]), rtol=1e-12, atol=1e-12)
+    handle.take_center()
+    torch.testing.assert_close(flat(model), center, rtol=1e-12, atol=1e-12)
+    handle.detach()
+    with pytest.raises(ValueError, match="strength"):
+        pycomm.elastic_averaging(optimizer, model, every=every, strength=1.5, timeout=20)
+
+
 @on_ranks(2)
 def test_it_goes_on_from_its_state() -> None:
     rank, ends = dist.get_rank(), []
