@@ -23,6 +23,7 @@ except ModuleNotFoundError as error:
 from pycomm import backend, checkpoint, compression, ddp, kernels, optim, schedule
 from pycomm.asynchronous.averaging import LocalAverager, Nesterov, elastic_averaging, local_sgd
 from pycomm.asynchronous.compensation import DelayCompensation
+from pycomm.asynchronous.gossip import Gossip, gossip
 from pycomm.asynchronous.parameter_server import ParameterServer, parameter_server
 from pycomm.checkpoint import load, save
 from pycomm.communicator import Communicator
@@ -69,6 +70,7 @@ __all__ = [
     "Communicator",
     "DelayCompensation",
     "FusedStep",
+    "Gossip",
     "GpuWork",
     "Int8",
     "LocalAverager",
@@ -94,6 +96,7 @@ __all__ = [
     "ddp",
     "elastic_averaging",
     "fuse",
+    "gossip",
     "kernels",
     "load",
     "local_sgd",

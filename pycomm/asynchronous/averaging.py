@@ -140,7 +140,7 @@ def _average(
         request: Any
         try:
             optimizer = unwrapped(optimizer)
-            request = checked_outer(), _checked(optimizer, model, every, fragments)
+            request = checked_outer(), checked_parameters(optimizer, model, every, fragments)
         except (TypeError, ValueError) as error:
             request = error
         outer, named = agreed(communicator, request)
@@ -154,10 +154,10 @@ def _average(
         raise
 
 
-def _checked(
-    optimizer: torch.optim.Optimizer, model: torch.nn.Module, every: Any, fragments: Any
+def checked_parameters(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, every: Any, fragments: Any = 1
 ) -> dict[str, torch.Tensor]:
-    """Return the parameters by name."""
+    """Return the parameters by name. Raise TypeError or ValueError if these cannot be averaged."""
     checks.count("every", every, 1)
     named: dict[str, torch.Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if checks.count("fragments", fragments, 1) > min(every, len(named)):
