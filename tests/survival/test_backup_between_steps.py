@@ -40,6 +40,28 @@ def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> 
     optimizer.step()
 
 
+def save_and_load(folder: str) -> tuple[str, str]:
+    model, optimizer, reducer = begin()
+    for step in range(3):
+        take_step(model, optimizer, step)
+    pycomm.save(folder, reducer).wait(20)
+    saved = digest(model)
+    for step in range(3):
+        take_step(model, optimizer, step)
+    pycomm.load(folder, reducer)
+    loaded = digest(model)
+    take_step(model, optimizer, 3)
+    reducer.detach()
+    return saved, loaded
+
+
+def test_checkpoints_are_saved_and_loaded_between_steps(new_ranks: Pools, tmp_path: Path) -> None:
+    for outcome in new_ranks(SIZE).outcomes(save_and_load, str(tmp_path), timeout=TIMEOUT):
+        assert outcome.error is None, outcome.trace
+        saved, loaded = outcome.result
+        assert saved == loaded
+
+
 def slow_or_not(plan: Plan, size: int) -> dict[str, Any]:
     model = small_model()
     reducer, scheduler = attach(plan, model)
