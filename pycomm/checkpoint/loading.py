@@ -22,7 +22,6 @@ from pycomm.checkpoint.together import exchanged, together
 from pycomm.communicator import Communicator
 from pycomm.optim.step_override import stepper_of
 from pycomm.reducer import Reducer
-from pycomm.reducer.buckets import state_of
 from pycomm.reducer.checkpoint import select_state
 
 _LOG = logging.getLogger("pycomm")
@@ -57,6 +56,7 @@ def load(path: str | os.PathLike[str], reducer: Reducer, /, **more: Any) -> dict
         RuntimeError: an accumulation window is open, or the reducer is detached. All of these on every rank.
     """
     reducer._require_attached()
+    reducer._engine.stand_down()
     communicator = reducer._communicator
     settle(reducer)
     together(communicator, "load a checkpoint", lambda: _check_call(reducer, more))
@@ -150,7 +150,7 @@ class _Plan:
         self._optimizer = optimizer["state_dict"]
         self._compression = saved.of_all("compression")
         table, method = reducer._table, reducer._settings.compression
-        select_state(self._compression, state_of(table.flights), method, communicator, True, table.labels())
+        select_state(self._compression, reducer._engine.state(), method, communicator, True, table.labels())
         self._generators = saved.value("generators") if saved.has_own else None
         if self._generators is not None:
             check_generators(self._generators)

@@ -93,6 +93,7 @@ def _prepare(
     path: str | os.PathLike[str], reducer: Reducer, keep: int, more: Mapping[str, Any], error: BaseException | None
 ) -> Job:
     """Return all that is to be written by this rank. Collective."""
+    reducer._engine.stand_down()
     communicator = reducer._communicator
     sections, shared = _agree(reducer, keep, more, error)
     job = _open(Path(path), reducer, communicator, keep)

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -63,6 +65,7 @@ class Standin:
         self.is_late = False
         self._works: deque[Work] = deque()
         self._has_begun = self._is_over = False
+        self._pid = os.getpid()
 
     def add(self, job: Callable[[], Any]) -> Work | None:
         """Add ``job`` to the works; ``None`` if they are complete."""
@@ -94,9 +97,10 @@ class Standin:
             work.run()
 
     def end(self) -> None:
-        """Run what :meth:`run` has left, if it failed or was never called."""
-        self.complete()
-        self.run()
+        """Run what :meth:`run` has left, if it failed or was never called; not in a forked child, whose parent does."""
+        if os.getpid() == self._pid:
+            self.complete()
+            self.run()
 
     def _next(self) -> Work | None:
         start = time.monotonic()
@@ -125,7 +129,7 @@ class BackupEngine(SurvivingEngine):
         super().__init__(*args)
         self._standin: Standin | None = None
         self._absent: list[Slot] = []  # whose gradients come too late for this step
-        self._pending: dict[Slot, torch.Tensor] = {}  # those gradients, once they are there
+        self._pending: dict[Slot, torch.Tensor] = {}  # those gradients, once they are there: until averages are
         self._carried: dict[Slot, torch.Tensor] = {}  # those of the step before, which this one contributes
         self._num_late = 0
 
@@ -159,13 +163,26 @@ class BackupEngine(SurvivingEngine):
             except CommError:  # without the ledger all are waited for, and its absence is named when it is needed
                 return False
 
-        self._standin = standin = Standin(is_enough, self._go_without, lambda: worker.is_stopped)
-        self.communicator.channel.submit(functools.partial(self._run_or_leave, standin.run)).when_done(standin.end)
+        this = weakref.ref(self)  # else a job that stands by would keep alive what nobody else does any more
+
+        def substitute() -> None:
+            engine = this()
+            if engine is not None:
+                engine._run_or_leave(engine._go_without)
+
+        self._standin = standin = Standin(is_enough, substitute, lambda: worker.is_stopped)
+        self.communicator.channel.submit(standin.run).when_done(standin.end)
 
     def stand_down(self) -> None:
         """Let other operations come first, unless this step is under way."""
         if self._standin is not None and self._standin.cancel():
             self._standin = None
+
+    def give_up(self) -> None:
+        """Have the job that stands by end with what it has been given: nothing will be added."""
+        standin, self._standin = self._standin, None
+        if standin is not None:
+            standin.complete()
 
     def _go_without(self) -> None:
         """Launch what is missing without gradients, on the communication thread."""
@@ -181,6 +198,16 @@ class BackupEngine(SurvivingEngine):
         self._launch_commit()
 
     # A step.
+
+    def open_door(self) -> None:
+        """Let in a newcomer, unless it is the present step's commit that has announced it, before this rank's pass."""
+        if self._standin is None:
+            super().open_door()
+
+    def has_launched(self) -> bool:
+        """Return whether some of this pass's gradients have been sent; a step without any of them is none of it."""
+        with self._turn():
+            return super().has_launched() and len(self._absent) < len(self.table.slots())
 
     def begin_pass(self) -> None:
         """Prepare for this pass's gradients, which may be late already."""
@@ -228,11 +255,9 @@ class BackupEngine(SurvivingEngine):
     def reduce(self) -> None:
         """Wait for the averages, and hand them out; keep the gradients that came too late for them."""
         self.launch_rest()
-        weight = self.window.scaling.weight
         for slot in self._absent:
-            grad = slot.owner.grad
-            if grad is not None:  # of half types in float32, as its share may not be a number of them
-                self._pending[slot] = (grad.detach().float() if grad.dtype.itemsize < 4 else grad.detach()) * weight
+            if slot.owner.grad is not None:
+                self._pending[slot] = slot.owner.grad.detach()
         self._num_late += bool(self._absent)
         try:
             super().reduce()
@@ -250,7 +275,10 @@ class BackupEngine(SurvivingEngine):
 
     def _hand_out(self) -> None:
         super()._hand_out()
-        self._carried = self._pending
+        weight = self.window.scaling.weight  # only known now, as ranks may have been lost since
+        self._carried = {  # of half types in float32, as its share may not be a number of them
+            slot: (grad.float() if grad.dtype.itemsize < 4 else grad) * weight for slot, grad in self._pending.items()
+        }
 
     def _go_on(self, lanes: Sequence[Communicator]) -> None:
         self._standin = None  # all that it had to run has failed

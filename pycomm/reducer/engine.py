@@ -125,6 +125,9 @@ class Engine(Answers):
     def stand_down(self) -> None:
         """Let operations of the main thread come before the next step again; see :meth:`stand_in`."""
 
+    def give_up(self) -> None:
+        """Let go of the step that is under way, as this rank takes part no more."""
+
     def recover(self, error: CommError) -> bool:
         """Raise ``error``, after which nothing goes on here."""
         raise error

@@ -203,7 +203,7 @@ class Passes:
         if self.stopped or self._communicator.size == 1 or torch.compiler.is_compiling():
             return
         self.stopped = str(error)
-        self._engine.stand_down()
+        self._engine.give_up()
         if self._engine.survival is not None:
             self._engine.survival.leave(f"gave up: {self.stopped}")
         self._communicator.channel.abandon(self.stopped, in_step=not self._engine.is_waited_for())
