@@ -86,8 +86,12 @@ class Serving:
         self._begun = time.monotonic()
         self._served = 0
         self._away: dict[int, float] = {}  # workers that may come again, and until when
+        for number in core.mode.workers - self._expected:  # of an earlier run
+            core.leave(number)
         for number in self._expected:  # they count from the beginning
             core.mode.join(number)
+        if journal is not None:  # after that, as no event in it tells of them
+            journal.checkpoint()
 
     def run(self) -> None:
         """Serve until no worker is left.
