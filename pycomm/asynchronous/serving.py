@@ -99,6 +99,13 @@ class Serving:
         Raises:
             CommError: no worker came within the timeout.
         """
+        try:
+            self._serve()
+        finally:  # after an error, whose traceback keeps them, workers learn at once that nobody serves them
+            for connection in self._workers:
+                connection.close()
+
+    def _serve(self) -> None:
         while self._expected or self._workers or self._away:
             ready = wait([self._door.bell, *self._workers], _TICK)
             for source in ready:

@@ -15,7 +15,8 @@ from torch import nn
 
 import pycomm
 from pycomm import CommError
-from pycomm.asynchronous import serving, worker
+from pycomm.asynchronous import serving, wire, worker
+from pycomm.asynchronous.core import Core
 from tests.asynchronous.runs import Run, work
 from tests.hosts import on_hosts
 from tests.on_ranks import Pools
@@ -67,7 +68,7 @@ def test_what_is_read_slowly_is_not_torn(new_ranks: Pools, tmp_path: Path) -> No
 
 def lose_parameters_on_their_way(folder: str) -> dict[str, Any]:
     """Be on a host of one's own, and lose the connection between an answer and the parameters that follow it."""
-    real, calls = worker.receive_array, list[int]()
+    real, calls = wire.receive_array, list[int]()
 
     def receive(connection: Any, out: torch.Tensor) -> None:
         calls.append(1)
@@ -91,7 +92,7 @@ def lose_one_of_two_servers() -> tuple[str, ...]:
     said = []
     if dist.get_rank() == 0:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(serving.Core, "pull", lambda *_: 1 / 0)
+            patch.setattr(Core, "pull", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 server.close()
     elif dist.get_rank() == 1:
