@@ -6,6 +6,7 @@ They know nothing of tensors or of connections: a server asks them, and tells th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 
 class Mode(ABC):
@@ -45,13 +46,13 @@ class Mode(ABC):
         """Note that the update was made."""
         self.num_collected = 0
 
-    def state(self) -> dict[str, int]:
-        """Return what a server that begins again has to know, besides the workers."""
-        return {"collected": self.num_collected}
+    def state(self) -> dict[str, Any]:
+        """Return what a server that begins again has to know."""
+        return {"collected": self.num_collected, "workers": sorted(self.workers)}
 
-    def load_state(self, state: dict[str, int]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         """Take back what :meth:`state` gave."""
-        self.num_collected = state["collected"]
+        self.num_collected, self.workers = state["collected"], set(state["workers"])
 
 
 class Async(Mode):
@@ -97,13 +98,12 @@ class StaleSynchronous(Async):
         self._clocks[worker] += 1
         return super().push(worker, staleness)
 
-    def state(self) -> dict[str, int]:
-        return {**super().state(), **{str(worker): clock for worker, clock in self._clocks.items()}}
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "clocks": dict(self._clocks)}
 
-    def load_state(self, state: dict[str, int]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         super().load_state(state)
-        self._clocks = {int(worker): clock for worker, clock in state.items() if worker != "collected"}
-        self.workers = set(self._clocks)
+        self._clocks = dict(state["clocks"])
 
 
 class Sync(Mode):
@@ -137,12 +137,12 @@ class Sync(Mode):
         super().updated()
         self._done.clear()
 
-    def state(self) -> dict[str, int]:
-        return {**super().state(), **{str(worker): 1 for worker in self._done}}
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "done": sorted(self._done)}
 
-    def load_state(self, state: dict[str, int]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         super().load_state(state)
-        self._done = {int(worker) for worker in state if worker != "collected"}
+        self._done = set(state["done"])
 
 
 MODES = ("async", "ssp", "softsync", "sync")

@@ -325,6 +325,8 @@ class ParameterServer:
                 self._serve()
         finally:
             self._is_closed = True
+            for link in self._links:  # after an error: servers that are still there need not wait for this worker
+                link.abandon()
             if not self.is_worker:
                 self._memory.close()
 

@@ -86,8 +86,12 @@ class Serving:
         self._begun = time.monotonic()
         self._served = 0
         self._away: dict[int, float] = {}  # workers that may come again, and until when
+        for number in core.mode.workers - self._expected:  # of an earlier run
+            core.leave(number)
         for number in self._expected:  # they count from the beginning
             core.mode.join(number)
+        if journal is not None:  # after that, as no event in it tells of them
+            journal.checkpoint()
 
     def run(self) -> None:
         """Serve until no worker is left.
@@ -95,6 +99,13 @@ class Serving:
         Raises:
             CommError: no worker came within the timeout.
         """
+        try:
+            self._serve()
+        finally:  # after an error, whose traceback keeps them, workers learn at once that nobody serves them
+            for connection in self._workers:
+                connection.close()
+
+    def _serve(self) -> None:
         while self._expected or self._workers or self._away:
             ready = wait([self._door.bell, *self._workers], _TICK)
             for source in ready:

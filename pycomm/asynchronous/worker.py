@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import time
@@ -82,15 +81,26 @@ class ServerLink:
     @torch.no_grad()
     def pull(self) -> None:
         """Overwrite the parameters with the server's, once it lets this worker have them."""
-        answer = self._await("version")
+        while True:
+            answer = self._await("version")
+            try:
+                self._read()
+                break
+            except _LOST as error:
+                self._reconnect(error)
+        self.version, self._unanswered = answer["version"], None
+
+    def _read(self) -> None:
+        """Copy what was answered. Raises OSError or EOFError if it may be torn: it has to be asked for once more."""
+        connection = self._require()
         if self._there is None:
-            receive_array(self._require(), self._values)
+            receive_array(connection, self._values)
         targets = [self._params[p.index].detach().view(-1)[p.begin : p.end] for p in self._pieces]
         torch._foreach_copy_(targets, list(torch.split(self._values, [p.size for p in self._pieces])))
-        self.version, self._unanswered = answer["version"], None
         if self._there is not None:
-            with contextlib.suppress(OSError):
-                tell(self._require(), ask="read")
+            tell(connection, ask="read")
+            if connection.poll(0):  # nothing else can come: the server has closed it, before it went on
+                raise EOFError("the server did not wait for this worker to read")
 
     @torch.no_grad()
     def push(self, gradients: Sequence[torch.Tensor | None], samples: float) -> None:
@@ -130,7 +140,12 @@ class ServerLink:
             self._ask({"ask": "close"})
             self._await("closed")
         finally:
-            self._drop()
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Let go of the connection and of what is shared, whatever the server is doing. Idempotent."""
+        self._drop()
+        self._own.close()
 
     # The connection.
 
@@ -139,7 +154,8 @@ class ServerLink:
         self._reconnect(None)
 
     def _require(self) -> Connection:
-        assert self._connection is not None
+        if self._connection is None:
+            raise self._error("it was given up, after an earlier error", time.monotonic())
         return self._connection
 
     def _ask(self, message: Message) -> None:
@@ -162,6 +178,7 @@ class ServerLink:
             while True:
                 try:
                     if not self._require().poll(max(0.0, start + self._timeout - time.monotonic())):
+                        self._drop()  # or what it answers later would be taken for the answer to something else
                         raise self._error(f"it has not answered for {self._timeout:g} s", start)
                     answer = hear(self._require())
                     if what in answer:

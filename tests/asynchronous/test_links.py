@@ -1,0 +1,130 @@
+"""Links of workers to servers that are lost, are slow or were given up."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import pycomm
+from pycomm import CommError
+from pycomm.asynchronous import serving, wire, worker
+from pycomm.asynchronous.core import Core
+from tests.asynchronous.runs import Run, work
+from tests.hosts import on_hosts
+from tests.on_ranks import Pools
+
+TIMEOUT = 60.0
+
+
+def server_of(size: int, **options: Any) -> tuple[nn.Module, pycomm.ParameterServer]:
+    torch.manual_seed(0)
+    model = nn.Linear(size, 1, bias=False)
+    return model, pycomm.parameter_server(torch.optim.SGD(model.parameters(), 1.0), model, **{"timeout": 20, **options})
+
+
+def read_slowly(folder: str) -> bool:
+    """Take so long to read that the server goes on, and the other worker pushes meanwhile; whether it was torn."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serving, "_TO_READ", 0.5)
+        model, server = server_of(1000, checkpoint=folder)
+        weight = next(model.parameters())
+        if dist.get_rank() == 1:
+            real, calls = torch._foreach_copy_, list[int]()
+
+            def copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+                half = sources[0].numel() // 2
+                targets[0][:half] = sources[0][:half]
+                if not calls:
+                    time.sleep(1.5)
+                calls.append(1)
+                targets[0][half:] = sources[0][half:]
+
+            patch.setattr(torch, "_foreach_copy_", copy)
+            before = weight.detach().clone()
+            server.pull()
+            patch.setattr(torch, "_foreach_copy_", real)
+            server.close()
+            return len(set((weight.detach() - before).mul(16).round().view(-1).tolist())) > 1
+        if server.is_worker:
+            time.sleep(0.2)
+            server.pull()
+            weight.grad = torch.ones_like(weight)
+            server.push()
+        server.close()
+        return False
+
+
+def test_what_is_read_slowly_is_not_torn(new_ranks: Pools, tmp_path: Path) -> None:
+    assert new_ranks(3).run(read_slowly, str(tmp_path), timeout=TIMEOUT) == [False] * 3
+
+
+def lose_parameters_on_their_way(folder: str) -> dict[str, Any]:
+    """Be on a host of one's own, and lose the connection between an answer and the parameters that follow it."""
+    real, calls = wire.receive_array, list[int]()
+
+    def receive(connection: Any, out: torch.Tensor) -> None:
+        calls.append(1)
+        if len(calls) % 3 == 0:
+            connection.close()
+        real(connection, out)
+
+    with on_hosts("ABC"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "receive_array", receive)
+        return work(Run({"checkpoint": folder}))
+
+
+def test_parameters_that_are_lost_on_their_way_come_again(new_ranks: Pools, tmp_path: Path) -> None:
+    told = new_ranks(3).run(lose_parameters_on_their_way, str(tmp_path), timeout=TIMEOUT)
+    assert told[0]["stats"]["pushes"] == 2 * 8
+
+
+def lose_one_of_two_servers() -> tuple[str, ...]:
+    """Server 0 ends with an error; the worker learns of it, whatever it does next, and server 1 does not wait."""
+    _, server = server_of(10, servers=2, timeout=5)
+    said = []
+    if dist.get_rank() == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Core, "pull", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                server.close()
+    elif dist.get_rank() == 1:
+        server.close()
+    else:
+        for act in (server.pull, server.pull, server.stats, server.close):
+            with pytest.raises(CommError, match="server 0") as caught:
+                act()
+            said.append(str(caught.value))
+        assert "it has ended" in said[0], "at once, not after the timeout"
+        server.close()
+        time.sleep(8.0)  # it lives on, without anything that the servers could wait for
+    return tuple(said)
+
+
+def test_a_worker_that_closes_after_an_error_leaves_all_servers(new_ranks: Pools) -> None:
+    begun = time.monotonic()
+    new_ranks(3).run(lose_one_of_two_servers, timeout=TIMEOUT)
+    assert time.monotonic() - begun < 40.0
+
+
+def descriptors_left() -> int:
+    """How many descriptors more there are after several servers than after the first."""
+    counts = []
+    for _ in range(4):
+        _, server = server_of(10)
+        server.close()
+        del _, server
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    return counts[-1] - counts[0]
+
+
+def test_nothing_stays_open(rank_pools: Pools) -> None:
+    assert rank_pools(3).run(descriptors_left, timeout=TIMEOUT) == [0, 0, 0]
