@@ -40,20 +40,18 @@ class Core:
             life: tells its process from another one that had its number.
         """
         if self._lives.get(worker) != life:
-            self._forget(worker)
+            self.mode.leave(worker)
+            self._compensator.leave(worker)
+            self._pulled.pop(worker, None)
             self._lives[worker], self._last[worker] = life, 0
         self.mode.join(worker)
         return self._last[worker]
 
     def leave(self, worker: int) -> None:
-        """Note that ``worker`` is gone, which others may have waited for."""
-        self._forget(worker)
-        self._update_if_due()
-
-    def _forget(self, worker: int) -> None:
+        """Note that ``worker`` is gone, which others may have waited for; it may come again."""
         self.mode.leave(worker)
         self._compensator.leave(worker)
-        self._pulled.pop(worker, None)
+        self._update_if_due()
 
     def pull(self, worker: int) -> int:
         """Note that ``worker`` gets the parameters as they are; return how many updates they have had."""

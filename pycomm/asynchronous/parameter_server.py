@@ -4,52 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pycomm import kernels
-from pycomm.asynchronous.compensation import Compensator, DelayCompensation, checked_compensation
+from pycomm.asynchronous.compensation import Compensator, DelayCompensation
 from pycomm.asynchronous.core import Core
 from pycomm.asynchronous.journal import Journal
 from pycomm.asynchronous.meeting import Meeting
 from pycomm.asynchronous.memory import SharedMemory
-from pycomm.asynchronous.modes import MODES, mode_of
+from pycomm.asynchronous.modes import mode_of
 from pycomm.asynchronous.serving import Serving
+from pycomm.asynchronous.settings import Settings, checked_parameters, checked_settings, lines_of
 from pycomm.asynchronous.shards import cut
 from pycomm.asynchronous.trace import Replay, Trace
 from pycomm.asynchronous.updates import ShardOptimizer, is_elementwise
 from pycomm.asynchronous.wire import Door
 from pycomm.asynchronous.worker import ServerLink
-from pycomm.checks import count, positive, seconds_of
+from pycomm.checks import bounded, positive, seconds_of
 from pycomm.communicator import DEFAULT_TIMEOUT
-from pycomm.optim.parameters import optimizer_parameters, unwrapped
+from pycomm.optim.parameters import unwrapped
 from pycomm.transport import rendezvous
-from pycomm.transport.choice import version
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """Arguments of ``parameter_server``, checked; equal on all ranks."""
-
-    servers: int
-    mode: str
-    staleness: int | None
-    compensation: DelayCompensation | str | None
-    quorum: int | None
-    backup: int
-    checkpoint: Path | None
-    trace: Path | None
-    replay: Path | None
-    timeout: float
-
-    def lines(self) -> list[str]:
-        return [f"{name}={value}" for name, value in vars(self).items()]
 
 
 def parameter_server(
@@ -107,7 +86,7 @@ def parameter_server(
     problem, lines = "", list[str]()
     try:
         optimizer = unwrapped(optimizer)
-        settings = _checked(
+        settings = checked_settings(
             meeting.size,
             servers=servers,
             mode=mode,
@@ -120,8 +99,8 @@ def parameter_server(
             replay=replay,
             timeout=seconds_of(timeout),
         )
-        named = _checked_parameters(optimizer, model)
-        lines = _lines(settings, optimizer, named)
+        named = checked_parameters(optimizer, model)
+        lines = lines_of(settings, optimizer, named)
     except (TypeError, ValueError) as error:
         problem = str(error)
     meeting.compare(lines, problem)
@@ -138,7 +117,7 @@ class ParameterServer:
     def __init__(
         self,
         meeting: Meeting,
-        settings: _Settings,
+        settings: Settings,
         optimizer: torch.optim.Optimizer,
         named: dict[str, torch.Tensor],
     ) -> None:
@@ -202,7 +181,7 @@ class ParameterServer:
             RuntimeError, CommError: as of :meth:`pull`.
         """
         self._require_worker("push")
-        samples = positive("samples", samples)
+        samples = bounded("samples", samples, "a positive, finite number", lambda n: 0 < n < math.inf)
         if not self._has_pulled:
             raise ValueError("push() before pull(): the servers could not tell what the gradient belongs to")
         gradients = [p.grad for p in self._params]
@@ -336,90 +315,3 @@ class ParameterServer:
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self.close()
-
-
-def _checked(
-    size: int,
-    *,
-    servers: Any,
-    mode: Any,
-    staleness: Any,
-    compensation: Any,
-    quorum: Any,
-    backup: Any,
-    checkpoint: Any,
-    trace: Any,
-    replay: Any,
-    timeout: float,
-) -> _Settings:
-    num_workers = size - count("servers", servers, 1)
-    if num_workers < 1:
-        raise ValueError(f"servers={servers} of {size} ranks leaves none to work")
-    if mode not in MODES:
-        raise ValueError(f"mode is {mode!r}, wanted one of {', '.join(MODES)}")
-    for name, value, wanted in (("staleness", staleness, "ssp"), ("quorum", quorum, "softsync")):
-        if (value is not None) != (mode == wanted):
-            raise ValueError(f'{name}={value} with mode="{mode}": it is for mode="{wanted}", which wants it')
-        if value is not None:
-            count(name, value, 1)
-    if count("backup", backup, 0) > 0 and mode != "sync":
-        raise ValueError(f'backup={backup} with mode="{mode}": it is for mode="sync"')
-    if backup >= num_workers:
-        raise ValueError(f"backup={backup} wants more workers than the {num_workers} that there are")
-    if mode == "sync" and compensation is not None:
-        raise ValueError('compensation with mode="sync", in which no gradient is stale')
-    return _Settings(
-        servers=servers,
-        mode=mode,
-        staleness=staleness,
-        compensation=checked_compensation(compensation),
-        quorum=quorum,
-        backup=backup,
-        checkpoint=_path(checkpoint),
-        trace=_path(trace),
-        replay=_path(replay),
-        timeout=timeout,
-    )
-
-
-def _path(value: str | Path | None) -> Path | None:
-    return None if value is None else Path(value)
-
-
-def _checked_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters by name, in the optimizer's order."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}, wanted a torch optimizer")
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(f"{type(optimizer).__name__} wants a closure, which a server cannot evaluate")
-    names = {id(p): name for name, p in model.named_parameters()}
-    named: dict[str, torch.Tensor] = {}
-    for p in optimizer_parameters(optimizer):
-        if id(p) not in names:
-            raise ValueError("the optimizer has a parameter that is not in the model")
-        named[names[id(p)]] = p
-    left = next((name for name, p in model.named_parameters() if p.requires_grad and name not in named), None)
-    if left is not None:
-        raise ValueError(f"parameter {left!r} does not belong to the optimizer")
-    kinds = {(p.dtype, p.device.type) for p in named.values()}
-    if len(kinds) != 1 or not kinds <= {(torch.float32, "cpu"), (torch.float64, "cpu")}:
-        found = ", ".join(f"{dtype} on {device}" for dtype, device in sorted(kinds, key=str)) or "none"
-        raise ValueError(f"parameters are {found}, wanted all float32 or all float64, in CPU memory")
-    gap = next((name for name, p in named.items() if not p.is_contiguous()), None)
-    if gap is not None:
-        raise ValueError(f"parameter {gap!r} is not contiguous")
-    return named
-
-
-def _lines(settings: _Settings, optimizer: torch.optim.Optimizer, named: dict[str, torch.Tensor]) -> list[str]:
-    """Return what all ranks must have in common."""
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    hashes = kernels.hashes([p.detach().view(-1) for p in named.values() if p.numel() > 0])
-    return [
-        f"pycomm {version()}",
-        *settings.lines(),
-        f"{type(optimizer).__name__}{groups}",
-        *(f"{name}: {list(p.shape)} {p.dtype}" for name, p in named.items()),
-        f"values {hashes.tolist()}",
-    ]

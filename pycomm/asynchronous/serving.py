@@ -84,7 +84,7 @@ class Serving:
         self._workers: dict[Connection, _Worker] = {}
         self._queue: list[tuple[_Worker, Message]] = []  # what was asked, in order
         self._begun = time.monotonic()
-        self._served = 0
+        self._served = 0 if self._expected else 1  # nobody is to come to a server that goes on when all have ended
         self._away: dict[int, float] = {}  # workers that may come again, and until when
         for number in core.mode.workers - self._expected:  # of an earlier run
             core.leave(number)
@@ -198,6 +198,7 @@ class Serving:
     def _work(self) -> None:
         """Do what was asked, as far as it can be done now."""
         while True:
+            self._displace()
             may = (i for i, (worker, message) in enumerate(self._queue) if self._may(worker, message))
             index = next(may, None)
             if index is None:
@@ -210,7 +211,8 @@ class Serving:
         """Return whether it is the turn of ``message``."""
         ask = message["ask"]
         if ask == "hello":
-            return self._is_first_of(int(message["worker"]), message)
+            number = int(message["worker"])  # once nothing is left to do of an earlier connection
+            return not any(w.number == number for w, m in self._queue if m is not message)
         if ask != "pull" and any(w.since for w in self._workers.values()):
             return False  # they read the parameters
         if ask == "pull":
@@ -221,11 +223,11 @@ class Serving:
                 return False
         return self._replay is None or self._replay.is_next(_event(worker, message))
 
-    def _is_first_of(self, number: int, hello: Message) -> bool:
-        """Return whether nothing is left to do of an earlier connection of worker ``number``."""
-        for worker in [w for w in self._workers.values() if w.number == number]:
+    def _displace(self) -> None:
+        """Lose the earlier connections of workers that have come again."""
+        again = {int(message["worker"]) for _, message in self._queue if message["ask"] == "hello"}
+        for worker in [w for w in self._workers.values() if w.number in again]:
             self._lose(worker, ConnectionError("it has come again"))
-        return not any(w.number == number for w, m in self._queue if m is not hello)
 
     def _is_before(self, first: Message, second: Message) -> bool:
         order = [id(message) for _, message in self._queue]

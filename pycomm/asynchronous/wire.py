@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import queue
 import socket
+import struct
 import threading
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any
 
 import torch
 
 _LONGEST = 1 << 20  # bytes of a message
+_STALLED = 10
+"""Seconds after which a connection is lost on which nothing moves in the middle of a message: the peer is stopped."""
 Message = dict[str, Any]
 
 
@@ -49,21 +52,29 @@ def receive_array(connection: Connection, out: torch.Tensor) -> None:
 
 def connect(address: tuple[str, int], key: bytes) -> Connection:
     """Return a connection to the server at ``address``. Raises OSError or EOFError if there is none."""
+    connection = Client(address, family="AF_INET")
+    _prepare(connection)
     try:
-        connection = Client(address, family="AF_INET", authkey=key)
-    except AuthenticationError as error:
-        raise OSError(f"{address[0]}:{address[1]} is another server: {error}") from error
-    _send_at_once(connection)
+        answer_challenge(connection, key)
+        deliver_challenge(connection, key)
+    except BaseException as error:
+        connection.close()
+        if isinstance(error, AuthenticationError):
+            raise OSError(f"{address[0]}:{address[1]} is another server: {error}") from error
+        raise
     return connection
 
 
-def _send_at_once(connection: Any) -> None:
+def _prepare(connection: Any) -> None:
+    """Send small messages at once, and do not wait for ever in the middle of one."""
     with socket.socket(fileno=socket.dup(connection.fileno())) as one:
         one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            one.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _STALLED, 0))
 
 
 class Door:
-    """Place where workers come in. A thread of its own lets them in, as that takes messages to and fro.
+    """Place where workers come in. Threads of its own let them in, as that takes messages to and fro.
 
     Args:
         host: address to listen at.
@@ -75,7 +86,7 @@ class Door:
     """
 
     def __init__(self, host: str, key: bytes) -> None:
-        self._listener = Listener((host, 0), family="AF_INET", authkey=key, backlog=128)
+        self._listener, self._key = Listener((host, 0), family="AF_INET", backlog=128), key
         found = self._listener.address
         assert isinstance(found, tuple)
         self.address: tuple[str, int] = (found[0], found[1])
@@ -88,19 +99,24 @@ class Door:
         while True:
             try:
                 connection = self._listener.accept()
-            except (AuthenticationError, EOFError, ConnectionError):
-                continue
-            except OSError:  # it was closed
-                if self._is_closed:
-                    return
-                continue
-            _send_at_once(connection)
-            self._inside.put(connection)
-            try:
-                self._ring.send(b"!")
             except OSError:
-                connection.close()
+                connection = None
+            if self._is_closed:
+                if connection is not None:
+                    connection.close()
                 return
+            if connection is not None:  # one who is slow to prove itself does not keep others out
+                threading.Thread(target=self._admit, args=(connection,), daemon=True).start()
+
+    def _admit(self, connection: Connection) -> None:
+        try:
+            _prepare(connection)
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+            self._inside.put(connection)
+            self._ring.send(b"!")
+        except (AuthenticationError, EOFError, OSError):
+            connection.close()
 
     def admitted(self) -> list[Connection]:
         """Return those who have come since the last call."""
