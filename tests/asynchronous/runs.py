@@ -29,7 +29,7 @@ class Run:
     dtype: torch.dtype = torch.float64
     slow: int = -1
     """Rank of a worker that is slower than the others."""
-    timeout: float = 20.0
+    timeout: float = 50.0
 
 
 def model_of(dtype: torch.dtype = torch.float64) -> nn.Sequential:

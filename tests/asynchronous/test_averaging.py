@@ -14,7 +14,7 @@ from tests.asynchronous.runs import loss_of, model_of
 from tests.on_ranks import Pools, on_ranks
 from tests.survival.training import die
 
-TIMEOUT = 60.0
+TIMEOUT = 110.0
 STEPS = 13
 OUTERS = [None, pycomm.Nesterov(0.7, 0.9)]
 
@@ -55,7 +55,7 @@ def expected(
 
 @pytest.mark.parametrize("outer", OUTERS, ids=["local SGD", "DiLoCo"])
 @pytest.mark.parametrize("fragments", [1, 2])
-@on_ranks(2, 3)
+@on_ranks(2, 3, timeout=TIMEOUT)
 def test_it_is_what_one_process_comes_to(outer: pycomm.Nesterov | None, fragments: int) -> None:
     rank, size, every = dist.get_rank(), dist.get_world_size(), 4
     model = model_of()
@@ -63,7 +63,7 @@ def test_it_is_what_one_process_comes_to(outer: pycomm.Nesterov | None, fragment
         with torch.no_grad():
             next(model.parameters()).zero_()  # rank 0's is copied
     optimizer = torch.optim.Adam(model.parameters(), 0.02)
-    handle = pycomm.local_sgd(optimizer, model, every=every, outer=outer, fragments=fragments, timeout=20)
+    handle = pycomm.local_sgd(optimizer, model, every=every, outer=outer, fragments=fragments, timeout=60)
     handle.set_weight(rank + 1)
     # The first layer's weight is about half of all: 30 of 53 elements.
     turns = [(slice(0, 53), 4)] if fragments == 1 else [(slice(0, 30), 2), (slice(30, 53), 4)]
@@ -83,12 +83,12 @@ def test_it_is_what_one_process_comes_to(outer: pycomm.Nesterov | None, fragment
     handle.detach()
 
 
-@on_ranks(3)
+@on_ranks(3, timeout=TIMEOUT)
 def test_elastic_averaging_is_what_one_process_comes_to() -> None:
     rank, size, every, pull = dist.get_rank(), 3, 3, 0.8 / 3
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    handle = pycomm.elastic_averaging(optimizer, model, every=every, strength=0.8, timeout=20)
+    handle = pycomm.elastic_averaging(optimizer, model, every=every, strength=0.8, timeout=60)
     models = [model_of() for _ in range(size)]
     optimizers = [torch.optim.SGD(each.parameters(), 0.05, momentum=0.9) for each in models]
     center = flat(models[0])
@@ -110,23 +110,23 @@ def test_elastic_averaging_is_what_one_process_comes_to() -> None:
     torch.testing.assert_close(flat(model), center, rtol=1e-12, atol=1e-12)
     handle.detach()
     with pytest.raises(ValueError, match="strength"):
-        pycomm.elastic_averaging(optimizer, model, every=every, strength=1.5, timeout=20)
+        pycomm.elastic_averaging(optimizer, model, every=every, strength=1.5, timeout=60)
 
 
-@on_ranks(2)
+@on_ranks(2, timeout=TIMEOUT)
 def test_it_goes_on_from_its_state() -> None:
     rank, ends = dist.get_rank(), []
     for interrupted in (False, True):
         model = model_of()
         optimizer = torch.optim.SGD(model.parameters(), 0.05)
-        handle = pycomm.local_sgd(optimizer, model, every=4, outer=pycomm.Nesterov(), fragments=2, timeout=20)
+        handle = pycomm.local_sgd(optimizer, model, every=4, outer=pycomm.Nesterov(), fragments=2, timeout=60)
         for step in range(STEPS):
             if interrupted and step == 6:
                 state, weights = handle.state_dict(), model.state_dict()
                 handle.detach()
                 model = model_of()
                 optimizer = torch.optim.SGD(model.parameters(), 0.05)
-                handle = pycomm.local_sgd(optimizer, model, every=4, outer=pycomm.Nesterov(), fragments=2, timeout=20)
+                handle = pycomm.local_sgd(optimizer, model, every=4, outer=pycomm.Nesterov(), fragments=2, timeout=60)
                 model.load_state_dict(weights)  # each rank's own
                 handle.load_state_dict(state)
             optimizer.zero_grad()
@@ -147,7 +147,7 @@ def make(options: dict[str, Any]) -> None:
     if other is not None and dist.get_rank() == 1:
         options |= other
     params = list(model.parameters())[: options.pop("params", None)]
-    pycomm.local_sgd(torch.optim.SGD(params, 0.1), model, timeout=20, **options).detach()
+    pycomm.local_sgd(torch.optim.SGD(params, 0.1), model, timeout=60, **options).detach()
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_mistakes_are_told_to_all(rank_pools: Pools, options: dict[str, Any], pr
 def lose_one() -> int:
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    pycomm.local_sgd(optimizer, model, every=3, timeout=20)
+    pycomm.local_sgd(optimizer, model, every=3, timeout=60)
     for step in range(6):
         if dist.get_rank() == 1 and step == 4:
             die()

@@ -14,7 +14,7 @@ import pycomm
 from tests.asynchronous.runs import Run, Simulation, loss_of, model_of, read_trace, work
 from tests.on_ranks import Pools
 
-TIMEOUT = 60.0
+TIMEOUT = 110.0
 SIZE = 4
 
 RUNS = {
@@ -88,7 +88,7 @@ def with_a_schedule(folder: str, samples: float | None) -> float:
     for _ in range(2):
         model = model_of()
         optimizer = torch.optim.SGD(model.parameters(), 1.0)
-        server = pycomm.parameter_server(optimizer, model, checkpoint=folder, timeout=20)
+        server = pycomm.parameter_server(optimizer, model, checkpoint=folder, timeout=60)
         server.schedule(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), samples=samples)
         if server.is_worker:
             for step in range(4):

@@ -19,7 +19,7 @@ from tests.asynchronous.test_averaging import flat
 from tests.on_ranks import Pools, on_ranks
 from tests.survival.training import die
 
-TIMEOUT = 60.0
+TIMEOUT = 110.0
 STEPS = 9
 # Each gives half to the next, and the last one gives a third to each of two: rows do not sum to 1.
 DIRECTED = [[0.5, 0.0, 1 / 3], [0.5, 0.5, 1 / 3], [0.0, 0.5, 1 / 3]]
@@ -34,12 +34,12 @@ TOPOLOGIES: dict[str, Any] = {
 
 @pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
 @pytest.mark.parametrize("every", [1, 2])
-@on_ranks(3)
+@on_ranks(3, timeout=TIMEOUT)
 def test_it_is_what_one_process_comes_to(topology: Any, every: int) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    handle = pycomm.gossip(optimizer, model, topology=topology, every=every, seed=5, timeout=20)
+    handle = pycomm.gossip(optimizer, model, topology=topology, every=every, seed=5, timeout=60)
     weights_of = mixing_of(topology, size, 5)
     models = [model_of() for _ in range(size)]
     optimizers = [torch.optim.SGD(each.parameters(), 0.05, momentum=0.9) for each in models]
@@ -93,7 +93,7 @@ def test_random_weights_are_told_from_those_that_do_not_mix(size: int, seed: int
 
 def make(options: dict[str, Any]) -> None:
     model = model_of()
-    pycomm.gossip(torch.optim.SGD(model.parameters(), 0.1), model, timeout=20, **options).detach()
+    pycomm.gossip(torch.optim.SGD(model.parameters(), 0.1), model, timeout=60, **options).detach()
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_mistakes_are_told_to_all(rank_pools: Pools, options: dict[str, Any], pr
 def lose_one() -> str:
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    pycomm.gossip(optimizer, model, topology="ring", timeout=20)
+    pycomm.gossip(optimizer, model, topology="ring", timeout=60)
     for step in range(6):
         if dist.get_rank() == 1 and step == 4:
             die()

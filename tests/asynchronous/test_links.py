@@ -21,7 +21,7 @@ from tests.asynchronous.runs import Run, work
 from tests.hosts import on_hosts
 from tests.on_ranks import Pools
 
-TIMEOUT = 60.0
+TIMEOUT = 110.0
 
 
 def server_of(size: int, **options: Any) -> tuple[nn.Module, pycomm.ParameterServer]:

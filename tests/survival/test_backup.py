@@ -20,7 +20,7 @@ from tests.hosts import on_hosts
 from tests.on_ranks import Pools
 from tests.survival.training import METHODS, die, digest, loss_of, small_model
 
-TIMEOUT = 50.0
+TIMEOUT = 100.0
 SIZE = 4
 
 
@@ -42,7 +42,7 @@ class Late:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def wait_for_the_others(folder: Path, step: int, patience: float = 20.0) -> None:
+def wait_for_the_others(folder: Path, step: int, patience: float = 60.0) -> None:
     deadline = time.monotonic() + patience
     while not list(folder.glob(f"ended-{step}-*")):
         assert time.monotonic() < deadline, "the others have waited for this rank"
