@@ -40,7 +40,8 @@ class Core:
             life: tells its process from another one that had its number.
         """
         if self._lives.get(worker) != life:
-            self.mode.leave(worker)
+            if worker in self._lives:  # the first process with that number counts from the server's beginning
+                self.mode.leave(worker)
             self._compensator.leave(worker)
             self._pulled.pop(worker, None)
             self._lives[worker], self._last[worker] = life, 0

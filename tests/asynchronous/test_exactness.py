@@ -11,6 +11,11 @@ import pytest
 import torch
 
 import pycomm
+from pycomm.asynchronous.compensation import Compensator
+from pycomm.asynchronous.core import Core
+from pycomm.asynchronous.modes import StaleSynchronous
+from pycomm.asynchronous.shards import Piece
+from pycomm.asynchronous.updates import ShardOptimizer
 from tests.asynchronous.runs import Run, Simulation, loss_of, model_of, read_trace, work
 from tests.on_ranks import Pools
 
@@ -113,3 +118,21 @@ def test_float32_and_optimizers_that_look_at_whole_parameters(rank_pools: Pools,
     assert not torch.equal(
         flat(told[2]), torch.cat([p.detach().reshape(-1) for p in model_of(torch.float32).parameters()])
     )
+
+
+def test_a_worker_that_comes_late_counts_from_the_beginning() -> None:
+    """When it came is in no trace: a replay would wait for others than the run did."""
+    mode = StaleSynchronous(1)
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    shard = ShardOptimizer(torch.optim.SGD([parameter], 0.1), [Piece(0, 0, 2)], torch.zeros(2))
+    core = Core(shard, mode, Compensator(None))
+    for worker in (1, 2):
+        mode.join(worker)
+    core.join(1, "a")
+    for number in (1, 2):
+        core.push(1, number, 1.0, torch.ones(2))
+    assert not mode.may_pull(1)
+    core.join(2, "b")
+    assert not mode.may_pull(1)
+    core.join(2, "another process")
+    assert mode.may_pull(1), "this one begins where the slowest is"
