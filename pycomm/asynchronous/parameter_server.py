@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Iterator
 from datetime import timedelta
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -164,8 +165,13 @@ class ParameterServer:
         self._require_worker("pull")
         for link in self._links:
             link.ask_to_pull()
-        for link in self._links:
-            link.pull()
+        left = list(self._links)
+        while left:  # whichever answers first, as a server that has answered waits for this worker to read
+            by_descriptor = {link.fileno(): link for link in left}
+            for descriptor in wait(list(by_descriptor), self._settings.timeout) or list(by_descriptor):
+                assert isinstance(descriptor, int)
+                by_descriptor[descriptor].pull()
+                left.remove(by_descriptor[descriptor])
         self._has_pulled = True
 
     def push(self, samples: float = 1.0) -> None:

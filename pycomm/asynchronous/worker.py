@@ -73,6 +73,10 @@ class ServerLink:
 
     # What a worker does.
 
+    def fileno(self) -> int:
+        """Return the descriptor of the connection, which is readable when the server has answered."""
+        return self._require().fileno()
+
     def ask_to_pull(self) -> None:
         """Ask for the parameters, after what was pushed; :meth:`pull` then gets them."""
         self.settle()
