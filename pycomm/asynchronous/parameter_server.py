@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -83,24 +83,30 @@ def parameter_server(
             parameters: on every rank.
         CommError: a rank did not come.
     """
-    meeting = Meeting(seconds_of(timeout))
-    problem, lines = "", list[str]()
+    settings_of = functools.partial(
+        checked_settings,
+        servers=servers,
+        mode=mode,
+        staleness=staleness,
+        compensation=compensation,
+        quorum=quorum,
+        backup=backup,
+        checkpoint=checkpoint,
+        trace=trace,
+        replay=replay,
+        timeout=seconds_of(timeout),
+    )
+    return _meet(optimizer, model, settings_of, seconds_of(timeout))
+
+
+def _meet(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, settings_of: Callable[[int], Settings], timeout: float
+) -> ParameterServer:
+    """Return the handle of ranks that agree. What is wrong on one of them is raised when all have been told."""
+    meeting, problem, lines = Meeting(timeout), "", list[str]()
     try:
         optimizer = unwrapped(optimizer)
-        settings = checked_settings(
-            meeting.size,
-            servers=servers,
-            mode=mode,
-            staleness=staleness,
-            compensation=compensation,
-            quorum=quorum,
-            backup=backup,
-            checkpoint=checkpoint,
-            trace=trace,
-            replay=replay,
-            timeout=seconds_of(timeout),
-        )
-        named = checked_parameters(optimizer, model)
+        settings, named = settings_of(meeting.size), checked_parameters(optimizer, model)
         lines = lines_of(settings, optimizer, named)
     except (TypeError, ValueError) as error:
         problem = str(error)

@@ -59,8 +59,8 @@ def share_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                 dist.broadcast(tensor.to_local() if isinstance(tensor, DTensor) else tensor, group_src=0)
 
 
-def go_through_worlds(train: Callable[[int, range], None], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Call ``train(rank, steps)`` in each world, whose group it is, on those that belong to it."""
+def go_through_worlds(wrap: Callable[[], nn.Module], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Train in each world, whose group it is, what ``wrap`` returns there, on those that belong to it."""
     rank, everyone = begin(), handles_of_all()
     for i, world in enumerate(WORLDS):
         if rank in world:
@@ -68,7 +68,11 @@ def go_through_worlds(train: Callable[[int, range], None], model: nn.Module, opt
             assert dist.get_world_size() == len(world)
             if i == len(WORLDS) - 1:
                 share_state(model, optimizer)
-            train(rank, range(STEPS * i, STEPS * (i + 1)))
+            wrapped = wrap()
+            for step in range(STEPS * i, STEPS * (i + 1)):
+                optimizer.zero_grad()
+                loss_of(wrapped, rank, step).backward()
+                optimizer.step()
         wait_for_all(f"world {i}")
 
 
@@ -89,14 +93,7 @@ def test_ddp() -> None:
     model = small_model()
     optimizer = optimizer_of(model)
 
-    def train(rank: int, steps: range) -> None:
-        ddp = DistributedDataParallel(model)  # of this world's ranks
-        for step in steps:
-            optimizer.zero_grad()
-            loss_of(ddp, rank, step).backward()
-            optimizer.step()
-
-    go_through_worlds(train, model, optimizer)
+    go_through_worlds(lambda: DistributedDataParallel(model), model, optimizer)  # of each world's ranks
     close(model)
 
 
@@ -112,13 +109,7 @@ def test_replicas_of_fsdp2() -> None:
     model.set_all_reduce_hook(lambda gradients: dist.all_reduce(gradients, dist.ReduceOp.AVG))  # type: ignore[operator]
     optimizer = optimizer_of(model)
 
-    def train(rank: int, steps: range) -> None:
-        for step in steps:
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            optimizer.step()
-
-    go_through_worlds(train, model, optimizer)
+    go_through_worlds(lambda: model, model, optimizer)
     close(model)
 
 
