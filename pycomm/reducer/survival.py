@@ -18,6 +18,7 @@ import torch
 from pycomm.communicator import Communicator
 from pycomm.elastic.door import Door
 from pycomm.elastic.membership import Decision, Membership
+from pycomm.elastic.reconvene import reconvene
 from pycomm.errors import CommError
 from pycomm.reducer.buckets import BucketInFlight, method_stats, state_of
 from pycomm.reducer.damage import DamageError
@@ -30,8 +31,6 @@ from pycomm.torch_internals import version_of
 _LOG = logging.getLogger("pycomm")
 
 World = tuple[int, ...]
-
-_SIGNS = {"timed out": "was waited for in vain", "is stopped": "is stopped"}
 
 
 class Survival:
@@ -147,30 +146,20 @@ class Survival:
         Raises:
             CommError: this rank is left behind, or too few are left.
         """
-        start = time.monotonic()
-        old, is_complete = self.membership.world, False
-        while True:
-            reason = f"it goes on without others: {error}"
-            if not isinstance(error, DamageError):  # then nobody waits, and a rank that was slower shall learn it, too
-                self._communicator.close(reason)
-            decision = self.membership.agree(num_committed + is_complete, self._silent(error), str(error))
-            self._communicator.close(reason)
-            if decision.committed > num_committed and not is_complete:
-                complete()
-                is_complete = True
-            try:
-                self._communicator.move(self.membership.place())
-                lanes = open_lanes(self._communicator, self._settings, self._table.on_gpu)
-                self.membership.settle(self._communicator)
-                break
-            except CommError as another:  # one of them was lost meanwhile, or cannot be reached by all
-                if time.monotonic() - start > self._communicator.channel.timeout:
-                    raise
-                error = another
-        del error  # its traceback may hold this frame: avoids a cycle
-        self._rebuild(lanes, is_complete)
-        self._note(old, decision, num_committed, time.monotonic() - start)
-        return is_complete, lanes
+        start, old = time.monotonic(), self.membership.world
+        found = reconvene(
+            self.membership,
+            self._communicator,
+            error,
+            num_committed,
+            catch_up=lambda _: complete(),
+            open_again=lambda: open_lanes(self._communicator, self._settings, self._table.on_gpu),
+            nobody_waits=isinstance(error, DamageError),  # and a rank that was slower shall learn it, too
+        )
+        is_complete = found.committed > num_committed
+        self._rebuild(found.opened, is_complete)
+        self._note(old, found.decision, num_committed, time.monotonic() - start)
+        return is_complete, found.opened
 
     def tell(self) -> None:
         """Call the callbacks, if the world has changed."""
@@ -217,14 +206,6 @@ class Survival:
     def num_newcomers(self) -> int:
         """Return the number of ranks that take part in the present step without gradients."""
         return len(self._newcomers.intersection(self.membership.world))
-
-    def _silent(self, error: CommError) -> dict[int, str]:
-        """Return the rank that was waited for in vain, if ``error`` says so; death is seen without it."""
-        world = self.membership.world
-        if error.peer is None or error.peer >= len(world):
-            return {}
-        fate = next((fate for sign, fate in _SIGNS.items() if sign in str(error)), None)
-        return {} if fate is None else {world[error.peer]: fate}
 
     def _rebuild(self, lanes: list[Communicator], adopt: bool) -> None:
         """Sort all parameters into new buckets, with the state of the old ones; ``adopt``: and their gradients."""
