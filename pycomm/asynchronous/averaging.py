@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -12,45 +11,18 @@ import torch
 import torch.distributed as dist
 
 from pycomm import checks
+from pycomm.asynchronous.companions import Companions, Lines
+from pycomm.asynchronous.fragment import Fragment, Outer
+from pycomm.asynchronous.local_averager import LocalAverager, Rhythm
+from pycomm.asynchronous.outer import Elastic, Nesterov
 from pycomm.communicator import DEFAULT_TIMEOUT, Communicator
+from pycomm.compression import Compression
+from pycomm.cost.auto import Auto
 from pycomm.optim.parameters import optimizer_parameters, unwrapped
 from pycomm.reducer.agreement import agreed
 from pycomm.reducer.broadcast import broadcast_tensors, check_same_lines, signature
-
-_FORMAT = 1
-
-
-@dataclass(frozen=True)
-class Nesterov:
-    """Outer optimizer of DiLoCo: SGD with Nesterov momentum, whose gradient is how far the ranks have gone on average.
-
-    With d the mean over the ranks of (parameters at the last meeting - parameters now): v = momentum * v + d, and
-    the parameters become those at the last meeting - lr * (d + momentum * v) (Douillard et al., "DiLoCo", 2023).
-
-    Args:
-        lr: positive; the paper has 0.7.
-        momentum: from 0 to below 1; the paper has 0.9.
-
-    Raises:
-        TypeError, ValueError: an argument is wrong; it is named.
-    """
-
-    lr: float = 0.7
-    momentum: float = 0.9
-
-    def __post_init__(self) -> None:
-        checks.real("lr", self.lr, 0.0, or_equal=False)
-        checks.real("momentum", self.momentum, 0.0, 1.0)
-
-
-@dataclass(frozen=True)
-class _Elastic:
-    """Outer optimizer of elastic averaging: ``strength`` is beta, the ranks' pull on their center together."""
-
-    strength: float
-
-
-_Outer = Nesterov | _Elastic | None
+from pycomm.reducer.settings import checked_method
+from pycomm.transport.choice import version
 
 
 def local_sgd(
@@ -60,6 +32,10 @@ def local_sgd(
     every: int,
     outer: Nesterov | None = None,
     fragments: int = 1,
+    delay: int = 0,
+    compression: Compression | None = None,
+    on_failure: str = "raise",
+    join: str | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout: timedelta | float = DEFAULT_TIMEOUT,
 ) -> LocalAverager:
@@ -76,7 +52,17 @@ def local_sgd(
         outer: what is done with the mean. ``None``: it becomes the parameters (local SGD; post-local SGD, if this is
             called after a beginning with ``attach``, which must be detached). ``pycomm.Nesterov()``: DiLoCo.
         fragments: number of parts, of about as many bytes, that meet in turns, each every ``every`` steps: then the
-            same bytes travel in smaller portions (Douillard et al., "Streaming DiLoCo", 2025, without its overlap).
+            same bytes travel in smaller portions (Douillard et al., "Streaming DiLoCo", 2025).
+        delay: number of steps, below ``every``, that ranks make while a mean is on its way. What it comes to is then
+            mixed, half and half, with where the parameters have gone meanwhile (there, section 3.2). 0: ranks wait.
+        compression: how far a rank has gone travels by this method; what it leaves over is added at the next meeting.
+        on_failure: treatment of ranks that are lost: that die, are stopped or do not come within the timeout. "raise":
+            ``optimizer.step()`` raises a CommError on the others. "shrink": they go on, and the meeting is made again
+            without it; and others may join. In CPU memory only. With a ``delay`` that takes another copy of the
+            parameters.
+        join: address, "host:port", of the store in which other ranks have met, to become one more of them after their
+            next meeting. Such a process calls no ``init_process_group``; it begins with their parameters, and with the
+            state that ``optimizer`` has. Wants "shrink", on all ranks.
         process_group: the ranks; the default group if ``None``.
         timeout: limit of every wait for a peer; seconds or ``timedelta``.
 
@@ -84,14 +70,20 @@ def local_sgd(
         TypeError, ValueError: an argument is wrong, or the ranks differ in them or in names, shapes or dtypes of
             parameters: on every rank.
         CommError: a rank did not come. ``optimizer.step()`` raises it, too, if one is lost.
+        RuntimeError: from ``optimizer.step()``, on every rank: a parameter of one of them is not finite.
     """
-
-    def checked() -> _Outer:
-        if outer is not None and not isinstance(outer, Nesterov):
-            raise TypeError(f"outer is {outer!r}, wanted None or a pycomm.Nesterov")
-        return outer
-
-    return _average(optimizer, model, every, checked, fragments, process_group, timeout)
+    request = _Request(
+        lambda: _checked_outer(outer),
+        {
+            "every": every,
+            "fragments": fragments,
+            "delay": delay,
+            "compression": compression,
+            "on_failure": on_failure,
+            "join": join,
+        },
+    )
+    return _average(optimizer, model, request, process_group, timeout)
 
 
 def elastic_averaging(
@@ -116,41 +108,125 @@ def elastic_averaging(
         strength: beta, above 0 and at most 1; the paper has 0.9.
 
     Raises:
-        TypeError, ValueError, CommError: as of :func:`local_sgd`.
+        TypeError, ValueError, CommError, RuntimeError: as of :func:`local_sgd`.
     """
 
-    def checked() -> _Outer:
+    def checked() -> Outer:
         checks.bounded("strength", strength, "a number above 0 and at most 1", lambda b: 0 < b <= 1)
-        return _Elastic(float(strength))
+        return Elastic(float(strength))
 
-    return _average(optimizer, model, every, checked, 1, process_group, timeout)
+    return _average(optimizer, model, _Request(checked, {"every": every}), process_group, timeout)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What was asked for, before it is checked."""
+
+    outer: Callable[[], Outer]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What was asked for, checked."""
+
+    outer: Outer
+    method: Compression
+    rhythm: Rhythm
+    fragments: int
+    survives: bool
+    named: dict[str, torch.Tensor]
+
+    def lines(self, optimizer: torch.optim.Optimizer) -> Lines:
+        """Return what ranks must have in common."""
+        settings = f"outer={self.outer!r}", f"compression={self.method!r}", f"on_failure shrinks: {self.survives}"
+        return [
+            ("the version of pycomm", version()),
+            ("the optimizer", type(optimizer).__name__),
+            ("setting", f"every={self.rhythm.every}"),
+            ("setting", f"delay={self.rhythm.delay}"),
+            ("setting", f"fragments={self.fragments}"),
+            *(("setting", line) for line in settings),
+            *(("parameter", f"{name}: {signature(p)}") for name, p in self.named.items()),
+        ]
+
+    def make_fragments(self) -> list[Fragment]:
+        """Make the fragments, which are not open yet."""
+        keeps = self.survives and self.rhythm.delay > 0
+        return [Fragment(part, self.outer, self.method, keeps) for part in _split(self.named, self.fragments)]
+
+
+def _checked_outer(outer: Any) -> Outer:
+    if outer is not None and not isinstance(outer, Nesterov):
+        raise TypeError(f"outer is {outer!r}, wanted None or a pycomm.Nesterov")
+    return outer
+
+
+def _checked(optimizer: torch.optim.Optimizer, model: torch.nn.Module, request: _Request) -> _Settings:
+    options = {"fragments": 1, "delay": 0, "compression": None, "on_failure": "raise", "join": None, **request.options}
+    every, delay, fragments = options["every"], options["delay"], options["fragments"]
+    outer, named = request.outer(), checked_parameters(optimizer, model, every, fragments)
+    if checks.count("delay", delay, 0) >= every:
+        raise ValueError(f"delay={delay}, wanted less than every={every}: the next meeting would begin before that")
+    method = checked_method(options["compression"])
+    if isinstance(method, Auto):
+        raise ValueError('compression="auto" measures many steps, and ranks that meet this seldom have few: name one')
+    if options["on_failure"] not in ("raise", "shrink"):
+        raise ValueError(f'on_failure is {options["on_failure"]!r}, wanted "raise" or "shrink"')
+    survives = options["on_failure"] == "shrink"
+    if survives and next(iter(named.values())).device.type != "cpu":
+        raise ValueError('on_failure="shrink" wants parameters in CPU memory')
+    if options["join"] is not None and not survives:
+        raise ValueError('join wants on_failure="shrink", as the ranks that are there have it')
+    # Fragment i meets so many steps after the last meeting of all.
+    turns = tuple(every * (i + 1) // fragments for i in range(fragments))
+    return _Settings(outer, method, Rhythm(every, delay, turns), fragments, survives, named)
 
 
 def _average(
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module,
-    every: int,
-    checked_outer: Callable[[], _Outer],
-    fragments: int,
+    request: _Request,
     process_group: dist.ProcessGroup | None,
     timeout: timedelta | float,
 ) -> LocalAverager:
+    if request.options.get("join") is not None:
+        return _join(optimizer, model, request, timeout)
     communicator = Communicator(process_group, timeout)
     try:
-        request: Any
+        outcome: _Settings | Exception
         try:
             optimizer = unwrapped(optimizer)
-            request = checked_outer(), checked_parameters(optimizer, model, every, fragments)
+            outcome = _checked(optimizer, model, request)
         except (TypeError, ValueError) as error:
-            request = error
-        outer, named = agreed(communicator, request)
-        settings = [f"every={every}", f"outer={outer!r}", f"fragments={fragments}"]
-        check_same_lines(communicator, settings, "setting")
-        check_same_lines(communicator, [f"{name}: {signature(p)}" for name, p in named.items()], "parameter")
+            outcome = error
+        settings = agreed(communicator, outcome)
+        lines = settings.lines(optimizer)
+        for kind in ("setting", "parameter"):
+            check_same_lines(communicator, [text for what, text in lines if what == kind], kind)
         broadcast_tensors(communicator, [*model.parameters(), *model.buffers()], src=0)
-        return LocalAverager(communicator, optimizer, named, every, outer, fragments)
+        companions = Companions.found(communicator, lines) if settings.survives else None
+        fragments = settings.make_fragments()
+        return LocalAverager(communicator, optimizer, fragments, settings.rhythm, companions, list(model.buffers()))
     except BaseException:
         communicator.close()
+        raise
+
+
+def _join(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, request: _Request, timeout: timedelta | float
+) -> LocalAverager:
+    optimizer = unwrapped(optimizer)
+    settings = _checked(optimizer, model, request)
+    companions = Companions.join(request.options["join"], settings.lines(optimizer), checks.seconds_of(timeout))
+    fragments, buffers = settings.make_fragments(), list(model.buffers())
+    try:
+        made = LocalAverager(companions.communicator, optimizer, fragments, settings.rhythm, companions, buffers)
+        made.share_state(is_newcomer=True)
+        return made
+    except BaseException:
+        companions.close("it could not join")
+        companions.communicator.close()
         raise
 
 
@@ -172,192 +248,17 @@ def checked_parameters(
     return named
 
 
-class _Fragment:
-    """Part of the parameters that meets at once.
-
-    Attributes:
-        params: its parameters.
-        anchor: what they were after the last meeting, or the center to which they are held; flat.
-        velocity: of the outer optimizer, flat; ``None`` if it has none.
-    """
-
-    def __init__(self, communicator: Communicator, params: Sequence[torch.Tensor], outer: _Outer) -> None:
-        self._communicator, self.params, self._outer = communicator, list(params), outer
-        self._sizes = [p.numel() for p in params]
-        kind = params[0]
-        self._memory = communicator.empty(sum(self._sizes) + 1, kind.dtype, kind.device)
-        self.anchor = torch.cat([p.detach().reshape(-1) for p in params])
-        self.velocity = torch.zeros_like(self.anchor) if isinstance(outer, Nesterov) else None
-
-    @property
-    def num_bytes(self) -> int:
-        """Number of bytes that it hands over at each meeting."""
-        return self._memory.nbytes
-
-    @torch.no_grad()
-    def meet(self, weight: float) -> None:
-        """Go on from the ranks' mean. Collective."""
-        moved, mass = self._memory[:-1], self._memory[-1:]
-        for part, before, p in zip(
-            torch.split(moved, self._sizes), torch.split(self.anchor, self._sizes), self.params, strict=True
-        ):
-            torch.sub(before.view(p.shape), p, out=part.view(p.shape))
-            if isinstance(self._outer, _Elastic):
-                p.add_(part.view(p.shape), alpha=self._outer.strength / self._communicator.size)
-        if weight != 1.0:
-            moved.mul_(weight)
-        mass.fill_(weight)
-        self._communicator.all_reduce(self._memory)
-        moved.div_(mass)
-        if isinstance(self._outer, _Elastic):
-            self.anchor.sub_(moved, alpha=self._outer.strength)
-            return
-        if isinstance(self._outer, Nesterov) and self.velocity is not None:
-            self.velocity.mul_(self._outer.momentum).add_(moved)
-            self.anchor.sub_(moved.add_(self.velocity, alpha=self._outer.momentum), alpha=self._outer.lr)
-        else:
-            self.anchor.sub_(moved)
-        self.go_to_anchor()
-
-    @torch.no_grad()
-    def go_to_anchor(self) -> None:
-        """Overwrite the parameters with the anchor."""
-        for part, p in zip(torch.split(self.anchor, self._sizes), self.params, strict=True):
-            p.copy_(part.view(p.shape))
-
-
-class LocalAverager:
-    """Handle of :func:`local_sgd` and :func:`elastic_averaging`, kept alive by the optimizer's hook."""
-
-    def __init__(
-        self,
-        communicator: Communicator,
-        optimizer: torch.optim.Optimizer,
-        named: dict[str, torch.Tensor],
-        every: int,
-        outer: _Outer,
-        fragments: int,
-    ) -> None:
-        self._communicator, self._every = communicator, every
-        self._names = list(named)
-        groups = _split(list(named.values()), fragments)
-        self._fragments = [_Fragment(communicator, params, outer) for params in groups]
-        # Fragment i meets so many steps after the last meeting of all.
-        self._turns = [every * (i + 1) // fragments for i in range(fragments)]
-        self._weight, self._num_steps, self._num_meetings = 1.0, 0, 0
-        self._bytes, self._seconds = 0, 0.0
-        self._hook: Any = optimizer.register_step_post_hook(self._stepped)
-
-    def _stepped(self, *_: object) -> None:
-        self._num_steps += 1
-        phase = (self._num_steps - 1) % self._every + 1
-        for fragment, turn in zip(self._fragments, self._turns, strict=True):
-            if turn == phase:
-                self._meet(fragment)
-
-    def _meet(self, fragment: _Fragment) -> None:
-        start = time.perf_counter()
-        fragment.meet(self._weight)
-        self._seconds += time.perf_counter() - start
-        self._bytes += fragment.num_bytes
-        self._num_meetings += 1
-
-    def set_weight(self, num_samples: float) -> None:
-        """Weigh this rank by so many samples or tokens in the meetings from now on; all ranks count alike at first.
-
-        Raises:
-            TypeError, ValueError: ``num_samples`` is not a positive number.
-        """
-        self._require_attached()
-        self._weight = checks.positive("num_samples", num_samples)
-
-    def meet(self) -> None:
-        """Let all fragments meet now: at the end of training, or before an evaluation. Collective."""
-        self._require_attached()
-        for fragment in self._fragments:
-            self._meet(fragment)
-
-    def take_center(self) -> None:
-        """Make what the ranks have in common the parameters of all: the center, or those after the last meeting."""
-        self._require_attached()
-        for fragment in self._fragments:
-            fragment.go_to_anchor()
-
-    def stats(self) -> dict[str, Any]:
-        """Return ``steps``, ``meetings`` (of fragments), ``bytes_sent`` and ``wait_seconds``, those in meetings."""
-        return {
-            "steps": self._num_steps,
-            "meetings": self._num_meetings,
-            "bytes_sent": self._bytes,
-            "wait_seconds": self._seconds,
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps, and by parameter what it was at its last meeting and the outer velocity.
-
-        Equal on all ranks. It loads with ``torch.load(weights_only=True)``.
-        """
-        self._require_attached()
-        anchors: dict[str, torch.Tensor] = {}
-        velocities: dict[str, torch.Tensor] = {}
-        names = iter(self._names)
-        for fragment in self._fragments:
-            sizes = [p.numel() for p in fragment.params]
-            own = [next(names) for _ in sizes]
-            shapes = [p.shape for p in fragment.params]
-            for kept, flat in ((anchors, fragment.anchor), (velocities, fragment.velocity)):
-                if flat is not None:
-                    parts = torch.split(flat, sizes)
-                    kept |= {n: part.view(s).clone() for n, part, s in zip(own, parts, shapes, strict=True)}
-        return {"format": _FORMAT, "steps": self._num_steps, "anchors": anchors, "velocities": velocities}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` has returned. The parameters stay as they are: load the model's own state.
-
-        Raises:
-            ValueError: it is of other parameters, or was saved with another outer optimizer.
-        """
-        self._require_attached()
-        current = self.state_dict()
-        if not isinstance(state, dict) or state.keys() != current.keys() or state["format"] != _FORMAT:
-            raise ValueError("state is not a LocalAverager.state_dict()")
-        for what in ("anchors", "velocities"):
-            mine = {name: t.shape for name, t in current[what].items()}
-            if {name: t.shape for name, t in state[what].items()} != mine:
-                raise ValueError(f"state[{what!r}] is of other parameters, or of another outer optimizer")
-        self._num_steps = int(state["steps"])
-        names = iter(self._names)
-        for fragment in self._fragments:
-            own = [next(names) for _ in fragment.params]
-            fragment.anchor.copy_(torch.cat([state["anchors"][name].reshape(-1) for name in own]))
-            if fragment.velocity is not None:
-                fragment.velocity.copy_(torch.cat([state["velocities"][name].reshape(-1) for name in own]))
-
-    def detach(self) -> None:
-        """Meet no more; release the memory. Idempotent, not collective."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-            self._fragments = []
-            self._communicator.close()
-
-    def _require_attached(self) -> None:
-        if self._hook is None:
-            raise RuntimeError("this LocalAverager is detached")
-
-
-def _split(params: list[torch.Tensor], count: int) -> list[list[torch.Tensor]]:
-    """Return ``params`` in ``count`` groups of about equal size, none of which is empty; in their order."""
-    groups: list[list[torch.Tensor]] = []
-    left = sum(p.numel() for p in params)
-    rest = list(params)
+def _split(named: Mapping[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:
+    """Return ``named`` in ``count`` groups of about equal size, none of which is empty; in their order."""
+    groups: list[dict[str, torch.Tensor]] = []
+    left = sum(p.numel() for p in named.values())
+    rest = list(named.items())
     for number in range(count, 0, -1):
-        group, size = [rest.pop(0)], 0
-        size = group[0].numel()
-        while len(rest) >= number and (number == 1 or size + rest[0].numel() / 2 <= left / number):
-            size += rest[0].numel()
+        group = [rest.pop(0)]
+        size = group[0][1].numel()
+        while len(rest) >= number and (number == 1 or size + rest[0][1].numel() / 2 <= left / number):
+            size += rest[0][1].numel()
             group.append(rest.pop(0))
-        groups.append(group)
+        groups.append(dict(group))
         left -= size
     return groups

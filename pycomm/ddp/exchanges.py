@@ -9,8 +9,9 @@ import torch
 
 from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
-from pycomm.compression import Compression, NoCompression
+from pycomm.compression import Compression
 from pycomm.compression.base import Exchange, Flag, Scaling, State
+from pycomm.compression.by_method import by_method
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -50,13 +51,9 @@ class BucketExchanges:
     ) -> None:
         self.params = list(params)
         self.names = list(names)
-        groups: dict[bool, list[int]] = {}
-        for i, param in enumerate(params):
-            groups.setdefault(method.applies_to(param), []).append(i)
         self.parts = []
-        for compressed, indices in groups.items():
+        for chosen, indices in by_method(method, params):
             bucket = Bucket([names[i] for i in indices], [params[i] for i in indices], communicator, algorithm)
-            chosen = method if compressed else method.otherwise or NoCompression()
             self.parts.append(Part(indices, bucket, chosen.make(bucket, communicator)))
 
     def is_of(self, params: Sequence[torch.Tensor]) -> bool:

@@ -40,7 +40,7 @@ class Request:
     process: dict[str, Any]
 
 
-def _door(store: Store, index: int) -> PrefixStore:
+def _door(store: Store, index: int | str) -> PrefixStore:
     return PrefixStore(f"pycomm/door/{index}", root_store(store))
 
 
@@ -49,12 +49,12 @@ class Door:
 
     Args:
         store: the process group's store.
-        index: number of this attach among those of this process that let newcomers in.
+        index: tells what newcomers join: the number of this attach among those of this process, for example.
         lines: what a newcomer must match: kind and text.
         host: identity of the only host whose processes can come in; empty if those of all can.
     """
 
-    def __init__(self, store: Store, index: int, lines: Sequence[tuple[str, str]], host: str) -> None:
+    def __init__(self, store: Store, index: int | str, lines: Sequence[tuple[str, str]], host: str) -> None:
         self._store, self._index = _door(store, index), index
         self._lines, self._host = lines, host
         self._worker = Worker("pycomm-door")
@@ -145,7 +145,7 @@ class Guest:
         timeout: limit of the whole, in seconds.
     """
 
-    def __init__(self, address: str, index: int, timeout: float) -> None:
+    def __init__(self, address: str, index: int | str, timeout: float) -> None:
         host, colon, port = address.rpartition(":")
         if not colon or not host or not port.isdigit():
             raise ValueError(f"join is {address!r}, wanted the address of the process group's store, host:port")

@@ -44,7 +44,7 @@ def _engine_class(settings: Settings) -> type[SurvivingEngine]:
     return BackupEngine if settings.backup > 0 else SurvivingEngine
 
 
-def _door(membership: Membership, store: Store, index: int, lines: Sequence[tuple[str, str]]) -> Door:
+def _door(membership: Membership, store: Store, index: int | str, lines: Sequence[tuple[str, str]]) -> Door:
     return Door(store, index, lines, str(this_process()["host"]) if membership.is_on_one_host else "")
 
 

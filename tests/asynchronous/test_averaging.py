@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import pycomm
 from pycomm import CommError
+from tests.asynchronous.averaged import HALVES, Course, flat
 from tests.asynchronous.runs import loss_of, model_of
 from tests.on_ranks import Pools, on_ranks
 from tests.survival.training import die
@@ -19,66 +20,45 @@ STEPS = 13
 OUTERS = [None, pycomm.Nesterov(0.7, 0.9)]
 
 
-def flat(model: torch.nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-
-
-def expected(
-    size: int, every: int, outer: pycomm.Nesterov | None, turns: list[tuple[slice, int]]
-) -> list[torch.Tensor]:
-    """What the ranks' parameters are after each step of all, in float64; rank r weighs r + 1."""
-    models = [model_of() for _ in range(size)]
-    optimizers = [torch.optim.Adam(model.parameters(), 0.02) for model in models]
-    anchor = flat(models[0])
-    velocity, found = torch.zeros_like(anchor), []
-    for step in range(STEPS):
-        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            optimizer.step()
-        now = torch.stack([flat(model) for model in models])
-        for piece, turn in turns:
-            if step % every + 1 != turn:
-                continue
-            weights = torch.arange(1.0, size + 1, dtype=torch.float64)
-            moved = ((anchor - now)[:, piece] * weights[:, None]).sum(0) / weights.sum()
-            if outer is not None:
-                velocity[piece] = outer.momentum * velocity[piece] + moved
-                moved = outer.lr * (moved + outer.momentum * velocity[piece])
-            anchor[piece] -= moved
-            now[:, piece] = anchor[piece]
-        for model, mine in zip(models, now, strict=True):
-            torch.nn.utils.vector_to_parameters(mine.clone(), model.parameters())
-        found.append(now.clone())
-    return found
-
-
 @pytest.mark.parametrize("outer", OUTERS, ids=["local SGD", "DiLoCo"])
 @pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize(("delay", "top"), [(0, None), (1, None), (3, None), (0, 0.2), (2, 0.2)])
 @on_ranks(2, 3, timeout=TIMEOUT)
-def test_it_is_what_one_process_comes_to(outer: pycomm.Nesterov | None, fragments: int) -> None:
-    rank, size, every = dist.get_rank(), dist.get_world_size(), 4
+def test_it_is_what_one_process_comes_to(
+    outer: pycomm.Nesterov | None, fragments: int, delay: int, top: float | None
+) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
     model = model_of()
     if rank > 0:
         with torch.no_grad():
             next(model.parameters()).zero_()  # rank 0's is copied
     optimizer = torch.optim.Adam(model.parameters(), 0.02)
-    handle = pycomm.local_sgd(optimizer, model, every=every, outer=outer, fragments=fragments, timeout=60)
+    compression = None if top is None else pycomm.TopK(top)
+    options: dict[str, Any] = {"outer": outer, "fragments": fragments, "delay": delay, "compression": compression}
+    handle = pycomm.local_sgd(optimizer, model, every=4, timeout=60, **options)
     handle.set_weight(rank + 1)
-    # The first layer's weight is about half of all: 30 of 53 elements.
-    turns = [(slice(0, 53), 4)] if fragments == 1 else [(slice(0, 30), 2), (slice(30, 53), 4)]
-    for step, wanted in enumerate(expected(size, every, outer, turns)):
+    course = Course(size, STEPS, outer=outer, delay=delay, top=top)
+    if fragments == 2:
+        course.turns = HALVES
+    for step, wanted in enumerate(course.expected()):
         optimizer.zero_grad()
         loss_of(model, rank, step).backward()
         optimizer.step()
         torch.testing.assert_close(flat(model), wanted[rank], rtol=1e-12, atol=1e-12)
-    stats = handle.stats()
-    assert stats["meetings"] == len([step for step in range(STEPS) for _, turn in turns if step % every + 1 == turn])
-    assert stats["bytes_sent"] <= stats["meetings"] * 8 * 54
+    stats, met = (
+        handle.stats(),
+        [piece for step in range(STEPS) for piece, turn in course.turns if step % 4 + 1 == turn],
+    )
+    if delay == 0:
+        assert stats["meetings"] == len(met)
+    if delay == 0 and top is None:
+        values = 8 * sum(piece.stop - piece.start for piece in met)
+        assert 0 <= stats["bytes_sent"] - values <= stats["meetings"] * 8 * 100  # flags travel too
     handle.meet()
-    everyones: list[Any] = [None] * size
-    dist.all_gather_object(everyones, flat(model))
-    assert all(torch.equal(other, everyones[0]) for other in everyones)
+    if top is None:
+        everyones: list[Any] = [None] * size
+        dist.all_gather_object(everyones, flat(model))
+        assert all(torch.equal(other, everyones[0]) for other in everyones)
     handle.detach()
     handle.detach()
 
@@ -113,20 +93,22 @@ def test_elastic_averaging_is_what_one_process_comes_to() -> None:
         pycomm.elastic_averaging(optimizer, model, every=every, strength=1.5, timeout=60)
 
 
+@pytest.mark.parametrize("options", [{}, {"delay": 3, "compression": pycomm.TopK(0.2)}], ids=["plain", "under way"])
 @on_ranks(2, timeout=TIMEOUT)
-def test_it_goes_on_from_its_state() -> None:
+def test_it_goes_on_from_its_state(options: dict[str, Any]) -> None:
     rank, ends = dist.get_rank(), []
+    options = {"every": 4, "outer": pycomm.Nesterov(), "fragments": 2, "timeout": 60, **options}
     for interrupted in (False, True):
         model = model_of()
         optimizer = torch.optim.SGD(model.parameters(), 0.05)
-        handle = pycomm.local_sgd(optimizer, model, every=4, outer=pycomm.Nesterov(), fragments=2, timeout=60)
+        handle = pycomm.local_sgd(optimizer, model, **options)
         for step in range(STEPS):
             if interrupted and step == 6:
                 state, weights = handle.state_dict(), model.state_dict()
                 handle.detach()
                 model = model_of()
                 optimizer = torch.optim.SGD(model.parameters(), 0.05)
-                handle = pycomm.local_sgd(optimizer, model, every=4, outer=pycomm.Nesterov(), fragments=2, timeout=60)
+                handle = pycomm.local_sgd(optimizer, model, **options)
                 model.load_state_dict(weights)  # each rank's own
                 handle.load_state_dict(state)
             optimizer.zero_grad()
@@ -137,6 +119,8 @@ def test_it_goes_on_from_its_state() -> None:
             handle.load_state_dict({})
         with pytest.raises(ValueError, match="another outer optimizer"):
             handle.load_state_dict({**handle.state_dict(), "velocities": {}})
+        with pytest.raises(ValueError, match="compression"):
+            handle.load_state_dict({**handle.state_dict(), "compression": {"other": {}}})
         handle.detach()
     assert torch.equal(ends[0], ends[1])
 
@@ -157,6 +141,12 @@ def make(options: dict[str, Any]) -> None:
         ({"every": 2.5}, "every"),
         ({"every": 2, "fragments": 3}, "fragments=3, wanted at most every=2"),
         ({"every": 4, "outer": "sgd"}, "outer is 'sgd'"),
+        ({"every": 4, "delay": 4}, "delay=4, wanted less than every=4"),
+        ({"every": 4, "delay": -1}, "delay"),
+        ({"every": 4, "compression": "topk"}, "compression is 'topk'"),
+        ({"every": 4, "compression": "auto"}, "name one"),
+        ({"every": 4, "on_failure": "ignore"}, "on_failure is 'ignore'"),
+        ({"every": 4, "other": {"delay": 1}}, "the ranks disagree: setting"),
         ({"every": 4, "dtype": torch.float16}, "parameters are torch.float16"),
         ({"every": 4, "params": 3}, "does not belong to the optimizer"),
         ({"every": 4, "other": {"every": 5}}, "the ranks disagree: setting"),
@@ -185,3 +175,17 @@ def lose_one() -> int:
 def test_a_rank_that_dies_is_an_error_at_the_next_meeting(new_ranks: Pools) -> None:
     outcomes = new_ranks(3).outcomes(lose_one, timeout=TIMEOUT)
     assert [outcomes[0].result, outcomes[2].result] == [5, 5]
+
+
+@on_ranks(2, timeout=TIMEOUT, fresh=True)
+def test_a_parameter_that_is_not_finite_is_named_on_every_rank() -> None:
+    for compression in (None, pycomm.Int8()):
+        model = model_of()
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        handle = pycomm.local_sgd(optimizer, model, every=2, compression=compression, timeout=60)
+        optimizer.step()
+        if dist.get_rank() == 1:
+            list(model.parameters())[3].data[1] = float("nan")
+        with pytest.raises(RuntimeError, match=r"'2\.bias' is not finite on rank 1"):
+            optimizer.step()
+        handle.detach()

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import pycomm
 from pycomm import CommError
 from pycomm.asynchronous.gossip import mixing_of, require_mixing
+from tests.asynchronous.averaged import flat
 from tests.asynchronous.runs import loss_of, model_of
-from tests.asynchronous.test_averaging import flat
 from tests.on_ranks import Pools, on_ranks
 from tests.survival.training import die
 

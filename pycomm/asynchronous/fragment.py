@@ -1,0 +1,281 @@
+"""Fragments: parameters that meet at once, and what is kept of their last meeting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from pycomm.asynchronous.outer import Elastic, Nesterov
+from pycomm.bucket import Bucket
+from pycomm.communicator import Communicator
+from pycomm.compression import Compression
+from pycomm.compression.base import Exchange, Scaling, State
+from pycomm.compression.by_method import by_method
+from pycomm.errors import CommError
+from pycomm.layout import view_like
+from pycomm.transport.gpu import GpuWork
+from pycomm.worker import Work
+
+Outer = Nesterov | Elastic | None
+
+_LATE = 0.5
+"""Share of what was agreed on in parameters that have gone on (Douillard et al., "Streaming DiLoCo", 2025)."""
+
+
+class _Part:
+    """Parameters of a fragment that travel by one method.
+
+    Attributes:
+        anchor: what they were after the last meeting, or the center to which they are held; flat, as the bucket is.
+        velocity: of the outer optimizer, flat; ``None`` if it has none.
+        mean: what a meeting has come to that is not applied yet, in the bucket's memory or in its own.
+    """
+
+    def __init__(
+        self, names: Sequence[str], params: Sequence[torch.Tensor], method: Compression, has_velocity: bool
+    ) -> None:
+        self.names, self.params, self._method = list(names), list(params), method
+        self.bucket: Bucket
+        self.exchange: Exchange | None = None
+        self._has_velocity = has_velocity
+        self.anchor, self.velocity = torch.empty(0), None if not has_velocity else torch.empty(0)
+        self.mean: torch.Tensor | None = None
+        self._kept: torch.Tensor | None = None
+
+    def open(self, communicator: Communicator) -> None:
+        """Travel among the ranks of ``communicator`` from now on; what is kept stays."""
+        state: State = {} if self.exchange is None else self.exchange.state()
+        self.bucket = Bucket(self.names, [p.detach() for p in self.params], communicator)
+        if self.exchange is None:
+            self.anchor = torch.empty_like(self.bucket.flat)
+            self.velocity = torch.zeros_like(self.anchor) if self._has_velocity else None
+            for view, p in self.views_of(self.anchor):
+                view.copy_(p)
+        self.exchange = self._method.make(self.bucket, communicator)
+        self.exchange.load_state(state)
+
+    def views_of(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return a view of ``flat`` for each parameter, with the parameter."""
+        return [(view_like(x, p), p.detach()) for x, p in zip(self.bucket.parts(flat), self.params, strict=True)]
+
+    def fill(self, pull: float) -> None:
+        """Write how far the parameters have gone to the bucket; pull them back by that times ``pull``."""
+        for view, (before, p) in zip(self.bucket.views, self.views_of(self.anchor), strict=True):
+            torch.sub(before, p, out=view)
+            if pull:
+                p.add_(view, alpha=pull)
+
+    def keep(self) -> None:
+        """Keep what was filled in, for :meth:`restore`."""
+        flat = self.bucket.flat
+        self._kept = flat.clone() if self._kept is None else self._kept.copy_(flat)
+
+    def restore(self) -> None:
+        """Fill in again what was kept."""
+        assert self._kept is not None
+        self.bucket.flat.copy_(self._kept)
+
+
+class Fragment:
+    """Parameters that meet at once.
+
+    Args:
+        named: the parameters.
+        outer: what is made of the mean.
+        method: how it travels.
+        keeps: whether a meeting may have to begin again when the parameters have gone on: what they send is kept.
+
+    Attributes:
+        launched: number of steps after which the meeting began that is not over; ``None`` if there is none.
+        num_meetings: number of those that are over.
+    """
+
+    def __init__(self, named: Mapping[str, torch.Tensor], outer: Outer, method: Compression, keeps: bool) -> None:
+        params = list(named.values())
+        names = list(named)
+        self._outer, self._keeps, self._weight = outer, keeps, 1.0
+        self._parts = [
+            _Part([names[i] for i in indices], [params[i] for i in indices], chosen, isinstance(outer, Nesterov))
+            for chosen, indices in by_method(method, params)
+        ]
+        self.launched: int | None = None
+        self.num_meetings = 0
+        self._sent_before = 0
+        self._work: Work | GpuWork | None = None
+
+    @torch.no_grad()
+    def open(self, communicator: Communicator) -> None:
+        """Meet among the ranks of ``communicator`` from now on."""
+        self._communicator = communicator
+        self._sent_before += self._sent()
+        for part in self._parts:
+            part.open(communicator)
+
+    def _sent(self) -> int:
+        return sum(part.exchange.bytes_sent for part in self._parts if part.exchange is not None)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Number of bytes that were handed to the transport so far."""
+        return self._sent_before + self._sent()
+
+    # A meeting.
+
+    @torch.no_grad()
+    def launch(self, weight: float, num_steps: int, then: Callable[[], None]) -> None:
+        """Begin a meeting; ``then`` is called in it, when this rank has the mean. All ranks must."""
+        self.launched, self._weight = num_steps, weight
+        pull = self._outer.strength / self._communicator.size if isinstance(self._outer, Elastic) else 0.0
+        for part in self._parts:
+            part.fill(pull)
+            if self._keeps:
+                part.keep()
+        self._submit(lambda: self._exchange(then))
+
+    @torch.no_grad()
+    def launch_again(self, then: Callable[[], None]) -> None:
+        """Begin the meeting again that is not over, with what this rank had to say then."""
+        for part in self._parts:
+            if self._keeps:
+                part.restore()
+            else:  # it was waited for, so that the parameters are as they were
+                part.fill(0.0)
+        self._submit(lambda: self._exchange(then))
+
+    def _submit(self, job: Callable[[], None]) -> None:
+        bucket, channel = self._parts[0].bucket, self._communicator.channel
+        if bucket.on_gpu:
+            self._work = channel.submit_on_gpu(bucket.device, job, [], set())
+        else:
+            self._work = channel.submit(job)
+
+    def _exchange(self, then: Callable[[], None]) -> None:
+        total = np.array([self._weight])
+        self._communicator.all_reduce(total)
+        size = self._communicator.size
+        scaling = Scaling(size, relative=float(self._weight * size / total[0]), step=self.num_meetings)
+        for part in self._parts:
+            assert part.exchange is not None
+            part.exchange.exchange(part.bucket.views, scaling)
+        then()
+
+    @property
+    def has_mean(self) -> bool:
+        """Return whether the mean of a meeting that has begun was received."""
+        return self._parts[0].mean is not None
+
+    def receive(self) -> None:
+        """Wait for the mean, once.
+
+        Raises:
+            CommError: a rank was lost meanwhile.
+            RuntimeError: a rank's parameters are not finite; on all ranks.
+        """
+        if self.has_mean:
+            return
+        assert self._work is not None
+        try:
+            self._work.wait()
+        except CommError:
+            if isinstance(self._work, Work):
+                self._work.forget_trace()  # else the memory of the old world would stay mapped until it is collected
+            raise
+        self.take_mean()
+
+    def take_mean(self) -> None:
+        """Take what the meeting has left, which all ranks have."""
+        exchanges = [part.exchange for part in self._parts if part.exchange is not None]
+        finite = all(bool(exchange.finite()) for exchange in exchanges)
+        for exchange in exchanges:
+            exchange.finish(finite)
+        self._work = None
+        if not finite:
+            self.launched = None
+            raise RuntimeError(f"the parameters of the ranks have no mean: {self._nonfinite()}")
+        self.num_meetings += 1
+        for part in self._parts:
+            part.mean = part.bucket.flat
+
+    def _nonfinite(self) -> str:
+        """Name a parameter that is not finite, and its rank. Collective."""
+        named = [(name, p) for part in self._parts for name, p in zip(part.names, part.params, strict=True)]
+        mine = next((name for name, p in named if not torch.isfinite(p).all()), "")
+        for rank, name in enumerate(self._communicator.channel.all_gather_bytes(mine.encode())):
+            if name:
+                return f"{name.decode()!r} is not finite on rank {rank}"
+        return "they are finite, but too large to be added"
+
+    @torch.no_grad()
+    def land(self, *, is_late: bool) -> None:
+        """Go on from the mean, which must have been received; ``is_late``: steps were made since it was asked for."""
+        self.launched = None
+        for part in self._parts:
+            moved, part.mean = part.mean, None
+            assert moved is not None
+            if isinstance(self._outer, Elastic):
+                part.anchor.sub_(moved, alpha=self._outer.strength)
+            elif isinstance(self._outer, Nesterov):
+                assert part.velocity is not None
+                self._outer.step(part.anchor, part.velocity, moved)
+            else:
+                part.anchor.sub_(moved)
+        if not isinstance(self._outer, Elastic):
+            self.go_to_anchor(share=_LATE if is_late else 1.0)
+
+    @torch.no_grad()
+    def go_to_anchor(self, share: float = 1.0) -> None:
+        """Let the parameters go to the anchor, or that share of the way."""
+        for part in self._parts:
+            for value, p in part.views_of(part.anchor):
+                if share == 1.0:
+                    p.copy_(value)
+                else:
+                    p.lerp_(value, share)
+
+    # State.
+
+    @torch.no_grad()
+    def move(self, communicator: Communicator) -> None:
+        """Meet among the ranks of ``communicator``; one whose mean is there goes on, another begins again."""
+        for part in self._parts:
+            if part.mean is not None:
+                part.mean = part.mean.clone()
+        self.open(communicator)
+
+    def state(self) -> dict[str, Any]:
+        """Return anchors, velocities, means that were not applied and this rank's residuals, by parameter: views."""
+        found: dict[str, Any] = {"anchors": {}, "velocities": {}, "means": {}, "compression": {}}
+        for part in self._parts:
+            for what, flat in (("anchors", part.anchor), ("velocities", part.velocity), ("means", part.mean)):
+                if flat is not None:
+                    views = [view for view, _ in part.views_of(flat)]
+                    found[what] |= dict(zip(part.names, views, strict=True))
+            assert part.exchange is not None
+            found["compression"] |= part.exchange.state()
+        return found
+
+    def shared(self) -> list[torch.Tensor]:
+        """Return what is equal on all ranks."""
+        flats = [flat for part in self._parts for flat in (part.anchor, part.velocity, part.mean)]
+        return [flat for flat in flats if flat is not None]
+
+    def resume(self, launched: int | None, num_meetings: int) -> None:
+        """Take counters over; where a meeting is under way, there is room for its mean then, to be written to."""
+        self.launched, self.num_meetings = launched, num_meetings
+        for part in self._parts:
+            part.mean = None if launched is None else torch.empty_like(part.anchor)
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take back what :meth:`state` gave, of all fragments, after :meth:`resume`."""
+        for part in self._parts:
+            for what, flat in (("anchors", part.anchor), ("velocities", part.velocity), ("means", part.mean)):
+                if flat is not None:
+                    for name, (view, _) in zip(part.names, part.views_of(flat), strict=True):
+                        view.copy_(state[what][name])
+            assert part.exchange is not None
+            own = {name: state["compression"][name] for name in part.names if name in state["compression"]}
+            part.exchange.load_state(own)

@@ -1,0 +1,300 @@
+"""Handle of ranks that step by themselves and meet every so many steps."""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pycomm import checks
+from pycomm.asynchronous.companions import Companions
+from pycomm.asynchronous.fragment import Fragment
+from pycomm.communicator import Communicator
+from pycomm.errors import CommError
+from pycomm.reducer.broadcast import broadcast_tensors
+
+_FORMAT = 2
+
+
+@dataclass(frozen=True)
+class Rhythm:
+    """When fragments meet.
+
+    Attributes:
+        every: number of steps from one meeting of a fragment to its next.
+        delay: number of steps from the beginning of a meeting to its end.
+        turns: of every so many steps, the one after which each fragment begins to meet.
+    """
+
+    every: int
+    delay: int
+    turns: tuple[int, ...]
+
+    def begin(self, num_steps: int) -> list[int]:
+        """Return the fragments that begin to meet after so many steps."""
+        phase = (num_steps - 1) % self.every + 1
+        return [i for i, turn in enumerate(self.turns) if turn == phase]
+
+
+class LocalAverager:
+    """Handle of :func:`local_sgd` and :func:`elastic_averaging`, kept alive by the optimizer's hook.
+
+    Attributes:
+        optimizer: the one at whose steps ranks meet.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        optimizer: torch.optim.Optimizer,
+        fragments: Sequence[Fragment],
+        rhythm: Rhythm,
+        companions: Companions | None,
+        buffers: Sequence[torch.Tensor],
+    ) -> None:
+        self.optimizer = optimizer
+        self._communicator, self._rhythm, self._companions = communicator, rhythm, companions
+        self._fragments, self._buffers = list(fragments), list(buffers)
+        for fragment in self._fragments:
+            fragment.open(communicator)
+        self._under_way: list[tuple[int, Fragment]] = []  # meetings that are not over, with their numbers
+        self._num_launched = self._num_committed = 0
+        self._invitations: dict[int, int] = {}  # newcomers' requests by the meetings that have announced them
+        self._invited = 0  # request of the one that is let in next; 0 for none
+        self._weight, self._num_steps, self._num_meetings = 1.0, 0, 0
+        self._seconds = 0.0
+        self._hook: Any = optimizer.register_step_post_hook(self._stepped)
+
+    @property
+    def world(self) -> tuple[int, ...]:
+        """Ranks that meet, by the numbers that they got when they came; it changes only with "shrink"."""
+        return tuple(range(self._communicator.size)) if self._companions is None else self._companions.world
+
+    # Meetings.
+
+    def _stepped(self, *_: object) -> None:
+        start = time.perf_counter()
+        self._num_steps += 1
+        delay = self._rhythm.delay
+        while self._under_way and self._num_steps - self._launched_at(0) >= delay:
+            self._end_oldest(is_late=True)
+        for index in self._rhythm.begin(self._num_steps):
+            self._begin(index)
+            if delay == 0:
+                self._end_oldest()
+        if self._invited:  # last, as its first step is the next one
+            self._let_in()
+        self._seconds += time.perf_counter() - start
+
+    def _launched_at(self, place: int) -> int:
+        """Return after how many steps a meeting that is under way began."""
+        launched = self._under_way[place][1].launched
+        assert launched is not None
+        return launched
+
+    def _begin(self, index: int) -> None:
+        self._num_launched += 1
+        fragment = self._fragments[index]
+        self._under_way.append((self._num_launched, fragment))
+        fragment.launch(self._weight, self._num_steps, functools.partial(self._commit, self._num_launched))
+
+    def _commit(self, number: int) -> None:
+        """Count that meeting, once all ranks have its mean; on the communication thread."""
+        if self._companions is not None:
+            self._invitations[number] = self._companions.commit()
+        self._num_committed = number
+
+    def _end_oldest(self, *, is_late: bool = False) -> None:
+        """End the oldest meeting that is under way."""
+        number, fragment = self._under_way[0]
+        try:
+            self._receive(fragment)
+        finally:
+            del self._under_way[0]
+        fragment.land(is_late=is_late)
+        self._num_meetings += 1
+        self._invited = self._invitations.pop(number, 0) or self._invited
+
+    def _receive(self, fragment: Fragment) -> None:
+        while True:
+            try:
+                fragment.receive()
+                return
+            except CommError as error:
+                self._go_on_after(error)
+
+    def _go_on_after(self, error: CommError) -> None:
+        """Go on among the ranks that are left, and begin the meetings again that do not count; or raise ``error``."""
+        if self._companions is None:
+            raise error
+
+        def catch_up(committed: int) -> None:
+            for number, fragment in self._under_way:
+                if number <= committed and not fragment.has_mean:
+                    fragment.take_mean()
+
+        self._num_committed = self._companions.recover(error, self._num_committed, catch_up)
+        self._move()
+
+    def _move(self) -> None:
+        for fragment in self._fragments:
+            fragment.move(self._communicator)
+        for number, fragment in self._under_way:
+            if not fragment.has_mean:
+                fragment.launch_again(functools.partial(self._commit, number))
+
+    # Newcomers.
+
+    def _let_in(self) -> None:
+        number, self._invited = self._invited, 0
+        for _, fragment in self._under_way:  # their meetings are with those that were there
+            self._receive(fragment)
+        assert self._companions is not None
+        try:
+            self._companions.let_in(number)
+            self._move()
+            self.share_state(is_newcomer=False)
+        except CommError as error:
+            self._go_on_after(error)
+
+    @torch.no_grad()
+    def share_state(self, *, is_newcomer: bool) -> None:
+        """Give a newcomer what the others have. Collective, with it; every meeting under way has its mean."""
+        mine = json.dumps(self._counters()).encode() if self._communicator.rank == 0 else b""
+        counters = json.loads(self._communicator.channel.all_gather_bytes(mine)[0])
+        if is_newcomer:
+            self._resume(counters)
+        for fragment in self._fragments:
+            broadcast_tensors(self._communicator, fragment.shared(), src=0)
+            if is_newcomer:
+                fragment.go_to_anchor()
+        broadcast_tensors(self._communicator, [b if is_newcomer else b.clone() for b in self._buffers], src=0)
+
+    def _counters(self) -> dict[str, Any]:
+        places = [[number, self._fragments.index(fragment)] for number, fragment in self._under_way]
+        return {
+            "steps": self._num_steps,
+            "launched": self._num_launched,
+            "under_way": places,
+            "fragments": [[fragment.launched, fragment.num_meetings] for fragment in self._fragments],
+        }
+
+    def _resume(self, counters: dict[str, Any]) -> None:
+        """Go on from the counters of another rank, or of an earlier run, whose meetings under way have their means."""
+        self._num_steps, self._num_launched = counters["steps"], counters["launched"]
+        self._num_committed = self._num_launched
+        self._under_way = [(number, self._fragments[index]) for number, index in counters["under_way"]]
+        for fragment, (launched, num_meetings) in zip(self._fragments, counters["fragments"], strict=True):
+            fragment.resume(launched, num_meetings)
+
+    # What users call.
+
+    def set_weight(self, num_samples: float) -> None:
+        """Weigh this rank by so many samples or tokens in the meetings from now on; all ranks count alike at first.
+
+        Raises:
+            TypeError, ValueError: ``num_samples`` is not a positive number.
+        """
+        self._require_attached()
+        self._weight = checks.positive("num_samples", num_samples)
+
+    def meet(self) -> None:
+        """Let all fragments meet now: at the end of training, or before an evaluation. Collective."""
+        self._require_attached()
+        start = time.perf_counter()
+        while self._under_way:
+            self._end_oldest(is_late=True)
+        for index in range(len(self._fragments)):
+            self._begin(index)
+            self._end_oldest()
+        self._seconds += time.perf_counter() - start
+
+    def take_center(self) -> None:
+        """Make what the ranks have in common the parameters of all: the center, or those after the last meeting."""
+        self._require_attached()
+        for fragment in self._fragments:
+            fragment.go_to_anchor()
+
+    def stats(self) -> dict[str, Any]:
+        """Return ``steps``, ``meetings`` (of fragments), ``bytes_sent`` and ``wait_seconds``, those in meetings.
+
+        With "shrink" also ``changes``, a dict for each change of the ranks: ``world`` after it, and ``joined``, the
+        rank that has come, or ``left``, what became of the others by rank, and ``seconds``, how long that took.
+        """
+        stats = {
+            "steps": self._num_steps,
+            "meetings": self._num_meetings,
+            "bytes_sent": sum(fragment.bytes_sent for fragment in self._fragments),
+            "wait_seconds": self._seconds,
+        }
+        return stats if self._companions is None else {**stats, "changes": list(self._companions.events)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return counters, and by parameter what it was at its last meeting, the outer velocity and residuals.
+
+        Equal on all ranks, but for the residuals of compression. Waits for meetings that are under way. It loads with
+        ``torch.load(weights_only=True)``.
+        """
+        self._require_attached()
+        for _, fragment in self._under_way:
+            self._receive(fragment)
+        return {"format": _FORMAT, "counters": self._counters(), **copied(self._state())}
+
+    def _state(self) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        for fragment in self._fragments:
+            for what, entries in fragment.state().items():
+                found.setdefault(what, {}).update(entries)
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` has returned. The parameters stay as they are: load the model's own state.
+
+        Raises:
+            ValueError: it is of other parameters, or was saved with other settings; nothing is changed then.
+        """
+        self._require_attached()
+        current = self._state()
+        wanted = {"format", "counters", *current}
+        if not isinstance(state, dict) or state.keys() != wanted or state["format"] != _FORMAT:
+            raise ValueError("state is not a LocalAverager.state_dict()")
+        for what in ("anchors", "velocities", "compression"):
+            if what == "compression":
+                fits = state[what].keys() == current[what].keys()
+            else:
+                fits = {n: t.shape for n, t in state[what].items()} == {n: t.shape for n, t in current[what].items()}
+            if not fits:
+                raise ValueError(
+                    f"state[{what!r}] is of other parameters, or of another outer optimizer or compression"
+                )
+        if len(state["counters"]["fragments"]) != len(self._fragments):
+            raise ValueError(f"state is of {len(state['counters']['fragments'])} fragments, not {len(self._fragments)}")
+        self._resume(state["counters"])
+        for fragment in self._fragments:
+            fragment.load_state(state)
+
+    def detach(self) -> None:
+        """Meet no more; release the memory. Idempotent, not collective."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+            if self._companions is not None:
+                self._companions.close("it was detached")
+            self._communicator.close()
+
+    def _require_attached(self) -> None:
+        if self._hook is None:
+            raise RuntimeError("this LocalAverager is detached")
+
+
+def copied(state: dict[str, Any]) -> dict[str, Any]:
+    """Return ``state`` with copies of the tensors in it."""
+    return {
+        key: copied(value) if isinstance(value, dict) else value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in state.items()
+    }
