@@ -21,11 +21,12 @@ except ModuleNotFoundError as error:
     ) from error
 
 from pycomm import backend, checkpoint, compression, ddp, kernels, optim, schedule
+from pycomm.asynchronous.averager import Averager
 from pycomm.asynchronous.averaging import elastic_averaging, local_sgd
 from pycomm.asynchronous.compensation import DelayCompensation
 from pycomm.asynchronous.gossip import Gossip, gossip
 from pycomm.asynchronous.local_averager import LocalAverager
-from pycomm.asynchronous.outer import Nesterov
+from pycomm.asynchronous.outer import DelayedNesterov, Nesterov
 from pycomm.asynchronous.parameter_server import ParameterServer, parameter_server
 from pycomm.checkpoint import load, save
 from pycomm.communicator import Communicator
@@ -68,9 +69,11 @@ __all__ = [
     "LARS",
     "QSGD",
     "Auto",
+    "Averager",
     "CommError",
     "Communicator",
     "DelayCompensation",
+    "DelayedNesterov",
     "FusedStep",
     "Gossip",
     "GpuWork",

@@ -11,10 +11,14 @@ import torch
 import torch.distributed as dist
 
 from pycomm import checks
+from pycomm.asynchronous.averager import Averager
 from pycomm.asynchronous.companions import Companions, Lines
+from pycomm.asynchronous.decoupled import DecoupledAverager, Pace
 from pycomm.asynchronous.fragment import Fragment, Outer
 from pycomm.asynchronous.local_averager import LocalAverager, Rhythm
-from pycomm.asynchronous.outer import Elastic, Nesterov
+from pycomm.asynchronous.meeting import Meeting
+from pycomm.asynchronous.outer import DelayedNesterov, Elastic, Nesterov
+from pycomm.checks import seconds_of
 from pycomm.communicator import DEFAULT_TIMEOUT, Communicator
 from pycomm.compression import Compression
 from pycomm.cost.auto import Auto
@@ -30,15 +34,16 @@ def local_sgd(
     model: torch.nn.Module,
     *,
     every: int,
-    outer: Nesterov | None = None,
+    outer: Nesterov | DelayedNesterov | None = None,
     fragments: int = 1,
     delay: int = 0,
     compression: Compression | None = None,
     on_failure: str = "raise",
     join: str | None = None,
+    quorum: int | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout: timedelta | float = DEFAULT_TIMEOUT,
-) -> LocalAverager:
+) -> Averager:
     """Let each rank step by itself, and average the parameters over the ranks every so many steps.
 
     The loop stays ``zero_grad``, ``backward``, ``step``: what there is to do is done at the end of
@@ -51,6 +56,10 @@ def local_sgd(
         every: number of steps from one meeting to the next; equal on all ranks, which must make equally many.
         outer: what is done with the mean. ``None``: it becomes the parameters (local SGD; post-local SGD, if this is
             called after a beginning with ``attach``, which must be detached). ``pycomm.Nesterov()``: DiLoCo.
+            ``pycomm.DelayedNesterov()``: for ranks of different speed, none of which waits for another. Each hands in
+            how far it has gone when it is there, and goes on from what that has come to; slower ranks do so after
+            fewer steps, in about the same time (dynamic local updates: Liu et al., "Asynchronous Local-SGD Training
+            for Language Modeling", 2024).
         fragments: number of parts, of about as many bytes, that meet in turns, each every ``every`` steps: then the
             same bytes travel in smaller portions (Douillard et al., "Streaming DiLoCo", 2025).
         delay: number of steps, below ``every``, that ranks make while a mean is on its way. What it comes to is then
@@ -63,6 +72,11 @@ def local_sgd(
         join: address, "host:port", of the store in which other ranks have met, to become one more of them after their
             next meeting. Such a process calls no ``init_process_group``; it begins with their parameters, and with the
             state that ``optimizer`` has. Wants "shrink", on all ranks.
+        quorum: number of ranks that a meeting wants, with ``pycomm.Nesterov()``. It waits for others no longer than is
+            worth it, by when they have come so far; those that it does not wait for come to a later one. Ranks count by
+            their steps, or what ``set_weight`` says ("Decoupled DiLoCo", 2026). Steps are as with ``DelayedNesterov``.
+            For both, rank 0 holds what the ranks have in common in a thread: a rank that is lost harms nobody, but if
+            rank 0 is lost, all others get a CommError. Without ``fragments``, ``delay``, ``compression``, "shrink".
         process_group: the ranks; the default group if ``None``.
         timeout: limit of every wait for a peer; seconds or ``timedelta``.
 
@@ -72,6 +86,16 @@ def local_sgd(
         CommError: a rank did not come. ``optimizer.step()`` raises it, too, if one is lost.
         RuntimeError: from ``optimizer.step()``, on every rank: a parameter of one of them is not finite.
     """
+    if quorum is not None or isinstance(outer, DelayedNesterov):
+        unsuitable = {
+            f"fragments={fragments}": fragments != 1,
+            f"delay={delay}": delay != 0,
+            f"compression={compression!r}": compression is not None,
+            f'on_failure="{on_failure}"': on_failure != "raise",
+            f"join={join!r}": join is not None,
+            "process_group": process_group is not None,
+        }
+        return _decouple(optimizer, model, every, outer, quorum, unsuitable, seconds_of(timeout))
     request = _Request(
         lambda: _checked_outer(outer),
         {
@@ -158,7 +182,7 @@ class _Settings:
 
 def _checked_outer(outer: Any) -> Outer:
     if outer is not None and not isinstance(outer, Nesterov):
-        raise TypeError(f"outer is {outer!r}, wanted None or a pycomm.Nesterov")
+        raise TypeError(f"outer is {outer!r}, wanted None, a pycomm.Nesterov or a pycomm.DelayedNesterov")
     return outer
 
 
@@ -213,12 +237,48 @@ def _average(
         raise
 
 
+def _decouple(
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    every: int,
+    outer: Any,
+    quorum: int | None,
+    unsuitable: Mapping[str, bool],
+    timeout: float,
+) -> DecoupledAverager:
+    meeting, problem, lines = Meeting(timeout), "", list[str]()
+    try:
+        optimizer, named = unwrapped(optimizer), checked_parameters(unwrapped(optimizer), model, every)
+        _require_decoupled(outer, quorum, meeting.size, unsuitable)
+        if next(iter(named.values())).device.type != "cpu":
+            raise ValueError("ranks that meet one by one want parameters in CPU memory")
+        lines = [f"pycomm {version()}", f"every={every}", f"outer={outer!r}", f"quorum={quorum}"]
+        lines += [f"{name}: {signature(p)}" for name, p in named.items()]
+    except (TypeError, ValueError) as error:
+        problem = str(error)
+    meeting.compare(lines, problem)
+    return DecoupledAverager(meeting, optimizer, named, Pace(every, quorum, outer, timeout))
+
+
+def _require_decoupled(outer: Any, quorum: int | None, num_ranks: int, unsuitable: Mapping[str, bool]) -> None:
+    """Raise TypeError or ValueError if ranks cannot meet one by one like this."""
+    for what, is_unsuitable in unsuitable.items():
+        if is_unsuitable:
+            raise ValueError(f"{what} does not go with ranks that meet one by one (quorum, or outer=DelayedNesterov)")
+    if quorum is None:
+        return
+    if not isinstance(outer, Nesterov):
+        raise ValueError(f"quorum={quorum} with outer={outer!r}: it merges by a pycomm.Nesterov")
+    if checks.count("quorum", quorum, 1) > num_ranks:
+        raise ValueError(f"quorum={quorum} of {num_ranks} ranks")
+
+
 def _join(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, request: _Request, timeout: timedelta | float
 ) -> LocalAverager:
     optimizer = unwrapped(optimizer)
     settings = _checked(optimizer, model, request)
-    companions = Companions.join(request.options["join"], settings.lines(optimizer), checks.seconds_of(timeout))
+    companions = Companions.join(request.options["join"], settings.lines(optimizer), seconds_of(timeout))
     fragments, buffers = settings.make_fragments(), list(model.buffers())
     try:
         made = LocalAverager(companions.communicator, optimizer, fragments, settings.rhythm, companions, buffers)

@@ -52,12 +52,13 @@ class Core:
         """Note that ``worker`` is gone, which others may have waited for; it may come again."""
         self.mode.leave(worker)
         self._compensator.leave(worker)
-        self._update_if_due()
+        self.update_if_due()
 
     def pull(self, worker: int) -> int:
         """Note that ``worker`` gets the parameters as they are; return how many updates they have had."""
         self._pulled[worker] = self.shard.num_updates
         self._compensator.pulled(worker, self.shard.memory)
+        self.mode.pulled(worker)
         return self.shard.num_updates
 
     @torch.no_grad()
@@ -70,15 +71,16 @@ class Core:
         staleness = self.shard.num_updates - self._pulled.get(worker, self.shard.num_updates)
         self.counts["pushes"] += 1
         self.staleness[staleness] += 1
-        if not self.mode.push(worker, staleness):
+        if not self.mode.push(worker, staleness, samples):
             self.counts["dropped"] += 1
             return
         gradient = self._compensator.compensate(worker, gradient, self.shard.memory)
         self.shard.collect(gradient, samples, self._compensator.weight(staleness))
-        if not self._update_if_due():
+        if not self.update_if_due():
             self.shard.own()
 
-    def _update_if_due(self) -> bool:
+    def update_if_due(self) -> bool:
+        """Update with what was collected, if that is due; return whether it was."""
         is_due = self.mode.num_collected > 0 and self.mode.is_due()
         if is_due:
             self.shard.update()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pycomm import checks
+from pycomm.asynchronous.averager import Averager
 from pycomm.asynchronous.companions import Companions
 from pycomm.asynchronous.fragment import Fragment
 from pycomm.communicator import Communicator
@@ -41,12 +41,8 @@ class Rhythm:
         return [i for i, turn in enumerate(self.turns) if turn == phase]
 
 
-class LocalAverager:
-    """Handle of :func:`local_sgd` and :func:`elastic_averaging`, kept alive by the optimizer's hook.
-
-    Attributes:
-        optimizer: the one at whose steps ranks meet.
-    """
+class LocalAverager(Averager):
+    """Averager of ranks that wait for each other: all make equally many steps from one meeting to the next."""
 
     def __init__(
         self,
@@ -57,7 +53,6 @@ class LocalAverager:
         companions: Companions | None,
         buffers: Sequence[torch.Tensor],
     ) -> None:
-        self.optimizer = optimizer
         self._communicator, self._rhythm, self._companions = communicator, rhythm, companions
         self._fragments, self._buffers = list(fragments), list(buffers)
         for fragment in self._fragments:
@@ -66,9 +61,9 @@ class LocalAverager:
         self._num_launched = self._num_committed = 0
         self._invitations: dict[int, int] = {}  # newcomers' requests by the meetings that have announced them
         self._invited = 0  # request of the one that is let in next; 0 for none
-        self._weight, self._num_steps, self._num_meetings = 1.0, 0, 0
+        self._num_steps = self._num_meetings = 0
         self._seconds = 0.0
-        self._hook: Any = optimizer.register_step_post_hook(self._stepped)
+        super().__init__(optimizer)
 
     @property
     def world(self) -> tuple[int, ...]:
@@ -194,15 +189,6 @@ class LocalAverager:
 
     # What users call.
 
-    def set_weight(self, num_samples: float) -> None:
-        """Weigh this rank by so many samples or tokens in the meetings from now on; all ranks count alike at first.
-
-        Raises:
-            TypeError, ValueError: ``num_samples`` is not a positive number.
-        """
-        self._require_attached()
-        self._weight = checks.positive("num_samples", num_samples)
-
     def meet(self) -> None:
         """Let all fragments meet now: at the end of training, or before an evaluation. Collective."""
         self._require_attached()
@@ -278,18 +264,10 @@ class LocalAverager:
         for fragment in self._fragments:
             fragment.load_state(state)
 
-    def detach(self) -> None:
-        """Meet no more; release the memory. Idempotent, not collective."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-            if self._companions is not None:
-                self._companions.close("it was detached")
-            self._communicator.close()
-
-    def _require_attached(self) -> None:
-        if self._hook is None:
-            raise RuntimeError("this LocalAverager is detached")
+    def _release(self) -> None:
+        if self._companions is not None:
+            self._companions.close("it was detached")
+        self._communicator.close()
 
 
 def copied(state: dict[str, Any]) -> dict[str, Any]:

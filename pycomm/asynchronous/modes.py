@@ -5,8 +5,13 @@ They know nothing of tensors or of connections: a server asks them, and tells th
 
 from __future__ import annotations
 
+import math
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
+
+from pycomm.asynchronous.grace import Arrivals
 
 
 class Mode(ABC):
@@ -33,10 +38,18 @@ class Mode(ABC):
         """Return whether ``worker`` may have the parameters now, or has to wait."""
         return True
 
-    def push(self, worker: int, staleness: int) -> bool:
-        """Return whether a gradient of ``worker`` counts, from parameters of ``staleness`` updates ago."""
+    def pulled(self, worker: int) -> None:
+        """Note that ``worker`` has the parameters."""
+        return
+
+    def push(self, worker: int, staleness: int, samples: float) -> bool:
+        """Return whether a gradient of ``worker`` counts, whose parameters are ``staleness`` updates old."""
         self.num_collected += 1
         return True
+
+    def seconds_left(self) -> float:
+        """Return for how long :meth:`is_due` stays as it is if nothing happens."""
+        return math.inf
 
     @abstractmethod
     def is_due(self) -> bool:
@@ -94,9 +107,9 @@ class StaleSynchronous(Async):
     def may_pull(self, worker: int) -> bool:
         return self._clocks[worker] - min(self._clocks.values()) <= self._bound
 
-    def push(self, worker: int, staleness: int) -> bool:
+    def push(self, worker: int, staleness: int, samples: float) -> bool:
         self._clocks[worker] += 1
-        return super().push(worker, staleness)
+        return super().push(worker, staleness, samples)
 
     def state(self) -> dict[str, Any]:
         return {**super().state(), "clocks": dict(self._clocks)}
@@ -124,11 +137,11 @@ class Sync(Mode):
     def may_pull(self, worker: int) -> bool:
         return worker not in self._done
 
-    def push(self, worker: int, staleness: int) -> bool:
+    def push(self, worker: int, staleness: int, samples: float) -> bool:
         if staleness > 0:
             return False
         self._done.add(worker)
-        return super().push(worker, staleness)
+        return super().push(worker, staleness, samples)
 
     def is_due(self) -> bool:
         return self.num_collected >= max(1, len(self.workers) - self._backup)
@@ -143,6 +156,52 @@ class Sync(Mode):
     def load_state(self, state: dict[str, Any]) -> None:
         super().load_state(state)
         self._done = set(state["done"])
+
+
+class GraceQuorum(Mode):
+    """Contributions of ``quorum`` workers are an update by their mean; and of others, if they are worth waiting for.
+
+    Args:
+        quorum: fewest workers; if there are fewer, all of them.
+        clock: seconds.
+    """
+
+    def __init__(self, quorum: int, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._quorum, self._clock = quorum, clock
+        self._here: set[int] = set()
+        self._arrivals = Arrivals()
+
+    def leave(self, worker: int) -> None:
+        super().leave(worker)
+        self._here.discard(worker)
+        self._arrivals.forget(worker)
+
+    def may_pull(self, worker: int) -> bool:
+        return worker not in self._here
+
+    def pulled(self, worker: int) -> None:
+        self._arrivals.begin(worker, self._clock())
+
+    def push(self, worker: int, staleness: int, samples: float) -> bool:
+        self._here.add(worker)
+        self._arrivals.arrive(worker, self._clock(), samples)
+        return super().push(worker, staleness, samples)
+
+    def is_due(self) -> bool:
+        return self._is_enough() and self.seconds_left() == 0
+
+    def seconds_left(self) -> float:
+        if self.num_collected == 0 or not self._is_enough():
+            return math.inf
+        return self._arrivals.worth_waiting(self._here, self._quorum, self._clock())
+
+    def _is_enough(self) -> bool:
+        return len(self._here) >= min(self._quorum, len(self.workers))
+
+    def updated(self) -> None:
+        super().updated()
+        self._here.clear()
 
 
 MODES = ("async", "ssp", "softsync", "sync")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ class _Worker:
         process: its id, where it is on this host; else 0.
         slot: where its gradients are: memory that it shares, or this server's.
         since: when it was given the parameters that it is reading; 0 if it is not.
+        rate: how many steps a second it makes, as far as it says so.
     """
 
     connection: Connection
@@ -49,6 +51,7 @@ class _Worker:
     slot: torch.Tensor | None = None
     is_local: bool = False
     since: float = 0.0
+    rate: float = 0.0
     requests: list[Message] = field(default_factory=list)
 
 
@@ -63,6 +66,9 @@ class Serving:
         expected: numbers of the workers that are to come, or to come back.
         timeout: for how long they may take, in seconds.
         rank: of this process, for errors.
+
+    Attributes:
+        lock: held while anything happens to ``core``.
     """
 
     def __init__(
@@ -84,6 +90,7 @@ class Serving:
         self._workers: dict[Connection, _Worker] = {}
         self._queue: list[tuple[_Worker, Message]] = []  # what was asked, in order
         self._begun = time.monotonic()
+        self.lock = threading.RLock()
         self._served = 0 if self._expected else 1  # nobody is to come to a server that goes on when all have ended
         self._away: dict[int, float] = {}  # workers that may come again, and until when
         for number in core.mode.workers - self._expected:  # of an earlier run
@@ -107,7 +114,7 @@ class Serving:
 
     def _serve(self) -> None:
         while self._expected or self._workers or self._away:
-            ready = wait([self._door.bell, *self._workers], _TICK)
+            ready = wait([self._door.bell, *self._workers], min(_TICK, self._core.mode.seconds_left()))
             for source in ready:
                 if source is self._door.bell:
                     for connection in self._door.admitted():
@@ -115,8 +122,9 @@ class Serving:
                 elif source in self._workers:  # which another one may have ended meanwhile
                     assert isinstance(source, Connection)
                     self._listen(self._workers[source])
-            self._lose_patience()
-            self._work()
+            with self.lock:
+                self._lose_patience()
+                self._work()
         if self._served == 0:
             what = f"no worker came in {self._timeout:g} s"
             raise CommError.during("serve", what, rank=self._rank, elapsed=self._timeout)
@@ -198,6 +206,8 @@ class Serving:
     def _work(self) -> None:
         """Do what was asked, as far as it can be done now."""
         while True:
+            if not any(w.since for w in self._workers.values()):  # they read the parameters
+                self._core.update_if_due()
             self._displace()
             may = (i for i, (worker, message) in enumerate(self._queue) if self._may(worker, message))
             index = next(may, None)
@@ -243,10 +253,13 @@ class Serving:
             self._note(event)
             version = self._core.pull(worker.number)
             worker.since = time.monotonic() if worker.is_local else 0.0
-            self._answer(worker, None if worker.is_local else self._core.shard.memory, version=version)
+            fastest = max(w.rate for w in self._workers.values())
+            array = None if worker.is_local else self._core.shard.memory
+            self._answer(worker, array, version=version, fastest=fastest)
         elif message["ask"] == "push":
             assert worker.slot is not None
             self._note(event, worker.slot)
+            worker.rate = message.get("rate", 0.0)
             self._core.push(event["worker"], event["number"], event["samples"], worker.slot)
             self._answer(worker, pushed=message["number"])
         else:

@@ -168,6 +168,11 @@ class ShardOptimizer:
             "schedules": [[each.scheduler.state_dict(), each.num_steps] for each in self._schedules],
         }
 
+    def take_back(self, memory: torch.Tensor, optimizer: dict[str, Any]) -> None:
+        """Take back parameters and the optimizer's state."""
+        self._optimizer.load_state_dict(optimizer)
+        self.memory.copy_(memory)
+
     def load_state(self, state: dict[str, Any]) -> None:
         """Take back what :meth:`state` gave.
 
@@ -176,8 +181,7 @@ class ShardOptimizer:
         """
         if state["memory"].shape != self.memory.shape or state["memory"].dtype != self.memory.dtype:
             raise ValueError(f"the checkpoint has {len(state['memory'])} elements of this shard's {len(self.memory)}")
-        self._optimizer.load_state_dict(state["optimizer"])
-        self.memory.copy_(state["memory"])
+        self.take_back(state["memory"], state["optimizer"])
         self.num_updates, self._sum = state["updates"], state["sum"]
         self._count, self._weight, self._samples, self._all_samples = state["collected"]
         if len(state["schedules"]) != len(self._schedules):

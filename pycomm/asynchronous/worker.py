@@ -40,6 +40,8 @@ class ServerLink:
         version: number of updates that the parameters here have had.
         bytes_sent: bytes of gradients that were handed over.
         seconds: time for which this worker has waited.
+        rate: number of steps a second that this worker makes, if it tells the server; set by the caller.
+        fastest: the largest of those that workers have told, as of the last pull.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class ServerLink:
         self._unanswered: Message | None = None
         self.version = -1
         self.bytes_sent, self.seconds = 0, 0.0
+        self.rate = self.fastest = 0.0
 
     # What a worker does.
 
@@ -93,7 +96,7 @@ class ServerLink:
                 break
             except _LOST as error:
                 self._reconnect(error)
-        self.version, self._unanswered = answer["version"], None
+        self.version, self.fastest, self._unanswered = answer["version"], answer["fastest"], None
 
     def _read(self) -> None:
         """Copy what was answered. Raises OSError or EOFError if it may be torn: it has to be asked for once more."""
@@ -120,7 +123,10 @@ class ServerLink:
         self._pushed += 1
         self._samples = samples
         self.bytes_sent += self._slot.nbytes
-        self._ask({"ask": "push", "number": self._pushed, "samples": samples})
+        self._ask(self._push_message())
+
+    def _push_message(self) -> Message:
+        return {"ask": "push", "number": self._pushed, "samples": self._samples, "rate": self.rate}
 
     def settle(self) -> None:
         """Wait until the last push was acknowledged."""
@@ -244,7 +250,7 @@ class ServerLink:
         if self._unanswered is None:
             return
         if self._unanswered["ask"] == "push" or self._acknowledged < self._pushed:
-            self._send({"ask": "push", "number": self._pushed, "samples": self._samples})
+            self._send(self._push_message())
         if self._unanswered["ask"] != "push":
             self._send(self._unanswered)
 

@@ -123,7 +123,7 @@ def test_one_that_dies_after_the_commit_has_met(new_ranks: Pools) -> None:
     agree(new_ranks(3).outcomes(lose, course, "after the commit", timeout=TIMEOUT), course)
 
 
-def go_on(course: Course, handle: pycomm.LocalAverager, model: torch.nn.Module, rank: int, first: int) -> Any:
+def go_on(course: Course, handle: pycomm.Averager, model: torch.nn.Module, rank: int, first: int) -> Any:
     optimizer, found, come = handle.optimizer, {}, None
     for step in range(first, course.steps):
         optimizer.zero_grad()
