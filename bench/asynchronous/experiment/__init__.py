@@ -1,0 +1,1 @@
+"""A language model on workers of which one is slow, or comes and goes, by every method of training without lockstep."""
