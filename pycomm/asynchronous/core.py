@@ -9,6 +9,7 @@ import torch
 
 from pycomm.asynchronous.compensation import Compensator
 from pycomm.asynchronous.modes import Mode
+from pycomm.asynchronous.packing import Unpackers
 from pycomm.asynchronous.updates import ShardOptimizer
 
 
@@ -19,14 +20,26 @@ class Core:
         shard: parameters and their optimizer.
         mode: which gradients count, and who waits.
         compensator: what is done to stale ones.
+        wire: dtype of parameters and gradients on the workers.
+        unpackers: of gradients that do not travel as they are.
+        settings: what a server that begins again must have in common with this one.
 
     Attributes:
         staleness: number of gradients by their staleness: the updates since their parameters were pulled.
         counts: "pushes", those that were "dropped" because they came too late, and "duplicates".
     """
 
-    def __init__(self, shard: ShardOptimizer, mode: Mode, compensator: Compensator) -> None:
-        self.shard, self.mode, self._compensator = shard, mode, compensator
+    def __init__(
+        self,
+        shard: ShardOptimizer,
+        mode: Mode,
+        compensator: Compensator,
+        wire: torch.dtype,
+        unpackers: Unpackers | None = None,
+        settings: str = "",
+    ) -> None:
+        self.shard, self.mode, self._compensator, self.wire = shard, mode, compensator, wire
+        self.unpackers, self._settings = unpackers, settings
         self.staleness: Counter[int] = Counter()
         self.counts: Counter[str] = Counter(pushes=0, dropped=0, duplicates=0)
         self._lives: dict[int, str] = {}  # of workers: each process has one of its own
@@ -42,7 +55,7 @@ class Core:
         if self._lives.get(worker) != life:
             if worker in self._lives:  # the first process with that number counts from the server's beginning
                 self.mode.leave(worker)
-            self._compensator.leave(worker)
+            self._forget(worker)
             self._pulled.pop(worker, None)
             self._lives[worker], self._last[worker] = life, 0
         self.mode.join(worker)
@@ -51,8 +64,13 @@ class Core:
     def leave(self, worker: int) -> None:
         """Note that ``worker`` is gone, which others may have waited for; it may come again."""
         self.mode.leave(worker)
-        self._compensator.leave(worker)
+        self._forget(worker)
         self.update_if_due()
+
+    def _forget(self, worker: int) -> None:
+        self._compensator.leave(worker)
+        if self.unpackers is not None:
+            self.unpackers.forget(worker)
 
     def pull(self, worker: int) -> int:
         """Note that ``worker`` gets the parameters as they are; return how many updates they have had."""
@@ -60,6 +78,16 @@ class Core:
         self._compensator.pulled(worker, self.shard.memory)
         self.mode.pulled(worker)
         return self.shard.num_updates
+
+    def gradient_of(self, worker: int, number: int, sent: torch.Tensor) -> torch.Tensor:
+        """Return the gradients in what ``worker`` has sent with that push, flat; it may be the same memory.
+
+        Raises:
+            ValueError: it is a malformed message.
+        """
+        if self.unpackers is not None:
+            return self.unpackers.unpack(worker, number, sent)
+        return sent.view(self.wire).to(self.shard.memory.dtype)
 
     @torch.no_grad()
     def push(self, worker: int, number: int, samples: float, gradient: torch.Tensor) -> None:
@@ -90,6 +118,7 @@ class Core:
     def state(self) -> dict[str, Any]:
         """Return everything, for a server that begins again."""
         return {
+            "settings": self._settings,
             "shard": self.shard.state(),
             "mode": self.mode.state(),
             "compensator": self._compensator.state(),
@@ -101,7 +130,9 @@ class Core:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take back what :meth:`state` gave. Raises ValueError if it is of another model or optimizer."""
+        """Take back what :meth:`state` gave. Raises ValueError if it is of another model, optimizer, or settings."""
+        if state["settings"] != self._settings:
+            raise ValueError(f"the checkpoint is of a server with {state['settings']}, this one has {self._settings}")
         self.shard.load_state(state["shard"])
         self.mode.load_state(state["mode"])
         self._compensator.load_state(state["compensator"])

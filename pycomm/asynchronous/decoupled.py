@@ -58,7 +58,7 @@ class Center:
             pace.outer.optimizer(copies, meeting.size), pieces, self._memory.tensor(dtype)[:size]
         )
         mode = Async() if pace.quorum is None else GraceQuorum(pace.quorum)
-        core = Core(self.shard, mode, Compensator(None))
+        core = Core(self.shard, mode, Compensator(None), dtype)
         self._door = Door(meeting.own_address(), meeting.key())
         ranks = set(range(meeting.size))
         self.serving = Serving(
@@ -132,13 +132,18 @@ class DecoupledAverager(Averager):
 
         Raises:
             CommError: rank 0 is lost, or nothing was merged within the timeout.
+            RuntimeError: a parameter of this rank is not finite.
         """
         self._require_attached()
         if self._since == 0:
             return
         self._link.rate = self._since / max(time.monotonic() - self._begun, 1e-9)
         moved = torch._foreach_sub(self._anchors, self._params)
-        self._link.push(moved, self._weight * self._since)
+        if not self._link.load(moved):
+            found = zip(self._names, self._params, strict=True)
+            name = next((n for n, p in found if not torch.isfinite(p).all()), "a parameter")
+            raise RuntimeError(f"{name!r} is not finite, and was not handed in")
+        self._link.push(self._weight * self._since)
         self._num_meetings += 1
         self._pull()
         share = self._link.rate / max(self._link.fastest, self._link.rate)

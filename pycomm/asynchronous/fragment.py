@@ -91,6 +91,7 @@ class Fragment:
     Attributes:
         launched: number of steps after which the meeting began that is not over; ``None`` if there is none.
         num_meetings: number of those that are over.
+        met_at: number of steps at the end of the last one, if none was made while it lasted; -1 before.
     """
 
     def __init__(self, named: Mapping[str, torch.Tensor], outer: Outer, method: Compression, keeps: bool) -> None:
@@ -102,7 +103,7 @@ class Fragment:
             for chosen, indices in by_method(method, params)
         ]
         self.launched: int | None = None
-        self.num_meetings = 0
+        self.num_meetings, self.met_at = 0, -1
         self._sent_before = 0
         self._work: Work | GpuWork | None = None
 

@@ -35,7 +35,7 @@ class Journal:
         core: what happens to; everything that the folder tells happens to it first.
 
     Raises:
-        ValueError: the folder is of another model or optimizer.
+        ValueError: the folder is of another model or optimizer, or of other settings.
         OSError: it cannot be written.
     """
 
@@ -55,19 +55,17 @@ class Journal:
         number = found[-1]
         self._core.load_state(torch.load(self._path("checkpoint", number), weights_only=True))
         for event, data in _events(self._path("journal", number)):
-            gradient = torch.empty_like(self._core.shard.memory)
-            bytes_of(gradient)[: len(data)] = data  # not every event has one
-            happen(self._core, event, gradient)
+            happen(self._core, event, torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8))
         return number
 
     def _path(self, kind: str, number: int) -> Path:
         return self._folder / f"{kind}-{number}{'.pt' if kind == 'checkpoint' else ''}"
 
-    def write(self, event: dict[str, Any], gradient: torch.Tensor | None = None) -> None:
-        """Write what is about to happen."""
+    def write(self, event: dict[str, Any], sent: torch.Tensor | None = None) -> None:
+        """Write what is about to happen, with what a push has brought."""
         assert self._file is not None
         text = json.dumps(event).encode()
-        data = memoryview(b"") if gradient is None else bytes_of(gradient)
+        data = memoryview(b"") if sent is None else bytes_of(sent)
         self._file.write(_HEAD.pack(len(text), zlib.crc32(data, zlib.crc32(text)), len(data)))
         self._file.write(text)
         self._file.write(data)
@@ -112,8 +110,8 @@ def _events(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
             yield json.loads(text), data
 
 
-def happen(core: Core, event: dict[str, Any], gradient: torch.Tensor) -> None:
-    """Let ``event`` happen to ``core``."""
+def happen(core: Core, event: dict[str, Any], sent: torch.Tensor) -> None:
+    """Let ``event`` happen to ``core``; ``sent`` is what a push has brought."""
     worker = event["worker"]
     match event["event"]:
         case "join":
@@ -123,4 +121,5 @@ def happen(core: Core, event: dict[str, Any], gradient: torch.Tensor) -> None:
         case "pull":
             core.pull(worker)
         case "push":
+            gradient = core.gradient_of(worker, event["number"], sent)
             core.push(worker, event["number"], event["samples"], gradient)

@@ -112,6 +112,8 @@ class LocalAverager(Averager):
         finally:
             del self._under_way[0]
         fragment.land(is_late=is_late)
+        if not is_late:
+            fragment.met_at = self._num_steps
         self._num_meetings += 1
         self._invited = self._invitations.pop(number, 0) or self._invited
 
@@ -190,14 +192,15 @@ class LocalAverager(Averager):
     # What users call.
 
     def meet(self) -> None:
-        """Let all fragments meet now: at the end of training, or before an evaluation. Collective."""
+        """Let all fragments meet now that have not met since the last step: at the end of training. Collective."""
         self._require_attached()
         start = time.perf_counter()
         while self._under_way:
             self._end_oldest(is_late=True)
-        for index in range(len(self._fragments)):
-            self._begin(index)
-            self._end_oldest()
+        for index, fragment in enumerate(self._fragments):
+            if fragment.met_at != self._num_steps:  # else momentum would move it once more, by no new step
+                self._begin(index)
+                self._end_oldest()
         self._seconds += time.perf_counter() - start
 
     def take_center(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -19,15 +19,17 @@ from pycomm.asynchronous.journal import Journal
 from pycomm.asynchronous.meeting import Meeting
 from pycomm.asynchronous.memory import SharedMemory
 from pycomm.asynchronous.modes import mode_of
+from pycomm.asynchronous.packing import Packer, Unpackers
 from pycomm.asynchronous.serving import Serving
 from pycomm.asynchronous.settings import Settings, checked_parameters, checked_settings, lines_of
-from pycomm.asynchronous.shards import cut
+from pycomm.asynchronous.shards import Piece, cut, shard_dtype
 from pycomm.asynchronous.trace import Replay, Trace
 from pycomm.asynchronous.updates import ShardOptimizer, is_elementwise
 from pycomm.asynchronous.wire import Door
 from pycomm.asynchronous.worker import ServerLink
 from pycomm.checks import bounded, positive, seconds_of
 from pycomm.communicator import DEFAULT_TIMEOUT
+from pycomm.compression import Compression
 from pycomm.optim.parameters import unwrapped
 from pycomm.transport import rendezvous
 
@@ -40,6 +42,7 @@ def parameter_server(
     mode: str = "async",
     staleness: int | None = None,
     compensation: DelayCompensation | str | None = None,
+    compression: Compression | None = None,
     quorum: int | None = None,
     backup: int = 0,
     checkpoint: str | Path | None = None,
@@ -58,7 +61,8 @@ def parameter_server(
     Args:
         optimizer: steps on the servers, by pycomm's kernels where :func:`pycomm.fuse` has them. A serving rank's
             optimizer has only what lies in its shard from then on.
-        model: its parameters must all belong to the optimizer, be float32 or float64, all alike, and in CPU memory.
+        model: its parameters must all belong to the optimizer, be of one dtype and in CPU memory. Of float16 and
+            bfloat16 parameters the servers hold and step float32 ones, which workers get rounded.
         servers: number of serving ranks. Each holds an equal part of the parameters' bytes; parameters are cut only
             where the optimizer is known to update each element by itself.
         mode: "async": every gradient is an update, and nobody waits. "ssp" (stale synchronous): likewise, but no
@@ -69,6 +73,9 @@ def parameter_server(
         staleness: bound of "ssp", at least 1.
         compensation: of gradients whose parameters have been updated since they were pulled. "lr": the learning
             rate is divided by the number of updates. "dc", or a :class:`pycomm.DelayCompensation`: DC-ASGD.
+        compression: method by which gradients travel, over the connection even on one host. What it leaves over stays
+            with the worker, for its next push. Takes a server about as much memory for each worker as the method's
+            state and a bucket, 8 bytes a parameter for most. Parameters are then cut only at their borders.
         quorum: of "softsync", at least 1.
         backup: of "sync".
         checkpoint: folder in which servers write down what has happened before they acknowledge it. A server that is
@@ -89,6 +96,7 @@ def parameter_server(
         mode=mode,
         staleness=staleness,
         compensation=compensation,
+        compression=compression,
         quorum=quorum,
         backup=backup,
         checkpoint=checkpoint,
@@ -107,6 +115,8 @@ def _meet(
     try:
         optimizer = unwrapped(optimizer)
         settings, named = settings_of(meeting.size), checked_parameters(optimizer, model)
+        if settings.compression is not None:
+            settings.compression.check(optimizer)
         lines = lines_of(settings, optimizer, named)
     except (TypeError, ValueError) as error:
         problem = str(error)
@@ -129,8 +139,9 @@ class ParameterServer:
         named: dict[str, torch.Tensor],
     ) -> None:
         self._meeting, self._settings, self._optimizer = meeting, settings, optimizer
-        self._params = list(named.values())
-        self._shards = cut([p.numel() for p in self._params], settings.servers, anywhere=is_elementwise(optimizer))
+        self._params, self._names = list(named.values()), list(named)
+        anywhere = is_elementwise(optimizer) and settings.compression is None  # whose methods look at shapes
+        self._shards = cut([p.numel() for p in self._params], settings.servers, anywhere=anywhere)
         self.is_worker = not 0 <= meeting.rank < settings.servers
         self._links: list[ServerLink] = []
         self._has_pulled = self._is_closed = False
@@ -157,9 +168,16 @@ class ParameterServer:
                 host,
                 self._settings.timeout,
                 "" if folder is None else str(folder / f"server-{server}"),
+                self._packer(pieces),
             )
             link.open()
             self._links.append(link)
+
+    def _packer(self, pieces: Sequence[Piece]) -> Packer | None:
+        method = self._settings.compression
+        if method is None:
+            return None
+        return Packer([self._params[piece.index] for piece in pieces], method, self._meeting.worker)
 
     def pull(self) -> None:
         """Overwrite the model's parameters with the servers', once the mode lets this worker have them.
@@ -189,7 +207,8 @@ class ParameterServer:
             samples: weight of this gradient where an update takes the mean of several.
 
         Raises:
-            ValueError: nothing was pulled since the last push, or ``samples`` is not a positive number.
+            ValueError: nothing was pulled since the last push; ``samples`` is not a positive number; or a gradient is
+                not finite, which is named. Nothing was pushed then, on any server.
             RuntimeError, CommError: as of :meth:`pull`.
         """
         self._require_worker("push")
@@ -197,8 +216,15 @@ class ParameterServer:
         if not self._has_pulled:
             raise ValueError("push() before pull(): the servers could not tell what the gradient belongs to")
         gradients = [p.grad for p in self._params]
+        finite = [link.load(gradients) for link in self._links]
+        if not all(finite):
+            for link in self._links:
+                link.unload()
+            found = zip(self._names, gradients, strict=True)
+            name = next((n for n, g in found if g is not None and not torch.isfinite(g).all()), "a parameter")
+            raise ValueError(f"the gradient of {name!r} is not finite, and was not pushed")
         for link in self._links:
-            link.push(gradients, samples)
+            link.push(samples)
         self._has_pulled = False
         self._num_steps += 1
 
@@ -257,11 +283,15 @@ class ParameterServer:
 
     def _make_core(self) -> tuple[Core, SharedMemory]:
         pieces, settings = self._shards[self._meeting.rank], self._settings
-        size, dtype = sum(piece.size for piece in pieces), self._params[0].dtype
+        wire, size = self._params[0].dtype, sum(piece.size for piece in pieces)
+        dtype, unpackers = shard_dtype(wire), None
+        if settings.compression is not None:
+            unpackers = Unpackers([self._params[piece.index] for piece in pieces], settings.compression, dtype)
         memory = SharedMemory(max(1, size) * dtype.itemsize)
         shard = ShardOptimizer(self._optimizer, pieces, memory.tensor(dtype)[:size])
         mode = mode_of(settings.mode, settings.staleness, settings.quorum, settings.backup)
-        return Core(shard, mode, Compensator(settings.compensation)), memory
+        compensator = Compensator(settings.compensation)
+        return Core(shard, mode, compensator, wire, unpackers, settings.of_updates()), memory
 
     def _serve(self) -> None:
         settings, meeting, core = self._settings, self._meeting, self._core

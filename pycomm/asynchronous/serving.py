@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -29,6 +29,9 @@ _TO_READ = 10.0
 _TO_RETURN = 5.0
 """Seconds in which a worker that has lost its connection, and may be alive, comes again."""
 
+_LONGEST, _TIMES_SHARD = 1 << 16, 4
+"""Bytes of the longest message into which gradients are packed: so many, and so many times those of the shard."""
+
 _LOST = (EOFError, OSError, ValueError, KeyError)
 """What a connection raises that is of no more use: it has ended, or is malformed."""
 
@@ -40,7 +43,7 @@ class _Worker:
     Attributes:
         number: its own; -1 until it has said it.
         process: its id, where it is on this host; else 0.
-        slot: where its gradients are: memory that it shares, or this server's.
+        slot: where its gradients are: memory that it shares, or this server's, or the message that it has sent.
         since: when it was given the parameters that it is reading; 0 if it is not.
         rate: how many steps a second it makes, as far as it says so.
     """
@@ -52,7 +55,26 @@ class _Worker:
     is_local: bool = False
     since: float = 0.0
     rate: float = 0.0
-    requests: list[Message] = field(default_factory=list)
+
+    def open(self, core: Core, path: str | None) -> None:
+        """Open the memory that it shares, at ``path``, or make one for what it sends."""
+        wire, size = core.wire, 0 if core.unpackers is not None else len(core.shard.memory)
+        if path is not None:
+            with contextlib.suppress(OSError):  # /proc may hide other processes
+                shared = SharedMemory(max(1, size) * wire.itemsize, path)
+                shared.close()
+                self.slot, self.is_local = shared.tensor(wire)[:size], True
+        if self.slot is None:
+            self.slot = torch.empty(size, dtype=wire)
+
+    def receive(self, core: Core) -> None:
+        """Receive what it pushes, unless it is in memory that it shares."""
+        if core.unpackers is not None:
+            limit = _LONGEST + _TIMES_SHARD * core.shard.memory.nbytes
+            self.slot = torch.frombuffer(bytearray(self.connection.recv_bytes(limit)), dtype=torch.uint8)
+        elif not self.is_local:
+            assert self.slot is not None
+            receive_array(self.connection, self.slot)
 
 
 class Serving:
@@ -138,9 +160,8 @@ class Serving:
                 case "stats":
                     tell(worker.connection, **self.stats())
                 case "hello" | "pull" | "push" | "close":
-                    if message["ask"] == "push" and not worker.is_local:
-                        assert worker.slot is not None
-                        receive_array(worker.connection, worker.slot)
+                    if message["ask"] == "push":
+                        worker.receive(self._core)
                     self._queue.append((worker, message))
                 case other:
                     raise ValueError(f"a worker asks for {other!r}")
@@ -148,16 +169,10 @@ class Serving:
             self._lose(worker, error)
 
     def _greet(self, worker: _Worker, message: Message) -> None:
-        number, flat = int(message["worker"]), self._core.shard.memory
+        number, is_here = int(message["worker"]), message["host"] == self._host
         worker.number = number
-        if message["memory"] is not None and message["host"] == self._host:
-            with contextlib.suppress(OSError):  # /proc may hide other processes
-                shared = SharedMemory(flat.nbytes, message["memory"])
-                shared.close()
-                worker.slot, worker.is_local = shared.tensor(flat.dtype)[: len(flat)], True
-        if worker.slot is None:
-            worker.slot = torch.empty_like(flat)
-        worker.process = int(message["process"]) if message["host"] == self._host else 0
+        worker.open(self._core, message["memory"] if is_here else None)
+        worker.process = int(message["process"]) if is_here else 0
         self._expected.discard(number)
         self._away.pop(number, None)
         self._served += 1
@@ -254,14 +269,11 @@ class Serving:
             version = self._core.pull(worker.number)
             worker.since = time.monotonic() if worker.is_local else 0.0
             fastest = max(w.rate for w in self._workers.values())
-            array = None if worker.is_local else self._core.shard.memory
+            array = None if worker.is_local else self._core.shard.memory.to(self._core.wire)
             self._answer(worker, array, version=version, fastest=fastest)
         elif message["ask"] == "push":
             assert worker.slot is not None
-            self._note(event, worker.slot)
-            worker.rate = message.get("rate", 0.0)
-            self._core.push(event["worker"], event["number"], event["samples"], worker.slot)
-            self._answer(worker, pushed=message["number"])
+            self._push(worker, event, message.get("rate", 0.0))
         else:
             self._leave(event)
             if message["ask"] == "close":
@@ -269,18 +281,30 @@ class Serving:
                 self._workers.pop(worker.connection, None)
                 worker.connection.close()
 
+    def _push(self, worker: _Worker, event: dict[str, Any], rate: float) -> None:
+        assert worker.slot is not None
+        try:
+            gradient = self._core.gradient_of(worker.number, event["number"], worker.slot)
+        except ValueError as error:
+            self._lose(worker, error)
+            return
+        self._note(event, worker.slot)
+        worker.rate = rate
+        self._core.push(worker.number, event["number"], event["samples"], gradient)
+        self._answer(worker, pushed=event["number"])
+
     def _leave(self, event: dict[str, Any]) -> None:
         self._note(event)
         self._core.leave(event["worker"])
 
-    def _note(self, event: dict[str, Any], gradient: torch.Tensor | None = None) -> None:
-        """Write ``event`` down before it happens."""
+    def _note(self, event: dict[str, Any], sent: torch.Tensor | None = None) -> None:
+        """Write ``event`` down before it happens, with what a push has brought."""
         if event["event"] != "join" and self._trace is not None:
             self._trace.write(event)
         if event["event"] != "join" and self._replay is not None:
             self._replay.advance()
         if self._journal is not None:
-            self._journal.write(event, gradient)
+            self._journal.write(event, sent)
 
     def stats(self) -> dict[str, Any]:
         """Return what has happened so far."""

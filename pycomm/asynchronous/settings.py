@@ -13,8 +13,13 @@ from pycomm import kernels
 from pycomm.asynchronous.compensation import DelayCompensation, checked_compensation
 from pycomm.asynchronous.modes import MODES
 from pycomm.checks import count
+from pycomm.compression import Compression, NoCompression
+from pycomm.cost.auto import Auto
 from pycomm.optim.parameters import optimizer_parameters
+from pycomm.reducer.settings import checked_method
 from pycomm.transport.choice import version
+
+_DTYPES = torch.float32, torch.float64, torch.float16, torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -25,12 +30,18 @@ class Settings:
     mode: str
     staleness: int | None
     compensation: DelayCompensation | str | None
+    compression: Compression | None
     quorum: int | None
     backup: int
     checkpoint: Path | None
     trace: Path | None
     replay: Path | None
     timeout: float
+
+    def of_updates(self) -> str:
+        """Return what updates depend on."""
+        names = "mode", "staleness", "compensation", "compression", "quorum", "backup", "servers"
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
 
     def lines(self) -> list[str]:
         return [f"{name}={value}" for name, value in vars(self).items()]
@@ -43,6 +54,7 @@ def checked_settings(
     mode: Any,
     staleness: Any,
     compensation: Any,
+    compression: Any,
     quorum: Any,
     backup: Any,
     checkpoint: Any,
@@ -71,6 +83,7 @@ def checked_settings(
         mode=mode,
         staleness=staleness,
         compensation=checked_compensation(compensation),
+        compression=_method(compression),
         quorum=quorum,
         backup=backup,
         checkpoint=_path("checkpoint", checkpoint),
@@ -78,6 +91,13 @@ def checked_settings(
         replay=_path("replay", replay),
         timeout=timeout,
     )
+
+
+def _method(compression: Any) -> Compression | None:
+    method = checked_method(compression)
+    if isinstance(method, Auto):
+        raise ValueError('compression="auto" compares what collectives cost, which a server has none of: name a method')
+    return None if isinstance(method, NoCompression) else method
 
 
 def _path(name: str, value: str | Path | None) -> Path | None:
@@ -105,9 +125,11 @@ def checked_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module)
     if left is not None:
         raise ValueError(f"parameter {left!r} does not belong to the optimizer")
     kinds = {(p.dtype, p.device.type) for p in named.values()}
-    if len(kinds) != 1 or not kinds <= {(torch.float32, "cpu"), (torch.float64, "cpu")}:
+    if len(kinds) != 1 or not kinds <= {(dtype, "cpu") for dtype in _DTYPES}:
         found = ", ".join(f"{dtype} on {device}" for dtype, device in sorted(kinds, key=str)) or "none"
-        raise ValueError(f"parameters are {found}, wanted all float32 or all float64, in CPU memory")
+        raise ValueError(
+            f"parameters are {found}, wanted one dtype of float32, float64 and the half types, in CPU memory"
+        )
     gap = next((name for name, p in named.items() if not p.is_contiguous()), None)
     if gap is not None:
         raise ValueError(f"parameter {gap!r} is not contiguous")

@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -19,6 +21,11 @@ class Piece:
     def size(self) -> int:
         """Number of elements."""
         return self.end - self.begin
+
+
+def shard_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which servers hold and step parameters of ``dtype``: float32 for half types."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def cut(sizes: Sequence[int], num_shards: int, *, anywhere: bool) -> list[list[Piece]]:

@@ -42,7 +42,7 @@ class ShardOptimizer:
 
     The given optimizer is the one that steps: its groups keep their options, but have only what lies in the shard from
     now on. A whole parameter stays the object that it was, with its values in ``memory``; a part of one becomes a flat
-    parameter of its own.
+    parameter of its own, and one of a half type, for which ``memory`` is float32, one of its shape.
 
     Args:
         optimizer: the user's.
@@ -89,14 +89,15 @@ class ShardOptimizer:
 
     def _in_memory(self, p: torch.Tensor, piece: Piece, view: torch.Tensor) -> torch.Tensor:
         view.copy_(p.detach().reshape(-1)[piece.begin : piece.end])
-        if piece.size == p.numel():
+        is_whole = piece.size == p.numel()
+        if is_whole and p.dtype == view.dtype:
             p.data = view.view(p.shape)
             return p
-        part = nn.Parameter(view)
+        part = nn.Parameter(view.view(p.shape) if is_whole else view)
         state = self._optimizer.state
         if p in state:
             state[part] = {
-                key: value.reshape(-1)[piece.begin : piece.end].clone()
+                key: value.reshape(-1)[piece.begin : piece.end].to(view.dtype, copy=True).view(part.shape)
                 if isinstance(value, torch.Tensor) and value.shape == p.shape
                 else value
                 for key, value in state.pop(p).items()

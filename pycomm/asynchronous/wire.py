@@ -34,7 +34,7 @@ def hear(connection: Connection) -> Message:
 
 def bytes_of(x: torch.Tensor) -> memoryview:
     """Return the bytes of ``x``, which is flat and in CPU memory; not copied."""
-    array: Any = x.numpy()
+    array: Any = x.view(torch.uint8).numpy()  # numpy has no bfloat16
     return memoryview(array).cast("B")
 
 

@@ -12,8 +12,10 @@ from multiprocessing.connection import Connection
 import torch
 
 from pycomm.asynchronous.memory import SharedMemory
-from pycomm.asynchronous.shards import Piece
-from pycomm.asynchronous.wire import Message, connect, hear, receive_array, send_array, tell
+from pycomm.asynchronous.outbox import Gradients, Outbox
+from pycomm.asynchronous.packing import Packer
+from pycomm.asynchronous.shards import Piece, shard_dtype
+from pycomm.asynchronous.wire import Message, connect, hear, receive_array, tell
 from pycomm.errors import CommError
 
 _RETRY = 0.05  # seconds
@@ -35,6 +37,7 @@ class ServerLink:
         host: identity of this host.
         timeout: limit of every wait, in seconds.
         comes_back: where the server's checkpoints are, if it may come back.
+        packer: packs gradients into messages, if they do not travel as they are.
 
     Attributes:
         version: number of updates that the parameters here have had.
@@ -55,17 +58,16 @@ class ServerLink:
         host: str,
         timeout: float,
         comes_back: str,
+        packer: Packer | None = None,
     ) -> None:
         self._server, self._worker, self._find, self._key, self._host = server, worker, find, key, host
         self._timeout, self._comes_back, self._life = timeout, comes_back, secrets.token_hex(8)
         self._pieces, self._params = pieces, params
         count = sum(piece.size for piece in pieces)
-        dtype = params[0].dtype
-        self._own = SharedMemory(max(1, count) * dtype.itemsize)
-        self._slot = self._own.tensor(dtype)[:count]
-        self._gradients = torch.split(self._slot, [piece.size for piece in pieces])
+        self._count, self._dtype = count, params[0].dtype
+        self._outbox = Outbox(pieces, self._dtype, packer)
         self._there: SharedMemory | None = None
-        self._values = torch.empty(0, dtype=dtype)
+        self._values = torch.empty(0, dtype=self._dtype)
         self._connection: Connection | None = None
         self._pushed = self._acknowledged = self._pulls = 0
         self._samples = 1.0
@@ -110,19 +112,24 @@ class ServerLink:
             if connection.poll(0):  # nothing else can come: the server has closed it, before it went on
                 raise EOFError("the server did not wait for this worker to read")
 
-    @torch.no_grad()
-    def push(self, gradients: Sequence[torch.Tensor | None], samples: float) -> None:
-        """Hand ``gradients`` of all parameters over; waits until the push before was acknowledged."""
+    def load(self, gradients: Gradients) -> bool:
+        """Prepare the push of ``gradients`` of all parameters; return whether they are finite.
+
+        Waits until the push before was acknowledged. :meth:`push` or :meth:`unload` must follow.
+        """
         self.settle()
-        for piece, target in zip(self._pieces, self._gradients, strict=True):
-            gradient = gradients[piece.index]
-            if gradient is None:
-                target.zero_()
-            else:
-                target.copy_(gradient.reshape(-1)[piece.begin : piece.end])
+        return self._outbox.load(gradients, self._pushed + 1)
+
+    def unload(self) -> None:
+        """Forget what was loaded."""
+        self._outbox.unload()
+
+    def push(self, samples: float) -> None:
+        """Hand over what was loaded."""
+        self._outbox.commit()
         self._pushed += 1
         self._samples = samples
-        self.bytes_sent += self._slot.nbytes
+        self.bytes_sent += self._outbox.num_bytes
         self._ask(self._push_message())
 
     def _push_message(self) -> Message:
@@ -158,7 +165,7 @@ class ServerLink:
     def abandon(self) -> None:
         """Let go of the connection and of what is shared, whatever the server is doing. Idempotent."""
         self._drop()
-        self._own.close()
+        self._outbox.close()
 
     # The connection.
 
@@ -181,8 +188,8 @@ class ServerLink:
     def _send(self, message: Message) -> None:
         connection = self._require()
         tell(connection, **message)
-        if message["ask"] == "push" and self._there is None:
-            send_array(connection, self._slot)
+        if message["ask"] == "push":
+            self._outbox.send(connection, is_shared=self._there is not None)
 
     def _await(self, what: str) -> Message:
         """Return the server's answer that has ``what``."""
@@ -231,18 +238,18 @@ class ServerLink:
             life=self._life,
             host=self._host,
             process=os.getpid(),
-            memory=self._own.path,
+            memory=self._outbox.path,
         )
         if not connection.poll(self._timeout):
             raise OSError("it does not greet")
         answer = hear(connection)
-        count = len(self._slot)
         if answer["memory"] is not None:
-            self._there = SharedMemory(max(1, self._slot.nbytes), answer["memory"])
+            there = shard_dtype(self._dtype)
+            self._there = SharedMemory(max(1, self._count * there.itemsize), answer["memory"])
             self._there.close()
-            self._values = self._there.tensor(self._slot.dtype)[:count]
+            self._values = self._there.tensor(there)[: self._count]
         else:
-            self._there, self._values = None, torch.empty_like(self._slot)
+            self._there, self._values = None, torch.empty(self._count, dtype=self._dtype)
         if answer["last"] < self._acknowledged:
             raise self._error(
                 f"it has lost pushes: {answer['last']} of {self._acknowledged} are left", time.monotonic()

@@ -95,6 +95,7 @@ class Simulation:
         self._pulled: dict[tuple[int, int, int], tuple[int, torch.Tensor]] = {}  # by server, worker and step
         self._collected: list[list[tuple[float, float, torch.Tensor]]] = [[] for _ in pieces]
         self._workers: list[int] = []  # of each server
+        self._residuals: dict[int, torch.Tensor] = {}  # of each worker
 
     def go(self, orders: list[list[dict[str, Any]]], workers: int) -> None:
         """Let all events happen; those of several servers as soon as they can."""
@@ -127,13 +128,29 @@ class Simulation:
         loss_of(self._model, worker, step).backward()
         return torch.cat([p.grad.reshape(-1) for p in self._model.parameters() if p.grad is not None])
 
+    def _sent(self, worker: int, g: torch.Tensor, piece: slice) -> torch.Tensor:
+        """Return what arrives of a gradient: of each matrix the largest entries, and what was left of them before."""
+        method = self._run.options.get("compression")
+        if method is None:
+            return g[piece]
+        left = self._residuals.setdefault(worker, torch.zeros_like(g))
+        sent, begin = torch.zeros_like(g), 0
+        for p in self._model.parameters():
+            inside, begin = slice(begin, begin + p.numel()), begin + p.numel()
+            if piece.start <= inside.start < piece.stop:
+                left[inside] += g[inside]
+                count = max(1, round(method.ratio * p.numel())) if p.dim() > 1 else p.numel()
+                chosen = left[inside].abs().topk(count).indices + inside.start
+                sent[chosen], left[chosen] = left[chosen], 0.0
+        return sent[piece]
+
     def _push(self, server: int, worker: int, step: int) -> None:
         options, piece = self._run.options, self._pieces[server]
         version, then = self._pulled[server, worker, step]
         stale = self._updates[server] - version
         if options.get("mode") == "sync" and stale > 0:
             return
-        g = self._gradient(worker, step)[piece]
+        g = self._sent(worker, self._gradient(worker, step), piece)
         compensation = options.get("compensation")
         if compensation == "dc":
             compensation = pycomm.DelayCompensation()

@@ -189,3 +189,23 @@ def test_a_parameter_that_is_not_finite_is_named_on_every_rank() -> None:
         with pytest.raises(RuntimeError, match=r"'2\.bias' is not finite on rank 1"):
             optimizer.step()
         handle.detach()
+
+
+@on_ranks(2, timeout=TIMEOUT)
+def test_a_meeting_after_no_step_changes_nothing() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    handle = pycomm.local_sgd(optimizer, model, every=2, outer=pycomm.Nesterov(), timeout=60)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, dist.get_rank(), step).backward()
+        optimizer.step()
+    before = flat(model)
+    handle.meet()
+    handle.meet()
+    assert torch.equal(flat(model), before)
+    assert handle.stats()["meetings"] == 2
+    optimizer.step()
+    handle.meet()
+    assert not torch.equal(flat(model), before)
+    handle.detach()

@@ -37,6 +37,11 @@ RUNS = {
     "softsync, divided": Run({"mode": "softsync", "quorum": 3, "compensation": "lr"}, "sgd"),
     "sync": Run({"mode": "sync"}, "adam"),
     "sync, backup": Run({"mode": "sync", "backup": 1}, slow=3),
+    "async, TopK": Run({"compression": pycomm.TopK(0.2)}),
+    "softsync, TopK, two servers": Run(
+        {"mode": "softsync", "quorum": 2, "servers": 2, "compression": pycomm.TopK(0.1)}, "adam"
+    ),
+    "delay compensation, TopK": Run({"compensation": "dc", "compression": pycomm.TopK(0.3)}, "sgd"),
 }
 
 
@@ -44,9 +49,12 @@ def trained(pool: Any, run: Run) -> list[dict[str, Any]]:
     return pool.run(work, run, timeout=TIMEOUT)
 
 
-def pieces_of(num_servers: int) -> list[slice]:
+def pieces_of(run: Run) -> list[slice]:
+    num_servers = run.options.get("servers", 1)
     size = sum(p.numel() for p in model_of().parameters())
     cuts = [size * k // num_servers for k in range(num_servers + 1)]
+    if num_servers == 2 and "compression" in run.options:
+        cuts[1] = 30  # the end of the first matrix
     return [slice(begin, end) for begin, end in itertools.pairwise(cuts)]
 
 
@@ -60,9 +68,9 @@ def test_every_mode_is_its_simulation(rank_pools: Pools, run: Run, tmp_path: Pat
     traced = replace(run, options={**run.options, "trace": str(tmp_path / "trace")})
     told = trained(rank_pools(SIZE), traced)
     orders = [read_trace(tmp_path / f"trace.{server}") for server in range(servers)]
-    simulation = Simulation(run, pieces_of(servers))
+    simulation = Simulation(run, pieces_of(run))
     simulation.go(orders, SIZE - servers)
-    for server, piece in enumerate(pieces_of(servers)):
+    for server, piece in enumerate(pieces_of(run)):
         mine = flat(told[server])[piece]
         torch.testing.assert_close(mine, simulation.now[piece], rtol=1e-12, atol=1e-12)
     pushes = (SIZE - servers) * run.steps
@@ -76,14 +84,15 @@ def test_every_mode_is_its_simulation(rank_pools: Pools, run: Run, tmp_path: Pat
     assert {worker["stats"]["steps"] for worker in told[servers:]} == {run.steps}
 
 
-@pytest.mark.parametrize("name", ["async", "adaptive, two servers", "softsync", "sync, backup", "stale synchronous"])
+@pytest.mark.parametrize(
+    "name", ["adaptive, two servers", "softsync", "sync, backup", "stale synchronous", "async, TopK"]
+)
 def test_a_replay_ends_with_the_same_bits(rank_pools: Pools, name: str, tmp_path: Path) -> None:
     run = RUNS[name]
     first = trained(rank_pools(SIZE), replace(run, options={**run.options, "trace": str(tmp_path / "trace")}))
     again = replace(run, slow=1, options={**run.options, "replay": str(tmp_path / "trace")})
     second = trained(rank_pools(SIZE), again)
-    for server in range(run.options.get("servers", 1)):
-        piece = pieces_of(run.options.get("servers", 1))[server]
+    for server, piece in enumerate(pieces_of(run)):
         assert torch.equal(flat(first[server])[piece], flat(second[server])[piece])
 
 
@@ -120,12 +129,72 @@ def test_float32_and_optimizers_that_look_at_whole_parameters(rank_pools: Pools,
     )
 
 
+def in_half(dtype: torch.dtype, compression: Any) -> None:
+    """One worker against a server's float32 parameters in one process, of which it has rounded ones."""
+    model, there = model_of(dtype), model_of(torch.float32)
+    with torch.no_grad():
+        for p, rounded in zip(there.parameters(), model.parameters(), strict=True):
+            p.copy_(rounded)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    server = pycomm.parameter_server(optimizer, model, compression=compression, timeout=60)
+    masters = torch.optim.Adam(there.parameters(), 0.01)
+    if server.is_worker:
+        for step in range(6):
+            with server.step():
+                for p, master in zip(model.parameters(), there.parameters(), strict=True):
+                    assert p.dtype == dtype
+                    torch.testing.assert_close(p, master.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-6)
+                loss_of(model, 0, step).backward()
+            for p, master in zip(model.parameters(), there.parameters(), strict=True):
+                assert p.grad is not None
+                master.grad = p.grad.float()
+            masters.step()
+        assert server.stats()["bytes_sent"] >= 6 * 53 * 2
+    server.close()
+    assert next(model.parameters()).dtype == dtype
+
+
+@pytest.mark.parametrize("compression", [None, pycomm.TopK(1.0)], ids=["plain", "compressed"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_of_half_types_servers_have_float32(rank_pools: Pools, dtype: torch.dtype, compression: Any) -> None:
+    rank_pools(2).run(in_half, dtype, compression, timeout=TIMEOUT)
+
+
+def push_infinity(options: dict[str, Any]) -> None:
+    model = model_of()
+    server = pycomm.parameter_server(torch.optim.SGD(model.parameters(), 0.1), model, timeout=60, **options)
+    if server.is_worker:
+        server.pull()
+        before = [p.detach().clone() for p in model.parameters()]
+        loss_of(model, 0, 0).backward()
+        gradient = model.get_parameter("2.weight").grad
+        assert gradient is not None
+        kept, gradient[1, 2] = gradient.clone(), float("inf")
+        with pytest.raises(ValueError, match=r"gradient of '2\.weight' is not finite"):
+            server.push()
+        assert server.stats()["steps"] == 0
+        assert all(each["pushes"] == 0 for each in server.stats()["servers"])
+        gradient.copy_(kept)
+        server.push()
+        server.pull()
+        assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+        assert all(torch.isfinite(p).all() for p in model.parameters())
+    server.close()
+
+
+@pytest.mark.parametrize(
+    "options", [{"servers": 2}, {"servers": 2, "compression": pycomm.Int8()}], ids=["plain", "int8"]
+)
+def test_a_gradient_that_is_not_finite_goes_to_no_server(rank_pools: Pools, options: dict[str, Any]) -> None:
+    rank_pools(3).run(push_infinity, options, timeout=TIMEOUT)
+
+
 def test_a_worker_that_comes_late_counts_from_the_beginning() -> None:
     """When it came is in no trace: a replay would wait for others than the run did."""
     mode = StaleSynchronous(1)
     parameter = torch.nn.Parameter(torch.zeros(2))
     shard = ShardOptimizer(torch.optim.SGD([parameter], 0.1), [Piece(0, 0, 2)], torch.zeros(2))
-    core = Core(shard, mode, Compensator(None))
+    core = Core(shard, mode, Compensator(None), torch.float64)
     for worker in (1, 2):
         mode.join(worker)
     core.join(1, "a")

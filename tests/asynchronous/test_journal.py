@@ -23,12 +23,12 @@ from pycomm.asynchronous.wire import Door
 SIZE = 8
 
 
-def core_of(mode: str) -> Core:
+def core_of(mode: str, settings: str = "") -> Core:
     torch.manual_seed(0)
     model = nn.Linear(3, 2).double()
     pieces = cut([6, 2], 1, anywhere=True)[0]
     shard = ShardOptimizer(torch.optim.Adam(model.parameters(), 0.01), pieces, torch.zeros(SIZE, dtype=torch.float64))
-    return Core(shard, mode_of(mode, 1, 2, 0), Compensator(None))
+    return Core(shard, mode_of(mode, 1, 2, 0), Compensator(None), torch.float64, settings=settings)
 
 
 class Story:
@@ -95,3 +95,12 @@ def test_a_checkpoint_knows_the_workers(tmp_path: Path, mode: str) -> None:
     Journal(tmp_path, core)
     assert core.mode.workers == {1, 2}
     assert str(core.state()) == str(story.core.state())
+
+
+def test_a_journal_of_other_settings_is_refused(tmp_path: Path) -> None:
+    first = Journal(tmp_path, core_of("ssp", "mode=ssp"))
+    first.checkpoint()
+    first.close()
+    with pytest.raises(ValueError, match="of a server with mode=ssp, this one has mode=sync"):
+        Journal(tmp_path, core_of("sync", "mode=sync"))
+    Journal(tmp_path, core_of("ssp", "mode=ssp")).close()

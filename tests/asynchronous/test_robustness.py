@@ -153,9 +153,12 @@ def stop(workers: list[Player]) -> None:
         worker.pipe.send("end")
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
-def test_a_server_that_was_killed_goes_on_without_any_loss(start: Start, port: int, tmp_path: Path, mode: str) -> None:
-    options = {"mode": mode}
+@pytest.mark.parametrize(
+    "options", [{}, {"mode": "sync", "compression": pycomm.TopK(0.2)}], ids=["async", "sync, compressed"]
+)
+def test_a_server_that_was_killed_goes_on_without_any_loss(
+    start: Start, port: int, tmp_path: Path, options: dict[str, Any]
+) -> None:
     server = start("server", port, 0, tmp_path, **options)
     workers = [start("worker", port, rank, tmp_path, **options) for rank in (1, 2)]
     everyone = [server, *workers]
@@ -224,6 +227,10 @@ def test_a_push_that_comes_twice_counts_once(new_ranks: Pools, tmp_path: Path) -
 # Mistakes.
 
 
+def _momentum(params: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr, momentum=0.9)
+
+
 def make(options: dict[str, Any]) -> None:
     model: nn.Module = model_of(options.pop("dtype", torch.float32))
     if options.pop("other_values", False) and dist.get_rank() == 1:
@@ -247,9 +254,12 @@ def make(options: dict[str, Any]) -> None:
         ({"quorum": 2}, 'it is for mode="softsync"'),
         ({"mode": "sync", "backup": 2}, "backup=2 wants more workers"),
         ({"backup": 1}, 'it is for mode="sync"'),
+        ({"compression": "topk"}, "compression is 'topk'"),
         ({"compensation": "more"}, "compensation is 'more'"),
         ({"optimizer": torch.optim.LBFGS}, "wants a closure"),
-        ({"dtype": torch.float16}, "parameters are torch.float16 on cpu"),
+        ({"dtype": torch.complex64}, "parameters are torch.complex64 on cpu"),
+        ({"compression": "auto"}, "name a method"),
+        ({"compression": pycomm.DGC(0.01, momentum=0.9), "optimizer": _momentum}, "momentum"),
         ({"other_values": True}, "the ranks disagree: 'values"),
         ({"other_model": True}, "the ranks disagree"),
     ],
