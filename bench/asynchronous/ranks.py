@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,9 @@ from torch import nn
 import pycomm
 from pycomm import kernels
 from pycomm.cli.bench.ranks import join_group
-from pycomm.cli.demo.corpus import random_starts, read_corpus, windows
+from pycomm.cli.demo.corpus import Corpus, random_starts, read_corpus, windows
 from pycomm.cli.demo.model import ByteGPT, loss_of
 from pycomm.cli.demo.settings import Settings
-from pycomm.cli.demo.train import validate
 from pycomm.cli.demo.trainee import learning_rate_rule
 
 OURS, GLOO, REDUCE = "pycomm, push and pull", "Gloo, send and recv", "pycomm, all_reduce in empty"
@@ -28,11 +29,25 @@ MODES: dict[str, dict[str, Any]] = {
     "sync, backup 1": {"mode": "sync", "backup": 1},
     "sync": {"mode": "sync"},
 }
-WAYS: dict[str, dict[str, Any] | None] = {
-    "attach": None,
-    "local SGD, 100": {"every": 100},
-    "DiLoCo, 100": {"every": 100, "outer": pycomm.Nesterov(0.7, 0.9)},
+
+
+@dataclass(frozen=True)
+class Way:
+    """Way of training: with ``lr``, and ``local_sgd`` if it has options for it."""
+
+    lr: float
+    local: Mapping[str, Any] | None = None
+    is_alone: bool = False
+
+
+WAYS = {
+    "attach": Way(12e-3),
+    "local SGD, 100": Way(16e-3, {"every": 100}),
+    "DiLoCo, 100": Way(16e-3, {"every": 100, "outer": pycomm.Nesterov(0.8, 0.5)}),
+    "one rank alone": Way(12e-3, is_alone=True),
 }
+_TRAINED = Settings(ranks=1, methods=(), steps=1, seed=0, batch=32, context=64, width=32, layers=1, output=Path())
+_WINDOWS = 2048  # of text that is not trained on
 _WIDTH = 1000
 _TURNS = 4  # of an exchange in one turn
 _STEPS, _PAUSE = 40, 0.02
@@ -116,18 +131,16 @@ class ServerRank:
 
     def train(self, way: str, steps: int, seed: int) -> tuple[float, int]:
         """Return the loss of a language model that was trained in this way, and the bytes that this rank has sent."""
-        settings = Settings(
-            ranks=self._size, methods=(), steps=steps, seed=seed, batch=8, context=64, width=64, layers=2, output=Path()
-        )
-        corpus = read_corpus()
+        chosen, settings, corpus = WAYS[way], _TRAINED, read_corpus()
         torch.manual_seed(seed)
         model = ByteGPT(settings.width, settings.layers, settings.context, 2)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99), fused=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=chosen.lr, betas=(0.9, 0.99), fused=True)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_rule(steps))
-        options = WAYS[way]
-        handle: Any = (
-            pycomm.attach(optimizer, model) if options is None else pycomm.local_sgd(optimizer, model, **options)
-        )
+        handle: Any = None
+        if chosen.local is not None:
+            handle = pycomm.local_sgd(optimizer, model, **chosen.local)
+        elif not chosen.is_alone:
+            handle = pycomm.attach(optimizer, model)
         starts = random_starts(corpus.train, settings.context, (steps, self._size, settings.batch), seed)
         for step in range(steps):
             inputs, targets = windows(corpus.train, starts[step, self.rank], settings.context)
@@ -135,8 +148,16 @@ class ServerRank:
             loss_of(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             schedule.step()
-        num_bytes = int(handle.stats()["bytes_sent"])
-        if options is not None:
+        if chosen.local is not None:
             handle.meet()
-        handle.detach()
-        return validate(model, corpus, settings), num_bytes
+        num_bytes = 0 if handle is None else int(handle.stats()["bytes_sent"])
+        if handle is not None:
+            handle.detach()
+        return self._validate(model, corpus), num_bytes
+
+    def _validate(self, model: torch.nn.Module, corpus: Corpus) -> float:
+        """Return the mean loss of this rank's model over windows of text that was not trained on."""
+        starts = random_starts(corpus.validation, _TRAINED.context, (_WINDOWS,), 1)
+        with torch.no_grad():
+            parts = [windows(corpus.validation, part, _TRAINED.context) for part in torch.split(starts, 64)]
+            return sum(float(loss_of(model(x), y)) * len(x) for x, y in parts) / _WINDOWS

@@ -208,7 +208,7 @@ class ParameterServer:
 
         Raises:
             ValueError: nothing was pulled since the last push; ``samples`` is not a positive number; or a gradient is
-                not finite, which is named. Nothing was pushed then, on any server.
+                sparse or not finite, which is named. Nothing was pushed then, to any server.
             RuntimeError, CommError: as of :meth:`pull`.
         """
         self._require_worker("push")
@@ -216,6 +216,9 @@ class ParameterServer:
         if not self._has_pulled:
             raise ValueError("push() before pull(): the servers could not tell what the gradient belongs to")
         gradients = [p.grad for p in self._params]
+        for name, gradient in zip(self._names, gradients, strict=True):
+            if gradient is not None and gradient.layout != torch.strided:
+                raise ValueError(f"the gradient of {name!r} is sparse: servers take dense ones")
         finite = [link.load(gradients) for link in self._links]
         if not all(finite):
             for link in self._links:
