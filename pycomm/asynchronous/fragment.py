@@ -41,7 +41,8 @@ class _Part:
         self.bucket: Bucket
         self.exchange: Exchange | None = None
         self._has_velocity = has_velocity
-        self.anchor, self.velocity = torch.empty(0), None if not has_velocity else torch.empty(0)
+        self.anchor: torch.Tensor
+        self.velocity: torch.Tensor | None = None
         self.mean: torch.Tensor | None = None
         self._kept: torch.Tensor | None = None
 
@@ -89,6 +90,7 @@ class Fragment:
         keeps: whether a meeting may have to begin again when the parameters have gone on: what they send is kept.
 
     Attributes:
+        names: of the parameters.
         launched: number of steps after which the meeting began that is not over; ``None`` if there is none.
         num_meetings: number of those that are over.
         met_at: number of steps at the end of the last one, if none was made while it lasted; -1 before.
@@ -96,7 +98,7 @@ class Fragment:
 
     def __init__(self, named: Mapping[str, torch.Tensor], outer: Outer, method: Compression, keeps: bool) -> None:
         params = list(named.values())
-        names = list(named)
+        self.names = names = list(named)
         self._outer, self._keeps, self._weight = outer, keeps, 1.0
         self._parts = [
             _Part([names[i] for i in indices], [params[i] for i in indices], chosen, isinstance(outer, Nesterov))

@@ -248,24 +248,28 @@ class LocalAverager(Averager):
             ValueError: it is of other parameters, or was saved with other settings; nothing is changed then.
         """
         self._require_attached()
+        self._check(state)
+        self._resume(state["counters"])
+        for fragment in self._fragments:
+            fragment.load_state(state)
+
+    def _check(self, state: dict[str, Any]) -> None:
+        """Raise ValueError if ``state`` cannot be loaded."""
         current = self._state()
         wanted = {"format", "counters", *current}
         if not isinstance(state, dict) or state.keys() != wanted or state["format"] != _FORMAT:
             raise ValueError("state is not a LocalAverager.state_dict()")
-        for what in ("anchors", "velocities", "compression"):
-            if what == "compression":
-                fits = state[what].keys() == current[what].keys()
-            else:
-                fits = {n: t.shape for n, t in state[what].items()} == {n: t.shape for n, t in current[what].items()}
-            if not fits:
-                raise ValueError(
-                    f"state[{what!r}] is of other parameters, or of another outer optimizer or compression"
-                )
-        if len(state["counters"]["fragments"]) != len(self._fragments):
-            raise ValueError(f"state is of {len(state['counters']['fragments'])} fragments, not {len(self._fragments)}")
-        self._resume(state["counters"])
-        for fragment in self._fragments:
-            fragment.load_state(state)
+        for what in ("anchors", "velocities"):
+            if {n: t.shape for n, t in state[what].items()} != {n: t.shape for n, t in current[what].items()}:
+                raise ValueError(f"state[{what!r}] is of other parameters, or of another outer optimizer")
+        if state["compression"].keys() != current["compression"].keys():
+            raise ValueError("state['compression'] is of another compression")
+        number = len(state["counters"]["fragments"])
+        if number != len(self._fragments):
+            raise ValueError(f"state is of {number} fragments, not {len(self._fragments)}")
+        under_way = [self._fragments[index] for _, index in state["counters"]["under_way"]]
+        if state["means"].keys() != {name for fragment in under_way for name in fragment.names}:
+            raise ValueError("state lacks what meetings that were under way have come to")
 
     def _release(self) -> None:
         if self._companions is not None:

@@ -18,6 +18,7 @@ from pycomm import CommError
 from pycomm.asynchronous.companions import Companions
 from tests.asynchronous.averaged import HALVES, Course, flat
 from tests.asynchronous.runs import loss_of, model_of
+from tests.hosts import on_hosts
 from tests.on_ranks import Pools
 from tests.survival.training import die
 
@@ -48,8 +49,13 @@ def dies_in_commit(before: bool, times: int) -> Callable[[Companions], int]:
     return dying
 
 
-def lose(course: Course, moment: str) -> dict[str, Any]:
+def lose(course: Course, moment: str, hosts: str = "") -> dict[str, Any]:
     """Train; those that are lost die at that ``moment`` of the step, or of the meeting that is the second of all."""
+    with on_hosts(hosts) if hosts else contextlib.nullcontext():
+        return lose_here(course, moment)
+
+
+def lose_here(course: Course, moment: str) -> dict[str, Any]:
     rank, model = dist.get_rank(), model_of()
     optimizer = torch.optim.Adam(model.parameters(), 0.02)
     with pytest.MonkeyPatch.context() as patch:
@@ -77,7 +83,7 @@ COURSES = {
 }
 
 
-def agree(outcomes: list[Any], course: Course) -> list[dict[str, Any]]:
+def agree(outcomes: list[Any], course: Course, atol: float = 1e-12) -> list[dict[str, Any]]:
     wanted, told = course.expected(), []
     for rank, outcome in enumerate(outcomes):
         if rank in course.lost:
@@ -86,7 +92,7 @@ def agree(outcomes: list[Any], course: Course) -> list[dict[str, Any]]:
         assert outcome.error is None, outcome.trace
         told.append(outcome.result)
         for mine, right in zip(outcome.result["parameters"], wanted, strict=True):
-            torch.testing.assert_close(mine, right[rank], rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(mine, right[rank], rtol=atol, atol=atol)
         assert outcome.result["world"] == tuple(r for r in range(course.size) if r not in course.lost)
         left = {r for change in outcome.result["stats"]["changes"] for r in change["left"]}
         assert left == set(course.lost)
@@ -97,6 +103,11 @@ def agree(outcomes: list[Any], course: Course) -> list[dict[str, Any]]:
 def test_meetings_are_made_again_by_those_that_are_left(new_ranks: Pools, name: str) -> None:
     course = COURSES[name]
     agree(new_ranks(course.size).outcomes(lose, course, "step", timeout=TIMEOUT), course)
+
+
+def test_on_two_hosts(new_ranks: Pools) -> None:
+    course = Course(3, 13, outer=OUTER, turns=HALVES, lost={1: 6})
+    agree(new_ranks(3).outcomes(lose, course, "step", "aab", timeout=TIMEOUT), course, atol=1e-10)
 
 
 def test_of_the_meetings_under_way_all_count_that_began_before_one_that_does(new_ranks: Pools) -> None:
