@@ -31,6 +31,14 @@ ROOT = Path(__file__).parents[2]
         pytest.param(["training", "--rounds", "1", "--steps", "1", "--widths", "784,512,10"], marks=pytest.mark.slow),
         ["tensor_parallel", "--rounds", "1", "--steps", "1", "--width", "16", "--layers", "1", "--context", "8"],
         pytest.param(["planning", "--rounds", "1", "--steps", "1", "--ranks", "2"], marks=pytest.mark.slow),
+        pytest.param(["asynchronous", "--megabytes", "1", "--rounds", "1"], marks=pytest.mark.slow),
+        pytest.param(
+            ["asynchronous", "--losses", "--ranks", "2", "--steps", "10", "--seeds", "1"], marks=pytest.mark.slow
+        ),
+        [
+            *("asynchronous.experiment", "--seconds", "0.5", "--pace", "0.02", "--seeds", "1", "--rates", "1e-3"),
+            *("--workers", "2", "--methods", "async,quorum"),
+        ],
         ["chaos", "--faults", "2", "--ranks", "3", "--methods", "dense"],
         pytest.param(["chaos", "--every", "4", "--faults", "3"], marks=pytest.mark.slow),
         ["pipelines", "--ranks", "2", "--rounds", "1", "--microbatches", "2", "--milliseconds", "1"],

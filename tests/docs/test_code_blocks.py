@@ -42,11 +42,12 @@ def test_shell_names_what_exists(page: str) -> None:
             check_shell(block)
 
 
-def test_commands_of_the_page_that_a_bench_writes() -> None:
-    lines = Path("docs/slow_network.md").read_text(encoding="utf-8").splitlines()
+@pytest.mark.parametrize("page", ["docs/slow_network.md", "docs/asynchronous_experiment.md"])
+def test_commands_of_the_pages_that_benches_write(page: str) -> None:
+    lines = Path(page).read_text(encoding="utf-8").splitlines()
     commands = [line.strip() for line in lines if line.startswith("    python")]
     assert commands
-    check_shell(Block("docs/slow_network.md", 1, "sh", "\n".join(commands)))
+    check_shell(Block(page, 1, "sh", "\n".join(commands)))
 
 
 def test_the_script_of_the_readme_runs_under_torchrun(tmp_path: Path) -> None:

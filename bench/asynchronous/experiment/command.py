@@ -2,12 +2,13 @@
 
     python -m bench.asynchronous.experiment --json bench/results/asynchronous.json --docs docs
     python -m bench.asynchronous.experiment --from bench/results/asynchronous.json --docs docs
+    python -m bench.asynchronous.experiment --from FILE --methods easgd,gossip --json FILE
 
 Three scenarios: all workers are alike; the last one is ten times as slow; the last one is away for the middle third of
 the time. A worker's step takes ``--pace`` seconds at least, for the rest of which it sleeps, as if it computed on a
 device of its own: so cores are no resource, and the loss against seconds says who waits for whom. Every method gets
 its own learning rate of AdamW, the best of ``--rates`` in the second scenario with the first seed; all else is as the
-papers have it. Where ranks make equally many steps, their number is what the slowest can make in the time.
+papers have it, or as ``methods.py`` says. Where ranks make equally many steps, their number is what the slowest can make in the time.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import argparse
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,25 +32,33 @@ from pycomm.cli.launch import rendezvous
 
 def main() -> None:
     arguments = _parse()
-    if arguments.source is not None:
-        content = json.loads(arguments.source.read_text())
-    else:
-        print(headline(), flush=True)
-        settings = {
-            name: getattr(arguments, name) for name in ("workers", "seconds", "pace", "rates", "seeds", "methods")
-        }
-        runs = _Experiment(arguments).run()
-        content = {"settings": settings, "runs": runs, "headline": headline()}
-        write_json(arguments.json, "asynchronous.experiment", settings, {"runs": runs, "headline": headline()})
+    content = None if arguments.source is None else json.loads(arguments.source.read_text())
+    if content is None or arguments.methods:
+        content = _measure(arguments, content)
     print_report(content)
     if arguments.docs is not None:
         write_docs(arguments.docs, content)
 
 
+def _measure(arguments: argparse.Namespace, earlier: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Train; methods that are not asked for stay as they were ``earlier``."""
+    print(headline(), flush=True)
+    settings = {name: getattr(arguments, name) for name in ("workers", "seconds", "pace", "rates", "seeds")}
+    if earlier is not None and {name: earlier["settings"][name] for name in settings} != settings:
+        raise SystemExit(f"--from has settings {earlier['settings']}, others than these: {settings}")
+    arguments.methods = arguments.methods or list(METHODS)
+    kept = [] if earlier is None else [run for run in earlier["runs"] if run["method"] not in arguments.methods]
+    figures = {"runs": [*kept, *_Experiment(arguments).run()], "headline": headline()}
+    write_json(arguments.json, "asynchronous.experiment", settings, figures)
+    return {"settings": settings, **figures}
+
+
 def _parse() -> argparse.Namespace:
     parser = plain_parser("bench.asynchronous.experiment", __doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
-    parser.add_argument("--from", type=Path, metavar="FILE", dest="source", help="measure nothing: read these figures")
+    parser.add_argument(
+        "--from", type=Path, metavar="FILE", dest="source", help="read these figures, of methods that are not named"
+    )
     parser.add_argument("--docs", type=Path, metavar="FOLDER", help="write a page and its plots to FOLDER")
     parser.add_argument("--workers", type=positive, default=4, help="of each training (default 4)")
     parser.add_argument("--seconds", type=float, default=24.0, help="of each training (default 24)")
@@ -57,7 +66,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seeds", type=positive, default=3, help="trainings of each kind (default 3)")
     rates = [3e-4, 1e-3, 3e-3, 1e-2]
     parser.add_argument("--rates", type=_numbers, default=rates, help="learning rates (default 3e-4,1e-3,3e-3,1e-2)")
-    parser.add_argument("--methods", type=_methods, default=list(METHODS), help=f"of {', '.join(METHODS)} (all)")
+    parser.add_argument("--methods", type=_methods, default=[], help=f"of {', '.join(METHODS)} (all)")
     return parser.parse_args()
 
 

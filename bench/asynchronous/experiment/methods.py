@@ -13,6 +13,9 @@ import pycomm
 EVERY = 10
 """Steps between two meetings of ranks that average less often."""
 
+OUTER = 0.8, 0.5
+"""Rate and momentum of outer optimizers: the best of those tried for ``bench.asynchronous --losses``."""
+
 SCENARIOS = {
     "alike": "all workers are alike",
     "slow": "the last worker is ten times as slow",
@@ -60,9 +63,9 @@ METHODS = {
     "async-dc": _served("asynchronous, delay-compensated", compensation="dc"),
     "softsync": _served("softsync, 4", mode="softsync", quorum=4),
     "local": _local("local SGD", every=EVERY),
-    "diloco": _local("DiLoCo", every=EVERY, outer=pycomm.Nesterov()),
-    "delayed": _local("DN + DyLU", in_step=False, every=EVERY, outer=pycomm.DelayedNesterov()),
-    "quorum": _local("quorum 2 with grace", in_step=False, every=EVERY, outer=pycomm.Nesterov(), quorum=2),
+    "diloco": _local("DiLoCo", every=EVERY, outer=pycomm.Nesterov(*OUTER)),
+    "delayed": _local("DN + DyLU", in_step=False, every=EVERY, outer=pycomm.DelayedNesterov(*OUTER)),
+    "quorum": _local("quorum 3 with grace", in_step=False, every=EVERY, outer=pycomm.Nesterov(*OUTER), quorum=3),
     "easgd": Method("elastic averaging", attach=lambda o, m: pycomm.elastic_averaging(o, m, every=EVERY)),
     "gossip": Method("gossip, exponential", attach=lambda o, m: pycomm.gossip(o, m), is_mixed=True),
 }
