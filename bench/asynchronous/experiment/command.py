@@ -8,7 +8,8 @@ Three scenarios: all workers are alike; the last one is ten times as slow; the l
 the time. A worker's step takes ``--pace`` seconds at least, for the rest of which it sleeps, as if it computed on a
 device of its own: so cores are no resource, and the loss against seconds says who waits for whom. Every method gets
 its own learning rate of AdamW, the best of ``--rates`` in the second scenario with the first seed; all else is as the
-papers have it, or as ``methods.py`` says. Where ranks make equally many steps, their number is what the slowest can make in the time.
+papers have it, or as ``methods.py`` says. Where ranks make equally many steps, their number is what the slowest can
+make in the time.
 """
 
 from __future__ import annotations

@@ -121,9 +121,9 @@ on {content["headline"]}.
   device of its own; the slow worker's takes ten times as long. So this is about who waits for whom, and what it does to
   the loss; what exchanges cost is in [Parameter servers](parameter_server.md).
 - **Learning rates** of AdamW: of {rates} the best one for each method, {TUNED_IN_WORDS}, first seed. Nothing else
-  was tuned here: ranks that average less often meet every {EVERY} steps; outer optimizers have the rate {OUTER[0]} and the
-  momentum {OUTER[1]}, which were the best for `bench.asynchronous --losses` (with the papers' 0.7 and 0.9, in so few
-  meetings, DiLoCo came to 2.8 and ranks that meet one by one to 3 and more).
+  was tuned here: ranks that average less often meet every {EVERY} steps; outer optimizers have the rate {OUTER[0]} and
+  the momentum {OUTER[1]}, which were the best for `bench.asynchronous --losses` (with the papers' 0.7 and 0.9, in so
+  few meetings, DiLoCo came to 2.8 and ranks that meet one by one to 3 and more).
 - **Losses** are those of text that was not trained on, in nats per byte: of the servers' parameters, of the center or
   of what ranks last agreed on, of the ranks' mean (gossip). Means of {settings["seeds"]} seeds ± standard deviation.
 - Where all workers make equally many steps, their number is what the slowest can make in the time.
