@@ -7,15 +7,17 @@ namespace {
 const char* name_of_state(Rule rule, size_t s) {
     static constexpr const char* kMomentum[] = {"buffers", "states", "states"};
     static constexpr const char* kRmsprop[] = {"square_avgs", "momentum_buffers", "grad_avgs"};
+    static constexpr const char* kAdagrad[] = {"sums", "states", "states"};
     static constexpr const char* kAdam[] = {"exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"};
     if (rule == Rule::kMomentum) return kMomentum[s];
+    if (rule == Rule::kAdagrad) return kAdagrad[s];
     return rule == Rule::kRmsprop ? kRmsprop[s] : kAdam[s];
 }
 
 // Number of states that a rule cannot do without, the first ones.
 size_t states_needed(Rule rule) {
     if (rule == Rule::kMomentum) return 0;
-    return rule == Rule::kRmsprop ? 1 : 2;
+    return rule == Rule::kRmsprop || rule == Rule::kAdagrad ? 1 : 2;
 }
 
 ArgumentTypeError missing(const char* name) {
@@ -28,9 +30,10 @@ Rule rule_named(const std::string& name) {
     if (name == "momentum") return Rule::kMomentum;
     if (name == "adam") return Rule::kAdam;
     if (name == "rmsprop") return Rule::kRmsprop;
+    if (name == "adagrad") return Rule::kAdagrad;
     if (name == "lamb_moments") return Rule::kLambMoments;
     if (name == "lamb_apply") return Rule::kLambApply;
-    throw ArgumentError("rule is " + name + ", wanted momentum, adam, rmsprop, lamb_moments or lamb_apply");
+    throw ArgumentError("rule is " + name + ", wanted momentum, adam, rmsprop, adagrad, lamb_moments or lamb_apply");
 }
 
 PerWeight::PerWeight(const py::object& object, const char* name, Access access) : name_(name) {

@@ -14,7 +14,7 @@
 
 namespace pycomm {
 
-enum class Rule : uint8_t { kMomentum, kAdam, kRmsprop, kLambMoments, kLambApply };
+enum class Rule : uint8_t { kMomentum, kAdam, kRmsprop, kAdagrad, kLambMoments, kLambApply };
 
 inline constexpr int kMostStates = 3;
 
@@ -173,6 +173,17 @@ struct Update<Rule::kRmsprop, Ops> {
         V d = Ops::div(g, Ops::add(Ops::root(square), c.eps));
         if (has[1]) d = x.states[1] = Ops::add(Ops::mul(c.momentum, x.states[1]), d);
         x.weight = Ops::sub(x.weight, Ops::mul(c.lr, d));
+    }
+};
+
+// states: the sum of squares.
+template <class Ops>
+struct Update<Rule::kAdagrad, Ops> {
+    using V = typename Ops::Value;
+    PYCOMM_RULE void apply(const Constants<Ops>& c, const bool*, V, Element<Ops>& x) {
+        V g = Ops::add(Ops::mul(x.grad, c.scale), Ops::mul(x.weight, c.decay));
+        V sum = x.states[0] = Ops::add(x.states[0], Ops::mul(g, g));
+        x.weight = Ops::sub(x.weight, Ops::mul(c.lr, Ops::div(g, Ops::add(Ops::root(sum), c.eps))));
     }
 };
 

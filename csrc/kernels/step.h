@@ -10,6 +10,7 @@
 //               m' = m / (1 - beta1^t), sqrt(v') = sqrt(v) / sqrt(1 - beta2^t), and sqrt(u') likewise
 //   kRmsprop    q = alpha * q + (1 - alpha) * g^2;  [a += (1 - alpha) * (g - a)]
 //               d = g / (sqrt(q [- a^2, or 0]) + eps);  [b = momentum * b + d, d = b];  w -= lr * d
+//   kAdagrad    s += g^2;  w -= lr * g / (sqrt(s) + eps)
 //   kLambMoments  Adam's m and v, of g without decay; weights are read only;
 //               squares[2j], squares[2j + 1]: sums of the squares of w and of r, where
 //               r = m' / (sqrt(v') + eps) + decay * w, with m' and v' as in kAdam

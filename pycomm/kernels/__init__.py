@@ -24,7 +24,15 @@ from pycomm.kernels.scatter_add import scatter_add
 from pycomm.kernels.scratch import Scratch
 from pycomm.kernels.signs import pack_signs, sign_words, unpack_signs
 from pycomm.kernels.sparsify import sparsify
-from pycomm.kernels.step import Moments, adam_step, lamb_apply, lamb_moments, momentum_step, rmsprop_step
+from pycomm.kernels.step import (
+    Moments,
+    adagrad_step,
+    adam_step,
+    lamb_apply,
+    lamb_moments,
+    momentum_step,
+    rmsprop_step,
+)
 from pycomm.kernels.threads import num_threads, set_num_threads
 from pycomm.kernels.topk import topk
 
@@ -39,6 +47,7 @@ __all__ = [
     "Taken",
     "absmax",
     "accumulate",
+    "adagrad_step",
     "adam_step",
     "add_entries",
     "cuda_devices",

@@ -94,6 +94,14 @@ def rmsprop_coefficients(
     return c
 
 
+def adagrad_coefficients(lr: float, eps: float, weight_decay: float) -> _native.Coefficients:
+    """Return the coefficients of :func:`adagrad_step`."""
+    c = _native.Coefficients()
+    c.lr, c.eps = lr, eps
+    c.decay = checks.number("weight_decay", weight_decay)
+    return c
+
+
 def lamb_coefficients(moments: Moments, weight_decay: float) -> _native.Coefficients:
     """Return the coefficients of :func:`lamb_moments` and :func:`lamb_apply`."""
     c = _coefficients_of(moments)
@@ -175,6 +183,28 @@ def rmsprop_step(
     """Do a step of RMSprop as torch has it: centered if there are ``grad_avgs``, with momentum if there are buffers."""
     c = rmsprop_coefficients(lr, alpha, eps, momentum, weight_decay)
     _run("rmsprop", c, weights, grads, [square_avgs, momentum_buffers, grad_avgs], scale, copies, scratch)
+
+
+def adagrad_step(
+    weights: Arrays,
+    grads: Arrays,
+    sums: Arrays,
+    *,
+    lr: float,
+    eps: float,
+    weight_decay: float = 0.0,
+    scale: Any = 1.0,
+    copies: Arrays | None = None,
+    scratch: Scratch | None = None,
+) -> None:
+    """Do a step of Adagrad (Duchi et al. 2011): ``s += g^2``, ``w -= lr * g / (sqrt(s) + eps)``, g with decay.
+
+    Args:
+        sums: s for each weight.
+        lr: with its decay, where it has one.
+    """
+    c = adagrad_coefficients(lr, eps, weight_decay)
+    _run("adagrad", c, weights, grads, [sums], scale, copies, scratch)
 
 
 def lamb_moments(

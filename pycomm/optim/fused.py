@@ -23,6 +23,7 @@ RULES: dict[type[torch.optim.Optimizer], Rule] = {
     torch.optim.Adam: update_rules.adam,
     torch.optim.AdamW: update_rules.adamw,
     torch.optim.RMSprop: update_rules.rmsprop,
+    torch.optim.Adagrad: update_rules.adagrad,
     LARS: update_rules.lars,
     LAMB: update_rules.lamb,
 }
@@ -32,8 +33,8 @@ RULES: dict[type[torch.optim.Optimizer], Rule] = {
 def fuse(optimizer: torch.optim.Optimizer) -> FusedStep:
     """Replace the ``step`` of ``optimizer`` by one kernel that unscales, clips, decays and updates in one pass.
 
-    Works for torch's SGD, Adam, AdamW and RMSprop, and for LARS and LAMB, with float32 or float64
-    parameters. Results match torch's up to rounding; state, hyperparameters and checkpoints keep torch's
+    Works for torch's SGD, Adam, AdamW, RMSprop and Adagrad, and for LARS and LAMB, with float32 or
+    float64 parameters. Results match torch's up to rounding; state, hyperparameters and checkpoints keep torch's
     form. The factors of ``pycomm.LossScaler`` and ``Reducer.clip_grad_norm`` are applied inside the step,
     without a pass of their own, so ``.grad`` stays unchanged. For half-precision parameters use
     :func:`pycomm.master_weights`, which includes this.

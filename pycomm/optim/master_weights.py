@@ -71,7 +71,9 @@ class MasterWeights(KernelStep):
         self._masters: dict[torch.Tensor, torch.Tensor] = {}
         self._stamps: dict[torch.Tensor, tuple[int, int, int]] = {}
         self._unscaled: dict[torch.Tensor, _Unscaled] = {}
-        self._rule = rule_of(optimizer) if type(optimizer) in RULES else None
+        # Adagrad is the one for sparse gradients, which kernels do not take: it steps by itself.
+        has_rule = type(optimizer) in RULES and not isinstance(optimizer, torch.optim.Adagrad)
+        self._rule = rule_of(optimizer) if has_rule else None
         for param in filter(lambda p: p.dtype in HALF, optimizer_parameters(optimizer)):
             _check(param, optimizer, self._rule)
         super().__init__(optimizer)

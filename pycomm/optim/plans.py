@@ -111,6 +111,7 @@ class Rule:
         same_counts: whether targets of the same calls must have taken equally many, unless the kernels count.
         waits: function that returns whether a group's step depends on whether the last ones were taken, so that the
             host has to know.
+        initial: function that returns what new states of a group are made of.
         norms: the two halves of ``run``, if norms of whole parameters are needed in between.
     """
 
@@ -121,6 +122,7 @@ class Rule:
     has_counts: bool = False
     same_counts: bool = False
     waits: Callable[[Group], bool] = lambda group: False
+    initial: Callable[[Group], float] = lambda group: 0.0
     norms: ByNorms | None = None
 
 
@@ -251,7 +253,8 @@ def _part(step: Step, group: Group, key: PartKey, targets: list[Target], scratch
     rule = step.rule
     # The count comes first in a parameter's entry, as torch has it.
     counts = counts_of(targets) if rule.has_counts and step.counted_by_kernels else None
-    states = [None if name is None else buffers_of(targets, name) for name in rule.keys(group)]
+    initial = rule.initial(group)
+    states = [None if name is None else buffers_of(targets, name, initial) for name in rule.keys(group)]
     arrays = PreparedStep(rule.kernel, weights_of(targets), grads_of(targets), copies_of(targets), states, counts)
     arrays.taken = key.taken
     return Part(key, arrays, len(targets), scratches, label)

@@ -48,12 +48,12 @@ class Target:
         """Return whether the parameter's entry has ``key``; does not make an entry."""
         return self.states.get(self.param, {}).get(key) is not None
 
-    def buffer(self, key: str) -> torch.Tensor:
-        """Return ``state[key]`` in the memory order of ``weight``, as zeros if it does not exist yet; it is stored."""
+    def buffer(self, key: str, initial: float = 0.0) -> torch.Tensor:
+        """Return ``state[key]`` in the memory order of ``weight``, made of ``initial`` if it does not exist; stored."""
         old = self._old(key)
         weight = self.weight
         if old is None:
-            new = torch.zeros_like(weight, memory_format=torch.preserve_format)
+            new = torch.full_like(weight, initial, memory_format=torch.preserve_format)
         elif old.shape != weight.shape:
             raise ValueError(f"{key!r} has shape {list(old.shape)}, its parameter {list(weight.shape)}")
         elif old.stride() == weight.stride() and old.dtype == weight.dtype:
@@ -86,9 +86,9 @@ def grads_of(targets: Sequence[Target]) -> list[torch.Tensor]:
     ]
 
 
-def buffers_of(targets: Sequence[Target], key: str) -> list[torch.Tensor]:
-    """Return the state tensors ``key``, made if they do not exist yet."""
-    return [_flat(t.buffer(key)) for t in targets]
+def buffers_of(targets: Sequence[Target], key: str, initial: float = 0.0) -> list[torch.Tensor]:
+    """Return the state tensors ``key``, made of ``initial`` if they do not exist yet."""
+    return [_flat(t.buffer(key, initial)) for t in targets]
 
 
 def copies_of(targets: Sequence[Target]) -> list[torch.Tensor] | None:

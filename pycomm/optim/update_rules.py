@@ -10,6 +10,7 @@ import torch
 from pycomm import kernels
 from pycomm.kernels.prepared import Scaling
 from pycomm.kernels.step import (
+    adagrad_coefficients,
     adam_coefficients,
     lamb_coefficients,
     momentum_coefficients,
@@ -69,6 +70,24 @@ def _rmsprop_keys(group: Group) -> Keys:
 def _rmsprop(group: Group, part: Part, scaling: Scaling) -> None:
     settings = (float(group[name]) for name in ("lr", "alpha", "eps", "momentum", "weight_decay"))
     part.arrays.step("rmsprop", rmsprop_coefficients(*settings), scaling, scratch=part.scratch("rmsprop"))
+
+
+def _adagrad_keys(group: Group) -> Keys:
+    return ("sum",)
+
+
+def _adagrad_waits(group: Group) -> bool:
+    return bool(group["lr_decay"])  # the rate depends on how many steps were taken
+
+
+def _adagrad_initial(group: Group) -> float:
+    return float(group["initial_accumulator_value"])
+
+
+def _adagrad(group: Group, part: Part, scaling: Scaling) -> None:
+    lr, lr_decay, eps, decay = (float(group[name]) for name in ("lr", "lr_decay", "eps", "weight_decay"))
+    rate = lr / (1.0 + ((part.arrays.taken or 1) - 1) * lr_decay)
+    part.arrays.step("adagrad", adagrad_coefficients(rate, eps, decay), scaling, scratch=part.scratch("adagrad"))
 
 
 def _adapts(group: Group, target: Target) -> bool:
@@ -138,6 +157,17 @@ adamw = Rule("adam", _adam_keys, partial(_adam, decoupled=True), has_counts=True
 
 rmsprop = Rule("rmsprop", _rmsprop_keys, _rmsprop, has_counts=True)
 """Steps as torch.optim.RMSprop does."""
+
+adagrad = Rule(
+    "adagrad",
+    _adagrad_keys,
+    _adagrad,
+    has_counts=True,
+    same_counts=True,
+    waits=_adagrad_waits,
+    initial=_adagrad_initial,
+)
+"""Steps as torch.optim.Adagrad does."""
 
 _LARS, _LAMB = ByNorms(_lars_squares, _lars), ByNorms(_lamb_moments, _lamb)
 

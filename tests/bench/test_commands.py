@@ -106,6 +106,7 @@ def test_wrong_steps_are_noticed(
         "Adam.step, unscale, master weights of fp16",
         "AdamW.step",
         "RMSprop.step, momentum",
+        "Adagrad.step",
         "SGD.step, momentum",
     ],
 )

@@ -230,6 +230,16 @@ def rmsprop_step(on: Arrays) -> Call:
     return call
 
 
+def adagrad_step(on: Arrays) -> Call:
+    weights, grads, sums = on.several(), on.several(), on.positive()
+
+    def call(scratch: kernels.Scratch | None) -> Sequence[Any]:
+        kernels.adagrad_step(weights, grads, sums, lr=0.1, eps=1e-8, scratch=scratch)
+        return [*weights, *sums]
+
+    return call
+
+
 def lamb(on: Arrays) -> Call:
     weights, grads, averages, squares = on.several(), on.several(), on.several(), on.positive()
     rates = on.put(torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64))
@@ -278,6 +288,7 @@ CASES = (
     momentum_step,
     adam_step,
     rmsprop_step,
+    adagrad_step,
     lamb,
 )
 each_launcher = pytest.mark.parametrize("case", [*CASES, *WITHOUT_SCRATCH], ids=lambda case: case.__name__)

@@ -34,7 +34,7 @@ _BUILDERS = [
     *(fuzz_codes.pack_signs, fuzz_codes.unpack_signs),
     *(fuzz_entries.pack_entries, fuzz_entries.unpack_entries, fuzz_entries.add_entries),
     *(fuzz_steps.accumulate, fuzz_steps.sparsify, fuzz_steps.momentum_step, fuzz_steps.adam_step),
-    *(fuzz_steps.rmsprop_step, fuzz_steps.lamb_moments, fuzz_steps.lamb_apply),
+    *(fuzz_steps.rmsprop_step, fuzz_steps.adagrad_step, fuzz_steps.lamb_moments, fuzz_steps.lamb_apply),
 ]
 _SMALL = [fuzz_codes.packed_words, fuzz_codes.sign_words, fuzz_codes.set_num_threads]
 FUNCTIONS = [builder.__name__ for builder in (*_BUILDERS, *_SMALL)]

@@ -75,6 +75,7 @@ SIGNATURES: dict[str, dict[str, str]] = {
     "packed_words": {"limit": "integer", "count": "integer"},
     "quantize": {"x": "array", "config": "config", "out": "pair?", "seed": "array?", "remainder": "array?"},
     "reduce": {"out": "array", "inputs": "arrays", "op": "text", "scratch": "scratch"},
+    "adagrad_step": {**_STEP, "sums": "arrays", "lr": "number", "eps": "number", "weight_decay": "number"},
     "rmsprop_step": {
         **_STEP,
         "square_avgs": "arrays",

@@ -197,7 +197,7 @@ class _Step:
             for name, kept in zip(states, there, strict=True)
         }
         for s, (name, arrays) in enumerate(self.states.items()):
-            if "sq" in name or (rule == "rmsprop" and s == 0):
+            if "sq" in name or (rule in ("rmsprop", "adagrad") and s == 0):
                 for state in arrays or []:
                     state.values = state.values.abs()  # means of squares
         has_copies = self.dtype == torch.float32 and rule != "lamb_moments" and rng.chance(0.5)
@@ -273,6 +273,12 @@ def rmsprop_step(rng: Rng) -> Call:
     step = _Step(rng, "rmsprop", names, there)
     options = {"lr": _number(rng, 0.1), "alpha": _number(rng, 0.95), "eps": rng.choice([1e-8, 0.0])}
     options |= {"momentum": _number(rng, 0.9), "weight_decay": _number(rng, 0.01)}
+    return step.call(options, lambda read: Wanted(step.outputs(step.given(read, options).wanted()[0])))
+
+
+def adagrad_step(rng: Rng) -> Call:
+    step = _Step(rng, "adagrad", ["sums"], [True])
+    options = {"lr": _number(rng, 0.1), "eps": rng.choice([1e-8, 0.0]), "weight_decay": _number(rng, 0.01)}
     return step.call(options, lambda read: Wanted(step.outputs(step.given(read, options).wanted()[0])))
 
 

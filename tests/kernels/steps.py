@@ -40,6 +40,7 @@ KINDS = {
     "rmsprop": Kind("rmsprop", (True, False, False), _RMSPROP),
     "rmsprop momentum": Kind("rmsprop", (True, True, False), {**_RMSPROP, "momentum": MOMENTUM}),
     "rmsprop centered": Kind("rmsprop", (True, True, True), {**_RMSPROP, "momentum": MOMENTUM, "weight_decay": DECAY}),
+    "adagrad": Kind("adagrad", (True,), {"lr": LR, "eps": EPS, "weight_decay": DECAY}),
     "lamb": Kind("lamb", (True, True), {"moments": MOMENTS, "weight_decay": DECAY}, rates=True),
 }
 Arrays = list[Any]
@@ -121,7 +122,7 @@ def given(name: str, sizes: list[int], dtype: torch.dtype, gap: int = 0, special
     def state(s: int, size: int) -> torch.Tensor:
         """Means of squares are not negative."""
         array = some(size, dtype)
-        is_square = (kind.rule == "rmsprop" and s == 0) or (kind.rule != "rmsprop" and s > 0)
+        is_square = s == 0 if kind.rule in ("rmsprop", "adagrad") else s > 0
         return array.abs_() if is_square else array
 
     halves = (torch.float16, torch.bfloat16)
@@ -238,6 +239,17 @@ def _rmsprop(
     return w - _number(lr, w) * d, [q, b, a], d
 
 
+def _adagrad(
+    w: torch.Tensor, g: torch.Tensor, states: list[State], _rate: float, *, lr: float, eps: float, weight_decay: float
+) -> After:
+    g = g + w * _number(weight_decay, w)
+    (s,) = states
+    assert s is not None
+    s = s + g * g
+    d = g / (_root(s) + _number(eps, w))
+    return w - _number(lr, w) * d, [s], d
+
+
 def _lamb(
     w: torch.Tensor,
     g: torch.Tensor,
@@ -252,4 +264,10 @@ def _lamb(
     return w - _number(rate, w) * d, [m, v], d
 
 
-_RULES: dict[str, Callable[..., After]] = {"momentum": _momentum, "adam": _adam, "rmsprop": _rmsprop, "lamb": _lamb}
+_RULES: dict[str, Callable[..., After]] = {
+    "momentum": _momentum,
+    "adam": _adam,
+    "rmsprop": _rmsprop,
+    "adagrad": _adagrad,
+    "lamb": _lamb,
+}

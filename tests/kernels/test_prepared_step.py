@@ -45,6 +45,8 @@ def coefficients_of(kind: Kind) -> Any:
         return steps.rmsprop_coefficients(
             options["lr"], options["alpha"], options["eps"], options.get("momentum", 0.0), decay
         )
+    if kind.rule == "adagrad":
+        return steps.adagrad_coefficients(options["lr"], options["eps"], decay)
     return steps.lamb_coefficients(options["moments"], decay)
 
 

@@ -76,6 +76,7 @@ def test_anything(name: str, dtype: torch.dtype, sizes: list[int], gap: int, see
 
 
 SGD, ADAM, ADAMW, RMSPROP = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop
+ADAGRAD = torch.optim.Adagrad
 _OF_RMSPROP = {"lr": 0.02, "alpha": 0.9, "eps": 1e-6}
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "SGD": (SGD, {"lr": 0.1, "weight_decay": 0.01}),
@@ -92,6 +93,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "RMSprop, momentum": (RMSPROP, {**_OF_RMSPROP, "momentum": 0.9, "weight_decay": 0.1}),
     "RMSprop, centered": (RMSPROP, {**_OF_RMSPROP, "centered": True}),
     "RMSprop, both": (RMSPROP, {**_OF_RMSPROP, "centered": True, "momentum": 0.9, "weight_decay": 0.1}),
+    "Adagrad": (ADAGRAD, {"lr": 0.1, "eps": 1e-8, "weight_decay": 0.01}),
 }
 
 
@@ -105,7 +107,7 @@ class OneStep:
         self.steps = 0
         self.scale = -1.0 if self.options.pop("maximize", False) else 1.0
         third = self.options.pop("amsgrad", False) or self.options.pop("centered", False)
-        has = {SGD: ["momentum" in options], RMSPROP: [True, "momentum" in options, third]}.get(
+        has = {SGD: ["momentum" in options], RMSPROP: [True, "momentum" in options, third], ADAGRAD: [True]}.get(
             kind, [True, True, third]
         )
         self.states: list[Any] = [[torch.zeros_like(weight) for weight in weights] if there else None for there in has]
@@ -120,6 +122,8 @@ class OneStep:
                 options.pop("dampening", None)  # torch begins with the whole gradient
         elif self.kind is RMSPROP:
             step = kernels.rmsprop_step
+        elif self.kind is ADAGRAD:
+            step = kernels.adagrad_step
         else:
             moments = kernels.Moments(options.pop("betas", (0.9, 0.999)), options.pop("eps", 1e-8), self.steps)
             step = partial(kernels.adam_step, moments=moments, decoupled=self.kind is ADAMW)

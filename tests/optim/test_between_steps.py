@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, AdamW, RMSprop
+from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
 import pycomm
 from pycomm.optim import plans
@@ -26,6 +26,7 @@ BUILDS: dict[str, Build] = {
     "adam": lambda params: Adam(params, lr=0.01, amsgrad=True),
     "adamw": lambda params: AdamW(params, lr=0.01),
     "rmsprop": lambda params: RMSprop(params, lr=0.01, momentum=0.5, centered=True),
+    "adagrad": lambda params: Adagrad(params, lr=0.01, lr_decay=0.5),
     "lars": lambda params: pycomm.LARS(params, 1.0, weight_decay=0.1, fused=False),
     "lamb": lambda params: pycomm.LAMB(params, 0.01, weight_decay=0.1, fused=False),
 }

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, AdamW, RMSprop
+from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
 import pycomm
 from pycomm.optim import plans
@@ -45,6 +45,18 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "rmsprop momentum": (RMSprop, {"momentum": 0.5, "weight_decay": 0.1, "alpha": 0.9}),
     "rmsprop centered": (RMSprop, {"centered": True, "alpha": 0.9}),
     "rmsprop all": (RMSprop, {"centered": True, "momentum": 0.9, "weight_decay": 0.1, "maximize": True}),
+    "adagrad": (Adagrad, {"lr": 0.2}),
+    "adagrad all": (
+        Adagrad,
+        {
+            "lr": 0.2,
+            "lr_decay": 0.01,
+            "weight_decay": 0.1,
+            "initial_accumulator_value": 0.5,
+            "eps": 1e-3,
+            "maximize": True,
+        },
+    ),
 }
 
 
@@ -52,7 +64,7 @@ def make(name: str, **more: Any) -> Make:
     """Two groups, the second with a rate and a decay of its own."""
     cls, options = CASES[name]
     options = {"lr": 0.01, **options, **more}
-    second = {"lr": 0.02, "weight_decay": options.get("weight_decay", 0.0) / 2}
+    second = {"lr": 2 * options["lr"], "weight_decay": options.get("weight_decay", 0.0) / 2}
 
     def build(params: Params) -> Any:
         return cls([{"params": params[:2]}, {"params": params[2:], **second}], **options)
@@ -122,7 +134,7 @@ def test_checkpoints_go_both_ways(name: str, to_kernel: bool) -> None:
     assert_near([p for group in second.param_groups for p in group["params"]], wanted, 1e-12)
 
 
-@pytest.mark.parametrize("build", [SGD, Adam, AdamW, RMSprop])
+@pytest.mark.parametrize("build", [SGD, Adam, AdamW, RMSprop, Adagrad])
 def test_learning_rate_as_tensor(build: Callable[..., torch.optim.Optimizer]) -> None:
     def change_halfway(fuse: bool) -> Params:
         params = parameters()
@@ -137,7 +149,7 @@ def test_learning_rate_as_tensor(build: Callable[..., torch.optim.Optimizer]) ->
     assert_near(change_halfway(True), change_halfway(False), 1e-12)
 
 
-@pytest.mark.parametrize("name", ["sgd nesterov", "adam amsgrad", "rmsprop all"])
+@pytest.mark.parametrize("name", ["sgd nesterov", "adam amsgrad", "rmsprop all", "adagrad all"])
 def test_param_group_added_later(name: str) -> None:
     def grow(fuse: bool) -> Params:
         first, later = parameters(), parameters(seed=1)
@@ -166,14 +178,14 @@ def test_parameters_of_both_dtypes() -> None:
     assert_near(mix(True)[6:], wanted[6:], 1e-12)
 
 
-@pytest.mark.parametrize("name", ["sgd momentum", "adam amsgrad", "rmsprop all"])
+@pytest.mark.parametrize("name", ["sgd momentum", "adam amsgrad", "rmsprop all", "adagrad all"])
 def test_state_in_another_memory_order(name: str) -> None:
     """State stays right when the model becomes channels_last, or a checkpoint is loaded, after it was made."""
 
     def reorder(fuse: bool) -> Params:
         params = [nn.Parameter(parameters()[2].detach().contiguous())]
         cls, options = CASES[name]
-        optimizer = cls(params, lr=0.01, **options)
+        optimizer = cls(params, **{"lr": 0.01, **options})
         if fuse:
             pycomm.fuse(optimizer)
         take_steps(optimizer, range(3))

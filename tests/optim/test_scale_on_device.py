@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, AdamW, RMSprop
+from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
 import pycomm
 from pycomm.optim import fused, plans
@@ -29,6 +29,7 @@ BUILDS: dict[str, Build] = {
     "adam": lambda params: Adam(params, lr=0.01, amsgrad=True),
     "adamw": lambda params: AdamW(params, lr=0.01),
     "rmsprop": lambda params: RMSprop(params, lr=0.01, momentum=0.5, centered=True),
+    "adagrad": lambda params: Adagrad(params, lr=0.01),
     "lars": lambda params: pycomm.LARS(params, 1.0, weight_decay=0.1),
     "lamb": lambda params: pycomm.LAMB(params, 0.01, weight_decay=0.1),
 }
@@ -107,12 +108,18 @@ def test_the_host_does_not_wait(name: str, monkeypatch: pytest.MonkeyPatch, made
     assert len(made) == before
 
 
-def test_a_first_step_with_dampening_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the next gradient is the first momentum depends on the verdict."""
-
-    def build(params: Params) -> torch.optim.Optimizer:
-        return SGD(params, lr=0.01, momentum=0.9, dampening=0.5)
-
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda params: SGD(params, lr=0.01, momentum=0.9, dampening=0.5),
+        lambda params: Adagrad(params, lr=0.01, lr_decay=0.5),
+    ],
+    ids=["dampening", "Adagrad's decay"],
+)
+def test_a_step_that_depends_on_the_last_verdicts_waits(
+    build: Callable[[Params], torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the next gradient is the first momentum, or what the rate is."""
     wanted, _ = train(build, range(6))
     on_device(monkeypatch)
     actual, _ = train(build, range(6))

@@ -335,6 +335,8 @@ void step_of(const Step& job, Scale scale, Workspace& workspace, Stream stream) 
             return launch_step<Rule::kAdam>(job, pass, stream);
         case Rule::kRmsprop:
             return launch_step<Rule::kRmsprop>(job, pass, stream);
+        case Rule::kAdagrad:
+            return launch_step<Rule::kAdagrad>(job, pass, stream);
         case Rule::kLambMoments:
             return launch_step<Rule::kLambMoments>(job, pass, stream);
         case Rule::kLambApply:

@@ -35,7 +35,9 @@ struct Kept {
 };
 
 // Number of states that a rule usually keeps, the first ones.
-constexpr int usual_states(Rule rule) { return rule == Rule::kMomentum || rule == Rule::kRmsprop ? 1 : 2; }
+constexpr int usual_states(Rule rule) {
+    return rule == Rule::kMomentum || rule == Rule::kRmsprop || rule == Rule::kAdagrad ? 1 : 2;
+}
 
 bool is_usual(const StepTerms& terms) {
     bool usual = terms.grad_dtype == DType::kF32;
@@ -232,6 +234,8 @@ void step(const StepTerms& terms) {
             return step_by<Rule::kAdam>(terms);
         case Rule::kRmsprop:
             return step_by<Rule::kRmsprop>(terms);
+        case Rule::kAdagrad:
+            return step_by<Rule::kAdagrad>(terms);
         case Rule::kLambMoments:
             return step_by<Rule::kLambMoments>(terms);
         case Rule::kLambApply:

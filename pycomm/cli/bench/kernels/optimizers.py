@@ -36,6 +36,7 @@ def make_cases(n: int) -> list[Case]:
         Case(masters, f"_foreach_copy_ + _foreach_mul_ + {adam} + _foreach_copy_", 28 * n, _adam_with_masters),
         Case("AdamW.step", "AdamW(fused=True).step", 28 * n, _adamw),
         Case("RMSprop.step, momentum", "RMSprop(foreach=True).step", 28 * n, _rmsprop),
+        Case("Adagrad.step", "Adagrad(foreach=True).step", 20 * n, _adagrad),
         Case("SGD.step, momentum", "SGD(fused=True).step", 20 * n, _sgd),
     ]
 
@@ -61,6 +62,10 @@ def _momenta(model: Model) -> dict[str, Tensors]:
 
 def _means(model: Model) -> dict[str, Tensors]:
     return {"square_avg": model.seconds, "momentum_buffer": model.firsts}
+
+
+def _sums(model: Model) -> dict[str, Tensors]:
+    return {"sum": model.seconds}
 
 
 _States = Callable[[Model], dict[str, Tensors]]
@@ -103,6 +108,10 @@ def _adamw(arrays: Arrays) -> Calls:
 
 def _rmsprop(arrays: Arrays) -> Calls:
     return _by_torch(arrays, torch.optim.RMSprop, _means, "foreach", {**_SGD, "alpha": 0.99})
+
+
+def _adagrad(arrays: Arrays) -> Calls:
+    return _by_torch(arrays, torch.optim.Adagrad, _sums, "foreach", _ADAM)
 
 
 def _sgd(arrays: Arrays) -> Calls:
