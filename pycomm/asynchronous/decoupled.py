@@ -147,7 +147,7 @@ class DecoupledAverager(Averager):
         self._num_meetings += 1
         self._pull()
         share = self._link.rate / max(self._link.fastest, self._link.rate)
-        self._planned = max(1, int(self._pace.every * share))
+        self._planned = max(1, round(self._pace.every * share))
 
     @torch.no_grad()
     def _pull(self) -> None:
