@@ -190,6 +190,24 @@ def _against_ddp(steps: _Steps, hosts: str, link: Any, method: str) -> str:
     return _duration(seconds) + ratio
 
 
+def _asynchronous(name: str, report: Report) -> str:
+    settings = report["settings"]
+    rows: list[Row] = [["last loss of", "all alike", "one slow", "one away"]]
+    for method in dict.fromkeys(run["method"] for run in report["runs"]):
+        runs = [run for run in report["runs"] if run["method"] == method and not run["tunes"]]
+        cells = (
+            [run["points"][-1][2] for run in runs if run["scenario"] == each] for each in ("alike", "slow", "away")
+        )
+        rows.append([method, *(f"{sum(losses) / len(losses):.3f}" for losses in cells)])
+    text = (
+        f"A byte-level language model on {settings['workers']} workers for {settings['seconds']:g} seconds: all alike, "
+        "one ten times as slow, one away for a third of the time. [Training without lockstep]"
+        "(asynchronous_experiment.md) says what these methods are, and has plots, spreads, samples and bytes.\n"
+    )
+    heading = _heading("Training without lockstep", "asynchronous.experiment", name, report, command=False)
+    return "\n".join([heading, text, "".join(_table(rows))])
+
+
 def _gpu(name: str, report: Report) -> str:
     rows: list[Row] = [["kernel", "elements", "pycomm", "torch", "faster", "time / floor"]]
     for case in report["cases"]:
@@ -223,6 +241,7 @@ SECTIONS: dict[str, Callable[[str, Report], str]] = {
     "collectives": _collectives,
     "kernels": _kernels,
     "slow_network": _slow_network,
+    "asynchronous.experiment": _asynchronous,
     "gpu": _gpu,
     "gpu_check": _gpu_check,
 }

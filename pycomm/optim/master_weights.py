@@ -62,6 +62,10 @@ def master_weights(optimizer: torch.optim.Optimizer) -> MasterWeights:
     return MasterWeights(optimizer)
 
 
+_STEPPED = RULES.keys() - {torch.optim.Adagrad}
+"""Optimizers whose masters kernels step. Adagrad is the one for sparse gradients, which kernels do not take."""
+
+
 class MasterWeights(KernelStep):
     """Handle of an optimizer with float32 masters, made by :func:`master_weights`."""
 
@@ -71,9 +75,7 @@ class MasterWeights(KernelStep):
         self._masters: dict[torch.Tensor, torch.Tensor] = {}
         self._stamps: dict[torch.Tensor, tuple[int, int, int]] = {}
         self._unscaled: dict[torch.Tensor, _Unscaled] = {}
-        # Adagrad is the one for sparse gradients, which kernels do not take: it steps by itself.
-        has_rule = type(optimizer) in RULES and not isinstance(optimizer, torch.optim.Adagrad)
-        self._rule = rule_of(optimizer) if has_rule else None
+        self._rule = rule_of(optimizer) if type(optimizer) in _STEPPED else None
         for param in filter(lambda p: p.dtype in HALF, optimizer_parameters(optimizer)):
             _check(param, optimizer, self._rule)
         super().__init__(optimizer)

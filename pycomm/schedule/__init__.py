@@ -24,6 +24,7 @@ from pycomm.schedule.algorithms import (
 )
 from pycomm.schedule.choose import Ranking, candidates, choose, rank_algorithms
 from pycomm.schedule.collective import Schedule, Stats
+from pycomm.schedule.mixing import Mixing, WeightedRound, mixing
 from pycomm.schedule.network import DEFAULT_NETWORK, NETWORKS, Link, Network, load
 from pycomm.schedule.simulate import simulate
 from pycomm.schedule.table import COPY, REDUCE, Round
@@ -35,12 +36,14 @@ __all__ = [
     "NETWORKS",
     "REDUCE",
     "Link",
+    "Mixing",
     "Network",
     "Ranking",
     "Round",
     "Schedule",
     "ScheduleError",
     "Stats",
+    "WeightedRound",
     "binary_blocks",
     "by_name",
     "candidates",
@@ -51,6 +54,7 @@ __all__ = [
     "halving_doubling",
     "hierarchical",
     "load",
+    "mixing",
     "names",
     "pipeline",
     "rank_algorithms",

@@ -24,7 +24,7 @@ Ints = npt.NDArray[np.int64]
 COPY = 0
 REDUCE = 1
 
-GOALS = ("all_reduce", "reduce_scatter", "all_gather")
+GOALS = ("all_reduce", "reduce_scatter", "all_gather", "mixing")
 
 
 class Round(NamedTuple):

@@ -13,16 +13,23 @@ they are done (rendezvous: a message needs both sides). Whoever is furthest behi
 ranks that are in the same round or come to it, so some message can always move, unless a rank is to
 meet itself. Messages offered one by one, in the order of the table, make progress too: the first
 message of the table that is not done is the next one of both its ends.
+
+Mixing (mixing.py). The same contributions run through the messages, which all add, for as many turns as there
+are ranks; in the end each must be everywhere, once or more often. How often is of no matter, as weights decide
+that, which are proven round by round: what each rank keeps and sends sums to 1, for whatever it has. As every
+weight is positive, ranks that go on like this come to the mean of all, by push-sum if not by themselves.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
+from pycomm.schedule.mixing import Floats, Mixing, WeightedRound
 from pycomm.schedule.table import COPY, GOALS, REDUCE, Ints, Round, Table, expand
 
 _PRIME = (1 << 50) - 27
@@ -30,6 +37,8 @@ _TERMS = 1 << 13  # so many residues, and more, fit 64 bits
 _MOST_RANKS = 1 << 14
 _MOST_PLACES = 1 << 25
 _EXACT_RANKS = 64
+_TOLERANCE = 1e-9
+"""So much may a sum of weights be off, and a weight that is no larger is none."""
 _OP_NAMES = {COPY: "COPY", REDUCE: "REDUCE"}
 
 Residues = npt.NDArray[np.uint64]
@@ -39,20 +48,22 @@ class ScheduleError(ValueError):
     """Table does not do what it claims; the message names round, edge and chunk if there is one."""
 
 
-def verify(schedule: Table, exact: bool | None = None, seed: int = 0) -> None:
+def verify(schedule: Table | Mixing, exact: bool | None = None, seed: int = 0) -> None:
     """Raise ScheduleError unless the table is right.
 
     Args:
         schedule: a schedule, or any object with ``num_ranks``, ``num_chunks`` and ``rounds()``,
-            which then claims to be an all-reduce.
+            which then claims to be an all-reduce; or what :func:`pycomm.schedule.mixing` makes.
         exact: follow each contribution (memory: ranks^2 x chunks) instead of a fingerprint of them;
-            ``None``: up to 64 ranks.
+            ``None``: up to 64 ranks. Those of mixing are always followed.
         seed: seed of the fingerprints.
 
     Raises:
         ScheduleError: a rank does not end with each contribution it wants exactly once in each chunk; a
             COPY writes a place that another edge of its round reads or writes; an index is out of range;
-            a rank sends to itself; ``schedule`` is not a table.
+            a rank sends to itself; ``schedule`` is not a table. Of mixing: what a rank keeps and sends does
+            not sum to 1, or, if it claims to be doubly stochastic, what it keeps and is sent; a weight is
+            not positive; a rank does not hear of another within as many turns as there are ranks.
     """
     try:
         _verify(schedule, exact, seed)
@@ -62,7 +73,7 @@ def verify(schedule: Table, exact: bool | None = None, seed: int = 0) -> None:
         raise ScheduleError(f"this is no table that can be verified: {told(error)}") from error
 
 
-def _verify(schedule: Table, exact: bool | None, seed: int) -> None:
+def _verify(schedule: Table | Mixing, exact: bool | None, seed: int) -> None:
     num_ranks, num_chunks = size_of(schedule, "num_ranks"), size_of(schedule, "num_chunks")
     if num_ranks > _MOST_RANKS or num_ranks * num_chunks > _MOST_PLACES:
         raise ScheduleError(
@@ -70,6 +81,8 @@ def _verify(schedule: Table, exact: bool | None, seed: int) -> None:
             f"{_MOST_RANKS} ranks, and {_MOST_PLACES} places"
         )
     goal, owners = _claim(schedule, num_chunks, num_ranks)
+    if goal == "mixing":
+        return _verify_mixing(schedule, num_ranks, num_chunks)
     values = _Values(num_ranks, num_ranks <= _EXACT_RANKS if exact is None else exact, seed)
     state = np.repeat(values.contributions, num_chunks, axis=0)  # place = rank * num_chunks + chunk
     places = _Places(num_ranks * num_chunks)
@@ -103,7 +116,7 @@ def _claim(schedule: Any, num_chunks: int, num_ranks: int) -> tuple[str, Ints | 
     goal, owners = getattr(schedule, "goal", "all_reduce"), getattr(schedule, "owners", None)
     if not isinstance(goal, str) or goal not in GOALS:
         raise ScheduleError(f"goal is {goal!r}, wanted one of {', '.join(GOALS)}")
-    if goal == "all_reduce":
+    if goal in ("all_reduce", "mixing"):
         return goal, None
     owners = integers(owners, "owners")
     if len(owners) != num_chunks or ((owners < 0) | (owners >= num_ranks)).any():
@@ -282,3 +295,65 @@ def _difference(held: Residues, goal: str, exact: bool) -> str:
     often = {0: "not at all", 2: "more than once"}
     found = ", ".join(f"rank {p}'s {often[int(n)]}" for p, n in enumerate(held) if n != 1)
     return f"wanted {wanted}; it has {found or 'all of them'}"
+
+
+def _verify_mixing(schedule: Any, num_ranks: int, num_chunks: int) -> None:
+    if num_chunks != 1 or num_ranks**2 > _MOST_PLACES:
+        most = math.isqrt(_MOST_PLACES)
+        raise ScheduleError(f"mixing is of {num_chunks} chunks among {num_ranks} ranks, wanted 1, and at most {most}")
+    doubly = bool(getattr(schedule, "doubly_stochastic", False))
+    turn = [_checked_mixing(given, number, num_ranks, doubly) for number, given in enumerate(_rounds(schedule))]
+    if not turn:
+        raise ScheduleError("mixing has no rounds, wanted at least one")
+    values = _Values(num_ranks, True, 0)
+    state, places = values.contributions.copy(), _Places(num_ranks)
+    for _ in range(num_ranks):
+        for number, messages in enumerate(turn):
+            if state.all():  # and will be, as everybody keeps some of what it has
+                return
+            _apply(state, values, places, messages, number, num_chunks)
+    if not state.all():
+        i, j = np.argwhere(state == 0)[0]
+        within = f"within {num_ranks} turns, as many as there are ranks"
+        raise ScheduleError(f"by these weights rank {i} never hears of rank {j}: not {within}")
+
+
+def _checked_mixing(given: Any, number: int, num_ranks: int, doubly: bool) -> Round:
+    """Return the messages of a round of mixing whose weights are right."""
+    try:
+        messages, weights, kept = given
+    except Exception as error:
+        raise ScheduleError(f"round {number} is {given!r}, wanted {', '.join(WeightedRound._fields)}") from error
+    r = _checked(messages, number, num_ranks, 1)
+    _refuse(r, number, r.op != REDUCE, "mixing adds what comes, so op must be REDUCE")
+    weights = _numbers(weights, r.num_edges, f"round {number}: weights")
+    kept = _numbers(kept, num_ranks, f"round {number}: kept")
+    _refuse(r, number, ~(weights > _TOLERANCE), f"its weight is not positive, above {_TOLERANCE:g}")
+    light = np.flatnonzero(~(kept > _TOLERANCE))
+    if len(light):
+        keeps = f"rank {light[0]} keeps {kept[light[0]]:g} of its own"
+        raise ScheduleError(f"round {number}: {keeps}, wanted a positive weight, above {_TOLERANCE:g}")
+    _require_sums(kept + np.bincount(r.src, weights, num_ranks), number, "sends", "")
+    if doubly:
+        claim = ", as this claims to be doubly stochastic"
+        _require_sums(kept + np.bincount(r.dst, weights, num_ranks), number, "is sent", claim)
+    return r
+
+
+def _numbers(column: Any, length: int, what: str) -> Floats:
+    try:
+        array = np.asarray(column, np.float64)
+    except Exception as error:
+        raise ScheduleError(f"{what} is {column!r}, wanted a column of numbers") from error
+    if array.shape != (length,):
+        raise ScheduleError(f"{what} has shape {list(array.shape)}, wanted {length} numbers")
+    return array
+
+
+def _require_sums(sums: Floats, number: int, moves: str, why: str) -> None:
+    wrong = ~(np.abs(sums - 1) <= _TOLERANCE)
+    if wrong.any():
+        rank = int(np.argmax(wrong))
+        raise ScheduleError(
+            f"round {number}: what rank {rank} keeps and {moves} sums to {sums[rank]:.12g}, wanted 1{why}"
+        )

@@ -75,8 +75,8 @@ def test_anything(name: str, dtype: torch.dtype, sizes: list[int], gap: int, see
     check(given(name, sizes, dtype, gap, special, seed))
 
 
-SGD, ADAM, ADAMW, RMSPROP = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop
-ADAGRAD = torch.optim.Adagrad
+SGD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
+RMSPROP, ADAGRAD = torch.optim.RMSprop, torch.optim.Adagrad
 _OF_RMSPROP = {"lr": 0.02, "alpha": 0.9, "eps": 1e-6}
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "SGD": (SGD, {"lr": 0.1, "weight_decay": 0.01}),
@@ -120,10 +120,8 @@ class OneStep:
             step = kernels.momentum_step
             if self.steps == 1:
                 options.pop("dampening", None)  # torch begins with the whole gradient
-        elif self.kind is RMSPROP:
-            step = kernels.rmsprop_step
-        elif self.kind is ADAGRAD:
-            step = kernels.adagrad_step
+        elif self.kind in (RMSPROP, ADAGRAD):
+            step = kernels.rmsprop_step if self.kind is RMSPROP else kernels.adagrad_step
         else:
             moments = kernels.Moments(options.pop("betas", (0.9, 0.999)), options.pop("eps", 1e-8), self.steps)
             step = partial(kernels.adam_step, moments=moments, decoupled=self.kind is ADAMW)
