@@ -20,7 +20,7 @@ from tests.asynchronous.averaged import HALVES, Course, flat
 from tests.asynchronous.runs import loss_of, model_of
 from tests.hosts import on_hosts
 from tests.on_ranks import Pools
-from tests.survival.training import die
+from tests.survival.training import die, stop
 
 TIMEOUT = 60.0
 OUTER = pycomm.Nesterov(0.7, 0.9)
@@ -59,14 +59,14 @@ def lose_here(course: Course, moment: str) -> dict[str, Any]:
     rank, model = dist.get_rank(), model_of()
     optimizer = torch.optim.Adam(model.parameters(), 0.02)
     with pytest.MonkeyPatch.context() as patch:
-        if rank in course.lost and moment != "step":
+        if rank in course.lost and "commit" in moment:
             patch.setattr(Companions, "commit", dies_in_commit(moment == "before the commit", 2))
         handle = pycomm.local_sgd(optimizer, model, **options_of(course))
         handle.set_weight(rank + 1)
         found = []
         for step in range(course.steps):
-            if course.lost.get(rank) == step and moment == "step":
-                die()
+            if course.lost.get(rank) == step and moment in ("step", "stop"):
+                die() if moment == "step" else stop()
             optimizer.zero_grad()
             loss_of(model, rank, step).backward()
             optimizer.step()
@@ -103,6 +103,15 @@ def agree(outcomes: list[Any], course: Course, atol: float = 1e-12) -> list[dict
 def test_meetings_are_made_again_by_those_that_are_left(new_ranks: Pools, name: str) -> None:
     course = COURSES[name]
     agree(new_ranks(course.size).outcomes(lose, course, "step", timeout=TIMEOUT), course)
+
+
+def test_one_that_is_stopped_is_left_behind(new_ranks: Pools) -> None:
+    course = Course(3, 13, outer=OUTER, lost={1: 3})
+    outcomes = new_ranks(3).outcomes(lose, course, "stop", timeout=TIMEOUT)
+    assert isinstance(outcomes[1].error, CommError), outcomes[1].trace
+    assert "left behind" in str(outcomes[1].error)
+    outcomes[1] = replace(outcomes[1], error=ChildProcessError())
+    agree(outcomes, course)
 
 
 def test_on_two_hosts(new_ranks: Pools) -> None:
