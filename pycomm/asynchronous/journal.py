@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import torch
 
 from pycomm.asynchronous.core import Core
-from pycomm.asynchronous.wire import bytes_of
+from pycomm.asynchronous.wire import as_array, bytes_of
 
 _HEAD = struct.Struct("<IIQ")  # bytes of the text, checksum of it and of the data, bytes of the data
 _LEAST_BYTES = 64 << 20
@@ -55,7 +55,7 @@ class Journal:
         number = found[-1]
         self._core.load_state(torch.load(self._path("checkpoint", number), weights_only=True))
         for event, data in _events(self._path("journal", number)):
-            happen(self._core, event, torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8))
+            happen(self._core, event, as_array(data))
         return number
 
     def _path(self, kind: str, number: int) -> Path:

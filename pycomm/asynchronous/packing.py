@@ -122,7 +122,8 @@ class Packer:
         self._recorder.parts.clear()
         if not self._exchanges.exchange(grads, number):
             return None
-        return torch.cat(self._recorder.parts)
+        parts = self._recorder.parts
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)  # of a server that holds nothing
 
     def finish(self, sent: bool) -> None:
         """Keep what the message has left over, if it is ``sent``; else stay as before :meth:`pack`."""

@@ -17,7 +17,7 @@ from pycomm.asynchronous.core import Core
 from pycomm.asynchronous.journal import Journal
 from pycomm.asynchronous.memory import SharedMemory
 from pycomm.asynchronous.trace import Replay, Trace
-from pycomm.asynchronous.wire import Door, Message, hear, receive_array, send_array, tell
+from pycomm.asynchronous.wire import Door, Message, as_array, hear, receive_array, send_array, tell
 from pycomm.errors import CommError
 from pycomm.transport import processes
 
@@ -71,7 +71,7 @@ class _Worker:
         """Receive what it pushes, unless it is in memory that it shares."""
         if core.unpackers is not None:
             limit = _LONGEST + _TIMES_SHARD * core.shard.memory.nbytes
-            self.slot = torch.frombuffer(bytearray(self.connection.recv_bytes(limit)), dtype=torch.uint8)
+            self.slot = as_array(self.connection.recv_bytes(limit))
         elif not self.is_local:
             assert self.slot is not None
             receive_array(self.connection, self.slot)

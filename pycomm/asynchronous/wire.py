@@ -38,6 +38,11 @@ def bytes_of(x: torch.Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
+def as_array(content: bytes) -> torch.Tensor:
+    """Return bytes as a tensor of them; copied."""
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+
+
 def send_array(connection: Connection, x: torch.Tensor) -> None:
     """Send ``x``, which is flat and in CPU memory."""
     connection.send_bytes(bytes_of(x))

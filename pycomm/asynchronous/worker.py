@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from pycomm import kernels
 from pycomm.asynchronous.memory import SharedMemory
 from pycomm.asynchronous.outbox import Gradients, Outbox
 from pycomm.asynchronous.packing import Packer
@@ -106,7 +107,8 @@ class ServerLink:
         if self._there is None:
             receive_array(connection, self._values)
         targets = [self._params[p.index].detach().view(-1)[p.begin : p.end] for p in self._pieces]
-        torch._foreach_copy_(targets, list(torch.split(self._values, [p.size for p in self._pieces])))
+        if targets:
+            kernels.unpack(self._values, targets)
         if self._there is not None:
             tell(connection, ask="read")
             if connection.poll(0):  # nothing else can come: the server has closed it, before it went on
@@ -245,7 +247,7 @@ class ServerLink:
         answer = hear(connection)
         if answer["memory"] is not None:
             there = shard_dtype(self._dtype)
-            self._there = SharedMemory(max(1, self._count * there.itemsize), answer["memory"])
+            self._there = SharedMemory(max(1, self._count) * there.itemsize, answer["memory"])
             self._there.close()
             self._values = self._there.tensor(there)[: self._count]
         else:

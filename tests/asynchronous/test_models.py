@@ -67,6 +67,25 @@ def test_odd_parameters(options: dict[str, Any]) -> None:
     server.close()
 
 
+@pytest.mark.parametrize("compression", [None, pycomm.TopK(0.5)], ids=["plain", "compressed"])
+@on_ranks(3, timeout=TIMEOUT)
+def test_a_server_that_holds_nothing(compression: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3, bias=False)
+    optimizer = pycomm.LARS(model.parameters(), 1.0, trust_coefficient=0.1)
+    server = pycomm.parameter_server(optimizer, model, servers=2, compression=compression, timeout=60)
+    if server.is_worker:
+        server.pull()
+        before = model.weight.detach().clone()
+        for _ in range(2):
+            model.weight.grad = torch.ones(3, 4)
+            server.push()
+            server.pull()
+        assert (model.weight < before).any()
+        assert sorted(each["pushes"] for each in server.stats()["servers"]) == [2, 2]
+    server.close()
+
+
 @on_ranks(2, timeout=TIMEOUT)
 def test_gradients_in_odd_layouts() -> None:
     torch.manual_seed(0)
