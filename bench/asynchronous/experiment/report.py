@@ -91,7 +91,7 @@ def _with_spread(values: Sequence[float]) -> str:
 
 def write_docs(folder: Path, content: Content) -> None:
     """Write the page, and a plot for each scenario."""
-    parts = [_introduction(content)]
+    parts = [_introduction(content), _findings(content)]
     for scenario, words in SCENARIOS.items():
         header, rows = scenario_table(content, scenario)
         parts.append(f"## {words[0].upper()}{words[1:]}\n")
@@ -116,7 +116,8 @@ on {content["headline"]}.
 
 - **Model**: the byte-level GPT of `pycomm demo`, width {WIDTH}, {LAYERS} layers, on the standard library's source;
   {BATCH} x {CONTEXT} bytes a step and worker; {settings["workers"]} workers, and one process more where there is a
-  server.
+  server. Methods with a server and those without one were trained side by side, and some while the machine had other
+  work, too: the samples by then say how many steps there was time for.
 - **Seconds**: a worker's step takes {1000 * settings["pace"]:g} ms, for most of which it sleeps, as if it computed on a
   device of its own; the slow worker's takes ten times as long. So this is about who waits for whom, and what it does to
   the loss; what exchanges cost is in [Parameter servers](parameter_server.md).
@@ -130,6 +131,32 @@ on {content["headline"]}.
 - **Samples** are windows of text, of all workers together; losses at equal samples lie on straight lines between
   measurements.
 """
+
+
+def _findings(content: Content) -> str:
+    """Say who is best in each scenario, and how far synchronous training and the cheapest method are from that."""
+    lines = ["## What it says\n"]
+    for scenario, words in SCENARIOS.items():
+        found = {name: _of_method(content, scenario, name) for name in methods_of(content)}
+        first, cheapest = (min(found, key=lambda name, i=i: found[name][i]) for i in (0, 2))  # type: ignore[misc]
+        parts = [f"{METHODS[first].label} ends with the least loss, {found[first][0]:.2f}"]
+        for name in dict.fromkeys(("sync", "async", "quorum", cheapest)):
+            if name in found and name != first:
+                loss, samples, sent = found[name]
+                shares = f"{samples / found[first][1]:.0%} of its samples and {sent / found[first][2]:.0%} of its bytes"
+                parts.append(f"{METHODS[name].label} with {loss:.2f}, after {shares}")
+        lines.append(f"- Where {words}, {'; '.join(parts)}.")
+    return "\n".join(lines) + "\n"
+
+
+def _of_method(content: Content, scenario: str, name: str) -> tuple[float, float, float]:
+    """Return the mean loss at the end, samples and bytes."""
+    runs = runs_of(content, scenario, name)
+    return (
+        mean(run["points"][-1][2] for run in runs),
+        mean(run["steps"] for run in runs),
+        mean(r["bytes"] for r in runs),
+    )
 
 
 def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
