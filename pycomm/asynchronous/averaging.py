@@ -20,7 +20,7 @@ from pycomm.asynchronous.meeting import Meeting
 from pycomm.asynchronous.outer import DelayedNesterov, Elastic, Nesterov
 from pycomm.checks import seconds_of
 from pycomm.communicator import DEFAULT_TIMEOUT, Communicator
-from pycomm.compression import Compression
+from pycomm.compression import Compression, NoCompression
 from pycomm.cost.auto import Auto
 from pycomm.optim.parameters import optimizer_parameters, unwrapped
 from pycomm.reducer.agreement import agreed
@@ -76,7 +76,7 @@ def local_sgd(
             worth it, by when they have come so far; those that it does not wait for come to a later one. Ranks count by
             their steps, or what ``set_weight`` says ("Decoupled DiLoCo", 2026). Steps are as with ``DelayedNesterov``.
             For both, rank 0 holds what the ranks have in common in a thread: a rank that is lost harms nobody, but if
-            rank 0 is lost, all others get a CommError. Without ``fragments``, ``delay``, ``compression``, "shrink".
+            rank 0 is lost, all others get a CommError. Without ``fragments``, ``delay``, "shrink".
         process_group: the ranks; the default group if ``None``.
         timeout: limit of every wait for a peer; seconds or ``timedelta``.
 
@@ -90,12 +90,11 @@ def local_sgd(
         unsuitable = {
             f"fragments={fragments}": fragments != 1,
             f"delay={delay}": delay != 0,
-            f"compression={compression!r}": compression is not None,
             f'on_failure="{on_failure}"': on_failure != "raise",
             f"join={join!r}": join is not None,
             "process_group": process_group is not None,
         }
-        return _decouple(optimizer, model, every, outer, quorum, unsuitable, seconds_of(timeout))
+        return _decouple(optimizer, model, (every, outer, quorum, compression), unsuitable, seconds_of(timeout))
     request = _Request(
         lambda: _checked_outer(outer),
         {
@@ -192,9 +191,7 @@ def _checked(optimizer: torch.optim.Optimizer, model: torch.nn.Module, request: 
     outer, named = request.outer(), checked_parameters(optimizer, model, every, fragments)
     if checks.count("delay", delay, 0) >= every:
         raise ValueError(f"delay={delay}, wanted less than every={every}: the next meeting would begin before that")
-    method = checked_method(options["compression"])
-    if isinstance(method, Auto):
-        raise ValueError('compression="auto" measures many steps, and ranks that meet this seldom have few: name one')
+    method = _named_method(options["compression"]) or NoCompression()
     if options["on_failure"] not in ("raise", "shrink"):
         raise ValueError(f'on_failure is {options["on_failure"]!r}, wanted "raise" or "shrink"')
     survives = options["on_failure"] == "shrink"
@@ -205,6 +202,14 @@ def _checked(optimizer: torch.optim.Optimizer, model: torch.nn.Module, request: 
     # Fragment i meets so many steps after the last meeting of all.
     turns = tuple(every * (i + 1) // fragments for i in range(fragments))
     return _Settings(outer, method, Rhythm(every, delay, turns), fragments, survives, named)
+
+
+def _named_method(compression: Any) -> Compression | None:
+    """Return the method, ``None`` for none at all."""
+    method = checked_method(compression)
+    if isinstance(method, Auto):
+        raise ValueError('compression="auto" measures many steps, and ranks that meet this seldom have few: name one')
+    return None if isinstance(method, NoCompression) else method
 
 
 def _average(
@@ -240,24 +245,24 @@ def _average(
 def _decouple(
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module,
-    every: int,
-    outer: Any,
-    quorum: int | None,
+    wanted: tuple[Any, Any, Any, Any],
     unsuitable: Mapping[str, bool],
     timeout: float,
 ) -> DecoupledAverager:
-    meeting, problem, lines = Meeting(timeout), "", list[str]()
+    meeting, problem, lines, method = Meeting(timeout), "", list[str](), None
+    every, outer, quorum, compression = wanted
     try:
         optimizer, named = unwrapped(optimizer), checked_parameters(unwrapped(optimizer), model, every)
         _require_decoupled(outer, quorum, meeting.size, unsuitable)
+        method = _named_method(compression)
         if next(iter(named.values())).device.type != "cpu":
             raise ValueError("ranks that meet one by one want parameters in CPU memory")
-        lines = [f"pycomm {version()}", f"every={every}", f"outer={outer!r}", f"quorum={quorum}"]
+        lines = [f"pycomm {version()}", f"every={every}", f"outer={outer!r}", f"quorum={quorum}", f"{method!r}"]
         lines += [f"{name}: {signature(p)}" for name, p in named.items()]
     except (TypeError, ValueError) as error:
         problem = str(error)
     meeting.compare(lines, problem)
-    return DecoupledAverager(meeting, optimizer, named, Pace(every, quorum, outer, timeout))
+    return DecoupledAverager(meeting, optimizer, named, Pace(every, quorum, outer, method, timeout))
 
 
 def _require_decoupled(outer: Any, quorum: int | None, num_ranks: int, unsuitable: Mapping[str, bool]) -> None:

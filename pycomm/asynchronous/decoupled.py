@@ -18,11 +18,13 @@ from pycomm.asynchronous.meeting import Meeting
 from pycomm.asynchronous.memory import SharedMemory
 from pycomm.asynchronous.modes import Async, GraceQuorum
 from pycomm.asynchronous.outer import DelayedNesterov, Nesterov
+from pycomm.asynchronous.packing import Packer, Unpackers
 from pycomm.asynchronous.serving import Serving
 from pycomm.asynchronous.shards import Piece, cut
 from pycomm.asynchronous.updates import ShardOptimizer
 from pycomm.asynchronous.wire import Door
 from pycomm.asynchronous.worker import ServerLink
+from pycomm.compression import Compression
 from pycomm.errors import CommError
 from pycomm.transport import rendezvous
 
@@ -37,12 +39,14 @@ class Pace:
         every: number of steps of the fastest rank from one meeting to its next; others make as many as take as long.
         quorum: ranks that a merge wants; ``None``: each contribution is merged by itself, when it comes.
         outer: what merges.
+        method: by which contributions travel, if not as they are.
         timeout: limit of every wait, in seconds.
     """
 
     every: int
     quorum: int | None
     outer: DelayedNesterov | Nesterov
+    method: Compression | None
     timeout: float
 
 
@@ -58,7 +62,8 @@ class Center:
             pace.outer.optimizer(copies, meeting.size), pieces, self._memory.tensor(dtype)[:size]
         )
         mode = Async() if pace.quorum is None else GraceQuorum(pace.quorum)
-        core = Core(self.shard, mode, Compensator(None), dtype)
+        unpackers = None if pace.method is None else Unpackers(params, pace.method, dtype)
+        core = Core(self.shard, mode, Compensator(None), dtype, unpackers)
         self._door = Door(meeting.own_address(), meeting.key())
         ranks = set(range(meeting.size))
         self.serving = Serving(
@@ -106,8 +111,10 @@ class DecoupledAverager(Averager):
         (pieces,) = cut([p.numel() for p in self._params], 1, anywhere=False)
         self._center = Center(meeting, self._params, pieces, pace) if meeting.rank == 0 else None
         host, key = rendezvous.host_identity(), meeting.key()
+        packer = None if pace.method is None else Packer(self._params, pace.method, meeting.worker)
         self._link = ServerLink(
-            *(0, meeting.worker, pieces, self._params, lambda: meeting.address_of(0), key, host, pace.timeout, "")
+            *(0, meeting.worker, pieces, self._params, lambda: meeting.address_of(0), key, host, pace.timeout, ""),
+            packer,
         )
         self._link.open()
         self._num_steps = self._num_meetings = self._since = 0
@@ -140,6 +147,7 @@ class DecoupledAverager(Averager):
         self._link.rate = self._since / max(time.monotonic() - self._begun, 1e-9)
         moved = torch._foreach_sub(self._anchors, self._params)
         if not self._link.load(moved):
+            self._link.unload()
             found = zip(self._names, self._params, strict=True)
             name = next((n for n, p in found if not torch.isfinite(p).all()), "a parameter")
             raise RuntimeError(f"{name!r} is not finite, and was not handed in")

@@ -22,6 +22,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "delayed": {"outer": pycomm.DelayedNesterov(0.7, 0.9)},
     "delayed, active": {"outer": pycomm.DelayedNesterov(0.7, 0.8, buffer=2, activation=0.25)},
     "quorum": {"outer": pycomm.Nesterov(0.7, 0.9), "quorum": 2},
+    "delayed, compressed": {"outer": pycomm.DelayedNesterov(0.7, 0.9), "compression": pycomm.TopK(0.2)},
 }
 
 
@@ -58,9 +59,23 @@ class Restated:
         self._velocity, self._total = torch.zeros_like(start), torch.zeros_like(start)
         self._size, self._count = size, 0
         self._collected: list[tuple[float, torch.Tensor]] = []
+        self._method, self._left = options.get("compression"), torch.zeros(size, len(start), dtype=torch.float64)
 
-    def push(self, moved: torch.Tensor, samples: float) -> None:
-        outer = self._outer
+    def sent(self, rank: int, moved: torch.Tensor) -> torch.Tensor:
+        """Return what arrives: of each matrix the largest entries, and what was left of them before."""
+        if self._method is None:
+            return moved
+        left, sent, begin = self._left[rank], torch.zeros_like(moved), 0
+        left += moved
+        for p in model_of().parameters():
+            inside, begin = slice(begin, begin + p.numel()), begin + p.numel()
+            count = max(1, round(self._method.ratio * p.numel())) if p.dim() > 1 else p.numel()
+            chosen = left[inside].abs().topk(count).indices + inside.start
+            sent[chosen], left[chosen] = left[chosen], 0.0
+        return sent
+
+    def push(self, rank: int, moved: torch.Tensor, samples: float) -> None:
+        outer, moved = self._outer, self.sent(rank, moved)
         if self._quorum is not None:
             self._collected.append((samples, moved))
             return
@@ -161,7 +176,7 @@ def replay(way: str, size: int, told: list[dict[str, Any]]) -> Restated:
         if kind == "push":
             made = go(rank, next(meetings[rank]))
             assert rest[1] == made * (rank + 1)
-            restated.push(anchors[rank] - flat(models[rank]), rest[1])
+            restated.push(rank, anchors[rank] - flat(models[rank]), rest[1])
         else:
             anchors[rank] = restated.center
             torch.nn.utils.vector_to_parameters(restated.center.clone(), models[rank].parameters())
