@@ -153,7 +153,7 @@ class Unpackers:
         """
         if worker not in self._by_worker:
             player = _Player()
-            params = [torch.empty_like(p, device="cpu") for p in self._params]
+            params = [torch.zeros_like(p, device="cpu") for p in self._params]  # which methods with a decay read
             self._by_worker[worker] = player, _Exchanges(params, seeded(self._method, worker), player)
         player, exchanges = self._by_worker[worker]
         player.message, player.position = message, 0
