@@ -215,21 +215,28 @@ class ParameterServer:
         samples = bounded("samples", samples, "a positive, finite number", lambda n: 0 < n < math.inf)
         if not self._has_pulled:
             raise ValueError("push() before pull(): the servers could not tell what the gradient belongs to")
-        gradients = [p.grad for p in self._params]
-        for name, gradient in zip(self._names, gradients, strict=True):
-            if gradient is not None and gradient.layout != torch.strided:
-                raise ValueError(f"the gradient of {name!r} is sparse: servers take dense ones")
-        finite = [link.load(gradients) for link in self._links]
-        if not all(finite):
-            for link in self._links:
-                link.unload()
-            found = zip(self._names, gradients, strict=True)
-            name = next((n for n, g in found if g is not None and not torch.isfinite(g).all()), "a parameter")
-            raise ValueError(f"the gradient of {name!r} is not finite, and was not pushed")
+        self._load()
         for link in self._links:
             link.push(samples)
         self._has_pulled = False
         self._num_steps += 1
+
+    def _load(self) -> None:
+        """Prepare a push to all servers; raise ValueError, and prepare none, if a gradient is sparse or not finite."""
+        gradients = [p.grad for p in self._params]
+        named = list(zip(self._names, gradients, strict=True))
+        for name, gradient in named:
+            if gradient is not None and gradient.layout != torch.strided:
+                raise ValueError(f"the gradient of {name!r} is sparse: servers take dense ones")
+        finite = [link.load(gradients) for link in self._links]
+        if all(finite):
+            return
+        for link in self._links:
+            link.unload()
+        bad = next((name for name, g in named if g is not None and not torch.isfinite(g).all()), None)
+        method = self._settings.compression
+        what = f"gradients overflow in {method}" if bad is None else f"the gradient of {bad!r} is not finite"
+        raise ValueError(f"{what}: nothing was pushed")
 
     @contextlib.contextmanager
     def step(self, samples: float = 1.0) -> Iterator[None]:

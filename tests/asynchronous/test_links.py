@@ -17,6 +17,7 @@ import pycomm
 from pycomm import CommError
 from pycomm.asynchronous import serving, wire, worker
 from pycomm.asynchronous.core import Core
+from pycomm.asynchronous.outbox import Outbox
 from tests.asynchronous.runs import Run, work
 from tests.hosts import on_hosts
 from tests.on_ranks import Pools
@@ -128,3 +129,67 @@ def descriptors_left() -> int:
 
 def test_nothing_stays_open(rank_pools: Pools) -> None:
     assert rank_pools(3).run(descriptors_left, timeout=TIMEOUT) == [0, 0, 0]
+
+
+def train_compressed(hosts: str) -> tuple[dict[str, Any], torch.Tensor]:
+    """Train with gradients that are compressed by a method with a seed, in an order that does not matter."""
+    with on_hosts(hosts):
+        told = work(Run({"mode": "sync", "compression": pycomm.RandomK(0.2, seed=5)}))
+    return told["stats"], torch.cat([p.reshape(-1) for p in told["parameters"]])
+
+
+def test_what_is_compressed_is_the_same_over_any_link(rank_pools: Pools) -> None:
+    here = rank_pools(3).run(train_compressed, "AAA", timeout=TIMEOUT)
+    there = rank_pools(3).run(train_compressed, "ABC", timeout=TIMEOUT)
+    for (stats, parameters), (others, other) in zip(here[1:], there[1:], strict=True):
+        torch.testing.assert_close(parameters, other, rtol=1e-12, atol=1e-12)
+        assert stats["bytes_sent"] == others["bytes_sent"]
+    as_they_are = rank_pools(3).run(work, Run({"mode": "sync"}), timeout=TIMEOUT)
+    assert not torch.allclose(here[1][1], torch.cat([p.reshape(-1) for p in as_they_are[1]["parameters"]]))
+
+
+def send_what_nobody_can_read(message: torch.Tensor) -> str:
+    """Be the worker that sends ``message`` as a gradient, or the one that goes on; or the server."""
+    _, server = server_of(1000, compression=pycomm.TopK(0.1), timeout=20)
+    if dist.get_rank() == 1:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Outbox, "send", lambda _, connection, is_shared: wire.send_array(connection, message))
+            server.pull()
+            server.push()
+            with pytest.raises(CommError, match="server 0") as caught:
+                server.pull()
+            with pytest.raises(CommError):
+                server.close()
+        return str(caught.value)
+    if server.is_worker:
+        for _ in range(5):
+            with server.step():
+                time.sleep(0.1)
+    server.close()
+    return str(server.stats()["steps" if server.is_worker else "pushes"])
+
+
+@pytest.mark.parametrize("num_bytes", [0, 10, 20_000], ids=["nothing", "little", "more than a shard can have"])
+def test_a_worker_whose_gradient_cannot_be_read_is_lost(new_ranks: Pools, num_bytes: int) -> None:
+    message = torch.zeros(num_bytes, dtype=torch.uint8)
+    pushes, said, steps = new_ranks(3).run(send_what_nobody_can_read, message, timeout=TIMEOUT)
+    assert (pushes, steps) == ("5", "5")
+    assert "it has ended" in said
+
+
+def push_what_is_too_large() -> str:
+    model, server = server_of(10, compression=pycomm.BF16())
+    said = ""
+    if server.is_worker:
+        server.pull()
+        next(model.parameters()).grad = torch.full((1, 10), torch.finfo(torch.float32).max)
+        with pytest.raises(ValueError, match="overflow") as caught:
+            server.push()
+        said = str(caught.value)
+    server.close()
+    return said
+
+
+def test_a_gradient_that_overflows_on_its_way_is_not_pushed(rank_pools: Pools) -> None:
+    _, said = rank_pools(2).run(push_what_is_too_large, timeout=TIMEOUT)
+    assert "overflow in BF16()" in said

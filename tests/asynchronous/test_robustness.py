@@ -51,7 +51,9 @@ def lose_a_worker(run: Run, number: int, when: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("when", ["backward", "reading", "pushed"])
 @pytest.mark.parametrize(
-    "options", [{}, {"mode": "sync"}, {"mode": "ssp", "staleness": 1}], ids=["async", "sync", "ssp"]
+    "options",
+    [{}, {"mode": "sync"}, {"mode": "ssp", "staleness": 1}, {"compression": pycomm.TopK(0.2)}],
+    ids=["async", "sync", "ssp", "compressed"],
 )
 def test_a_worker_that_dies_costs_its_gradient_only(new_ranks: Pools, options: dict[str, Any], when: str) -> None:
     outcomes = new_ranks(4).outcomes(lose_a_worker, Run(options), 2, when, timeout=TIMEOUT)
@@ -154,7 +156,7 @@ def stop(workers: list[Player]) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"mode": "sync", "compression": pycomm.TopK(0.2)}], ids=["async", "sync, compressed"]
+    "options", [{}, {"mode": "sync", "compression": pycomm.RandomK(0.2)}], ids=["async", "sync, compressed"]
 )
 def test_a_server_that_was_killed_goes_on_without_any_loss(
     start: Start, port: int, tmp_path: Path, options: dict[str, Any]
@@ -200,7 +202,7 @@ def test_a_server_that_dies_for_good(start: Start, port: int, tmp_path: Path, ha
         assert (f"its last checkpoint is in {tmp_path}" if has_checkpoint else "no checkpoint") in worker.end[2]
 
 
-def work_with_a_bad_link(folder: str) -> dict[str, Any]:
+def work_with_a_bad_link(folder: str, options: dict[str, Any]) -> dict[str, Any]:
     """Lose the connection after every other push was sent, so that nobody knows whether it has arrived."""
     original, broken = ServerLink._send, set[int]()
 
@@ -214,11 +216,12 @@ def work_with_a_bad_link(folder: str) -> dict[str, Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ServerLink, "_send", send)
-        return work(Run({"checkpoint": folder}))
+        return work(Run({"checkpoint": folder, **options}))
 
 
-def test_a_push_that_comes_twice_counts_once(new_ranks: Pools, tmp_path: Path) -> None:
-    told = new_ranks(3).run(work_with_a_bad_link, str(tmp_path), timeout=TIMEOUT)
+@pytest.mark.parametrize("options", [{}, {"compression": pycomm.TopK(0.2)}], ids=["as they are", "compressed"])
+def test_a_push_that_comes_twice_counts_once(new_ranks: Pools, tmp_path: Path, options: dict[str, Any]) -> None:
+    told = new_ranks(3).run(work_with_a_bad_link, str(tmp_path), options, timeout=TIMEOUT)
     stats = told[0]["stats"]
     assert stats["pushes"] == 2 * 8
     assert stats["duplicates"] > 0
@@ -227,19 +230,47 @@ def test_a_push_that_comes_twice_counts_once(new_ranks: Pools, tmp_path: Path) -
 # Mistakes.
 
 
-def _momentum(params: Any, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr, momentum=0.9)
+def serve_with(folder: str, options: dict[str, Any], again: dict[str, Any]) -> str:
+    """Train twice with a checkpoint in the same folder; what the second one says."""
+    work(Run({"checkpoint": folder, **options}))
+    try:
+        work(Run({"checkpoint": folder, **again}, timeout=3.0))
+    except (ValueError, pycomm.CommError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("options", "again", "said"),
+    [
+        ({}, {"mode": "sync"}, "mode=async"),
+        ({}, {"compression": pycomm.TopK(0.2)}, "compression=None"),
+        ({"compression": pycomm.TopK(0.2)}, {"compression": pycomm.TopK(0.3)}, "compression=TopK(ratio=0.2"),
+    ],
+)
+def test_a_checkpoint_of_other_settings_is_refused(
+    new_ranks: Pools, tmp_path: Path, options: dict[str, Any], again: dict[str, Any], said: str
+) -> None:
+    server, worker = new_ranks(2).run(serve_with, str(tmp_path), options, again, timeout=TIMEOUT)
+    assert server.startswith("ValueError: the checkpoint is of a server with")
+    assert said in server
+    assert worker.startswith("CommError")
 
 
 def make(options: dict[str, Any]) -> None:
-    model: nn.Module = model_of(options.pop("dtype", torch.float32))
+    model: Any = model_of(options.pop("dtype", torch.float32))
     if options.pop("other_values", False) and dist.get_rank() == 1:
         with torch.no_grad():
             next(model.parameters()).add_(1.0)
     if options.pop("other_model", False) and dist.get_rank() == 1:
         model = nn.Linear(3, 3)
+    if options.pop("half_of_it", False):
+        model[0].half()
+    if "compressions" in options:
+        options["compression"] = options.pop("compressions")[dist.get_rank()]
     kind = options.pop("optimizer", torch.optim.SGD)
-    pycomm.parameter_server(kind(model.parameters(), 0.1), model, timeout=60, **options)
+    momentum = {"momentum": options.pop("momentum")} if "momentum" in options else {}
+    pycomm.parameter_server(kind(model.parameters(), 0.1, **momentum), model, timeout=60, **options)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +290,9 @@ def make(options: dict[str, Any]) -> None:
         ({"optimizer": torch.optim.LBFGS}, "wants a closure"),
         ({"dtype": torch.complex64}, "parameters are torch.complex64 on cpu"),
         ({"compression": "auto"}, "name a method"),
-        ({"compression": pycomm.DGC(0.01, momentum=0.9), "optimizer": _momentum}, "momentum"),
+        ({"compression": pycomm.DGC(0.1, 0.9), "momentum": 0.9}, "would apply momentum twice"),
+        ({"half_of_it": True}, "parameters are torch.float16 on cpu, torch.float32 on cpu"),
+        ({"compressions": [pycomm.TopK(0.1), pycomm.TopK(0.2), pycomm.TopK(0.1)]}, "compression=TopK(ratio=0.2"),
         ({"other_values": True}, "the ranks disagree: 'values"),
         ({"other_model": True}, "the ranks disagree"),
     ],

@@ -1,0 +1,169 @@
+"""Half-precision parameters: servers have float32 masters, and workers what these round to."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import pycomm
+from tests.hosts import on_hosts
+from tests.on_ranks import Pools
+
+TIMEOUT = 110.0
+STEPS = 12
+DTYPES = [torch.float16, torch.bfloat16]
+
+
+def model_of(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(30, 21).to(dtype)
+
+
+def gradients_of(model: nn.Module, step: int) -> list[torch.Tensor]:
+    """Return gradients that depend on the step only, so that what is rounded in one step does not grow in the next."""
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(p.shape, generator=generator).to(p.dtype) for p in model.parameters()]
+
+
+def optimizer_of(name: str, params: Any) -> torch.optim.Optimizer:
+    if name == "adam":
+        return torch.optim.Adam(params, 1e-4)
+    return torch.optim.SGD(params, 2.0**-12, momentum=0.5)
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def train(name: str, dtype: torch.dtype, servers: int, hosts: str, stepped: bool = False) -> list[torch.Tensor]:
+    """Return what the worker has pulled after each step; on a server its part of the masters, and its model."""
+    with on_hosts(hosts) if hosts else contextlib.nullcontext():
+        model = model_of(dtype)
+        optimizer = optimizer_of(name, model.parameters())
+        if stepped:  # there is state then, in the parameters' dtype
+            for p, g in zip(model.parameters(), gradients_of(model, -1), strict=True):
+                p.grad = g
+            optimizer.step()
+        server = pycomm.parameter_server(optimizer, model, servers=servers, timeout=60)
+        pulled = []
+        if server.is_worker:
+            for step in range(STEPS):
+                server.pull()
+                for p, g in zip(model.parameters(), gradients_of(model, step), strict=True):
+                    p.grad = g
+                server.push()
+                server.pull()
+                pulled.append(flat(model))
+            assert server.stats()["bytes_sent"] == STEPS * 2 * len(pulled[0])
+            server.close()
+            return pulled
+        server.close()
+        masters = server._core.shard.memory
+        assert masters.dtype == torch.float32
+        assert {p.dtype for group in optimizer.param_groups for p in group["params"]} <= {torch.float32}
+        states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+        assert {v.dtype for v in states} == {torch.float32}
+        return [masters.clone(), flat(model)]
+
+
+def simulated(name: str, dtype: torch.dtype, stepped: bool = False) -> list[torch.Tensor]:
+    """Return the float32 masters after each step."""
+    model = model_of(dtype)
+    masters = [nn.Parameter(p.detach().float()) for p in model.parameters()]
+    optimizer = optimizer_of(name, masters)
+    if stepped:
+        halves = optimizer_of(name, model.parameters())
+        for p, g in zip(model.parameters(), gradients_of(model, -1), strict=True):
+            p.grad = g
+        halves.step()
+        for p, master in zip(model.parameters(), masters, strict=True):
+            master.data.copy_(p.detach())
+            optimizer.state[master] = {k: v.float() if v.dim() else v for k, v in halves.state[p].items()}
+    found = []
+    for step in range(STEPS):
+        for p, g in zip(masters, gradients_of(model, step), strict=True):
+            p.grad = g.float()
+        optimizer.step()
+        found.append(torch.cat([p.detach().reshape(-1) for p in masters]))
+    return found
+
+
+@pytest.mark.parametrize("hosts", ["", "ABC"], ids=["shared memory", "TCP"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["momentum", "adam"])
+def test_servers_train_masters_and_workers_have_what_they_round_to(
+    rank_pools: Pools, name: str, dtype: torch.dtype, hosts: str
+) -> None:
+    first, second, worker = rank_pools(3).run(train, name, dtype, 2, hosts, timeout=TIMEOUT)
+    wanted = simulated(name, dtype)
+    masters = torch.cat([first[0], second[0]])
+    torch.testing.assert_close(masters, wanted[-1], rtol=1e-6, atol=1e-7)
+    assert torch.equal(worker[-1], masters.to(dtype)), "a pull is the masters, rounded"
+    half = len(first[0])
+    assert torch.equal(first[1][:half], masters[:half].to(dtype)), "so is what is written back"
+    assert torch.equal(second[1][half:], masters[half:].to(dtype))
+    for pulled, then in zip(worker, wanted, strict=True):
+        torch.testing.assert_close(pulled, then.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+    moved = (wanted[1] - wanted[0]).abs() < torch.finfo(dtype).eps / 4 * wanted[0].abs()
+    assert moved.any(), "steps that are lost without masters"
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_state_of_the_optimizer_goes_on_in_float32(rank_pools: Pools, servers: int) -> None:
+    told = rank_pools(3).run(train_with_one_worker, servers, timeout=TIMEOUT)
+    masters = torch.cat([each[0] for each in told[:servers]])
+    torch.testing.assert_close(masters, simulated("adam", torch.bfloat16, stepped=True)[-1], rtol=1e-6, atol=1e-7)
+
+
+def train_with_one_worker(servers: int) -> list[torch.Tensor]:
+    """As ``train``; of two workers, if there are two, one does nothing."""
+    if dist.get_rank() == 1 and servers == 1:
+        model = model_of(torch.bfloat16)
+        optimizer = optimizer_of("adam", model.parameters())
+        for p, g in zip(model.parameters(), gradients_of(model, -1), strict=True):
+            p.grad = g
+        optimizer.step()
+        pycomm.parameter_server(optimizer, model, servers=servers, timeout=60).close()
+        return []
+    return train("adam", torch.bfloat16, servers, "", stepped=True)
+
+
+def train_compressed(dtype: torch.dtype, hosts: str) -> torch.Tensor:
+    """Return what was pulled last; gradients of rank 1 alone are pushed, by TopK with all that it keeps."""
+    with on_hosts(hosts) if hosts else contextlib.nullcontext():
+        model = model_of(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), 2.0**-6)
+        server = pycomm.parameter_server(optimizer, model, compression=pycomm.TopK(0.1), timeout=60)
+        if dist.get_rank() == 1:
+            for step in range(STEPS):
+                server.pull()
+                for p, g in zip(model.parameters(), gradients_of(model, step), strict=True):
+                    p.grad = g
+                server.push()
+            server.pull()
+        server.close()
+        return flat(model)
+
+
+@pytest.mark.parametrize("hosts", ["", "ABC"], ids=["shared memory", "TCP"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_compressed_half_gradients_are_their_simulation(rank_pools: Pools, dtype: torch.dtype, hosts: str) -> None:
+    model = model_of(dtype)
+    masters = [p.detach().double() for p in model.parameters()]
+    residual = torch.zeros(masters[0].shape)
+    for step in range(STEPS):
+        weight, bias = (g.float() for g in gradients_of(model, step))
+        residual += weight
+        chosen = residual.abs().view(-1).sort(descending=True, stable=True).indices[:63]
+        masters[0].view(-1)[chosen] -= residual.view(-1)[chosen].to(dtype).double() * 2.0**-6
+        residual.view(-1)[chosen] = 0.0
+        masters[1] -= bias * 2.0**-6
+    wanted = torch.cat([m.view(-1) for m in masters])
+    served, pulled, _ = rank_pools(3).run(train_compressed, dtype, hosts, timeout=TIMEOUT)
+    assert torch.equal(served, pulled)
+    torch.testing.assert_close(pulled.double(), wanted, rtol=torch.finfo(dtype).eps, atol=1e-5)
