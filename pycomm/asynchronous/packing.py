@@ -115,12 +115,15 @@ class Packer:
 
     def __init__(self, params: Sequence[torch.Tensor], method: Compression, worker: int) -> None:
         self._recorder = _Recorder()
+        self._zeros = [torch.zeros((), dtype=p.dtype).expand(p.shape) for p in params]
         self._exchanges = _Exchanges(params, seeded(method, worker), self._recorder)
 
     def pack(self, grads: Sequence[torch.Tensor | None], number: int) -> torch.Tensor | None:
         """Return the message of push ``number``, uint8; ``None`` if a gradient is not finite. See :meth:`finish`."""
         self._recorder.parts.clear()
-        if not self._exchanges.exchange(grads, number):
+        # Not as unused ones: what earlier gradients have left over goes out all the same, and must not come back.
+        filled = [zero.contiguous() if grad is None else grad for grad, zero in zip(grads, self._zeros, strict=True)]
+        if not self._exchanges.exchange(filled, number):
             return None
         parts = self._recorder.parts
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)  # of a server that holds nothing

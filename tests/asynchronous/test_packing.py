@@ -81,8 +81,11 @@ def test_nothing_is_lost_in_the_long_run(name: str) -> None:
     unpackers = Unpackers(params, METHODS[name], torch.float64)
     total = torch.zeros(sum(p.numel() for p in params), dtype=torch.float64)
     for number in range(1, 6):
-        grads = gradients(number, torch.float64)
-        total += torch.cat([grad.reshape(-1) for grad in grads])
+        there = gradients(number, torch.float64)
+        missing = number % 3
+        there[missing].zero_()
+        total += torch.cat([grad.reshape(-1) for grad in there])
+        grads = [None if i == missing else grad for i, grad in enumerate(there)]
         message = packer.pack(grads, number)
         assert message is not None
         packer.finish(sent=True)
