@@ -86,27 +86,19 @@ def local_sgd(
         CommError: a rank did not come. ``optimizer.step()`` raises it, too, if one is lost.
         RuntimeError: from ``optimizer.step()``, on every rank: a parameter of one of them is not finite.
     """
+    options = {
+        "every": every,
+        "outer": outer,
+        "fragments": fragments,
+        "delay": delay,
+        "compression": compression,
+        "on_failure": on_failure,
+        "join": join,
+        "quorum": quorum,
+    }
     if quorum is not None or isinstance(outer, DelayedNesterov):
-        unsuitable = {
-            f"fragments={fragments}": fragments != 1,
-            f"delay={delay}": delay != 0,
-            f'on_failure="{on_failure}"': on_failure != "raise",
-            f"join={join!r}": join is not None,
-            "process_group": process_group is not None,
-        }
-        return _decouple(optimizer, model, (every, outer, quorum, compression), unsuitable, seconds_of(timeout))
-    request = _Request(
-        lambda: _checked_outer(outer),
-        {
-            "every": every,
-            "fragments": fragments,
-            "delay": delay,
-            "compression": compression,
-            "on_failure": on_failure,
-            "join": join,
-        },
-    )
-    return _average(optimizer, model, request, process_group, timeout)
+        return _decouple(optimizer, model, options, process_group, seconds_of(timeout))
+    return _average(optimizer, model, _Request(lambda: _checked_outer(outer), options), process_group, timeout)
 
 
 def elastic_averaging(
@@ -139,6 +131,10 @@ def elastic_averaging(
         return Elastic(float(strength))
 
     return _average(optimizer, model, _Request(checked, {"every": every}), process_group, timeout)
+
+
+_DEFAULTS = {"fragments": 1, "delay": 0, "on_failure": "raise", "join": None}
+"""Options that only ranks have that wait for each other."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +182,7 @@ def _checked_outer(outer: Any) -> Outer:
 
 
 def _checked(optimizer: torch.optim.Optimizer, model: torch.nn.Module, request: _Request) -> _Settings:
-    options = {"fragments": 1, "delay": 0, "compression": None, "on_failure": "raise", "join": None, **request.options}
+    options = {**_DEFAULTS, "compression": None, **request.options}
     every, delay, fragments = options["every"], options["delay"], options["fragments"]
     outer, named = request.outer(), checked_parameters(optimizer, model, every, fragments)
     if checks.count("delay", delay, 0) >= every:
@@ -245,16 +241,16 @@ def _average(
 def _decouple(
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module,
-    wanted: tuple[Any, Any, Any, Any],
-    unsuitable: Mapping[str, bool],
+    options: Mapping[str, Any],
+    process_group: dist.ProcessGroup | None,
     timeout: float,
 ) -> DecoupledAverager:
     meeting, problem, lines, method = Meeting(timeout), "", list[str](), None
-    every, outer, quorum, compression = wanted
+    every, outer, quorum = (options[name] for name in ("every", "outer", "quorum"))
     try:
         optimizer, named = unwrapped(optimizer), checked_parameters(unwrapped(optimizer), model, every)
-        _require_decoupled(outer, quorum, meeting.size, unsuitable)
-        method = _named_method(compression)
+        _require_decoupled({**options, "process_group": process_group}, meeting.size)
+        method = _named_method(options["compression"])
         if next(iter(named.values())).device.type != "cpu":
             raise ValueError("ranks that meet one by one want parameters in CPU memory")
         lines = [f"pycomm {version()}", f"every={every}", f"outer={outer!r}", f"quorum={quorum}", f"{method!r}"]
@@ -265,11 +261,13 @@ def _decouple(
     return DecoupledAverager(meeting, optimizer, named, Pace(every, quorum, outer, method, timeout))
 
 
-def _require_decoupled(outer: Any, quorum: int | None, num_ranks: int, unsuitable: Mapping[str, bool]) -> None:
+def _require_decoupled(options: Mapping[str, Any], num_ranks: int) -> None:
     """Raise TypeError or ValueError if ranks cannot meet one by one like this."""
-    for what, is_unsuitable in unsuitable.items():
-        if is_unsuitable:
-            raise ValueError(f"{what} does not go with ranks that meet one by one (quorum, or outer=DelayedNesterov)")
+    for name, default in {**_DEFAULTS, "process_group": None}.items():
+        if options[name] != default:
+            what = f"{name}={options[name]!r} does not go with ranks that meet one by one"
+            raise ValueError(f"{what} (quorum, or outer=DelayedNesterov)")
+    outer, quorum = options["outer"], options["quorum"]
     if quorum is None:
         return
     if not isinstance(outer, Nesterov):
