@@ -99,6 +99,7 @@ def test_what_was_sent_before_closing_is_received() -> None:
     other = 1 - communicator.rank
     for n in (3, 300_000):
         communicator.send(torch.full((n,), float(communicator.rank)), other)
+    communicator.barrier()  # rank 1 has sent, too, before rank 0 closes
     if communicator.rank == 0:
         communicator.close()
         with pytest.raises(CommError, match="closed"):
