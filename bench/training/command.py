@@ -1,12 +1,13 @@
 """Cost of synchronising gradients in whole training steps, in time and in memory.
 
-    python -m bench.training [--ranks 2] [--rounds 9] [--steps 4] [--json FILE]
+    python -m bench.training [--ranks 2] [--rounds 9] [--steps 8] [--busy 1 [--nice 10]] [--json FILE]
 
 (a) Step time of a perceptron with 10 million parameters, one thread per rank: without communication,
 DistributedDataParallel over Gloo, and pycomm. All ways live side by side in the same processes,
-start from the same parameters, see the same data, and have turns of a few steps. A step's figure is
-its slowest rank's. "exposed" is the median beyond that without communication; "waiting" is what
-Reducer.stats() says backward() was held up; "sent" is the payload a rank hands to its transport.
+start from the same parameters, see the same data, and have turns of a few steps. With --busy, so many
+other processes compute meanwhile. A step's figure is its slowest rank's. "exposed" is the median beyond
+that without communication; "waiting" is what Reducer.stats() says backward() was held up; "sent" is the
+payload a rank hands to its transport.
 (b) attach with one rank: the same model attached and detached in turns; the overhead is the median
 over the rounds of the ratio of the two turns' medians.
 (c) Memory between steps beyond the model, its gradients and its optimizer's state, over the bytes of
@@ -25,6 +26,7 @@ from typing import Any
 
 from bench.common.arguments import counts, make_parser, positive
 from bench.training.ranks import DDP, DDP_VIEWS, DENSE, NONE, TOPK, WAYS, make_model
+from pycomm.cli.bench.busy import add_arguments, busy
 from pycomm.cli.bench.ranks import KEEP_MEMORY, Ranks
 from pycomm.cli.bench.results import headline, write_json
 from pycomm.cli.bench.timing import Samples, duration, times
@@ -44,13 +46,14 @@ def main() -> None:
     count = sum(p.numel() for p in model.parameters())
     shape = " x ".join(str(width) for width in arguments.widths)
     print(f"{headline()}\nperceptron {shape}: {count / 1e6:.2f} M parameters, batch {arguments.batch} per rank")
-    steps = _measure_steps(arguments)
+    with busy(arguments.busy, arguments.nice):
+        steps = _measure_steps(arguments)
     _print_steps(steps, arguments)
     overhead = _measure_overhead(arguments)
     _print_overhead(overhead)
     memory = _measure_memory(arguments)
     _print_memory(memory)
-    settings = {name: getattr(arguments, name) for name in ("ranks", "rounds", "steps", "batch")}
+    settings = {name: getattr(arguments, name) for name in ("ranks", "rounds", "steps", "batch", "busy", "nice")}
     settings |= {"widths": arguments.widths, "parameters": count}
     figures = {
         "steps": [_step_json(way, found) for way, found in steps.items()],
@@ -68,6 +71,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--widths", type=counts, default=list(_WIDTHS), help="of the perceptron's layers, first and last included"
     )
+    add_arguments(parser)
     return parser.parse_args()
 
 

@@ -1,8 +1,11 @@
 // Helpers of the transports that are written in Python: arrays as memory, and the state of the system.
+#include <pybind11/stl.h>
+
 #include "base/error.h"
 #include "bindings/arrays.h"
 #include "bindings/bindings.h"
 #include "bindings/collectives.h"
+#include "transport/cores.h"
 #include "transport/memory.h"
 #include "transport/process.h"
 
@@ -58,6 +61,10 @@ const char* name_of(ProcessState state) {
 
 void bind_transport(py::module_& module) {
     module.def("process_state", [](int pid) { return name_of(state_of(pid)); }, py::arg("pid"));
+    module.def(
+        "have_a_core_each",
+        [](const std::vector<pid_t>& peers, const std::string& root) { return have_a_core_each(peers, root); },
+        py::arg("peers"), py::arg("root") = "");
     module.def(
         "available_memory", [](const std::string& root) { return available_memory(root); }, py::arg("root") = "");
     py::class_<HostArray>(module, "HostArray", py::buffer_protocol())

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from pycomm.counting import GradientCounter
 from pycomm.reducer.uncovered import Uncovered
 from pycomm.torch_internals import accumulation_hooks
 
@@ -110,13 +111,21 @@ def step_hook(check: Callable[[], None], begin: Callable[[], None]) -> Callable[
 
 
 class GradientHook:
-    """Hook that calls ``method(owner, slot)`` when the gradient of ``param`` has been accumulated.
+    """Hook that calls ``method(owner, slot)`` when the gradient of ``param`` has been accumulated, or counts it.
 
-    Both references are weak: the garbage collector does not see a parameter's hooks, so it would never
-    collect a cycle that runs through them.
+    It counts, with ``counter``, where nothing else is to be done. Both references are weak: the garbage collector
+    does not see a parameter's hooks, so it would never collect a cycle that runs through them.
     """
 
-    def __init__(self, owner: Any, method: Callable[[Any, Any], None], slot: Any, param: torch.Tensor) -> None:
+    def __init__(
+        self,
+        owner: Any,
+        method: Callable[[Any, Any], None],
+        slot: Any,
+        param: torch.Tensor,
+        counter: GradientCounter,
+    ) -> None:
+        self._count = counter.count
         self._owner, self._slot, self._method = weakref.ref(owner), weakref.ref(slot), method
         self._name = slot.name
         _drop_orphans(param)
@@ -124,6 +133,8 @@ class GradientHook:
         self._handle = register(self)
 
     def __call__(self, _param: torch.Tensor) -> None:
+        if not torch.compiler.is_compiling() and self._count():
+            return
         owner, slot = self._owner(), self._slot()
         if owner is None or slot is None:
             raise RuntimeError(

@@ -217,8 +217,7 @@ class BackupEngine(SurvivingEngine):
                 return
             for flight in self.table.flights:
                 flight.measured = False
-                for slot in flight.slots:
-                    slot.fired = 0
+                flight.counts.begin_pass()
 
     def take(self, slot: Slot) -> None:
         """Note that the gradient of ``slot`` has been accumulated; launch what is ready, unless it is too late."""
@@ -227,6 +226,10 @@ class BackupEngine(SurvivingEngine):
                 slot.fire()
             else:
                 super().take(slot)
+
+    def may_count(self) -> bool:
+        """Return whether hooks may count by themselves: never, as another thread launches too."""
+        return False
 
     def launch_rest(self) -> None:
         """Launch the remaining buckets, in order, and the commit after them, unless that has been done."""

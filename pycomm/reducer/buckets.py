@@ -12,6 +12,7 @@ from pycomm.bucket import Bucket, HasGradient
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression, NoCompression
 from pycomm.compression.base import Exchange, Flag, State
+from pycomm.counting import GradientCounter, GradientCounts, PassGate
 from pycomm.layout import on_gpu
 from pycomm.reducer.autograd_hooks import GradientHook
 from pycomm.reducer.sharded import LocalGradient
@@ -32,10 +33,6 @@ class Slot:
     flight: BucketInFlight | None = None
     index: int = 0
     """Index of the parameter in its bucket."""
-    expected: int = 0
-    """Number of times its gradient is accumulated in one pass; 0 until one pass has been seen."""
-    fired: int = 0
-    """Number of times its gradient has been accumulated in this pass."""
     version: int = -1
     """Version counter of the averaged gradient when it was handed out."""
     hook: GradientHook | None = None
@@ -54,6 +51,16 @@ class Slot:
         self.owner = self.param if self.sharded is None else self.sharded
 
     @property
+    def fired(self) -> int:
+        """Number of times its gradient has been accumulated in this pass."""
+        return 0 if self.flight is None else self.flight.counts.fired(self.index)
+
+    @property
+    def expected(self) -> int:
+        """Number of times its gradient is accumulated in one pass; 0 until one pass has been seen."""
+        return 0 if self.flight is None else self.flight.counts.expected(self.index)
+
+    @property
     def local(self) -> torch.Tensor:
         """The parameter, or this rank's part of it."""
         return self.param if self.sharded is None else local_of(self.param)
@@ -65,14 +72,17 @@ class Slot:
         assert self.param.grad is not None
         return version_of(self.param.grad)
 
+    def counter(self, gate: PassGate) -> GradientCounter:
+        """Return what counts its gradients while ``gate`` is open, unless each of them is to be looked at."""
+        assert self.flight is not None
+        return GradientCounter(gate, self.flight.counts, self.index, is_plain=self.sharded is None)
+
     def fire(self) -> None:
         """Note that its gradient has been accumulated once more; lay it over the mesh as the parameter is."""
-        self.fired += 1
+        assert self.flight is not None
+        self.flight.counts.note(self.index)
         if self.sharded is not None:
             self.sharded.match(self.name)
-        flight = self.flight
-        if self.fired == self.expected and flight is not None and flight.num_awaited is not None:
-            flight.num_awaited -= 1
 
     def adopt(self) -> None:
         """Move ``.grad`` into the bucket, so that later passes of this window accumulate there."""
@@ -122,30 +132,32 @@ class BucketInFlight:
     measured: bool = False
     """Whether ``squares`` is of this step."""
     norm_scratch: kernels.Scratch = field(default_factory=kernels.Scratch)
-    num_awaited: int | None = None
-    """Number of gradients still missing in this pass; ``None`` until one pass has shown how often each comes."""
+    counts: GradientCounts = field(init=False)
+    """How often each gradient has been accumulated in this pass."""
+
+    def __post_init__(self) -> None:
+        self.counts = GradientCounts(len(self.slots))
 
     def begin_pass(self) -> None:
         """Expect the gradients of another pass."""
         self.measured = False
-        known = True
-        for slot in self.slots:
-            slot.fired = 0
-            known = known and slot.expected > 0
-        self.num_awaited = len(self.slots) if known else None
+        self.counts.begin_pass()
         self.bucket.repair()
         self.bucket.leave_to_users()
 
     def ready(self) -> bool:
-        """Return whether all gradients have arrived."""
-        return self.num_awaited == 0
+        """Return whether all gradients have arrived; not before one pass has shown how often each comes."""
+        return self.counts.is_complete()
 
     def hand_out(self, finite: Flag) -> None:
         """Commit the exchange's state if ``finite``, and make the averages ``.grad``."""
         self.exchange.finish(finite)
         self.bucket.repair()
         for slot, view, used in zip(self.slots, self.bucket.views, self.exchange.used(), strict=True):
-            slot.owner.grad = view if used else None
+            if not used:
+                slot.owner.grad = None
+            elif slot.owner.grad is not view:  # which most are since their bucket was launched
+                slot.owner.grad = view
             slot.version = version_of(view)
         self.bucket.note_handed_out()
 

@@ -11,13 +11,13 @@ import torch
 
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag, Scaling, State
-from pycomm.errors import CommError
 from pycomm.reducer import norms
 from pycomm.reducer.answers import Answers
 from pycomm.reducer.arrivals import Waits
 from pycomm.reducer.buckets import BucketInFlight, Slot
-from pycomm.reducer.gradient_checks import require_no_average, require_sendable
+from pycomm.reducer.gradient_checks import gradients_of, require_no_average, require_sendable
 from pycomm.reducer.module_buffers import BufferSync
+from pycomm.reducer.occasions import Occasions
 from pycomm.reducer.parameters import ParameterTable
 from pycomm.reducer.progress import Progress
 from pycomm.reducer.replicas import ReplicaCheck
@@ -30,7 +30,7 @@ from pycomm.transport.gpu import GpuWork
 from pycomm.worker import Work
 
 
-class Engine(Answers):
+class Engine(Answers, Occasions):
     """Engine that sends the gradients of one window, bucket by bucket, in the same order on all ranks.
 
     A bucket is launched, handed to the communication thread, which packs and exchanges it, when all its
@@ -109,28 +109,18 @@ class Engine(Answers):
             late.show_bucket()
         if self.table.on_gpu:
             flight.producers.add(self.communicator.channel.current_stream(self.table.device))
-        if not self.window.is_open:
-            require_no_average(slot, self.settings)
         if not self.window.sending:
+            if not self.window.is_open:
+                require_no_average(slot, self.settings)
             slot.adopt()
         elif slot.expected and self.window.sends_early(self.table.shards):
             self._launch_ready()
 
-    def open_door(self) -> None:
-        """Let in a newcomer that waits, if ranks may come later."""
-
-    def stand_in(self) -> None:
-        """Prepare to go on without this rank's gradients in the next step, if it need not be waited for."""
-
-    def stand_down(self) -> None:
-        """Let operations of the main thread come before the next step again; see :meth:`stand_in`."""
-
-    def give_up(self) -> None:
-        """Let go of the step that is under way, as this rank takes part no more."""
-
-    def recover(self, error: CommError) -> bool:
-        """Raise ``error``, after which nothing goes on here."""
-        raise error
+    def may_count(self) -> bool:
+        """Return whether hooks may count further gradients of this pass without :meth:`take`, until one is missing."""
+        if self.table.on_gpu or not self.window.sending or self._late is not None:
+            return False
+        return not self._next_is_ready()
 
     def drop_launched(self) -> None:
         """Forget a pass that ended with an exception; only if no other rank waits for the rest of it."""
@@ -147,9 +137,12 @@ class Engine(Answers):
         firing = self.firing
         if firing is not None and firing.hook is not None and not firing.hook.is_last(firing.param):
             return  # a later hook may still change this gradient; launched with the next one, or at the end
+        while self._next_is_ready():
+            self._launch(self.table.flights[self._num_launched])
+
+    def _next_is_ready(self) -> bool:
         flights = self.table.flights
-        while self._num_launched < len(flights) and flights[self._num_launched].ready():
-            self._launch(flights[self._num_launched])
+        return self._num_launched < len(flights) and flights[self._num_launched].ready()
 
     def launch_rest(self) -> None:
         """Launch the remaining buckets, in order."""
@@ -167,7 +160,9 @@ class Engine(Answers):
             self.waits.arrive(self.progress.num_reductions)
         weights = self.window.weights
         if grads is None:
-            grads = [None if weights.is_zero else slot.owner.grad for slot in flight.slots]
+            grads = gradients_of(flight, self.settings, is_first_pass=not self.window.is_open)
+            if weights.is_zero:
+                grads = [None] * len(grads)
         if weights.in_use and self.table.on_gpu:
             weights.relative()  # waits on the host here, so that the job does not have to
         job = self._exchange_of(flight, grads, self._num_launched)

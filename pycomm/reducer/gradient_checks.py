@@ -1,8 +1,10 @@
-"""Checks of a gradient in its hook, before it is averaged."""
+"""Checks of gradients before they are averaged."""
 
 from __future__ import annotations
 
-from pycomm.reducer.buckets import Slot
+import torch
+
+from pycomm.reducer.buckets import BucketInFlight, Slot
 from pycomm.reducer.settings import Settings
 
 
@@ -23,19 +25,44 @@ def require_sendable(slot: Slot) -> None:
         )
 
 
+def gradients_of(flight: BucketInFlight, settings: Settings, is_first_pass: bool) -> list[torch.Tensor | None]:
+    """Return the gradients that the parameters of ``flight`` have, checked: hooks that count have looked at nothing.
+
+    Args:
+        flight: bucket that is about to be sent.
+        settings: of the attach.
+        is_first_pass: whether this is the first pass of the window.
+
+    Raises:
+        RuntimeError, ValueError: see :func:`require_sendable` and :func:`require_no_average`.
+    """
+    grads = [slot.owner.grad for slot in flight.slots]
+    for slot, grad in zip(flight.slots, grads, strict=True):
+        if (grad is None and slot.fired > 0) or (grad is not None and grad.is_sparse):
+            require_sendable(slot)
+    if is_first_pass and not _is_linear(settings):
+        for slot, grad, view in zip(flight.slots, grads, flight.bucket.views, strict=True):
+            if grad is view and slot.fired > 0:
+                require_no_average(slot, settings)
+    return grads
+
+
+def _is_linear(settings: Settings) -> bool:
+    return settings.average and not settings.compression.transactional and settings.clip_local_norm is None
+
+
 def require_no_average(slot: Slot, settings: Settings) -> None:
     """Raise RuntimeError if the first pass of a window has accumulated into an average that was handed out.
 
     The mean over the ranks of an average plus a fresh gradient is correct; its sum, and error feedback of
     it, are meaningless.
     """
-    linear = settings.average and not settings.compression.transactional and settings.clip_local_norm is None
-    if linear or slot.fired > 1:
+    if _is_linear(settings):
         return
     grad, flight = slot.owner.grad, slot.flight
     assert grad is not None
     assert flight is not None
-    if grad is flight.bucket.views[slot.index] and slot.grad_version() == slot.version + 1:
+    if grad is flight.bucket.views[slot.index] and slot.grad_version() == slot.version + slot.fired:
         raise RuntimeError(
             f"backward() ran again on the averaged gradient of {slot.name!r}. Several passes of one step need "
             "attach(..., accumulate=n); a pass that is not a step of this optimizer (a generator's through its "

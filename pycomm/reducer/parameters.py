@@ -119,7 +119,9 @@ class ParameterTable:
 
     def has_new(self) -> bool:
         """Return whether parameters were added by ``add_param_group`` or unfrozen, which :meth:`find_new` finds."""
-        return bool(self._added() or self.unfrozen())
+        if self.unfrozen():
+            return True
+        return not (self._slots.keys() | self._frozen.keys()).issuperset(map(id, optimizer_parameters(self.optimizer)))
 
     def _added(self) -> list[torch.Tensor]:
         return [p for p in optimizer_parameters(self.optimizer) if not self.knows(p)]

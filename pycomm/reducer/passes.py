@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from pycomm.counting import PassGate
 from pycomm.errors import CommError
 from pycomm.reducer.autograd_hooks import GradientHook, ModelHooks
 from pycomm.reducer.backward import BackwardWatch
@@ -37,6 +38,7 @@ class Passes:
         self._engine, self._table, self._window, self._progress = engine, engine.table, engine.window, engine.progress
         self._watch = BackwardWatch(self._begin, self._all_gradients_arrived, self._end, self._failed)
         self._local = LocalPasses()
+        self._gate = PassGate(current_graph_task)
         self._hooks: list[GradientHook] = []
         self.model_hooks: ModelHooks | None = None
         self.stopped = ""
@@ -47,7 +49,7 @@ class Passes:
         """Give ``slots`` buckets, and listen to their gradients."""
         self._table.make_buckets(slots, self._engine.lanes, self._settings)
         for slot in slots:
-            slot.hook = GradientHook(self, Passes._on_gradient, slot, slot.param)
+            slot.hook = GradientHook(self, Passes._on_gradient, slot, slot.param, slot.counter(self._gate))
             self._hooks.append(slot.hook)
 
     def unhook(self) -> None:
@@ -83,6 +85,7 @@ class Passes:
                 "paused() inside an accumulation window: its gradients would be mixed; call flush() first"
             )
         self._local.depth += 1
+        self._gate.close()
         try:
             yield
         finally:
@@ -123,6 +126,10 @@ class Passes:
             raise
         finally:
             self._engine.firing = None
+        if self._engine.may_count():
+            self._gate.open()
+        else:
+            self._gate.close()
 
     def _begin(self) -> None:
         self.forget_abandoned()
@@ -132,14 +139,19 @@ class Passes:
         self._engine.begin_pass()
 
     def _all_gradients_arrived(self) -> None:
-        if self._window.sending:
-            # Known buckets first, before _end looks for new parameters: ranks may differ in how many buckets they
-            # have launched by now, but not in their order.
+        if not self._window.sending:
+            return
+        # Known buckets first, before _end looks for new parameters: ranks may differ in how many buckets they have
+        # launched by now, but not in their order.
+        try:
             self._engine.launch_rest()
+        except (RuntimeError, ValueError) as error:
+            self._stop(error)
+            raise
 
     def _end(self) -> None:
-        for slot in self._table.slots():
-            slot.expected = max(slot.expected, slot.fired)
+        for flight in self._table.flights:
+            flight.counts.end_pass()
         self._window.end_pass()
         if self._window.sending:
             self.find_new_parameters()

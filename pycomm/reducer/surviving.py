@@ -57,6 +57,10 @@ class SurvivingEngine(Engine):
         else:
             super().take(slot)
 
+    def may_count(self) -> bool:
+        """Return whether hooks may count by themselves; see :meth:`Engine.may_count`."""
+        return not self._is_idle and super().may_count()
+
     def _launch(self, flight: BucketInFlight, grads: list[torch.Tensor | None] | None = None) -> None:
         # What was kept of the last step goes only now. If all went when that step ended, the allocator would give the
         # pages back, and autograd would touch new ones in every step.

@@ -9,9 +9,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from pycomm.reducer.buckets import Slot
+from pycomm.reducer.engine import Engine
 from tests.on_ranks import on_ranks
 from tests.reducer.attaching import assert_replicas_equal, attached, rank_and_size
-from tests.reducer.models import average_gradients, batch_of, close, loss_of, losses_at, make_model
+from tests.reducer.models import average_gradients, batch_of, close, loss_of, losses_at, make_model, sgd
 
 
 class Tied(nn.Module):
@@ -50,6 +52,37 @@ def test_shared_parameters_and_checkpointing(checkpointed: bool, reentrant: bool
             optimizer.step()
             assert reducer.stats()["steps"] == step + 1
         assert_replicas_equal(model)
+
+
+@on_ranks(2)
+def test_most_gradients_of_many_are_only_counted() -> None:
+    """Each of them counts; in Python, the first one of a pass is dealt with, and those that complete buckets."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(40))).double()
+    plain = nn.Sequential(*(nn.Linear(8, 8) for _ in range(40))).double()
+    plain.load_state_dict(model.state_dict())
+    rank, size = rank_and_size()
+    taken: list[Slot] = []
+    take = Engine.take
+
+    def note_and_take(engine: Engine, slot: Slot) -> None:
+        taken.append(slot)
+        take(engine, slot)
+
+    with pytest.MonkeyPatch.context() as patch, attached(sgd(model), model, bucket_mb=0.008) as reducer:
+        patch.setattr(Engine, "take", note_and_take)
+        for step in range(4):
+            taken.clear()
+            model.zero_grad()
+            (model(torch.ones(2, 8).double()).sum() * (rank + step)).backward()
+            plain.zero_grad()
+            (plain(torch.ones(2, 8).double()).sum() * (step + (size - 1) / 2)).backward()
+            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                assert q.grad is not None
+                close(p.grad, q.grad)
+            num_buckets = reducer.stats()["num_buckets"]
+            assert len(taken) == 80 if step == 0 else len(taken) <= 1 + 2 * num_buckets
+            assert 1 < num_buckets < 10
 
 
 @on_ranks(2)

@@ -60,6 +60,7 @@ void Call::post_announcement(Operation mine) {
 void Call::announce(Operation mine) {
     post_announcement(mine);
     await_all();
+    is_under_way_ = true;
     take_announcements(mine);
     compare();
 }
@@ -94,7 +95,7 @@ void Call::await_all() {
     for (int p = 0; p < size(); ++p) {
         if (has_arrived(p)) continue;
         next_look_ = kFirstLookSeconds;
-        wait_until_reached(clock_of(p), group_.clock_, [&](double waited) { check(p, waited); });
+        wait_until_reached(clock_of(p), group_.clock_, [&](double waited) { check(p, waited); }, patience());
         control(rank()).awaited.store(-1, std::memory_order_relaxed);
     }
     require_nobody_gave_up();
@@ -121,7 +122,7 @@ void Call::end_messages() {
 void Call::await_messages(const std::function<int()>& peer, const std::function<bool()>& done) {
     const Bell bell = bell_of(rank());
     next_look_ = kFirstLookSeconds;
-    wait_until({bell.rings, bell.sleepers}, done, [&](double waited) { check(peer(), waited); });
+    wait_until({bell.rings, bell.sleepers}, done, [&](double waited) { check(peer(), waited); }, patience());
     control(rank()).awaited.store(-1, std::memory_order_relaxed);
 }
 
@@ -178,6 +179,7 @@ void Call::check(int waiting_for, double waited) {
 // A process that dumps its core keeps its connections until that is written.
 void Call::look_at_processes(double waited) {
     next_look_ = waited + kLookSeconds;
+    group_.look_at_cores();
     int stopped = -1;
     for (int p = 0; p < size(); ++p) {
         if (has_arrived(p)) continue;

@@ -49,6 +49,7 @@ struct Control {
     // One line: whoever polls the clock gets the announcement with it. Two announcements, used in turn: a rank writes
     // the next one while others still read the last.
     alignas(64) std::atomic<uint32_t> clock;
+    std::atomic<int32_t> core;  // on which this rank was when it advanced the clock
     Operation announced[2];
     alignas(64) std::atomic<uint32_t> sleepers;
     std::atomic<uint32_t> gave_up;
@@ -147,9 +148,10 @@ class Call {
     char* staging(int p, int64_t index) const {
         return group_.base(p) + kControlBytes + 2 * kMailboxBytes + index * kSegmentBytes;
     }
-    Clock clock_of(int p) const { return {control(p).clock, control(p).sleepers}; }
+    Clock clock_of(int p) const { return {control(p).clock, control(p).sleepers, control(p).core}; }
     Bell bell_of(int p) const { return {control(p).rings, control(p).listening}; }
     void await_all();
+    Patience& patience() { return is_under_way_ ? group_.between_steps_ : group_.for_others_; }
     void require_nobody_gave_up();
     void check(int waiting_for, double waited);
     void look_at_processes(double waited);
@@ -168,7 +170,8 @@ class Call {
     const char* name_;
     double timeout_;
     uint32_t slot_;
-    double next_look_;  // at the peers' processes, in seconds of waiting
+    bool is_under_way_ = false;  // all ranks have come
+    double next_look_;           // at the peers' processes, in seconds of waiting
     int stopped_ = -1;  // the first rank that was seen stopped at the last look, and how long this call had waited then
     double stopped_since_ = 0.0;
 };

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "transport/cores.h"
 #include "transport/process.h"
 #include "transport/shared_memory/call.h"
 #include "transport/shared_memory/messages.h"
@@ -49,6 +50,7 @@ SharedMemoryGroup::SharedMemoryGroup(int rank, std::shared_ptr<Arena> arena,
         bases_.push_back(p == rank ? arena_->data() : peers_[static_cast<size_t>(p)]->data());
         pids_.push_back(peer_of(sockets_[static_cast<size_t>(p)].get()));
     }
+    look_at_cores();
     control(rank).awaited = -1;
     messages_ = std::make_unique<Messages>(*this);
     watch_forks(this);
@@ -61,6 +63,15 @@ SharedMemoryGroup::~SharedMemoryGroup() {
 
 Control& SharedMemoryGroup::control(int p) const { return *reinterpret_cast<Control*>(base(p)); }
 
+void SharedMemoryGroup::look_at_cores() {
+    std::vector<pid_t> peers;
+    for (int p = 0; p < size_; ++p) {
+        if (p != rank_) peers.push_back(pids_[static_cast<size_t>(p)]);
+    }
+    const bool crowded = !have_a_core_each(peers);
+    for (Patience* each : {&for_others_, &between_steps_, &for_messages_}) each->set_crowded(crowded);
+}
+
 void SharedMemoryGroup::break_for_good(uint32_t failed_step, int failed_peer, const std::string& why) {
     if (!broken_.empty()) return;  // the first reason is the one to tell
     broken_ = why;
@@ -71,7 +82,7 @@ void SharedMemoryGroup::break_for_good(uint32_t failed_step, int failed_peer, co
     copy_text(mine.why, sizeof mine.why, why);
     mine.gave_up.store(1, std::memory_order_release);
     std::atomic_thread_fence(std::memory_order_seq_cst);  // before the caller writes over what others read
-    Clock{mine.clock, mine.sleepers}.wake();
+    Clock{mine.clock, mine.sleepers, mine.core}.wake();
 }
 
 void SharedMemoryGroup::after_fork_in_child() {

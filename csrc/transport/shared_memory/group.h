@@ -104,6 +104,7 @@ class SharedMemoryGroup : private ForkAware {
     char* base(int p) const { return bases_[static_cast<size_t>(p)]; }
     Control& control(int p) const;
     int name_of(int p) const { return p < 0 || names_.empty() ? p : names_[static_cast<size_t>(p)]; }
+    void look_at_cores();
     void lock_for_operation(std::unique_lock<std::mutex>& lock, const char* name);
     void break_for_good(uint32_t failed_step, int failed_peer, const std::string& why);
     void close_with_lock(const std::string& why);
@@ -124,6 +125,8 @@ class SharedMemoryGroup : private ForkAware {
     std::atomic<std::thread::id> busy_;  // the thread that holds it for an operation
     std::atomic<bool> closing_{false};   // ends the operation in progress
     std::atomic<double> stopped_patience_{std::numeric_limits<double>::infinity()};
+    // For ranks to begin an operation, to end a step of it, and for messages.
+    Patience for_others_, between_steps_, for_messages_;
     uint32_t clock_ = 0;                // steps this rank has taken
     uint32_t num_calls_ = 0;            // announcements made
     std::vector<Operation> announced_;  // all ranks', of the call in progress

@@ -102,23 +102,26 @@ void MessageWait::give_up_if_hopeless(const ReceiptPtr& receipt, double waited) 
 void MessageWait::for_message(const ReceiptPtr& receipt) {
     const Bell bell = messages_.bell_of(rank());
     auto done = [&] { return messages_.incoming_->progress(receipt.get()); };
-    wait_until({bell.rings, bell.sleepers}, done, [&](double waited) {
-        messages_.office(rank()).looks.fetch_add(1, std::memory_order_seq_cst);
-        const int src = messages_.incoming_->awaited(*receipt);
-        begin(src < 0 && size() == 2 ? 1 - rank() : src);
-        if (waited >= next_look_ || control(src < 0 ? rank() : src).gave_up.load(std::memory_order_acquire) != 0) {
-            next_look_ = waited + kLookSeconds;
-            give_up_if_hopeless(receipt, waited);
-            if (receipt->is_finished()) return;
-        }
-        require_usable();
-        if (waited > timeout_) {
-            std::string what = src < 0 ? "timed out waiting for a message of any rank"
-                                       : format("timed out waiting for rank %d%s", src, stopped(src).c_str());
-            throw failure(src, waited, what + format(" with tag %lld", static_cast<long long>(receipt->tag)));
-        }
-        let_signals_through();
-    });
+    wait_until(
+        {bell.rings, bell.sleepers}, done,
+        [&](double waited) {
+            messages_.office(rank()).looks.fetch_add(1, std::memory_order_seq_cst);
+            const int src = messages_.incoming_->awaited(*receipt);
+            begin(src < 0 && size() == 2 ? 1 - rank() : src);
+            if (waited >= next_look_ || control(src < 0 ? rank() : src).gave_up.load(std::memory_order_acquire) != 0) {
+                next_look_ = waited + kLookSeconds;
+                give_up_if_hopeless(receipt, waited);
+                if (receipt->is_finished()) return;
+            }
+            require_usable();
+            if (waited > timeout_) {
+                std::string what = src < 0 ? "timed out waiting for a message of any rank"
+                                           : format("timed out waiting for rank %d%s", src, stopped(src).c_str());
+                throw failure(src, waited, what + format(" with tag %lld", static_cast<long long>(receipt->tag)));
+            }
+            let_signals_through();
+        },
+        messages_.group_.for_messages_);
 }
 
 void MessageWait::for_room(int dst, int64_t cost) {
@@ -128,26 +131,30 @@ void MessageWait::for_room(int dst, int64_t cost) {
         messages_.incoming_->progress(nullptr);
         return messages_.outgoing_->reserve(cost);
     };
-    wait_until({bell.rings, bell.sleepers}, done, [&](double waited) {
-        messages_.office(rank()).looks.fetch_add(1, std::memory_order_seq_cst);
-        begin(dst);
-        require_usable();
-        const bool timed_out = waited > timeout_;
-        if (waited >= next_look_ || timed_out) {
-            next_look_ = waited + kLookSeconds;
-            if (auto found = gone(dst)) throw failure(found->peer, waited, found->what);
-            if (would_wait_for_ever(dst)) {
-                throw failure(dst, waited,
-                              what_is_buffered() + format("; rank %d does not take them: it waits for this rank", dst));
+    wait_until(
+        {bell.rings, bell.sleepers}, done,
+        [&](double waited) {
+            messages_.office(rank()).looks.fetch_add(1, std::memory_order_seq_cst);
+            begin(dst);
+            require_usable();
+            const bool timed_out = waited > timeout_;
+            if (waited >= next_look_ || timed_out) {
+                next_look_ = waited + kLookSeconds;
+                if (auto found = gone(dst)) throw failure(found->peer, waited, found->what);
+                if (would_wait_for_ever(dst)) {
+                    throw failure(
+                        dst, waited,
+                        what_is_buffered() + format("; rank %d does not take them: it waits for this rank", dst));
+                }
             }
-        }
-        if (timed_out) {
-            throw failure(dst, waited,
-                          what_is_buffered() +
-                              format("; timed out waiting for rank %d%s to take them", dst, stopped(dst).c_str()));
-        }
-        let_signals_through();
-    });
+            if (timed_out) {
+                throw failure(dst, waited,
+                              what_is_buffered() +
+                                  format("; timed out waiting for rank %d%s to take them", dst, stopped(dst).c_str()));
+            }
+            let_signals_through();
+        },
+        messages_.group_.for_messages_);
 }
 
 std::string MessageWait::what_is_buffered() const {

@@ -6,6 +6,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <climits>
 
 #include "base/time.h"
@@ -13,8 +14,14 @@
 namespace pycomm {
 namespace {
 
-constexpr int kPauses = 20;
-constexpr double kYieldSeconds = 200e-6;  // a sleep costs about 70 us to end
+constexpr int kLooks = 20;         // at first, without a look at the time
+constexpr int kPausesPerLook = 4;  // later
+// A sleep costs about 70 us to end: looking for three times as long is never much worse than sleeping at once.
+constexpr double kYieldSeconds = 200e-6;
+constexpr double kShortSeconds = 100e-6;  // waits that are worth pausing for
+constexpr double kPauseSeconds = 5e-3;    // longer than a time slice
+constexpr double kVainSeconds = 20e-6;    // where it would most likely be in vain
+constexpr double kLeastUsual = 1e-6, kStep = 1.1;
 constexpr long kSliceNanoseconds = 20'000'000;
 
 inline void pause_briefly() {
@@ -23,6 +30,11 @@ inline void pause_briefly() {
 #elif defined(__aarch64__)
     asm volatile("yield");
 #endif
+}
+
+bool is_first_thread() {
+    static thread_local const bool is_first = syscall(SYS_gettid) == getpid();
+    return is_first;
 }
 
 long futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const timespec* timeout) {
@@ -35,6 +47,7 @@ void Clock::wake() const { futex(&value, FUTEX_WAKE, INT_MAX, nullptr); }
 
 void Clock::post(uint32_t target) const {
     // Sequentially consistent on both sides: either the poster sees the sleeper or the sleeper sees the new value.
+    core.store(sched_getcpu(), std::memory_order_relaxed);
     value.store(target, std::memory_order_seq_cst);
     if (sleepers.load(std::memory_order_seq_cst) != 0) wake();
 }
@@ -45,18 +58,41 @@ void Bell::ring() const {
     futex(&rings, FUTEX_WAKE, INT_MAX, nullptr);
 }
 
-void wait_until(const WaitPoint& point, const std::function<bool()>& done, const std::function<void(double)>& check) {
-    for (int i = 0; i < kPauses; ++i) {
-        if (done()) return;
+double Patience::seconds(bool yields) const {
+    if (yields) return kYieldSeconds;
+    return usual_.load(std::memory_order_relaxed) < kShortSeconds ? kPauseSeconds : kVainSeconds;
+}
+
+void Patience::learn(double waited) {
+    const double before = std::max(usual_.load(std::memory_order_relaxed), kLeastUsual);
+    usual_.store(waited > before ? before * kStep : before / kStep, std::memory_order_relaxed);  // threads may race
+}
+
+void wait_until(const WaitPoint& point, const std::function<bool()>& done, const std::function<void(double)>& check,
+                Patience& patience) {
+    for (int i = 0; i < kLooks; ++i) {
+        if (done()) return patience.learn(0.0);
         pause_briefly();
     }
-    double start = monotonic_seconds();
-    do {
-        if (done()) return;
-        sched_yield();
-    } while (monotonic_seconds() - start < kYieldSeconds);
+    const double start = monotonic_seconds();
+    auto waited = [&] { return monotonic_seconds() - start; };
+    auto is_on_this_core = [&] {
+        return point.core != nullptr && point.core->load(std::memory_order_relaxed) == sched_getcpu();
+    };
+    const bool yields = patience.crowded() || !is_first_thread();
+    const double limit = patience.seconds(yields);
+    double next_yield = kYieldSeconds;  // the other one may have moved to this core since it was seen
+    for (double now = 0.0; now < limit; now = waited()) {
+        if (done()) return patience.learn(now);
+        if (yields || now >= next_yield || is_on_this_core()) {
+            sched_yield();
+            next_yield = now + kYieldSeconds;
+        } else {
+            for (int i = 0; i < kPausesPerLook; ++i) pause_briefly();
+        }
+    }
     while (!done()) {
-        check(monotonic_seconds() - start);
+        check(waited());
         point.sleepers.fetch_add(1, std::memory_order_seq_cst);
         uint32_t seen = point.word.load(std::memory_order_seq_cst);
         const bool is_done = done();
@@ -65,12 +101,14 @@ void wait_until(const WaitPoint& point, const std::function<bool()>& done, const
             futex(&point.word, FUTEX_WAIT, seen, &slice);
         }
         point.sleepers.fetch_sub(1, std::memory_order_seq_cst);
-        if (is_done) return;
+        if (is_done) break;
     }
+    patience.learn(waited());
 }
 
-void wait_until_reached(const Clock& clock, uint32_t target, const std::function<void(double)>& check) {
-    wait_until({clock.value, clock.sleepers}, [&] { return clock.reached(target); }, check);
+void wait_until_reached(const Clock& clock, uint32_t target, const std::function<void(double)>& check,
+                        Patience& patience) {
+    wait_until({clock.value, clock.sleepers, &clock.core}, [&] { return clock.reached(target); }, check, patience);
 }
 
 }  // namespace pycomm

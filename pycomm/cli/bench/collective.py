@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pycomm.cli.bench import report, table
+from pycomm.cli.bench.busy import busy
 from pycomm.cli.bench.kernels.command import WRONG
 from pycomm.cli.bench.measure import PLACES, Contender, Line, lines
 from pycomm.cli.bench.mpi import MPIS
@@ -101,9 +102,10 @@ def _conclude(settings: Settings, contenders: Sequence[Contender]) -> int:
     print(table.preamble(settings, devices))
     print(table.header(), flush=True)
     found: list[Line] = []
-    for line in lines(settings, ours, peers):
-        print(table.row(line), flush=True)
-        found.append(line)
+    with busy(settings.busy, settings.nice):
+        for line in lines(settings, ours, peers):
+            print(table.row(line), flush=True)
+            found.append(line)
     missing = [note for who in contenders for note in who.missing]
     if not found:
         print(f"pycomm bench: {missing[0]}", file=sys.stderr)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm.cli.arguments import integer
+from pycomm.cli.bench import busy
 from pycomm.cli.bench.mpi import MPIS, NotInstalledError
 from pycomm.cli.bench.operations import DTYPES, REDUCTIONS, Case, Operation
 from pycomm.cli.bench.rank import COMMUNICATOR
@@ -38,6 +39,7 @@ class Settings:
         sizes: bytes, ascending. cases: what to measure, in the order of the table.
         calls, warmups: of a turn, ``None`` to let them go by the size. checks: how often results are verified.
         launched: whether the ranks are there already.
+        busy, nice: how many processes compute meanwhile, and at what niceness.
         min_busbw: average that is wanted, in GB/s; ``None`` for no check.
     """
 
@@ -60,6 +62,8 @@ class Settings:
     output: Path | None
     min_busbw: float | None
     step: str
+    busy: int
+    nice: int
 
     @property
     def cases(self) -> Iterator[Case]:
@@ -114,6 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser, operation: Operation) -> None
         help="a backend of torch, communicator, or an MPI (default pycomm)",
     )
     add("--peers", type=_names, default=(), metavar="NAMES", help="what it is compared with: gloo,mpich,openmpi,nccl")
+    busy.add_arguments(parser)
     add("--min-busbw", type=_bandwidth, metavar="GB/S", help="fail if the average is more than 10 %% below this")
     parser.set_defaults(parser=parser, operation=operation)
 
@@ -151,6 +156,8 @@ def settings_of(arguments: argparse.Namespace, launched: int | None) -> Settings
         output=arguments.output_file,
         min_busbw=_min_busbw(arguments.min_busbw),
         step=step,
+        busy=arguments.busy,
+        nice=arguments.nice,
     )
     _check_memory(settings)
     return settings

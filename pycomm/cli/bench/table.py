@@ -26,8 +26,10 @@ def preamble(settings: Settings, devices: Sequence[Device]) -> str:
         f"warmup iters: {settings.warmups_of(next(settings.cases))} iters: {settings.calls_of(next(settings.cases))} "
         f"agg iters: 1 validation: {settings.checks} graph: 0",
         "#",
-        "# Using devices",
     ]
+    if settings.busy:
+        lines += [f"# beside {settings.busy} processes that compute, niceness {settings.nice}", "#"]
+    lines.append("# Using devices")
     for found in devices:
         lines.append(
             f"#  Rank {found['rank']:>2} Group {found['group']:>2} Pid {found['pid']:>6} on {found['hostname']:>10} "

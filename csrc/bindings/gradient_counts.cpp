@@ -1,0 +1,123 @@
+// Counts of gradients as they are accumulated: with many small parameters, most of the time of a hook would be
+// Python's.
+#include <algorithm>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "bindings/bindings.h"
+
+namespace pycomm {
+
+namespace py = pybind11;
+
+namespace {
+
+// Open during one backward pass: within it hooks may count by themselves.
+class PassGate {
+   public:
+    // current_task: returns the number of the backward pass that runs on this thread, -1 outside one.
+    explicit PassGate(py::object current_task) : current_task_(std::move(current_task)) {}
+
+    void open() { task_ = current(); }
+    void close() { task_ = kClosed; }
+    bool is_open() const { return task_ >= 0 && task_ == current(); }
+
+   private:
+    static constexpr int64_t kClosed = -2;
+
+    int64_t current() const {
+        auto task = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(current_task_.ptr()));
+        const int64_t number = task ? PyLong_AsLongLong(task.ptr()) : -1;
+        if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+        return number;
+    }
+
+    py::object current_task_;
+    int64_t task_ = kClosed;
+};
+
+// How often each gradient of a bucket has been accumulated in this pass, and how often it is.
+class GradientCounts {
+   public:
+    explicit GradientCounts(size_t num_gradients) : counts_(num_gradients) {}
+
+    void begin_pass() {
+        const bool known = std::all_of(counts_.begin(), counts_.end(), [](const Count& c) { return c.expected > 0; });
+        for (Count& count : counts_) count.fired = 0;
+        missing_ = known ? static_cast<int64_t>(counts_.size()) : kUnknown;
+    }
+    void end_pass() {
+        for (Count& count : counts_) count.expected = std::max(count.expected, count.fired);
+    }
+    void note(size_t index) {
+        Count& count = at(index);
+        if (++count.fired == count.expected && missing_ > 0) --missing_;
+    }
+    // Counts it, unless that is all that is expected of it, or it is the last one that is missing.
+    bool note_if_plain(size_t index) {
+        const Count& count = at(index);
+        if (count.fired >= count.expected) return false;
+        if (count.fired + 1 == count.expected && missing_ <= 1) return false;
+        note(index);
+        return true;
+    }
+    bool is_complete() const { return missing_ == 0; }
+    int64_t fired(size_t index) const { return at(index).fired; }
+    int64_t expected(size_t index) const { return at(index).expected; }
+
+   private:
+    static constexpr int64_t kUnknown = -1;
+    struct Count {
+        int64_t fired = 0, expected = 0;
+    };
+
+    Count& at(size_t index) {
+        if (index >= counts_.size()) throw ArgumentError("index is beyond the bucket's gradients");
+        return counts_[index];
+    }
+    const Count& at(size_t index) const { return const_cast<GradientCounts*>(this)->at(index); }
+
+    std::vector<Count> counts_;
+    int64_t missing_ = kUnknown;
+};
+
+// Counter of one gradient, for its hook.
+class GradientCounter {
+   public:
+    GradientCounter(std::shared_ptr<PassGate> gate, std::shared_ptr<GradientCounts> counts, size_t index, bool is_plain)
+        : gate_(std::move(gate)), counts_(std::move(counts)), index_(index), is_plain_(is_plain) {}
+
+    // Whether that is all there is to do about it now.
+    bool count() { return is_plain_ && gate_->is_open() && counts_->note_if_plain(index_); }
+
+   private:
+    std::shared_ptr<PassGate> gate_;
+    std::shared_ptr<GradientCounts> counts_;
+    size_t index_;
+    bool is_plain_;
+};
+
+}  // namespace
+
+void bind_gradient_counts(py::module_& module) {
+    py::class_<PassGate, std::shared_ptr<PassGate>>(module, "PassGate")
+        .def(py::init<py::object>(), py::arg("current_task"))
+        .def("open", &PassGate::open)
+        .def("close", &PassGate::close);
+    py::class_<GradientCounts, std::shared_ptr<GradientCounts>>(module, "GradientCounts")
+        .def(py::init<size_t>(), py::arg("num_gradients"))
+        .def("begin_pass", &GradientCounts::begin_pass)
+        .def("end_pass", &GradientCounts::end_pass)
+        .def("note", &GradientCounts::note, py::arg("index"))
+        .def("is_complete", &GradientCounts::is_complete)
+        .def("fired", &GradientCounts::fired, py::arg("index"))
+        .def("expected", &GradientCounts::expected, py::arg("index"));
+    py::class_<GradientCounter>(module, "GradientCounter")
+        .def(py::init<std::shared_ptr<PassGate>, std::shared_ptr<GradientCounts>, size_t, bool>(), py::arg("gate"),
+             py::arg("counts"), py::arg("index"), py::arg("is_plain"))
+        .def("count", &GradientCounter::count);
+}
+
+}  // namespace pycomm

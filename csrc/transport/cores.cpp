@@ -1,0 +1,112 @@
+#include "transport/cores.h"
+
+#include <sched.h>
+
+#include <cmath>
+#include <fstream>
+#include <limits>
+#include <string>
+
+#include "transport/control_groups.h"
+
+namespace pycomm {
+namespace {
+
+constexpr size_t kMostCores = 8192;
+using Cores = std::vector<bool>;
+
+Cores cores_of(pid_t pid) {
+    cpu_set_t* set = CPU_ALLOC(kMostCores);
+    const size_t num_bytes = CPU_ALLOC_SIZE(kMostCores);
+    Cores out;
+    if (set == nullptr) return out;
+    CPU_ZERO_S(num_bytes, set);
+    if (sched_getaffinity(pid, num_bytes, set) == 0) {
+        for (size_t core = 0; core < kMostCores; ++core) {
+            if (!CPU_ISSET_S(core, num_bytes, set)) continue;
+            out.resize(core + 1, false);
+            out[core] = true;
+        }
+    }
+    CPU_FREE(set);
+    return out;
+}
+
+// Gives process i a core that no other has, moving others if need be (augmenting paths).
+bool find_core(const std::vector<Cores>& usable, size_t i, std::vector<int>& owner, std::vector<bool>& tried) {
+    for (size_t core = 0; core < usable[i].size(); ++core) {  // most often there is a free one
+        if (!usable[i][core] || owner[core] >= 0) continue;
+        owner[core] = static_cast<int>(i);
+        return true;
+    }
+    for (size_t core = 0; core < usable[i].size(); ++core) {
+        if (!usable[i][core] || tried[core]) continue;
+        tried[core] = true;
+        if (!find_core(usable, static_cast<size_t>(owner[core]), owner, tried)) continue;
+        owner[core] = static_cast<int>(i);
+        return true;
+    }
+    return false;
+}
+
+bool fit_their_affinities(const std::vector<pid_t>& peers) {
+    const Cores own = cores_of(0);
+    std::vector<Cores> usable = {own};
+    size_t most = own.size();
+    for (pid_t pid : peers) {
+        Cores theirs = pid > 0 ? cores_of(pid) : own;
+        usable.push_back(theirs.empty() ? own : theirs);
+        most = std::max(most, usable.back().size());
+    }
+    std::vector<int> owner(most, -1);
+    for (size_t i = 0; i < usable.size(); ++i) {
+        std::vector<bool> tried(most, false);
+        if (!find_core(usable, i, owner, tried)) return false;
+    }
+    return true;
+}
+
+// Cores' worth of time that the control groups of a process leave, and which ones those are.
+struct Limit {
+    double cores = std::numeric_limits<double>::infinity();
+    std::string group;  // that limits it
+};
+
+double cores_in(const std::string& directory, bool is_unified) {
+    double quota = -1.0, period = 0.0;
+    if (is_unified) {
+        std::ifstream file(directory + "/cpu.max");
+        if (!(file >> quota >> period)) return std::numeric_limits<double>::infinity();  // "max" is no number
+    } else {
+        quota = static_cast<double>(number_in(directory + "/cpu.cfs_quota_us"));
+        period = static_cast<double>(number_in(directory + "/cpu.cfs_period_us"));
+    }
+    return quota > 0 && period > 0 ? quota / period : std::numeric_limits<double>::infinity();
+}
+
+Limit limit_of(const std::string& root, const std::string& pid) {
+    Limit least;
+    for_each_control_group(root, pid, "cpu", [&](const std::string& directory, bool is_unified) {
+        const double cores = cores_in(directory, is_unified);
+        if (cores < least.cores) least = {cores, directory};
+    });
+    return least;
+}
+
+bool fit_their_control_groups(const std::vector<pid_t>& peers, const std::string& root) {
+    const Limit own = limit_of(root, "self");
+    if (std::isinf(own.cores)) return true;
+    int members = 1;
+    for (pid_t pid : peers) {
+        if (pid <= 0 || limit_of(root, std::to_string(pid)).group == own.group) ++members;
+    }
+    return members <= own.cores;
+}
+
+}  // namespace
+
+bool have_a_core_each(const std::vector<pid_t>& peers, const std::string& root) {
+    return fit_their_affinities(peers) && fit_their_control_groups(peers, root);
+}
+
+}  // namespace pycomm
