@@ -121,8 +121,9 @@ def build_info() -> dict[str, Any]:
     """How this build came about.
 
     Returns:
-        ``version``; ``cuda``: the toolkit's version, ``None`` if built without; ``nccl``: the version
-        of the NCCL that would be used, ``None`` if there is none; ``simd``: the instruction set in use
+        ``version``; ``cuda``: the toolkit's version, ``None`` if built without; ``cuda_architectures``: what its
+        kernels were compiled for, as CMake names it, or ``None``; ``nccl``: the version of the NCCL that would
+        be used, ``None`` if there is none; ``simd``: the instruction set in use
         ("avx512", "avx2", "baseline"); ``compiler``.
     """
     nccl = nccl_version()

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-pybind11 = pytest.importorskip("pybind11")
 ROOT = Path(__file__).parent.parent
 CMAKE = shutil.which("cmake")
 
 
 def configure(build: Path, path: str, **variables: str) -> str:
     """Return what CMake says when it is to build with CUDA."""
+    pybind11 = pytest.importorskip("pybind11")
     assert CMAKE is not None
     version = {f"SKBUILD_PROJECT_{name}": value for name, value in {"NAME": "pycomm", "VERSION": "0.1.0"}.items()}
     settings = {**version, "pybind11_DIR": pybind11.get_cmake_dir(), "PYCOMM_CUDA": "ON"}
@@ -40,3 +40,34 @@ def test_a_compiler_that_is_not_on_path(variable: str, tmp_path: Path) -> None:
     said = configure(tmp_path / "build", path, **{variable: str(tmp_path / "toolkit")})
     assert asked.exists(), said
     assert "PYCOMM_CUDA=ON, but no CUDA compiler was found" in said
+
+
+def architectures(folder: Path, gpus: str, known: str) -> str:
+    """Return what is compiled for where nvidia-smi, unless that is empty, says ``gpus``, and nvcc knows ``known``."""
+    assert CMAKE is not None
+    for name, says in {"nvidia-smi": gpus, "nvcc": known}.items():
+        program = folder / name
+        program.unlink(missing_ok=True)
+        if says:
+            program.write_text(f"#!/bin/sh\nprintf '{says}'\n")
+            program.chmod(0o755)
+    script = folder / "script.cmake"
+    script.write_text(
+        f"include({ROOT}/csrc/device/architectures.cmake)\n"
+        f'pycomm_architectures(found "{folder}/nvcc")\nmessage(STATUS "${{found}}")\n'
+    )
+    done = subprocess.run(
+        [CMAKE, "-P", str(script)], env={"PATH": str(folder)}, capture_output=True, text=True, timeout=60, check=True
+    )
+    return done.stdout.removeprefix("-- ").strip()
+
+
+@pytest.mark.skipif(CMAKE is None, reason="needs cmake")
+def test_what_is_compiled_for(tmp_path: Path) -> None:
+    known = "compute_75\\ncompute_80\\ncompute_90\\ncompute_100\\n"
+    assert architectures(tmp_path, "9.0\\n", known) == "90-real"
+    assert architectures(tmp_path, "8.0\\n9.0\\n8.0\\n", known) == "80-real;90-real"
+    assert architectures(tmp_path, "12.0\\n", known) == "100-virtual", "newer than the compiler"
+    assert architectures(tmp_path, "8.9\\n", known) == "80-virtual"
+    assert architectures(tmp_path, "", known) == "all-major", "there is no nvidia-smi"
+    assert architectures(tmp_path, "No devices were found\\n", known) == "all-major"

@@ -67,7 +67,7 @@ def test_what_is_returned_is_exported() -> None:
 
 def test_build_info() -> None:
     info = pycomm.build_info()
-    assert info.keys() == {"version", "cuda", "nccl", "simd", "compiler"}
+    assert info.keys() == {"version", "cuda", "cuda_architectures", "nccl", "simd", "compiler"}
     assert info["version"] == pycomm.__version__ == metadata.version("pycomm-torch")
     assert resources.files("pycomm").joinpath("py.typed").is_file()
 

@@ -15,8 +15,10 @@ void bind_build_info(py::module_& module) {
         info["version"] = PYCOMM_VERSION;
 #if defined(PYCOMM_CUDA_VERSION)
         info["cuda"] = PYCOMM_CUDA_VERSION;
+        info["cuda_architectures"] = PYCOMM_CUDA_ARCHITECTURES;
 #else
         info["cuda"] = py::none();
+        info["cuda_architectures"] = py::none();
 #endif
         info["simd"] = loops().name;
         info["compiler"] = PYCOMM_COMPILER;

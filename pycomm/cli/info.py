@@ -36,7 +36,7 @@ def collect() -> dict[str, str]:
         "pycomm": build["version"],
         "compiler": build["compiler"],
         "simd": build["simd"],
-        "cuda": build["cuda"] or "none (built without)",
+        "cuda": _cuda(build),
         "gpus": _gpus(),
         "nccl": " at ".join(nccl_version() or ["none found"]),
         "python": f"{platform.python_version()} ({platform.platform()})",
@@ -45,6 +45,12 @@ def collect() -> dict[str, str]:
         "cores": f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}",
         "transports": "; ".join(transports()) or "none",
     }
+
+
+def _cuda(build: dict[str, Any]) -> str:
+    if build["cuda"] is None:
+        return "none (built without)"
+    return f"{build['cuda']}, for {build['cuda_architectures'].replace(';', ', ')}"
 
 
 def _gpus() -> str:
