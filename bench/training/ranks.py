@@ -141,14 +141,17 @@ class StepRank:
                 _verify_way(way, self._replicas[way], wanted, magnitudes)
 
     def turn(self, way: str, steps: int) -> dict[str, Any]:
-        """Return the seconds of each of ``steps`` steps; and the seconds waited and bytes sent in one, on average."""
+        """Return the seconds of each of ``steps`` steps; and on average those waited, its thread's, and bytes sent."""
         replica = self._replicas[way]
         replica.step()  # brings back what the caches and the allocator lost to the other ways
         waited, sent = replica.counters()
         dist.barrier()
+        begun = time.thread_time()
         seconds = [_timed(replica.step) for _ in range(steps)]
+        host = time.thread_time() - begun
         waited_then, sent_then = replica.counters()
-        return {"seconds": seconds, "wait": (waited_then - waited) / steps, "sent": (sent_then - sent) / steps}
+        totals = {"wait": waited_then - waited, "sent": sent_then - sent, "host": host}
+        return {"seconds": seconds, **{name: total / steps for name, total in totals.items()}}
 
     def check_replicas(self) -> None:
         """Check after training that all ranks hold the same parameters, and that those are finite.
