@@ -38,6 +38,16 @@ def newest_torch(session: nox.Session) -> None:
 
 
 @nox.session
+def oldest_torch(session: nox.Session) -> None:
+    """What works on the oldest torch: no reentrant checkpoints, DTensors, or Adagrad of parameters that come later."""
+    session.install(".[test]", "torch==2.4.1")
+    optim = ("fused_as_optimizer", "scaler", "master", "lars")
+    reducer = ("attach", "mistakes", "clipping", "weights", "lanes")
+    files = [f"tests/optim/test_{name}.py" for name in optim] + [f"tests/reducer/test_{name}.py" for name in reducer]
+    session.run("pytest", *(session.posargs or ("tests/kernels", "tests/test_counting.py", *files)))
+
+
+@nox.session
 def torch_suite_newest(session: nox.Session) -> None:
     """torch's own suite, and our tests of the backend, on "pycomm" with the newest release for CPUs."""
     session.install(".[test]", "torch", "--upgrade", "--extra-index-url", "https://download.pytorch.org/whl/cpu")

@@ -140,6 +140,7 @@ def test_parameters_that_others_own() -> None:
 
 def test_autograd_tells_what_it_does() -> None:
     assert torch_internals.current_graph_task() == -1
+    assert torch_internals.calls_hooks_of_running_nodes(), "it tells when reentrant checkpointing has ended"
     assert torch_internals.current_node() is None
     assert not torch_internals.compiles_autograd()
     param = nn.Parameter(torch.ones(3))
@@ -190,7 +191,7 @@ def test_a_step_in_the_place_of_the_optimizers_own(under_scheduler: bool) -> Non
     param, calls = nn.Parameter(torch.ones(1)), []
     optimizer = torch.optim.SGD([param], lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=1.0) if under_scheduler else None
-    assert torch_internals.is_schedulers_wrapper(optimizer.step) == under_scheduler
+    assert (torch_internals.wrapped_by_scheduler(optimizer.step) is not None) == under_scheduler
     optimizer.register_step_pre_hook(lambda *_: calls.append("hook"))
     torch_internals.replace_step(optimizer, lambda _, closure: calls.append(closure), under_scheduler)
     optimizer.step()

@@ -129,9 +129,9 @@ def rendezvous() -> Iterator[int]:
     """Let ranks of this host find each other: yields the port for :func:`join`, which only this host can reach."""
     with socket.create_server((_HOST, 0)) as server:
         port = server.getsockname()[1]
-        store = TCPStore(
-            _HOST, port, is_master=True, wait_for_workers=False, timeout=PATIENCE, master_listen_fd=server.detach()
-        )
+        # Without libuv, by which torch 2.4 takes no socket that listens already.
+        options: dict[str, Any] = {"wait_for_workers": False, "timeout": PATIENCE, "use_libuv": False}
+        store = TCPStore(_HOST, port, is_master=True, master_listen_fd=server.detach(), **options)
     yield port
     del store
 

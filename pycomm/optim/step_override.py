@@ -14,7 +14,7 @@ from weakref import WeakSet
 import torch
 
 from pycomm.optim.parameters import gradients_of
-from pycomm.torch_internals import is_schedulers_wrapper, replace_step, unhooked_step
+from pycomm.torch_internals import replace_step, unhooked_step, wrapped_by_scheduler
 
 _ATTRIBUTE = "_pycomm_step"
 _steps: WeakSet[Any] = WeakSet()
@@ -127,8 +127,8 @@ class StepOverride(Stepper):
 
 def _is_schedulers(step: Any, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether ``step`` is a scheduler's wrapper around the optimizer's own ``step`` or around pycomm's."""
-    wrapped = getattr(step, "__wrapped__", None)
-    return is_schedulers_wrapper(step) and (wrapped is type(optimizer).step or wrapped in _steps)
+    wrapped = wrapped_by_scheduler(step)
+    return wrapped is not None and (wrapped is type(optimizer).step or wrapped in _steps)
 
 
 def own_step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:

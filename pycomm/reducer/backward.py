@@ -5,7 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 
-from pycomm.torch_internals import compiles_autograd, current_graph_task, current_node, queue_final_callback
+from pycomm.torch_internals import (
+    calls_hooks_of_running_nodes,
+    compiles_autograd,
+    current_graph_task,
+    current_node,
+    queue_final_callback,
+)
 
 
 class BackwardWatch:
@@ -59,6 +65,11 @@ class BackwardWatch:
         """Handle the final callback of a graph task."""
         enclosing = current_node()
         if enclosing is not None:
+            if not calls_hooks_of_running_nodes():
+                raise RuntimeError(
+                    "reentrant checkpointing, with which this torch does not tell when backward() has ended: call "
+                    "checkpoint(..., use_reentrant=False), or use a newer torch"
+                )
             enclosing.register_hook(self.touch)
             return
         for watch in list(_active):

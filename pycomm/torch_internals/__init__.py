@@ -10,6 +10,7 @@ from torch._C._distributed_c10d import Work as TorchWork
 
 from pycomm.torch_internals.autograd import (
     accumulation_hooks,
+    calls_hooks_of_running_nodes,
     compiles_autograd,
     current_graph_task,
     current_node,
@@ -39,13 +40,13 @@ from pycomm.torch_internals.modules import (
     zero_buckets,
 )
 from pycomm.torch_internals.optimizers import (
-    is_schedulers_wrapper,
     leave_scale_to_step,
     replace_step,
     take_scale,
     undo_leave_scale_to_step,
     unhooked_step,
     unscale_as_grad_scaler,
+    wrapped_by_scheduler,
 )
 from pycomm.torch_internals.tensors import (
     StorageWatch,
@@ -73,6 +74,7 @@ __all__ = [
     "attention_flops",
     "backend_of",
     "buffers_of",
+    "calls_hooks_of_running_nodes",
     "children_of",
     "communication_hooks",
     "compiles_autograd",
@@ -86,7 +88,6 @@ __all__ = [
     "has_parts",
     "is_dtensor",
     "is_flat_parameter",
-    "is_schedulers_wrapper",
     "leave_scale_to_step",
     "local_of",
     "make_process_group",
@@ -109,5 +110,6 @@ __all__ = [
     "unscale_as_grad_scaler",
     "uses_outside_python",
     "version_of",
+    "wrapped_by_scheduler",
     "zero_buckets",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, MutableMapping
 from typing import Any
@@ -19,6 +20,27 @@ def current_graph_task() -> int:
 def current_node() -> Any:
     """Return the node that autograd is evaluating on this thread; ``None`` outside one."""
     return torch._C._current_autograd_node()
+
+
+@functools.cache
+def calls_hooks_of_running_nodes() -> bool:
+    """Return whether a hook is called that a node gets while it is being evaluated; not by torch 2.4."""
+    called: list[bool] = []
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(_ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            current_node().register_hook(lambda *_: called.append(True))
+            return grad
+
+    with torch.enable_grad():
+        result: Any = Node.apply(torch.zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
+    torch.autograd.backward(result)
+    return bool(called)
 
 
 def queue_final_callback(callback: Callable[[], None]) -> None:

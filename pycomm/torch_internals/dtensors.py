@@ -18,8 +18,8 @@ class Sharded(torch.Tensor):
 
 def is_dtensor(tensor: Any) -> TypeGuard[Sharded]:
     """Return whether ``tensor`` is a DTensor; imports nothing, since there is none before torch's module is."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)  # torch 2.4 has another one there
+    return kind is not None and isinstance(tensor, kind)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -33,9 +34,12 @@ def replace_step(
     return method
 
 
-def is_schedulers_wrapper(step: Any) -> bool:
-    """Return whether ``step`` is a learning-rate scheduler's wrapper, by which it notices calls of the original."""
-    return hasattr(step, "_wrapped_by_lr_sched")
+def wrapped_by_scheduler(step: Any) -> Any:
+    """Return what ``step`` wraps if it is a learning-rate scheduler's wrapper, which notices calls; else ``None``."""
+    if not hasattr(step, "_wrapped_by_lr_sched"):
+        return None
+    # That of torch 2.4 does not say.
+    return getattr(step, "__wrapped__", None) or inspect.getclosurevars(step).nonlocals.get("func")
 
 
 def unhooked_step(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
