@@ -50,7 +50,9 @@ def make_model(widths: Sequence[int]) -> nn.Sequential:
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(widths):
-        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+        linear = nn.Linear(inputs, outputs)
+        nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")  # gradients of many layers do not vanish
+        layers += [linear, nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
 

@@ -28,7 +28,7 @@ def preamble(settings: Settings, devices: Sequence[Device]) -> str:
         "#",
     ]
     if settings.busy:
-        lines += [f"# beside {settings.busy} processes that compute, niceness {settings.nice}", "#"]
+        lines += [f"# busy processes beside it: {settings.busy}, niceness {settings.nice}", "#"]
     lines.append("# Using devices")
     for found in devices:
         lines.append(

@@ -56,4 +56,4 @@ def test_they_end_with_a_process_that_is_killed() -> None:
 def test_a_bench_says_so_and_leaves_nothing(tmp_path: Path) -> None:
     code, printed, errors = bench("barrier", *SHORT, "--busy", "1", "--nice", "10", cwd=tmp_path)
     assert code == 0, errors
-    assert "# beside 1 processes that compute, niceness 10" in printed
+    assert "# busy processes beside it: 1, niceness 10" in printed
