@@ -53,7 +53,7 @@ def architectures(folder: Path, gpus: str, known: str) -> str:
             program.chmod(0o755)
     script = folder / "script.cmake"
     script.write_text(
-        f"include({ROOT}/csrc/device/architectures.cmake)\n"
+        f"cmake_minimum_required(VERSION 3.24)\ninclude({ROOT}/csrc/device/architectures.cmake)\n"
         f'pycomm_architectures(found "{folder}/nvcc")\nmessage(STATUS "${{found}}")\n'
     )
     done = subprocess.run(

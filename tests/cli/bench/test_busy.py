@@ -48,13 +48,13 @@ def test_none() -> None:
         assert pids == []
 
 
-def test_they_end_with_a_process_that_is_killed() -> None:
+def test_they_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
     script = "from pycomm.cli.bench.busy import busy\nwith busy(1, 0) as pids:\n print(*pids, flush=True); input()"
-    parent = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    pid = int(parent.stdout.readline())
-    parent.send_signal(signal.SIGKILL)
-    parent.communicate()
+    pipe, command = subprocess.PIPE, [sys.executable, "-c", script]
+    with subprocess.Popen(command, cwd=tmp_path, stdin=pipe, stdout=pipe, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.send_signal(signal.SIGKILL)
     deadline = time.monotonic() + 30
     while is_running(pid):
         assert time.monotonic() < deadline
