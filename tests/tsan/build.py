@@ -43,6 +43,8 @@ SOURCES = (
                     *("outgoing", "parts", "texts", "wait"),
                 )
             ),
+            "control_groups",
+            "cores",
             "memory",
             "process",
         )
