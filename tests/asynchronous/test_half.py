@@ -30,6 +30,13 @@ def gradients_of(model: nn.Module, step: int) -> list[torch.Tensor]:
     return [torch.randn(p.shape, generator=generator).to(p.dtype) for p in model.parameters()]
 
 
+def pull_and_push(server: pycomm.ParameterServer, model: nn.Module, step: int) -> None:
+    server.pull()
+    for p, g in zip(model.parameters(), gradients_of(model, step), strict=True):
+        p.grad = g
+    server.push()
+
+
 def optimizer_of(name: str, params: Any) -> torch.optim.Optimizer:
     if name == "adam":
         return torch.optim.Adam(params, 1e-4)
@@ -53,10 +60,7 @@ def train(name: str, dtype: torch.dtype, servers: int, hosts: str, stepped: bool
         pulled = []
         if server.is_worker:
             for step in range(STEPS):
-                server.pull()
-                for p, g in zip(model.parameters(), gradients_of(model, step), strict=True):
-                    p.grad = g
-                server.push()
+                pull_and_push(server, model, step)
                 server.pull()
                 pulled.append(flat(model))
             assert server.stats()["bytes_sent"] == STEPS * 2 * len(pulled[0])
@@ -141,10 +145,7 @@ def train_compressed(dtype: torch.dtype, hosts: str) -> torch.Tensor:
         server = pycomm.parameter_server(optimizer, model, compression=pycomm.TopK(0.1), timeout=60)
         if dist.get_rank() == 1:
             for step in range(STEPS):
-                server.pull()
-                for p, g in zip(model.parameters(), gradients_of(model, step), strict=True):
-                    p.grad = g
-                server.push()
+                pull_and_push(server, model, step)
             server.pull()
         server.close()
         return flat(model)
