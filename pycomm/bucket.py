@@ -65,7 +65,32 @@ class Bucket:
         itemsize = self.dtype.itemsize
         self._offsets = [itemsize * begin for begin in itertools.accumulate(self.numels, initial=0)][:-1]
         self._handed_out_uses = 0  # references to the storage when the views were handed out
+        self.bounds: Sequence[int] | None = None
+        self._rank = 0
         self.use(self._new_memory())
+
+    def reduce_part_only(self, bounds: Sequence[int], rank: int) -> None:
+        """Have each rank get only its own part of the sum: elements ``bounds[rank]`` to ``bounds[rank + 1]``.
+
+        The rest of ``flat`` is this rank's contribution then.
+        """
+        self.bounds, self._rank = bounds, rank
+
+    @property
+    def own(self) -> slice:
+        """Elements of which this rank gets the sum."""
+        if self.bounds is None:
+            return slice(0, self.num_elements)
+        return slice(self.bounds[self._rank], self.bounds[self._rank + 1])
+
+    def own_parts(self) -> list[torch.Tensor]:
+        """Return those elements by parameter, which may be none."""
+        if self.bounds is None:
+            return self.parts(self.memory)
+        begins = itertools.accumulate(self.numels, initial=0)
+        first, last = self.own.start, self.own.stop
+        places = [(max(first, begin), min(last, begin + count)) for begin, count in zip(begins, self.numels)]
+        return [self.flat[begin : max(begin, end)] for begin, end in places]
 
     def _new_memory(self) -> torch.Tensor:
         return self._group.empty(self.num_elements + self.num_flags, self.dtype, self.device)

@@ -9,7 +9,8 @@
 namespace pycomm {
 
 PreparedStep::PreparedStep(const std::string& rule, const py::object& weights, const py::object& grads,
-                           const py::object& copies, const std::vector<py::object>& states, const py::object& counts) {
+                           const py::object& copies, const std::vector<py::object>& states, const py::object& counts,
+                           const std::vector<py::object>& mirrors) {
     StepArrays arrays(rule, {}, weights, grads, copies, states);
     Arguments arguments;
     arrays.add_to(arguments, true, true);
@@ -17,6 +18,7 @@ PreparedStep::PreparedStep(const std::string& rule, const py::object& weights, c
     for (Array& array : arrays.all()) held_.push_back(std::move(array.owner));
     if (!counts.is_none()) take_counts(as_arrays(counts, "counts", Access::kWrite), arguments);
     arguments.require_apart();
+    take_mirrors(mirrors);
     auto add = [&](const std::vector<Buffer>& some) {
         for (const Buffer& one : some) {
             if (one.count > 0) written_.push_back({one.bytes(), one.bytes() + one.num_bytes()});
@@ -27,6 +29,20 @@ PreparedStep::PreparedStep(const std::string& rule, const py::object& weights, c
     for (const auto& some : job.states) add(some);
     add(job.counts);
     std::sort(written_.begin(), written_.end(), [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
+}
+
+void PreparedStep::take_mirrors(const std::vector<py::object>& mirrors) {
+    const std::vector<Buffer>& written = job.copies.empty() ? job.weights : job.copies;
+    for (const py::object& mirror : mirrors) {
+        PerWeight arrays(mirror, "mirrors", Access::kWrite);
+        arrays.require_shape_of(job.weights);
+        arrays.require_dtype(written[0].dtype, job.copies.empty() ? "weights[0]" : "copies[0]");
+        for (const Array& array : arrays.arrays()) {
+            require_host(array, "mirrors");
+            mirrors_.push_back(array);
+        }
+        job.mirrors.push_back(arrays.buffers());
+    }
 }
 
 void PreparedStep::take_counts(const std::vector<Array>& counts, Arguments& arguments) {
@@ -164,12 +180,15 @@ PreparedGroup::PreparedGroup(std::vector<std::shared_ptr<PreparedStep>> parts, p
     }
 }
 
-bool PreparedGroup::remember(py::handle params, py::handle state, py::handle masters, const std::vector<int>& part_of) {
+bool PreparedGroup::remember(py::handle params, py::handle state, py::handle masters, const std::vector<int>& part_of,
+                             const std::vector<int64_t>& begins) {
     if (!are_usual(params, state, masters) || part_of.size() != py::len(params)) return false;
+    if (begins.size() != part_of.size()) throw ArgumentError("begins wants one number for each parameter");
     std::vector<size_t> places(parts_.size(), 0);
     for (size_t i = 0; i < part_of.size(); ++i) {
         Slot slot;
         slot.part = part_of[i];
+        slot.begin = begins[i];
         slot.dimensions = dimensions_.size();
         Glance seen;
         if (slot.part >= 0) {
@@ -277,9 +296,10 @@ bool PreparedGroup::take_gradient(const Slot& slot, const py::object& grad) {
     PreparedStep& part = *parts_[static_cast<size_t>(slot.part)];
     Glance seen;
     if (!glance(grad.ptr(), seen) || !is_like(slot, seen)) return false;
-    const Buffer& found = seen.buffer;
+    const Buffer& weight = part.job.weights[slot.place];
+    const Buffer found = stepped(slot, seen.buffer, weight.count);
     bool aligned = reinterpret_cast<uintptr_t>(found.data) % static_cast<uintptr_t>(size_of(found.dtype)) == 0;
-    if (!aligned || !is_floating(found.dtype) || found.device != part.job.weights[slot.place].device) return false;
+    if (!aligned || !is_floating(found.dtype) || found.device != weight.device) return false;
     if (!part.is_apart_from(found)) return false;
     part.job.grads[slot.place] = found;
     held_[static_cast<size_t>(slot.part)].push_back(grad);
@@ -289,12 +309,21 @@ bool PreparedGroup::take_gradient(const Slot& slot, const py::object& grad) {
 bool PreparedGroup::fits(Slot& slot, size_t what, PyObject* tensor, const Buffer& wanted) {
     Glance seen;
     if (!glance(tensor, seen, slot.seen[what] == tensor) || !is_like(slot, seen)) return false;
-    const Buffer& found = seen.buffer;
-    if (found.count != wanted.count || found.dtype != wanted.dtype || found.device != wanted.device) return false;
-    if (found.data != wanted.data && found.count > 0) return false;
+    if (slot.begin + wanted.count > seen.buffer.count) return false;
+    const Buffer found = stepped(slot, seen.buffer, wanted.count);
+    if (found.dtype != wanted.dtype || found.device != wanted.device) return false;
+    if (found.data != wanted.data && wanted.count > 0) return false;
     slot.seen[what] = tensor;
     held_[static_cast<size_t>(slot.part)].push_back(py::reinterpret_borrow<py::object>(tensor));
     return true;
+}
+
+// The range of a tensor like the parameter that is stepped.
+Buffer PreparedGroup::stepped(const Slot& slot, const Buffer& whole, int64_t count) {
+    Buffer out = whole;
+    out.data = whole.bytes() + slot.begin * size_of(whole.dtype);
+    out.count = count;
+    return out;
 }
 
 bool PreparedGroup::is_like(const Slot& slot, const Glance& seen) const {

@@ -19,7 +19,8 @@ class PreparedStep {
 
     // Throws what StepArrays does, and where arrays overlap.
     PreparedStep(const std::string& rule, const py::object& weights, const py::object& grads, const py::object& copies,
-                 const std::vector<py::object>& states, const py::object& counts);
+                 const std::vector<py::object>& states, const py::object& counts,
+                 const std::vector<py::object>& mirrors);
 
     // Whether the array has no bytes in common with those that are written.
     bool is_apart_from(const Buffer& array) const;
@@ -37,14 +38,16 @@ class PreparedStep {
         const char* begin;
         const char* end;
     };
+    void take_mirrors(const std::vector<py::object>& mirrors);
     void take_counts(const std::vector<Array>& counts, Arguments& arguments);
     Array example() const;
 
     std::vector<py::object> held_;  // for the length of a step, weights first
+    std::vector<Array> mirrors_;    // held for good: nobody looks whether they are still the same
     std::vector<Extent> written_;   // in order
 };
 
-// The kernel calls of a parameter group.
+// The kernel calls of a parameter group, of whole parameters or of ranges of them.
 class PreparedGroup {
    public:
     // keys: names of the states in a parameter's entry, or None; has_counts: "step" is there, too;
@@ -52,8 +55,10 @@ class PreparedGroup {
     PreparedGroup(std::vector<std::shared_ptr<PreparedStep>> parts, py::tuple keys, bool has_counts, bool same_counts);
 
     // Remembers how the parameters lie, which are now as the parts were made from them; part_of[i]: part of parameter
-    // i, -1: it has no gradient. Returns whether renew() can recognise them.
-    bool remember(py::handle params, py::handle state, py::handle masters, const std::vector<int>& part_of);
+    // i, -1: it has no gradient; begins[i]: the first element that is stepped, in memory order, of as many as the part
+    // has. Returns whether renew() can recognise them.
+    bool remember(py::handle params, py::handle state, py::handle masters, const std::vector<int>& part_of,
+                  const std::vector<int64_t>& begins);
     // Where all is as it was, but for the contents and for what lies where of the gradients: takes the gradients,
     // counts a step, keeps all arrays until release(), and returns what the step will write to. None otherwise, and
     // nothing has changed.
@@ -64,6 +69,7 @@ class PreparedGroup {
     struct Slot {  // one parameter
         int part = -1;
         size_t place = 0;  // in the part
+        int64_t begin = 0;
         int ndim = 0;
         size_t dimensions = 0;  // where they begin in dimensions_: shape, then strides
         // The objects that the last look saw, by what they are; to be compared only, they may be gone.
@@ -80,6 +86,7 @@ class PreparedGroup {
     bool take_gradient(const Slot& slot, const py::object& grad);
     bool look_at_count(Slot& slot, PyObject* count, const PreparedStep& part);
     bool fits(Slot& slot, size_t what, PyObject* tensor, const Buffer& wanted);
+    static Buffer stepped(const Slot& slot, const Buffer& whole, int64_t count);
     bool is_like(const Slot& slot, const Glance& seen) const;
     bool look_at_all(py::handle params, py::handle state, py::handle masters);
     bool count_steps();

@@ -31,6 +31,24 @@ class Block {
     int64_t num_bytes_;
 };
 
+// Memory in a rank's file as an object with the buffer protocol. Who has allocated it there must keep it.
+class PeerMemory {
+   public:
+    PeerMemory(std::shared_ptr<Mapping> file, int64_t offset, int64_t num_bytes)
+        : file_(std::move(file)), offset_(offset), num_bytes_(num_bytes) {
+        const int64_t most = file_->num_bytes();
+        if (offset >= 0 && num_bytes >= 0 && num_bytes <= most && offset <= most - num_bytes) return;
+        throw ArgumentError(format("%lld bytes at offset %lld do not lie in a rank's file",
+                                   static_cast<long long>(num_bytes), static_cast<long long>(offset)));
+    }
+
+    py::buffer_info info() const { return {reinterpret_cast<unsigned char*>(file_->data() + offset_), num_bytes_}; }
+
+   private:
+    std::shared_ptr<Mapping> file_;
+    int64_t offset_, num_bytes_;
+};
+
 // Takes over the descriptors that Python passes, -1 where there is none.
 std::vector<Descriptor> owned(const std::vector<int>& descriptors) {
     std::vector<Descriptor> owners;
@@ -212,6 +230,7 @@ void bind_shared_memory(py::module_& module) {
     py::class_<Block>(module, "Block", py::buffer_protocol())
         .def("map_over", &Block::map_over, py::arg("address"))
         .def_buffer(&Block::info);
+    py::class_<PeerMemory>(module, "PeerMemory", py::buffer_protocol()).def_buffer(&PeerMemory::info);
     py::class_<NamedProgram>(module, "Program")
         .def(py::init(&make_program), py::arg("words"), py::arg("rank"), py::arg("size"), py::arg("name"),
              py::arg("digest"));
@@ -238,11 +257,18 @@ void bind_shared_memory(py::module_& module) {
             },
             py::arg("num_bytes"))
         .def(
-            "reaches",
+            "offset_of",
             [](const SharedMemoryGroup& group, uintptr_t address, int64_t num_bytes) {
-                return group.offset_of({reinterpret_cast<void*>(address), num_bytes, DType::kU8}) >= 0;
+                return group.offset_of({reinterpret_cast<void*>(address), num_bytes, DType::kU8});
             },
             py::arg("address"), py::arg("num_bytes"))
+        .def(
+            "memory_of",
+            [](const SharedMemoryGroup& group, int rank, int64_t offset, int64_t num_bytes) {
+                require_rank(rank, "rank", group.size());
+                return std::make_unique<PeerMemory>(group.mapping(rank), offset, num_bytes);
+            },
+            py::arg("rank"), py::arg("offset"), py::arg("num_bytes"))
         .def("give_up_stopped_after", &SharedMemoryGroup::give_up_stopped_after, py::arg("seconds"))
         .def("close", &SharedMemoryGroup::close, py::arg("why"), py::call_guard<py::gil_scoped_release>());
 }

@@ -65,9 +65,9 @@ void bind_step(py::module_& module) {
                py::arg("scratch"), py::arg("num_threads"));
     py::class_<PreparedStep, std::shared_ptr<PreparedStep>>(module, "PreparedStep")
         .def(py::init<const std::string&, const py::object&, const py::object&, const py::object&,
-                      const std::vector<py::object>&, const py::object&>(),
+                      const std::vector<py::object>&, const py::object&, const std::vector<py::object>&>(),
              py::arg("rule"), py::arg("weights"), py::arg("grads"), py::arg("copies"), py::arg("states"),
-             py::arg("counts"))
+             py::arg("counts"), py::arg("mirrors"))
         .def_readwrite("taken", &PreparedStep::taken)
         .def("run", &PreparedStep::run, py::arg("rule"), py::arg("coefficients"), py::arg("rates"), py::arg("squares"),
              py::arg("scale"), py::arg("divisor"), py::arg("found"), py::arg("scratch"), py::arg("num_threads"))
@@ -76,7 +76,7 @@ void bind_step(py::module_& module) {
         .def(py::init<std::vector<std::shared_ptr<PreparedStep>>, py::tuple, bool, bool>(), py::arg("parts"),
              py::arg("keys"), py::arg("has_counts"), py::arg("same_counts"))
         .def("remember", &PreparedGroup::remember, py::arg("params"), py::arg("state"), py::arg("masters"),
-             py::arg("part_of"))
+             py::arg("part_of"), py::arg("begins"))
         .def("renew", &PreparedGroup::renew, py::arg("params"), py::arg("state"), py::arg("masters"))
         .def("release", &PreparedGroup::release);
 }

@@ -24,6 +24,10 @@
 //              corrected by it, parameter by parameter, in place of the coefficients' inverses. powers are rounded
 //              correctly: the C library's, from which callers get those inverses, differ in the last bit now and then.
 //
+// Parameters of which other processes of the host have copies (host only):
+//   mirrors    mirrors[m][j] gets what is written to the parameter itself: to copies[j], or weights[j] without copies.
+//              Of that type; nobody reads it meanwhile.
+//
 // Weights and states are of one type, float32 or float64, in which everything is computed; gradients of any floating
 // types. copies[j], where there are copies, gets w rounded to its half type (weights are float32 then). Arrays of
 // parameter j have equally many elements, are aligned to them, and do not overlap. squares are added up as norms.h
@@ -44,6 +48,7 @@ struct Step {
     std::vector<Buffer> weights, grads, copies;  // grads and copies: one for each weight, or none
     std::vector<Buffer> states[kMostStates];     // likewise; states[s] as has[s] in rules.h
     std::vector<Buffer> counts;                  // likewise
+    std::vector<std::vector<Buffer>> mirrors;    // likewise, each
     const float* found = nullptr;                // where the weights are
     const double* rates = nullptr;               // one for each weight, where the weights are; null: all 1
     double* squares = nullptr;                   // two for each weight, kLambMoments only

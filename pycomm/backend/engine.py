@@ -243,7 +243,7 @@ class Engine:
 
     def _reaches(self, tensor: torch.Tensor) -> bool:
         memory = self.transport.host_memory
-        return memory is not None and memory.reaches(tensor.data_ptr(), tensor.nbytes)
+        return memory is not None and memory.offset_of(tensor.data_ptr(), tensor.nbytes) >= 0
 
 
 def _writable(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +11,20 @@ from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Defaults, Flag, Scaling, State, as_flag
 from pycomm.fingerprint import differing_places
+
+
+def reduce_message(communicator: Communicator, bucket: Bucket, message: torch.Tensor, op: str) -> None:
+    """Reduce ``message``, which is laid out as the memory of ``bucket`` is, over the ranks, in place.
+
+    Of the gradients a rank may get its own part only; flags it gets all.
+    """
+    if bucket.bounds is None:
+        communicator.all_reduce(message, op, bucket.algorithm)
+        return
+    parts = [message[begin:end] for begin, end in itertools.pairwise(bucket.bounds)]
+    communicator.reduce_scatter_v(message[bucket.own], parts, op)
+    flags = message[bucket.num_elements :]
+    communicator.all_reduce(flags, op)
 
 
 class DenseExchange(Defaults):
@@ -26,8 +41,7 @@ class DenseExchange(Defaults):
     def exchange(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
         self._all_used_here = all(grad is not None for grad in grads)
         self._bucket.gather(grads, scaling.local, scaling.fingerprint)
-        op = "mean" if scaling.average else "sum"
-        self._communicator.all_reduce(self._bucket.memory, op, self._bucket.algorithm)
+        reduce_message(self._communicator, self._bucket, self._bucket.memory, "mean" if scaling.average else "sum")
         self.bytes_sent += self._bucket.memory.nbytes
 
     def finite(self) -> Flag:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from pycomm.optim import update_rules
 from pycomm.optim.lamb import LAMB
 from pycomm.optim.lars import LARS
 from pycomm.optim.parameters import optimizer_parameters
-from pycomm.optim.plans import Rule, step_by_rule
+from pycomm.optim.partition import Partition
+from pycomm.optim.plans import Rule, forget_plans, step_by_rule
 from pycomm.optim.step_override import Factor, StepOverride, evaluate
 from pycomm.torch_internals import local_of, take_scale
 
@@ -56,26 +58,59 @@ def fuse(optimizer: torch.optim.Optimizer) -> FusedStep:
 
 
 class KernelStep(StepOverride):
-    """Step by pycomm's kernels, which multiply the gradients by the factors left for them."""
+    """Step by pycomm's kernels, which multiply the gradients by the factors left for them.
+
+    Attributes:
+        partition: the ranks that step together, each its own elements; ``None`` if this one steps all of them.
+    """
+
+    partition: Partition | None = None
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
         self._pending: Factor = 1.0
 
     def run(self, closure: Callable[[], Any] | None) -> Any:
+        if self.partition is not None and closure is not None:
+            raise ValueError(
+                "step(closure) with attach(shard=...): the ranks step each other's parameters, and would have to wait for "
+                "each other's closures; call backward() before step()"
+            )
         loss = evaluate(closure)
         rule = rule_of(self.optimizer)
         scaling = self.take_scaling(waits=any(map(rule.waits, self.optimizer.param_groups)))
-        if scaling is None:
-            self.forget()
-        else:
-            with torch.no_grad():
-                self.update(rule, scaling)
+        with self._together(is_skipped=scaling is None) as is_taken:
+            if scaling is None or not is_taken:
+                self.forget()
+            else:
+                with torch.no_grad():
+                    self.update(rule, scaling)
         return loss
+
+    def _together(self, is_skipped: bool) -> contextlib.AbstractContextManager[bool]:
+        if self.partition is None:
+            return contextlib.nullcontext(not is_skipped)
+        return self.partition.step(self.optimizer, is_skipped)
 
     def update(self, rule: Rule, scaling: Scaling) -> None:
         """Step all parameters that have a gradient, which is scaled first."""
-        step_by_rule(self.optimizer, rule, scaling)
+        step_by_rule(self.optimizer, rule, scaling, partition=self.partition)
+
+    def share(self, partition: Partition) -> None:
+        """Step together with the ranks of ``partition`` from now on, each its own elements."""
+        self.partition = partition
+
+    def move_home(self, params: Iterable[torch.Tensor]) -> None:
+        """Move what this keeps of ``params``, besides the optimizer's state, to memory that the ranks share."""
+
+    def step_alone(self) -> None:
+        """Step all elements alone from now on, with all state in memory of this rank's own."""
+        self.partition = None
+        forget_plans(self.optimizer)
+        for entry in self.optimizer.state.values():
+            for key, value in entry.items():
+                if isinstance(value, torch.Tensor):
+                    entry[key] = value.clone(memory_format=torch.preserve_format)
 
     def leave_factor(self, factor: Factor) -> bool:
         self._pending = self._pending * factor

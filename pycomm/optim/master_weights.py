@@ -19,6 +19,7 @@ from pycomm.kernels.prepared import Scaling
 from pycomm.layout import laid_out_like, require_dense
 from pycomm.optim.fused import RULES, KernelStep, rule_of
 from pycomm.optim.parameters import optimizer_parameters
+from pycomm.optim.partition import Partition, Span
 from pycomm.optim.plans import Rule, step_by_rule
 from pycomm.optim.shards import matched
 from pycomm.optim.step_override import HALF, Factor, evaluate, own_step
@@ -85,6 +86,11 @@ class MasterWeights(KernelStep):
         vars(optimizer)["load_state_dict"] = self._load_state_dict
         self._hook = optimizer.register_state_dict_post_hook(self._add_masters)
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether pycomm's kernels step the masters; else the optimizer's own ``step`` does."""
+        return self._rule is not None
+
     def parameters(self) -> list[torch.Tensor]:
         """Return the tensors that steps update, in the order of the groups: masters, or parameters without one.
 
@@ -147,7 +153,7 @@ class MasterWeights(KernelStep):
 
     def update(self, rule: Rule, scaling: Scaling) -> None:
         self._refresh()
-        step_by_rule(self.optimizer, rule, scaling, self._masters, self._unscaled_grads())
+        step_by_rule(self.optimizer, rule, scaling, self._masters, self._unscaled_grads(), self.partition)
         self._after_step()
 
     def unscale(self, factor: Factor) -> None:
@@ -256,8 +262,26 @@ class MasterWeights(KernelStep):
                 master.data = torch.empty_like(local, dtype=master.dtype).copy_(master)
                 if is_dtensor(param):
                     self._masters[param] = dtensor_around(master, param)
-            if not torch.equal(master.to(local.dtype), local.detach()):
-                master.copy_(local.detach())
+            span = Span(0, local.numel()) if self.partition is None else self.partition.span_of(param)
+            mine, written = span.of(master), span.of(local)
+            if not torch.equal(mine.to(local.dtype), written):
+                mine.copy_(written)
+            self._stamps[param] = _stamp(param)
+
+    def move_home(self, params: Iterable[torch.Tensor]) -> None:
+        partition = self.partition
+        assert partition is not None
+        self._refresh()
+        for param in params:
+            if param in self._masters:
+                home, master = partition.home(param, KEY, torch.float32), self._masters[param]
+                partition.span_of(param).of(home).copy_(partition.span_of(param).of(master))
+                self._masters[param] = home
+
+    def step_alone(self) -> None:
+        super().step_alone()
+        for param, master in self._masters.items():
+            self._masters[param] = master.clone(memory_format=torch.preserve_format)
             self._stamps[param] = _stamp(param)
 
     # State.

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
@@ -14,8 +14,19 @@ from pycomm import kernels
 from pycomm.kernels.prepared import PreparedGroup, PreparedStep, Scaling
 from pycomm.layout import require_dense
 from pycomm.optim.parameters import optimizer_parameters
+from pycomm.optim.partition import Partition
 from pycomm.optim.shards import Shards, matched
-from pycomm.optim.targets import Group, Target, buffers_of, copies_of, counts_of, grads_of, next_steps, weights_of
+from pycomm.optim.targets import (
+    Group,
+    Target,
+    buffers_of,
+    copies_of,
+    counts_of,
+    grads_of,
+    mirrors_of,
+    next_steps,
+    weights_of,
+)
 from pycomm.torch_internals import is_dtensor, local_of, note_writes
 
 Tensors = Mapping[torch.Tensor, torch.Tensor]
@@ -135,10 +146,12 @@ class Step:
     masters: Tensors | None
     grads: Tensors
     counted_by_kernels: bool
+    partition: Partition | None = None
 
     def settings(self, group: Group) -> Hashable:
         """Return what a plan of ``group`` depends on, besides its tensors."""
-        return self.rule, self.rule.keys(group), group.get("exclude"), self.counted_by_kernels
+        partition = None if self.partition is None else ref(self.partition)
+        return self.rule, self.rule.keys(group), group.get("exclude"), self.counted_by_kernels, partition
 
 
 class Plan:
@@ -156,6 +169,7 @@ class Plan:
         targets = _targets(step, group)
         members = _split(step, group, targets)
         self._is_split = any(is_dtensor(target.param) for target in targets.values())
+        self._has_norms_of_parts = self._is_split or step.partition is not None
         # Of ordinary parameters nothing is kept: the plan may outlive them.
         self.params = [[target.param for target in some.values()] for some in members.values() if self._is_split]
         # Labelled by number, not by value: a value such as the step count would need new scratch memory every time.
@@ -164,18 +178,18 @@ class Plan:
             for number, (key, some) in enumerate(members.items())
         ]
         self._written = [t for target in targets.values() for t in target.written()]
-        part_of = [-1] * len(group["params"])
+        part_of, begins = [-1] * len(group["params"]), [0] * len(group["params"])
         for number, some in enumerate(members.values()):
-            for index in some:
-                part_of[index] = number
-        self._prepared = self._prepare(step, group, part_of)
+            for index, target in some.items():
+                part_of[index], begins[index] = number, target.span.begin
+        self._prepared = self._prepare(step, group, part_of, begins)
 
-    def _prepare(self, step: Step, group: Group, part_of: list[int]) -> PreparedGroup | None:
+    def _prepare(self, step: Step, group: Group, part_of: list[int], begins: list[int]) -> PreparedGroup | None:
         if step.grads or self._is_split or any(part.key.kind == FIRST for part in self._parts):
             return None
         rule, arrays = step.rule, [part.arrays for part in self._parts]
         prepared = PreparedGroup(arrays, rule.keys(group), rule.has_counts, rule.same_counts)
-        remembered = prepared.remember(group["params"], step.optimizer.state, step.masters, part_of)
+        remembered = prepared.remember(group["params"], step.optimizer.state, step.masters, part_of, begins)
         return prepared if remembered else None
 
     @property
@@ -193,12 +207,12 @@ class Plan:
         return written is not None
 
     def measure(self, group: Group, scaling: Scaling) -> list[torch.Tensor | None] | None:
-        """Run the first half of the kernels, if norms of DTensors are needed for the other; return the parts' squares.
+        """Run the first half of the kernels, if it gives norms of parts of parameters; return their squares.
 
         ``None`` if there is no such half: :meth:`run` runs all.
         """
         halves = self._rule.norms
-        if halves is None or not self._is_split:
+        if halves is None or not self._has_norms_of_parts:
             return None
         return [halves.measure(group, part, part.moved(scaling)) for part in self._parts]
 
@@ -230,7 +244,8 @@ def _targets(step: Step, group: Group) -> dict[int, Target]:
         local = local_of(p)
         require_dense(local)
         weight, grad = local_of(masters.get(p, p)), local_of(matched(grad, p))
-        targets[index] = Target(weight, grad, step.optimizer.state, p, local.detach() if p in masters else None)
+        copy = local.detach() if p in masters else None
+        targets[index] = Target(weight, grad, step.optimizer.state, p, copy, step.partition)
     return targets
 
 
@@ -255,7 +270,10 @@ def _part(step: Step, group: Group, key: PartKey, targets: list[Target], scratch
     counts = counts_of(targets) if rule.has_counts and step.counted_by_kernels else None
     initial = rule.initial(group)
     states = [None if name is None else buffers_of(targets, name, initial) for name in rule.keys(group)]
-    arrays = PreparedStep(rule.kernel, weights_of(targets), grads_of(targets), copies_of(targets), states, counts)
+    arrays = PreparedStep(
+        *(rule.kernel, weights_of(targets), grads_of(targets), copies_of(targets), states, counts),
+        mirrors_of(targets),
+    )
     arrays.taken = key.taken
     return Part(key, arrays, len(targets), scratches, label)
 
@@ -299,6 +317,7 @@ def step_by_rule(
     scaling: Scaling = _UNSCALED,
     masters: Tensors | None = None,
     grads: Tensors | None = None,
+    partition: Partition | None = None,
 ) -> None:
     """Take one step of every parameter that has a gradient.
 
@@ -308,8 +327,10 @@ def step_by_rule(
         scaling: what happens to gradients first. With ``found``, the kernels count steps, on the device.
         masters: masters of half-precision parameters, which are updated in their place and cast back.
         grads: gradients to use instead of ``.grad``, by parameter.
+        partition: ranks that take the step together, each for its own elements; inside :meth:`Partition.step`.
 
-    Norms of DTensors are of whole parameters: one message for all of them, collective over the ranks that have parts.
+    Norms of DTensors, and those of a partition, are of whole parameters: one message for all of them, collective over
+    the ranks that have parts.
 
     Raises:
         ValueError: a gradient is sparse, or a parameter has gaps or overlaps in memory.
@@ -317,7 +338,7 @@ def step_by_rule(
     memory = _memories.get(optimizer)
     if memory is None:
         memory = _memories[optimizer] = _Memory()
-    step = Step(rule, optimizer, masters, grads or {}, scaling.found is not None)
+    step = Step(rule, optimizer, masters, grads or {}, scaling.found is not None, partition)
     measured: list[_Measured] = []
     for number, group in enumerate(optimizer.param_groups):
         scaled = scaling._replace(factor=-scaling.factor) if group.get("maximize") else scaling
@@ -328,7 +349,10 @@ def step_by_rule(
         else:
             measured.append((plan, group, scaled, squares))
     if measured:
-        _add_up(memory.shards(optimizer), measured)
+        if partition is None:
+            _add_up(measured, memory.shards(optimizer).add_up)
+        else:
+            _add_up(measured, lambda values, _: partition.add_up(values))
         for plan, group, scaled, squares in measured:
             plan.run(group, scaled, squares)
 
@@ -337,12 +361,23 @@ _Measured = tuple[Plan, Group, Scaling, list[torch.Tensor | None]]
 """Plan whose second half is still to be run, its arguments, and the squared norms of each of its parts."""
 
 
-def _add_up(shards: Shards, measured: list[_Measured]) -> None:
-    """Replace the squares of this rank's parts by those of whole parameters. Collective over ranks of ``shards``."""
-    places = [(squares, i, plan.params[i]) for plan, _, _, squares in measured for i in range(len(squares))]
+_AddUp = Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor]
+"""Function that returns values summed over the ranks that have parts, given the parameter of each. Collective."""
+
+
+def _add_up(measured: list[_Measured], add_up: _AddUp) -> None:
+    """Replace the squares of this rank's parts by those of whole parameters. Collective."""
+    places = [
+        (squares, i, plan.params[i] if plan.params else []) for plan, _, _, squares in measured for i in range(len(squares))
+    ]
     found = [(squares, i, params, own) for squares, i, params in places if (own := squares[i]) is not None]
     flat = torch.cat([own.reshape(-1) for *_, own in found]) if found else torch.zeros(0, dtype=torch.float64)
-    total = shards.add_up(flat, [param for _, _, params, _ in found for param in (*params, *params)])
+    total = add_up(flat, [param for _, _, params, _ in found for param in (*params, *params)])
     summed = torch.split(total, [own.numel() for *_, own in found])
     for (squares, i, *_), values in zip(found, summed, strict=True):
         squares[i] = values.view(2, -1)
+
+
+def forget_plans(optimizer: torch.optim.Optimizer) -> None:
+    """Drop what is kept from step to step, with the tensors that it refers to."""
+    _memories.pop(optimizer, None)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from pycomm.layout import laid_out_like
+from pycomm.optim.partition import Partition, Span
 from pycomm.optim.shards import matched
 from pycomm.torch_internals import dtensor_around, is_dtensor, local_of
 
@@ -26,6 +27,7 @@ class Target:
         states: the optimizer's state of all parameters.
         param: the parameter, which is the key of its entry in ``states``.
         copy: the half-precision parameter that is overwritten with ``weight``, if that is a master.
+        partition: the ranks that step it together, each its own elements; ``None``: this one steps it alone.
     """
 
     weight: torch.Tensor
@@ -33,6 +35,12 @@ class Target:
     states: MutableMapping[Any, dict[str, Any]]
     param: torch.Tensor
     copy: torch.Tensor | None = None
+    partition: Partition | None = None
+
+    @cached_property
+    def span(self) -> Span:
+        """Elements that this rank steps."""
+        return Span(0, self.weight.numel()) if self.partition is None else self.partition.span_of(self.param)
 
     @cached_property
     def state(self) -> dict[str, Any]:
@@ -52,6 +60,8 @@ class Target:
         """Return ``state[key]`` in the memory order of ``weight``, made of ``initial`` if it does not exist; stored."""
         old = self._old(key)
         weight = self.weight
+        if self.partition is not None:
+            return self._at_home(self.partition, key, old, initial)
         if old is None:
             new = torch.full_like(weight, initial, memory_format=torch.preserve_format)
         elif old.shape != weight.shape:
@@ -62,6 +72,21 @@ class Target:
             new = torch.empty_like(weight, memory_format=torch.preserve_format).copy_(old)
         self.state[key] = dtensor_around(new, self.param) if is_dtensor(self.param) else new
         return new
+
+    def _at_home(self, partition: Partition, key: str, old: torch.Tensor | None, initial: float) -> torch.Tensor:
+        """Return ``state[key]`` in memory that the ranks share; what it was is moved there, each rank's own elements."""
+        weight = self.weight
+        if old is not None and old.shape != weight.shape:
+            raise ValueError(f"{key!r} has shape {list(old.shape)}, its parameter {list(weight.shape)}")
+        home = partition.home(self.param, key, weight.dtype)
+        if old is None:
+            self.span.of(home).fill_(initial)
+        elif old.data_ptr() != home.data_ptr() or old.dtype != home.dtype:
+            self.span.of(home).copy_(laid_out_like(old, home).view(-1)[slice(*self.span)])
+        else:
+            return old
+        self.state[key] = home
+        return home
 
     def _old(self, key: str) -> torch.Tensor | None:
         """Return ``state[key]``; of a DTensor, which the state of a DTensor is too, this rank's part."""
@@ -74,28 +99,34 @@ class Target:
 
 
 def weights_of(targets: Sequence[Target]) -> list[torch.Tensor]:
-    """Return the weights, flat in memory order."""
-    return [_flat(t.weight) for t in targets]
+    """Return the weights, flat in memory order; all arrays are of the elements that this rank steps."""
+    return [_stepped(t, t.weight) for t in targets]
 
 
 def grads_of(targets: Sequence[Target]) -> list[torch.Tensor]:
     """Return the gradients in the memory order of the weights."""
     return [
-        t.grad if t.grad.is_contiguous() and t.weight.is_contiguous() else laid_out_like(t.grad, t.weight)
+        laid_out_like(t.grad, t.weight) if t.partition is None else laid_out_like(t.grad, t.weight).view(-1)[slice(*t.span)]
         for t in targets
     ]
 
 
 def buffers_of(targets: Sequence[Target], key: str, initial: float = 0.0) -> list[torch.Tensor]:
     """Return the state tensors ``key``, made of ``initial`` if they do not exist yet."""
-    return [_flat(t.buffer(key, initial)) for t in targets]
+    return [_stepped(t, t.buffer(key, initial)) for t in targets]
 
 
 def copies_of(targets: Sequence[Target]) -> list[torch.Tensor] | None:
     """Return the half-precision parameters if the weights are masters, else ``None``."""
-    copies = [_flat(t.copy) for t in targets if t.copy is not None]
+    copies = [_stepped(t, t.copy) for t in targets if t.copy is not None]
     assert len(copies) in (0, len(targets)), "masters and plain parameters are stepped apart"
     return copies or None
+
+
+def mirrors_of(targets: Sequence[Target]) -> list[list[torch.Tensor]]:
+    """Return the memory of each other rank that what is written to the parameters goes to as well."""
+    partition = targets[0].partition
+    return [] if partition is None else [list(of) for of in zip(*(partition.mirrors_of(t.param) for t in targets))]
 
 
 def counts_of(targets: Sequence[Target]) -> list[torch.Tensor]:
@@ -128,6 +159,11 @@ def next_steps(targets: Sequence[Target]) -> list[int]:
         steps.append(step)
     torch._foreach_add_(steps, 1.0)
     return [int(step) for step in torch.stack(steps).tolist()]
+
+
+def _stepped(target: Target, tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank steps of ``tensor``, which is laid out as the target's weight."""
+    return _flat(tensor) if target.partition is None else target.span.of(tensor)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

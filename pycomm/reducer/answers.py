@@ -24,6 +24,7 @@ class Answers:
     communicator: Communicator
     progress: Progress
     finite: Flag | None
+    not_finite: str | None
     nonfinite_steps: torch.Tensor
     waits: Waits
     _num_launched: int
@@ -70,7 +71,7 @@ class Answers:
             found = nonfinite_source(self._exchanges())
             if found is not None:
                 return found
-        name = norms.first_not_finite(self.table.gradients())
+        name = self.not_finite or norms.first_not_finite(self.table.gradients())
         return None if name is None else f"parameter {name!r}"
 
     def settle(self, was_exchanged: bool) -> bool:

@@ -24,6 +24,7 @@ from pycomm.reducer.joining import join as join_ranks
 from pycomm.reducer.joining import surviving_engine
 from pycomm.reducer.lanes import open_lanes
 from pycomm.reducer.parameters import ParameterTable, table_of
+from pycomm.reducer.partition.opening import open_partition, require_one_host, require_shardable, settings_lines
 from pycomm.reducer.reducer import Reducer
 from pycomm.reducer.settings import Settings, checked_settings
 from pycomm.reducer.sharded import check_sharding
@@ -50,6 +51,8 @@ def attach(
     on_failure: str = "raise",
     min_ranks: int = 1,
     backup: int = 0,
+    shard: str | None = None,
+    full_grad: bool = False,
     join: str | None = None,
     carry: Mapping[str, Any] | None = None,
     timeout: timedelta | float = DEFAULT_TIMEOUT,
@@ -109,6 +112,11 @@ def attach(
         backup: number of ranks that need not be waited for, in every step: as soon as the others have all their
             gradients, a rank goes on without its own, which it adds to those of its next step. See
             ``docs/survival.md``; wants "shrink".
+        shard: "optimizer": in ``optimizer.step()`` each rank of the host steps its own part of the parameters, in all
+            ranks' memory, and keeps that part of the optimizer's state only; "parameters": likewise, and the ranks
+            have one copy of the parameters among them. ``None``: each steps all of them. See ``docs/sharding.md``.
+            After ``backward()`` a rank has the average of its own part in ``.grad``, else its own gradient.
+        full_grad: with ``shard``, every rank gets all of the average in ``.grad``.
         join: address, "host:port", of the store in which other ranks have met, to become one more of them between
             two steps. Such a process calls no ``init_process_group``. It gets all state from them, and takes part
             in its first step with weight zero. Wants "shrink", on all ranks.
@@ -141,6 +149,8 @@ def attach(
         on_failure=on_failure,
         min_ranks=min_ranks,
         backup=backup,
+        shard=shard,
+        full_grad=full_grad,
     )
     request = _check_request(settings, optimizer, model_or_named_parameters)
     if join is not None:
@@ -167,6 +177,8 @@ def _check_request(settings_of: Callable[[], Settings], optimizer: Any, model_or
         settings.compression.check(table.optimizer)
         if settings.survives:
             _require_survivable(table)
+        if settings.shard is not None:
+            require_shardable(table, settings.shard)
     except (TypeError, ValueError) as error:
         return error
     return settings, table
@@ -196,6 +208,8 @@ def _attach_all(
         settings, table = agreed(communicator, _check_ranks(request, process_group))
         _make_equal(communicator, table, settings)
         lanes = open_lanes(communicator, settings, table.on_gpu)
+        if settings.shard is not None:
+            require_one_host(communicator, settings.shard)
         return _attach_over(lanes, settings, table, carry)
     except BaseException:
         communicator.close()
@@ -239,6 +253,8 @@ def _attach_over(
         survives = settings.survives
         engine = surviving_engine(lanes, table, settings, carry) if survives else Engine(table, lanes, settings)
         engine.waits = Waits(board)
+        if settings.shard is not None:
+            table.partition = open_partition(lanes[0], table, settings)
         made: Reducer | Exception = Reducer(engine)
     except Exception as error:
         made = error
@@ -250,12 +266,16 @@ def _attach_over(
     except BaseException:
         if isinstance(made, Reducer):
             made.detach()
+        elif table.partition is not None:
+            table.partition.move_out()
         raise
 
 
 def _make_equal(communicator: Communicator, table: ParameterTable, settings: Settings) -> None:
     """Raise ValueError if the ranks' settings or parameters do not match; then copy rank 0's state to all ranks."""
     check_same_lines(communicator, settings.lines(), "setting")
+    if settings.shard is not None:
+        check_same_lines(communicator, settings_lines(table.optimizer), "parameter group")
     communicator.all_reduce(
         torch.zeros(1, dtype=torch.float32), algorithm=settings.algorithm
     )  # raises here if there is no such algorithm

@@ -9,7 +9,7 @@ import torch
 from pycomm import kernels
 from pycomm.optim.loss_scaler import loss_scale_of
 from pycomm.optim.shards import locals_of
-from pycomm.reducer.norms import clip_factor, narrowed, squared_norm
+from pycomm.reducer.norms import clip_factor, narrowed, squared_norm, squared_norm_of_parts
 from pycomm.reducer.parameters import ParameterTable
 
 
@@ -20,7 +20,12 @@ def unscaled_norm(table: ParameterTable, loss_scaler: Any) -> torch.Tensor:
         RuntimeError: the scaler leaves gradients of half-precision parameters scaled.
     """
     scale = loss_scale_of(loss_scaler).left_in(table.optimizer)
-    unscaled = table.stepper.unscaled()
+    unscaled, partial = table.stepper.unscaled(), table.partial
+    if unscaled is not None and partial is not None:
+        squares = kernels.squared_norms([partial.own_part(param, grad) for param, grad in unscaled.items()])
+        return partial.add_up(squares.sum().view(1))[0].sqrt() / scale
+    if partial is not None:
+        return squared_norm_of_parts(table.flights, table.slots(), partial).sqrt() / scale
     if unscaled is not None:
         squares = kernels.squared_norms(locals_of(unscaled.values()))
         return table.shards.total(table.shards.add_up(squares, list(unscaled))).sqrt() / scale

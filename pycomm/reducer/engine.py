@@ -24,7 +24,7 @@ from pycomm.reducer.replicas import ReplicaCheck
 from pycomm.reducer.sample_weights import SampleWeights
 from pycomm.reducer.settings import Settings
 from pycomm.reducer.survival import Survival
-from pycomm.reducer.verdicts import all_finite, needs_verdict, spread_failure
+from pycomm.reducer.verdicts import all_finite, needs_verdict, spread_failure, spread_failure_of_parts
 from pycomm.reducer.window import AccumulationWindow
 from pycomm.transport.gpu import GpuWork
 from pycomm.worker import Work
@@ -52,6 +52,8 @@ class Engine(Answers, Occasions):
         measures: whether norms are computed as gradients are received.
         buffers: synchronisation of the module's buffers, if they are kept equal.
         finite: whether the last step was finite; ``None`` if nothing needed to know.
+        not_finite: name of the first of the last gradients that is not finite on some rank, where each rank has its own
+            part of them only; ``None`` where none is.
         nonfinite_steps, committed_steps: counts, 0-d int64 tensors on the gradients' device.
         waits: account of who was waited for.
         survival: what goes on without ranks that are lost; ``None`` here.
@@ -71,6 +73,7 @@ class Engine(Answers, Occasions):
         )
         self.buffers: BufferSync | None = None
         self.finite: Flag | None = None
+        self.not_finite: str | None = None
         self.nonfinite_steps = torch.zeros((), dtype=torch.int64, device=table.device)
         self.committed_steps = torch.zeros((), dtype=torch.int64, device=table.device)
         self.waits = Waits()
@@ -267,6 +270,8 @@ class Engine(Answers, Occasions):
         for flight in flights:
             flight.hand_out(finite)
         spread_failure(flights, self.table.shards, self.settings.loss_scaler)
+        if self.table.partial is not None:
+            self.not_finite = spread_failure_of_parts(flights, self.table.partial)
         progress.reduced(False if self.finite is None else self.finite)
 
     def _count_step(self) -> Flag:

@@ -9,14 +9,30 @@ import torch
 from pycomm import kernels
 from pycomm.optim.shards import Shards
 from pycomm.reducer.buckets import BucketInFlight, Slot
+from pycomm.reducer.partition import StepPartition
 
 
 def measure(flight: BucketInFlight) -> None:
     """Compute the norms of the gradients that ``flight`` received; runs on the communication thread or stream."""
     flight.squares = kernels.squared_norms(
-        flight.bucket.parts(flight.bucket.memory), out=flight.squares, scratch=flight.norm_scratch
+        flight.bucket.own_parts(), out=flight.squares, scratch=flight.norm_scratch
     )
     flight.measured = True
+
+
+def squared_norm_of_parts(
+    flights: Iterable[BucketInFlight], slots: Sequence[Slot], partition: StepPartition
+) -> torch.Tensor:
+    """Return the squared norm of all gradients, of which each rank has its own part: as below. Collective."""
+    measured = _measured(flights)
+    parts = [squares.sum() for squares in measured.values()]
+    rest = [
+        partition.own_part(slot.param, grad)
+        for slot in slots
+        if (grad := slot.owner.grad) is not None and id(slot.flight) not in measured
+    ]
+    mine = total([*parts, *([kernels.squared_norms(rest).sum()] if rest else [])])
+    return partition.add_up(mine.view(1))[0]
 
 
 def squared_norm(flights: Iterable[BucketInFlight], slots: Sequence[Slot], shards: Shards) -> torch.Tensor:

@@ -15,6 +15,7 @@ from pycomm.optim.step_override import Stepper, stepper_of
 from pycomm.reducer.broadcast import broadcast_tensors, check_same_lines, signature
 from pycomm.reducer.buckets import BucketInFlight, Slot, make_buckets
 from pycomm.reducer.lanes import first_bytes
+from pycomm.reducer.partition import StepPartition
 from pycomm.reducer.parts import labels_of
 from pycomm.reducer.settings import Settings
 from pycomm.reducer.sharded import check_sharding
@@ -37,6 +38,7 @@ class ParameterTable:
         ranks: global ranks that gradients are averaged over; ``attach`` sets it.
         shards: the trainable parameters that are DTensors, with the ranks that their parts are on.
         on_gpu: whether that is a GPU.
+        partition: the ranks that step together; ``None``: each steps by itself.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class ParameterTable:
         self.flights: list[BucketInFlight] = []
         self.ranks: tuple[int, ...] = ()
         self.shards = Shards([])
+        self.partition: StepPartition | None = None
         self.device = next((p.device for p in names.values()), torch.device("cpu"))
         self.on_gpu = any(on_gpu(p) for p in names.values())
 
@@ -58,6 +61,11 @@ class ParameterTable:
     def stepper(self) -> Stepper:
         """Description of how the optimizer steps now."""
         return stepper_of(self.optimizer)
+
+    @property
+    def partial(self) -> StepPartition | None:
+        """The ranks that step together, if each has only its own part of the averaged gradients."""
+        return None if self.partition is None or self.partition.full_grad else self.partition
 
     def slots(self) -> list[Slot]:
         """Return the slots of all trainable parameters."""
@@ -107,7 +115,7 @@ class ParameterTable:
 
     def make_buckets(self, slots: list[Slot], lanes: Sequence[Communicator], settings: Settings) -> None:
         """Sort ``slots`` into new buckets, which travel by ``lanes`` in turns."""
-        self.flights += make_buckets(
+        made = make_buckets(
             slots,
             settings.compression,
             lanes,
@@ -116,6 +124,9 @@ class ParameterTable:
             num_earlier=len(self.flights),
             first_bytes=first_bytes(lanes, settings, self.on_gpu),
         )
+        if self.partition is not None and made:
+            self.partition.adopt(made)
+        self.flights += made
 
     def has_new(self) -> bool:
         """Return whether parameters were added by ``add_param_group`` or unfrozen, which :meth:`find_new` finds."""

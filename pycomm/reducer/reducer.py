@@ -40,7 +40,7 @@ class Reducer(Attendance):
         # One rank that compresses nothing has nothing to do.
         # (With DTensors it has: gradients that are still to be summed over their mesh.)
         self._idle = communicator.size == 1 and not settings.compression.transactional and not settings.clip_local_norm
-        self._idle = self._idle and engine.survival is None
+        self._idle = self._idle and engine.survival is None and self._table.partition is None
         self._idle = self._idle and not any(is_dtensor(param) for _, param in self._table.named())
         if self._idle:
             self._table.admit()
@@ -247,10 +247,14 @@ class Reducer(Attendance):
         self._engine.release()
         for slot in self._table.slots():
             slot.leave_bucket()
+        if self._table.partition is not None:
+            self._table.partition.move_out()
         forget(self)
         unwatch_constructions(self)
         if self._engine.survival is not None:
             self._engine.survival.close(self._passes.stopped or "it detached")
         self._communicator.close(self._passes.stopped or None)
+        if self._table.partition is not None:
+            self._table.partition.release()
         # Cleared now, so that shared memory is released with its last view and not when this object is collected.
         self._table.clear()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pycomm.checks import count, positive
-from pycomm.compression import Compression, NoCompression
+from pycomm.compression import BF16, FP16, Compression, NoCompression
 from pycomm.cost.auto import Auto
 from pycomm.reducer.module_buffers import BUFFERS
 
@@ -30,6 +30,8 @@ class Settings:
     on_failure: str = "raise"
     min_ranks: int = 1
     backup: int = 0
+    shard: str | None = None
+    full_grad: bool = False
 
     @property
     def survives(self) -> bool:
@@ -52,6 +54,8 @@ class Settings:
             f"on_failure={self.on_failure}",
             f"min_ranks={self.min_ranks}",
             f"backup={self.backup}",
+            f"shard={self.shard}",
+            f"full_grad={self.full_grad}",
         ]
 
 
@@ -71,6 +75,8 @@ def checked_settings(
     on_failure: str,
     min_ranks: int,
     backup: int,
+    shard: str | None,
+    full_grad: bool,
 ) -> Settings:
     """Return the arguments of ``attach`` as checked settings.
 
@@ -91,10 +97,35 @@ def checked_settings(
         on_failure=_on_failure(on_failure),
         min_ranks=count("min_ranks", min_ranks, 1),
         backup=count("backup", backup, 0),
+        shard=_shard(shard),
+        full_grad=bool(full_grad),
     )
     if settings.backup > 0:
         _check_backup(settings)
+    if settings.full_grad and settings.shard is None:
+        raise ValueError("full_grad=True without shard: every rank has all averaged gradients anyway")
+    if settings.shard is not None:
+        _check_shard(settings)
     return settings
+
+
+def _check_shard(settings: Settings) -> None:
+    """Raise ValueError if ``settings`` do not go with steps that the ranks take together."""
+    method = type(settings.compression).__name__
+    unsuitable = {
+        f"compression={method}": (
+            not isinstance(settings.compression, (NoCompression, FP16, BF16)),
+            "a rank gets the sum of its own part only, which this method cannot send by itself; FP16 and BF16 can be",
+        ),
+        f'on_failure="{settings.on_failure}"': (
+            settings.survives,
+            "a lost rank takes its part of the step with it; go on from a checkpoint",
+        ),
+        "all_parameters=True": (settings.all_parameters, "the optimizer steps its own parameters only"),
+    }
+    for what, (is_unsuitable, why) in unsuitable.items():
+        if is_unsuitable:
+            raise ValueError(f'shard="{settings.shard}" does not go with {what}: {why}')
 
 
 def _check_backup(settings: Settings) -> None:
@@ -136,6 +167,12 @@ def _name(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{name} is {value!r}, wanted a name")
     return value
+
+
+def _shard(value: Any) -> str | None:
+    if value not in (None, "optimizer", "parameters"):
+        raise ValueError(f'shard is {value!r}, wanted "optimizer", "parameters" or None')
+    return None if value is None else str(value)
 
 
 def _on_failure(value: Any) -> str:

@@ -15,6 +15,7 @@ import torch
 from pycomm.optim.loss_scaler import LossScaler
 from pycomm.optim.shards import Shards
 from pycomm.reducer.buckets import BucketInFlight
+from pycomm.reducer.partition import StepPartition
 from pycomm.reducer.settings import Settings
 
 
@@ -33,6 +34,25 @@ def all_finite(flights: Sequence[BucketInFlight], shards: Shards) -> torch.Tenso
     flags = [torch.as_tensor(flight.exchange.finite()) for flight in flights]
     finite = torch.stack(flags).all() if flags else torch.tensor(True)
     return shards.all_agree(finite) if shards else finite
+
+
+def spread_failure_of_parts(flights: Sequence[BucketInFlight], partition: StepPartition) -> str | None:
+    """Make all gradients NaN, on all ranks, if a rank's own part of the averages is not finite; return its name.
+
+    Every rank, and a loss scaler there, so decides the same about the step. Collective only where a rank had gradients
+    so large that their sum may not be finite, which all know from the flags.
+    """
+    if all(bool(flight.exchange.finite()) for flight in flights):
+        return None
+    parts = [(slot.name, part) for f in flights for slot, part in zip(f.slots, f.bucket.own_parts(), strict=True)]
+    found = next((i for i, (_, part) in enumerate(parts) if not bool(torch.isfinite(part).all())), len(parts))
+    first = partition.first_of(found)
+    if first == len(parts):
+        return None
+    for flight in flights:
+        flight.bucket.flat.fill_(math.nan)
+        flight.measured = False
+    return parts[first][0]
 
 
 def spread_failure(flights: Sequence[BucketInFlight], shards: Shards, loss_scaler: Any) -> None:

@@ -39,12 +39,15 @@ class HostMemory(NamedTuple):
 
     Attributes:
         allocate: returns a block of so many bytes, an object with the buffer protocol.
-        reaches: whether the bytes at an address, so many, lie in it.
+        offset_of: returns where the bytes at an address, so many, lie in this rank's memory; -1: not there.
+        of_rank: returns memory of a rank: at an offset in it, so many bytes, which that rank has allocated and keeps.
+            An object with the buffer protocol.
         num_ranks: number of these ranks.
     """
 
     allocate: Callable[[int], _native.Block]
-    reaches: Callable[[int, int], bool]
+    offset_of: Callable[[int, int], int]
+    of_rank: Callable[[int, int, int], _native.PeerMemory]
     num_ranks: int
 
 

@@ -46,7 +46,8 @@ class SharedMemoryTransport:
         self.refuse = self._group.refuse
         self.give_up_stopped_after = self._group.give_up_stopped_after
         self.run_compiled = self._group.run
-        self.host_memory: HostMemory | None = HostMemory(self._group.allocate, self._group.reaches, self.size)
+        group = self._group
+        self.host_memory: HostMemory | None = HostMemory(group.allocate, group.offset_of, group.memory_of, self.size)
 
     @property
     def buffer_limit(self) -> int:

@@ -32,6 +32,15 @@ std::vector<Coefficients> counted(const Step& job) {
     return each;
 }
 
+// Where the others' copies are, of what a range of parameter j becomes, which was written just now.
+void write_mirrors(const Step& job, size_t j, Range part, Store store) {
+    const Buffer& written = job.copies.empty() ? job.weights[j] : job.copies[j];
+    for (const std::vector<Buffer>& mirror : job.mirrors) {
+        loops().copy(element_of(written, part.begin), const_cast<char*>(element_of(mirror[j], part.begin)),
+                     part.size() * size_of(written.dtype), store);
+    }
+}
+
 }  // namespace
 
 void step(const Step& job, double scale, int num_threads) {
@@ -40,6 +49,7 @@ void step(const Step& job, double scale, int num_threads) {
     Blocks blocks(job.weights);
     std::vector<double> sums(job.squares == nullptr ? 0 : 2 * static_cast<size_t>(blocks.count()), 0.0);
     int threads = useful_threads(4 * bytes_of(job.weights), num_threads);
+    const Store store = bytes_of(job.weights) >= kStreamingBytes ? Store::kStreaming : Store::kCached;
     blocks.for_each(threads, [&](size_t j, Range part, int64_t block) {
         StepTerms terms{.rule = job.rule,
                         .coefficients = each.empty() ? &job.coefficients : &each[j],
@@ -56,6 +66,7 @@ void step(const Step& job, double scale, int num_threads) {
                         .squares = sums.empty() ? nullptr : &sums[2 * static_cast<size_t>(block)]};
         for (int s = 0; s < kMostStates; ++s) terms.states[s] = element_or_null(job.states[s], j, part.begin);
         loops().step(terms);
+        if (writes_weights(job.rule)) write_mirrors(job, j, part, store);
     });
     if (job.squares == nullptr) return;
     blocks.add_up(sums.data(), 2, job.squares);

@@ -111,8 +111,8 @@ void SharedMemoryGroup::close_with_lock(const std::string& why) {
     unwatch_forks(this);
     messages_->end(why);
     sockets_.clear();
-    peers_.clear();
     std::lock_guard<std::mutex> lock(arena_mutex_);
+    peers_.clear();
     arena_.reset();  // its blocks keep it, if there are any
 }
 
@@ -126,6 +126,13 @@ std::shared_ptr<Arena> SharedMemoryGroup::arena() const {
 int64_t SharedMemoryGroup::offset_of(const Buffer& x) const {
     int64_t offset = x.bytes() - base(rank_);
     return offset >= 0 && offset <= file_bytes_ - x.num_bytes() ? offset : -1;
+}
+
+std::shared_ptr<Mapping> SharedMemoryGroup::mapping(int p) const {
+    require_own_process(name_of(rank_), "empty", pid_);
+    std::lock_guard<std::mutex> lock(arena_mutex_);
+    if (arena_ == nullptr) throw CommFailure(name_of(rank_), -1, "empty", 0.0, "empty: this communicator is closed");
+    return p == rank_ ? arena_->mapping() : peers_[static_cast<size_t>(p)];
 }
 
 void SharedMemoryGroup::lock_for_operation(std::unique_lock<std::mutex>& lock, const char* name) {

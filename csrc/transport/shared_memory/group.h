@@ -90,6 +90,8 @@ class SharedMemoryGroup : private ForkAware {
     std::shared_ptr<Arena> arena() const;
     // Offset of an array in this rank's file, -1 if it does not lie there. For operations.
     int64_t offset_of(const Buffer& x) const;
+    // The file of rank p, this one or another. Whoever holds it may use it when the group is closed.
+    std::shared_ptr<Mapping> mapping(int p) const;
 
     // Idempotent. Peers that are waiting for this rank, now or later, get a CommFailure. `why` is quoted to them. From
     // within an operation of this very thread (check_signals() calls signal handlers) it takes effect with the

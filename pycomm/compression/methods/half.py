@@ -18,7 +18,7 @@ from pycomm import kernels
 from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag, Method, Scaling, as_flag
-from pycomm.compression.dense import DenseExchange
+from pycomm.compression.dense import DenseExchange, reduce_message
 from pycomm.compression.half_scale import agreed_scale
 from pycomm.layout import laid_out_like
 
@@ -49,9 +49,10 @@ class HalfExchange(DenseExchange):
         fits = kernels.pack(parts, whole, scale * scaling.local, limit=limit, scratch=self._scratch)
         bucket.set_flags(grads, [fits], scaling.fingerprint)
         self._message[bucket.num_elements :] = bucket.flags
-        self._communicator.all_reduce(self._message, "sum", bucket.algorithm)
+        reduce_message(self._communicator, bucket, self._message, "sum")
         self.bytes_sent += self._message.nbytes
-        kernels.unpack(whole, [bucket.flat], scaling.result / (size * scale), scratch=self._unpack_scratch)
+        own, factor = bucket.own, scaling.result / (size * scale)
+        kernels.unpack(whole[own], [bucket.flat[own]], factor, scratch=self._unpack_scratch)
         bucket.flags.copy_(self._message[bucket.num_elements :])
 
     def finite(self) -> Flag:

@@ -58,7 +58,34 @@ bool convert_doubles(const char* src, char* dst, int64_t count, double scale, do
     return finite;
 }
 
+// What moves through registers of floats keeps its bits: nothing is computed.
+int64_t stream_lines(const char* src, char* dst, int64_t num_bytes) {
+    constexpr int64_t kStep = 4 * kLanes * static_cast<int64_t>(sizeof(float));
+    int64_t i = 0;
+    for (; i + kStep <= num_bytes; i += kStep) {
+        auto from = reinterpret_cast<const float*>(src + i);
+        auto to = reinterpret_cast<float*>(dst + i);
+        for (int u = 0; u < 4; ++u) stream(to + u * kLanes, load(from + u * kLanes));
+    }
+    fence_streams();
+    return i;
+}
+
 }  // namespace
+
+void copy(const void* src, void* dst, int64_t num_bytes, Store mode) {
+    const char* from = static_cast<const char*>(src);
+    char* to = static_cast<char*>(dst);
+    int64_t head = mode == Store::kStreaming ? elements_before_line(to) : -1;
+    if (head >= 0 && head < num_bytes) {
+        __builtin_memcpy(to, from, static_cast<size_t>(head));
+        head += stream_lines(from + head, to + head, num_bytes - head);
+        from += head;
+        to += head;
+        num_bytes -= head;
+    }
+    __builtin_memcpy(to, from, static_cast<size_t>(num_bytes));
+}
 
 bool convert(const void* src, DType src_dtype, void* dst, DType dst_dtype, int64_t count, double scale, double limit,
              Store mode) {

@@ -74,6 +74,9 @@ struct Loops {
     bool (*convert)(const void* src, DType src_dtype, void* dst, DType dst_dtype, int64_t count, double scale,
                     double limit, Store store);
 
+    // dst becomes src, which does not overlap it.
+    void (*copy)(const void* src, void* dst, int64_t num_bytes, Store store);
+
     // kernels/accumulate.h for one range of one gradient. What exceeds the collector's limit is appended to its list;
     // it may be null. Returns whether all of acc is finite. acc and velocity are streamed where they are aligned alike.
     bool (*accumulate)(const Terms& terms, Store store, Collector* collector);

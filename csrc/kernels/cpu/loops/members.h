@@ -9,6 +9,7 @@ namespace pycomm::PYCOMM_ISA {
 
 bool convert(const void* src, DType src_dtype, void* dst, DType dst_dtype, int64_t count, double scale, double limit,
              Store mode);
+void copy(const void* src, void* dst, int64_t num_bytes, Store mode);
 bool accumulate(const Terms& terms, Store store, Collector* collector);
 float absmax(const void* x, DType dtype, int64_t count);
 uint64_t hash(const void* x, int64_t itemsize, int64_t count, int64_t first);

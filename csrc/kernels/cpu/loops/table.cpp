@@ -8,6 +8,7 @@ namespace pycomm::PYCOMM_ISA {
 extern const Loops kLoops;
 const Loops kLoops = {PYCOMM_TEXT(PYCOMM_ISA),
                       convert,
+                      copy,
                       accumulate,
                       absmax,
                       hash,

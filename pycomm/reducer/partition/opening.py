@@ -1,0 +1,73 @@
+"""What steps that the ranks take together want, and how they begin."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from pycomm.communicator import Communicator
+from pycomm.layout import require_dense
+from pycomm.optim.fused import FusedStep, KernelStep, rule_of
+from pycomm.optim.master_weights import MasterWeights
+from pycomm.optim.step_override import HALF
+from pycomm.reducer.partition.common_memory import memory_of_all
+from pycomm.reducer.partition.partition import StepPartition, settings_of
+from pycomm.reducer.settings import Settings
+from pycomm.torch_internals import is_dtensor
+
+if TYPE_CHECKING:
+    from pycomm.reducer.parameters import ParameterTable
+
+
+def require_shardable(table: ParameterTable, shard: str) -> None:
+    """Raise ValueError if kernels do not step the optimizer of ``table``, or its parameters cannot be shared."""
+    name, optimizer = f'shard="{shard}"', table.optimizer
+    try:
+        rule_of(optimizer)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} wants an optimizer that pycomm's kernels step: {error}") from None
+    stepper = table.stepper
+    if isinstance(stepper, MasterWeights) and not stepper.has_kernels:
+        raise ValueError(f"{name} wants masters that pycomm's kernels step; {type(optimizer).__name__} steps its own")
+    for label, param in table.named():
+        if param.device.type != "cpu":
+            raise ValueError(f"{name} wants parameters in CPU memory, and {label!r} is on {param.device}")
+        if is_dtensor(param):
+            raise ValueError(f"{name} wants ordinary parameters, and {label!r} is a DTensor, which is sharded already")
+        if param.dtype in HALF and not stepper.has_masters:
+            raise ValueError(
+                f"{name}: parameter {label!r} has dtype {param.dtype}, which kernels step by float32 masters only: call "
+                "pycomm.master_weights(optimizer) before attach"
+            )
+        require_dense(param)
+
+
+def require_one_host(communicator: Communicator, shard: str) -> None:
+    """Raise ValueError unless all ranks of ``communicator`` reach one memory."""
+    if memory_of_all(communicator) is None:
+        raise ValueError(
+            f'shard="{shard}" wants all ranks on one host, where they write to each other\'s memory; these travel by '
+            f"{communicator.transport!r}"
+        )
+
+
+def open_partition(communicator: Communicator, table: ParameterTable, settings: Settings) -> StepPartition:
+    """Return a partition of the parameters that ``table`` is about to sort into buckets. Collective."""
+    stepper = table.stepper
+    made = None if isinstance(stepper, KernelStep) else FusedStep(table.optimizer)
+    most_writes = 0 if settings.loss_scaler is None else 1  # by unscale_()
+    return StepPartition(
+        communicator,
+        made or stepper,
+        table.module,
+        shares_parameters=settings.shard == "parameters",
+        full_grad=settings.full_grad,
+        most_writes=most_writes,
+        was_fused_here=made is not None,
+    )
+
+
+def settings_lines(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return a line for each parameter group, to be compared between ranks."""
+    return settings_of(optimizer).decode().splitlines()
