@@ -66,15 +66,17 @@ class Bucket:
         self._offsets = [itemsize * begin for begin in itertools.accumulate(self.numels, initial=0)][:-1]
         self._handed_out_uses = 0  # references to the storage when the views were handed out
         self.bounds: Sequence[int] | None = None
+        self.defers, self.is_deferred = False, False
         self._rank = 0
         self.use(self._new_memory())
 
-    def reduce_part_only(self, bounds: Sequence[int], rank: int) -> None:
+    def reduce_part_only(self, bounds: Sequence[int], rank: int, *, later: bool = False) -> None:
         """Have each rank get only its own part of the sum: elements ``bounds[rank]`` to ``bounds[rank + 1]``.
 
-        The rest of ``flat`` is this rank's contribution then.
+        The rest of ``flat`` is this rank's contribution then; with ``later`` all of it is, and ``is_deferred`` true,
+        until somebody reduces it.
         """
-        self.bounds, self._rank = bounds, rank
+        self.bounds, self._rank, self.defers = bounds, rank, later
 
     @property
     def own(self) -> slice:

@@ -4,12 +4,14 @@
 #include <cstring>
 
 #include "bindings/described.h"
+#include "bindings/reduce_op.h"
 #include "kernels/norms.h"
 
 namespace pycomm {
 
 PreparedStep::PreparedStep(const std::string& rule, const py::object& weights, const py::object& grads,
                            const py::object& copies, const std::vector<py::object>& states, const py::object& counts,
+                           const std::vector<py::object>& terms, const std::string& reduction,
                            const std::vector<py::object>& mirrors) {
     StepArrays arrays(rule, {}, weights, grads, copies, states);
     Arguments arguments;
@@ -18,7 +20,13 @@ PreparedStep::PreparedStep(const std::string& rule, const py::object& weights, c
     for (Array& array : arrays.all()) held_.push_back(std::move(array.owner));
     if (!counts.is_none()) take_counts(as_arrays(counts, "counts", Access::kWrite), arguments);
     arguments.require_apart();
-    take_mirrors(mirrors);
+    take_shared(terms, "terms", nullptr, job.terms);
+    job.reduction = reduce_op_named(py::str(reduction));
+    if (job.reduction != ReduceOp::kSum && job.reduction != ReduceOp::kMean) {
+        throw ArgumentError("reduction is " + reduction + ", wanted sum or mean");
+    }
+    const DType written = (job.copies.empty() ? job.weights : job.copies)[0].dtype;
+    take_shared(mirrors, "mirrors", &written, job.mirrors);
     auto add = [&](const std::vector<Buffer>& some) {
         for (const Buffer& one : some) {
             if (one.count > 0) written_.push_back({one.bytes(), one.bytes() + one.num_bytes()});
@@ -31,17 +39,17 @@ PreparedStep::PreparedStep(const std::string& rule, const py::object& weights, c
     std::sort(written_.begin(), written_.end(), [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
 }
 
-void PreparedStep::take_mirrors(const std::vector<py::object>& mirrors) {
-    const std::vector<Buffer>& written = job.copies.empty() ? job.weights : job.copies;
-    for (const py::object& mirror : mirrors) {
-        PerWeight arrays(mirror, "mirrors", Access::kWrite);
-        arrays.require_shape_of(job.weights);
-        arrays.require_dtype(written[0].dtype, job.copies.empty() ? "weights[0]" : "copies[0]");
-        for (const Array& array : arrays.arrays()) {
-            require_host(array, "mirrors");
-            mirrors_.push_back(array);
+void PreparedStep::take_shared(const std::vector<py::object>& arrays, const char* name, const DType* dtype,
+                               std::vector<std::vector<Buffer>>& out) {
+    for (const py::object& some : arrays) {
+        PerWeight each(some, name, Access::kWrite);
+        each.require_shape_of(job.weights);
+        each.require_dtype(dtype == nullptr ? each.arrays().at(0).buffer.dtype : *dtype, "the others");
+        for (const Array& array : each.arrays()) {
+            require_host(array, name);
+            shared_.push_back(array);
         }
-        job.mirrors.push_back(arrays.buffers());
+        out.push_back(each.buffers());
     }
 }
 

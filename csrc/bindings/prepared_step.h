@@ -20,6 +20,7 @@ class PreparedStep {
     // Throws what StepArrays does, and where arrays overlap.
     PreparedStep(const std::string& rule, const py::object& weights, const py::object& grads, const py::object& copies,
                  const std::vector<py::object>& states, const py::object& counts,
+                 const std::vector<py::object>& terms, const std::string& reduction,
                  const std::vector<py::object>& mirrors);
 
     // Whether the array has no bytes in common with those that are written.
@@ -38,12 +39,14 @@ class PreparedStep {
         const char* begin;
         const char* end;
     };
-    void take_mirrors(const std::vector<py::object>& mirrors);
+    // Adds what other processes reach too. dtype: of all of them; null: any.
+    void take_shared(const std::vector<py::object>& arrays, const char* name, const DType* dtype,
+                     std::vector<std::vector<Buffer>>& out);
     void take_counts(const std::vector<Array>& counts, Arguments& arguments);
     Array example() const;
 
     std::vector<py::object> held_;  // for the length of a step, weights first
-    std::vector<Array> mirrors_;    // held for good: nobody looks whether they are still the same
+    std::vector<Array> shared_;     // held for good: nobody looks whether they are still the same
     std::vector<Extent> written_;   // in order
 };
 

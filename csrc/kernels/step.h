@@ -24,7 +24,9 @@
 //              corrected by it, parameter by parameter, in place of the coefficients' inverses. powers are rounded
 //              correctly: the C library's, from which callers get those inverses, differ in the last bit now and then.
 //
-// Parameters of which other processes of the host have copies (host only):
+// Parameters of which other processes of the host have copies, or gradients (host only):
+//   terms      in place of grads[j], the gradient is the reduction, by `reduction` (kSum or kMean), of terms[t][j] over
+//              all t, in their order, rounded to their type as kernels/reduce.h says. grads are not read then.
 //   mirrors    mirrors[m][j] gets what is written to the parameter itself: to copies[j], or weights[j] without copies.
 //              Of that type; nobody reads it meanwhile.
 //
@@ -38,6 +40,7 @@
 
 #include "base/buffer.h"
 #include "kernels/on_device.h"
+#include "kernels/reduce_op.h"
 #include "kernels/rules.h"
 
 namespace pycomm {
@@ -48,7 +51,9 @@ struct Step {
     std::vector<Buffer> weights, grads, copies;  // grads and copies: one for each weight, or none
     std::vector<Buffer> states[kMostStates];     // likewise; states[s] as has[s] in rules.h
     std::vector<Buffer> counts;                  // likewise
-    std::vector<std::vector<Buffer>> mirrors;    // likewise, each
+    std::vector<std::vector<Buffer>> terms;      // each likewise
+    std::vector<std::vector<Buffer>> mirrors;    // each likewise
+    ReduceOp reduction = ReduceOp::kMean;        // of terms
     const float* found = nullptr;                // where the weights are
     const double* rates = nullptr;               // one for each weight, where the weights are; null: all 1
     double* squares = nullptr;                   // two for each weight, kLambMoments only

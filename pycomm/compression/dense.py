@@ -21,10 +21,19 @@ def reduce_message(communicator: Communicator, bucket: Bucket, message: torch.Te
     if bucket.bounds is None:
         communicator.all_reduce(message, op, bucket.algorithm)
         return
-    parts = [message[begin:end] for begin, end in itertools.pairwise(bucket.bounds)]
-    communicator.reduce_scatter_v(message[bucket.own], parts, op)
+    bucket.is_deferred = bucket.defers
+    if not bucket.defers:
+        reduce_part(communicator, bucket, message, op)
     flags = message[bucket.num_elements :]
     communicator.all_reduce(flags, op)
+
+
+def reduce_part(communicator: Communicator, bucket: Bucket, message: torch.Tensor, op: str) -> None:
+    """Reduce this rank's own part of ``message`` over the ranks, in place. Collective."""
+    assert bucket.bounds is not None
+    parts = [message[begin:end] for begin, end in itertools.pairwise(bucket.bounds)]
+    communicator.reduce_scatter_v(message[bucket.own], parts, op)
+    bucket.is_deferred = False
 
 
 class DenseExchange(Defaults):

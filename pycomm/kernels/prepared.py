@@ -36,8 +36,10 @@ class PreparedStep(_native.PreparedStep):
         states: for each state of the rule, the arrays of all weights, or ``None``.
         counts: ``None``, or for each weight one float32 beside it: the number of steps taken, which the
             kernel then counts itself.
-        mirrors: lists of arrays, one for each weight, in the memory of other processes, that get what is written
-            to ``copies``, or to ``weights`` without them. In CPU memory only. They are kept.
+        terms: lists of arrays, one for each weight, whose ``reduction``, "sum" or "mean", is the gradient; then
+            ``grads`` are not read.
+        mirrors: lists of arrays, one for each weight, that get what is written to ``copies``, or to ``weights`` without
+            them. These and ``terms`` may be memory of other processes; in CPU memory only. They are kept.
 
     Attributes:
         taken: number of steps, including this one.

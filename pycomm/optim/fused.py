@@ -79,7 +79,7 @@ class KernelStep(StepOverride):
         loss = evaluate(closure)
         rule = rule_of(self.optimizer)
         scaling = self.take_scaling(waits=any(map(rule.waits, self.optimizer.param_groups)))
-        with self._together(is_skipped=scaling is None) as is_taken:
+        with self._together(rule, is_skipped=scaling is None) as is_taken:
             if scaling is None or not is_taken:
                 self.forget()
             else:
@@ -87,10 +87,10 @@ class KernelStep(StepOverride):
                     self.update(rule, scaling)
         return loss
 
-    def _together(self, is_skipped: bool) -> contextlib.AbstractContextManager[bool]:
+    def _together(self, rule: Rule, *, is_skipped: bool) -> contextlib.AbstractContextManager[bool]:
         if self.partition is None:
             return contextlib.nullcontext(not is_skipped)
-        return self.partition.step(self.optimizer, is_skipped)
+        return self.partition.step(self.optimizer, is_skipped=is_skipped, needs_gradients=rule.norms is not None)
 
     def update(self, rule: Rule, scaling: Scaling) -> None:
         """Step all parameters that have a gradient, which is scaled first."""

@@ -159,6 +159,8 @@ class MasterWeights(KernelStep):
     def unscale(self, factor: Factor) -> None:
         """Store gradients times ``factor`` in ``.grad`` of :meth:`parameters`; those of masters in float32."""
         self._refresh()
+        if self.partition is not None:
+            self.partition.require_reduced()
         for param in optimizer_parameters(self.optimizer):
             if param.grad is None:
                 continue

@@ -32,6 +32,17 @@ class Partition(Protocol):
     def span_of(self, param: torch.Tensor) -> Span:
         """Return this rank's own elements of ``param``; they may be none."""
 
+    @property
+    def terms_version(self) -> int:
+        """Number that changes with what :meth:`terms_of` returns; 0 while gradients have been reduced."""
+
+    @property
+    def reduction(self) -> str:
+        """Reduction that makes a gradient of its terms: "sum" or "mean"."""
+
+    def terms_of(self, param: torch.Tensor) -> list[torch.Tensor]:
+        """Return all ranks' gradients of this rank's own elements of ``param``, flat, in rank order."""
+
     def mirrors_of(self, param: torch.Tensor) -> list[torch.Tensor]:
         """Return the other ranks' memory of this rank's own elements of ``param``, flat, a tensor for each rank.
 
@@ -47,8 +58,13 @@ class Partition(Protocol):
     def add_up(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum of the ranks' float64 ``values``; the same bits on all ranks. Collective."""
 
-    def step(self, optimizer: torch.optim.Optimizer, is_skipped: bool) -> AbstractContextManager[bool]:
+    def require_reduced(self) -> None:
+        """Reduce the gradients now, if that was left to the step. Collective."""
+
+    def step(
+        self, optimizer: torch.optim.Optimizer, *, is_skipped: bool, needs_gradients: bool
+    ) -> AbstractContextManager[bool]:
         """Return a context for a step, which yields whether it is taken; if any rank skips it, it is not. Collective.
 
-        Inside, all ranks write to each other's parameters; none leaves before all are done.
+        With ``needs_gradients`` they are reduced before, as a kernel reads them by themselves. Inside, all ranks write to each other's parameters; none leaves before all are done.
         """

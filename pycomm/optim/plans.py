@@ -25,6 +25,7 @@ from pycomm.optim.targets import (
     grads_of,
     mirrors_of,
     next_steps,
+    terms_of,
     weights_of,
 )
 from pycomm.torch_internals import is_dtensor, local_of, note_writes
@@ -150,8 +151,9 @@ class Step:
 
     def settings(self, group: Group) -> Hashable:
         """Return what a plan of ``group`` depends on, besides its tensors."""
-        partition = None if self.partition is None else ref(self.partition)
-        return self.rule, self.rule.keys(group), group.get("exclude"), self.counted_by_kernels, partition
+        partition = self.partition
+        shared = None if partition is None else (ref(partition), partition.terms_version)
+        return self.rule, self.rule.keys(group), group.get("exclude"), self.counted_by_kernels, shared
 
 
 class Plan:
@@ -272,7 +274,7 @@ def _part(step: Step, group: Group, key: PartKey, targets: list[Target], scratch
     states = [None if name is None else buffers_of(targets, name, initial) for name in rule.keys(group)]
     arrays = PreparedStep(
         *(rule.kernel, weights_of(targets), grads_of(targets), copies_of(targets), states, counts),
-        mirrors_of(targets),
+        *(terms_of(targets), "mean" if step.partition is None else step.partition.reduction, mirrors_of(targets)),
     )
     arrays.taken = key.taken
     return Part(key, arrays, len(targets), scratches, label)

@@ -123,6 +123,14 @@ def copies_of(targets: Sequence[Target]) -> list[torch.Tensor] | None:
     return copies or None
 
 
+def terms_of(targets: Sequence[Target]) -> list[list[torch.Tensor]]:
+    """Return each rank's gradients, if the step reduces them."""
+    partition = targets[0].partition
+    if partition is None or partition.terms_version == 0:
+        return []
+    return [list(of) for of in zip(*(partition.terms_of(t.param) for t in targets))]
+
+
 def mirrors_of(targets: Sequence[Target]) -> list[list[torch.Tensor]]:
     """Return the memory of each other rank that what is written to the parameters goes to as well."""
     partition = targets[0].partition

@@ -52,7 +52,7 @@ def attach(
     min_ranks: int = 1,
     backup: int = 0,
     shard: str | None = None,
-    full_grad: bool = False,
+    full_grad: bool | None = False,
     join: str | None = None,
     carry: Mapping[str, Any] | None = None,
     timeout: timedelta | float = DEFAULT_TIMEOUT,
@@ -116,7 +116,8 @@ def attach(
             ranks' memory, and keeps that part of the optimizer's state only; "parameters": likewise, and the ranks
             have one copy of the parameters among them. ``None``: each steps all of them. See ``docs/sharding.md``.
             After ``backward()`` a rank has the average of its own part in ``.grad``, else its own gradient.
-        full_grad: with ``shard``, every rank gets all of the average in ``.grad``.
+        full_grad: with ``shard``, True: every rank gets all of the average in ``.grad``. ``None``: no rank gets any of
+            it, as the sum is made inside the step, which then moves fewer bytes; ``.grad`` stays this rank's own.
         join: address, "host:port", of the store in which other ranks have met, to become one more of them between
             two steps. Such a process calls no ``init_process_group``. It gets all state from them, and takes part
             in its first step with weight zero. Wants "shrink", on all ranks.

@@ -21,6 +21,8 @@ def unscaled_norm(table: ParameterTable, loss_scaler: Any) -> torch.Tensor:
     """
     scale = loss_scale_of(loss_scaler).left_in(table.optimizer)
     unscaled, partial = table.stepper.unscaled(), table.partial
+    if partial is not None:
+        partial.reduce_early()
     if unscaled is not None and partial is not None:
         squares = kernels.squared_norms([partial.own_part(param, grad) for param, grad in unscaled.items()])
         return partial.add_up(squares.sum().view(1))[0].sqrt() / scale

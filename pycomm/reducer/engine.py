@@ -185,7 +185,8 @@ class Engine(Answers, Occasions):
         is_first = number <= len(self.lanes)  # on its lane
         exchange = functools.partial(_exchange, flight, grads, self.window.scaling, weights, fingerprint)
         # attach has compared all buckets: ranks that agree on a lane's first exchange agree on all after it.
-        return functools.partial(exchange, is_first, self.measures and not flight.exchange.transactional)
+        measures = self.measures and not flight.exchange.transactional and not flight.bucket.defers
+        return functools.partial(exchange, is_first, measures)
 
     def _submit(
         self,

@@ -31,7 +31,7 @@ class Settings:
     min_ranks: int = 1
     backup: int = 0
     shard: str | None = None
-    full_grad: bool = False
+    full_grad: bool | None = False
 
     @property
     def survives(self) -> bool:
@@ -76,7 +76,7 @@ def checked_settings(
     min_ranks: int,
     backup: int,
     shard: str | None,
-    full_grad: bool,
+    full_grad: bool | None,
 ) -> Settings:
     """Return the arguments of ``attach`` as checked settings.
 
@@ -98,12 +98,12 @@ def checked_settings(
         min_ranks=count("min_ranks", min_ranks, 1),
         backup=count("backup", backup, 0),
         shard=_shard(shard),
-        full_grad=bool(full_grad),
+        full_grad=_full_grad(full_grad),
     )
     if settings.backup > 0:
         _check_backup(settings)
-    if settings.full_grad and settings.shard is None:
-        raise ValueError("full_grad=True without shard: every rank has all averaged gradients anyway")
+    if settings.full_grad is not False and settings.shard is None:
+        raise ValueError(f"full_grad={settings.full_grad} without shard: every rank has all averaged gradients anyway")
     if settings.shard is not None:
         _check_shard(settings)
     return settings
@@ -120,6 +120,10 @@ def _check_shard(settings: Settings) -> None:
         f'on_failure="{settings.on_failure}"': (
             settings.survives,
             "a lost rank takes its part of the step with it; go on from a checkpoint",
+        ),
+        f"full_grad=None, compression={method}": (
+            settings.full_grad is None and not isinstance(settings.compression, NoCompression),
+            "only gradients that travel as they are can be summed in the step",
         ),
         "all_parameters=True": (settings.all_parameters, "the optimizer steps its own parameters only"),
     }
@@ -173,6 +177,12 @@ def _shard(value: Any) -> str | None:
     if value not in (None, "optimizer", "parameters"):
         raise ValueError(f'shard is {value!r}, wanted "optimizer", "parameters" or None')
     return None if value is None else str(value)
+
+
+def _full_grad(value: Any) -> bool | None:
+    if value is not None and not isinstance(value, bool):
+        raise TypeError(f"full_grad is {value!r}, wanted True, False or None")
+    return value
 
 
 def _on_failure(value: Any) -> str:

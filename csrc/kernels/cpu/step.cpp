@@ -4,6 +4,7 @@
 
 #include "kernels/cpu/blocks.h"
 #include "kernels/cpu/loops/loops.h"
+#include "kernels/reduce.h"
 
 namespace pycomm {
 namespace {
@@ -41,6 +42,21 @@ void write_mirrors(const Step& job, size_t j, Range part, Store store) {
     }
 }
 
+// Room for a block's gradients, of any type, while they are in a cache.
+struct alignas(64) Room {
+    char bytes[kNormBlock * sizeof(double)];
+};
+
+// Reduces the terms of a range of parameter j, and returns where the result is: in `room`.
+const char* sum_terms(const Step& job, size_t j, Range part, Room& room) {
+    std::vector<const void*> inputs;
+    for (const std::vector<Buffer>& term : job.terms) inputs.push_back(element_of(term[j], part.begin));
+    void* out = room.bytes;
+    reduce_range(&out, 1, inputs.data(), static_cast<int>(inputs.size()), job.terms[0][j].dtype, job.reduction,
+                 part.size());
+    return room.bytes;
+}
+
 }  // namespace
 
 void step(const Step& job, double scale, int num_threads) {
@@ -50,17 +66,21 @@ void step(const Step& job, double scale, int num_threads) {
     std::vector<double> sums(job.squares == nullptr ? 0 : 2 * static_cast<size_t>(blocks.count()), 0.0);
     int threads = useful_threads(4 * bytes_of(job.weights), num_threads);
     const Store store = bytes_of(job.weights) >= kStreamingBytes ? Store::kStreaming : Store::kCached;
+    const bool sums_terms = !job.terms.empty() && reads_grads(job.rule);
     blocks.for_each(threads, [&](size_t j, Range part, int64_t block) {
+        Room room;
         StepTerms terms{.rule = job.rule,
                         .coefficients = each.empty() ? &job.coefficients : &each[j],
                         .scale = scale,
                         .rate = job.rates == nullptr ? 1.0 : job.rates[j],
                         .weight = element_or_null(job.weights, j, part.begin),
-                        .grad = element_or_null(job.grads, j, part.begin),
+                        .grad = sums_terms ? sum_terms(job, j, part, room) : element_or_null(job.grads, j, part.begin),
                         .copy = element_or_null(job.copies, j, part.begin),
                         .states = {},
                         .dtype = job.weights[j].dtype,
-                        .grad_dtype = job.grads.empty() ? DType::kF32 : job.grads[j].dtype,
+                        .grad_dtype = sums_terms          ? job.terms[0][j].dtype
+                                      : job.grads.empty() ? DType::kF32
+                                                          : job.grads[j].dtype,
                         .copy_dtype = job.copies.empty() ? DType::kF32 : job.copies[j].dtype,
                         .count = part.size(),
                         .squares = sums.empty() ? nullptr : &sums[2 * static_cast<size_t>(block)]};

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,6 +57,15 @@ class CommonMemory:
         self._communicator.barrier()
         return memory
 
+    def of_all(self, own: torch.Tensor) -> list[Memory]:
+        """Return the memory of all ranks' tensors, ``own`` among them, in rank order. Collective.
+
+        Each lies in memory of its rank that all reach, and takes as many bytes.
+        """
+        offset = self._memory.offset_of(own.data_ptr(), own.nbytes)
+        assert offset >= 0
+        return self._exchange(offset, own.nbytes, range(self._communicator.size))
+
     def release(self) -> None:
         """Let go of what this rank has allocated, once the communicator is closed: nobody gets it again."""
         self._own.clear()
@@ -71,8 +79,11 @@ class CommonMemory:
             except MemoryError as error:
                 mine = error
         offset = agreed(self._communicator, mine, "allocate memory that the ranks share")
-        offsets = [json.loads(text) for text in self._communicator.channel.all_gather_bytes(json.dumps(offset).encode())]
-        return [self._memory.of_rank(owner, int(offsets[owner]), num_bytes) for owner in owners]
+        return self._exchange(offset, num_bytes, owners)
+
+    def _exchange(self, offset: int, num_bytes: int, owners: Sequence[int]) -> list[Memory]:
+        offsets = [int(text) for text in self._communicator.channel.all_gather_bytes(str(offset).encode())]
+        return [self._memory.of_rank(owner, offsets[owner], num_bytes) for owner in owners]
 
     def _allocate(self, num_bytes: int) -> int:
         block = self._memory.allocate(num_bytes)

@@ -63,6 +63,7 @@ def open_partition(communicator: Communicator, table: ParameterTable, settings: 
         table.module,
         shares_parameters=settings.shard == "parameters",
         full_grad=settings.full_grad,
+        average=settings.average,
         most_writes=most_writes,
         was_fused_here=made is not None,
     )

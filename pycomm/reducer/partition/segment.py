@@ -64,8 +64,12 @@ class Segment:
 
     def mirrors_of(self, index: int) -> list[torch.Tensor]:
         """Return the other ranks' memory of this rank's own elements of the ``index``-th parameter."""
+        return [self.part_in(memory, index) for memory in self._others]
+
+    def part_in(self, memory: Memory, index: int) -> torch.Tensor:
+        """Return this rank's own elements of the ``index``-th parameter in memory that is laid out as the bucket."""
         begin, end = (self._begins[index] + at for at in self.spans[index])
-        return [tensor_in(memory, self._dtype, begin, end) for memory in self._others]
+        return tensor_in(memory, self._dtype, begin, end)
 
     def home(self, index: int, param: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:
         """Return memory for the state ``key`` of the ``index``-th parameter. Collective, the first time for a key."""
