@@ -4,7 +4,6 @@
 
 #include "kernels/cpu/blocks.h"
 #include "kernels/cpu/loops/loops.h"
-#include "kernels/reduce.h"
 
 namespace pycomm {
 namespace {
@@ -33,29 +32,14 @@ std::vector<Coefficients> counted(const Step& job) {
     return each;
 }
 
-// Where the others' copies are, of what a range of parameter j becomes, which was written just now.
-void write_mirrors(const Step& job, size_t j, Range part, Store store) {
-    const Buffer& written = job.copies.empty() ? job.weights[j] : job.copies[j];
-    for (const std::vector<Buffer>& mirror : job.mirrors) {
-        loops().copy(element_of(written, part.begin), const_cast<char*>(element_of(mirror[j], part.begin)),
-                     part.size() * size_of(written.dtype), store);
-    }
+// The same elements of parameter j in the memory of several processes.
+std::vector<void*> elements_of(const std::vector<std::vector<Buffer>>& processes, size_t j, int64_t i) {
+    std::vector<void*> out;
+    for (const std::vector<Buffer>& arrays : processes) out.push_back(element_or_null(arrays, j, i));
+    return out;
 }
 
-// Room for a block's gradients, of any type, while they are in a cache.
-struct alignas(64) Room {
-    char bytes[kNormBlock * sizeof(double)];
-};
-
-// Reduces the terms of a range of parameter j, and returns where the result is: in `room`.
-const char* sum_terms(const Step& job, size_t j, Range part, Room& room) {
-    std::vector<const void*> inputs;
-    for (const std::vector<Buffer>& term : job.terms) inputs.push_back(element_of(term[j], part.begin));
-    void* out = room.bytes;
-    reduce_range(&out, 1, inputs.data(), static_cast<int>(inputs.size()), job.terms[0][j].dtype, job.reduction,
-                 part.size());
-    return room.bytes;
-}
+static_assert(kNormBlock <= kMostStepElements);
 
 }  // namespace
 
@@ -66,27 +50,31 @@ void step(const Step& job, double scale, int num_threads) {
     std::vector<double> sums(job.squares == nullptr ? 0 : 2 * static_cast<size_t>(blocks.count()), 0.0);
     int threads = useful_threads(4 * bytes_of(job.weights), num_threads);
     const Store store = bytes_of(job.weights) >= kStreamingBytes ? Store::kStreaming : Store::kCached;
-    const bool sums_terms = !job.terms.empty() && reads_grads(job.rule);
     blocks.for_each(threads, [&](size_t j, Range part, int64_t block) {
-        Room room;
+        const std::vector<void*> gradients = elements_of(job.terms, j, part.begin);
+        const std::vector<void*> mirrors = elements_of(job.mirrors, j, part.begin);
+        const std::vector<Buffer>& grads = job.terms.empty() ? job.grads : job.terms[0];
         StepTerms terms{.rule = job.rule,
                         .coefficients = each.empty() ? &job.coefficients : &each[j],
                         .scale = scale,
                         .rate = job.rates == nullptr ? 1.0 : job.rates[j],
                         .weight = element_or_null(job.weights, j, part.begin),
-                        .grad = sums_terms ? sum_terms(job, j, part, room) : element_or_null(job.grads, j, part.begin),
+                        .grad = element_or_null(grads, j, part.begin),
                         .copy = element_or_null(job.copies, j, part.begin),
                         .states = {},
                         .dtype = job.weights[j].dtype,
-                        .grad_dtype = sums_terms          ? job.terms[0][j].dtype
-                                      : job.grads.empty() ? DType::kF32
-                                                          : job.grads[j].dtype,
+                        .grad_dtype = grads.empty() ? DType::kF32 : grads[j].dtype,
                         .copy_dtype = job.copies.empty() ? DType::kF32 : job.copies[j].dtype,
                         .count = part.size(),
-                        .squares = sums.empty() ? nullptr : &sums[2 * static_cast<size_t>(block)]};
+                        .squares = sums.empty() ? nullptr : &sums[2 * static_cast<size_t>(block)],
+                        .terms = gradients.data(),
+                        .num_terms = reads_grads(job.rule) ? static_cast<int>(gradients.size()) : 0,
+                        .reduction = job.reduction,
+                        .mirrors = mirrors.data(),
+                        .num_mirrors = writes_weights(job.rule) ? static_cast<int>(mirrors.size()) : 0,
+                        .mirror_store = store};
         for (int s = 0; s < kMostStates; ++s) terms.states[s] = element_or_null(job.states[s], j, part.begin);
         loops().step(terms);
-        if (writes_weights(job.rule)) write_mirrors(job, j, part, store);
     });
     if (job.squares == nullptr) return;
     blocks.add_up(sums.data(), 2, job.squares);
