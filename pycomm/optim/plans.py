@@ -370,7 +370,9 @@ _AddUp = Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor]
 def _add_up(measured: list[_Measured], add_up: _AddUp) -> None:
     """Replace the squares of this rank's parts by those of whole parameters. Collective."""
     places = [
-        (squares, i, plan.params[i] if plan.params else []) for plan, _, _, squares in measured for i in range(len(squares))
+        (squares, i, plan.params[i] if plan.params else [])
+        for plan, _, _, squares in measured
+        for i in range(len(squares))
     ]
     found = [(squares, i, params, own) for squares, i, params in places if (own := squares[i]) is not None]
     flat = torch.cat([own.reshape(-1) for *_, own in found]) if found else torch.zeros(0, dtype=torch.float64)

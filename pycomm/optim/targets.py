@@ -106,7 +106,9 @@ def weights_of(targets: Sequence[Target]) -> list[torch.Tensor]:
 def grads_of(targets: Sequence[Target]) -> list[torch.Tensor]:
     """Return the gradients in the memory order of the weights."""
     return [
-        laid_out_like(t.grad, t.weight) if t.partition is None else laid_out_like(t.grad, t.weight).view(-1)[slice(*t.span)]
+        laid_out_like(t.grad, t.weight)
+        if t.partition is None
+        else laid_out_like(t.grad, t.weight).view(-1)[slice(*t.span)]
         for t in targets
     ]
 

@@ -14,9 +14,7 @@ from pycomm.reducer.partition import StepPartition
 
 def measure(flight: BucketInFlight) -> None:
     """Compute the norms of the gradients that ``flight`` received; runs on the communication thread or stream."""
-    flight.squares = kernels.squared_norms(
-        flight.bucket.own_parts(), out=flight.squares, scratch=flight.norm_scratch
-    )
+    flight.squares = kernels.squared_norms(flight.bucket.own_parts(), out=flight.squares, scratch=flight.norm_scratch)
     flight.measured = True
 
 
