@@ -203,9 +203,9 @@ class PreparedStep:
         copies: Sequence[Any] | None,
         states: Sequence[Sequence[Any] | None],
         counts: Sequence[Any] | None,
-        terms: Sequence[Sequence[Any]],
-        reduction: str,
-        mirrors: Sequence[Sequence[Any]],
+        terms: Sequence[Sequence[Any]] = ...,
+        reduction: str = ...,
+        mirrors: Sequence[Sequence[Any]] = ...,
     ) -> None: ...
     def run(
         self,
@@ -254,8 +254,7 @@ def shared_file_bytes(size: int) -> int: ...
 class Block:  # has the buffer protocol
     def map_over(self, address: int) -> None: ...
 
-class PeerMemory:  # has the buffer protocol
-    ...
+class PeerMemory: ...  # has the buffer protocol
 
 class Program:
     def __init__(self, words: Any, rank: int, size: int, name: str, digest: int) -> None: ...

@@ -89,9 +89,9 @@ class Bucket:
         """Return those elements by parameter, which may be none."""
         if self.bounds is None:
             return self.parts(self.memory)
-        begins = itertools.accumulate(self.numels, initial=0)
         first, last = self.own.start, self.own.stop
-        places = [(max(first, begin), min(last, begin + count)) for begin, count in zip(begins, self.numels)]
+        ends = itertools.accumulate(self.numels, initial=0)
+        places = [(max(first, begin), min(last, end)) for begin, end in itertools.pairwise(ends)]
         return [self.flat[begin : max(begin, end)] for begin, end in places]
 
     def _new_memory(self) -> torch.Tensor:

@@ -93,6 +93,13 @@ class Channel:
         """Run this rank's program of any table, whether or not it is a collective, on ``x`` in CPU memory."""
         return self.enqueue(lambda: self._runner.run(program, x, op, self.timeout), async_op)
 
+    def reduce_scatter_v(self, out: torch.Tensor, xs: Sequence[torch.Tensor], op: str) -> None:
+        """Write the reduction of all ranks' ``xs[rank]``, parts of any lengths in CPU memory, into ``out``.
+
+        ``out`` may be this rank's own ``xs[rank]``.
+        """
+        self.enqueue(lambda: self.transport.reduce_scatter_v(out, xs, op, self.timeout))
+
     def all_gather_bytes(self, mine: bytes) -> list[bytes]:
         """Return the ``mine`` of every rank, in rank order. Lengths may differ; meant for small messages."""
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -218,16 +217,6 @@ class Communicator(PointToPoint):
                 gpu, [out, x], lambda nccl, *when: nccl.reduce_scatter(out, x, op, *when), async_op
             )
         return self.channel.enqueue(lambda: self._transport.reduce_scatter(out, x, op, self._timeout), async_op)
-
-    def reduce_scatter_v(self, out: Any, xs: Sequence[Any], op: str = "sum", async_op: bool = False) -> Work | None:
-        """Reduce parts of any lengths: the reduction of all ranks' ``xs[rank]`` is written into ``out``.
-
-        ``out`` may be this rank's own ``xs[rank]``. ``xs`` holds an array, or ``None`` for an empty one, for each rank;
-        dtypes and ``op`` as in :meth:`all_reduce`. In CPU memory only, else ValueError.
-        """
-        if gpu_of(out) is not None:
-            raise ValueError("reduce_scatter_v wants arrays in CPU memory; between GPUs use reduce_scatter()")
-        return self.channel.enqueue(lambda: self._transport.reduce_scatter_v(out, xs, op, self._timeout), async_op)
 
     def all_gather(self, out: Any, x: Any, async_op: bool = False) -> Work | GpuWork | None:
         """Write the ``x`` of all ranks, in rank order, into ``out`` (``size`` times as many elements). Any dtype."""

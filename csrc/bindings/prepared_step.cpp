@@ -25,8 +25,7 @@ PreparedStep::PreparedStep(const std::string& rule, const py::object& weights, c
     if (job.reduction != ReduceOp::kSum && job.reduction != ReduceOp::kMean) {
         throw ArgumentError("reduction is " + reduction + ", wanted sum or mean");
     }
-    const DType written = (job.copies.empty() ? job.weights : job.copies)[0].dtype;
-    take_shared(mirrors, "mirrors", &written, job.mirrors);
+    take_shared(mirrors, "mirrors", job.copies.empty() ? &job.weights : &job.copies, job.mirrors);
     auto add = [&](const std::vector<Buffer>& some) {
         for (const Buffer& one : some) {
             if (one.count > 0) written_.push_back({one.bytes(), one.bytes() + one.num_bytes()});
@@ -39,14 +38,18 @@ PreparedStep::PreparedStep(const std::string& rule, const py::object& weights, c
     std::sort(written_.begin(), written_.end(), [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
 }
 
-void PreparedStep::take_shared(const std::vector<py::object>& arrays, const char* name, const DType* dtype,
+void PreparedStep::take_shared(const std::vector<py::object>& arrays, const char* name, const std::vector<Buffer>* like,
                                std::vector<std::vector<Buffer>>& out) {
     for (const py::object& some : arrays) {
         PerWeight each(some, name, Access::kWrite);
         each.require_shape_of(job.weights);
-        each.require_dtype(dtype == nullptr ? each.arrays().at(0).buffer.dtype : *dtype, "the others");
-        for (const Array& array : each.arrays()) {
+        for (size_t j = 0; j < each.arrays().size(); ++j) {
+            const Array& array = each.arrays()[j];
             require_host(array, name);
+            if (const std::vector<Buffer>* wanted = like == nullptr && !out.empty() ? &out.front() : like) {
+                require_same(array.buffer, each.name_of_one(j), Buffer{nullptr, array.buffer.count, (*wanted)[j].dtype},
+                             "the array that goes with it");
+            }
             shared_.push_back(array);
         }
         out.push_back(each.buffers());

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pycomm.optim.master_weights import KEY
+from pycomm.optim.master_state import KEY
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.step_override import stepper_of
 from pycomm.reducer import Reducer

@@ -32,7 +32,7 @@ def reduce_part(communicator: Communicator, bucket: Bucket, message: torch.Tenso
     """Reduce this rank's own part of ``message`` over the ranks, in place. Collective."""
     assert bucket.bounds is not None
     parts = [message[begin:end] for begin, end in itertools.pairwise(bucket.bounds)]
-    communicator.reduce_scatter_v(message[bucket.own], parts, op)
+    communicator.channel.reduce_scatter_v(message[bucket.own], parts, op)
     bucket.is_deferred = False
 
 

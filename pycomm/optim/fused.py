@@ -73,8 +73,8 @@ class KernelStep(StepOverride):
     def run(self, closure: Callable[[], Any] | None) -> Any:
         if self.partition is not None and closure is not None:
             raise ValueError(
-                "step(closure) with attach(shard=...): the ranks step each other's parameters, and would have to wait for "
-                "each other's closures; call backward() before step()"
+                "step(closure) with attach(shard=...): the ranks step each other's parameters, and would have to wait "
+                "for each other's closures; call backward() before step()"
             )
         loss = evaluate(closure)
         rule = rule_of(self.optimizer)

@@ -18,8 +18,9 @@ from pycomm import kernels
 from pycomm.kernels.prepared import Scaling
 from pycomm.layout import laid_out_like, require_dense
 from pycomm.optim.fused import RULES, KernelStep, rule_of
+from pycomm.optim.master_state import KEY, cast_state, loaded_state, without_masters
 from pycomm.optim.parameters import optimizer_parameters
-from pycomm.optim.partition import Partition, Span
+from pycomm.optim.partition import Span
 from pycomm.optim.plans import Rule, step_by_rule
 from pycomm.optim.shards import matched
 from pycomm.optim.step_override import HALF, Factor, evaluate, own_step
@@ -31,9 +32,6 @@ from pycomm.torch_internals import (
     undo_leave_scale_to_step,
     version_of,
 )
-
-KEY = "master_weight"
-"""Key of the master in a parameter's entry of ``state_dict()``."""
 
 
 def master_weights(optimizer: torch.optim.Optimizer) -> MasterWeights:
@@ -68,7 +66,7 @@ _STEPPED = RULES.keys() - {torch.optim.Adagrad}
 
 
 class MasterWeights(KernelStep):
-    """Handle of an optimizer with float32 masters, made by :func:`master_weights`."""
+    """Handle of an optimizer with float32 masters, which kernels step, or not; made by :func:`master_weights`."""
 
     has_masters = True
 
@@ -77,6 +75,7 @@ class MasterWeights(KernelStep):
         self._stamps: dict[torch.Tensor, tuple[int, int, int]] = {}
         self._unscaled: dict[torch.Tensor, _Unscaled] = {}
         self._rule = rule_of(optimizer) if type(optimizer) in _STEPPED else None
+        self.has_kernels = self._rule is not None
         for param in filter(lambda p: p.dtype in HALF, optimizer_parameters(optimizer)):
             _check(param, optimizer, self._rule)
         super().__init__(optimizer)
@@ -85,11 +84,6 @@ class MasterWeights(KernelStep):
         self._old_mark = leave_scale_to_step(optimizer)
         vars(optimizer)["load_state_dict"] = self._load_state_dict
         self._hook = optimizer.register_state_dict_post_hook(self._add_masters)
-
-    @property
-    def has_kernels(self) -> bool:
-        """Whether pycomm's kernels step the masters; else the optimizer's own ``step`` does."""
-        return self._rule is not None
 
     def parameters(self) -> list[torch.Tensor]:
         """Return the tensors that steps update, in the order of the groups: masters, or parameters without one.
@@ -293,7 +287,7 @@ class MasterWeights(KernelStep):
         entry = self.optimizer.state.get(param, {})
         for key, value in entry.items():
             if key != "step":
-                entry[key] = _cast(value, dtype)
+                entry[key] = cast_state(value, dtype)
 
     def _add_masters(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         self._refresh()
@@ -308,36 +302,14 @@ class MasterWeights(KernelStep):
         if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
             raise ValueError("state_dict is not of an optimizer: it has no 'state' and 'param_groups'")
         saved = dict(state_dict)
-        numbers = [number for group in saved["param_groups"] for number in group["params"]]
         params = list(optimizer_parameters(optimizer))
-        found: dict[torch.Tensor, torch.Tensor] = {}
-        state = dict(saved["state"])
-        for number, param in zip(numbers, params, strict=False):  # torch itself raises if the lengths differ
-            if param not in self._masters:
-                continue
-            entry = dict(state.get(number, {}))
-            if KEY not in entry:
-                raise ValueError(
-                    f"the state of parameter {number} has no {KEY!r}: it was saved without master_weights; load it "
-                    "before calling master_weights, which then copies the masters from the model's parameters"
-                )
-            found[param] = entry.pop(KEY)
-            if not isinstance(found[param], torch.Tensor):
-                raise ValueError(f"the master weight of parameter {number} is a {type(found[param]).__name__}")
-            if found[param].shape != param.shape:
-                raise ValueError(
-                    f"the master weight of parameter {number} has shape {list(found[param].shape)}, wanted "
-                    f"{list(param.shape)}"
-                )
-            state.pop(number, None)
-            if entry:
-                state[number] = entry
+        numbers, state, found = without_masters(saved, params, self._masters)
         saved["state"] = state
         with self._widened():
             type(optimizer).load_state_dict(optimizer, saved)
         for number, param in zip(numbers, params, strict=True):
             if param in found and is_dtensor(param):  # which cannot be widened: torch has cast its state
-                optimizer.state[param].update(_loaded(state.get(number, {}), param))
+                optimizer.state[param].update(loaded_state(state.get(number, {}), param))
         with torch.no_grad():
             for param, master in found.items():
                 self._masters[param].copy_(master)
@@ -376,23 +348,6 @@ def _packed(grad: torch.Tensor, master: torch.Tensor, factor: Factor) -> torch.T
     wide = torch.empty_like(master)
     kernels.pack([laid_out_like(grad, master)], laid_out_like(wide, master), factor)
     return wide
-
-
-def _loaded(entry: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
-    """Return the floating-point tensors of ``entry``, except the step count, in float32 on the device of ``param``."""
-    return {
-        key: value.to(param.device, torch.float32, copy=True)
-        for key, value in entry.items()
-        if key != "step" and isinstance(value, torch.Tensor) and value.is_floating_point()
-    }
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, list):  # LBFGS keeps its history in lists
-        return [_cast(item, dtype) for item in value]
-    if isinstance(value, torch.Tensor) and value.dtype in (torch.float32, *HALF):
-        return value.to(dtype)
-    return value
 
 
 def _set_data(param: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None) -> None:

@@ -66,5 +66,6 @@ class Partition(Protocol):
     ) -> AbstractContextManager[bool]:
         """Return a context for a step, which yields whether it is taken; if any rank skips it, it is not. Collective.
 
-        With ``needs_gradients`` they are reduced before, as a kernel reads them by themselves. Inside, all ranks write to each other's parameters; none leaves before all are done.
+        With ``needs_gradients`` they are reduced before, as a kernel reads them by themselves. Inside, all ranks write
+        to each other's parameters; none leaves before all are done.
         """

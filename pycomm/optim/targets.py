@@ -74,7 +74,7 @@ class Target:
         return new
 
     def _at_home(self, partition: Partition, key: str, old: torch.Tensor | None, initial: float) -> torch.Tensor:
-        """Return ``state[key]`` in memory that the ranks share; what it was is moved there, each rank's own elements."""
+        """Return ``state[key]`` in memory that the ranks share, where each moves its own elements of what it was."""
         weight = self.weight
         if old is not None and old.shape != weight.shape:
             raise ValueError(f"{key!r} has shape {list(old.shape)}, its parameter {list(weight.shape)}")
@@ -130,13 +130,15 @@ def terms_of(targets: Sequence[Target]) -> list[list[torch.Tensor]]:
     partition = targets[0].partition
     if partition is None or partition.terms_version == 0:
         return []
-    return [list(of) for of in zip(*(partition.terms_of(t.param) for t in targets))]
+    return [list(of) for of in zip(*(partition.terms_of(t.param) for t in targets), strict=True)]
 
 
 def mirrors_of(targets: Sequence[Target]) -> list[list[torch.Tensor]]:
     """Return the memory of each other rank that what is written to the parameters goes to as well."""
     partition = targets[0].partition
-    return [] if partition is None else [list(of) for of in zip(*(partition.mirrors_of(t.param) for t in targets))]
+    if partition is None:
+        return []
+    return [list(of) for of in zip(*(partition.mirrors_of(t.param) for t in targets), strict=True)]
 
 
 def counts_of(targets: Sequence[Target]) -> list[torch.Tensor]:

@@ -154,9 +154,7 @@ def attach(
         full_grad=full_grad,
     )
     request = _check_request(settings, optimizer, model_or_named_parameters)
-    if join is not None:
-        return _join(request, join, carry or {}, timeout)
-    return _attach_all(request, process_group, timeout, carry or {})
+    return _attach_all(request, process_group, timeout, carry or {}, join)
 
 
 _Request = tuple[Settings, ParameterTable] | Exception
@@ -202,8 +200,11 @@ def _attach_all(
     process_group: dist.ProcessGroup | DeviceMesh | None,
     timeout: timedelta | float,
     carry: Mapping[str, Any],
+    join: str | None,
 ) -> Reducer:
-    """Attach on all ranks together, or on none of them; nothing is left behind then."""
+    """Attach on all ranks together, or on none of them; nothing is left behind then. ``join``: of ranks to join."""
+    if join is not None:
+        return _join(request, join, carry, timeout)
     communicator = Communicator(process_group, timeout)
     try:
         settings, table = agreed(communicator, _check_ranks(request, process_group))

@@ -52,8 +52,7 @@ class Engine(Answers, Occasions):
         measures: whether norms are computed as gradients are received.
         buffers: synchronisation of the module's buffers, if they are kept equal.
         finite: whether the last step was finite; ``None`` if nothing needed to know.
-        not_finite: name of the first of the last gradients that is not finite on some rank, where each rank has its own
-            part of them only; ``None`` where none is.
+        not_finite: name of the first gradient that is not finite on some rank, if each rank has only its own part.
         nonfinite_steps, committed_steps: counts, 0-d int64 tensors on the gradients' device.
         waits: account of who was waited for.
         survival: what goes on without ranks that are lost; ``None`` here.
@@ -185,8 +184,8 @@ class Engine(Answers, Occasions):
         is_first = number <= len(self.lanes)  # on its lane
         exchange = functools.partial(_exchange, flight, grads, self.window.scaling, weights, fingerprint)
         # attach has compared all buckets: ranks that agree on a lane's first exchange agree on all after it.
-        measures = self.measures and not flight.exchange.transactional and not flight.bucket.defers
-        return functools.partial(exchange, is_first, measures)
+        whole = not flight.exchange.transactional and not flight.bucket.defers
+        return functools.partial(exchange, is_first, self.measures and whole)
 
     def _submit(
         self,

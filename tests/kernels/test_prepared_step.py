@@ -13,10 +13,10 @@ from pycomm import kernels
 from pycomm.kernels import step as steps
 from pycomm.kernels.prepared import PreparedStep, Scaling
 from tests.kernels.gpus import EMULATED, Gpu, gpu, requires_gpu
-from tests.kernels.reference import assert_same_bits
+from tests.kernels.reference import assert_same_bits, simd
 from tests.kernels.steps import KINDS, Given, Kind, clone, given
 
-__all__ = ["gpu"]
+__all__ = ["gpu", "simd"]
 
 SIZES = [5, 0, 1030, 1, 33]
 TAKEN = 2.0  # steps before MOMENTS.step
@@ -50,12 +50,12 @@ def coefficients_of(kind: Kind) -> Any:
     return steps.lamb_coefficients(options["moments"], decay)
 
 
-def run(gpu: Gpu, now: Given, counts: list[Any] | None, scaling: Scaling, scratch: Any = None) -> Any:
+def run(gpu: Gpu, now: Given, counts: list[Any] | None, scaling: Scaling, scratch: Any = None, **shared: Any) -> Any:
     """Take the step of ``now`` by a prepared one; return LAMB's squares."""
     lamb = now.kind.rule == "lamb"
     rule = "lamb_moments" if lamb else now.kind.rule
     c = coefficients_of(now.kind)
-    prepared = PreparedStep(rule, now.weights, now.grads, now.copies, now.states, counts)
+    prepared = PreparedStep(rule, now.weights, now.grads, now.copies, now.states, counts, **shared)
     if not lamb:
         prepared.step(rule, c, scaling, rates=now.rates, scratch=scratch)
         return None
@@ -222,3 +222,41 @@ def test_gpu_refuses_what_lies_elsewhere(gpu: Gpu) -> None:
     for scaling in (Scaling(1.0, torch.ones(())), Scaling(1.0, None, torch.ones(()))):
         with pytest.raises(ValueError, match="(divisor|found) is on cpu, weights on cuda:0"):
             prepared.step("adam", c, scaling)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_terms_and_mirrors_are_a_reduction_before_and_copies_after(
+    name: str, halves: bool, reduction: str, simd: str
+) -> None:
+    now = given(name, SIZES, torch.float32)
+    generator = torch.Generator().manual_seed(7)
+    dtype = torch.bfloat16 if halves else torch.float32
+    terms = [[torch.randn(n + 1, generator=generator).to(dtype)[1:] for n in SIZES] for _ in range(3)]
+    grads = [torch.empty(n, dtype=dtype) for n in SIZES]
+    for j, grad in enumerate(grads):
+        kernels.reduce(grad, [term[j] for term in terms], reduction)
+    copies = [torch.empty(n, dtype=dtype) for n in SIZES] if halves else None
+    wanted = replace(now.moved(clone), grads=grads, copies=copies)
+    run(HostGpu(), wanted, None, Scaling(0.5))
+    now = replace(now, grads=[torch.full_like(g, torch.nan) for g in grads], copies=clone_all(copies))
+    mirrors = [[torch.zeros(n + 1, dtype=dtype)[1:] for n in SIZES] for _ in range(2)]
+    run(HostGpu(), now, None, Scaling(0.5), terms=terms, reduction=reduction, mirrors=mirrors)
+    assert_same(HostGpu(), now, wanted)
+    written = now.weights if now.copies is None else now.copies
+    for mirror in mirrors:
+        for one, other in zip(mirror, written, strict=True):
+            assert_same_bits(one, other)
+
+
+def clone_all(arrays: list[Any] | None) -> list[Any] | None:
+    return None if arrays is None else [clone(array) for array in arrays]
+
+
+def test_mirrors_of_another_type_are_refused() -> None:
+    weights, grads = [torch.ones(3)], [torch.ones(3)]
+    with pytest.raises(TypeError, match=r"mirrors\[0\]"):
+        PreparedStep("momentum", weights, grads, None, [], None, mirrors=[[torch.ones(3, dtype=torch.float64)]])
+    with pytest.raises(ValueError, match="wanted sum or mean"):
+        PreparedStep("momentum", weights, grads, None, [], None, terms=[grads], reduction="max")

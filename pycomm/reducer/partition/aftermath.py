@@ -9,8 +9,8 @@ import torch
 from pycomm.reducer.autograd_hooks import ForwardHook
 
 _TEXT = (
-    "a rank was lost in the middle of optimizer.step(), while the ranks wrote to each other's parameters: those here may "
-    "be a mixture of old and new ones. Load a checkpoint (model.load_state_dict) before they are used. What was lost: "
+    "a rank was lost in the middle of optimizer.step(), while the ranks wrote to each other's parameters: those here "
+    "may be a mixture of old and new ones. Load a checkpoint (model.load_state_dict) before they are used. The cause: "
 )
 
 
@@ -20,12 +20,13 @@ class Aftermath:
     It stays when the Reducer is detached.
     """
 
-    def __init__(self, module: torch.nn.Module | None, optimizer: torch.optim.Optimizer, cause: Exception) -> None:
+    def __init__(self, module: torch.nn.Module | None, optimizer: torch.optim.Optimizer, cause: BaseException) -> None:
         self._text = _TEXT + str(cause)
         self._handles: list[Any] = [optimizer.register_step_pre_hook(lambda *_: self._raise())]
         if module is not None:
             self._handles.append(module.register_forward_pre_hook(ForwardHook(self._raise)))
-            self._handles.append(module.register_load_state_dict_post_hook(lambda *_: self._loaded()))
+            register: Any = module.register_load_state_dict_post_hook
+            self._handles.append(register(lambda *_: self._loaded()))
 
     def _raise(self) -> None:
         raise RuntimeError(self._text)

@@ -86,7 +86,7 @@ class CommonMemory:
         return [self._memory.of_rank(owner, offsets[owner], num_bytes) for owner in owners]
 
     def _allocate(self, num_bytes: int) -> int:
-        block = self._memory.allocate(num_bytes)
+        block: Memory = self._memory.allocate(num_bytes)
         self._own.append(block)
         return self._memory.offset_of(np.frombuffer(block, np.uint8).ctypes.data, num_bytes)
 

@@ -37,8 +37,8 @@ def require_shardable(table: ParameterTable, shard: str) -> None:
             raise ValueError(f"{name} wants ordinary parameters, and {label!r} is a DTensor, which is sharded already")
         if param.dtype in HALF and not stepper.has_masters:
             raise ValueError(
-                f"{name}: parameter {label!r} has dtype {param.dtype}, which kernels step by float32 masters only: call "
-                "pycomm.master_weights(optimizer) before attach"
+                f"{name}: parameter {label!r} has dtype {param.dtype}, which kernels step by float32 masters only: "
+                "call pycomm.master_weights(optimizer) before attach"
             )
         require_dense(param)
 
@@ -54,18 +54,19 @@ def require_one_host(communicator: Communicator, shard: str) -> None:
 
 def open_partition(communicator: Communicator, table: ParameterTable, settings: Settings) -> StepPartition:
     """Return a partition of the parameters that ``table`` is about to sort into buckets. Collective."""
-    stepper = table.stepper
-    made = None if isinstance(stepper, KernelStep) else FusedStep(table.optimizer)
+    there = table.stepper
+    is_there = isinstance(there, KernelStep)
+    stepper = there if isinstance(there, KernelStep) else FusedStep(table.optimizer)
     most_writes = 0 if settings.loss_scaler is None else 1  # by unscale_()
     return StepPartition(
         communicator,
-        made or stepper,
+        stepper,
         table.module,
         shares_parameters=settings.shard == "parameters",
         full_grad=settings.full_grad,
         average=settings.average,
         most_writes=most_writes,
-        was_fused_here=made is not None,
+        was_fused_here=not is_there,
     )
 
 

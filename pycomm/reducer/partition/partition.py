@@ -68,8 +68,8 @@ class StepPartition:
         self._places: dict[torch.Tensor, tuple[Segment, int]] = {}
         self._flight_of: dict[torch.Tensor, BucketInFlight] = {}
         self._addresses: list[tuple[torch.Tensor, int]] = []
-        # How far each rank has come: 2 n - 1 while it writes in step n, 2 n once it has written all.
-        self._progress = np.frombuffer(self._memory.of_one(8 * communicator.size), np.int64)
+        # How many steps each rank has taken, to the end of its own part.
+        self._num_taken = np.frombuffer(self._memory.of_one(8 * communicator.size), np.int64)
         self._num_steps = 0
         stepper.share(self)
 
@@ -192,26 +192,25 @@ class StepPartition:
         except Exception as error:
             self._communicator.refuse(str(error))  # the others are about to ask whether all are there
             raise
+        try:
+            is_taken = self._agree(optimizer, is_skipped)
+        except CommError as error:
+            Aftermath(self._module, optimizer, error)  # others may have seen that all are here
+            raise
+        if not is_taken:
+            yield False
+            return
         self._num_steps += 1
         try:
-            if not self._agree(optimizer, is_skipped):
-                self._note_done()
-                yield False
-                return
-            self._progress[self._communicator.rank] = 2 * self._num_steps - 1
             yield True
-            self._note_done()
+            self._num_taken[self._communicator.rank] = self._num_steps
             self._communicator.barrier()
-        except CommError as error:
-            if not self._all_done():
+        except BaseException as error:
+            if not isinstance(error, CommError):
+                self._communicator.close(f"its optimizer.step() failed: {error}")
+            if not (self._num_taken >= self._num_steps).all():
                 Aftermath(self._module, optimizer, error)
             raise
-
-    def _note_done(self) -> None:
-        self._progress[self._communicator.rank] = 2 * self._num_steps
-
-    def _all_done(self) -> bool:
-        return bool((self._progress >= 2 * self._num_steps).all())
 
     def _prepare(self) -> None:
         """Raise RuntimeError or ValueError if parameters or gradients are not what the ranks step together."""
@@ -227,8 +226,8 @@ class StepPartition:
             for slot, view in zip(flight.slots, flight.bucket.views, strict=True):
                 if slot.param.grad is view and version_of(view) - slot.version > self._most_writes:
                     raise ValueError(
-                        f"the gradient of {slot.name!r} was written to after backward(), and each rank has only its own "
-                        "part of the average: clip by reducer.clip_grad_norm(), or attach(..., full_grad=True); a "
+                        f"the gradient of {slot.name!r} was written to after backward(), and each rank has only its "
+                        "own part of the average: clip by reducer.clip_grad_norm(), or attach(..., full_grad=True); a "
                         "torch.amp.GradScaler is given to attach as loss_scaler"
                     )
 

@@ -117,7 +117,7 @@ class FloatStep {
     void put_mirrors(int64_t at, Vec v) const {
         for (int m = 0; m < terms_.num_mirrors; ++m) {
             auto to = static_cast<float*>(terms_.mirrors[m]);
-            kWhole && streams_ ? stream(to + at, v) : put<kWhole>(to, at, v);
+            kWhole&& streams_ ? stream(to + at, v) : put<kWhole>(to, at, v);
         }
     }
 

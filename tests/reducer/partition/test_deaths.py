@@ -1,0 +1,131 @@
+"""A rank dies in a step that all take together: parameters are old, or new, or not to be used."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+
+import pycomm
+from pycomm.reducer.partition.partition import StepPartition
+from tests.on_ranks import Pools
+from tests.reducer.partition.stepping import Weights, backward, gradients_of, rank
+
+POINTS = (
+    "before the step",
+    "in it, before writing",
+    "after half of its writing",
+    "after its writing",
+    "after the step",
+)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def arm(point: str, reducer: pycomm.Reducer, optimizer: torch.optim.Optimizer) -> None:
+    """Have this rank die at ``point`` of its next step."""
+    partition = reducer._table.partition
+    assert isinstance(partition, StepPartition)
+    parts: dict[str, Any] = vars(partition)
+    if point == "before the step":
+        parts["_prepare"] = die
+    elif point == "in it, before writing":
+        stepper: dict[str, Any] = vars(partition._stepper)
+        stepper["update"] = lambda *_: die()
+    elif point == "after half of its writing":
+        original = partition._stepper.update
+
+        def update(*arguments: Any) -> None:
+            group = optimizer.param_groups[0]
+            group["params"], kept = group["params"][: len(group["params"]) // 2], group["params"]
+            original(*arguments)
+            group["params"] = kept
+            die()
+
+        vars(partition._stepper)["update"] = update
+    elif point == "after its writing":
+        original_barrier = partition._communicator.barrier
+
+        def barrier() -> None:
+            die()
+            original_barrier()
+
+        vars(partition._communicator)["barrier"] = barrier
+
+
+def lose_a_rank(shard: str, point: str) -> str:
+    """Return what the parameters of a rank that is left are: "old", "new" or "unusable"."""
+    model = Weights()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    reducer = pycomm.attach(optimizer, model, timeout=20, shard=shard, check_replicas=0)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        backward(model.parameters(), gradients_of(0, number))
+        if number == 1 and rank() == 1:
+            arm(point, reducer, optimizer)
+        optimizer.step()
+        if number == 1 and rank() == 1:
+            die()
+
+    step(0)
+    twin = Weights()
+    other = torch.optim.Adam(twin.parameters(), lr=0.1)
+    pycomm.fuse(other)
+    for number in range(2):
+        other.zero_grad()
+        backward(twin.parameters(), gradients_of(0, number))
+        if number == 1:
+            old = [p.detach().clone() for p in twin.parameters()]
+        other.step()
+
+    def until_it_is_noticed() -> None:
+        step(1)
+        backward(model.parameters(), gradients_of(0, 2))
+
+    with pytest.raises(pycomm.CommError, match="rank 1"):
+        until_it_is_noticed()
+    found = [p.detach().clone() for p in model.parameters()]
+    if all(torch.equal(p, q) for p, q in zip(found, old, strict=True)) and _usable(model):
+        return "old"
+    if all(torch.equal(p, q) for p, q in zip(found, twin.parameters(), strict=True)) and _usable(model):
+        return "new"
+    with pytest.raises(RuntimeError, match="mixture"):
+        model()
+    with pytest.raises(RuntimeError, match="mixture"):
+        optimizer.step()
+    reducer.detach()
+    with pytest.raises(RuntimeError, match="mixture"):
+        model()
+    model.load_state_dict(Weights().state_dict())
+    model()
+    return "unusable"
+
+
+def _usable(model: Weights) -> bool:
+    try:
+        model()
+    except RuntimeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("shard", ["optimizer", "parameters"])
+def test_no_mixture_trains_on(shard: str, point: str, new_ranks: Pools) -> None:
+    outcomes = new_ranks(4).outcomes(lose_a_rank, shard, point, timeout=60.0)
+    assert isinstance(outcomes[1].error, ChildProcessError)
+    left = [outcomes[0], *outcomes[2:]]
+    assert [outcome.error for outcome in left] == [None] * 3, [outcome.trace for outcome in left]
+    found = {outcome.result for outcome in left}
+    if point == "after the step":
+        assert found == {"new"}
+    elif point == "after its writing":
+        assert found <= {"new", "unusable"}
+    else:
+        assert found == {"unusable"}
