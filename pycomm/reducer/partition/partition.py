@@ -187,13 +187,13 @@ class StepPartition:
     def step(self, optimizer: torch.optim.Optimizer, *, is_skipped: bool, needs_gradients: bool) -> Iterator[bool]:
         try:
             self._prepare()
-            if needs_gradients and not is_skipped:
-                self.require_reduced()
-        except Exception as error:
+        except (RuntimeError, ValueError) as error:
             self._communicator.refuse(str(error))  # the others are about to ask whether all are there
             raise
         try:
             is_taken = self._agree(optimizer, is_skipped)
+            if is_taken and needs_gradients:
+                self.require_reduced()
         except CommError as error:
             Aftermath(self._module, optimizer, error)  # others may have seen that all are here
             raise
@@ -247,14 +247,15 @@ class StepPartition:
         return not skips
 
 
+_PLAIN = (bool, int, float, str, tuple, type(None))
+_NAMES = ("params", "param_names")
+
+
 def settings_of(optimizer: torch.optim.Optimizer) -> bytes:
     """Return the hyperparameters of all groups, as text that is the same for equal ones."""
     lines = []
     for group in optimizer.param_groups:
-        values = {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+        plain = {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+        values = {key: value for key, value in plain.items() if isinstance(value, _PLAIN) and key not in _NAMES}
         lines.append(f"{len(group['params'])} parameters, {values!r}")
     return "\n".join(lines).encode()
-
-
-def _plain(value: object) -> object:
-    return value.tolist() if isinstance(value, torch.Tensor) else value
