@@ -41,6 +41,9 @@ PreparedStep::PreparedStep(const std::string& rule, const py::object& weights, c
 void PreparedStep::take_shared(const std::vector<py::object>& arrays, const char* name, const std::vector<Buffer>* like,
                                std::vector<std::vector<Buffer>>& out) {
     for (const py::object& some : arrays) {
+        if (job.weights[0].device != Buffer::kHost) {
+            throw ArgumentError(std::string(name) + " are given, wanted weights in CPU memory then");
+        }
         PerWeight each(some, name, Access::kWrite);
         each.require_shape_of(job.weights);
         for (size_t j = 0; j < each.arrays().size(); ++j) {
