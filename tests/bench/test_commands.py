@@ -39,6 +39,7 @@ ROOT = Path(__file__).parents[2]
             *("asynchronous.experiment", "--seconds", "0.5", "--pace", "0.02", "--seeds", "1", "--rates", "1e-3"),
             *("--workers", "2", "--methods", "async,delayed"),
         ],
+        ["sharding", "--millions", "1", "--rounds", "1", "--count", "1"],
         ["chaos", "--faults", "2", "--ranks", "3", "--methods", "dense"],
         pytest.param(["chaos", "--every", "4", "--faults", "3"], marks=pytest.mark.slow),
         ["pipelines", "--ranks", "2", "--rounds", "1", "--microbatches", "2", "--milliseconds", "1"],
