@@ -97,6 +97,28 @@ def test_torchs_distributed_checkpoint(tmp_path: Path) -> None:
         assert_same(values_of(optimizer), wanted)
 
 
+@pytest.mark.parametrize(("before", "after"), [("optimizer", None), ("parameters", "optimizer"), (None, "parameters")])
+@on_ranks(2)
+def test_training_goes_on_from_a_checkpoint_of_another_kind(
+    before: str | None, after: str | None, tmp_path: Path
+) -> None:
+    model = Weights()
+    optimizer = OPTIMIZERS["Adam"](model.parameters())
+    with attached(optimizer, model, shard=before) as reducer:
+        steps(optimizer, model, 0, 3)
+        pycomm.save(tmp_path / "saved", reducer).wait()
+    other = Weights()
+    optimizer = OPTIMIZERS["Adam"](other.parameters())
+    if after is None:
+        pycomm.fuse(optimizer)
+    with attached(optimizer, other, shard=after) as reducer:
+        steps(optimizer, other, 7, 8)
+        pycomm.load(tmp_path / "saved", reducer)
+        steps(optimizer, other, 3, 5)
+        if before is not None:  # torch's own steps round otherwise
+            assert_same(values_of(optimizer), alone("Adam", 5))
+
+
 @on_ranks(2)
 def test_ranks_have_one_copy_of_parameters_and_of_state() -> None:
     model = Weights()
