@@ -31,6 +31,8 @@ def test_names_that_scripts_rely_on() -> None:
         "on_failure": "raise",
         "min_ranks": 1,
         "backup": 0,
+        "shard": None,
+        "full_grad": False,
         "join": None,
         "carry": None,
     }

@@ -58,6 +58,32 @@ def arm(point: str, reducer: pycomm.Reducer, optimizer: torch.optim.Optimizer) -
         vars(partition._communicator)["barrier"] = barrier
 
 
+def values_before_and_after() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the parameters before and after the second step, from one process that takes both."""
+    model = Weights()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    pycomm.fuse(optimizer)
+    values = []
+    for number in range(2):
+        optimizer.zero_grad()
+        backward(model.parameters(), gradients_of(0, number))
+        optimizer.step()
+        values.append([p.detach().clone() for p in model.parameters()])
+    return values[0], values[1]
+
+
+def assert_unusable_until_loaded(reducer: pycomm.Reducer, optimizer: torch.optim.Optimizer, model: Weights) -> None:
+    with pytest.raises(RuntimeError, match="mixture"):
+        model()
+    with pytest.raises(RuntimeError, match="mixture"):
+        optimizer.step()
+    reducer.detach()
+    with pytest.raises(RuntimeError, match="mixture"):
+        model()
+    model.load_state_dict(Weights().state_dict())
+    model()
+
+
 def lose_a_rank(shard: str, point: str) -> str:
     """Return what the parameters of a rank that is left are: "old", "new" or "unusable"."""
     model = Weights()
@@ -74,15 +100,7 @@ def lose_a_rank(shard: str, point: str) -> str:
             die()
 
     step(0)
-    twin = Weights()
-    other = torch.optim.Adam(twin.parameters(), lr=0.1)
-    pycomm.fuse(other)
-    for number in range(2):
-        other.zero_grad()
-        backward(twin.parameters(), gradients_of(0, number))
-        if number == 1:
-            old = [p.detach().clone() for p in twin.parameters()]
-        other.step()
+    old, new = values_before_and_after()
 
     def until_it_is_noticed() -> None:
         step(1)
@@ -93,17 +111,9 @@ def lose_a_rank(shard: str, point: str) -> str:
     found = [p.detach().clone() for p in model.parameters()]
     if all(torch.equal(p, q) for p, q in zip(found, old, strict=True)) and _usable(model):
         return "old"
-    if all(torch.equal(p, q) for p, q in zip(found, twin.parameters(), strict=True)) and _usable(model):
+    if all(torch.equal(p, q) for p, q in zip(found, new, strict=True)) and _usable(model):
         return "new"
-    with pytest.raises(RuntimeError, match="mixture"):
-        model()
-    with pytest.raises(RuntimeError, match="mixture"):
-        optimizer.step()
-    reducer.detach()
-    with pytest.raises(RuntimeError, match="mixture"):
-        model()
-    model.load_state_dict(Weights().state_dict())
-    model()
+    assert_unusable_until_loaded(reducer, optimizer, model)
     return "unusable"
 
 
