@@ -100,6 +100,10 @@ class Channel:
         """
         self.enqueue(lambda: self.transport.reduce_scatter_v(out, xs, op, self.timeout))
 
+    def all_gather_v(self, outs: Sequence[torch.Tensor], x: torch.Tensor) -> None:
+        """Write the ``x`` of every rank, of any length in CPU memory, into ``outs[p]``; ``outs[rank]`` may be ``x``."""
+        self.enqueue(lambda: self.transport.all_gather_v(outs, x, self.timeout))
+
     def all_gather_bytes(self, mine: bytes) -> list[bytes]:
         """Return the ``mine`` of every rank, in rank order. Lengths may differ; meant for small messages."""
         try:

@@ -20,6 +20,7 @@ _KINDS = (
     "reduce",
     "all_to_all_v",
     "reduce_scatter_v",
+    "all_gather_v",
 )
 _DTYPES = tuple(getattr(torch, name) for name in DTYPES)
 

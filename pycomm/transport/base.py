@@ -73,6 +73,10 @@ class Transport(Protocol):
     host_memory: HostMemory | None
     """``None`` if arrays travel in other ways."""
 
+    hosts: Sequence[Sequence[int]]
+    """Ranks by host, in rising order; hosts in the order of their first ranks. What ranks of one host have for each
+    other goes through memory that they share: where there is none, each rank counts as a host."""
+
     interruptible: bool
     """Whether :meth:`close` ends an operation that is in progress on another thread."""
 
@@ -101,6 +105,13 @@ class Transport(Protocol):
 
         ``xs`` holds an array, of any length and of ``out``'s dtype, or ``None`` for an empty one, for each rank.
         All ranks' arrays for one rank must be as long as its ``out``: otherwise ValueError, as above.
+        """
+
+    def all_gather_v(self, outs: Sequence[Any], x: Any, timeout: float) -> None:
+        """Write the ``x`` of every rank p, of any dtype and length, into ``outs[p]``, which may be ``x`` for p = rank.
+
+        ``outs`` holds an array, or ``None`` for an empty one, for each rank. Lengths and overlaps: as of
+        :meth:`all_to_all_v`.
         """
 
     def broadcast(self, x: Any, src: int, timeout: float) -> None: ...

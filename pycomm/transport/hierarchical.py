@@ -15,14 +15,15 @@ Between two hosts n bytes go each way. Small arrays, and what is rare between ho
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
-from pycomm import kernels
 from pycomm.errors import CommError
+from pycomm.transport.base import Message
 from pycomm.transport.between_hosts import BetweenHosts
+from pycomm.transport.hierarchical_parts import Exchange, HierarchicalParts, OnHost
 from pycomm.transport.hosts import Hosts
 from pycomm.transport.roll_call import RollCall
 from pycomm.transport.shared_memory import SharedMemoryTransport
@@ -55,6 +56,8 @@ class HierarchicalTransport(TorchTransport):
         super().__init__(group, roll_call)
         self._local, self._hosts = local, hosts
         self.host_memory = local.host_memory
+        self.hosts = hosts.ranks
+        self._parts = HierarchicalParts(local, hosts)
         self._group.on_failure = self._leave
         self._num_lanes = min(len(members) for members in hosts.ranks)
         lane = hosts.local_rank
@@ -133,66 +136,34 @@ class HierarchicalTransport(TorchTransport):
         end = len(parts) * len(parts[0])
         return tensor[:end], tensor[end:]
 
-    # The others. Whatever rank p has for another host, or gets from it, passes through the rank there whose index on
-    # its host is that of p on its own, modulo the number of ranks there.
-
-    def _partners(self, index: int) -> list[int]:
-        """Return the ranks whose messages pass through the rank with that ``index`` on this host; itself among them."""
-        count = len(self._hosts.members)
-        return [p for members in self._hosts.ranks for i, p in enumerate(members) if i % count == index]
-
-    def _partner_on(self, members: tuple[int, ...]) -> int:
-        """Return the rank of another host, which has these ``members``, that this rank's messages pass through."""
-        return members[self._hosts.local_rank % len(members)]
-
-    def _other_hosts(self) -> list[tuple[int, ...]]:
-        return [members for host, members in enumerate(self._hosts.ranks) if host != self._hosts.host]
+    # The others.
 
     def _scatter(self, out: torch.Tensor, x: torch.Tensor, op: str, timeout: float) -> None:
         if out.nbytes <= _FLAT_BYTES:
             super()._scatter(out, x, op, timeout)
             return
-        rows = x.view(self.size, -1)
-        by_member = [self._partners(i) for i in range(self._local.size)]
-        arranged = torch.zeros(self._local.size, max(map(len, by_member)), len(out), dtype=x.dtype)
-        for room, targets in zip(arranged, by_member, strict=True):
-            room[: len(targets)] = rows[targets]
-        sums = torch.empty_like(arranged[0])
-        kind = "sum" if op == "mean" else op
-        self._on_host(
-            "reduce_scatter",
-            lambda patience: self._local.reduce_scatter(sums.view(-1), arranged.view(-1), kind, patience),
-            timeout,
-        )
-        of_host = dict(zip(by_member[self._local.rank], sums, strict=False))
-        received = {self._partner_on(members): torch.empty_like(out) for members in self._other_hosts()}
-        sends = [(p, row) for p, row in of_host.items() if p not in self._hosts.members]
-        self._group.exchange(sends, list(received.items()), timeout, "reduce_scatter")
-        terms = {**received, self.rank: of_host[self.rank]}
-        kernels.reduce(out, [terms[p] for p in sorted(terms)], kind)
-        if op == "mean":
-            out.mul_(1.0 / self.size)
+        parts = list(x.view(self.size, -1))
+        self._parts.reduce_scatter(out.view(-1), parts, op, *self._ways("reduce_scatter", timeout))
 
     def _gather(self, out: torch.Tensor, x: torch.Tensor, timeout: float) -> None:
         if x.nbytes <= _FLAT_BYTES:
             super()._gather(out, x, timeout)
             return
-        by_member = [self._partners(i) for i in range(self._local.size)]
-        everyones = torch.empty(self._local.size, max(map(len, by_member)), len(x), dtype=x.dtype)
-        mine = torch.zeros_like(everyones[0])
-        rows = dict(zip(by_member[self._local.rank], mine, strict=False))
-        rows[self.rank].copy_(x)
-        sends = [(self._partner_on(members), x) for members in self._other_hosts()]
-        receives = [(p, row) for p, row in rows.items() if p not in self._hosts.members]
-        self._group.exchange(sends, receives, timeout, "all_gather")
-        self._on_host(
-            "all_gather",
-            lambda patience: self._local.all_gather(everyones.view(-1), mine.view(-1), patience),
-            timeout,
-        )
-        by_rank = out.view(self.size, -1)
-        for gathered, sources in zip(everyones, by_member, strict=True):
-            by_rank[sources] = gathered[: len(sources)]
+        self._parts.all_gather(list(out.view(self.size, -1)), x, *self._ways("all_gather", timeout))
+
+    def _scatter_parts(self, target: torch.Tensor, sources: list[torch.Tensor], op: str, timeout: float) -> None:
+        self._parts.reduce_scatter(target, sources, op, *self._ways("reduce_scatter_v", timeout))
+
+    def _gather_parts(self, targets: list[torch.Tensor], source: torch.Tensor, timeout: float) -> None:
+        self._parts.all_gather(targets, source, *self._ways("all_gather_v", timeout))
+
+    def _ways(self, operation: str, timeout: float) -> tuple[OnHost, Exchange]:
+        """Return how a part of ``operation`` runs on this host, and how messages travel to others."""
+
+        def exchange(sends: Sequence[Message], receives: Sequence[Message]) -> None:
+            self._group.exchange(sends, receives, timeout, operation)
+
+        return lambda call: self._on_host(operation, call, timeout), exchange
 
     def _spread(self, x: torch.Tensor, source: int, timeout: float) -> None:
         """Overwrite ``x``, bytes, with that of ``source``: over a chain of one rank of each host, then within hosts."""

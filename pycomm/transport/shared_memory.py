@@ -44,6 +44,7 @@ class SharedMemoryTransport:
         self.send = self._group.send
         self.receive = self._group.post_receive
         self.refuse = self._group.refuse
+        self.hosts: Sequence[Sequence[int]] = (tuple(range(self.size)),)
         self.give_up_stopped_after = self._group.give_up_stopped_after
         self.run_compiled = self._group.run
         group = self._group
@@ -70,6 +71,9 @@ class SharedMemoryTransport:
             raise MemoryError(f"shared memory: {num_bytes} bytes needed, more than can be addressed")
         block: Any = self._group.allocate(num_bytes)
         return torch.frombuffer(block, dtype=dtype, count=math.prod(shape)).view(shape)
+
+    def all_gather_v(self, outs: Sequence[Any], x: Any, timeout: float) -> None:
+        self._group.all_to_all_v(outs, [x] * self.size, timeout)
 
     def close(self, reason: str) -> None:
         self._group.close(reason)

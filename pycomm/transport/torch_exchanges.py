@@ -68,6 +68,7 @@ class TorchExchanges(BufferedMessages):
         self.skip_checks: bool | Literal["after the next"] = False
         self._group = TorchGroup(group, roll_call)
         self.rank, self.size = self._group.rank, self._group.size
+        self.hosts: Sequence[Sequence[int]] = [(p,) for p in range(self.size)]
         self.exchange = self._group.exchange
         self._messages = TorchMessages(self._group)
         self.send, self.receive = self._messages.send, self._messages.receive
@@ -113,12 +114,27 @@ class TorchExchanges(BufferedMessages):
     def reduce_scatter_v(self, out: Any, xs: Sequence[Any], op: str, timeout: float) -> None:
         target, sources = self._checked(timeout, lambda: contributions(out, xs, op, self.rank, self.size))
         self._agree_on_parts("reduce_scatter_v", sources, [target.nbytes] * self.size, timeout, target.dtype, op)
+        self._scatter_parts(target, sources, op, timeout)
+
+    def _scatter_parts(self, target: torch.Tensor, sources: list[torch.Tensor], op: str, timeout: float) -> None:
         # No backend reduces parts of different lengths. Each travels once, straight to the rank whose it is.
         inputs = [sources[p] if p == self.rank else torch.empty_like(target) for p in range(self.size)]
         sends, receives = messages(sources, self.rank), messages(inputs, self.rank)
         self._group.exchange(sends, receives, timeout, "reduce_scatter_v")
         if target.numel() > 0:
             kernels.reduce(target, inputs, op)
+
+    @counted
+    def all_gather_v(self, outs: Sequence[Any], x: Any, timeout: float) -> None:
+        targets, sources = self._checked(timeout, lambda: parts_apart(outs, [x] * self.size, self.rank, self.size))
+        self._agree_on_parts("all_gather_v", sources, [out.nbytes for out in targets], timeout)
+        self._gather_parts(targets, sources[self.rank], timeout)
+
+    def _gather_parts(self, targets: list[torch.Tensor], source: torch.Tensor, timeout: float) -> None:
+        if targets[self.rank].data_ptr() != source.data_ptr():
+            targets[self.rank].copy_(source)
+        sends, receives = messages([source] * self.size, self.rank), messages(targets, self.rank)
+        self._group.exchange(sends, receives, timeout, "all_gather_v")
 
     @counted
     def barrier(self, timeout: float) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,14 @@ import pytest
 import torch
 
 from pycomm import Communicator
+from pycomm.transport.hierarchical_parts import order_of
+from pycomm.transport.torch_group import TorchGroup
+from tests.hosts import on_hosts
 from tests.on_ranks import on_ranks
 from tests.ranks import PerRank, RankPool
 
 TRANSPORTS = ["shared_memory", "torch"]
+HOSTS = {"shared_memory": "aaaa", "torch": "abcd", "even hosts": "abab", "uneven hosts": "abbb"}
 TIMEOUT = 30.0
 
 
@@ -122,22 +127,89 @@ def test_any_dtype_and_holder(transport: str) -> None:
         assert flags.item() is (rank == 0)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@contextmanager
+def communicator_on(hosts: str) -> Iterator[Communicator]:
+    with on_hosts(HOSTS[hosts]), Communicator(timeout=TIMEOUT) as communicator:
+        yield communicator
+
+
+def in_one_piece(communicator: Communicator, parts: list[torch.Tensor], order: list[int]) -> list[torch.Tensor]:
+    """Return copies of ``parts`` in memory of the communicator, where they lie one after the other in ``order``."""
+    flat = communicator.empty(sum(map(len, parts)), parts[0].dtype)
+    by_place = torch.split(flat, [len(parts[p]) for p in order])
+    return [by_place[order.index(p)].copy_(part) for p, part in enumerate(parts)]
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+@pytest.mark.parametrize("ordered", [True, False])
+@on_ranks(1, 2, 3, 4)
+def test_all_gather_v(hosts: str, ordered: bool) -> None:
+    with communicator_on(hosts) as communicator:
+        rank, size = communicator.rank, communicator.size
+        order = order_of(communicator.channel.transport.hosts) if ordered else list(range(size))
+        for n in (0, 1, 900, 40_000, 500_001):
+            counts = [(n * (p + 1)) // size for p in range(size)]
+            outs = in_one_piece(communicator, [torch.full((count,), -1.0) for count in counts], order)
+            outs[rank].copy_(number(rank, 0, counts[rank]))
+            communicator.channel.all_gather_v(outs, outs[rank])
+            assert all(torch.equal(outs[p], number(p, 0, counts[p])) for p in range(size))
+            into = [torch.full((count,), -1.0) for count in counts]
+            communicator.channel.all_gather_v(into, outs[rank])
+            assert all(torch.equal(into[p], number(p, 0, counts[p])) for p in range(size))
+        mixed = [torch.empty(3 + p, dtype=torch.float16 if p else torch.int32) for p in range(size)]
+        mixed[rank].fill_(rank + 7)
+        communicator.channel.all_gather_v(mixed, mixed[rank].clone())
+        assert all(bool((x == p + 7).all()) for p, x in enumerate(mixed))
+
+
+@on_ranks(4)
+def test_gathering_among_hosts_sends_each_part_once_to_each() -> None:
+    hosts = "abab"
+    sent: list[int] = []
+    plain = TorchGroup.exchange
+
+    def count(group: TorchGroup, sends: Any, *arguments: Any) -> None:
+        sent.extend(x.nbytes for p, x in sends if hosts[p] != hosts[group.rank])
+        plain(group, sends, *arguments)
+
+    with communicator_on("even hosts") as communicator, pytest.MonkeyPatch.context() as patch:
+        outs = [communicator.empty(10_000) for _ in range(4)]
+        for operation in (
+            lambda: communicator.channel.all_gather_v(outs, outs[communicator.rank]),
+            lambda: communicator.channel.reduce_scatter_v(torch.empty(10_000), outs, "sum"),
+        ):
+            patch.setattr(TorchGroup, "exchange", count)
+
+            def once(operation: Callable[[], None] = operation) -> None:
+                with communicator.channel.skip_checks():
+                    operation()
+
+            communicator.channel.submit(once).wait()
+            # To the other host: this rank's part, or its host's sum of one rank's there.
+            assert sum(sent) == 40_000
+            patch.setattr(TorchGroup, "exchange", plain)
+            sent.clear()
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 @on_ranks(1, 2, 3, 4)
-def test_reduce_scatter_v(transport: str, dtype: torch.dtype) -> None:
-    with Communicator(timeout=TIMEOUT, transport=transport) as communicator:
+def test_reduce_scatter_v(hosts: str, dtype: torch.dtype) -> None:
+    with communicator_on(hosts) as communicator:
         rank, size = communicator.rank, communicator.size
         for i, n in enumerate((0, 1, 3000, 90_000, 700_001)):
             counts = [(n * (p + 1)) // size for p in range(size)]
             memory = ["empty" if (p + rank + i) % 2 == 0 else "tensor" for p in range(size)]
-            for op in ("sum", "max"):
+            for op in ("sum", "max", *(["mean"] if dtype.is_floating_point and size != 3 else [])):
                 xs: list[Any] = [place(communicator, number(rank, p, counts[p], dtype), memory[p]) for p in range(size)]
+                if i % 2:
+                    xs = in_one_piece(communicator, xs, order_of(communicator.channel.transport.hosts))
                 in_place = op == "max"
                 out = xs[rank] if in_place else torch.empty(counts[rank], dtype=dtype)
                 communicator.channel.transport.reduce_scatter_v(out, xs, op, TIMEOUT)
                 parts = torch.stack([number(p, rank, counts[rank], dtype) for p in range(size)])
-                wanted = parts.amax(0) if op == "max" and counts[rank] else parts.sum(0)
+                wanted = parts.amax(0) if op == "max" and counts[rank] else parts.double().sum(0)
+                wanted = wanted / size if op == "mean" else wanted
                 assert torch.equal(out, wanted.to(dtype)), (n, op)
                 for p in range(size):
                     assert (p == rank and in_place) or torch.equal(xs[p], number(rank, p, counts[p], dtype))
