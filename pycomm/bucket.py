@@ -65,29 +65,27 @@ class Bucket:
         itemsize = self.dtype.itemsize
         self._offsets = [itemsize * begin for begin in itertools.accumulate(self.numels, initial=0)][:-1]
         self._handed_out_uses = 0  # references to the storage when the views were handed out
-        self.bounds: Sequence[int] | None = None
+        self.shares: Sequence[slice] | None = None
         self.defers, self.is_deferred = False, False
         self._rank = 0
         self.use(self._new_memory())
 
-    def reduce_part_only(self, bounds: Sequence[int], rank: int, *, later: bool = False) -> None:
-        """Have each rank get only its own part of the sum: elements ``bounds[rank]`` to ``bounds[rank + 1]``.
+    def reduce_part_only(self, shares: Sequence[slice], rank: int, *, later: bool = False) -> None:
+        """Have each rank get only its own part of the sum: elements ``shares[rank]``.
 
         The rest of ``flat`` is this rank's contribution then; with ``later`` all of it is, and ``is_deferred`` true,
         until somebody reduces it.
         """
-        self.bounds, self._rank, self.defers = bounds, rank, later
+        self.shares, self._rank, self.defers = shares, rank, later
 
     @property
     def own(self) -> slice:
         """Elements of which this rank gets the sum."""
-        if self.bounds is None:
-            return slice(0, self.num_elements)
-        return slice(self.bounds[self._rank], self.bounds[self._rank + 1])
+        return slice(0, self.num_elements) if self.shares is None else self.shares[self._rank]
 
     def own_parts(self) -> list[torch.Tensor]:
         """Return those elements by parameter, which may be none."""
-        if self.bounds is None:
+        if self.shares is None:
             return self.parts(self.memory)
         first, last = self.own.start, self.own.stop
         ends = itertools.accumulate(self.numels, initial=0)

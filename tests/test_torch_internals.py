@@ -8,6 +8,8 @@ from __future__ import annotations
 import ast
 import os
 import re
+import subprocess
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -124,6 +126,26 @@ def test_tracing_needs_no_memory() -> None:
         query = torch.empty(1, 8, 1 << 20, 1 << 10, requires_grad=True)
         nn.functional.scaled_dot_product_attention(query, query, query).sum().backward()
     assert counter.get_total_flops() == 7 * 2**54
+
+
+def test_compiled_code_and_classes_of_tensors() -> None:
+    code = (
+        "import torch; from pycomm import torch_internals; assert not torch_internals.has_compiled(); "
+        "f = torch.compile(lambda x: x + 1, backend='eager'); assert not torch_internals.has_compiled(); "
+        "f(torch.ones(2)); assert torch_internals.has_compiled()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+    class Loud(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *_: Any) -> Any:
+            raise AssertionError
+
+    loud = torch.ones(2).as_subclass(Loud)
+    with torch_internals.without_torch_function():
+        assert loud.numel() == 2
+    with pytest.raises(AssertionError):
+        loud.numel()
 
 
 def test_parameters_that_others_own() -> None:

@@ -97,7 +97,8 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def parameters_of(reducer: Reducer) -> dict[str, torch.Tensor]:
     """Return the parameters of the module, or those that ``attach`` was given, by name."""
-    return reducer.named_parameters() if reducer.module is None else dict(reducer.module.named_parameters())
+    own = reducer.named_parameters()  # all of which are here then, even after a step that others take part in
+    return own if reducer.module is None else dict(reducer.module.named_parameters())
 
 
 def buffers_of(reducer: Reducer) -> dict[str, torch.Tensor]:

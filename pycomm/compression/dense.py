@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +17,7 @@ def reduce_message(communicator: Communicator, bucket: Bucket, message: torch.Te
 
     Of the gradients a rank may get its own part only; flags it gets all.
     """
-    if bucket.bounds is None:
+    if bucket.shares is None:
         communicator.all_reduce(message, op, bucket.algorithm)
         return
     bucket.is_deferred = bucket.defers
@@ -30,8 +29,8 @@ def reduce_message(communicator: Communicator, bucket: Bucket, message: torch.Te
 
 def reduce_part(communicator: Communicator, bucket: Bucket, message: torch.Tensor, op: str) -> None:
     """Reduce this rank's own part of ``message`` over the ranks, in place. Collective."""
-    assert bucket.bounds is not None
-    parts = [message[begin:end] for begin, end in itertools.pairwise(bucket.bounds)]
+    assert bucket.shares is not None
+    parts = [message[share] for share in bucket.shares]
     communicator.channel.reduce_scatter_v(message[bucket.own], parts, op)
     bucket.is_deferred = False
 

@@ -103,6 +103,18 @@ class KernelStep(StepOverride):
     def move_home(self, params: Iterable[torch.Tensor]) -> None:
         """Move what this keeps of ``params``, besides the optimizer's state, to memory that the ranks share."""
 
+    def take_whole(self, completed: Callable[[dict[str, Any], torch.Tensor], dict[str, Any]] | None) -> None:
+        """Keep whole state from now on, where this rank has kept its own elements only.
+
+        Args:
+            completed: returns the state of a parameter, given what is kept of it; ``None``: drop what is kept.
+        """
+        for param, entry in self.optimizer.state.items():
+            if completed is None:
+                entry.clear()
+            else:
+                entry.update(completed(entry, param))
+
     def step_alone(self) -> None:
         """Step all elements alone from now on, with all state in memory of this rank's own."""
         self.partition = None

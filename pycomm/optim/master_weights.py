@@ -274,6 +274,12 @@ class MasterWeights(KernelStep):
                 partition.span_of(param).of(home).copy_(partition.span_of(param).of(master))
                 self._masters[param] = home
 
+    def take_whole(self, completed: Callable[[dict[str, Any], torch.Tensor], dict[str, Any]] | None) -> None:
+        super().take_whole(completed)
+        for param, master in self._masters.items():
+            whole = param.detach().float() if completed is None else completed({KEY: master}, param)[KEY]
+            self._masters[param] = whole
+
     def step_alone(self) -> None:
         super().step_alone()
         for param, master in self._masters.items():

@@ -24,7 +24,7 @@ from pycomm.reducer.joining import join as join_ranks
 from pycomm.reducer.joining import surviving_engine
 from pycomm.reducer.lanes import open_lanes
 from pycomm.reducer.parameters import ParameterTable, table_of
-from pycomm.reducer.partition.opening import open_partition, require_one_host, require_shardable, settings_lines
+from pycomm.reducer.partition.opening import open_partition, require_reachable, require_shardable, settings_lines
 from pycomm.reducer.reducer import Reducer
 from pycomm.reducer.settings import Settings, checked_settings
 from pycomm.reducer.sharded import check_sharding
@@ -211,7 +211,7 @@ def _attach_all(
         _make_equal(communicator, table, settings)
         lanes = open_lanes(communicator, settings, table.on_gpu)
         if settings.shard is not None:
-            require_one_host(communicator, settings.shard)
+            require_reachable(communicator, settings)
         return _attach_over(lanes, settings, table, carry)
     except BaseException:
         communicator.close()

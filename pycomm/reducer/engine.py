@@ -89,6 +89,8 @@ class Engine(Answers, Occasions):
 
     def begin_pass(self) -> None:
         """Prepare the buckets for this pass's gradients; fix the scales if it is the last pass of its window."""
+        if self.table.partition is not None:
+            self.table.partition.await_parameters()  # those that the forward has not used
         self.expect_gradients()
         if self.window.sending:
             self._check_previous()

@@ -59,7 +59,7 @@ from pycomm.torch_internals.tensors import (
     uses_outside_python,
     version_of,
 )
-from pycomm.torch_internals.tracing import attention_flops, fake_tensors
+from pycomm.torch_internals.tracing import attention_flops, fake_tensors, has_compiled, without_torch_function
 
 __all__ = [
     "GradBucket",
@@ -84,6 +84,7 @@ __all__ = [
     "divides_by_active_ranks",
     "dtensor_around",
     "fake_tensors",
+    "has_compiled",
     "has_joined_gloo",
     "has_parts",
     "is_dtensor",
@@ -110,6 +111,7 @@ __all__ = [
     "unscale_as_grad_scaler",
     "uses_outside_python",
     "version_of",
+    "without_torch_function",
     "wrapped_by_scheduler",
     "zero_buckets",
 ]

@@ -1,7 +1,8 @@
-"""Tracing: tensors without memory, and what torch's counter of operations leaves out."""
+"""Tracing: tensors without memory, compiled code, calls of torch, and what its counter of operations leaves out."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -14,6 +15,17 @@ from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 def fake_tensors() -> AbstractContextManager[Any]:
     """Return a context in which new tensors have shapes, storages and a graph, but no memory and no values."""
     return FakeTensorMode()
+
+
+def has_compiled() -> bool:
+    """Return whether torch.compile has compiled anything here: code that looks at classes, and calls no hooks."""
+    dynamo = sys.modules.get("torch._dynamo.convert_frame")
+    return dynamo is not None and dynamo.FRAME_COUNTER > 0
+
+
+def without_torch_function() -> AbstractContextManager[Any]:
+    """Return a context in which operations take tensors of all classes as plain ones."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def attention_flops() -> dict[Any, Callable[..., int]]:

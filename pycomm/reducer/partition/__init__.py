@@ -1,4 +1,4 @@
-"""Optimizer steps that the ranks of a host take together, each for its own part, in memory that all of them reach."""
+"""Optimizer steps that ranks take together, each for its own part of the parameters."""
 
 from pycomm.reducer.partition.partition import StepPartition
 

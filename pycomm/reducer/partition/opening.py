@@ -12,7 +12,9 @@ from pycomm.optim.fused import FusedStep, KernelStep, rule_of
 from pycomm.optim.master_weights import MasterWeights
 from pycomm.optim.step_override import HALF
 from pycomm.reducer.partition.common_memory import memory_of_all
-from pycomm.reducer.partition.partition import StepPartition, settings_of
+from pycomm.reducer.partition.on_host import HostPartition
+from pycomm.reducer.partition.partition import StepPartition, Terms, settings_of
+from pycomm.reducer.partition.spread import SpreadPartition
 from pycomm.reducer.settings import Settings
 from pycomm.torch_internals import is_dtensor
 
@@ -43,31 +45,37 @@ def require_shardable(table: ParameterTable, shard: str) -> None:
         require_dense(param)
 
 
-def require_one_host(communicator: Communicator, shard: str) -> None:
-    """Raise ValueError unless all ranks of ``communicator`` reach one memory."""
-    if memory_of_all(communicator) is None:
-        raise ValueError(
-            f'shard="{shard}" wants all ranks on one host, where they write to each other\'s memory; these travel by '
-            f"{communicator.transport!r}"
-        )
+def require_reachable(communicator: Communicator, settings: Settings) -> None:
+    """Raise ValueError if ``settings`` want all ranks of ``communicator`` to reach one memory, and they do not."""
+    if memory_of_all(communicator) is not None:
+        return
+    for name, wants in {
+        'shard="parameters"': settings.shard == "parameters",
+        f'shard="{settings.shard}", full_grad=None': settings.full_grad is None,
+    }.items():
+        if wants:
+            raise ValueError(
+                f"{name} wants all ranks on one host, where they reach each other's memory; these travel by "
+                f'{communicator.transport!r}, over which shard="optimizer" with full_grad=False or True works'
+            )
 
 
 def open_partition(communicator: Communicator, table: ParameterTable, settings: Settings) -> StepPartition:
     """Return a partition of the parameters that ``table`` is about to sort into buckets. Collective."""
     there = table.stepper
     is_there = isinstance(there, KernelStep)
-    stepper = there if isinstance(there, KernelStep) else FusedStep(table.optimizer)
-    most_writes = 0 if settings.loss_scaler is None else 1  # by unscale_()
-    return StepPartition(
+    terms = Terms(
         communicator,
-        stepper,
+        there if isinstance(there, KernelStep) else FusedStep(table.optimizer),
         table.module,
-        shares_parameters=settings.shard == "parameters",
         full_grad=settings.full_grad,
         average=settings.average,
-        most_writes=most_writes,
+        most_writes=0 if settings.loss_scaler is None else 1,  # by unscale_()
         was_fused_here=not is_there,
     )
+    if memory_of_all(communicator) is None:
+        return SpreadPartition(terms)
+    return HostPartition(terms, shares_parameters=settings.shard == "parameters")
 
 
 def settings_lines(optimizer: torch.optim.Optimizer) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -87,3 +88,19 @@ def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
 
 def rank() -> int:
     return dist.get_rank()
+
+
+def assert_unusable_until_loaded(
+    reducer: pycomm.Reducer, optimizer: torch.optim.Optimizer, use: Callable[[], Any], model: nn.Module
+) -> None:
+    """Check what is left after a rank was lost in a step: ``use``, a forward of ``model``, raises, and so do steps."""
+    fresh = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match="mixture"):
+        use()
+    with pytest.raises(RuntimeError, match="mixture"):
+        optimizer.step()
+    reducer.detach()
+    with pytest.raises(RuntimeError, match="mixture"):
+        use()
+    model.load_state_dict(fresh)
+    use()

@@ -12,7 +12,7 @@ import torch
 import pycomm
 from pycomm.reducer.partition.partition import StepPartition
 from tests.on_ranks import Pools
-from tests.reducer.partition.stepping import Weights, backward, gradients_of, rank
+from tests.reducer.partition.stepping import Weights, assert_unusable_until_loaded, backward, gradients_of, rank
 
 POINTS = (
     "before the step",
@@ -72,18 +72,6 @@ def values_before_and_after() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return values[0], values[1]
 
 
-def assert_unusable_until_loaded(reducer: pycomm.Reducer, optimizer: torch.optim.Optimizer, model: Weights) -> None:
-    with pytest.raises(RuntimeError, match="mixture"):
-        model()
-    with pytest.raises(RuntimeError, match="mixture"):
-        optimizer.step()
-    reducer.detach()
-    with pytest.raises(RuntimeError, match="mixture"):
-        model()
-    model.load_state_dict(Weights().state_dict())
-    model()
-
-
 def lose_a_rank(shard: str, point: str) -> str:
     """Return what the parameters of a rank that is left are: "old", "new" or "unusable"."""
     model = Weights()
@@ -113,7 +101,7 @@ def lose_a_rank(shard: str, point: str) -> str:
         return "old"
     if all(torch.equal(p, q) for p, q in zip(found, new, strict=True)) and _usable(model):
         return "new"
-    assert_unusable_until_loaded(reducer, optimizer, model)
+    assert_unusable_until_loaded(reducer, optimizer, model, model)
     return "unusable"
 
 

@@ -1,0 +1,371 @@
+"""Steps that ranks of several hosts take together: the bits of steps alone, and parameters that arrive late."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import pycomm
+from pycomm.channel import Channel
+from tests.hosts import on_hosts
+from tests.on_ranks import Pools, on_ranks
+from tests.reducer.attaching import assert_replicas_equal, attached
+from tests.reducer.partition import test_same_steps as whole
+from tests.reducer.partition.stepping import (
+    OPTIMIZERS,
+    Weights,
+    assert_same,
+    assert_unusable_until_loaded,
+    backward,
+    gradients_of,
+    own_span,
+    rank,
+    values_of,
+)
+
+HOSTS = {2: "ab", 3: "aab", 4: "abab"}
+SHARDS: dict[str, dict[str, Any]] = {
+    "own gradients": {"shard": "optimizer"},
+    "all gradients": {"shard": "optimizer", "full_grad": True},
+}
+
+
+@contextmanager
+def hosts() -> Iterator[None]:
+    with on_hosts(HOSTS[dist.get_world_size()]):
+        yield
+
+
+def assert_same_as_alone(name: str, body: whole.Body, shard: str, dtype: Any = torch.float32, **options: Any) -> None:
+    """Compare ``body`` with and without ``shard``: parameters and the whole ``state_dict()``, to the bit."""
+    with hosts():
+        wanted = whole.trained(OPTIMIZERS[name], body, dtype, **options)
+        assert_same(whole.trained(OPTIMIZERS[name], body, dtype, **options, **SHARDS[shard]), wanted)
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@on_ranks(2, 4)
+def test_every_rule_has_the_bits_of_a_step_alone(name: str, shard: str) -> None:
+    assert_same_as_alone(name, whole.few_steps, shard)
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(whole.windows, whole.schedules, whole.missing_gradients, whole.new_parameters, whole.kept_gradients),
+        whole.clipped_steps,
+    ],
+)
+@on_ranks(3)
+def test_all_that_training_does(body: whole.Body, shard: str) -> None:
+    assert_same_as_alone("Adam", body, shard, accumulate=2 if body is whole.windows else 1)
+
+
+@pytest.mark.parametrize("method", [pycomm.FP16(), pycomm.BF16()])
+@on_ranks(2)
+def test_gradients_that_travel_in_half_precision(method: Any) -> None:
+    assert_same_as_alone("Adam", whole.few_steps, "own gradients", compression=method)
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize(("name", "dtype"), [("Adam", torch.float16), ("LARS", torch.bfloat16)])
+@on_ranks(2)
+def test_masters_and_a_loss_scaler(name: str, dtype: torch.dtype, shard: str) -> None:
+    with hosts():
+        found = [
+            whole.trained(
+                *(OPTIMIZERS[name], whole.half_steps(dtype, 5.0), dtype),
+                loss_scaler=pycomm.LossScaler(2.0**4),
+                **options,
+            )
+            for options in ({}, SHARDS[shard])
+        ]
+    assert_same(found[1], found[0])
+
+
+# Parameters that arrive while the script goes on.
+
+
+class Layers(nn.Module):
+    """Layers, each with a bucket of its own, that note when they run."""
+
+    def __init__(self, num: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(num))
+        self.extra = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (x * self.extra).sum()
+
+
+@contextmanager
+def held_back() -> Iterator[Callable[[], None]]:
+    """Let no parameters arrive inside, until the function is called that this yields."""
+    gate = threading.Event()
+    original = Channel.all_gather_v
+
+    def wait(self: Channel, outs: Any, x: Any) -> None:
+        assert gate.wait(30)
+        original(self, outs, x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Channel, "all_gather_v", wait)
+        yield gate.set
+        gate.set()
+
+
+def stepped(model: Layers, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.full((2, 64), 0.1 + rank())).backward()
+    optimizer.step()
+
+
+USES: dict[str, Callable[[Layers, torch.optim.Optimizer], Any]] = {
+    "forward": lambda model, _: model(torch.ones(1, 64)),
+    "forward of a part": lambda model, _: model.layers[2](torch.ones(1, 64)),
+    "evaluation": lambda model, _: model.eval()(torch.ones(1, 64)),
+    "reading": lambda model, _: [p + 0 for p in model.parameters()],
+    "reading as numpy": lambda model, _: [p.detach().numpy().copy() for p in model.parameters()],
+    "a list": lambda model, _: torch.cat([p.view(-1) for p in model.parameters()]),
+    "foreach": lambda model, _: torch._foreach_add(list(model.parameters()), 1.0),
+    "norm": lambda model, _: torch.nn.utils.parameters_to_vector(model.parameters()),
+    "state_dict": lambda model, _: {k: v.clone() for k, v in model.state_dict().items()},
+    "deepcopy": lambda model, _: [p.detach().clone() for p in copy.deepcopy(model).parameters()],
+    "pickle": lambda model, _: [p.detach().clone() for p in pickle.loads(pickle.dumps(model)).parameters()],
+    "save": lambda model, _: torch.save(model.state_dict(), io.BytesIO()),
+    "data": lambda model, _: [p.data.clone() for p in model.parameters()],
+    "repr": lambda model, _: repr(list(model.parameters())),
+    "average": lambda model, _: torch.optim.swa_utils.AveragedModel(model).update_parameters(model),
+    "functional": lambda model, _: torch.func.functional_call(
+        model, dict(model.named_parameters()), (torch.ones(1, 64),)
+    ),
+    "a step": lambda model, optimizer: optimizer.step(),
+    "optimizer's state": lambda model, optimizer: optimizer.state_dict(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@on_ranks(2)
+def test_whoever_uses_a_parameter_waits_for_it(use: str) -> None:
+    wanted = Layers()
+    whole_optimizer = torch.optim.Adam(wanted.parameters(), lr=0.05)
+    pycomm.fuse(whole_optimizer)
+    with hosts(), attached(whole_optimizer, wanted):
+        stepped(wanted, whole_optimizer)
+        after = [p.detach().clone() for p in wanted.parameters()]
+    model = Layers()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    with hosts(), attached(optimizer, model, shard="optimizer", bucket_mb=0.02):
+        with held_back() as let_go:
+            stepped(model, optimizer)
+            optimizer.zero_grad()  # nothing that waits
+            assert all(type(p) is not nn.Parameter and isinstance(p, nn.Parameter) for p in model.parameters())
+            began = time.monotonic()
+            timer = threading_timer(0.2, let_go)
+            USES[use](model, optimizer)
+            assert time.monotonic() - began > 0.15
+            timer.join()
+        found = [p.detach().clone() for p in model.parameters()]
+        assert all(type(p) is nn.Parameter for p in model.parameters())
+        if use != "a step":
+            assert all(torch.equal(one, other) for one, other in zip(found, after, strict=True))
+        assert_replicas_equal(model)
+
+
+def threading_timer(seconds: float, function: Callable[[], None]) -> Any:
+    timer = threading.Timer(seconds, function)
+    timer.start()
+    return timer
+
+
+@on_ranks(2)
+def test_a_forward_waits_only_for_the_layers_that_it_has_reached() -> None:
+    model = Layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    arrived: list[int] = []
+    original = Channel.all_gather_v
+
+    def count(self: Channel, outs: Any, x: Any) -> None:
+        time.sleep(0.1)
+        original(self, outs, x)
+        arrived.append(len(arrived))
+
+    seen: list[int] = []
+    with hosts(), attached(optimizer, model, shard="optimizer", bucket_mb=0.016), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Channel, "all_gather_v", count)
+        stepped(model, optimizer)
+        for layer in model.layers:
+            layer.register_forward_hook(lambda *_: seen.append(len(arrived)))
+        model(torch.ones(1, 64))
+        optimizer.step()
+        assert seen[0] < len(model.layers), seen
+        assert seen == sorted(seen)
+        assert len(arrived) >= len(model.layers)
+
+
+@on_ranks(2)
+def test_optimizer_state_is_kept_by_parts() -> None:
+    """What is not this rank's own is never touched: it takes no memory."""
+    model = nn.Linear(2048, 2048)
+    optimizer = torch.optim.Adam(model.parameters())
+    with hosts(), attached(optimizer, model, shard="optimizer") as reducer:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2048)).sum().backward()
+            optimizer.step()
+        kept = optimizer.state[model.weight]["exp_avg"].view(-1)
+        own = own_span(model.weight, reducer)
+        assert own.stop - own.start < 0.51 * model.weight.numel()
+        others = max(kept[: own.start], kept[own.stop :], key=len)
+        assert resident_pages(kept[own]) > 0.99
+        assert resident_pages(others) == 0.0
+        assert not bool(others.any())
+        state = optimizer.state_dict()["state"][0]["exp_avg"]
+        assert bool((state != 0).all())
+        assert state.shape == model.weight.shape
+    assert optimizer.state[model.weight]["exp_avg"].shape == model.weight.shape
+    assert bool((optimizer.state[model.weight]["exp_avg"] != 0).all())
+
+
+def resident_pages(x: torch.Tensor) -> float:
+    """Return the share of the pages of ``x`` that take memory (/proc/self/pagemap, bit 63)."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    first, last = x.data_ptr() // page + 1, (x.data_ptr() + x.nbytes) // page
+    with Path("/proc/self/pagemap").open("rb") as file:
+        file.seek(8 * first)
+        entries = np.frombuffer(file.read(8 * (last - first)), np.uint64)
+    return float((entries >> np.uint64(63)).mean())
+
+
+@on_ranks(2)
+def test_state_goes_on_in_other_ways_of_stepping() -> None:
+    """3 steps spread, 2 alone after detach(), 2 spread after load_state_dict(): as 7 alone."""
+    results = []
+    for spread in (False, True):
+        model = Weights()
+        optimizer = OPTIMIZERS["AdamW"](model.parameters())
+        if not spread:
+            pycomm.fuse(optimizer)
+        shard: dict[str, Any] = {"shard": "optimizer"} if spread else {}
+        with hosts():
+            for begin, end, options in ((0, 3, shard), (3, 5, {}), (5, 7, shard)):
+                fused = pycomm.fuse(optimizer) if spread and not options else None
+                with attached(optimizer, model, **options):
+                    if begin == 5:
+                        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+                    for number in range(begin, end):
+                        optimizer.zero_grad()
+                        backward(model.parameters(), gradients_of(rank(), number))
+                        optimizer.step()
+                if fused is not None:
+                    fused.detach()
+        results.append(values_of(optimizer))
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize(("before", "after"), [(True, False), (True, True), (False, True)])
+@on_ranks(3)
+def test_checkpoints(before: bool, after: bool, tmp_path: Path) -> None:
+    """Written by ranks that step together, or not, and read by such as do, or not."""
+    wanted = whole.trained(OPTIMIZERS["Adam"], train)
+    model = Weights()
+    optimizer = OPTIMIZERS["Adam"](model.parameters())
+    if not before:
+        pycomm.fuse(optimizer)
+    with hosts(), attached(optimizer, model, **({"shard": "optimizer"} if before else {})) as reducer:
+        train(reducer, optimizer, model, 0, 3)
+        pycomm.save(tmp_path / "saved", reducer).wait()
+    other = Weights()
+    optimizer = OPTIMIZERS["Adam"](other.parameters())
+    if not after:
+        pycomm.fuse(optimizer)
+    with hosts(), attached(optimizer, other, **({"shard": "optimizer"} if after else {})) as reducer:
+        train(reducer, optimizer, other, 7, 8)
+        pycomm.load(tmp_path / "saved", reducer)
+        train(reducer, optimizer, other, 3, 5)
+    assert_same(values_of(optimizer), wanted)
+
+
+def train(_: Any, optimizer: torch.optim.Optimizer, model: Weights, begin: int = 0, end: int = 5) -> None:
+    for number in range(begin, end):
+        optimizer.zero_grad()
+        backward(model.parameters(), gradients_of(0, number))  # the same of all ranks: their average is exact
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"shard": "parameters"}, 'shard="parameters" wants all ranks on one host'),
+        ({"shard": "optimizer", "full_grad": None}, "full_grad=None wants all ranks on one host"),
+    ],
+)
+@on_ranks(2)
+def test_what_wants_one_host_is_refused(options: dict[str, Any], match: str) -> None:
+    model = Weights()
+    with hosts(), pytest.raises(ValueError, match=match):
+        pycomm.attach(torch.optim.Adam(model.parameters()), model, timeout=30, **options)
+
+
+@on_ranks(2)
+def test_compiled_code_gets_parameters_in_the_step() -> None:
+    model = Layers()
+    compiled = torch.compile(model, backend="eager")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    with hosts(), attached(optimizer, model, shard="optimizer", bucket_mb=0.02):
+        for _ in range(3):
+            optimizer.zero_grad()
+            compiled(torch.full((2, 64), 0.1 + rank())).backward()
+            optimizer.step()
+            assert all(type(p) is nn.Parameter for p in model.parameters())
+        assert_replicas_equal(model)
+
+
+def lose_a_rank(point: str) -> None:
+    model = Layers()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    with hosts():
+        reducer = pycomm.attach(optimizer, model, timeout=20, shard="optimizer", bucket_mb=0.02, check_replicas=0)
+    stepped(model, optimizer)
+    dying = rank() == 1
+    if dying and point == "before its gathering":
+        Channel.all_gather_v = lambda *_: os._exit(1)  # type: ignore[method-assign]
+    if dying and point == "before the step":
+        optimizer.zero_grad()
+        model(torch.ones(2, 64)).backward()
+        os._exit(1)
+
+    def until_it_is_noticed() -> None:
+        stepped(model, optimizer)
+        list(map(torch.clone, model.parameters()))
+
+    with pytest.raises(pycomm.CommError, match="rank 1"):
+        until_it_is_noticed()
+    assert_unusable_until_loaded(reducer, optimizer, lambda: model(torch.ones(1, 64)), model)
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
+@pytest.mark.parametrize("point", ["before the step", "before its gathering"])
+def test_no_mixture_trains_on(point: str, new_ranks: Pools) -> None:
+    outcomes = new_ranks(3).outcomes(lose_a_rank, point, timeout=60.0)
+    left = [outcomes[0], outcomes[2]]
+    assert [outcome.error for outcome in left] == [None] * 2, [outcome.trace for outcome in left]
