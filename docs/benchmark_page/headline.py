@@ -1,0 +1,93 @@
+"""The README's table: five figures, each over all processors that have a report of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from benchmark_page.on_one_host import EMPTY, GLOO, all_reduce_seconds
+from benchmark_page.reports import Report, Reports, by_bench, label_of
+from benchmark_page.tables import KIB, MIB, Row, duration, link, size, span, table, times
+from benchmark_page.training import step_times
+
+_Pair = tuple[float, float]
+_ELEMENTS = 25_557_032
+"""Gradients of ResNet-50."""
+
+
+@dataclass(frozen=True)
+class _Figure:
+    """One row: what is compared, with whom, and where a report has our seconds and theirs; ``None`` if it has not."""
+
+    what: str
+    bench: str
+    whose: str
+    pair: Callable[[Report], _Pair | None]
+
+
+def headline(reports: Reports) -> str:
+    """Return the table; where processors differ, a cell goes from the least to the largest.
+
+    Raises:
+        ValueError: no report has a figure.
+    """
+    benches = by_bench(reports)
+    rows: list[Row] = [[f"what, on {_machines(benches)}", "pycomm", "the other", "faster", "by `python -m`"]]
+    for figure in _figures():
+        pairs = [pair for report in benches.get(figure.bench, {}).values() if (pair := figure.pair(report)) is not None]
+        if not pairs:
+            raise ValueError(f"no report of bench {figure.bench!r} has {figure.what}")
+        rows.append(
+            [
+                figure.what,
+                span((ours for ours, _ in pairs), duration),
+                f"{span((theirs for _, theirs in pairs), duration)}, {figure.whose}",
+                span((theirs / ours for ours, theirs in pairs), times),
+                f"`bench.{figure.bench}`",
+            ]
+        )
+    return table(rows)
+
+
+def _figures() -> Iterator[_Figure]:
+    """Yield the five; the last is one where nothing is gained."""
+    for ranks, num_bytes in ((2, 100 * MIB), (4, 64 * KIB)):
+        what = f"all-reduce of {size(num_bytes)}, {ranks} ranks of a host"
+        yield _Figure(what, "collectives", GLOO, partial(_all_reduce, ranks=ranks, num_bytes=num_bytes))
+    what = f"the largest 0.1 % of {_ELEMENTS / 1e6:.1f} M elements, exact"
+    yield _Figure(what, "kernels", "torch", _topk)
+    for method, gbit, words in ((*("dgc", 0.1), "DGC(0.001)"), (*("dense", 1.0), "no compression")):
+        what = f"training step, 4 hosts, {link(gbit)}, {words}"
+        yield _Figure(what, "slow_network", "DDP", partial(_step, method=method, gbit=gbit))
+
+
+def _all_reduce(report: Report, ranks: int, num_bytes: int) -> _Pair | None:
+    for group in report["results"]:
+        for measured in group["all_reduce"]:
+            seconds = all_reduce_seconds(measured)
+            if (group["ranks"], measured["bytes"]) == (ranks, num_bytes) and GLOO in seconds:
+                return seconds[EMPTY], seconds[GLOO]
+    return None
+
+
+def _topk(report: Report) -> _Pair | None:
+    if (report["settings"]["elements"], report["settings"]["threads"]) != (_ELEMENTS, 1):
+        return None
+    found = [row for row in report["rows"] if row["kernel"] == "topk, 0.1 %"]
+    return (found[0]["pycomm"]["median"], found[0]["torch"]["median"]) if found else None
+
+
+def _step(report: Report, method: str, gbit: float) -> _Pair | None:
+    steps = step_times(report)
+    ours, theirs = (steps.get(("4 hosts", gbit, each)) for each in (method, "ddp"))
+    return None if ours is None or theirs is None else (ours, theirs)
+
+
+def _machines(benches: Mapping[str, Reports]) -> str:
+    """Say on how many cores, and on how many kinds of processor if there are several."""
+    reports = {name: report for figure in _figures() for name, report in benches.get(figure.bench, {}).items()}
+    numbers = {report["environment"]["cores"] for report in reports.values()}
+    cores = "two cores" if numbers == {2} else f"{span(numbers, str)} cores"
+    kinds = len({label_of(report) for report in reports.values()})
+    return cores if kinds == 1 else f"{cores} of {kinds} kinds of processor"

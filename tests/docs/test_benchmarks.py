@@ -1,0 +1,325 @@
+"""The page of benchmarks and the README's table: every figure is a report's, of one processor or of several."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.docs.pages import ROOT
+from tests.docs.scripts import load
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+OLD, XEON = "AMD EPYC, model not recorded", "Intel Xeon, family 6 model 143"
+SUFFIX = "-intel-xeon-family-6-model-143.json"
+
+Report = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def benchmarks() -> ModuleType:
+    return load("docs/benchmarks.py")
+
+
+@pytest.fixture(scope="module")
+def tables(benchmarks: ModuleType) -> ModuleType:
+    return sys.modules["benchmark_page.tables"]
+
+
+@pytest.fixture
+def reports(benchmarks: ModuleType) -> dict[str, Report]:
+    """Reports from before processors were named, which have the brand alone."""
+    folder = ROOT / "bench" / "results"
+    names = ("asynchronous.json", "cpu_collectives.json", "cpu_kernels.json", "slow_network.json")
+    found: dict[str, Report] = {name: json.loads((folder / name).read_text(encoding="utf-8")) for name in names}
+    for report in found.values():
+        report.pop("date", None)
+        report["environment"].pop("processor", None)
+        report["environment"] |= {"cpu": "AMD EPYC", "cores": 2, "python": "3.11"}
+    found["cpu_collectives.json"]["settings"]["rounds"] = 9
+    return found
+
+
+def on_xeon(report: Report) -> Report:
+    """Return a copy that claims to be of another processor."""
+    other = copy.deepcopy(report)
+    caches = {"l2_bytes": 2 << 20, "l3_bytes": 105 << 20, "share_last_cache": True}
+    other["environment"] |= {"cpu": "Intel(R) Xeon(R)", "processor": {"label": XEON, **caches}}
+    return other | {"date": "2026-01-31"}
+
+
+def section(page: str, title: str) -> str:
+    assert page.count(f"## {title}\n") == 1
+    return page.partition(f"## {title}\n")[2].partition("\n## ")[0]
+
+
+def cells(text: str, row: str) -> list[str]:
+    """Return the cells of the first row of that name."""
+    (line, *_) = [line for line in text.splitlines() if line.startswith(f"| {row} |")]
+    return line.strip("| ").split(" | ")[1:]
+
+
+def render(benchmarks: ModuleType, reports: dict[str, Report]) -> tuple[str, str]:
+    wanted = benchmarks.render(reports, README)
+    return wanted[benchmarks.PAGE], wanted[benchmarks.README]
+
+
+def test_not_stale(benchmarks: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert benchmarks.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_says_what_is_stale_and_mends_it(
+    benchmarks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, readme = tmp_path / "benchmarks.md", tmp_path / "README.md"
+    monkeypatch.setattr(benchmarks, "PAGE", page)
+    monkeypatch.setattr(benchmarks, "README", readme)
+    good = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    page.write_text(good.replace(" ms", " s", 1), encoding="utf-8")
+    readme.write_text(README, encoding="utf-8")
+    assert benchmarks.main(["--check"]) == 1
+    assert capsys.readouterr().err == "benchmarks.md is stale; run: python docs/benchmarks.py\n"
+    assert benchmarks.main([]) == 0
+    assert page.read_text(encoding="utf-8") == good
+    assert benchmarks.main(["--check"]) == 0
+    begin = README.index("<!-- figures -->")
+    readme.write_text(README[:begin] + README[begin:].replace("ms, Gloo", "s, Gloo", 1), encoding="utf-8")
+    assert benchmarks.main(["--check"]) == 1
+    assert "README.md is stale" in capsys.readouterr().err
+
+
+class TestOneProcessor:
+    def test_every_library_has_a_column(self, benchmarks: ModuleType, reports: dict[str, Report]) -> None:
+        page, readme = render(benchmarks, reports)
+        assert "| 2 ranks | pycomm, empty | pycomm, tensor | Gloo | MPICH | Open MPI | faster than Gloo |" in page
+        assert "`bench/results/cpu_kernels.json`: AMD EPYC, 2 cores; pycomm " in page
+        assert "| kernel | pycomm | torch | by | faster | time / floor |" in page
+        assert "| what, on two cores | pycomm |" in readme
+        assert "<br>" not in page
+        assert "not recorded" not in page
+
+    def test_new_reports_say_more(self, benchmarks: ModuleType, reports: dict[str, Report]) -> None:
+        text = benchmarks.SECTIONS["kernels"]({"cpu_kernels.json": on_xeon(reports["cpu_kernels.json"])})
+        assert f"cpu_kernels.json`: {XEON}, 2 cores (L2 2 MB, L3 105 MB in common); pycomm " in text
+        assert "Python 3.11; 2026-01-31.\n" in text
+
+    def test_libraries_that_did_not_take_part(self, benchmarks: ModuleType, reports: dict[str, Report]) -> None:
+        for group in reports["cpu_collectives.json"]["results"]:
+            for measured in group["all_reduce"]:
+                for library in ("MPICH", "Open MPI"):
+                    del measured["seconds_per_call"][library]
+        page, _ = render(benchmarks, reports)
+        assert cells(section(page, "All-reduce between processes of one host"), "1 KB")[-1] == "-"
+
+
+class TestTwoProcessors:
+    @pytest.fixture
+    def both(self, reports: dict[str, Report]) -> dict[str, Report]:
+        """All reports but the last: of slow links there is none from the other processor."""
+        others = {name.replace(".json", SUFFIX): on_xeon(report) for name, report in reports.items()}
+        del others[f"slow_network{SUFFIX}"]
+        return reports | others
+
+    def test_one_section_with_columns_for_each(self, benchmarks: ModuleType, both: dict[str, Report]) -> None:
+        page, _ = render(benchmarks, both)
+        text = section(page, "All-reduce between processes of one host")
+        heads = [f"{label}<br>`{memory}`" for label in (OLD, XEON) for memory in ("empty", "tensor")]
+        assert cells(text, "2 ranks") == cells(text, "4 ranks") == heads
+        first, _, other, _ = cells(text, "100 MB")
+        assert first == other
+        assert first.count("\N{MULTIPLICATION SIGN}") == 2
+        command = "python -m bench.collectives --rounds 9 --json bench/results/cpu_collectives"
+        assert f"```sh\n{command}.json\n{command}{SUFFIX}\n```" in text
+        assert "- `bench/results/cpu_collectives.json`: AMD EPYC, 2 cores; " in text
+        assert f"- `bench/results/cpu_collectives{SUFFIX}`: {XEON}, 2 cores (L2 2 MB, " in text
+        assert f" on {OLD}; " in text  # how long copies take
+        assert cells(section(page, "Training without lockstep"), "last loss of")[3] == f"{XEON}<br>all alike"
+
+    def test_a_bench_of_one_of_them_is_shown_as_ever(self, benchmarks: ModuleType, both: dict[str, Report]) -> None:
+        page, _ = render(benchmarks, both)
+        assert "<br>" not in section(page, "Training steps over slow links")
+
+    def test_links_of_each(self, benchmarks: ModuleType, reports: dict[str, Report]) -> None:
+        other = on_xeon(reports["slow_network.json"])
+        other["rates"] = [row for row in other["rates"] if row["link"] == 1.0 and row["hosts"] == 4]
+        text = benchmarks.SECTIONS["slow_network"]({"slow_network.json": reports["slow_network.json"], "b.json": other})
+        assert cells(text, "4 hosts")[-2:] == [f"{OLD}<br>as fast as it goes", XEON]
+        assert len(cells(text, "2 hosts")) == 3
+        assert "every command that made `slow_network.json`" in text
+
+    def test_what_one_lacks(self, benchmarks: ModuleType, both: dict[str, Report]) -> None:
+        kernels, collectives = both[f"cpu_kernels{SUFFIX}"], both[f"cpu_collectives{SUFFIX}"]
+        kernels["rows"] = [row for row in kernels["rows"] if row["kernel"] != "absmax"]
+        collectives["results"] = collectives["results"][:1]
+        page, readme = render(benchmarks, both)
+        text = section(page, "Kernels on a CPU")
+        assert cells(text, "absmax: `aminmax of each`")[3:] == ["-", "-", "-"]
+        assert "-" not in cells(text, "topk, 0.1 %: `topk(x.abs(), k)`")
+        assert len(cells(section(page, "All-reduce between processes of one host"), "4 ranks")) == 2
+        assert "-" not in cells(readme, "all-reduce of 64 KB, 4 ranks of a host")[0]
+
+    def test_the_readme_has_ranges(self, benchmarks: ModuleType, both: dict[str, Report]) -> None:
+        for name, ours, theirs in (("cpu_kernels.json", 0.008, 0.32), (f"cpu_kernels{SUFFIX}", 0.01, 0.3)):
+            (topk,) = (row for row in both[name]["rows"] if row["kernel"] == "topk, 0.1 %")
+            topk["pycomm"]["median"], topk["torch"]["median"] = ours, theirs
+        _, readme = render(benchmarks, both)
+        assert "| what, on two cores of 2 kinds of processor | pycomm |" in readme
+        assert cells(readme, "the largest 0.1 % of 25.6 M elements, exact") == [
+            *("8-10 ms", "300-320 ms, torch", "30-40\N{MULTIPLICATION SIGN}", "`bench.kernels`")
+        ]
+        assert len(readme.split()) <= 900
+
+    def test_two_of_one_kind(self, benchmarks: ModuleType, reports: dict[str, Report]) -> None:
+        one = on_xeon(reports["cpu_kernels.json"])
+        other = copy.deepcopy(one)
+        with pytest.raises(
+            ValueError, match="a.json and b.json are of one bench, with the same settings and on one kind"
+        ):
+            benchmarks.SECTIONS["kernels"]({"a.json": one, "b.json": other})
+        other["environment"]["cores"] = 8
+        text = benchmarks.SECTIONS["kernels"]({"a.json": one, "b.json": other})
+        assert f"| {XEON}, 8 cores<br>pycomm |" in text
+
+
+def test_no_report_of_a_figure(benchmarks: ModuleType, reports: dict[str, Report]) -> None:
+    del reports["cpu_kernels.json"]
+    with pytest.raises(ValueError, match="no report of bench 'kernels' has the largest 0.1 %"):
+        benchmarks.render(reports, README)
+
+
+def test_a_report_that_has_no_section(benchmarks: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text('{"bench": "tennis"}')
+    with pytest.raises(ValueError, match="x.json is of bench 'tennis', which has no section here"):
+        benchmarks.load_reports(tmp_path, benchmarks.SECTIONS)
+
+
+def test_names_of_reports(benchmarks: ModuleType, tmp_path: Path, reports: dict[str, Report]) -> None:
+    other = json.dumps(on_xeon(reports["cpu_kernels.json"]))
+    (tmp_path / f"cpu_kernels{SUFFIX}").write_text(other)
+    (tmp_path / "cpu_kernels.json").write_text(json.dumps(reports["cpu_kernels.json"]))
+    assert list(benchmarks.load_reports(tmp_path, benchmarks.SECTIONS)) == ["cpu_kernels.json", f"cpu_kernels{SUFFIX}"]
+    (tmp_path / "cpu_kernels-xeon.json").write_text(other)
+    with pytest.raises(ValueError, match=f"is of {XEON}: what follows the first dash must be {SUFFIX[1:-5]}"):
+        benchmarks.load_reports(tmp_path, benchmarks.SECTIONS)
+
+
+class TestSharding:
+    def report(self, ranks: int, whole: float) -> Report:
+        ways = {
+            "all_reduce, fused step": whole,
+            'shard="optimizer"': whole / 2,
+            "ZeroRedundancyOptimizer over Gloo": 0.1,
+        }
+        settings = {"ranks": ranks, "rounds": 9, "count": 3, "millions": 25.6, "busy": 0, "nice": 0}
+        environment = {"cpu": "AMD EPYC", "cores": 2, "python": "3.11"}
+        measured = {way: {"median": seconds, "samples": [seconds]} for way, seconds in ways.items()}
+        return {"bench": "sharding", "environment": environment, "settings": settings, **measured}
+
+    def test_a_table_for_each_number_of_ranks(self, benchmarks: ModuleType) -> None:
+        reports = {"sharding.json": self.report(2, 0.02), "sharding_4_ranks.json": self.report(4, 0.05)}
+        text = benchmarks.SECTIONS["sharding"](reports)
+        command = "--rounds 9 --count 3 --millions 25.6 --json bench/results/"
+        assert f"python -m bench.sharding --ranks 2 {command}sharding.json\n" in text
+        assert f"python -m bench.sharding --ranks 4 {command}sharding_4_ranks.json\n" in text
+        two, _, four = text.partition("| 4 ranks, 25.6 M parameters | time | times as fast |")
+        assert cells(two, 'shard="optimizer"') == ["10 ms", "2.00\N{MULTIPLICATION SIGN}"]
+        assert cells(four, 'shard="optimizer"') == ["25 ms", "2.00\N{MULTIPLICATION SIGN}"]
+
+    def test_two_processors(self, benchmarks: ModuleType) -> None:
+        reports = {"a.json": self.report(2, 0.02), "b.json": on_xeon(self.report(2, 0.05))}
+        text = benchmarks.SECTIONS["sharding"](reports)
+        assert cells(text, "2 ranks, 25.6 M parameters")[::2] == [f"{OLD}<br>time", f"{XEON}<br>time"]
+        assert cells(text, "all_reduce, fused step")[::2] == ["20 ms", "50 ms"]
+
+
+class TestTraining:
+    def report(self, step: float, busy: int = 0) -> Report:
+        seconds = {"no communication": step / 2, "DDP": step, "pycomm": step / 1.6}
+        usual = {"ranks": 2, "rounds": 7, "steps": 8, "batch": 40, "nice": 0}
+        one_rank = {"ratio": {"median": 1.004, "p10": 0.99, "p90": 1.021}}
+        memory = {"way": "pycomm", "gradients": 4e7, "added": 4.6e6, "fixed": 1e6}
+        return {
+            "bench": "training",
+            "environment": {"cpu": "AMD EPYC", "cores": 2},
+            "settings": {**usual, "busy": busy, "widths": [784, 2048, 10], "parameters": 10_022_922},
+            "steps": [
+                {"way": way, "seconds": {"median": each}, "bytes_sent": 0 if way == "no communication" else 40e6}
+                for way, each in seconds.items()
+            ],
+            "one_rank": one_rank,
+            "memory": [memory],
+        }
+
+    def test_one_processor(self, benchmarks: ModuleType) -> None:
+        text = benchmarks.SECTIONS["training"]({"training.json": self.report(0.112)})
+        assert (
+            "--ranks 2 --rounds 7 --steps 8 --batch 40 --widths 784,2048,10 --json bench/results/training.json" in text
+        )
+        assert cells(text, "2 ranks, 10.0 M parameters, batch 40") == ["step", "faster than DDP", "sent"]
+        assert cells(text, "pycomm") == ["70 ms", "1.60\N{MULTIPLICATION SIGN}", "40.0 MB"]
+        assert cells(text, "no communication")[2] == "-"
+        assert "| pycomm | 4.60 MB | 0.12 |" in text
+        assert "changes the time of a step by +0.4 % (-1.0 % to +2.1 %)" in text
+
+    def test_two_processors_and_a_busy_one(self, benchmarks: ModuleType) -> None:
+        reports = {"a.json": self.report(0.1), "b.json": self.report(0.2, busy=1), "c.json": on_xeon(self.report(0.08))}
+        text = benchmarks.SECTIONS["training"](reports)
+        quiet, _, busy = text.partition("| 2 ranks beside another process that computes, ")
+        assert cells(quiet, "DDP")[::3] == ["100 ms", "80 ms"]
+        assert busy.startswith("10.0 M parameters, batch 40 | AMD EPYC<br>step |")
+        assert "--busy 1 --json bench/results/b.json" in text
+        assert f"+0.4 % (-1.0 % to +2.1 %) on {XEON}" in quiet
+
+
+def test_a_report_of_a_gpu(benchmarks: ModuleType) -> None:
+    case = {"name": "pack", "elements": 25_600_000, "seconds": {"median": 1e-4}, "peer_seconds": {"median": 3e-4}}
+    report = {
+        "environment": {"device": "some GPU", "commit": "abc", "cpu": "some CPU", "cores": 8},
+        "cases": [{**case, "times_faster": 3.0, "time_over_floor": 1.1}],
+    }
+    text = benchmarks.SECTIONS["gpu"]({"gpu_x.json": report, "gpu_y.json": report})
+    assert "```sh\npython -m bench.gpu measure\n```" in text
+    assert text.count("| pack | 25.6 M | 100 µs | 300 µs | 3.00") == 2
+    assert "some GPU, commit abc" in text
+
+
+def test_a_check_on_a_gpu(benchmarks: ModuleType) -> None:
+    tests = {"passed": 500, "failed": 1, "errors": 0, "skipped": 7}
+    row = {"tool": "racecheck", "tests": {}, "summary": "RACECHECK SUMMARY: 0 hazards"}
+    found = {"device": "some GPU", "commit": "abc"}
+    report = {"environment": found, "tests": tests, "sanitizers": [row]}
+    text = benchmarks.SECTIONS["gpu_check"]({"gpu_check_x.json": report})
+    assert "| tests | 500 | 1 | 0 | 7 |  |" in text
+    assert "| racecheck | - | - | - | - | RACECHECK SUMMARY: 0 hazards |" in text
+    assert "some GPU, commit abc: `bench/results/gpu_check_x.json`" in text
+
+
+class TestTables:
+    @pytest.mark.parametrize(
+        ("seconds", "shown"),
+        [(2.30e-6, "2.3 µs"), (9.996e-4, "1 ms"), (0.00731, "7.31 ms"), (5.2314, "5231 ms"), (12.34, "12.3 s")],
+    )
+    def test_durations(self, tables: ModuleType, seconds: float, shown: str) -> None:
+        assert tables.duration(seconds) == shown
+
+    @pytest.mark.parametrize(
+        ("seconds", "shown"),
+        [
+            ([0.002, 0.0015], "1.5-2 ms"),
+            ([0.0005, 0.002], "500 µs-2 ms"),
+            ([0.002, 0.0020001], "2 ms"),
+            ([0.1], "100 ms"),
+        ],
+    )
+    def test_spans(self, tables: ModuleType, seconds: list[float], shown: str) -> None:
+        assert tables.span(seconds, tables.duration) == shown
+
+    def test_names_of_rows_keep_their_order(self, tables: ModuleType) -> None:
+        assert tables.merged([["1 KB", "1 MB", "4 MB"], ["1 KB", "64 KB", "1 MB", "8 MB"]]) == [
+            *("1 KB", "64 KB", "1 MB", "8 MB", "4 MB")
+        ]
