@@ -112,10 +112,11 @@ def attach(
         backup: number of ranks that need not be waited for, in every step: as soon as the others have all their
             gradients, a rank goes on without its own, which it adds to those of its next step. See
             ``docs/survival.md``; wants "shrink".
-        shard: "optimizer": in ``optimizer.step()`` each rank of the host steps its own part of the parameters, in all
-            ranks' memory, and keeps that part of the optimizer's state only; "parameters": likewise, and the ranks
-            have one copy of the parameters among them. ``None``: each steps all of them. See ``docs/sharding.md``.
-            After ``backward()`` a rank has the average of its own part in ``.grad``, else its own gradient.
+        shard: "optimizer": in ``optimizer.step()`` each rank steps its own part of the parameters, in all ranks' memory
+            on one host, else followed by messages that the next forward waits for as it needs them, and keeps that
+            part of the optimizer's state only; "parameters": likewise, on one host, and the ranks have one copy of the
+            parameters among them. ``None``: each steps all of them. See ``docs/sharding.md``. After ``backward()`` a
+            rank has the average of its own part in ``.grad``, else its own gradient.
         full_grad: with ``shard``, True: every rank gets all of the average in ``.grad``. ``None``: no rank gets any of
             it, as the sum is made inside the step, which then moves fewer bytes; ``.grad`` stays this rank's own.
         join: address, "host:port", of the store in which other ranks have met, to become one more of them between

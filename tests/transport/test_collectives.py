@@ -29,7 +29,8 @@ def contribution(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def place(communicator: Communicator, x: torch.Tensor, memory: str) -> torch.Tensor:
-    return communicator.empty(x.shape, x.dtype).copy_(x) if memory == "empty" else x.clone()
+    in_reach = memory == "empty" or (memory == "mixed" and communicator.rank % 2 == 0)
+    return communicator.empty(x.shape, x.dtype).copy_(x) if in_reach else x.clone()
 
 
 def digest(x: torch.Tensor) -> str:
@@ -95,7 +96,8 @@ def check_the_others(transport: str, dtype: torch.dtype, memory: str) -> None:
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize(
-    ("memory", "transport"), [("tensor", "shared_memory"), ("empty", "shared_memory"), ("tensor", "torch")]
+    ("memory", "transport"),
+    [("tensor", "shared_memory"), ("empty", "shared_memory"), ("mixed", "shared_memory"), ("tensor", "torch")],
 )  # over torch.distributed "empty" is any tensor
 def test_every_operation_type_and_size(rank_pools: Pools, size: int, transport: str, memory: str) -> None:
     # One type of each width and kind where all combinations would only repeat themselves.
@@ -104,6 +106,21 @@ def test_every_operation_type_and_size(rank_pools: Pools, size: int, transport: 
         digests = rank_pools(size).run(check_all_reduce, transport, dtype, memory)
         assert all(d == digests[0] for d in digests), "ranks hold different bits"
         rank_pools(size).run(check_the_others, transport, dtype, memory)
+
+
+@pytest.mark.parametrize("memory", ["tensor", "mixed"])
+@on_ranks(2, 3)
+def test_however_large_arrays_are_staged_sums_are_right(memory: str) -> None:
+    """Rank 0 tries out sizes of segments, on arrays of 8 MiB or more: each of ten three times, then now and then."""
+    with Communicator(timeout=30) as communicator:
+        rank, size = communicator.rank, communicator.size
+        n = 2_100_003
+        steps = torch.arange(n, dtype=torch.float32) % 251
+        x = place(communicator, steps, memory)
+        for number in range(33):
+            x.copy_(steps).add_(rank + number)
+            communicator.all_reduce(x)
+            assert torch.equal(x, size * steps + size * number + sum(range(size))), number
 
 
 def random_sums(seed: int, sizes: list[int], memory: str) -> list[str]:

@@ -70,6 +70,11 @@ BUGS = {
         "pull([&](int p) { return call.in_arena(p); }, 0, x.num_bytes());\n        return call.step();",
         "pull([&](int p) { return call.in_arena(p); }, 0, x.num_bytes());\n        return;",
     ),
+    "all_gather returns before others have read what was not staged": Bug(
+        COLLECTIVES,
+        "pull(address, begin, segments[i].size());\n        });\n    if (call.any_in_arena()) call.step();",
+        "pull(address, begin, segments[i].size());\n        });",
+    ),
     "broadcast returns before the others have read": Bug(
         COLLECTIVES,
         "call.in_arena(root), x.num_bytes());\n        return call.step();",

@@ -13,6 +13,7 @@ constexpr double kFirstLookSeconds = 0.1, kLookSeconds = 0.1;
 bool is_possible(const Operation& operation, int size, int64_t file_bytes) {
     if (operation.kind > Kind::kReduceScatterV || static_cast<int>(operation.dtype) >= kNumDTypes) return false;
     if (static_cast<int>(operation.op) >= kNumReduceOps || operation.count < 0) return false;
+    if (operation.staging < 0 || operation.staging >= kNumStagings) return false;
     const bool has_root = operation.kind == Kind::kBroadcast || operation.kind == Kind::kReduce;
     if (has_root && (operation.root < 0 || operation.root >= size)) return false;
     const int64_t width = operation.array_width();
@@ -58,6 +59,7 @@ void Call::post_announcement(Operation mine) {
 }
 
 void Call::announce(Operation mine) {
+    mine.staging = group_.staging_.next();
     post_announcement(mine);
     await_all();
     is_under_way_ = true;
@@ -248,9 +250,20 @@ void Call::compare() const {
 
 bool Call::all_in_arenas() const {
     for (int p = 0; p < size(); ++p) {
-        if (announced(p).offset < 0) return false;
+        if (!is_in_arena(p)) return false;
     }
     return true;
+}
+
+bool Call::any_in_arena() const {
+    for (int p = 0; p < size(); ++p) {
+        if (is_in_arena(p)) return true;
+    }
+    return false;
+}
+
+void Call::observe_staging(int64_t num_bytes, double seconds) {
+    if (rank() == 0) group_.staging_.observe(announced(0).staging, num_bytes, seconds);
 }
 
 }  // namespace pycomm

@@ -6,6 +6,7 @@
 #include "base/error.h"
 #include "transport/shared_memory/group.h"
 #include "transport/shared_memory/message_layout.h"
+#include "transport/shared_memory/staging.h"
 
 namespace pycomm {
 
@@ -34,6 +35,7 @@ struct Operation {
     uint64_t schedule = 0;  // for kProgram: a digest of the table that all ranks must have
     int64_t offset = -1;    // of x in the announcing rank's file, -1: not there
     int64_t shadow = -1;    // for kProgram: of the array's shadow, see execute/run.h
+    int32_t staging = 0;    // as rank 0 announces it, all do: see staging.h
 
     // Bytes of an element of the array at `offset`, or at `shadow`. A program sums means of half types as floats.
     int64_t array_width() const {
@@ -42,7 +44,7 @@ struct Operation {
     }
     bool agrees_with(const Operation& other) const { return std::memcmp(this, &other, 24) == 0; }
 };
-static_assert(sizeof(Operation) == 40);
+static_assert(sizeof(Operation) == 48);
 
 // The first bytes of every rank's file.
 struct Control {
@@ -74,9 +76,8 @@ struct alignas(64) Channel {
 
 inline constexpr int64_t kControlBytes = 4096;
 inline constexpr int64_t kMailboxBytes = 64 << 10;
-// Two segments of each staging area are in use at a time, by every rank: small enough to stay in the last-level cache.
-inline constexpr int64_t kSegmentBytes = 1 << 20;
-inline constexpr int64_t kChannelsAt = kControlBytes + 2 * kMailboxBytes + 4 * kSegmentBytes;
+// Two segments of each staging area are in use at a time, by every rank. Memory that is never written to costs nothing.
+inline constexpr int64_t kChannelsAt = kControlBytes + 2 * kMailboxBytes + 4 * kMostSegmentBytes;
 static_assert(sizeof(Control) <= kControlBytes);
 
 // Everything in a peer's file may change at any moment, if the peer wants. What is acted upon is copied once, checked,
@@ -130,7 +131,11 @@ class Call {
     const Operation& announced(int p) const { return group_.announced_[static_cast<size_t>(p)]; }
     // Fails because p announced what no correct rank does.
     [[noreturn]] void distrust(int p);
+    bool is_in_arena(int p) const { return announced(p).offset >= 0; }
     bool all_in_arenas() const;
+    bool any_in_arena() const;
+    Staging how_to_stage() const { return staging_of(announced(0).staging); }
+    void observe_staging(int64_t num_bytes, double seconds);
     char* in_arena(int p) const { return in_file(p, announced(p).offset); }
     char* in_file(int p, int64_t offset) const { return group_.base(p) + offset; }
     // Whether `num_bytes` at an offset of a file that a peer named lie where it may have arrays: in its arena, or in
@@ -146,7 +151,7 @@ class Call {
    private:
     void leave();
     char* staging(int p, int64_t index) const {
-        return group_.base(p) + kControlBytes + 2 * kMailboxBytes + index * kSegmentBytes;
+        return group_.base(p) + kControlBytes + 2 * kMailboxBytes + index * kMostSegmentBytes;
     }
     Clock clock_of(int p) const { return {control(p).clock, control(p).sleepers, control(p).core}; }
     Bell bell_of(int p) const { return {control(p).rings, control(p).listening}; }

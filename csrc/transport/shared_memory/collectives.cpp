@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/time.h"
 #include "transport/shared_memory/moves.h"
 
 namespace pycomm {
@@ -52,35 +53,54 @@ void all_reduce_direct(Call& call, const Buffer& x, ReduceOp op, int root = kEve
     call.step();
 }
 
+// Arrays in arenas are read and written where they lie, the others in pieces: what others need of them is staged, and
+// what others have made of them is fetched.
 void all_reduce_staged(Call& call, const Buffer& x, ReduceOp op, int root = kEveryRank) {
-    const bool receives = root == kEveryRank || root == call.rank();
+    const int me = call.rank();
     const int64_t width = size_of(x.dtype);
-    const Segments segments{x.count, kSegmentBytes / width};
+    const Staging how = call.how_to_stage();
+    const Segments segments{x.count, how.segment_bytes / width};
     auto part = [&](int64_t segment, int p) { return part_of(segments[segment].size(), p, call.size()); };
-    auto own = [&](int64_t segment) { return x.bytes() + segments[segment].begin * width; };
+    auto receives = [&](int p) { return root == kEveryRank || root == p; };
+    auto lies_here = [&](int p) { return p == me || call.is_in_arena(p); };
+    auto array = [&](int p, int64_t i) {  // where it lies here
+        return (p == me ? x.bytes() : call.in_arena(p)) + segments[i].begin * width;
+    };
+    auto put = [&](char* to, const char* from, int64_t num_bytes) {
+        copy(to, from, num_bytes);
+        if (how.demotes) demote(to, num_bytes);
+    };
 
     auto stage = [&](int64_t i) {  // all but the part that this rank reduces itself
-        Range mine = part(i, call.rank());
-        char* to = call.staged_input(call.rank(), i);
-        copy(to, own(i), mine.begin * width);
-        copy(to + mine.end * width, own(i) + mine.end * width, (segments[i].size() - mine.end) * width);
+        if (call.is_in_arena(me)) return;
+        const Range mine = part(i, me);
+        char* to = call.staged_input(me, i);
+        put(to, array(me, i), mine.begin * width);
+        put(to + mine.end * width, array(me, i) + mine.end * width, (segments[i].size() - mine.end) * width);
     };
     auto reduce_part = [&](int64_t i) {
-        Range mine = part(i, call.rank());
-        int64_t offset = mine.begin * width;
+        const Range mine = part(i, me);
+        const int64_t offset = mine.begin * width;
         std::vector<void*> outs;
-        if (receives) outs.push_back(own(i) + offset);
-        if (root != call.rank()) outs.push_back(call.staged_result(call.rank(), i) + offset);
+        bool must_stage = false;
+        for (int p = 0; p < call.size(); ++p) {
+            if (receives(p) && lies_here(p)) outs.push_back(array(p, i) + offset);
+            must_stage = must_stage || (receives(p) && !lies_here(p));
+        }
+        char* const result = call.staged_result(me, i) + offset;
+        if (must_stage) outs.push_back(result);
         reduce_from(call, outs, x.dtype, op, mine.size(),
-                    [&](int p) { return (p == call.rank() ? own(i) : call.staged_input(p, i)) + offset; });
+                    [&](int p) { return (lies_here(p) ? array(p, i) : call.staged_input(p, i)) + offset; });
+        if (must_stage && how.demotes) demote(result, mine.size() * width);
     };
     auto fetch = [&](int64_t i) {
         for (int p = 0; p < call.size(); ++p) {
             Range theirs = part(i, p);
             int64_t offset = theirs.begin * width;
-            if (p != call.rank()) copy(own(i) + offset, call.staged_result(p, i) + offset, theirs.size() * width);
+            if (p != me) copy(array(me, i) + offset, call.staged_result(p, i) + offset, theirs.size() * width);
         }
     };
+    const double start = monotonic_seconds();
     pipeline(
         call, segments.num() + 1,
         [&](int64_t i) {
@@ -88,8 +108,9 @@ void all_reduce_staged(Call& call, const Buffer& x, ReduceOp op, int root = kEve
             if (i > 0) reduce_part(i - 1);
         },
         [&](int64_t i) {
-            if (i > 0 && receives) fetch(i - 1);
+            if (i > 0 && receives(me) && !call.is_in_arena(me)) fetch(i - 1);
         });
+    call.observe_staging(x.num_bytes(), monotonic_seconds() - start);
 }
 
 Operation announcement(const SharedMemoryGroup& group, Kind kind, const Buffer& x, ReduceOp op, int root) {
@@ -145,10 +166,11 @@ void SharedMemoryGroup::reduce_scatter(const Buffer& out, const Buffer& x, Reduc
         return call.step();
     }
     // Segment i: for each rank its i-th piece, one after the other.
-    const Segments segments{out.count, std::max<int64_t>(1, kSegmentBytes / width / size_)};
+    const Segments segments{out.count, std::max<int64_t>(1, call.how_to_stage().segment_bytes / width / size_)};
     pipeline(
         call, segments.num(),
         [&](int64_t i) {
+            if (call.is_in_arena(rank_)) return;
             int64_t piece = segments[i].size() * width;
             for (int p = 0; p < size_; ++p) {
                 if (p == rank_) continue;
@@ -159,9 +181,12 @@ void SharedMemoryGroup::reduce_scatter(const Buffer& out, const Buffer& x, Reduc
         [&](int64_t i) {
             const int64_t piece = segments[i].size() * width, begin = segments[i].begin * width;
             reduce_from(call, {out.bytes() + begin}, x.dtype, op, segments[i].size(), [&](int p) {
-                return p == rank_ ? x.bytes() + my_part + begin : call.staged_input(p, i) + rank_ * piece;
+                if (p == rank_) return x.bytes() + my_part + begin;
+                return call.is_in_arena(p) ? call.in_arena(p) + my_part + begin
+                                           : call.staged_input(p, i) + rank_ * piece;
             });
         });
+    if (call.any_in_arena()) call.step();  // the others have read
 }
 
 void SharedMemoryGroup::all_gather(const Buffer& out, const Buffer& x, double timeout) {
@@ -180,13 +205,21 @@ void SharedMemoryGroup::all_gather(const Buffer& out, const Buffer& x, double ti
         pull([&](int p) { return call.in_arena(p); }, 0, x.num_bytes());
         return call.step();
     }
-    const Segments segments{x.num_bytes(), kSegmentBytes};
+    const Segments segments{x.num_bytes(), call.how_to_stage().segment_bytes};
     pipeline(
         call, segments.num(),
-        [&](int64_t i) { copy(call.staged_input(rank_, i), x.bytes() + segments[i].begin, segments[i].size()); },
         [&](int64_t i) {
-            pull([&](int p) { return call.staged_input(p, i); }, segments[i].begin, segments[i].size());
+            if (call.is_in_arena(rank_)) return;
+            copy(call.staged_input(rank_, i), x.bytes() + segments[i].begin, segments[i].size());
+        },
+        [&](int64_t i) {
+            const int64_t begin = segments[i].begin;
+            auto address = [&](int p) {
+                return call.is_in_arena(p) ? call.in_arena(p) + begin : call.staged_input(p, i);
+            };
+            pull(address, begin, segments[i].size());
         });
+    if (call.any_in_arena()) call.step();  // the others have read
 }
 
 void SharedMemoryGroup::all_to_all(const Buffer& out, const Buffer& x, double timeout) {
@@ -195,23 +228,25 @@ void SharedMemoryGroup::all_to_all(const Buffer& out, const Buffer& x, double ti
     if (in_mailbox) copy(call.mailbox(rank_), x.bytes(), x.num_bytes());
     call.announce(announcement(*this, Kind::kAllToAll, x, ReduceOp::kSum, 0));
     const int64_t part = x.num_bytes() / size_;
-    // For me, out of what rank p has at address(p), where every rank's piece is `pitch` bytes behind the last one's.
-    auto pull = [&](auto&& address, int64_t pitch, int64_t begin, int64_t num_bytes) {
+    const int64_t my_part = rank_ * part;
+    // address(p): where rank p has what is for me.
+    auto pull = [&](auto&& address, int64_t begin, int64_t num_bytes) {
         for (int p = 0; p < size_; ++p) {
-            const char* from = p == rank_ ? x.bytes() + rank_ * part + begin : address(p) + rank_ * pitch;
+            const char* from = p == rank_ ? x.bytes() + my_part + begin : address(p);
             copy(out.bytes() + p * part + begin, from, num_bytes);
         }
     };
-    if (in_mailbox) return pull([&](int p) { return call.mailbox(p); }, part, 0, part);
+    if (in_mailbox) return pull([&](int p) { return call.mailbox(p) + my_part; }, 0, part);
     if (call.all_in_arenas()) {
-        pull([&](int p) { return call.in_arena(p); }, part, 0, part);
+        pull([&](int p) { return call.in_arena(p) + my_part; }, 0, part);
         return call.step();
     }
     // Segment i: for each rank its i-th piece, one after the other.
-    const Segments segments{part, std::max<int64_t>(1, kSegmentBytes / size_)};
+    const Segments segments{part, std::max<int64_t>(1, call.how_to_stage().segment_bytes / size_)};
     pipeline(
         call, segments.num(),
         [&](int64_t i) {
+            if (call.is_in_arena(rank_)) return;
             for (int p = 0; p < size_; ++p) {
                 if (p == rank_) continue;
                 const char* from = x.bytes() + p * part + segments[i].begin;
@@ -219,9 +254,14 @@ void SharedMemoryGroup::all_to_all(const Buffer& out, const Buffer& x, double ti
             }
         },
         [&](int64_t i) {
-            pull([&](int p) { return call.staged_input(p, i); }, segments[i].size(), segments[i].begin,
-                 segments[i].size());
+            const int64_t begin = segments[i].begin, piece = segments[i].size();
+            auto address = [&](int p) {
+                return call.is_in_arena(p) ? call.in_arena(p) + my_part + begin
+                                           : call.staged_input(p, i) + rank_ * piece;
+            };
+            pull(address, begin, piece);
         });
+    if (call.any_in_arena()) call.step();  // the others have read
 }
 
 void SharedMemoryGroup::broadcast(const Buffer& x, int root, double timeout) {
@@ -238,7 +278,7 @@ void SharedMemoryGroup::broadcast(const Buffer& x, int root, double timeout) {
         if (!sends) copy(x.bytes(), call.in_arena(root), x.num_bytes());
         return call.step();
     }
-    const Segments segments{x.num_bytes(), kSegmentBytes};
+    const Segments segments{x.num_bytes(), call.how_to_stage().segment_bytes};
     pipeline(
         call, segments.num(),
         [&](int64_t i) {

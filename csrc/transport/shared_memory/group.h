@@ -36,6 +36,7 @@
 #include "kernels/reduce_op.h"
 #include "transport/shared_memory/arena.h"
 #include "transport/shared_memory/at_fork.h"
+#include "transport/shared_memory/staging.h"
 #include "transport/shared_memory/wait.h"
 
 namespace pycomm {
@@ -129,6 +130,7 @@ class SharedMemoryGroup : private ForkAware {
     std::atomic<double> stopped_patience_{std::numeric_limits<double>::infinity()};
     // For ranks to begin an operation, to end a step of it, and for messages.
     Patience for_others_, between_steps_, for_messages_;
+    StagingChoice staging_;             // of rank 0
     uint32_t clock_ = 0;                // steps this rank has taken
     uint32_t num_calls_ = 0;            // announcements made
     std::vector<Operation> announced_;  // all ranks', of the call in progress

@@ -71,7 +71,7 @@ void Parts::exchange() {
     }
     require_matches();
     // Rounding pieces up to whole lines takes at most two for each array.
-    const int64_t room = kSegmentBytes - 2 * kLine * size;
+    const int64_t room = call_.how_to_stage().segment_bytes - 2 * kLine * size;
     for (int p = 0; p < size; ++p) {
         int64_t staged = 0;
         for (int q = 0; q < size; ++q) {

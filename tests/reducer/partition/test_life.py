@@ -196,7 +196,7 @@ def test_what_cannot_be_sharded_is_refused_by_name() -> None:
     half = Weights().half()
     refused("master_weights", half, torch.optim.Adam(half.parameters()), shard="optimizer")
     with over_torch():
-        refused("one host", model, adam, shard="optimizer")
+        refused("one host", model, adam, shard="parameters")
     groups = torch.optim.Adam(model.parameters(), lr=0.1 * (1 + rank()))
     refused("parameter group", model, groups, shard="optimizer")
     with attached(adam, model, shard="optimizer"):  # nothing was left behind
