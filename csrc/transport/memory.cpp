@@ -1,5 +1,7 @@
 #include "transport/memory.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <fstream>
 
@@ -40,6 +42,11 @@ int64_t left_in_control_groups(const std::string& root) {
 }
 
 }  // namespace
+
+int64_t page_bytes() {
+    static const int64_t bytes = sysconf(_SC_PAGESIZE);
+    return bytes;
+}
 
 int64_t available_memory(const std::string& root) {
     int64_t kilobytes = field_of(root + "/proc/meminfo", "MemAvailable:");

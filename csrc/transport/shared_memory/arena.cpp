@@ -16,10 +16,7 @@
 namespace pycomm {
 namespace {
 
-constexpr int64_t kPage = 4096;
 constexpr double kMiB = 1 << 20;
-
-int64_t round_up(int64_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
 }  // namespace
 
@@ -79,7 +76,7 @@ void Arena::reserve(int64_t end, int64_t wanted) {
 char* Arena::allocate(int64_t num_bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
     const int64_t most = mapping_->num_bytes();  // what exceeds it, by how much ever, is not rounded
-    int64_t size = num_bytes > most ? num_bytes : std::max(kPage, round_up(num_bytes));
+    int64_t size = num_bytes > most ? num_bytes : std::max(page_bytes(), whole_pages(num_bytes));
     auto hole = std::find_if(free_.begin(), free_.end(), [&](const auto& entry) { return entry.second >= size; });
     if (hole == free_.end()) {
         throw OutOfMemory(format("shared memory: %.1f MiB needed, the arena of %.0f MiB has no such hole left",
@@ -117,7 +114,9 @@ void Arena::map_over(char* block, char* address) {
     std::lock_guard<std::mutex> lock(mutex_);
     auto entry = used_.find(block - mapping_->data());
     const auto bytes = static_cast<size_t>(entry->second);
-    if (reinterpret_cast<uintptr_t>(address) % kPage != 0) throw ArgumentError("address is not that of a page");
+    if (reinterpret_cast<uintptr_t>(address) % static_cast<uintptr_t>(page_bytes()) != 0) {
+        throw ArgumentError("address is not that of a page");
+    }
     if (mmap(address, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file_.get(), entry->first) == MAP_FAILED) {
         throw OutOfMemory(format("shared memory: mapping a block of %.1f MiB once more failed (%s)",
                                  static_cast<double>(bytes) / kMiB, std::strerror(errno)));

@@ -42,7 +42,7 @@ class Mapping {
 // The allocator of this rank's own file. Blocks may outlive the group: they keep the mapping.
 class Arena : private ForkAware {
    public:
-    // Bytes [0, begin) are reserved at once and never handed out.
+    // Bytes [0, begin), whole pages, are reserved at once and never handed out.
     Arena(Descriptor file, int64_t num_bytes, int64_t begin);
     ~Arena();
     Arena(const Arena&) = delete;

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "base/error.h"
+#include "transport/memory.h"
 #include "transport/shared_memory/group.h"
 #include "transport/shared_memory/message_layout.h"
 #include "transport/shared_memory/staging.h"
@@ -85,12 +86,12 @@ static_assert(sizeof(Control) <= kControlBytes);
 
 // Offset of what messages need, see message_layout.h.
 inline int64_t post_office_at(int size) {
-    constexpr int64_t kPage = 4096;
-    return kChannelsAt + (size * static_cast<int64_t>(sizeof(Channel)) + kPage - 1) / kPage * kPage;
+    constexpr int64_t kUnit = 4096;
+    return kChannelsAt + (size * static_cast<int64_t>(sizeof(Channel)) + kUnit - 1) / kUnit * kUnit;
 }
 
-// Offset of the arena.
-inline int64_t header_bytes(int size) { return post_office_at(size) + post_office_bytes(size); }
+// Offset of the arena, whose blocks are mapped by themselves now and then: whole pages of this machine.
+inline int64_t header_bytes(int size) { return whole_pages(post_office_at(size) + post_office_bytes(size)); }
 
 // One operation: the lock, the steps and the errors. The collectives are written with its methods.
 class Call {

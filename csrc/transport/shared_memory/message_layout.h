@@ -39,11 +39,11 @@ inline constexpr int64_t kEnvelopeAlign = alignof(Envelope);
 // Of tags: other transports send them as 32 bits, and some for themselves.
 inline constexpr int64_t kTagEnd = int64_t{1} << 30;
 
-// Bytes of the part that a group of `size` ranks needs of every file: whole pages.
+// Bytes of the part that a group of `size` ranks needs of every file.
 inline int64_t post_office_bytes(int size) {
-    constexpr int64_t kPage = 4096;
+    constexpr int64_t kUnit = 4096;
     const int64_t bytes = static_cast<int64_t>(sizeof(PostOffice)) + size * static_cast<int64_t>(sizeof(FirstEnvelope));
-    return (bytes + kPage - 1) / kPage * kPage;
+    return (bytes + kUnit - 1) / kUnit * kUnit;
 }
 
 }  // namespace pycomm
