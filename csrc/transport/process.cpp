@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <fstream>
 #include <string>
@@ -42,7 +43,11 @@ pid_t peer_of(int socket) {
 
 bool connection_closed(int socket) {
     pollfd state{socket, POLLRDHUP, 0};
-    return poll(&state, 1, 0) > 0 && (state.revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0;
+    const bool closed = poll(&state, 1, 0) > 0 && (state.revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0;
+    // Callers look at the peer's memory next, and must see what it wrote before its end: a clock that ended the step, a
+    // message that was sent. Nothing says that a system call orders accesses to memory.
+    std::atomic_thread_fence(std::memory_order_acquire);
+    return closed;
 }
 
 void require_own_process(int rank, const std::string& operation, pid_t owner) {

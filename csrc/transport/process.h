@@ -23,7 +23,7 @@ ProcessState state_of(pid_t pid);
 // unknown.
 pid_t peer_of(int socket);
 
-// Whether the process at the other end has closed it, or ended.
+// Whether the process at the other end has closed it, or ended. What it wrote to shared memory before is seen after.
 bool connection_closed(int socket);
 
 // Throws CommFailure in a process that inherited, by a fork, a communicator of process `owner`.

@@ -53,7 +53,7 @@ SOURCES = (
     "tests/tsan/driver.cpp",
     "tests/tsan/messages.cpp",
 )
-# Fences are no part of what ThreadSanitizer knows; nothing but giving up relies on one.
+# Fences are no part of what ThreadSanitizer knows; nothing but giving up, and going to sleep, relies on one.
 _FLAGS = ("-std=c++20", "-O1", "-g1", "-fsanitize=thread", "-fno-access-control", "-Wno-tsan", "-ffp-contract=off")
 _DEFINES = ("-DPYCOMM_ISA=baseline", "-DPYCOMM_ISA_BASELINE")
 ALGORITHMS = ("ring", "halving_doubling", "recursive_doubling", "double_tree", "direct", "circulant", "binary_blocks")
