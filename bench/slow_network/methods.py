@@ -55,6 +55,7 @@ class Method:
         needs: what pycomm must have for that.
         own_momentum: the method applies momentum; the optimizer must have none.
         varies: what it sends, and so what it learns, depends on the link.
+        shard: what the ranks step together, as ``pycomm.attach`` has it.
     """
 
     label: str
@@ -64,6 +65,7 @@ class Method:
     needs: str | None = None
     own_momentum: bool = False
     varies: bool = False
+    shard: str | None = None
 
 
 def _no_hook(_module: DistributedDataParallel, _knobs: Knobs) -> None:
@@ -100,6 +102,7 @@ METHODS: dict[str, Method] = {
     # Several buckets make the hook send from several threads at once, which Gloo does not survive.
     DDP_POWERSGD: Method("DDP, PowerSGD hook", hook=_powersgd_hook, one_bucket=True),
     DENSE: Method("pycomm, dense", compression=lambda _: None),
+    "shard": Method("pycomm, shard", compression=lambda _: None, shard="optimizer"),
     FP16: Method("pycomm, FP16", compression=lambda _: _by_name("FP16"), needs="FP16"),
     "powersgd": Method("pycomm, PowerSGD", compression=lambda k: _by_name("PowerSGD", k.rank), needs="PowerSGD"),
     # Where the cores are busy anyway, nothing is gained by sending in pieces what is little.
@@ -151,6 +154,7 @@ class Synchronised:
                 model,
                 compression=method.compression(knobs),
                 bucket_mb=_whole_mb(model) if method.one_bucket else 25,
+                shard=method.shard,
                 timeout=timedelta(seconds=knobs.patience),
             )
 

@@ -15,20 +15,39 @@ namespace {
 constexpr size_t kMostCores = 8192;
 using Cores = std::vector<bool>;
 
-Cores cores_of(pid_t pid) {
-    cpu_set_t* set = CPU_ALLOC(kMostCores);
-    const size_t num_bytes = CPU_ALLOC_SIZE(kMostCores);
-    Cores out;
-    if (set == nullptr) return out;
-    CPU_ZERO_S(num_bytes, set);
-    if (sched_getaffinity(pid, num_bytes, set) == 0) {
-        for (size_t core = 0; core < kMostCores; ++core) {
-            if (!CPU_ISSET_S(core, num_bytes, set)) continue;
-            out.resize(core + 1, false);
-            out[core] = true;
-        }
+// Set of cores, as the system has it.
+class CoreSet {
+   public:
+    CoreSet() : set_(CPU_ALLOC(kMostCores)) {
+        if (set_ != nullptr) CPU_ZERO_S(num_bytes(), set_);
     }
-    CPU_FREE(set);
+    ~CoreSet() {
+        if (set_ != nullptr) CPU_FREE(set_);
+    }
+    CoreSet(const CoreSet&) = delete;
+    CoreSet& operator=(const CoreSet&) = delete;
+
+    bool read(pid_t pid) { return set_ != nullptr && sched_getaffinity(pid, num_bytes(), set_) == 0; }
+    bool apply() const { return sched_setaffinity(0, num_bytes(), set_) == 0; }
+    bool has(size_t core) const { return CPU_ISSET_S(core, num_bytes(), set_); }
+    void add(size_t core) { CPU_SET_S(core, num_bytes(), set_); }
+    void remove(size_t core) { CPU_CLR_S(core, num_bytes(), set_); }
+    int count() const { return CPU_COUNT_S(num_bytes(), set_); }
+
+   private:
+    static size_t num_bytes() { return CPU_ALLOC_SIZE(kMostCores); }
+    cpu_set_t* set_;
+};
+
+Cores cores_of(pid_t pid) {
+    CoreSet set;
+    Cores out;
+    if (!set.read(pid)) return out;
+    for (size_t core = 0; core < kMostCores; ++core) {
+        if (!set.has(core)) continue;
+        out.resize(core + 1, false);
+        out[core] = true;
+    }
     return out;
 }
 
@@ -107,6 +126,16 @@ bool fit_their_control_groups(const std::vector<pid_t>& peers, const std::string
 
 bool have_a_core_each(const std::vector<pid_t>& peers, const std::string& root) {
     return fit_their_affinities(peers) && fit_their_control_groups(peers, root);
+}
+
+void leave_this_core() {
+    CoreSet cores;
+    const int here = sched_getcpu();
+    if (here < 0 || !cores.read(0) || cores.count() < 2 || !cores.has(static_cast<size_t>(here))) return;
+    cores.remove(static_cast<size_t>(here));
+    if (!cores.apply()) return;
+    cores.add(static_cast<size_t>(here));
+    cores.apply();  // it may come back: where to is the scheduler's again
 }
 
 }  // namespace pycomm

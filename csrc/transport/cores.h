@@ -13,4 +13,7 @@ namespace pycomm {
 // process. root: what stands for /, for tests of control groups.
 bool have_a_core_each(const std::vector<pid_t>& peers, const std::string& root = "");
 
+// Has this thread go on on another one of the cores that it may use, if there is one.
+void leave_this_core();
+
 }  // namespace pycomm

@@ -15,6 +15,7 @@ _METHODS = {
     "ddp-fp16": "DDP with its fp16 hook",
     "ddp-powersgd": "DDP with its PowerSGD hook",
     "dense": "pycomm, dense",
+    "shard": 'pycomm, shard="optimizer"',
     "fp16": "pycomm, FP16",
     "powersgd": "pycomm, PowerSGD(4)",
     "dgc": "pycomm, DGC(0.001)",

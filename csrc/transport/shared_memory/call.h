@@ -154,7 +154,7 @@ class Call {
     char* staging(int p, int64_t index) const {
         return group_.base(p) + kControlBytes + 2 * kMailboxBytes + index * kMostSegmentBytes;
     }
-    Clock clock_of(int p) const { return {control(p).clock, control(p).sleepers, control(p).core}; }
+    Clock clock_of(int p) const { return {control(p).clock, control(p).sleepers, control(p).core, rank() > p}; }
     Bell bell_of(int p) const { return {control(p).rings, control(p).listening}; }
     void await_all();
     Patience& patience() { return is_under_way_ ? group_.between_steps_ : group_.for_others_; }

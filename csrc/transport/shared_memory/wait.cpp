@@ -10,6 +10,7 @@
 #include <climits>
 
 #include "base/time.h"
+#include "transport/cores.h"
 
 namespace pycomm {
 namespace {
@@ -22,6 +23,8 @@ constexpr double kShortSeconds = 100e-6;  // waits that are worth pausing for
 constexpr double kPauseSeconds = 5e-3;    // longer than a time slice
 constexpr double kVainSeconds = 20e-6;    // where it would most likely be in vain
 constexpr double kLeastUsual = 1e-6, kStep = 1.1;
+constexpr int kEncounters = 32;         // waits on one core with the rank that is waited for, until one of them leaves
+constexpr double kMoveSeconds = 50e-3;  // between two moves: where the scheduler undoes them, it knows better
 constexpr long kSliceNanoseconds = 20'000'000;
 
 inline void pause_briefly() {
@@ -41,6 +44,18 @@ bool is_first_thread() {
 
 long futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const timespec* timeout) {
     return syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), operation, value, timeout, nullptr, 0);
+}
+
+// Counts an encounter on this core; after so many, moves this thread to another one of those that it may use.
+void make_room() {
+    static thread_local int encounters = 0;
+    static thread_local double next_move = 0.0;
+    if (++encounters < kEncounters) return;
+    encounters = 0;
+    const double now = monotonic_seconds();
+    if (now < next_move) return;
+    next_move = now + kMoveSeconds;
+    leave_this_core();
 }
 
 }  // namespace
@@ -86,7 +101,9 @@ void wait_until(const WaitPoint& point, const std::function<bool()>& done, const
     double next_yield = kYieldSeconds;  // the other one may have moved to this core since it was seen
     for (double now = 0.0; now < limit; now = waited()) {
         if (done()) return patience.learn(now);
-        if (yields || now >= next_yield || is_on_this_core()) {
+        const bool meets = !yields && is_on_this_core();
+        if (meets && point.gives_way) make_room();
+        if (yields || meets || now >= next_yield) {
             sched_yield();
             next_yield = now + kYieldSeconds;
         } else {
@@ -113,7 +130,9 @@ void wait_until(const WaitPoint& point, const std::function<bool()>& done, const
 
 void wait_until_reached(const Clock& clock, uint32_t target, const std::function<void(double)>& check,
                         Patience& patience) {
-    wait_until({clock.value, clock.sleepers, &clock.core}, [&] { return clock.reached(target); }, check, patience);
+    wait_until(
+        {clock.value, clock.sleepers, &clock.core, clock.gives_way}, [&] { return clock.reached(target); }, check,
+        patience);
 }
 
 }  // namespace pycomm

@@ -4,9 +4,10 @@
 // pauses, where each rank has a core of its own: yielding would hand that core to whatever else wants it, a
 // DataLoader's worker for instance, for a whole time slice. And it does so for longer than such a slice, if waits are
 // short usually: the rank that is waited for may have lost its core, and a sleeper tends to be woken on that of its
-// peer, where both then remain. It yields where ranks outnumber cores, or where the rank that is waited for was seen on
-// this very core; and so does any other thread than a process's first, as that one may have work to do. Between slices
-// of sleep the caller's check() runs, which looks for dead peers and signals and throws to end the wait.
+// peer, where both then remain, as they do not look like much work to a scheduler: after a while one of them leaves. It
+// yields where ranks outnumber cores, or where the rank that is waited for was seen on this very core; and so does any
+// other thread than a process's first, as that one may have work to do. Between slices of sleep the caller's check()
+// runs, which looks for dead peers and signals and throws to end the wait.
 #pragma once
 
 #include <atomic>
@@ -37,6 +38,7 @@ struct WaitPoint {
     std::atomic<uint32_t>& word;  // changes before anybody is woken
     std::atomic<uint32_t>& sleepers;
     const std::atomic<int32_t>* core = nullptr;  // on which the rank that is waited for was seen last, if it is one
+    bool gives_way = false;  // of two ranks that find themselves on one core, whether this one leaves it
 };
 
 // Returns when done(), which is not called again once it was true: it may take what it waits for. check(seconds waited
@@ -52,6 +54,7 @@ struct Clock {
     std::atomic<uint32_t>& value;
     std::atomic<uint32_t>& sleepers;
     std::atomic<int32_t>& core;  // on which its rank was when it advanced it
+    bool gives_way = false;      // as above
 
     bool reached(uint32_t target) const {
         return static_cast<int32_t>(value.load(std::memory_order_acquire) - target) >= 0;  // wraps around

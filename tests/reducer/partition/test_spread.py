@@ -57,30 +57,32 @@ def assert_same_as_alone(name: str, body: whole.Body, shard: str, dtype: Any = t
         assert_same(whole.trained(OPTIMIZERS[name], body, dtype, **options, **SHARDS[shard]), wanted)
 
 
-@pytest.mark.parametrize("shard", SHARDS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@on_ranks(2, 4)
-def test_every_rule_has_the_bits_of_a_step_alone(name: str, shard: str) -> None:
-    assert_same_as_alone(name, whole.few_steps, shard)
-
-
-@pytest.mark.parametrize("shard", SHARDS)
-@pytest.mark.parametrize(
-    "body",
-    [
-        *(whole.windows, whole.schedules, whole.missing_gradients, whole.new_parameters, whole.kept_gradients),
-        whole.clipped_steps,
-    ],
-)
-@on_ranks(3)
-def test_all_that_training_does(body: whole.Body, shard: str) -> None:
-    assert_same_as_alone("Adam", body, shard, accumulate=2 if body is whole.windows else 1)
-
-
-@pytest.mark.parametrize("method", [pycomm.FP16(), pycomm.BF16()])
 @on_ranks(2)
-def test_gradients_that_travel_in_half_precision(method: Any) -> None:
-    assert_same_as_alone("Adam", whole.few_steps, "own gradients", compression=method)
+def test_every_rule_has_the_bits_of_a_step_alone() -> None:
+    for name in OPTIMIZERS:
+        assert_same_as_alone(name, whole.few_steps, "own gradients")
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+@on_ranks(4)
+def test_hosts_with_several_ranks(shard: str) -> None:
+    for name in ("Adam", "LAMB"):
+        assert_same_as_alone(name, whole.few_steps, shard)
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+@on_ranks(3)
+def test_all_that_training_does(shard: str) -> None:
+    bodies = (whole.schedules, whole.missing_gradients, whole.new_parameters, whole.kept_gradients, whole.clipped_steps)
+    for body in bodies:
+        assert_same_as_alone("Adam", body, shard)
+    assert_same_as_alone("Adam", whole.windows, shard, accumulate=2)
+
+
+@on_ranks(2)
+def test_gradients_that_travel_in_half_precision() -> None:
+    for method in (pycomm.FP16(), pycomm.BF16()):
+        assert_same_as_alone("Adam", whole.few_steps, "own gradients", compression=method)
 
 
 @pytest.mark.parametrize("shard", SHARDS)
