@@ -84,8 +84,9 @@ def impossible(field: str) -> list[tuple[int, bytes]]:
         )
         return [(4096 + mailbox * 65536 + table[field], content) for mailbox in (0, 1)]
     # The clock, then two announcements of 48 bytes.
-    at = {"kind": 0, "dtype": 1, "op": 2, "count": 8, "offset": 24, "shadow": 32, "staging": 40}[field]
+    at = {"kind": 0, "dtype": 1, "op": 2, "count": 8, "offset": 24, "shadow": 32, "staging": 40, "slack": 44}[field]
     content = (2**62).to_bytes(8, "little") if field in ("count", "offset", "shadow") else b"\xee"
+    content = b"\xff\xff\xff\xff" if field == "slack" else content  # not a number
     return [(announcement + at, content) for announcement in (8, 56)]
 
 
@@ -132,7 +133,7 @@ def announce_impossibly(field: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "field", ["kind", "dtype", "op", "offset", "shadow", "staging", "sends", "receives", "at", "staged"]
+    "field", ["kind", "dtype", "op", "offset", "shadow", "staging", "slack", "sends", "receives", "at", "staged"]
 )
 def test_what_cannot_be_is_refused(new_ranks: Pools, field: str) -> None:
     assert "rank 1 announced what cannot be" in new_ranks(2).run(announce_impossibly, field, timeout=50)[0]

@@ -40,7 +40,7 @@ SOURCES = (
                 f"shared_memory/{part}"
                 for part in (
                     *("arena", "at_fork", "call", "collectives", "group", "incoming", "message_wait", "messages"),
-                    *("outgoing", "parts", "staging", "texts", "wait"),
+                    *("outgoing", "parts", "shares", "staging", "texts", "wait"),
                 )
             ),
             "control_groups",

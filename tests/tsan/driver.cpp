@@ -164,6 +164,38 @@ void schedules(SharedMemoryGroup& group, const Programs& programs, int64_t count
     }
 }
 
+// Whoever waits most gets most, all elements are somebody's, and without slacks, or with small ones, all get the same.
+void shares(int size) {
+    auto slacks = [&](double first, double others) {
+        std::vector<double> out(static_cast<size_t>(size), others);
+        out[0] = first;
+        return out;
+    };
+    constexpr int64_t kBytes = 40'000'000;
+    for (int64_t count : {int64_t{1}, int64_t{1000}, int64_t{1'000'003}}) {
+        for (double first : {-1.0, 0.0, 1e-5, 3e-3, 1.0}) {
+            for (double others : {0.0, 1e-3, 2.0}) {
+                const Shares found(slacks(first, others), kBytes);
+                int64_t end = 0;
+                for (int p = 0; p < size; ++p) {
+                    const Range range = found.of(count, p);
+                    require(range.begin == end && range.end >= end, "shares lie side by side");
+                    end = range.end;
+                }
+                require(end == count, "shares are all there is");
+            }
+        }
+    }
+    auto of_first = [&](double first, double others) {
+        return Shares(slacks(first, others), kBytes).of(1'000'000, 0).size();
+    };
+    const int64_t equal = of_first(-1.0, 0.0);
+    require(of_first(1e-5, 0.0) == equal, "small slacks");
+    require(of_first(0.0, 1e-3) < equal, "a rank that the others wait for");
+    require(of_first(0.0, 1.0) == 0, "a rank that the others wait for all the time");
+    require(of_first(1e-3, 0.0) > equal && of_first(1.0, 0.0) == 1'000'000, "a rank that waits");
+}
+
 // One rank gives up at some moment while all work; the others hear of it, and so does whoever asks for memory
 // meanwhile.
 void giving_up(int size, unsigned seed) {
@@ -228,6 +260,7 @@ int main(int argc, char** argv) {
             for (int64_t count : {7, 70001}) schedules(group, programs, count, in_arena, rounds);
         }
     });
+    if (size > 1) shares(size);
     two_groups(size, rounds);
     messages(size, rounds, seed);
     for (unsigned i = 0; i < 5; ++i) giving_up(size, seed + i);

@@ -2,18 +2,24 @@
 
 #include <unistd.h>
 
+#include <algorithm>
+
+#include "base/time.h"
 #include "transport/process.h"
 #include "transport/shared_memory/texts.h"
 
 namespace pycomm {
 namespace {
 
+constexpr float kMostSlack = 1e9f;
+constexpr double kSlackWeight = 0.25;  // of the latest wait
 constexpr double kFirstLookSeconds = 0.1, kLookSeconds = 0.1;
 
 bool is_possible(const Operation& operation, int size, int64_t file_bytes) {
     if (operation.kind > Kind::kReduceScatterV || static_cast<int>(operation.dtype) >= kNumDTypes) return false;
     if (static_cast<int>(operation.op) >= kNumReduceOps || operation.count < 0) return false;
     if (operation.staging < 0 || operation.staging >= kNumStagings) return false;
+    if (!(operation.slack >= -1.0f && operation.slack <= kMostSlack)) return false;  // nor is it NaN
     const bool has_root = operation.kind == Kind::kBroadcast || operation.kind == Kind::kReduce;
     if (has_root && (operation.root < 0 || operation.root >= size)) return false;
     const int64_t width = operation.array_width();
@@ -59,9 +65,15 @@ void Call::post_announcement(Operation mine) {
 }
 
 void Call::announce(Operation mine) {
+    const bool is_large = mine.count * size_of(mine.dtype) >= kUnequalBytes;
     mine.staging = group_.staging_.next();
+    if (is_large && !group_.for_others_.crowded()) {
+        mine.slack = static_cast<float>(std::min<double>(group_.slack_, kMostSlack));
+    }
+    const double start = is_large ? monotonic_seconds() : 0.0;
     post_announcement(mine);
     await_all();
+    if (is_large) group_.slack_ += kSlackWeight * (monotonic_seconds() - start - group_.slack_);
     is_under_way_ = true;
     take_announcements(mine);
     compare();
@@ -260,6 +272,12 @@ bool Call::any_in_arena() const {
         if (is_in_arena(p)) return true;
     }
     return false;
+}
+
+Shares Call::shares(int64_t num_bytes) const {
+    std::vector<double> slacks;
+    for (int p = 0; p < size(); ++p) slacks.push_back(announced(p).slack);
+    return Shares(slacks, num_bytes);
 }
 
 void Call::observe_staging(int64_t num_bytes, double seconds) {

@@ -7,6 +7,7 @@
 #include "transport/memory.h"
 #include "transport/shared_memory/group.h"
 #include "transport/shared_memory/message_layout.h"
+#include "transport/shared_memory/shares.h"
 #include "transport/shared_memory/staging.h"
 
 namespace pycomm {
@@ -37,6 +38,7 @@ struct Operation {
     int64_t offset = -1;    // of x in the announcing rank's file, -1: not there
     int64_t shadow = -1;    // for kProgram: of the array's shadow, see execute/run.h
     int32_t staging = 0;    // as rank 0 announces it, all do: see staging.h
+    float slack = -1.0f;    // for how long this rank waits for others as a rule, in seconds; -1: see shares.h
 
     // Bytes of an element of the array at `offset`, or at `shadow`. A program sums means of half types as floats.
     int64_t array_width() const {
@@ -135,6 +137,7 @@ class Call {
     bool is_in_arena(int p) const { return announced(p).offset >= 0; }
     bool all_in_arenas() const;
     bool any_in_arena() const;
+    Shares shares(int64_t num_bytes) const;
     Staging how_to_stage() const { return staging_of(announced(0).staging); }
     void observe_staging(int64_t num_bytes, double seconds);
     char* in_arena(int p) const { return in_file(p, announced(p).offset); }

@@ -8,8 +8,6 @@
 namespace pycomm {
 namespace {
 
-// Inner borders between parts: whole cache lines of every type, so that two ranks never write one line.
-constexpr int64_t kPartAlign = 64;
 // Up to here every rank reduces everything by itself: reading P times as much beats one more step.
 constexpr int64_t kRedundantBytes = 16 << 10;
 
@@ -43,7 +41,7 @@ void all_reduce_mailbox(Call& call, const Buffer& x, ReduceOp op) {
 constexpr int kEveryRank = -1;
 
 void all_reduce_direct(Call& call, const Buffer& x, ReduceOp op, int root = kEveryRank) {
-    Range mine = part_of(x.count, call.rank(), call.size());
+    const Range mine = call.shares(x.num_bytes()).of(x.count, call.rank());
     int64_t offset = mine.begin * size_of(x.dtype);
     std::vector<void*> outs;
     for (int p = 0; p < call.size(); ++p) {
@@ -60,7 +58,8 @@ void all_reduce_staged(Call& call, const Buffer& x, ReduceOp op, int root = kEve
     const int64_t width = size_of(x.dtype);
     const Staging how = call.how_to_stage();
     const Segments segments{x.count, how.segment_bytes / width};
-    auto part = [&](int64_t segment, int p) { return part_of(segments[segment].size(), p, call.size()); };
+    const Shares shares = call.shares(x.num_bytes());
+    auto part = [&](int64_t segment, int p) { return shares.of(segments[segment].size(), p); };
     auto receives = [&](int p) { return root == kEveryRank || root == p; };
     auto lies_here = [&](int p) { return p == me || call.is_in_arena(p); };
     auto array = [&](int p, int64_t i) {  // where it lies here

@@ -131,6 +131,7 @@ class SharedMemoryGroup : private ForkAware {
     // For ranks to begin an operation, to end a step of it, and for messages.
     Patience for_others_, between_steps_, for_messages_;
     StagingChoice staging_;             // of rank 0
+    double slack_ = 0.0;                // this rank's usual wait for others before a large operation, in seconds
     uint32_t clock_ = 0;                // steps this rank has taken
     uint32_t num_calls_ = 0;            // announcements made
     std::vector<Operation> announced_;  // all ranks', of the call in progress
