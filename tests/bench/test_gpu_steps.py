@@ -130,8 +130,9 @@ class TestCommands:
         code = "import time\nfor i in range(3): print('line', i, flush=True); time.sleep(0.7)"
         ended = run_command(python(code), 60, {"SOME": "variable"}, look)
         assert "".join(shown) == "line 0\nline 1\nline 2\n"
-        assert "line 0" in shown[0]
-        assert "line 2" not in shown[0]
+        first = next(filter(None, shown))  # a busy machine may take longer to start a process than a look takes
+        assert "line 0" in first
+        assert "line 2" not in first
         assert ended.output == "line 0\nline 1\nline 2"
 
     def test_what_they_started_ends_with_them(self, tmp_path: Path) -> None:
