@@ -108,3 +108,9 @@ class HostPartition(StepPartition):
 
     def _is_complete(self) -> bool:
         return bool((self._num_taken >= self._num_steps).all())
+
+    def _lost(self, optimizer: torch.optim.Optimizer, error: BaseException) -> None:
+        super()._lost(optimizer, error)
+        # Ranks that have not noticed yet go on writing to what all reach: a checkpoint is not to be loaded into that.
+        for param in self._places:
+            param.data = param.detach().clone(memory_format=torch.preserve_format)
