@@ -92,6 +92,7 @@ def test_a_model_larger_than_what_may_be_buffered_is_mixed_in_segments() -> None
             handle.detach()
 
 
+@pytest.mark.slow
 @on_ranks(3, timeout=TIMEOUT)
 def test_thirds_in_float32_make_no_drift() -> None:
     """Rounded, three thirds are more than 1, and 1 + 3e-8 to the power of 20,000 would show."""

@@ -29,20 +29,29 @@ ROOT = Path(__file__).parents[2]
         ["collectives", "--peers", "gloo", "--ranks", "2", "--sizes", "1K,64K", "--rounds", "1"],
         pytest.param(["collectives.scale", "--ranks", "2,3", "--rounds", "1"], marks=pytest.mark.slow),
         pytest.param(["training", "--rounds", "1", "--steps", "1", "--widths", "784,512,10"], marks=pytest.mark.slow),
-        ["tensor_parallel", "--rounds", "1", "--steps", "1", "--width", "16", "--layers", "1", "--context", "8"],
+        pytest.param(
+            ["tensor_parallel", "--rounds", "1", "--steps", "1", "--width", "16", "--layers", "1", "--context", "8"],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(["planning", "--rounds", "1", "--steps", "1", "--ranks", "2"], marks=pytest.mark.slow),
         pytest.param(["asynchronous", "--megabytes", "1", "--rounds", "1"], marks=pytest.mark.slow),
         pytest.param(
             ["asynchronous", "--losses", "--ranks", "2", "--steps", "10", "--seeds", "1"], marks=pytest.mark.slow
         ),
-        [
-            *("asynchronous.experiment", "--seconds", "0.5", "--pace", "0.02", "--seeds", "1", "--rates", "1e-3"),
-            *("--workers", "2", "--methods", "async,delayed"),
-        ],
+        pytest.param(
+            [
+                *("asynchronous.experiment", "--seconds", "0.5", "--pace", "0.02", "--seeds", "1", "--rates", "1e-3"),
+                *("--workers", "2", "--methods", "async,delayed"),
+            ],
+            marks=pytest.mark.slow,
+        ),
         ["sharding", "--millions", "1", "--rounds", "1", "--count", "1"],
         ["chaos", "--faults", "2", "--ranks", "3", "--methods", "dense"],
         pytest.param(["chaos", "--every", "4", "--faults", "3"], marks=pytest.mark.slow),
-        ["pipelines", "--ranks", "2", "--rounds", "1", "--microbatches", "2", "--milliseconds", "1"],
+        pytest.param(
+            ["pipelines", "--ranks", "2", "--rounds", "1", "--microbatches", "2", "--milliseconds", "1"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda arguments: arguments[0],
 )

@@ -147,6 +147,7 @@ def test_a_gradient_that_overflows_in_one_stage_stops_the_step_in_all() -> None:
         reducer.detach()
 
 
+@pytest.mark.slow
 @on_world(8, timeout=110, fresh=True)
 def test_every_compressor_keeps_replicas_equal_and_learns() -> None:
     mesh = parallel.mesh(pp=2, dp=2, tp=2)
