@@ -111,7 +111,7 @@ def test_every_operation_type_and_size(rank_pools: Pools, size: int, transport: 
 @pytest.mark.parametrize("memory", ["tensor", "mixed"])
 @on_ranks(2, 3)
 def test_however_large_arrays_are_staged_sums_are_right(memory: str) -> None:
-    """Rank 0 tries out sizes of segments, on arrays of 8 MiB or more: each of ten three times, then now and then."""
+    """Rank 0 tries out sizes of segments on arrays of 8 MiB or more: each of three others in three of six sums."""
     with Communicator(timeout=30) as communicator:
         rank, size = communicator.rank, communicator.size
         n = 2_100_003

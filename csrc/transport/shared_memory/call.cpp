@@ -281,7 +281,7 @@ Shares Call::shares(int64_t num_bytes) const {
 }
 
 void Call::observe_staging(int64_t num_bytes, double seconds) {
-    if (rank() == 0) group_.staging_.observe(announced(0).staging, num_bytes, seconds);
+    if (rank() == 0) group_.staging_.observe(num_bytes, seconds);
 }
 
 }  // namespace pycomm

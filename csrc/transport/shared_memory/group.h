@@ -129,7 +129,9 @@ class SharedMemoryGroup : private ForkAware {
     std::atomic<bool> closing_{false};   // ends the operation in progress
     std::atomic<double> stopped_patience_{std::numeric_limits<double>::infinity()};
     // For ranks to begin an operation, to end a step of it, and for messages.
-    Patience for_others_, between_steps_, for_messages_;
+    Patience for_others_{100e-6}, for_messages_{100e-6};
+    // Here somebody works for us: to sleep would make it wait for us in turn, until both sleep in every step.
+    Patience between_steps_{2e-3};
     StagingChoice staging_;             // of rank 0
     double slack_ = 0.0;                // this rank's usual wait for others before a large operation, in seconds
     uint32_t clock_ = 0;                // steps this rank has taken

@@ -1,6 +1,5 @@
 #include "transport/shared_memory/staging.h"
 
-#include <algorithm>
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -9,15 +8,14 @@ namespace pycomm {
 namespace {
 
 constexpr int64_t kLine = 64;
-constexpr int64_t kSizes[] = {1 << 20, 512 << 10, 256 << 10, 2 << 20, kMostSegmentBytes};
-constexpr int kNumSizes = 5;
+constexpr int64_t kSizes[] = {1 << 20, 512 << 10, 256 << 10, kMostSegmentBytes};
+constexpr int kNumSizes = 4;
 static_assert(kNumStagings == 2 * kNumSizes);
-constexpr int64_t kLeastBytes =
-    8 << 20;                    // of operations that tell: the ends of smaller ones weigh more than their middle
-constexpr int kFirstTurns = 3;  // in which each is tried once
-constexpr int kPeriod = 32;     // afterwards one of so many operations tries another one
-// What was measured counts less and less: other processes come and go. The least counts, as noise only adds to it.
-constexpr double kForgetting = 1.02;
+// Of operations that tell: the ends of smaller ones weigh more than their middle.
+constexpr int64_t kLeastBytes = 8 << 20;
+constexpr int kPairs = 3;  // of a trial, all of which the other way has to win
+constexpr double kWon = 0.98;
+constexpr int kPause = 32;  // operations between trials, once each way has had one
 
 bool has_demote() {
 #if defined(__x86_64__)
@@ -41,26 +39,31 @@ void demote(const char* to, int64_t num_bytes) {
 #endif
 }
 
-StagingChoice::StagingChoice() : num_tried_(has_demote() ? kNumStagings : kNumSizes) {
-    seconds_per_byte_.fill(std::numeric_limits<double>::infinity());
-}
+StagingChoice::StagingChoice() : num_ways_(has_demote() ? kNumStagings : kNumSizes) {}
 
-int StagingChoice::next() const {
-    if (count_ < int64_t{kFirstTurns} * num_tried_) return static_cast<int>(count_ % num_tried_);
-    if (count_ % kPeriod == 0) return static_cast<int>(count_ / kPeriod % num_tried_);
-    return best();
-}
-
-int StagingChoice::best() const {
-    const auto first = seconds_per_byte_.begin();
-    return static_cast<int>(std::min_element(first, first + num_tried_) - first);
-}
-
-void StagingChoice::observe(int index, int64_t num_bytes, double seconds) {
+void StagingChoice::observe(int64_t num_bytes, double seconds) {
     if (num_bytes < kLeastBytes) return;
-    double& known = seconds_per_byte_[static_cast<size_t>(index)];
-    known = std::min(known * kForgetting, seconds / static_cast<double>(num_bytes));
-    ++count_;
+    if (!is_trying()) {
+        --pause_;
+        return;
+    }
+    const double each = seconds / static_cast<double>(num_bytes);
+    if (is_second_) {
+        if (each < kWon * first_) ++wins_;
+        ++pairs_;
+    } else {
+        first_ = each;
+    }
+    is_second_ = !is_second_;
+    if (pairs_ == kPairs) end_trial();
+}
+
+void StagingChoice::end_trial() {
+    if (wins_ == kPairs) used_ = tried_;
+    pairs_ = wins_ = 0;
+    if (++num_trials_ >= num_ways_ - 1) pause_ = kPause;
+    do tried_ = (tried_ + 1) % num_ways_;
+    while (tried_ == used_);
 }
 
 }  // namespace pycomm

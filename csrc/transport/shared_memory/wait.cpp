@@ -19,9 +19,8 @@ constexpr int kLooks = 20;         // at first, without a look at the time
 constexpr int kPausesPerLook = 4;  // later
 // A sleep costs about 70 us to end: looking for three times as long is never much worse than sleeping at once.
 constexpr double kYieldSeconds = 200e-6;
-constexpr double kShortSeconds = 100e-6;  // waits that are worth pausing for
-constexpr double kPauseSeconds = 5e-3;    // longer than a time slice
-constexpr double kVainSeconds = 20e-6;    // where it would most likely be in vain
+constexpr double kPauseSeconds = 5e-3;  // longer than a time slice
+constexpr double kVainSeconds = 20e-6;  // where it would most likely be in vain
 constexpr double kLeastUsual = 1e-6, kStep = 1.1;
 constexpr int kEncounters = 32;         // waits on one core with the rank that is waited for, until one of them leaves
 constexpr double kMoveSeconds = 50e-3;  // between two moves: where the scheduler undoes them, it knows better
@@ -77,7 +76,7 @@ void Bell::ring() const {
 
 double Patience::seconds(bool yields) const {
     if (yields) return kYieldSeconds;
-    return usual_.load(std::memory_order_relaxed) < kShortSeconds ? kPauseSeconds : kVainSeconds;
+    return usual_.load(std::memory_order_relaxed) < worthwhile_ ? kPauseSeconds : kVainSeconds;
 }
 
 void Patience::learn(double waited) {

@@ -19,6 +19,9 @@ namespace pycomm {
 // How one kind of wait is done: learned from earlier ones, across operations, by any threads.
 class Patience {
    public:
+    // Waits are worth pausing for if they take less than `worthwhile` seconds as a rule.
+    explicit Patience(double worthwhile) : worthwhile_(worthwhile) {}
+
     // Whether ranks outnumber their cores.
     void set_crowded(bool crowded) { crowded_.store(crowded, std::memory_order_relaxed); }
     bool crowded() const { return crowded_.load(std::memory_order_relaxed); }
@@ -29,6 +32,7 @@ class Patience {
     void learn(double waited);
 
    private:
+    const double worthwhile_;
     std::atomic<bool> crowded_{true};
     std::atomic<double> usual_{0.0};  // seconds; about the median of waits, which a few long ones do not move
 };
