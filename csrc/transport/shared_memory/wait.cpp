@@ -112,8 +112,9 @@ void wait_until(const WaitPoint& point, const std::function<bool()>& done, const
     while (!done()) {
         check(waited());
         point.sleepers.fetch_add(1, std::memory_order_seq_cst);
-        // What done() reads, it may only acquire: without the fence such a read may come before the addition, so that
-        // neither the waker sees the sleeper nor the sleeper the news. (x86 adds with a lock, which is a fence.)
+        // done() may read with acquire alone, which nothing in the language keeps behind the addition: without a fence
+        // it could be that neither the waker sees the sleeper nor the sleeper the news. (On x86 the addition is a
+        // fence.)
         std::atomic_thread_fence(std::memory_order_seq_cst);
         uint32_t seen = point.word.load(std::memory_order_seq_cst);
         const bool is_done = done();
