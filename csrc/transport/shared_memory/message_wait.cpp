@@ -172,7 +172,7 @@ bool MessageWait::would_wait_for_ever(int dst) {
     int p = dst;
     for (int i = 0; i <= size() && p >= 0 && p < size(); ++i) {
         seen.push_back(static_cast<uint32_t>(p));
-        seen.push_back(messages_.office(p).moves.load(std::memory_order_relaxed));
+        seen.push_back(messages_.office(p).moves.load(std::memory_order_acquire));  // not after what is read below
         if (p == rank()) {
             if (seen != seen_ || looks.size() != looks_.size()) {
                 seen_ = std::move(seen);
@@ -185,7 +185,11 @@ bool MessageWait::would_wait_for_ever(int dst) {
             return true;
         }
         const int by_message = messages_.office(p).awaited.load(std::memory_order_relaxed);
-        if (by_message >= 0) looks.push_back(messages_.office(p).looks.load(std::memory_order_seq_cst));
+        if (by_message >= 0) {
+            // Between two reads of its moves: a move that came before the last of these looks is not missed.
+            looks.push_back(messages_.office(p).looks.load(std::memory_order_seq_cst));
+            seen.push_back(messages_.office(p).moves.load(std::memory_order_relaxed));
+        }
         p = by_message >= 0 ? by_message : control(p).awaited.load(std::memory_order_relaxed);
     }
     seen_.clear();
