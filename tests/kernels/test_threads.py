@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pycomm import kernels
+from tests.ranks import SLOWER
 
 
 def test_threads_follow_torch_until_told_otherwise() -> None:
@@ -41,4 +42,4 @@ if child == 0:
     os._exit(0 if out[-1] == 2.0 else 1)
 assert os.waitpid(child, 0)[1] == 0
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60, cwd="/")
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60 * SLOWER, cwd="/")
