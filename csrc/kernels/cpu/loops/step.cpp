@@ -113,11 +113,15 @@ class FloatStep {
 
     const float* term(int t) const { return static_cast<const float*>(terms_.terms[t]); }
 
+    // A group at a time: lines of several mirrors that are written in turns leave their buffers half full.
     template <bool kWhole>
-    void put_mirrors(int64_t at, Vec v) const {
+    void put_mirrors(int64_t i, const Vec* written) const {
         for (int m = 0; m < terms_.num_mirrors; ++m) {
             auto to = static_cast<float*>(terms_.mirrors[m]);
-            kWhole&& streams_ ? stream(to + at, v) : put<kWhole>(to, at, v);
+            for (int u = 0; u < kSquaredGroup; ++u) {
+                const int64_t at = i + u * kLanes;
+                kWhole&& streams_ ? stream(to + at, written[u]) : put<kWhole>(to, at, written[u]);
+            }
         }
     }
 
@@ -146,7 +150,7 @@ class FloatStep {
         if (kShared) {
             for (int t = 0; t < terms_.num_terms; ++t) prefetch_ahead(term(t) + i, 32);
         }
-        if (reads_grads(kRule)) {
+        if (reads_grads(kRule) && !(kShared && terms_.num_terms > 0)) {
             prefetch_ahead(static_cast<const char*>(terms_.grad) + i * size_of(terms_.grad_dtype),
                            32 * size_of(terms_.grad_dtype));
         }
@@ -158,7 +162,7 @@ class FloatStep {
     template <bool kWhole>
     void group(int64_t i) {
         const Vec zero = splat(0.0f);
-        Vec before[kSquaredGroup], directions[kSquaredGroup];
+        Vec before[kSquaredGroup], directions[kSquaredGroup], after[kSquaredGroup];
         if (kWhole) prefetch(i);
         for (int u = 0; u < kSquaredGroup; ++u) {
             int64_t at = i + u * kLanes;
@@ -178,9 +182,10 @@ class FloatStep {
             if constexpr (writes_weights(kRule)) {
                 put<kWhole>(weight_, at, x.weight);
                 if (terms_.copy != nullptr) copy<kWhole>(at, x.weight);
-                if (kShared) put_mirrors<kWhole>(at, x.weight);
+                if (kShared) after[u] = x.weight;
             }
         }
+        if (kShared) put_mirrors<kWhole>(i, after);
         if constexpr (!writes_weights(kRule)) {
             // A lane behind the end is 0, its direction 0 / (0 + eps): not a number where eps is 0.
             if (!kWhole) {
