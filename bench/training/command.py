@@ -3,7 +3,8 @@
     python -m bench.training [--ranks 2] [--rounds 9] [--steps 8] [--busy 1 [--nice 10]] [--json FILE]
 
 (a) Step time of a perceptron with 10 million parameters, one thread per rank: without communication,
-DistributedDataParallel over Gloo, and pycomm. All ways live side by side in the same processes,
+DistributedDataParallel over Gloo, and pycomm, also with steps that the ranks take together (sums in the
+step, full_grad=None). All ways live side by side in the same processes,
 start from the same parameters, see the same data, and have turns of a few steps. With --busy, so many
 other processes compute meanwhile. A step's figure is its slowest rank's. "exposed" is the median beyond
 that without communication; "host" is the processor's time of the thread that trains, which many small

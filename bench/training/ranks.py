@@ -27,15 +27,17 @@ DDP_VIEWS = "DDP, gradient_as_bucket_view"
 BACKEND = "DDP over pycomm"
 BACKEND_VIEWS = "DDP over pycomm, views"
 DENSE = "pycomm"
+SHARD = "pycomm, shard=optimizer"
 SHRINK = "pycomm, on_failure=shrink"
 FP16 = "pycomm, FP16"
 TOPK = "pycomm, TopK(0.01)"
 HOOK = "DDP, pycomm's hook"
 HOOK_TOPK = "DDP, pycomm's hook, TopK(0.01)"
-WAYS = (NONE, DDP, DDP_VIEWS, BACKEND, BACKEND_VIEWS, HOOK, DENSE, SHRINK, FP16, TOPK, HOOK_TOPK)
+WAYS = (NONE, DDP, DDP_VIEWS, BACKEND, BACKEND_VIEWS, HOOK, DENSE, SHARD, SHRINK, FP16, TOPK, HOOK_TOPK)
 
 _ATTACH: dict[str, dict[str, Any]] = {
     DENSE: {},
+    SHARD: {"shard": "optimizer", "full_grad": None},
     SHRINK: {"on_failure": "shrink"},
     FP16: {"compression": pycomm.FP16()},
     TOPK: {"compression": pycomm.TopK(0.01)},
@@ -140,7 +142,17 @@ class StepRank:
         magnitudes = {name: _average(grad.abs()) for name, grad in own.items()}
         for _ in range(2):
             for way in WAYS[1:]:
-                _verify_way(way, self._replicas[way], wanted, magnitudes)
+                if way != SHARD:
+                    _verify_way(way, self._replicas[way], wanted, magnitudes)
+        self._verify_shard()
+
+    def _verify_shard(self) -> None:
+        """Check that ranks that step together, and have no averages, take the step of those that have."""
+        found = []
+        for way in (DENSE, SHARD):
+            self._replicas[way].step()
+            found.append(torch.cat([p.detach().reshape(-1) for p in self._replicas[way].model.parameters()]))
+        torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-7)
 
     def turn(self, way: str, steps: int) -> dict[str, Any]:
         """Return the seconds of each of ``steps`` steps; and on average those waited, its thread's, and bytes sent."""
