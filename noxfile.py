@@ -34,7 +34,13 @@ def slow(session: nox.Session) -> None:
 def newest_torch(session: nox.Session) -> None:
     """What pycomm takes of torch's private names, and its tests of attach, on the newest release for CPUs."""
     session.install(".[test]", "torch", "--upgrade", "--extra-index-url", "https://download.pytorch.org/whl/cpu")
-    session.run("pytest", *(session.posargs or ("tests/test_torch_internals.py", "tests/reducer", "tests/optim")))
+    session.run(
+        "pytest",
+        *(
+            session.posargs
+            or ("tests/test_torch_internals.py", "tests/test_torch_pipelines.py", "tests/reducer", "tests/optim")
+        ),
+    )
 
 
 @nox.session

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,23 @@ from pycomm.optim.step_override import HALF
 
 KEY = "master_weight"
 """Key of the master in a parameter's entry of ``state_dict()``."""
+
+
+def state_of_optimizer(state_dict: Any) -> dict[str, Any]:
+    """Return a shallow copy of ``state_dict``; raise ValueError if that is not an optimizer's."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError("state_dict is not of an optimizer: it has no 'state' and 'param_groups'")
+    return dict(state_dict)
+
+
+def whole_masters(
+    masters: Mapping[torch.Tensor, torch.Tensor],
+    completed: Callable[[dict[str, Any], torch.Tensor], dict[str, Any]] | None,
+) -> dict[torch.Tensor, torch.Tensor]:
+    """Return whole masters where parts were kept; made of their parameters, if the other parts are lost (``None``)."""
+    if completed is None:
+        return {param: param.detach().float() for param in masters}
+    return {param: completed({KEY: master}, param)[KEY] for param, master in masters.items()}
 
 
 def without_masters(

@@ -18,7 +18,7 @@ from pycomm import kernels
 from pycomm.kernels.prepared import Scaling
 from pycomm.layout import laid_out_like, require_dense
 from pycomm.optim.fused import RULES, KernelStep, rule_of
-from pycomm.optim.master_state import KEY, cast_state, loaded_state, without_masters
+from pycomm.optim.master_state import KEY, cast_state, loaded_state, state_of_optimizer, whole_masters, without_masters
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.partition import Span
 from pycomm.optim.plans import Rule, step_by_rule
@@ -276,9 +276,7 @@ class MasterWeights(KernelStep):
 
     def take_whole(self, completed: Callable[[dict[str, Any], torch.Tensor], dict[str, Any]] | None) -> None:
         super().take_whole(completed)
-        for param, master in self._masters.items():
-            whole = param.detach().float() if completed is None else completed({KEY: master}, param)[KEY]
-            self._masters[param] = whole
+        self._masters.update(whole_masters(self._masters, completed))
 
     def step_alone(self) -> None:
         super().step_alone()
@@ -304,10 +302,7 @@ class MasterWeights(KernelStep):
     def _load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load by torch's method with masters in place of parameters, so that nothing is cast to half precision."""
         self._refresh()
-        optimizer = self.optimizer
-        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-            raise ValueError("state_dict is not of an optimizer: it has no 'state' and 'param_groups'")
-        saved = dict(state_dict)
+        optimizer, saved = self.optimizer, state_of_optimizer(state_dict)
         params = list(optimizer_parameters(optimizer))
         numbers, state, found = without_masters(saved, params, self._masters)
         saved["state"] = state

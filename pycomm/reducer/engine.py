@@ -61,13 +61,12 @@ class Engine(Answers, Occasions):
     survival: Survival | None = None
 
     def __init__(self, table: ParameterTable, lanes: Sequence[Communicator], settings: Settings) -> None:
-        self.lanes, self.settings = lanes, settings
-        self.communicator = communicator = lanes[0]
+        self.lanes, self.settings, self.communicator = lanes, settings, lanes[0]
         self.table, self.measures = table, False
-        self.window = AccumulationWindow(communicator, settings, table.device, table.on_gpu)
+        self.window = AccumulationWindow(self.communicator, settings, table.device, table.on_gpu)
         self.progress = Progress(table.device if table.on_gpu else None)
         self._replica_check = ReplicaCheck(
-            *(communicator, table.device, settings.check_replicas, not table.on_gpu, table.locals),
+            *(self.communicator, table.device, settings.check_replicas, not table.on_gpu, table.locals),
             *(self._named_buffers, lambda: self.world),
         )
         self.buffers: BufferSync | None = None
@@ -89,8 +88,7 @@ class Engine(Answers, Occasions):
 
     def begin_pass(self) -> None:
         """Prepare the buckets for this pass's gradients; fix the scales if it is the last pass of its window."""
-        if self.table.partition is not None:
-            self.table.partition.await_parameters()  # those that the forward has not used
+        self.table.await_parameters()
         self.expect_gradients()
         if self.window.sending:
             self._check_previous()

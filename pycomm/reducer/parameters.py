@@ -67,6 +67,11 @@ class ParameterTable:
         """The ranks that step together, if each has only its own part of the averaged gradients."""
         return None if self.partition is None or self.partition.full_grad else self.partition
 
+    def await_parameters(self) -> None:
+        """Return when all parameters are there, those too that no forward has used since a step of several hosts."""
+        if self.partition is not None:
+            self.partition.await_parameters()
+
     def slots(self) -> list[Slot]:
         """Return the slots of all trainable parameters."""
         return list(self._slots.values())

@@ -84,8 +84,7 @@ class Reducer(Attendance):
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
         """Return all parameters that are averaged here, or will be once they are unfrozen, by name."""
-        if self._table.partition is not None:
-            self._table.partition.await_parameters()
+        self._table.await_parameters()
         return dict(self._table.named())
 
     def flush(self) -> None:
