@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import os
 import pickle
 import threading
@@ -204,19 +205,25 @@ def test_a_forward_waits_only_for_the_layers_that_it_has_reached() -> None:
     model = Layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     arrived: list[int] = []
+    begun, first_is_over = itertools.count(), threading.Event()  # two buckets may come before
     original = Channel.all_gather_v
 
     def count(self: Channel, outs: Any, x: Any) -> None:
-        time.sleep(0.1)
+        assert next(begun) < 2 or first_is_over.wait(30), "the first layer waits for more than its own bucket"
         original(self, outs, x)
         arrived.append(len(arrived))
 
     seen: list[int] = []
+
+    def note(*_: Any) -> None:
+        seen.append(len(arrived))
+        first_is_over.set()
+
     with hosts(), attached(optimizer, model, shard="optimizer", bucket_mb=0.016), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Channel, "all_gather_v", count)
         stepped(model, optimizer)
         for layer in model.layers:
-            layer.register_forward_hook(lambda *_: seen.append(len(arrived)))
+            layer.register_forward_hook(note)
         model(torch.ones(1, 64))
         optimizer.step()
         assert seen[0] < len(model.layers), seen
