@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -27,6 +27,63 @@ class HasGradient(Protocol):
     """Object in whose ``grad`` a gradient is handed out: a parameter, or what stands for one that is a DTensor."""
 
     grad: torch.Tensor | None
+
+
+_LEAST_APART = 16 << 10
+"""Number of elements from which on to leave a gradient where it lies saves more than it costs."""
+
+
+class _Run:
+    """Gradients that are neighbours in a bucket, and are packed at once by ``pack(gradients, place)``."""
+
+    def __init__(self, pack: Callable[[list[torch.Tensor], torch.Tensor], object]) -> None:
+        self._pack = pack
+        self._run: list[torch.Tensor] = []
+        self._begin = self._end = 0
+
+    def add(self, flat: torch.Tensor, begin: int, grad: torch.Tensor) -> None:
+        """Have ``grad`` packed to ``flat``, from its element ``begin`` on; with what came before it, if it adjoins."""
+        if begin != self._end:
+            self.pack(flat)
+            self._begin = self._end = begin
+        if grad.numel() > 0:
+            self._run.append(grad)
+            self._end += grad.numel()
+
+    def pack(self, flat: torch.Tensor) -> None:
+        """Pack what has been added."""
+        if self._run:
+            self._pack(self._run, flat[self._begin : self._end])
+            self._run = []
+
+
+class _Pieces:
+    """The elements ``own`` of ``memory``, as pieces of gradients where these lie, and of ``memory`` elsewhere."""
+
+    def __init__(self, memory: torch.Tensor, own: slice | None) -> None:
+        self._memory = memory
+        self._first, self._last = (0, 0) if own is None else (int(own.start), int(own.stop))
+        self._pieces: list[torch.Tensor] = []
+        self._end = self._first
+
+    def wants(self, begin: int, end: int) -> bool:
+        """Return whether enough of the elements from ``begin`` to ``end`` are among these."""
+        return min(end, self._last) - max(begin, self._first) >= _LEAST_APART
+
+    def add(self, begin: int, grad: torch.Tensor) -> tuple[int, int]:
+        """Take what is wanted of ``grad``, flat and with its place from ``begin`` on; return from where to where."""
+        first, last = max(begin, self._first), min(begin + grad.numel(), self._last)
+        if first > self._end:
+            self._pieces.append(self._memory[self._end : first])
+        self._pieces.append(grad[first - begin : last - begin])
+        self._end = last
+        return first, last
+
+    def finish(self) -> list[torch.Tensor]:
+        """Return the pieces; none if all lies in ``memory``."""
+        if self._pieces and self._end < self._last:
+            self._pieces.append(self._memory[self._end : self._last])
+        return self._pieces
 
 
 class Bucket:
@@ -171,38 +228,40 @@ class Bucket:
         grads: Sequence[torch.Tensor | None],
         scale: float | torch.Tensor = 1.0,
         fingerprint: torch.Tensor | None = None,
-    ) -> None:
-        """Write ``grads`` times ``scale`` to ``flat``, zeros for ``None``, and set the flags."""
-        start = end = 0
-        run: list[torch.Tensor] = []
-        fits: list[torch.Tensor] = []
-        stayed: list[torch.Tensor] = []
+        own: slice | None = None,
+    ) -> list[torch.Tensor]:
+        """Write ``grads`` times ``scale`` to ``flat``, zeros for ``None``, and set the flags.
+
+        What of large gradients belongs to the elements ``own`` of ``memory``, and is to be there as it is, may stay
+        where it lies, and is not looked at: then these elements are returned, as pieces one after the other.
+        """
         limit = self.limit(self.dtype)
         scaled = isinstance(scale, torch.Tensor) or scale != 1.0
-
-        def pack_run() -> None:
-            if run:
-                fits.append(kernels.pack(run, self.flat[start:end], scale, limit=limit, scratch=self._scratch))
-                run.clear()
-
+        fits: list[torch.Tensor] = []
+        stayed: list[torch.Tensor] = []
+        pieces = _Pieces(self.memory, own)
+        run = _Run(lambda run, to: fits.append(kernels.pack(run, to, scale, limit=limit, scratch=self._scratch)))
+        end = 0
         for i, grad in enumerate(grads):
-            # A gradient that is in its place already is packed only if it is scaled.
-            stays = grad is None or (self.holds(i, grad) and not scaled)
-            raw = None if grad is None or stays else laid_out_like(grad, self.views[i])
-            if raw is not None:
-                run.append(raw)
+            begin, end = end, end + self.numels[i]
+            if grad is None:
+                self.views[i].zero_()
+            elif self.holds(i, grad) and not scaled:
+                stayed.append(self.parts(self.memory)[i])
             else:
-                pack_run()
-                if grad is None:
-                    self.views[i].zero_()
-                else:
-                    stayed.append(self.parts(self.memory)[i])
-                start = end + self.numels[i]
-            end += self.numels[i]
-        pack_run()
+                raw = laid_out_like(grad, self.views[i])
+                if scaled or raw.dtype != self.dtype or not pieces.wants(begin, end):
+                    run.add(self.flat, begin, raw)
+                    continue
+                raw = raw.view(-1)
+                first, last = (bound - begin for bound in pieces.add(begin, raw))
+                run.add(self.flat, begin, raw[:first])
+                run.add(self.flat, begin + last, raw[last:])
+        run.pack(self.flat)
         if stayed:
             fits.append(kernels.absmax(stayed, scratch=self._stayed_scratch) < limit)
         self.set_flags(grads, fits, fingerprint)
+        return pieces.finish()
 
     def limit(self, dtype: torch.dtype) -> float:
         """Return the bound below which magnitudes, one of each rank, have a sum that is finite in ``dtype``."""

@@ -18,6 +18,7 @@ import torch
 from pycomm.errors import CommError
 from pycomm.execute.gpu_program import run_on_gpu
 from pycomm.execute.runner import runner_for
+from pycomm.recorder import Recorder, from_here, watch
 from pycomm.schedule.program import Program
 from pycomm.transport.base import Transport, bytes_of
 from pycomm.transport.gpu import GpuQueue, GpuWork, current_stream, streams_of
@@ -50,19 +51,24 @@ class Channel:
         self._pid = os.getpid()
         self._once = threading.Lock()  # acquired by the first call of close(), on whichever thread
 
+    @property
+    def recorder(self) -> Recorder:
+        """Recorder of its operations in CPU memory."""
+        return self.transport.recorder
+
     # Arrays in CPU memory.
 
     def enqueue(self, job: Callable[[], None], async_op: bool = False) -> Work | None:
         """Run ``job`` after all earlier operations: at once, on this thread, if none is in progress."""
         if async_op:
             try:
-                return self.worker.submit(job)
+                return self.submit(job)
             except RuntimeError as error:  # no thread can be started, so no operation is in progress
                 self.refuse_and_raise(RuntimeError(f"no thread could be started for an async operation: {error}"))
         if self.worker.idle() or self.worker.is_current():
             job()
         else:
-            self.worker.submit(job).wait()
+            self.submit(job).wait()
         return None
 
     def submit(self, job: Callable[[], Any]) -> Work:
@@ -71,7 +77,7 @@ class Channel:
         ``async_op`` operations run on the same thread. A job may call operations of the communicator, which
         are then executed at once.
         """
-        return self.worker.submit(job)
+        return self.worker.submit(from_here(job))
 
     @contextlib.contextmanager
     def skip_checks(self, *, but_first: bool = False) -> Iterator[None]:
@@ -92,6 +98,25 @@ class Channel:
     def run_program(self, program: Program, x: Any, op: str = "sum", async_op: bool = False) -> Work | None:
         """Run this rank's program of any table, whether or not it is a collective, on ``x`` in CPU memory."""
         return self.enqueue(lambda: self._runner.run(program, x, op, self.timeout), async_op)
+
+    def own_share(self, x: torch.Tensor) -> slice | None:
+        """Return the elements of ``x``, from :meth:`empty`, that this rank reduces itself in the next all-reduce of it.
+
+        ``None`` if nothing of what this rank has for ``x`` can do without being copied there.
+        """
+        share = self.transport.own_share
+        return None if share is None else slice(*share(x))
+
+    def all_reduce_apart(self, x: torch.Tensor, op: str, begin: int, pieces: Sequence[torch.Tensor]) -> float:
+        """Reduce ``x`` over all ranks, where this one's elements from ``begin`` on are ``pieces``.
+
+        See :attr:`pycomm.transport.base.Transport.all_reduce_apart`.
+        """
+        reduce = self.transport.all_reduce_apart
+        assert reduce is not None
+        found: list[float] = []
+        self.enqueue(lambda: found.append(reduce(x, op, begin, pieces, self.timeout)))
+        return found[0]
 
     def reduce_scatter_v(self, out: torch.Tensor, xs: Sequence[torch.Tensor], op: str) -> None:
         """Write the reduction of all ranks' ``xs[rank]``, parts of any lengths in CPU memory, into ``out``.
@@ -132,7 +157,9 @@ class Channel:
         return self._gpus[device]
 
     def _make_nccl(self, device: int, algorithm: str, streams: Sequence[int]) -> NcclTransport:
-        return NcclTransport(self.rank, self.size, device, self.all_gather_bytes, algorithm, self.timeout, streams)
+        made = NcclTransport(self.rank, self.size, device, self.all_gather_bytes, algorithm, self.timeout, streams)
+        watch(made, f"{self.recorder.group}/nccl {algorithm}", self.recorder.ranks)
+        return made
 
     def on_gpu(
         self,
@@ -222,6 +249,7 @@ class Channel:
         for queue in self._gpus.values():
             queue.close()
         self._gpus.clear()
+        self.transport.hand_over(patience)
         self.transport.close(reason or "it closed its communicator")
         if self.transport.interruptible:
             self.worker.stop(patience)

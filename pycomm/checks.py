@@ -122,8 +122,8 @@ def first_of(name: str, arrays: Sequence[Any]) -> Any:
 _LONGEST_TIMEOUT = timedelta(days=366).total_seconds()  # longer ones overflow in lower layers
 
 
-def seconds_of(timeout: timedelta | float) -> float:
-    """Return ``timeout`` in seconds.
+def seconds_of(timeout: timedelta | float, name: str = "timeout") -> float:
+    """Return ``timeout`` in seconds; ``name`` is what errors call it.
 
     Raises:
         TypeError: it is neither a number nor a ``timedelta``.
@@ -133,9 +133,9 @@ def seconds_of(timeout: timedelta | float) -> float:
     try:
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout + 0.0)
     except (TypeError, ValueError, OverflowError) as error:
-        raise TypeError(f"timeout is {timeout!r}, {wanted}") from error
+        raise TypeError(f"{name} is {timeout!r}, {wanted}") from error
     if not 0 < seconds <= _LONGEST_TIMEOUT:
-        raise ValueError(f"timeout is {timeout}, {wanted}")
+        raise ValueError(f"{name} is {timeout}, {wanted}")
     return seconds
 
 

@@ -183,13 +183,8 @@ class Communicator(PointToPoint):
         if gpu is not None and program is not None:
             return self.channel.run_on_gpu(gpu, program, x, op, async_op)
         if gpu is not None:
-            return self.channel.on_gpu(
-                gpu,
-                [x],
-                lambda nccl, *when: nccl.all_reduce(x, op, *when),
-                async_op,
-                "ring" if algorithm == "ring" else "native",
-            )
+            name = "ring" if algorithm == "ring" else "native"
+            return self.channel.on_gpu(gpu, [x], lambda nccl, *when: nccl.all_reduce(x, op, *when), async_op, name)
         if program is not None:
             return self.channel.run_program(program, x, op, async_op)
         if not async_op and self._worker.idle():  # shortcut, for latency
@@ -258,6 +253,8 @@ class Communicator(PointToPoint):
         """Release all resources; tensors from :meth:`empty` remain valid. Not collective, idempotent.
 
         Peers that still wait for this rank get a :class:`CommError`, which over shared memory has the ``reason``.
+        Messages that were sent can still be received: over shared memory at any time, otherwise the call waits for
+        their receivers, up to 5 seconds (half a second where there is a ``reason``).
         """
         self.channel.close(reason)
         self._finalizer.detach()
@@ -265,11 +262,15 @@ class Communicator(PointToPoint):
     def __enter__(self) -> Communicator:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(None if kind is None else f"it closed its communicator after a {kind.__name__}")
 
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, size={self.size}, transport={self.transport!r})"
+
+    def own_share(self, x: torch.Tensor, algorithm: str | Table) -> slice | None:
+        """Internal: what :meth:`pycomm.channel.Channel.own_share` says, if ``algorithm`` is the transport's own."""
+        return self.channel.own_share(x) if self._selector.is_native(algorithm, x) else None
 
     def _program(self, algorithm: str | Table, x: Any) -> Program | None:
         try:

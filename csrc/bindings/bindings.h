@@ -10,6 +10,7 @@ void bind_kernel_arguments(pybind11::module_& module);
 void bind_absmax(pybind11::module_& module);
 void bind_accumulate(pybind11::module_& module);
 void bind_entries(pybind11::module_& module);
+void bind_flight_ring(pybind11::module_& module);
 void bind_gradient_counts(pybind11::module_& module);
 void bind_hashes(pybind11::module_& module);
 void bind_indices(pybind11::module_& module);

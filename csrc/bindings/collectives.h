@@ -104,4 +104,24 @@ inline void require_contributions(const Buffer& out, const std::vector<Buffer>& 
                                static_cast<long long>(xs[own].count), name_of_part("xs", own).c_str()));
 }
 
+// Requires that `pieces`, one after the other, can stand for elements of x from `begin` on: of floats, and apart from x
+// but for those that are at their place.
+inline void require_pieces(const Buffer& x, int64_t begin, const std::vector<Buffer>& pieces) {
+    if (begin < 0 || begin > x.count) throw ArgumentError("begin lies outside of x");
+    int64_t at = begin;
+    for (size_t i = 0; i < pieces.size(); ++i) {
+        const Buffer& piece = pieces[i];
+        const std::string name = name_of_part("pieces", i);
+        if (!is_floating(x.dtype) || piece.dtype != x.dtype) {
+            throw ArgumentTypeError(format("%s has dtype %s, x %s, wanted the same floating one", name.c_str(),
+                                           name_of(piece.dtype), name_of(x.dtype)));
+        }
+        if (piece.device != Buffer::kHost) throw ArgumentError(name + " does not lie in CPU memory");
+        if (piece.count > x.count - at) throw ArgumentError(name + " ends behind x");
+        const bool is_in_place = piece.data == x.bytes() + at * size_of(x.dtype);
+        if (!is_in_place && have_bytes_in_common(piece, x)) throw ArgumentError(name + " overlaps x elsewhere");
+        at += piece.count;
+    }
+}
+
 }  // namespace pycomm

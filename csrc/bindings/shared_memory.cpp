@@ -105,6 +105,31 @@ void all_reduce(SharedMemoryGroup& group, py::handle x, py::handle op_name, doub
     group.all_reduce(array.buffer, op, timeout);
 }
 
+std::pair<int64_t, int64_t> own_share(SharedMemoryGroup& group, py::handle x) {
+    const Array seen = as_array(x, "x", Access::kWrite);
+    require_host(seen, "x");
+    py::gil_scoped_release release;
+    const Range share = group.own_share(seen.buffer);
+    return {share.begin, share.end};
+}
+
+float all_reduce_apart(SharedMemoryGroup& group, py::handle x, py::handle op_name, int64_t begin, py::handle pieces,
+                       double timeout) {
+    auto [array, op] = look_at_reduction(group, x, op_name, timeout);
+    const Buffer& whole = array.buffer;
+    const std::vector<Array> read = look_at(group, timeout, [&] {
+        std::vector<Array> seen;
+        if (PySequence_Check(pieces.ptr()) == 0 || py::len(pieces) > 0) {
+            seen = as_arrays(pieces, "pieces", Access::kRead);
+        }
+        require_pieces(whole, begin, buffers_of(seen));
+        return seen;
+    });
+    const OwnPart own{begin, buffers_of(read)};
+    py::gil_scoped_release release;
+    return group.all_reduce_apart(whole, own, op, timeout);
+}
+
 void reduce(SharedMemoryGroup& group, py::handle x, py::handle dst, py::handle op_name, double timeout) {
     auto [array, op] = look_at_reduction(group, x, op_name, timeout);
     const int root = look_at(group, timeout, [&] {
@@ -238,6 +263,9 @@ void bind_shared_memory(py::module_& module) {
         .def(py::init(&make_group), py::arg("rank"), py::arg("memory"), py::arg("sockets"), py::arg("file_bytes"),
              py::arg("names") = std::vector<int>())
         .def("all_reduce", &all_reduce, py::arg("x"), py::arg("op"), py::arg("timeout"))
+        .def("own_share", &own_share, py::arg("x"))
+        .def("all_reduce_apart", &all_reduce_apart, py::arg("x"), py::arg("op"), py::arg("begin"), py::arg("pieces"),
+             py::arg("timeout"))
         .def("run", &run, py::arg("program"), py::arg("x"), py::arg("op"), py::arg("timeout"))
         .def("reduce_scatter", &reduce_scatter, py::arg("out"), py::arg("x"), py::arg("op"), py::arg("timeout"))
         .def("all_gather", &all_gather, py::arg("out"), py::arg("x"), py::arg("timeout"))

@@ -8,6 +8,8 @@
 #include "transport/cores.h"
 #include "transport/memory.h"
 #include "transport/process.h"
+#include "transport/shared_memory/shares.h"
+#include "transport/shared_memory/staging.h"
 
 namespace pycomm {
 namespace {
@@ -65,6 +67,23 @@ void bind_transport(py::module_& module) {
         "have_a_core_each",
         [](const std::vector<pid_t>& peers, const std::string& root) { return have_a_core_each(peers, root); },
         py::arg("peers"), py::arg("root") = "");
+    module.def("leave_this_core", &leave_this_core);
+    module.def(
+        "shares_of",
+        [](const std::vector<double>& slacks, int64_t num_bytes, int64_t count) {
+            const Shares shares(slacks, num_bytes);
+            std::vector<std::pair<int64_t, int64_t>> out;
+            for (int p = 0; p < static_cast<int>(slacks.size()); ++p) {
+                const Range share = shares.of(count, p);
+                out.emplace_back(share.begin, share.end);
+            }
+            return out;
+        },
+        py::arg("slacks"), py::arg("num_bytes"), py::arg("count"));
+    py::class_<StagingChoice>(module, "StagingChoice")
+        .def(py::init<>())
+        .def("next", &StagingChoice::next)
+        .def("observe", &StagingChoice::observe, py::arg("num_bytes"), py::arg("seconds"));
     module.def(
         "available_memory", [](const std::string& root) { return available_memory(root); }, py::arg("root") = "");
     py::class_<HostArray>(module, "HostArray", py::buffer_protocol())

@@ -110,6 +110,10 @@ class AlgorithmSelector:
             self._known[key] = algorithm, self._prove(algorithm)
         return self._known[key][1]
 
+    def is_native(self, algorithm: str | Table, x: Any) -> bool:
+        """Return whether ``algorithm`` is the transport's own for the array ``x``; errors as of :meth:`find`."""
+        return (isinstance(algorithm, str) and algorithm in self.native) or self.find(algorithm, x) is None
+
     def _prove(self, algorithm: str | Table) -> Program:
         table = self._named(algorithm) if isinstance(algorithm, str) else algorithm
         if getattr(table, "num_ranks", None) != self._size:

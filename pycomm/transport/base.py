@@ -10,9 +10,14 @@ import numpy.typing as npt
 import torch
 
 import pycomm._native as _native
+from pycomm.recorder import Recorder
 
 Message = tuple[int, torch.Tensor]
 """Peer, and the tensor to send to it or receive from it: contiguous, one-dimensional, not empty."""
+
+
+OwnShare = Callable[[Any], tuple[int, int]]
+AllReduceApart = Callable[[Any, str, int, Sequence[Any], float], float]
 
 
 class Receipt(Protocol):
@@ -83,6 +88,19 @@ class Transport(Protocol):
     buffer_limit: int
     """How many bytes of messages may be sent and not yet received."""
 
+    recorder: Recorder
+    """Recorder of the operations, once the transport has been chosen for a group."""
+
+    own_share: OwnShare | None
+    """Returns where those elements of an array from :meth:`empty` begin and end that this rank will reduce itself in
+    the next all-reduce of one as large. ``None``: no rank does what the others then need not."""
+
+    all_reduce_apart: AllReduceApart | None
+    """``all_reduce_apart(x, op, begin, pieces, timeout)``: all-reduce to which what this rank has for those elements
+    may lie elsewhere. ``pieces`` are as many elements, one piece after the other, of which some may be in ``x`` at
+    their place. Ranks without any call it, or :meth:`all_reduce`, all the same. Returns the largest magnitude in what
+    is not in place, of all ranks; NaN if there is one. ``None`` where :attr:`own_share` is."""
+
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
     def all_reduce(self, x: Any, op: str, timeout: float) -> None: ...
     def reduce_scatter(self, out: Any, x: Any, op: str, timeout: float) -> None: ...
@@ -142,6 +160,9 @@ class Transport(Protocol):
 
     def refuse(self, reason: str, timeout: float) -> None:
         """Stand in for an operation whose arguments are wrong on this rank; the other ranks get a ValueError."""
+
+    def hand_over(self, patience: float) -> None:
+        """Wait, for at most ``patience`` seconds, until what this rank has sent can be received without it."""
 
     def close(self, reason: str) -> None:
         """Release all resources. Peers that wait for this rank are told ``reason``, if the transport can do so."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import pycomm._native as _native
 from pycomm.errors import CommError
+from pycomm.recorder import dump_on_signal, watch
 from pycomm.transport.base import Transport
 from pycomm.transport.hierarchical import HierarchicalTransport
 from pycomm.transport.hosts import Hosts, hosts_of, log_walls
@@ -74,6 +75,8 @@ def choose_transport(place: Place, wanted: str, timeout: float, problem: Excepti
                 meeting.report(error)
                 raise
         meeting.end()
+        transport.recorder = watch(transport, f"{place.name}/{meeting.name}", place.ranks)
+        dump_on_signal()
         return transport
 
 

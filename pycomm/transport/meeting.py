@@ -27,6 +27,7 @@ _LATE_REPORT = 1.0  # seconds by which the reason of a failure may arrive later 
 _STRANGERS_AFTER = 3.0  # seconds of waiting after which to ask whether a rank is doing something else
 _LONGEST_REASON = 2000  # characters
 _LONGEST_GREETING = 1 << 16  # bytes
+_NO_GREETING = "-"  # once all have read it; without libuv, torch's store takes 0.2 s to give out an empty value
 
 T = TypeVar("T")
 
@@ -101,7 +102,7 @@ class Meeting:
             raise
         finally:
             with contextlib.suppress(CommError):
-                self._ask("its own greeting", lambda: self._store.set(key, ""), _SLOWEST_ANSWER)
+                self._ask("its own greeting", lambda: self._store.set(key, _NO_GREETING), _SLOWEST_ANSWER)
         for rank, greeting in enumerate(greetings):
             if "problem" in greeting and rank != self.rank:
                 raise ValueError(f"rank {rank} could not take part: {greeting['problem']}")
@@ -175,8 +176,10 @@ class Meeting:
     def _read(self, rank: int) -> dict[str, Any] | None:
         """Return the greeting of ``rank``; ``None`` while there is none."""
         key = f"hello/{rank}"
-        data: bytes = self._store.get(key) if self._store.check([key]) else b""
-        if not data:
+        if not self._store.check([key]):
+            return None
+        data: bytes = self._store.get(key)
+        if data == _NO_GREETING.encode():
             return None
         if len(data) > _LONGEST_GREETING:
             self._malformed(rank, f"{len(data)} bytes")

@@ -9,7 +9,8 @@ from typing import Any, Literal
 import torch
 
 import pycomm._native as _native
-from pycomm.transport.base import HostMemory
+from pycomm.recorder import Recorder
+from pycomm.transport.base import AllReduceApart, HostMemory, OwnShare
 from pycomm.transport.buffering import buffer_limit
 from pycomm.transport.rendezvous import Peers
 
@@ -25,6 +26,7 @@ class SharedMemoryTransport:
     name = "shared_memory"
     skip_checks: bool | Literal["after the next"] = False  # ignored, as comparing costs nothing here
     interruptible = True
+    recorder: Recorder
 
     def __init__(self, rank: int, peers: Peers, names: Sequence[int] = ()) -> None:
         self.rank = rank
@@ -33,6 +35,8 @@ class SharedMemoryTransport:
         self._group.buffer_limit = buffer_limit()
         # Bound once: these are on the path of every small collective.
         self.all_reduce = self._group.all_reduce
+        self.own_share: OwnShare | None = self._group.own_share
+        self.all_reduce_apart: AllReduceApart | None = self._group.all_reduce_apart
         self.reduce_scatter = self._group.reduce_scatter
         self.all_gather = self._group.all_gather
         self.all_to_all = self._group.all_to_all
@@ -74,6 +78,9 @@ class SharedMemoryTransport:
 
     def all_gather_v(self, outs: Sequence[Any], x: Any, timeout: float) -> None:
         self._group.all_to_all_v(outs, [x] * self.size, timeout)
+
+    def hand_over(self, patience: float) -> None:
+        pass  # messages lie in memory that their receivers have mapped, too
 
     def close(self, reason: str) -> None:
         self._group.close(reason)

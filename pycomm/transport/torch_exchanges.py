@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from pycomm import kernels
 from pycomm.errors import CommError
+from pycomm.recorder import Recorder
 from pycomm.transport.announcements import agree
-from pycomm.transport.base import HostMemory
+from pycomm.transport.base import AllReduceApart, HostMemory, OwnShare
 from pycomm.transport.between_hosts import BetweenHosts
 from pycomm.transport.host_tensors import apart, require
 from pycomm.transport.parts import agree_on_lengths, contributions, messages, parts_apart
@@ -62,7 +63,10 @@ class TorchExchanges(BufferedMessages):
     """Checks, messages and exchanges between the ranks of ``group``."""
 
     interruptible = False
+    recorder: Recorder
     host_memory: HostMemory | None = None
+    own_share: OwnShare | None = None
+    all_reduce_apart: AllReduceApart | None = None
 
     def __init__(self, group: dist.ProcessGroup, roll_call: RollCall) -> None:
         self.skip_checks: bool | Literal["after the next"] = False
@@ -149,6 +153,9 @@ class TorchExchanges(BufferedMessages):
 
     def give_up_stopped_after(self, seconds: float) -> None:
         pass  # nothing shows it here
+
+    def hand_over(self, patience: float) -> None:
+        self._messages.hand_over(patience)
 
     def close(self, reason: str) -> None:
         self._group.close(reason)

@@ -69,6 +69,10 @@ class TorchGroup:
         assert self._own is not None  # torch would take None for the default group
         return self._own
 
+    def works(self) -> bool:
+        """Return whether operations are possible still."""
+        return not (self._closed or self._broken) and os.getpid() == self._pid
+
     def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], timeout: float, operation: str = "all_reduce"
     ) -> None:

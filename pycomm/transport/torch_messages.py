@@ -7,10 +7,13 @@ another size fails by itself, without breaking the connection.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
 import time
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from datetime import timedelta
 from operator import index
 from typing import Any, SupportsIndex
 
@@ -103,6 +106,17 @@ class TorchMessages:
             left_over = self._left_over[peer, tag]
             posted = left_over.popleft() if left_over else self._post(peer, tag)
         return TorchReceipt(self, array, peer, tag, posted)
+
+    def hand_over(self, patience: float) -> None:
+        """Wait until torch has sent all messages: over Gloo, once their receivers have asked for them."""
+        if not self._group.works():
+            return
+        deadline = time.monotonic() + patience
+        with self._lock:
+            for peer in self._peers:
+                with contextlib.suppress(RuntimeError):  # the receiver is gone, or asks too late
+                    for work in itertools.chain.from_iterable(sent.works for sent in peer.sent):
+                        work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
 
     def _rank(self, name: str, value: int) -> int:
         rank = _index(name, value, self._group.size)

@@ -41,6 +41,13 @@ def test_attempts_of_one_rank_alone_leave_no_trace() -> None:
     assert not any(isinstance(outcome, Exception) for outcome in all_greet(store, 2))
 
 
+def test_no_empty_value_is_left_to_read() -> None:
+    """TCPStore without libuv takes 0.2 s to give one out, to whoever comes first to the next meeting."""
+    store = HashStore()
+    all_greet(store, 2)
+    assert all(store.get(f"pycomm/hello/{rank}") for rank in range(2))
+
+
 def test_a_rank_that_comes_again_is_waited_for() -> None:
     """One gives up after the others have read its greeting, and comes back: they start over with the new one."""
     store = HashStore()

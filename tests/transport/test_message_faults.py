@@ -93,6 +93,30 @@ def test_a_death_ends_a_wait_that_has_begun() -> None:
     communicator.close()
 
 
+@pytest.mark.parametrize("transport", ["shared_memory", "torch"])
+@on_ranks(2)
+def test_who_closes_early_is_received_by_who_comes_late(transport: str) -> None:
+    communicator = Communicator(timeout=TIMEOUT, transport=transport)
+    other = 1 - communicator.rank
+    for n in (3, 300_000):
+        communicator.send(torch.full((n,), float(communicator.rank)), other)
+    time.sleep(0.7 * communicator.rank)
+    for n in (3, 300_000):
+        x = torch.empty(n)
+        communicator.recv(x, other)
+        assert (x == other).all()
+    communicator.close()
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "torch"])
+@on_ranks(2, timeout=20)
+def test_closing_waits_for_nobody_who_is_gone_and_not_for_ever(transport: str) -> None:
+    communicator = Communicator(timeout=TIMEOUT, transport=transport)
+    communicator.send(torch.ones(300_000), 1 - communicator.rank)
+    communicator.barrier()  # rank 1 has sent, too, before rank 0 closes
+    communicator.close("nothing is wanted any more" if communicator.rank == 0 else None)
+
+
 @on_ranks(2)
 def test_what_was_sent_before_closing_is_received() -> None:
     communicator = Communicator(timeout=TIMEOUT)

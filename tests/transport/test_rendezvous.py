@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import json
 import mmap
 import os
@@ -178,7 +179,8 @@ def test_a_rank_that_fails_between_tells_the_others(monkeypatch: pytest.MonkeyPa
 
 
 def test_no_descriptor_leaks_from_a_failed_meeting() -> None:
+    gc.collect()  # what earlier tests have left to it is not to be closed meanwhile
     before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(CommError):
         swap_memory(HashStore(), 0, 2, 0.2)
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before

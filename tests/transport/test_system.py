@@ -66,6 +66,10 @@ def test_memory_of_control_groups_of_both_versions(tmp_path: Path, write: Write)
     assert _native.available_memory(root) == 1000
 
 
+def core_of_this_thread() -> int:
+    return int(Path("/proc/thread-self/stat").read_text().rpartition(") ")[2].split()[36])
+
+
 @pytest.fixture
 def on_cores() -> Iterator[Callable[[set[int]], int]]:
     """Return a function that starts an idle process, which may use those cores only, and returns its id."""
@@ -104,6 +108,24 @@ def test_pinned_processes_with_a_core_each(on_cores: Callable[[set[int]], int]) 
     os.sched_setaffinity(0, {first})
     assert not _native.have_a_core_each([on_first])
     assert _native.have_a_core_each([on_either]), "which has to move"
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="wants two cores")
+def test_a_thread_leaves_its_core_and_keeps_its_affinity() -> None:
+    before = os.sched_getaffinity(0)
+    for _ in range(20):
+        core = core_of_this_thread()
+        _native.leave_this_core()
+        assert core_of_this_thread() != core
+        assert os.sched_getaffinity(0) == before
+
+
+def test_a_thread_with_one_core_stays(on_cores: Callable[[set[int]], int]) -> None:
+    only = {max(os.sched_getaffinity(0))}
+    os.sched_setaffinity(0, only)
+    _native.leave_this_core()
+    assert os.sched_getaffinity(0) == only
+    assert core_of_this_thread() in only
 
 
 def test_cores_of_control_groups_of_both_versions(tmp_path: Path, write: Write) -> None:

@@ -50,6 +50,7 @@ SOURCES = (
         )
     ),
     *("csrc/execute/program.cpp", "csrc/execute/run.cpp", "csrc/base/parallel.cpp", "csrc/kernels/cpu/reduce.cpp"),
+    "csrc/kernels/cpu/absmax.cpp",
     "tests/tsan/driver.cpp",
     "tests/tsan/messages.cpp",
 )

@@ -68,6 +68,21 @@ class Floats {
     float* data_;
 };
 
+// What this rank reduces itself is somewhere else, where the array is large enough, and nothing in the array.
+void own_part_apart(SharedMemoryGroup& group, Floats& x, float sum) {
+    const auto mine = static_cast<float>(group.rank() + 1);
+    x.fill(mine);
+    const Range share = group.own_share(x.buffer());
+    std::vector<float> elsewhere(static_cast<size_t>(share.size()), mine);
+    std::fill(x.data() + share.begin, x.data() + share.end, -1.0f);
+    OwnPart own{share.begin, {}};
+    if (share.size() > 0) own.pieces.push_back({elsewhere.data(), share.size(), DType::kF32});
+    const float largest = group.all_reduce_apart(x.buffer(), own, ReduceOp::kSum, kTimeout);
+    std::fill(elsewhere.begin(), elsewhere.end(), -1.0f);
+    x.require_all(sum, "all_reduce_apart");
+    require(largest >= (share.size() > 0 ? mine : 0.0f) && largest <= static_cast<float>(group.size()), "largest");
+}
+
 // All collectives, again and again on the same arrays, which each rank fills anew as soon as it may.
 void collectives(SharedMemoryGroup& group, int64_t count, bool in_arena, int rounds) {
     const int size = group.size(), rank = group.rank();
@@ -77,6 +92,7 @@ void collectives(SharedMemoryGroup& group, int64_t count, bool in_arena, int rou
         x.fill(static_cast<float>(rank + 1));
         group.all_reduce(x.buffer(), ReduceOp::kSum, kTimeout);
         x.require_all(sum, "all_reduce");
+        own_part_apart(group, x, sum);
         x.fill(static_cast<float>(rank + 1));
         group.all_gather(whole.buffer(), x.buffer(), kTimeout);
         x.fill(0.0f);

@@ -18,6 +18,7 @@ constexpr double kFirstLookSeconds = 0.1, kLookSeconds = 0.1;
 bool is_possible(const Operation& operation, int size, int64_t file_bytes) {
     if (operation.kind > Kind::kReduceScatterV || static_cast<int>(operation.dtype) >= kNumDTypes) return false;
     if (static_cast<int>(operation.op) >= kNumReduceOps || operation.count < 0) return false;
+    if (operation.is_apart != 0 && (operation.is_apart != 1 || operation.offset < 0)) return false;
     if (operation.staging < 0 || operation.staging >= kNumStagings) return false;
     if (!(operation.slack >= -1.0f && operation.slack <= kMostSlack)) return false;  // nor is it NaN
     const bool has_root = operation.kind == Kind::kBroadcast || operation.kind == Kind::kReduce;
@@ -44,6 +45,7 @@ Call::Call(SharedMemoryGroup& group, const char* name, double timeout)
                        group.closed_ ? "closed" : "broken since an earlier failure", group.broken_.c_str()));
         }
         slot_ = group.num_calls_ & 1;
+        note_largest(0.0f);
         await_all();  // at once, except after a refusal that nobody had come for: its announcement must be read first
     } catch (...) {
         leave();
@@ -66,7 +68,7 @@ void Call::post_announcement(Operation mine) {
 
 void Call::announce(Operation mine) {
     const bool is_large = mine.count * size_of(mine.dtype) >= kUnequalBytes;
-    mine.staging = group_.staging_.next();
+    mine.staging = static_cast<int16_t>(group_.staging_.next());
     if (is_large && !group_.for_others_.crowded()) {
         mine.slack = static_cast<float>(std::min<double>(group_.slack_, kMostSlack));
     }
@@ -77,6 +79,10 @@ void Call::announce(Operation mine) {
     is_under_way_ = true;
     take_announcements(mine);
     compare();
+    if (is_large) {
+        slacks_ = group_.slacks_;
+        for (int p = 0; p < size(); ++p) group_.slacks_[static_cast<size_t>(p)] = announced(p).slack;
+    }
 }
 
 void Call::take_announcements(const Operation& mine) {
@@ -274,10 +280,27 @@ bool Call::any_in_arena() const {
     return false;
 }
 
-Shares Call::shares(int64_t num_bytes) const {
-    std::vector<double> slacks;
-    for (int p = 0; p < size(); ++p) slacks.push_back(announced(p).slack);
-    return Shares(slacks, num_bytes);
+bool Call::any_is_apart() const {
+    for (int p = 0; p < size(); ++p) {
+        if (announced(p).is_apart != 0) return true;
+    }
+    return false;
+}
+
+void Call::note_largest(float magnitude) {
+    std::atomic<float>& noted = control(rank()).largest[slot_];  // the next step of the clock publishes it
+    // Peers have the line in their caches, and it is nearly always 0.
+    if (noted.load(std::memory_order_relaxed) != magnitude) noted.store(magnitude, std::memory_order_relaxed);
+}
+
+Shares Call::shares(int64_t num_bytes) const { return Shares(slacks_.empty() ? group_.slacks_ : slacks_, num_bytes); }
+
+float Call::largest() const {
+    float out = 0.0f;
+    for (int p = 0; p < size(); ++p) {
+        out = larger(out, control(p).largest[slot_].load(std::memory_order_relaxed));
+    }
+    return out;
 }
 
 void Call::observe_staging(int64_t num_bytes, double seconds) {

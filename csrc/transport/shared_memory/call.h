@@ -1,6 +1,7 @@
 // Layout of the memory that ranks write for one another, and one operation in progress. For transport/ and execute/.
 #pragma once
 
+#include <cmath>
 #include <cstring>
 
 #include "base/error.h"
@@ -37,7 +38,8 @@ struct Operation {
     uint64_t schedule = 0;  // for kProgram: a digest of the table that all ranks must have
     int64_t offset = -1;    // of x in the announcing rank's file, -1: not there
     int64_t shadow = -1;    // for kProgram: of the array's shadow, see execute/run.h
-    int32_t staging = 0;    // as rank 0 announces it, all do: see staging.h
+    int16_t staging = 0;    // as rank 0 announces it, all do: see staging.h
+    int16_t is_apart = 0;   // what this rank reduces itself lies elsewhere
     float slack = -1.0f;    // for how long this rank waits for others as a rule, in seconds; -1: see shares.h
 
     // Bytes of an element of the array at `offset`, or at `shadow`. A program sums means of half types as floats.
@@ -61,6 +63,7 @@ struct Control {
     // Valid once gave_up is set: the step that this rank did not end, the rank that failed (-1: itself), and why.
     uint32_t failed_step;
     int32_t failed_peer;
+    std::atomic<float> largest[2];  // goes with announced[i]: magnitude in what this rank did not copy into its array
     char why[512];
     char refusal[2][512];   // goes with announced[i] of Kind::kRefused
     char algorithm[2][64];  // goes with announced[i] of Kind::kProgram
@@ -94,6 +97,9 @@ inline int64_t post_office_at(int size) {
 
 // Offset of the arena, whose blocks are mapped by themselves now and then: whole pages of this machine.
 inline int64_t header_bytes(int size) { return whole_pages(post_office_at(size) + post_office_bytes(size)); }
+
+// The larger one of two magnitudes; NaN is the largest.
+inline float larger(float a, float b) { return a >= b || std::isnan(a) ? a : b; }
 
 // One operation: the lock, the steps and the errors. The collectives are written with its methods.
 class Call {
@@ -137,7 +143,13 @@ class Call {
     bool is_in_arena(int p) const { return announced(p).offset >= 0; }
     bool all_in_arenas() const;
     bool any_in_arena() const;
+    bool any_is_apart() const;
+    // They follow from what ranks told in the large operation before this one, so that they are known when it begins.
     Shares shares(int64_t num_bytes) const;
+    // Before this rank's last step, or its announcement.
+    void note_largest(float magnitude);
+    // Of all ranks; once all have ended their last step.
+    float largest() const;
     Staging how_to_stage() const { return staging_of(announced(0).staging); }
     void observe_staging(int64_t num_bytes, double seconds);
     char* in_arena(int p) const { return in_file(p, announced(p).offset); }
@@ -179,8 +191,9 @@ class Call {
     const char* name_;
     double timeout_;
     uint32_t slot_;
-    bool is_under_way_ = false;  // all ranks have come
-    double next_look_;           // at the peers' processes, in seconds of waiting
+    std::vector<double> slacks_;  // as the large operation before this one told them; none until this one is announced
+    bool is_under_way_ = false;   // all ranks have come
+    double next_look_;            // at the peers' processes, in seconds of waiting
     int stopped_ = -1;  // the first rank that was seen stopped at the last look, and how long this call had waited then
     double stopped_since_ = 0.0;
 };

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/time.h"
+#include "kernels/absmax.h"
 #include "transport/shared_memory/moves.h"
 
 namespace pycomm {
@@ -35,6 +36,49 @@ void all_reduce_mailbox(Call& call, const Buffer& x, ReduceOp op) {
             copy(x.bytes() + part.begin * width, call.staged_result(p, 0) + part.begin * width, part.size() * width);
         }
     }
+}
+
+// Elements are reduced so many at a time where their magnitudes are looked at, too: they are in the cache then.
+constexpr int64_t kBlockElements = 16 << 10;
+
+// Reduces, where all arrays are in arenas, this rank's elements, to which it contributes `own`.
+float reduce_apart(const Call& call, const Buffer& x, const OwnPart& own, ReduceOp op) {
+    float largest = 0.0f;
+    int64_t at = own.begin;
+    for (const Buffer& piece : own.pieces) {
+        for (int64_t done = 0; done < piece.count; done += kBlockElements) {
+            const int64_t offset = (at + done) * size_of(x.dtype);
+            const Buffer block{piece.bytes() + done * size_of(x.dtype), std::min(kBlockElements, piece.count - done),
+                               x.dtype};
+            const bool is_elsewhere = block.data != x.bytes() + offset;
+            if (is_elsewhere) largest = larger(largest, absmax({block}, 1));
+            std::vector<void*> outs = {x.bytes() + offset};
+            for (int p = 0; p < call.size(); ++p) {
+                if (p != call.rank()) outs.push_back(call.in_arena(p) + offset);
+            }
+            // Of the outputs, this rank's own has not been read.
+            reduce_from(
+                call, outs, x.dtype, op, block.count,
+                [&](int p) { return p == call.rank() ? block.bytes() : call.in_arena(p) + offset; },
+                is_elsewhere ? 1 : 0);
+        }
+        at += piece.count;
+    }
+    return largest;
+}
+
+// Copies `own` to its place. Returns the largest magnitude in what was not there yet.
+float put_in_place(const Buffer& x, const OwnPart& own) {
+    float largest = 0.0f;
+    char* to = x.bytes() + own.begin * size_of(x.dtype);
+    for (const Buffer& piece : own.pieces) {
+        if (piece.data != to) {
+            largest = larger(largest, absmax({piece}, 1));
+            copy(to, piece.bytes(), piece.num_bytes());
+        }
+        to += piece.num_bytes();
+    }
+    return largest;
 }
 
 // The result goes to every rank, or to one. Where it goes to one, all work on it, and x is left as it is elsewhere.
@@ -125,14 +169,50 @@ Operation announcement(const SharedMemoryGroup& group, Kind kind, const Buffer& 
 }  // namespace
 
 void SharedMemoryGroup::all_reduce(const Buffer& x, ReduceOp op, double timeout) {
+    all_reduce_apart(x, {}, op, timeout);
+}
+
+int64_t OwnPart::count() const {
+    int64_t out = 0;
+    for (const Buffer& piece : pieces) out += piece.count;
+    return out;
+}
+
+Range SharedMemoryGroup::own_share(const Buffer& x) {
+    const bool is_looked_at = x.dtype == DType::kF32 || x.dtype == DType::kF16 || x.dtype == DType::kBF16;
+    if (size_ == 1 || !is_looked_at || x.num_bytes() < kUnequalBytes || offset_of(x) < 0) return {0, 0};
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return Shares(slacks_, x.num_bytes()).of(x.count, rank_);
+}
+
+float SharedMemoryGroup::all_reduce_apart(const Buffer& x, const OwnPart& own, ReduceOp op, double timeout) {
     Call call(*this, "all_reduce", timeout);
-    bool in_mailbox = x.num_bytes() <= kMailboxBytes;
+    const bool in_mailbox = x.num_bytes() <= kMailboxBytes;
+    Operation mine = announcement(*this, Kind::kAllReduce, x, op, 0);
+    if (!own.pieces.empty()) {
+        const Range share = call.shares(x.num_bytes()).of(x.count, rank_);
+        const bool is_my_share = own.begin == share.begin && own.count() == share.size();
+        mine.is_apart = size_ > 1 && !in_mailbox && mine.offset >= 0 && is_my_share;
+        if (mine.is_apart == 0) call.note_largest(put_in_place(x, own));
+    }
     if (in_mailbox) copy(call.mailbox(rank_), x.bytes(), x.num_bytes());
-    call.announce(announcement(*this, Kind::kAllReduce, x, op, 0));
-    if (size_ == 1 || x.count == 0) return;
-    if (in_mailbox) return all_reduce_mailbox(call, x, op);
-    if (call.all_in_arenas()) return all_reduce_direct(call, x, op);
-    all_reduce_staged(call, x, op);
+    call.announce(mine);
+    if (size_ == 1 || x.count == 0) return call.largest();
+    if (in_mailbox) {
+        all_reduce_mailbox(call, x, op);
+    } else if (!call.all_in_arenas()) {
+        if (call.any_is_apart()) {  // that of some rank lies elsewhere: other parts of it are asked for then
+            if (mine.is_apart != 0) call.note_largest(put_in_place(x, own));
+            call.step();
+        }
+        all_reduce_staged(call, x, op);
+    } else if (mine.is_apart != 0) {
+        call.note_largest(reduce_apart(call, x, own, op));
+        call.step();
+    } else {
+        all_reduce_direct(call, x, op);
+    }
+    return call.largest();
 }
 
 void SharedMemoryGroup::reduce(const Buffer& x, int root, ReduceOp op, double timeout) {

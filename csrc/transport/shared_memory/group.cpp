@@ -43,6 +43,7 @@ SharedMemoryGroup::SharedMemoryGroup(int rank, std::shared_ptr<Arena> arena,
       file_bytes_(arena->mapping()->num_bytes()),
       check_signals_(std::move(check_signals)),
       arena_(std::move(arena)),
+      slacks_(peers_.size(), -1.0),
       announced_(peers_.size()),
       names_(std::move(names)),
       pid_(getpid()) {

@@ -33,6 +33,7 @@
 
 #include "base/buffer.h"
 #include "base/descriptor.h"
+#include "base/parallel.h"
 #include "kernels/reduce_op.h"
 #include "transport/shared_memory/arena.h"
 #include "transport/shared_memory/at_fork.h"
@@ -44,6 +45,14 @@ namespace pycomm {
 struct Control;
 struct Operation;
 class Messages;
+
+// What a rank puts in for elements of an array that it is to reduce itself, where it has not copied them into the
+// array.
+struct OwnPart {
+    int64_t begin = 0;           // of the first element
+    std::vector<Buffer> pieces;  // one after the other; in the array only where they are at their place
+    int64_t count() const;
+};
 
 class SharedMemoryGroup : private ForkAware {
    public:
@@ -62,6 +71,13 @@ class SharedMemoryGroup : private ForkAware {
 
     // In place. timeout in seconds, for every wait inside.
     void all_reduce(const Buffer& x, ReduceOp op, double timeout);
+    // The elements that this rank will reduce itself in the next all_reduce of an array of floats like x, which lies in
+    // an arena as those of all ranks do. It may leave its own part of them elsewhere: nobody else reads that. None
+    // where that is not worth while.
+    Range own_share(const Buffer& x);
+    // The same as all_reduce, with such a part. Returns the largest magnitude in the parts of all ranks, NaN if there
+    // is one: who packs arrays has looked at what it packed only.
+    float all_reduce_apart(const Buffer& x, const OwnPart& own, ReduceOp op, double timeout);
     // The reduction of all ranks' x becomes that of rank `root`; the others' are left as they are.
     void reduce(const Buffer& x, int root, ReduceOp op, double timeout);
     // out: part `rank` of the reduction of x; x.count == size * out.count.
@@ -133,6 +149,7 @@ class SharedMemoryGroup : private ForkAware {
     // Here somebody works for us: to sleep would make it wait for us in turn, until both sleep in every step.
     Patience between_steps_{2e-3};
     StagingChoice staging_;             // of rank 0
+    std::vector<double> slacks_;        // all ranks', as they announced them for the last large operation
     double slack_ = 0.0;                // this rank's usual wait for others before a large operation, in seconds
     uint32_t clock_ = 0;                // steps this rank has taken
     uint32_t num_calls_ = 0;            // announcements made

@@ -104,9 +104,10 @@ struct Loops {
     void (*step)(const StepTerms& terms);
 
     // outs[j][i] = op over p of inputs[p][i], in the order of p; half types accumulate in float, kMean multiplies the
-    // sum by 1/num_inputs before the one rounding. An output may be exactly an input.
+    // sum by 1/num_inputs before the one rounding. An output may be exactly an input. The first num_streamed outputs
+    // are streamed, if these are aligned.
     void (*reduce)(void* const* outs, int num_outs, const void* const* inputs, int num_inputs, DType dtype, ReduceOp op,
-                   int64_t count, Store store);
+                   int64_t count, int num_streamed);
 
     // Appends every i with bits(|x[i]|) > threshold, in order, while there is room for a whole vector more.
     // Returns how many elements were looked at: less than count when `capacity` was too small.

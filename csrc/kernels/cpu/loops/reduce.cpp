@@ -15,16 +15,17 @@ inline Vec combine(Vec a, Vec b) {
 template <ReduceOp kOp, class T>
 class FloatReduction {
    public:
-    FloatReduction(void* const* outs, int num_outs, const void* const* inputs, int num_inputs)
+    FloatReduction(void* const* outs, int num_outs, const void* const* inputs, int num_inputs, int num_streamed)
         : outs_(outs),
           num_outs_(num_outs),
+          num_streamed_(num_streamed),
           inputs_(inputs),
           num_inputs_(num_inputs),
           inverse_(splat(1.0f / static_cast<float>(num_inputs))) {}
 
-    void run(int64_t count, bool streaming) const {
+    void run(int64_t count) const {
         int64_t i = 0;
-        if (streaming) {
+        if (num_streamed_ > 0) {
             for (; i + kBlock <= count; i += kBlock) block<true>(i);
             fence_streams();
         }
@@ -53,19 +54,19 @@ class FloatReduction {
             for (int u = 0; u < kUnroll; ++u) sum[u] = combine<kOp>(sum[u], load(input(p) + i + u * kLanes));
         }
         for (int u = 0; u < kUnroll; ++u) sum[u] = finish(sum[u]);
-        for (int o = 0; o < num_outs_; ++o) {
-            for (int u = 0; u < kUnroll; ++u) {
-                if constexpr (kStreaming) {
-                    stream(output(o) + i + u * kLanes, sum[u]);
-                } else {
-                    store(output(o) + i + u * kLanes, sum[u]);
-                }
+        int o = 0;
+        if constexpr (kStreaming) {
+            for (; o < num_streamed_; ++o) {
+                for (int u = 0; u < kUnroll; ++u) stream(output(o) + i + u * kLanes, sum[u]);
             }
+        }
+        for (; o < num_outs_; ++o) {
+            for (int u = 0; u < kUnroll; ++u) store(output(o) + i + u * kLanes, sum[u]);
         }
     }
 
     void* const* outs_;
-    int num_outs_;
+    int num_outs_, num_streamed_;
     const void* const* inputs_;
     int num_inputs_;
     Vec inverse_;
@@ -112,7 +113,7 @@ void reduce_scalars(void* const* outs, int num_outs, const void* const* inputs, 
 
 template <ReduceOp kOp>
 void reduce_typed(void* const* outs, int num_outs, const void* const* inputs, int num_inputs, DType dtype,
-                  int64_t count, bool streaming) {
+                  int64_t count, int num_streamed) {
     switch (dtype) {
         case DType::kI8:
             return reduce_scalars<kOp, int8_t>(outs, num_outs, inputs, num_inputs, count);
@@ -129,7 +130,7 @@ void reduce_typed(void* const* outs, int num_outs, const void* const* inputs, in
         if (dtype == DType::kF64) return reduce_scalars<kOp, double>(outs, num_outs, inputs, num_inputs, count);
         with_float_type(dtype, [&](auto* t) {
             using T = std::remove_pointer_t<decltype(t)>;
-            FloatReduction<kOp, T>(outs, num_outs, inputs, num_inputs).run(count, streaming);
+            FloatReduction<kOp, T>(outs, num_outs, inputs, num_inputs, num_streamed).run(count);
         });
     }
 }
@@ -137,26 +138,27 @@ void reduce_typed(void* const* outs, int num_outs, const void* const* inputs, in
 }  // namespace
 
 void reduce(void* const* outs, int num_outs, const void* const* inputs, int num_inputs, DType dtype, ReduceOp op,
-            int64_t count, Store mode) {
-    bool streaming = mode == Store::kStreaming;
-    for (int o = 0; o < num_outs; ++o) streaming = streaming && is_aligned(outs[o], 64);
+            int64_t count, int num_streamed) {
+    for (int o = 0; o < num_streamed; ++o) {
+        if (!is_aligned(outs[o], 64)) num_streamed = 0;
+    }
     switch (op) {
         case ReduceOp::kSum:
-            return reduce_typed<ReduceOp::kSum>(outs, num_outs, inputs, num_inputs, dtype, count, streaming);
+            return reduce_typed<ReduceOp::kSum>(outs, num_outs, inputs, num_inputs, dtype, count, num_streamed);
         case ReduceOp::kMean:
-            return reduce_typed<ReduceOp::kMean>(outs, num_outs, inputs, num_inputs, dtype, count, streaming);
+            return reduce_typed<ReduceOp::kMean>(outs, num_outs, inputs, num_inputs, dtype, count, num_streamed);
         case ReduceOp::kMin:
-            return reduce_typed<ReduceOp::kMin>(outs, num_outs, inputs, num_inputs, dtype, count, streaming);
+            return reduce_typed<ReduceOp::kMin>(outs, num_outs, inputs, num_inputs, dtype, count, num_streamed);
         case ReduceOp::kMax:
-            return reduce_typed<ReduceOp::kMax>(outs, num_outs, inputs, num_inputs, dtype, count, streaming);
+            return reduce_typed<ReduceOp::kMax>(outs, num_outs, inputs, num_inputs, dtype, count, num_streamed);
         case ReduceOp::kProduct:
-            return reduce_typed<ReduceOp::kProduct>(outs, num_outs, inputs, num_inputs, dtype, count, streaming);
+            return reduce_typed<ReduceOp::kProduct>(outs, num_outs, inputs, num_inputs, dtype, count, num_streamed);
         case ReduceOp::kAnd:
-            return reduce_typed<ReduceOp::kAnd>(outs, num_outs, inputs, num_inputs, dtype, count, streaming);
+            return reduce_typed<ReduceOp::kAnd>(outs, num_outs, inputs, num_inputs, dtype, count, num_streamed);
         case ReduceOp::kOr:
-            return reduce_typed<ReduceOp::kOr>(outs, num_outs, inputs, num_inputs, dtype, count, streaming);
+            return reduce_typed<ReduceOp::kOr>(outs, num_outs, inputs, num_inputs, dtype, count, num_streamed);
         case ReduceOp::kXor:
-            return reduce_typed<ReduceOp::kXor>(outs, num_outs, inputs, num_inputs, dtype, count, streaming);
+            return reduce_typed<ReduceOp::kXor>(outs, num_outs, inputs, num_inputs, dtype, count, num_streamed);
     }
 }
 

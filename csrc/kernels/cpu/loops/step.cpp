@@ -288,7 +288,7 @@ void step_shared_by_parts(StepTerms terms) {
     Room room;
     if (terms.num_terms > 0) {
         void* out = room.bytes;
-        reduce(&out, 1, terms.terms, terms.num_terms, terms.grad_dtype, terms.reduction, terms.count, Store::kCached);
+        reduce(&out, 1, terms.terms, terms.num_terms, terms.grad_dtype, terms.reduction, terms.count, 0);
         terms.grad = out;
     }
     step_once(terms);

@@ -1,0 +1,331 @@
+// Ring of the last operations on a group of ranks, for the flight recorder. Operations of 1 KB take 2 us, call
+// and all: what notes them must take a small part of that, which Python would not.
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "base/dtype.h"
+#include "base/error.h"
+#include "base/time.h"
+#include "bindings/bindings.h"
+#include "bindings/glance.h"
+
+namespace pycomm {
+
+namespace py = pybind11;
+
+namespace {
+
+// What is known of operations of this thread besides their arguments. Whoever sets it puts the old back.
+struct Mark {
+    PyObject* label = nullptr;     // what they are about
+    PyObject* line = nullptr;      // line of the script that submitted the present job
+    PyObject* listener = nullptr;  // called with true before, and false after each of them
+};
+thread_local Mark mark;
+
+py::object or_none(PyObject* object) {
+    return object == nullptr ? py::object(py::none()) : py::reinterpret_borrow<py::object>(object);
+}
+
+// Whose the lines of a file are: ours, a library's, or the script's. Told by the folders that it may be in.
+enum class Origin { kOwn, kLibrary, kScript };
+
+class Origins {
+   public:
+    void set(std::vector<std::string> own, std::vector<std::string> libraries) {
+        own_ = std::move(own);
+        libraries_ = std::move(libraries);
+        known_.clear();
+    }
+
+    // By the object that holds the file's name, which all functions of a file have in common.
+    Origin of(PyObject* name) {
+        auto found = known_.find(name);
+        if (found != known_.end()) return found->second.second;
+        if (known_.size() >= kMost) known_.clear();
+        const char* text = PyUnicode_AsUTF8(name);
+        if (text == nullptr) PyErr_Clear();
+        const std::string_view file = text == nullptr ? "" : text;
+        const Origin origin = is_below(own_, file)         ? Origin::kOwn
+                              : is_below(libraries_, file) ? Origin::kLibrary
+                                                           : Origin::kScript;
+        known_.emplace(name, std::make_pair(py::reinterpret_borrow<py::object>(name), origin));
+        return origin;
+    }
+
+   private:
+    static bool is_below(const std::vector<std::string>& prefixes, std::string_view file) {
+        return std::any_of(prefixes.begin(), prefixes.end(),
+                           [&](const std::string& prefix) { return file.substr(0, prefix.size()) == prefix; });
+    }
+
+    static constexpr size_t kMost = 4096;  // names of code that was made at run time are not kept for ever
+    std::vector<std::string> own_, libraries_;
+    std::unordered_map<PyObject*, std::pair<py::object, Origin>> known_;
+};
+
+Origins& origins() {
+    static Origins* files = new Origins;  // never destroyed: the interpreter ends before static objects do
+    return *files;
+}
+
+// A place in a function; which line that is, takes longer to find out than all the rest, and is found when asked for.
+struct Line {
+    py::object code;
+    int place = 0;  // of an instruction; up to Python 3.10 it is the line
+};
+
+#if PY_VERSION_HEX >= 0x030B0000
+int place_of(PyFrameObject* frame) { return PyFrame_GetLasti(frame); }
+int number_of(PyCodeObject* code, int place) { return PyCode_Addr2Line(code, place); }
+#else
+int place_of(PyFrameObject* frame) { return PyFrame_GetLineNumber(frame); }
+int number_of(PyCodeObject*, int place) { return place; }
+#endif
+
+// The innermost line of the script, from the function outwards that has called this; if there is none, of a library
+// that called us; none on threads of our own.
+Line line_of_caller() {
+    Line library;
+    auto frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
+    while (frame) {
+        auto* at = reinterpret_cast<PyFrameObject*>(frame.ptr());
+        auto code = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(at)));
+        const Origin origin = origins().of(reinterpret_cast<PyCodeObject*>(code.ptr())->co_filename);
+        if (origin == Origin::kScript) return {std::move(code), place_of(at)};
+        if (origin == Origin::kLibrary && !library.code) library = {std::move(code), place_of(at)};
+        frame = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(at)));
+    }
+    return library;
+}
+
+py::object as_tuple(const Line& line, PyObject* otherwise) {
+    if (!line.code) return or_none(otherwise);
+    auto* code = reinterpret_cast<PyCodeObject*>(line.code.ptr());
+    return py::make_tuple(or_none(code->co_filename), number_of(code, line.place), or_none(code->co_name));
+}
+
+struct Operation {
+    uint64_t ticket = 0;  // counts all operations of the ring, from 1 on
+    int64_t number = 0;   // counts collectives only
+    py::object name, detail, label, submitted, error;
+    py::object dtype;
+    int64_t elements = -1;
+    Line line;
+    double began = 0.0, ended = 0.0;  // 0: it has not
+};
+
+class FlightRing {
+   public:
+    explicit FlightRing(int64_t length) {
+        if (length < 1) throw ArgumentError("length must be at least 1");
+        operations_.resize(static_cast<size_t>(length));
+    }
+
+    Operation& begin(bool collective) {
+        Operation& next = operations_[tickets_++ % operations_.size()];
+        next.ticket = tickets_;
+        if (collective) ++count_;
+        next.number = count_;
+        next.error = py::none();
+        next.ended = 0.0;
+        return next;
+    }
+    // Of an operation that began at that time.
+    void finish(uint64_t ticket, double began, bool collective, py::object error) {
+        const double ended = monotonic_seconds();
+        if (collective) seconds_ += ended - began;
+        Operation& found = operations_[(ticket - 1) % operations_.size()];
+        if (found.ticket != ticket) return;  // others have come meanwhile
+        found.ended = ended;
+        found.error = std::move(error);
+    }
+
+    int64_t count() const { return count_; }
+    double seconds() const { return seconds_; }
+    py::list entries() const {
+        py::list found;
+        const uint64_t size = operations_.size();
+        for (uint64_t k = tickets_ < size ? 0 : tickets_ - size; k < tickets_; ++k) {
+            const Operation& one = operations_[k % size];
+            py::object elements = one.elements < 0 ? py::object(py::none()) : py::object(py::int_(one.elements));
+            py::object ended = one.ended == 0.0 ? py::object(py::none()) : py::object(py::float_(one.ended));
+            found.append(py::make_tuple(one.number, one.name, one.dtype, elements, one.detail, one.label,
+                                        as_tuple(one.line, one.submitted.ptr()), one.began, ended, one.error));
+        }
+        return found;
+    }
+
+   private:
+    std::vector<Operation> operations_;
+    uint64_t tickets_ = 0;
+    int64_t count_ = 0;
+    double seconds_ = 0.0;
+};
+
+// A function that notes, and calls, another one.
+struct Watched {
+    std::shared_ptr<FlightRing> ring;
+    py::object name, call, describe, failed;
+    Py_ssize_t array, first_noted, end_noted;
+    bool collective;
+};
+
+// Nothing that could hold on to memory, or do something when it is written down.
+py::object plain(PyObject* object) {
+    const bool is_plain = PyUnicode_CheckExact(object) || PyLong_CheckExact(object) || object == Py_None;
+    return is_plain ? or_none(object) : py::object(py::str(Py_TYPE(object)->tp_name));
+}
+
+// One argument, or a tuple of them.
+py::object noted(const Watched& self, PyObject* const* args, Py_ssize_t count) {
+    const Py_ssize_t end = std::min(self.end_noted, count);
+    if (end <= self.first_noted) return py::tuple();
+    if (end == self.first_noted + 1) return plain(args[self.first_noted]);
+    py::tuple found(end - self.first_noted);
+    for (Py_ssize_t i = self.first_noted; i < end; ++i) found[i - self.first_noted] = plain(args[i]);
+    return found;
+}
+
+void describe_array(const Watched& self, PyObject* array, Operation& out) {
+    static PyObject** const names = [] {
+        auto* made = new PyObject*[16]();
+        return made;
+    }();
+    Glance seen;
+    if (glance(array, seen, true)) {
+        const auto k = static_cast<size_t>(seen.buffer.dtype) % 16;
+        if (names[k] == nullptr) names[k] = PyUnicode_FromString(name_of(seen.buffer.dtype));
+        out.dtype = or_none(names[k]);
+        out.elements = seen.buffer.count;
+        return;
+    }
+    auto told = py::reinterpret_steal<py::object>(PyObject_CallOneArg(self.describe.ptr(), array));
+    if (!told) {
+        PyErr_Clear();
+        return;
+    }
+    auto pair = py::reinterpret_borrow<py::tuple>(told);
+    out.dtype = pair[0];
+    out.elements = pair[1].cast<int64_t>();
+}
+
+struct Begun {
+    uint64_t ticket;
+    double when;
+};
+
+Begun note(const Watched& self, PyObject* const* args, Py_ssize_t count) {
+    Operation& made = self.ring->begin(self.collective);
+    made.name = self.name;
+    made.dtype = py::none();
+    made.elements = -1;
+    made.detail = noted(self, args, count);
+    made.label = or_none(mark.label);
+    made.submitted = or_none(mark.line);
+    made.line = line_of_caller();
+    const Begun begun{made.ticket, made.began = monotonic_seconds()};
+    if (self.array >= 0 && self.array < count) describe_array(self, args[self.array], made);
+    return begun;
+}
+
+// The error that is set becomes the operation's, and stays set.
+void note_error(const Watched& self, const Begun& begun) {
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_NormalizeException(&type, &value, &trace);
+    auto text = py::reinterpret_steal<py::object>(PyObject_Str(value));
+    if (!text) PyErr_Clear();
+    if (!text) text = py::str(Py_TYPE(value)->tp_name);
+    self.ring->finish(begun.ticket, begun.when, self.collective, std::move(text));
+    if (!self.failed.is_none()) {
+        auto told = py::reinterpret_steal<py::object>(PyObject_CallOneArg(self.failed.ptr(), value));
+        if (!told) PyErr_WriteUnraisable(self.failed.ptr());
+    }
+    PyErr_Restore(type, value, trace);
+}
+
+void tell_listener(PyObject* begins) {
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    auto told = py::reinterpret_steal<py::object>(PyObject_CallOneArg(mark.listener, begins));
+    if (!told) PyErr_WriteUnraisable(mark.listener);
+    PyErr_Restore(type, value, trace);
+}
+
+PyObject* call_watched(PyObject* capsule, PyObject* const* args, Py_ssize_t count) {
+    const auto& self = *static_cast<Watched*>(PyCapsule_GetPointer(capsule, nullptr));
+    const Begun begun = note(self, args, count);
+    if (mark.listener != nullptr) tell_listener(Py_True);
+    PyObject* result = PyObject_Vectorcall(self.call.ptr(), args, static_cast<size_t>(count), nullptr);
+    if (result == nullptr) {
+        note_error(self, begun);
+    } else {
+        self.ring->finish(begun.ticket, begun.when, self.collective, py::none());
+    }
+    if (mark.listener != nullptr) tell_listener(Py_False);
+    return result;
+}
+
+PyMethodDef watched_method = {"operation", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call_watched)),
+                              METH_FASTCALL, nullptr};
+
+py::object watch(std::shared_ptr<FlightRing> ring, py::object name, py::object call, Py_ssize_t array,
+                 Py_ssize_t first_noted, Py_ssize_t end_noted, bool collective, py::object describe,
+                 py::object failed) {
+    auto made =
+        std::make_unique<Watched>(Watched{std::move(ring), std::move(name), std::move(call), std::move(describe),
+                                          std::move(failed), array, first_noted, end_noted, collective});
+    py::capsule capsule(made.release(), [](void* watched) { delete static_cast<Watched*>(watched); });
+    return py::reinterpret_steal<py::object>(PyCFunction_New(&watched_method, capsule.ptr()));
+}
+
+// Returns what was there before, to be put back.
+py::tuple exchange_mark(py::object label, py::object line) {
+    py::tuple before = py::make_tuple(or_none(mark.label), or_none(mark.line));
+    Py_XDECREF(mark.label);
+    Py_XDECREF(mark.line);
+    mark.label = label.is_none() ? nullptr : label.release().ptr();
+    mark.line = line.is_none() ? nullptr : line.release().ptr();
+    return before;
+}
+
+// Likewise.
+py::object exchange_listener(py::object listener) {
+    py::object before = or_none(mark.listener);
+    Py_XDECREF(mark.listener);
+    mark.listener = listener.is_none() ? nullptr : listener.release().ptr();
+    return before;
+}
+
+}  // namespace
+
+void bind_flight_ring(py::module_& module) {
+    py::class_<FlightRing, std::shared_ptr<FlightRing>>(module, "FlightRing")
+        .def(py::init<int64_t>(), py::arg("length"))
+        .def("entries", &FlightRing::entries)
+        .def_property_readonly("count", &FlightRing::count)
+        .def_property_readonly("seconds", &FlightRing::seconds);
+    module.def("watch_operation", &watch, py::arg("ring"), py::arg("name"), py::arg("call"), py::arg("array"),
+               py::arg("first_noted"), py::arg("end_noted"), py::arg("collective"), py::arg("describe"),
+               py::arg("failed"));
+    module.def("exchange_mark", &exchange_mark, py::arg("label"), py::arg("line"));
+    module.def("exchange_listener", &exchange_listener, py::arg("listener"));
+    module.def("line_of_caller", [] { return as_tuple(line_of_caller(), mark.line); });
+    module.def(
+        "set_origins",
+        [](std::vector<std::string> own, std::vector<std::string> libraries) {
+            origins().set(std::move(own), std::move(libraries));
+        },
+        py::arg("own"), py::arg("libraries"));
+}
+
+}  // namespace pycomm
