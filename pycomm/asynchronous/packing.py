@@ -38,6 +38,9 @@ class _Alone:
         """Reduce ``x`` over everyone."""
         self._pass(x, x)
 
+    def own_share(self, x: torch.Tensor, algorithm: str) -> None:
+        """Return what need not be packed: nothing, as all of it goes to somebody else."""
+
     def _pass(self, x: torch.Tensor, out: torch.Tensor) -> None:
         raise NotImplementedError
 

@@ -128,6 +128,18 @@ class Exchange(Protocol):
     def stats(self) -> dict[str, int]:
         """Return the method's own counters, which add up over buckets. Waits."""
 
+    def measure_next(self) -> None:
+        """Measure in the next exchange what it leaves out, which reads the gradients twice more."""
+
+    def measured(self) -> tuple[float, float] | None:
+        """Return squared norms, which add up over buckets, of the last exchange that was measured. Waits.
+
+        They are those of what there was to send, and of what of it was left; ``None`` if there are none.
+        """
+
+    def squared_residual(self) -> float | None:
+        """Return the squared norm of what is left of all steps, which is read; ``None`` if none is kept. Waits."""
+
     def state(self) -> State:
         """Return what is carried from step to step (not copied)."""
 
@@ -169,6 +181,15 @@ class Defaults:
 
     def stats(self) -> dict[str, int]:
         return {}
+
+    def measure_next(self) -> None:
+        pass
+
+    def measured(self) -> tuple[float, float] | None:
+        return None
+
+    def squared_residual(self) -> float | None:
+        return None
 
     def state(self) -> State:
         return {}

@@ -45,12 +45,31 @@ class DenseExchange(Defaults):
         self._bucket = bucket
         self._communicator = communicator
         self._all_used_here = True
+        self._nonfinite_source: str | None = None
 
     def exchange(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
+        bucket, op = self._bucket, "mean" if scaling.average else "sum"
         self._all_used_here = all(grad is not None for grad in grads)
-        self._bucket.gather(grads, scaling.local, scaling.fingerprint)
-        reduce_message(self._communicator, self._bucket, self._bucket.memory, "mean" if scaling.average else "sum")
-        self.bytes_sent += self._bucket.memory.nbytes
+        own = self._own_share()
+        pieces = bucket.gather(grads, scaling.local, scaling.fingerprint, own)
+        found = self._find_source(grads)
+        if own is None:
+            reduce_message(self._communicator, bucket, bucket.memory, op)
+        else:
+            largest = self._communicator.channel.all_reduce_apart(bucket.memory, op, own.start, pieces)
+            if not largest < bucket.limit(bucket.dtype):
+                bucket.too_large_flag.fill_(1.0)
+        if not found and self._is_too_large():
+            # Of this rank's, some were not looked at before; those in the bucket have become sums.
+            self._find_source([None if grad is None or bucket.holds(i, grad) else grad for i, grad in enumerate(grads)])
+        self.bytes_sent += bucket.memory.nbytes
+
+    def _own_share(self) -> slice | None:
+        """Return the elements that this rank need not copy into the bucket, as it will reduce them itself."""
+        bucket = self._bucket
+        if bucket.on_gpu or bucket.shares is not None:
+            return None
+        return self._communicator.own_share(bucket.memory, bucket.algorithm)
 
     def finite(self) -> Flag:
         return as_flag(self._bucket.finite(), self._bucket)
@@ -66,8 +85,23 @@ class DenseExchange(Defaults):
             return [True] * len(self._bucket.names)
         return [flag != 0.0 for flag in self._bucket.used_flags.tolist()]
 
+    def _is_too_large(self) -> bool:
+        """Return whether flags say so: of this rank's gradients, or of all once they are summed. Not asked of GPUs."""
+        return not self._bucket.on_gpu and float(self._bucket.too_large_flag) != 0.0
+
+    def _find_source(self, grads: Sequence[torch.Tensor | None]) -> bool:
+        """Note the first of these gradients that is not finite, if flags say so; return if there is one."""
+        if not self._is_too_large():
+            return False
+        for name, grad in zip(self._bucket.names, grads, strict=True):
+            if grad is not None and not bool(torch.isfinite(grad).all()):
+                self._nonfinite_source = f"parameter {name!r} on rank {self._communicator.rank}"
+                return True
+        self._nonfinite_source = None  # it was that of an earlier step
+        return False
+
     def nonfinite_source(self) -> str | None:
-        return None
+        return self._nonfinite_source
 
     def load_state(self, state: State) -> None:
         pass

@@ -78,7 +78,8 @@ class CodecExchange:
         self._accumulated: Accumulated | None = None
         self._kept: torch.Tensor | None = None  # the old residual, where memories cannot change places
         self._nonfinite_sources = torch.zeros(communicator.size, dtype=torch.int64, device=bucket.device)
-        self._all_used_here = True
+        self._all_used_here, self._measures = True, False
+        self._measured: tuple[torch.Tensor, torch.Tensor] | None = None  # squared norms, before and after sending
         self._accumulate_scratch, self._finish_scratch = kernels.Scratch(), kernels.Scratch()
 
     transactional = True
@@ -111,7 +112,11 @@ class CodecExchange:
             scratch=self._accumulate_scratch,
         )
         self._accumulated = Accumulated(flat, velocity, scaling.from_state, torch.finfo(bucket.dtype).max)
+        measures, self._measures = self._measures, False
+        before = kernels.squared_norms([flat]) if measures else None
         self._report = self.codec.send(self._accumulated, Told(unused, finite, scaling.fingerprint))
+        if before is not None:
+            self._measured = before, kernels.squared_norms([flat])
 
     def _corrections(self, scaling: Scaling, velocity: torch.Tensor | None) -> dict[str, Any]:
         config, bucket = self._correction, self._bucket
@@ -206,6 +211,18 @@ class CodecExchange:
 
     def stats(self) -> dict[str, int]:
         return self.codec.stats()
+
+    def measure_next(self) -> None:
+        self._measures = True
+
+    def measured(self) -> tuple[float, float] | None:
+        if self._measured is None:
+            return None
+        there_was, left = self._measured
+        return float(there_was), float(left)
+
+    def squared_residual(self) -> float | None:
+        return None if self._residual is None else float(kernels.squared_norms([self._flat(self._residual)]))
 
     def state(self) -> State:
         state = {name: dict(entry) for name, entry in self.codec.state().items()}

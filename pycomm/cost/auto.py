@@ -139,7 +139,16 @@ class AutoExchange:
         return self._now.used()
 
     def nonfinite_source(self) -> str | None:
-        return None if self._stateful is None else self._stateful.nonfinite_source()
+        return self._now.nonfinite_source()
+
+    def measure_next(self) -> None:
+        self._now.measure_next()
+
+    def measured(self) -> tuple[float, float] | None:
+        return None if self._stateful is None else self._stateful.measured()
+
+    def squared_residual(self) -> float | None:
+        return None if self._stateful is None else self._stateful.squared_residual()
 
     def operations_among(self, size: int) -> list[Operation] | None:
         return self._now.operations_among(size)

@@ -59,6 +59,9 @@ class _Rehearsal:
         self.rank, self.size = 0, size
         self.operations: list[Operation] = []
 
+    def own_share(self, x: torch.Tensor, algorithm: str) -> None:
+        pass  # there is no common memory, in which less would be copied
+
     def empty(self, shape: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 

@@ -155,16 +155,15 @@ class Sorting:
         self._homeless.update(old.state())
         self._bytes_sent += sum(part.exchange.bytes_sent for part in old.parts)
 
-    def exchanges(self) -> Iterator[Exchange]:
-        """Yield the exchanges of all buckets."""
+    def parts(self) -> Iterator[Part]:
+        """Yield the parts of all buckets."""
         for exchanges in self._by_index.values():
-            for part in exchanges.parts:
-                yield part.exchange
+            yield from exchanges.parts
 
     @property
     def bytes_sent(self) -> int:
         """Payload bytes that this rank has handed to the transport."""
-        return self._bytes_sent + sum(exchange.bytes_sent for exchange in self.exchanges())
+        return self._bytes_sent + sum(part.exchange.bytes_sent for part in self.parts())
 
     def state(self) -> State:
         """Return the state of all parameters, by name (not copied)."""

@@ -20,7 +20,7 @@ from pycomm.ddp.settings import Settings, checked_settings
 from pycomm.ddp.steps import Steps, weighting_of
 from pycomm.reducer.agreement import agreed
 from pycomm.reducer.broadcast import check_same_lines, signature
-from pycomm.reducer.buckets import method_stats, nonfinite_source
+from pycomm.reducer.buckets import method_stats
 from pycomm.reducer.checkpoint import gather_state, select_state
 from pycomm.reducer.parameters import check_parameters
 from pycomm.torch_internals import GradBucket, communication_hooks, divides_by_active_ranks, zero_buckets
@@ -205,14 +205,15 @@ class HookHandle:
             passes that were averaged), ``wait_seconds`` (time for which communication held up
             ``backward()``; on a GPU only the host's part of it), ``nonfinite_steps`` (those that left
             compression state unchanged because of non-finite gradients), ``last_nonfinite`` (source of
-            the last such gradient, or ``None``), ``num_buckets`` (of DistributedDataParallel),
-            ``transport``, and the method's own, as in ``Reducer.stats``.
+            the last such gradient, the same on all ranks, or ``None``; on GPUs only compression that
+            carries state knows it), ``num_buckets`` (of DistributedDataParallel), ``transport``, and the
+            method's own, as in ``Reducer.stats``.
         """
         if self._is_removed:
             return dict(self._last_stats)
-        steps, exchanges = self._steps, list(self._sorting.exchanges())
+        steps, parts = self._steps, list(self._sorting.parts())
         nonfinite_steps = int(steps.counts.nonfinite)
-        source = nonfinite_source(exchanges) or "a sum over the ranks" if nonfinite_steps else None
+        source = steps.source.of(parts) or ("a sum over the ranks" if nonfinite_steps else None)
         return {
             "bytes_sent": self._sorting.bytes_sent,
             "steps": steps.num_steps,
@@ -221,7 +222,7 @@ class HookHandle:
             "last_nonfinite": source,
             "num_buckets": len(self._sorting),
             "transport": "nccl" if self._params[0].is_cuda else self._communicator.transport,
-            **method_stats(exchanges),
+            **method_stats(part.exchange for part in parts),
         }
 
     def state_dict(self) -> dict[str, Any]:

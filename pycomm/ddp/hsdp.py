@@ -17,7 +17,7 @@ from pycomm.ddp.replicas import ReplicaSteps, Shards, state_of
 from pycomm.ddp.settings import Settings, checked_settings
 from pycomm.reducer.agreement import agreed
 from pycomm.reducer.broadcast import broadcast_tensors, check_same_lines
-from pycomm.reducer.buckets import method_stats, nonfinite_source
+from pycomm.reducer.buckets import method_stats
 from pycomm.reducer.checkpoint import gather_state, select_state
 from pycomm.torch_internals import ShardedGroup, sharded_groups
 from pycomm.transport.own_group import group_of
@@ -190,24 +190,24 @@ class HsdpHandle:
 
         Returns:
             ``bytes_sent`` to other replicas, ``steps``, ``wait_seconds`` (in the hooks), ``nonfinite_steps``,
-            ``last_nonfinite``, ``num_buckets`` (modules), ``transport``, and the method's own, as in
-            ``HookHandle.stats``.
+            ``last_nonfinite`` (its rank is that in the group of replicas), ``num_buckets`` (modules),
+            ``transport``, and the method's own, as in ``HookHandle.stats``.
         """
         if self._removed:
             return dict(self._last_stats)
         steps = self._steps
-        exchanges = [part.exchange for shards in self._shards.values() for part in shards.exchanges.parts]
+        parts = [part for shards in self._shards.values() for part in shards.exchanges.parts]
         nonfinite_steps = int(steps.counts.nonfinite)
-        source = nonfinite_source(exchanges) or "another shard, or a sum" if nonfinite_steps else None
+        source = steps.source.of(parts) or ("another shard, or a sum" if nonfinite_steps else None)
         return {
-            "bytes_sent": sum(exchange.bytes_sent for exchange in exchanges),
+            "bytes_sent": sum(part.exchange.bytes_sent for part in parts),
             "steps": steps.num_steps,
             "wait_seconds": steps.seconds,
             "nonfinite_steps": nonfinite_steps,
             "last_nonfinite": source,
             "num_buckets": len(self._shards),
             "transport": "nccl" if steps.counts.committed.is_cuda else self._communicator.transport,
-            **method_stats(exchanges),
+            **method_stats(part.exchange for part in parts),
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from pycomm.ddp.pass_end import at_pass_end
 from pycomm.ddp.settings import Settings
 from pycomm.ddp.verdict import StepCounts, all_finite
 from pycomm.optim.loss_scaler import loss_scale_of
+from pycomm.reducer.nonfinite import NonfiniteSource
 from pycomm.reducer.passes import HALF_SENT
 from pycomm.torch_internals import ShardedGroup
 
@@ -102,7 +103,7 @@ class ReplicaSteps:
         self._verdicts: list[Flag] = []
         self._seen: dict[int, Shards] = {}  # in this step
         self.is_open = False
-        self.counts = StepCounts(device)
+        self.counts, self.source = StepCounts(device), NonfiniteSource()
         self.num_steps = 0
         self.seconds = 0.0
         self.stopped = ""
@@ -121,10 +122,12 @@ class ReplicaSteps:
         grads, exchanges = shards.views(reduced), shards.exchanges
         try:
             exchanges.exchange(grads, self._scaling)
+            self.source.share(exchanges.parts, self._communicator)
             finite: Flag = True
             if self._transactional:
                 finite = all_finite([part.exchange for part in exchanges.parts])
                 self._verdicts.append(finite)
+                self.source.count(finite)
             exchanges.finish(finite)
             exchanges.write(grads)
         except BaseException as error:

@@ -18,6 +18,7 @@ from pycomm.ddp.pass_end import at_pass_end
 from pycomm.ddp.settings import Settings
 from pycomm.ddp.verdict import StepCounts, all_finite
 from pycomm.optim.loss_scaler import loss_scale_of
+from pycomm.reducer.nonfinite import NonfiniteSource
 from pycomm.reducer.passes import HALF_SENT
 from pycomm.torch_internals import GradBucket, current_graph_task, current_node
 from pycomm.transport.gpu import GpuWork
@@ -75,7 +76,7 @@ class Steps:
         self._taken: list[Taken] = []
         self._is_open = False
         self._error: BaseException | None = None
-        self.counts = StepCounts(device)
+        self.counts, self.source = StepCounts(device), NonfiniteSource()
         self.num_steps = 0
         self.wait_seconds = 0.0
         self.stopped = ""
@@ -217,11 +218,13 @@ class Steps:
 
     def _finish(self, taken: Sequence[Taken]) -> None:
         mine = [self._sorting[index] for index in range(len(taken))]
-        exchanges = [part.exchange for each in mine for part in each.parts]
+        parts = [part for each in mine for part in each.parts]
+        self.source.share(parts, self._communicator)
         finite: Flag = True
-        if any(exchange.transactional for exchange in exchanges):
-            finite = all_finite(exchanges)
+        if any(part.exchange.transactional for part in parts):
+            finite = all_finite([part.exchange for part in parts])
             self.counts.count(finite)
+            self.source.count(finite)
         self.num_steps += 1
         for each in mine:
             each.finish(finite)

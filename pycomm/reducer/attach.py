@@ -40,7 +40,7 @@ def attach(
     compression: Compression | str | None = None,
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
     bucket_mb: float = 25,
-    accumulate: int = 1,
+    accumulate: int | Callable[[], bool] = 1,
     average: bool = True,
     loss_scaler: Any = None,
     clip_local_norm: float | None = None,
@@ -84,6 +84,8 @@ def attach(
             what ``TopK`` and ``DGC`` send, up to eight times as much of the gradients.
         accumulate: number of backward passes per optimizer step; gradients are sent during the last one.
             As without pycomm, divide the loss yourself. A window that ends early needs ``Reducer.flush()``.
+            Or a function without arguments, called when a pass begins, that returns whether it is the last one of
+            its step, as trainers know it; all ranks must get the same answers.
         average: ``False`` leaves the sum over the ranks in ``.grad``.
         loss_scaler: the :class:`pycomm.LossScaler` or ``torch.amp.GradScaler`` in use, or any object
             with the same ``scale`` method. Required by methods that carry state, which is kept without the

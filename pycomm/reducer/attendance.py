@@ -6,7 +6,10 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from pycomm.reducer.engine import Engine
+from pycomm.reducer.passes import Passes
 
 
 class Attendance:
@@ -14,6 +17,8 @@ class Attendance:
 
     _detached = False
     _last_stats: Mapping[str, Any] = MappingProxyType({})
+    _passes: Passes
+    _idle: bool
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -47,10 +52,23 @@ class Attendance:
             (reductions), ``wait_seconds`` (time for which communication held up ``backward()``; on a GPU
             only the host's part of it, which is close to zero), ``nonfinite_steps`` (steps that left
             compression state unchanged because of non-finite gradients), ``last_nonfinite`` (source of
-            the last such gradient, or ``None``), ``num_buckets`` and ``transport``. With TopK and DGC also
-            ``selections`` (of parameters), ``selections_missed`` (those for which the last step's
-            threshold was unusable, which costs another read) and their ratio ``miss_rate``. With
-            ``on_failure="shrink"`` also ``recoveries``, a list of dicts: ``step`` (number of reductions before
+            the last such gradient, parameter and rank, the same on all ranks; ``None`` if there was none, or,
+            on GPUs without stateful compression, always), ``num_buckets`` and ``transport``. With TopK and
+            DGC also ``selections`` (of parameters), ``selections_missed`` (those for which the last step's
+            threshold was unusable, which costs another read) and their ratio ``miss_rate``.
+
+            ``pack_seconds`` and ``wire_seconds``: time of the communication thread for packing (with
+            compression: encoding, and decoding) and in collectives, waits for other ranks in them
+            included; ``unpack_seconds``: for handing out gradients at the end of ``backward()``, part of
+            ``wait_seconds``; ``hidden_share``: the share of the first two that ``backward()`` did not
+            wait for, or ``None``. On a GPU these are 0 and ``None``. ``compression_ratio``: bytes of the
+            gradients over ``bytes_sent``. With error feedback also ``residual_norm``, of all that this
+            rank has not sent yet, and ``compression_error``, of one step: norm of what was left out over
+            that of what there was to send. Only a call that comes at least 10 reductions after the last one
+            that looked at them does so: it reads the residuals, and has the next reduction measured, which
+            reads its gradients twice more. In between both stay as they are.
+
+            With ``on_failure="shrink"`` also ``recoveries``, a list of dicts: ``step`` (number of reductions before
             it), ``seconds`` (from the failure on this rank until the ranks that are left could go on), ``left``
             (what became of the others, by their numbers) and ``world``, as it was afterwards. With
             ``backup`` also ``late``, the number of steps that went on without gradients of this rank.
@@ -69,6 +87,43 @@ class Attendance:
         if self._detached:
             return dict(self._last_stats)
         return self._engine.stats()
+
+    def reduce_now(self) -> None:
+        """Average the gradients that there are, whoever made them, unless their averages wait for a step already.
+
+        What ``backward()`` does when it returns, for a rank whose ``.grad`` was set by hand, whose window ends early,
+        or which has nothing in this step: it goes with the other ranks' ``backward()`` or ``reduce_now()``. A
+        parameter without a gradient counts as zeros. Collective. :mod:`pycomm.horovod` calls it in each step.
+
+        Raises:
+            RuntimeError: a gradient was set after the others had been averaged.
+        """
+        self._require_attached()
+        if self._idle:
+            return
+        window, table = self._engine.window, self._engine.table
+        there = any(slot.owner.grad is not None for slot in table.slots())
+        if there and not window.is_open and not self._engine.progress.is_used:
+            self._engine.require_all_averaged()
+        else:
+            self._passes.take_part(absent=False)
+
+    def stay_absent(self) -> int:
+        """Take part in the other ranks' reductions without data, until all ranks have called this.
+
+        Averages still divide by the number of all ranks. Gradients are dropped, and parameters remain what they are.
+
+        Returns:
+            How many reductions of the others this rank has been absent from.
+        """
+        self._require_attached()
+        if self._idle:
+            return 0
+        table, count = self._engine.table, 0
+        with torch.no_grad(), torch.cuda.device(table.device if table.on_gpu else -1):
+            while not self._passes.take_part(absent=True):
+                count += 1
+        return count
 
     def _require_attached(self) -> None:
         if self._detached:

@@ -10,15 +10,18 @@ from dataclasses import replace
 import torch
 
 from pycomm.communicator import Communicator
-from pycomm.compression.base import Flag, Scaling, State
+from pycomm.compression.base import Flag, Scaling
 from pycomm.reducer import norms
 from pycomm.reducer.answers import Answers
 from pycomm.reducer.arrivals import Waits
 from pycomm.reducer.buckets import BucketInFlight, Slot
+from pycomm.reducer.figures import CompressionFigures
 from pycomm.reducer.gradient_checks import gradients_of, require_no_average, require_sendable
 from pycomm.reducer.module_buffers import BufferSync
+from pycomm.reducer.nonfinite import NonfiniteSource
 from pycomm.reducer.occasions import Occasions
 from pycomm.reducer.parameters import ParameterTable
+from pycomm.reducer.phases import Phases
 from pycomm.reducer.progress import Progress
 from pycomm.reducer.replicas import ReplicaCheck
 from pycomm.reducer.sample_weights import SampleWeights
@@ -55,6 +58,8 @@ class Engine(Answers, Occasions):
         not_finite: name of the first gradient that is not finite on some rank, if each rank has only its own part.
         nonfinite_steps, committed_steps: counts, 0-d int64 tensors on the gradients' device.
         waits: account of who was waited for.
+        phases: account of where the time goes.
+        figures, source: what compression leaves out, and who had the last gradient that was not finite.
         survival: what goes on without ranks that are lost; ``None`` here.
     """
 
@@ -74,20 +79,18 @@ class Engine(Answers, Occasions):
         self.not_finite: str | None = None
         self.nonfinite_steps = torch.zeros((), dtype=torch.int64, device=table.device)
         self.committed_steps = torch.zeros((), dtype=torch.int64, device=table.device)
-        self.waits = Waits()
+        self.waits, self.phases = Waits(), Phases()
+        self.figures, self.source = CompressionFigures(), NonfiniteSource()
         self._buffer_work: Work | GpuWork | None = None
         self._num_launched = 0
         self.firing: Slot | None = None
         self._late: Slot | None = None  # its .grad becomes its view once all its hooks have run
 
-    def _named_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the buffers to compare; none if they are synchronised, which makes them equal only afterwards."""
-        return [] if self.buffers is not None else self.table.named_buffers()
-
     # A pass.
 
     def begin_pass(self) -> None:
         """Prepare the buckets for this pass's gradients; fix the scales if it is the last pass of its window."""
+        self.phases.begin()
         self.table.await_parameters()
         self.expect_gradients()
         if self.window.sending:
@@ -185,7 +188,9 @@ class Engine(Answers, Occasions):
         exchange = functools.partial(_exchange, flight, grads, self.window.scaling, weights, fingerprint)
         # attach has compared all buckets: ranks that agree on a lane's first exchange agree on all after it.
         whole = not flight.exchange.transactional and not flight.bucket.defers
-        return functools.partial(exchange, is_first, self.measures and whole)
+        run = functools.partial(exchange, is_first, self.measures and whole)
+        recorder = None if self.table.on_gpu else flight.communicator.channel.recorder
+        return functools.partial(self.phases.exchange, number, recorder, run)
 
     def _submit(
         self,
@@ -203,6 +208,7 @@ class Engine(Answers, Occasions):
     def reduce(self) -> None:
         """Launch the remaining buckets, wait for all, and hand out the averages."""
         self.launch_rest()
+        self.phases.end_backward()
         self.waits.begin()
         self._late = None
         try:
@@ -218,13 +224,17 @@ class Engine(Answers, Occasions):
             self._buffer_work = None
             self.window.close()
             self.waits.end()
+        self.phases.end_reduction()
         self.hash_state()
 
     def _receive(self) -> None:
         """Wait for all results, and hand them out."""
-        self._await_results()
+        with self.phases.waiting():
+            self._await_results()
+            self.source.share(self.table.flights, self.communicator)
         self._check_replicas()
-        self._hand_out()
+        with self.phases.unpacking():
+            self._hand_out()
 
     def _arrivals(self) -> Mapping[int, float]:
         """Return when the ranks had all their gradients of this reduction, in seconds; as far as it is known."""
@@ -233,28 +243,18 @@ class Engine(Answers, Occasions):
     def _check_replicas(self) -> None:
         if self.table.flights:
             differing = self.table.flights[0].exchange.differing()
-            self._replica_check.check(differing, self.progress.num_steps, self.progress.num_reductions)
+            progress = self.progress
+            progress.num_steps = self._replica_check.check(differing, progress.num_steps, progress.num_reductions)
 
     def _check_previous(self) -> None:
-        self._replica_check.check_previous(self.progress.num_steps, self.progress.num_reductions)
+        progress = self.progress
+        progress.num_steps = self._replica_check.check_previous(progress.num_steps, progress.num_reductions)
 
     def hash_state(self) -> None:
         """Have the state of compression hashed, which has just changed, if it is to be looked at before it changes."""
         taken = self._replica_check.taking(self.table.flights, self.progress.num_reductions)
         if taken is not None:
             self._submit(self.communicator, taken.take, [], set())
-
-    def release(self) -> None:
-        """Let go of memory that is not this object's."""
-        self._replica_check.state_hashes.forget()
-        self.waits.close()
-
-    def load_state(self, state: State, num_steps: int) -> None:
-        """Load the state of compression, as it was after so many committed steps."""
-        for flight in self.table.flights:
-            flight.exchange.load_state(state)
-        self.committed_steps.fill_(num_steps)
-        self.hash_state()  # instead of the hashes that there may be of what it was
 
     def _await_results(self) -> None:
         for flight in self.table.flights:
@@ -266,6 +266,7 @@ class Engine(Answers, Occasions):
     def _hand_out(self) -> None:
         flights, progress = self.table.flights, self.progress
         self.finite = self._count_step() if needs_verdict(flights, self.table.shards, self.settings) else None
+        self.source.count(self.finite)
         finite: Flag = True if self.finite is None else self.finite
         for flight in flights:
             flight.hand_out(finite)

@@ -249,7 +249,8 @@ def check_parameters(names: dict[str, torch.Tensor], device: torch.device | None
     """Raise TypeError or ValueError if the gradient of a parameter cannot be sent, or it is not on ``device``."""
     for name, param in names.items():
         _check_memory(name, param)
-        if param.dtype not in _GRADIENT_DTYPES:
+        has_gradients = param.is_floating_point() or param.is_complex()  # integers never have any: they are only copied
+        if has_gradients and param.dtype not in _GRADIENT_DTYPES:
             wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in _GRADIENT_DTYPES)
             raise TypeError(f"parameter {name!r} has dtype {param.dtype}, wanted one of {wanted}")
         if param.device.type not in ("cpu", "cuda"):

@@ -99,7 +99,7 @@ class Passes:
         self.forget_abandoned()
         if self._window.is_open:
             raise RuntimeError(
-                f"optimizer.step() after {self._window.num_passes} of {self._settings.accumulate} backward passes: "
+                f"optimizer.step() after {self._window.num_passes} of {self._settings.passes} backward passes: "
                 "these gradients have not been averaged; call reducer.flush() first"
             )
         self._local.require_gone("optimizer.step() would move this rank's parameters alone")
@@ -175,6 +175,43 @@ class Passes:
             self._table.drop_gradients()
         self._engine.expect_gradients()
         self._reduce()
+
+    def take_part(self, *, absent: bool) -> bool:
+        """Take part in a reduction with the gradients that there are: to other ranks it is as if a window ended here.
+
+        Args:
+            absent: this rank has no data: it contributes nothing, keeps no average, and will not step. Gradients that
+                it has are dropped.
+
+        Returns:
+            Whether all ranks are absent.
+        """
+        self._engine.set_absent(absent)
+        try:
+            self._begin_without_pass(absent)
+            self.find_new_parameters()
+            self._reduce()
+            self._window.complete = True
+            if absent:
+                self._table.drop_gradients()
+                self._progress.stepped()
+            return self._engine.agree_on_end(absent)
+        finally:
+            self._engine.set_absent(False)
+
+    def _begin_without_pass(self, absent: bool) -> None:
+        try:
+            self.forget_abandoned()
+            if absent:
+                self._window.close()
+                self._table.drop_gradients()
+            self._window.sending = True
+            self._require_right_pass()
+            self._engine.begin_pass()
+            self._engine.launch_rest()
+        except (RuntimeError, ValueError) as error:
+            self._stop(error)
+            raise
 
     def _reduce(self) -> None:
         try:

@@ -77,6 +77,11 @@ class Progress:
         else:
             self._committed = committed
 
+    @property
+    def is_used(self) -> bool:
+        """Return whether no averages wait for a ``step()``."""
+        return self._used
+
     def stepped(self) -> None:
         """Note that ``step()`` uses the last averages."""
         if not self._used:

@@ -17,6 +17,7 @@ from pycomm.reducer.checkpoint import gather_state, select_state
 from pycomm.reducer.engine import Engine
 from pycomm.reducer.module_buffers import BufferSync
 from pycomm.reducer.passes import Passes
+from pycomm.reducer.step_trace import StepTrace
 from pycomm.reducer.wrappers import unwatch_constructions
 from pycomm.torch_internals import is_dtensor
 
@@ -37,6 +38,7 @@ class Reducer(Attendance):
         self._table, self._window, self._progress = engine.table, engine.window, engine.progress
         self.optimizer, self.module = engine.table.optimizer, engine.table.module
         self._passes = Passes(engine)
+        engine.phases.trace = StepTrace.wanted(communicator.rank, communicator.size)
         # One rank that compresses nothing has nothing to do.
         # (With DTensors it has: gradients that are still to be summed over their mesh.)
         self._idle = communicator.size == 1 and not settings.compression.transactional and not settings.clip_local_norm
@@ -57,7 +59,7 @@ class Reducer(Attendance):
         self._passes.hook(self._table.admit())
         self._passes.model_hooks = ModelHooks(
             *(self.optimizer, self.module, self._before_step, self._progress.stepped, self),
-            after_step=self._after_step if self._settings.backup > 0 else None,
+            after_step=self._after_step if self._settings.backup > 0 or self._engine.phases.trace is not None else None,
         )
         if self.module is not None and self._settings.buffers != "local":
             self._engine.buffers = BufferSync(self.module, self._settings.buffers, self._communicator)
@@ -72,6 +74,7 @@ class Reducer(Attendance):
         self._passes.require_averaged()
 
     def _after_step(self) -> None:
+        self._engine.phases.end_step()
         self._passes.stepped()
 
     def before_forward(self) -> None:
@@ -193,9 +196,9 @@ class Reducer(Attendance):
     def settle(self) -> bool:
         """Flush an incomplete window, then return whether all gradients are finite; the same on all ranks.
 
-        Called by :class:`pycomm.LossScaler`. Waits for a GPU. Collective only if ``accumulate`` is above 1.
+        Called by :class:`pycomm.LossScaler`. Waits for a GPU. Collective only if ``accumulate`` is not 1.
         """
-        if self._settings.accumulate > 1:
+        if self._settings.accumulates:
             self.flush()
         return self._engine.settle(was_exchanged=not self._idle)
 

@@ -99,7 +99,12 @@ class ReplicaCheck:
             each comparison.
         buffers: likewise, for the module's buffers.
         world: returns the numbers by which the ranks are called.
+
+    Attributes:
+        absent: whether this rank takes part without data, and steps no more: its parameters and steps do not count.
     """
+
+    absent = False
 
     def __init__(
         self,
@@ -162,13 +167,14 @@ class ReplicaCheck:
         """
         return self.state_hashes.taking(flights) if self.is_due(num_reductions) else None
 
-    def check(self, differing: torch.Tensor, num_steps: int, num_reductions: int) -> None:
+    def check(self, differing: torch.Tensor, num_steps: int, num_reductions: int) -> int:
         """Report differences between the ranks, at once or, to avoid waiting for a GPU, in :meth:`check_previous`.
 
-        In a CUDA graph nothing is reported: the host is not there when it is launched.
+        In a CUDA graph nothing is reported: the host is not there when it is launched. Returns the number of steps
+        with which this rank goes on: see :meth:`report`.
         """
         if self._seen and HostCopy.impossible():
-            return
+            return num_steps
         if self.is_due(num_reductions):  # the bit differs between ranks, unless the state of all of them is damaged
             differing = differing.clone()
             differing[_STATE] |= self._state_changed
@@ -176,52 +182,57 @@ class ReplicaCheck:
             self._seen[self._num_seen % 2].put(differing)
             self._num_seen += 1
         elif bool(differing.any()):
-            self.report(differing.tolist(), num_steps, num_reductions)
+            return self.report(differing.tolist(), num_steps, num_reductions)
+        return num_steps
 
-    def check_previous(self, num_steps: int, num_reductions: int) -> None:
-        """Report differences that the reduction before the last found on a GPU.
+    def check_previous(self, num_steps: int, num_reductions: int) -> int:
+        """Report differences that the reduction before the last found on a GPU; return as :meth:`check` does.
 
         Called on all ranks at the beginning of each reduction.
         """
         if self._num_seen > 1 and not HostCopy.impossible():
             differing = self._seen[self._num_seen % 2].get()
             if any(differing):
-                self.report(differing, num_steps, num_reductions)
+                return self.report(differing, num_steps, num_reductions)
+        return num_steps
 
-    def report(self, differing: Sequence[bool], num_steps: int, num_reductions: int) -> None:
+    def forget_seen(self) -> None:
+        """Report no differences of earlier reductions that have not been reported yet."""
+        self._num_seen = 0
+
+    def report(self, differing: Sequence[bool], num_steps: int, num_reductions: int) -> int:
         """Raise, warn or log the differences between the ranks. Collective; all ranks do the same.
+
+        Returns:
+            ``num_steps``; on an absent rank, which cannot know whether the others have left out a step, theirs.
 
         Raises:
             RuntimeError: the ranks are at different steps, or their parameters differ.
             DamageError: some ranks' parameters differ from those of most, or their state has changed by itself.
         """
-        if any(differing[_STEP]):
-            raise RuntimeError(self._out_of_step(num_steps))
+        told = [json.loads(text) for text in self._all_gather_text(json.dumps([num_steps, self.absent]))]
+        absent = [away for _, away in told]
+        steps = [count for count, away in told if not away] or [count for count, _ in told]
+        if any(differing[_STEP]) and (len(set(steps)) > 1 or not any(absent)) and not all(absent):
+            raise RuntimeError(_out_of_step(told))
         if differing[_STATE]:
             self._report_state()
         if any(differing[_PARAMETERS]):
-            self._report_parameters(num_reductions)
+            self._report_parameters(num_reductions, absent)
         if any(differing[_BUFFERS]) and not self._logged:
+            self._log_buffers(absent)
+        return max(steps) if self.absent else num_steps
+
+    def _log_buffers(self, absent: Sequence[bool]) -> None:
+        names, _ = self._differing(self._buffer_hashes, absent)
+        if names or not any(absent):
             self._logged = True
-            names, _ = self._differing(self._buffer_hashes)
             _logger.warning(
                 "buffer %r%s differs between the ranks: each rank keeps its own. "
                 'attach(..., buffers="broadcast") or "average" makes them equal after each reduction',
                 names[0] if names else "?",
                 f", and {len(names) - 1} more," if len(names) > 1 else "",
             )
-
-    def _out_of_step(self, num_steps: int) -> str:
-        all_steps = [json.loads(text) for text in self._all_gather_text(json.dumps(num_steps))]
-        most = max(all_steps)
-        behind = [rank for rank, steps in enumerate(all_steps) if steps < most]
-        counts = ", ".join(f"rank {rank}: {steps}" for rank, steps in enumerate(all_steps))
-        return (
-            f"the ranks are out of step: averages that optimizer.step() has used before this reduction: {counts}. "
-            f"{name_ranks(behind).capitalize()} ran a backward() that the others did not, or left out a step. The last "
-            "averages were of different passes. A pass that is not a training step of all ranks (a saliency map, a "
-            "penalty, validation) belongs in `with reducer.paused():`"
-        )
 
     def _report_state(self) -> None:
         found = self._all_gather_text(self.state_hashes.damaged())
@@ -236,8 +247,10 @@ class ReplicaCheck:
                 rank=self._me,
             )
 
-    def _report_parameters(self, num_reductions: int) -> None:
-        names, by_rank = self._differing(self._parameter_hashes)
+    def _report_parameters(self, num_reductions: int, absent: Sequence[bool]) -> None:
+        names, by_rank = self._differing(self._parameter_hashes, absent)
+        if any(absent) and not names:
+            return
         processors = self._all_gather_text(_processor())
         apart, largest, count = self._distance()
         message = (
@@ -290,12 +303,16 @@ class ReplicaCheck:
             count += int((highest != lowest).sum())
         return float(found[0]), float(found[1]), max(count, 1)  # 0 and -0 are equal
 
-    def _differing(self, hashes: _Hashes) -> tuple[list[str], np.ndarray]:
-        """Return the names that differ, and all ranks' hashes of them: a row for each rank. Collective."""
+    def _differing(self, hashes: _Hashes, absent: Sequence[bool]) -> tuple[list[str], np.ndarray]:
+        """Return the names that differ, and all ranks' hashes of them: a row for each rank. Collective.
+
+        Ranks that are ``absent`` count as equal to the first that is not.
+        """
         names, mine = hashes.by_name()
         by_rank = np.stack(
             [np.frombuffer(data, np.int64) for data in self._communicator.channel.all_gather_bytes(mine.tobytes())]
         )
+        by_rank[np.array(absent)] = by_rank[absent.index(False) if False in absent else 0]
         # On a GPU the hashes may have been computed again since, so that none differs.
         columns = np.flatnonzero((by_rank != by_rank[0]).any(axis=0))
         return [names[column] for column in columns], by_rank[:, columns]
@@ -317,6 +334,19 @@ class ReplicaCheck:
 
     def _all_gather_text(self, text: str) -> list[str]:
         return [data.decode() for data in self._communicator.channel.all_gather_bytes(text.encode())]
+
+
+def _out_of_step(told: Sequence[tuple[int, bool]]) -> str:
+    """Return the message about ranks that have told their numbers of steps, and whether they are absent."""
+    steps = {rank: count for rank, (count, away) in enumerate(told) if not away}
+    behind = [rank for rank, count in steps.items() if count < max(steps.values())]
+    counts = ", ".join(f"rank {rank}: {count}" for rank, count in steps.items())
+    return (
+        f"the ranks are out of step: averages that optimizer.step() has used before this reduction: {counts}. "
+        f"{name_ranks(behind).capitalize()} ran a backward() that the others did not, or left out a step. The last "
+        "averages were of different passes. A pass that is not a training step of all ranks (a saliency map, a "
+        "penalty, validation) belongs in `with reducer.paused():`"
+    )
 
 
 def _processor() -> str:

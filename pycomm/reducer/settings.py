@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ class Settings:
 
     compression: Compression
     bucket_bytes: int
-    accumulate: int
+    accumulate: int | Callable[[], bool]
     average: bool
     loss_scaler: Any
     clip_local_norm: float | None = None
@@ -38,12 +39,28 @@ class Settings:
         """Whether the ranks that are left go on when one is lost."""
         return self.on_failure == "shrink"
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether a step may have several backward passes."""
+        return self.accumulate != 1
+
+    @property
+    def passes(self) -> str:
+        """The number of backward passes per step, or who says so."""
+        return "several (a function says)" if callable(self.accumulate) else str(self.accumulate)
+
+    def is_last(self, num_passes: int) -> bool:
+        """Return whether the pass that begins after ``num_passes`` others is the last one of its step."""
+        if callable(self.accumulate):
+            return bool(self.accumulate())
+        return num_passes + 1 >= self.accumulate
+
     def lines(self) -> list[str]:
         """Return one line per setting, to be compared between the ranks."""
         return [
             f"compression={self.compression!r}",
             f"bucket_mb={self.bucket_bytes / 2**20}",
-            f"accumulate={self.accumulate}",
+            f"accumulate={self.passes}",
             f"average={self.average}",
             f"loss_scaler={type(self.loss_scaler).__name__}",
             f"clip_local_norm={self.clip_local_norm}",
@@ -64,7 +81,7 @@ def checked_settings(
     *,
     compression: Any,
     bucket_mb: float,
-    accumulate: int,
+    accumulate: int | Callable[[], bool],
     average: bool,
     loss_scaler: Any,
     clip_local_norm: float | None,
@@ -86,7 +103,7 @@ def checked_settings(
     settings = Settings(
         compression=checked_method(compression),
         bucket_bytes=int(positive("bucket_mb", bucket_mb) * 2**20),
-        accumulate=count("accumulate", accumulate, 1),
+        accumulate=accumulate if callable(accumulate) else count("accumulate", accumulate, 1),
         average=average,
         loss_scaler=checked_scaler(loss_scaler),
         clip_local_norm=None if clip_local_norm is None else positive("clip_local_norm", clip_local_norm),
@@ -136,7 +153,7 @@ def _check_backup(settings: Settings) -> None:
     """Raise ValueError if ``settings`` do not go with ranks that are not waited for, whose gradients come later."""
     unsuitable = {
         f'on_failure="{settings.on_failure}"': not settings.survives,
-        f"accumulate={settings.accumulate}": settings.accumulate > 1,
+        f"accumulate={settings.passes}": settings.accumulates,
         "a loss_scaler": settings.loss_scaler is not None,
         f"clip_local_norm={settings.clip_local_norm}": settings.clip_local_norm is not None,
         f'buffers="{settings.buffers}"': settings.buffers != "local",

@@ -86,6 +86,7 @@ class SurvivingEngine(Engine):
             for work in works:
                 if work is not None:
                     work.wait()  # at once, but for those of other lanes; raises if it failed
+            self.source.share(self.table.flights, self.communicator)  # before the commit: a rank may be lost
             is_known = not self._is_idle and not self.table.on_gpu  # there the host runs ahead of the gradients
             self.survival.commit(self.waits.microseconds_here() if is_known else 0)
 
@@ -135,14 +136,16 @@ class SurvivingEngine(Engine):
     def _receive(self) -> None:
         while True:
             try:
-                self._await_results()
+                with self.phases.waiting():
+                    self._await_results()
                 self._check_replicas()
             except CommError as error:
                 if not self.recover(error):
                     self._launch_again()
                     continue
             else:
-                self._hand_out()
+                with self.phases.unpacking():
+                    self._hand_out()
             self.survival.forget_newcomers()
             self.window.num_idle = 0
             return

@@ -55,7 +55,7 @@ class AccumulationWindow:
     def begin_pass(self) -> None:
         """Note that a pass begins; decide whether it is the last of the window."""
         self.complete = False
-        self.sending = self.num_passes + 1 >= self._settings.accumulate
+        self.sending = self._settings.is_last(self.num_passes)
 
     def end_pass(self) -> None:
         """Note that a pass has ended."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -119,14 +119,20 @@ def _conflict(child: torch.nn.Module) -> str | None:
     return None
 
 
-def _living_wrappers() -> Iterator[torch.nn.Module]:
-    known: dict[type, bool] = {}
-    for candidate in gc.get_objects():
-        cls = type(candidate)
-        if cls not in known:
-            known[cls] = issubclass(cls, torch.nn.Module) and wrapper_of(cls) is not None
-        if known[cls]:
-            yield candidate
+def _living_wrappers() -> list[torch.nn.Module]:
+    classes = {cls for cls in _derived_from(torch.nn.Module) if wrapper_of(cls) is not None}
+    # Every object refers to its class. To have them looked for in C takes less than half of a loop over all objects.
+    return [each for each in gc.get_referrers(*classes) if type(each) in classes]
+
+
+def _derived_from(cls: type) -> set[type]:
+    found: set[type] = set()
+    left: list[type] = [cls]
+    while left:
+        below: list[type] = type.__subclasses__(left.pop())
+        left += (each for each in below if each not in found)
+        found.update(below)
+    return found
 
 
 def _first_conflict(names: Mapping[str, torch.Tensor]) -> tuple[torch.nn.Module, str] | None:
@@ -170,9 +176,9 @@ def _message(wrapper: torch.nn.Module, name: str, outer: torch.nn.Module | None,
     short = kind.rsplit(".", 1)[1]
     advice = hint or f"train the module without {short}, or {_INSTEAD.get(short, 'leave pycomm.attach out')}"
     if not hint and "accelerate" in sys.modules:
-        advice += "; with Accelerate, accelerator.prepare(optimizer, dataloader) without the model"
+        advice += "; with Accelerate, pycomm.integrations.accelerate.attach does what suits the model"
     if not hint and any(name.split(".")[0] in ("lightning", "lightning_fabric") for name in sys.modules):
-        advice += "; with Fabric, fabric.setup_optimizers(optimizer) without fabric.setup(model)"
+        advice += "; with Lightning or Fabric, take a strategy of pycomm.integrations.lightning"
     return (
         f"parameter {name!r} belongs to a {short}{inside}, which {_WRAPPERS[kind]}: with pycomm on the same parameters "
         f"gradients would be wrong. {advice[0].upper()}{advice[1:]}"

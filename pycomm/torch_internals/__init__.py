@@ -37,6 +37,7 @@ from pycomm.torch_internals.modules import (
     divides_by_active_ranks,
     has_parts,
     sharded_groups,
+    uncompiled,
     zero_buckets,
 )
 from pycomm.torch_internals.optimizers import (
@@ -59,7 +60,14 @@ from pycomm.torch_internals.tensors import (
     uses_outside_python,
     version_of,
 )
-from pycomm.torch_internals.tracing import attention_flops, fake_tensors, has_compiled, without_torch_function
+from pycomm.torch_internals.tracing import (
+    attention_flops,
+    fake_tensors,
+    has_compiled,
+    is_profiling,
+    profiled_range,
+    without_torch_function,
+)
 
 __all__ = [
     "GradBucket",
@@ -89,6 +97,7 @@ __all__ = [
     "has_parts",
     "is_dtensor",
     "is_flat_parameter",
+    "is_profiling",
     "leave_scale_to_step",
     "local_of",
     "make_process_group",
@@ -97,6 +106,7 @@ __all__ = [
     "number_process_group",
     "open_monitored_barrier",
     "owns_process_group",
+    "profiled_range",
     "queue_final_callback",
     "replace_step",
     "root_store",
@@ -106,6 +116,7 @@ __all__ = [
     "storage_uses",
     "store_of",
     "take_scale",
+    "uncompiled",
     "undo_leave_scale_to_step",
     "unhooked_step",
     "unscale_as_grad_scaler",

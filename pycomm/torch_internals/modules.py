@@ -27,6 +27,12 @@ def buffers_of(module: torch.nn.Module) -> Mapping[str, torch.Tensor | None]:
     return module._buffers
 
 
+def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that ``torch.compile`` was given to make ``module``, or ``module`` itself."""
+    inner = vars(module).get("_modules", {}).get("_orig_mod")
+    return inner if isinstance(inner, torch.nn.Module) else module
+
+
 def active_ddp_module() -> torch.nn.Module | None:
     """Return the DistributedDataParallel module whose forward is running, or ``None``."""
     return DistributedDataParallel._active_ddp_module

@@ -97,6 +97,19 @@ def overflow_in_backward(module: nn.Module, args: Any, output: torch.Tensor) -> 
     output.register_hook(lambda grad: grad * torch.inf)
 
 
+@pytest.mark.parametrize("method", [None, pycomm.FP16()], ids=repr)
+@on_ranks(4)
+def test_all_replicas_know_the_parameter_and_the_replica(method: Any) -> None:
+    with replicated(method) as (model, handle, _):
+        step(model, 0)
+        assert handle.stats()["last_nonfinite"] is None
+        hook = model[0].register_forward_hook(overflow_in_backward) if dist.get_rank() == 3 else None
+        step(model, 1)
+        assert handle.stats()["last_nonfinite"] == "parameter '0.weight' on rank 1", "of the two replicas"
+        if hook is not None:
+            hook.remove()
+
+
 @pytest.mark.parametrize("method", [pycomm.TopK(0.1), pycomm.DGC(0.1), pycomm.PowerSGD(1)], ids=repr)
 @on_ranks(4)
 def test_an_overflow_on_one_rank_leaves_no_trace_on_any(method: Any) -> None:

@@ -83,3 +83,21 @@ def test_without_state_an_overflow_is_seen_by_all() -> None:
             step(model, 0, lambda model, rank, number: loss_of(model, rank, number) * (torch.inf if rank else 1.0))
             assert all(not torch.isfinite(p.grad).all() for p in model.parameters())
             assert handle.stats()["nonfinite_steps"] == 0, "there is no state to be left unchanged"
+
+
+@pytest.mark.parametrize("method", [None, pycomm.FP16(), pycomm.BF16(), pycomm.TopK(0.5)], ids=repr)
+@on_ranks(2, 3)
+def test_all_ranks_know_the_parameter_and_the_rank(method: Any) -> None:
+    last = dist.get_world_size() - 1
+    with wrapped(make_model(), method, bucket_cap_mb=1e-3) as (model, handle):
+        step(model, 0)
+        assert handle.stats()["last_nonfinite"] is None
+        if dist.get_rank() == last:
+            spoiled = model.module.get_parameter("2.weight").register_hook(lambda grad: grad * torch.nan)
+        step(model, 1)
+        assert handle.stats()["last_nonfinite"] == f"parameter '2.weight' on rank {last}"
+        if dist.get_rank() == last:
+            spoiled.remove()
+        step(model, 2)
+        assert handle.stats()["last_nonfinite"] == f"parameter '2.weight' on rank {last}", "it was the last so far"
+        assert handle.stats()["num_buckets"] > 1

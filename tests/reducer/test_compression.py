@@ -188,9 +188,7 @@ def test_a_non_finite_gradient_anywhere_leaves_no_trace(
             stats = reducer.stats()
             assert stats["nonfinite_steps"] == int(disturbed and "topk" in method)
             if disturbed and method == "topk":
-                weight = bad_parameter.endswith("weight")
-                guilty = f"parameter {bad_parameter!r} on rank {bad_rank}" if weight else "a sum over the ranks"
-                assert stats["last_nonfinite"] == guilty
+                assert stats["last_nonfinite"] == f"parameter {bad_parameter!r} on rank {bad_rank}"
             return own_state(reducer), [p.detach().clone() for p in model.parameters()]
 
     calm_state, calm = run(False)
@@ -312,6 +310,10 @@ def memory_of(method: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("method", "factor"), [("none", 1.0), ("topk", 2.0)])
 def test_memory_is_gradients_and_one_residual(two_ranks: RankPool, method: str, factor: float) -> None:
-    """Buckets are the gradients; the transport's own staging is 4.2 MB per rank."""
-    for used, gradients in two_ranks.run(memory_of, method):
-        assert factor * gradients * 0.95 < used < factor * gradients * 1.05 + (5 << 20)
+    """Buckets are the gradients; the transport's own staging is 4.2 MB per rank.
+
+    On average over the ranks: a page that both have mapped counts half for each, and whose they are follows from who
+    came late.
+    """
+    used, gradients = (sum(column) / 2 for column in zip(*two_ranks.run(memory_of, method), strict=True))
+    assert factor * gradients * 0.95 < used < factor * gradients * 1.05 + (5 << 20)

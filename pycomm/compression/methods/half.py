@@ -48,12 +48,15 @@ class HalfExchange(DenseExchange):
         limit = bucket.limit(self._message.dtype)
         fits = kernels.pack(parts, whole, scale * scaling.local, limit=limit, scratch=self._scratch)
         bucket.set_flags(grads, [fits], scaling.fingerprint)
+        found = self._find_source(grads)
         self._message[bucket.num_elements :] = bucket.flags
         reduce_message(self._communicator, bucket, self._message, "sum")
         self.bytes_sent += self._message.nbytes
         own, factor = bucket.own, scaling.result / (size * scale)
         kernels.unpack(whole[own], [bucket.flat[own]], factor, scratch=self._unpack_scratch)
         bucket.flags.copy_(self._message[bucket.num_elements :])
+        if not found and self._is_too_large():
+            self._nonfinite_source = None  # it was that of an earlier step
 
     def finite(self) -> Flag:
         """Return whether the sum is finite: in the message, and in float16 gradients, whose range is no larger."""

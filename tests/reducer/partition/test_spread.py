@@ -71,6 +71,7 @@ def test_hosts_with_several_ranks(shard: str) -> None:
         assert_same_as_alone(name, whole.few_steps, shard)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", SHARDS)
 @on_ranks(3)
 def test_all_that_training_does(shard: str) -> None:

@@ -1,0 +1,1 @@
+"""``pycomm explain``: what the flight recorders of all ranks say together."""

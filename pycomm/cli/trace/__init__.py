@@ -1,0 +1,1 @@
+"""``pycomm trace``: one training step of all ranks as a timeline."""

@@ -1,0 +1,174 @@
+"""Writers of rows: files, TensorBoard, a live table, or whatever is called."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+from pycomm.monitoring.rows import FIELDS, Row
+
+TABLE = "table"
+_TAG = "pycomm/"
+
+
+class Writer(Protocol):
+    """Writer of rows."""
+
+    def write(self, row: Row) -> None:
+        """Write one row."""
+
+    def close(self) -> None:
+        """Finish what has been written."""
+
+
+class CsvWriter:
+    """Writer of comma-separated values, below a line of names. A file that is there already is continued.
+
+    Raises:
+        ValueError: that file has other columns.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _require_columns(path)
+        self._file = path.open("a", newline="")
+        self._rows = csv.DictWriter(self._file, FIELDS)
+        if self._file.tell() == 0:
+            self._rows.writeheader()
+
+    def write(self, row: Row) -> None:
+        self._rows.writerow(row)
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _require_columns(path: Path) -> None:
+    """Raise ValueError if there is a file at ``path`` whose first line is not that of rows."""
+    if not path.exists():
+        return
+    with path.open(newline="") as file:
+        names = next(csv.reader(file), None)
+    if names is not None and names != list(FIELDS):
+        raise ValueError(
+            f"to is {str(path)!r}, a file with other columns than these rows: {', '.join(names)}. It may be of another "
+            "version of pycomm, or of something else; choose another name"
+        )
+
+
+class JsonLinesWriter:
+    """Writer of one JSON object per line. A file that is there already is continued."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a")
+
+    def write(self, row: Row) -> None:
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class ScalarsWriter:
+    """Writer of numbers to a ``SummaryWriter`` of TensorBoard's, or what has its ``add_scalar``."""
+
+    def __init__(self, summary: Any, owned: bool) -> None:
+        self._summary, self._owned = summary, owned
+
+    def write(self, row: Row) -> None:
+        for name, value in row.items():
+            if name not in ("step", "time") and isinstance(value, (int, float)):
+                self._summary.add_scalar(_TAG + name, value, row["step"])
+
+    def close(self) -> None:
+        if self._owned:
+            self._summary.close()
+
+
+class CallWriter:
+    """Writer that calls a function with each row."""
+
+    def __init__(self, function: Callable[[Row], object]) -> None:
+        self._function = function
+
+    def write(self, row: Row) -> None:
+        self._function(row)
+
+    def close(self) -> None:
+        pass
+
+
+def writers_of(to: Any, rank: int) -> list[Writer]:
+    """Return the writers that the argument ``to`` of :func:`pycomm.monitor` stands for, on this rank.
+
+    Raises:
+        TypeError, ValueError: ``to``, or a part of it, stands for none.
+        ImportError: a package is missing.
+    """
+    targets: Iterable[Any] = to if isinstance(to, (list, tuple)) else [to]
+    made: list[Writer] = []
+    try:
+        for target in targets:
+            writer = _writer_of(target, rank)
+            if writer is not None:
+                made.append(writer)
+    except BaseException:
+        for writer in made:
+            writer.close()
+        raise
+    return made
+
+
+def _writer_of(target: Any, rank: int) -> Writer | None:
+    if isinstance(target, (str, os.PathLike)):
+        return _writer_at(os.fspath(target), rank)
+    if hasattr(target, "add_scalar"):
+        return ScalarsWriter(target, owned=False)
+    if callable(target):
+        return CallWriter(target)
+    raise TypeError(
+        f"to is {target!r}, wanted {TABLE!r}, the path of a .csv or .jsonl file or of TensorBoard's folder, a "
+        "SummaryWriter, a function, or a list of these"
+    )
+
+
+def _writer_at(text: str, rank: int) -> Writer | None:
+    """Return the writer for a path: on rank 0, unless each rank has its own."""
+    if rank != 0 and "{rank}" not in text:
+        return None
+    if text == TABLE:
+        return _live_table()
+    path = Path(text.replace("{rank}", str(rank)))
+    if path.suffix == ".csv":
+        return CsvWriter(path)
+    if path.suffix in (".jsonl", ".ndjson"):
+        return JsonLinesWriter(path)
+    if path.suffix:
+        raise ValueError(f"to is {text!r}, wanted a path that ends in .csv or .jsonl, or a folder for TensorBoard")
+    return ScalarsWriter(_summary_writer(path), owned=True)
+
+
+def _summary_writer(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError(
+            f"to is {str(folder)!r}, a folder for TensorBoard, which wants: pip install tensorboard"
+        ) from error
+    writer: Any = SummaryWriter
+    return writer(str(folder))
+
+
+def _live_table() -> Writer:
+    try:
+        from pycomm.monitoring.live import LiveTable
+    except ImportError as error:
+        raise ImportError(f"to is {TABLE!r}, which wants: pip install 'pycomm-torch[demo]'") from error
+    return LiveTable()

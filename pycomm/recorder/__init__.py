@@ -1,0 +1,23 @@
+"""Flight recorder: what this process has lately called on each group of ranks, and from which line of the script.
+
+The last operations of every communicator are kept, with when they began and ended. They are written to a file when an
+operation fails because of another rank, and on SIGUSR2. ``pycomm explain`` reads the files of all ranks side by side.
+"""
+
+from pycomm.recorder.dump import DIRECTORY, FORMAT, dump, dump_on_signal, folder
+from pycomm.recorder.ring import Recorder, from_here, labelled, listened_to, recorders
+from pycomm.recorder.watch import watch
+
+__all__ = [
+    "DIRECTORY",
+    "FORMAT",
+    "Recorder",
+    "dump",
+    "dump_on_signal",
+    "folder",
+    "from_here",
+    "labelled",
+    "listened_to",
+    "recorders",
+    "watch",
+]

@@ -1,0 +1,125 @@
+"""Recorder of the last operations on one group of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import pycomm._native as _native
+from pycomm.recorder.lines import Line
+
+LENGTH = 256
+"""Number of operations that are kept."""
+
+T = TypeVar("T")
+
+
+class Entry(NamedTuple):
+    """Operation that was called.
+
+    Attributes:
+        number: count of the collectives of its group up to this one; a message has that of the one before.
+        operation: name.
+        dtype, elements: of what this rank puts in, as far as that is known.
+        detail: further arguments, such as the reduction or a root.
+        label: what it is about, such as a bucket.
+        line: line of the script that called it.
+        began, ended: on the monotonic clock, in seconds; ``ended`` is ``None`` while it lasts.
+        error: text of its error.
+    """
+
+    number: int
+    operation: str
+    dtype: str | None
+    elements: int | None
+    detail: tuple[int | str | None, ...]
+    label: str | None
+    line: Line | None
+    began: float
+    ended: float | None
+    error: str | None
+
+
+class Recorder:
+    """Recorder of the operations of one group of ranks.
+
+    Args:
+        group: name of the group that all of its ranks have for it, and no other group has.
+        rank: rank of this process in it.
+        ranks: global ranks of its members.
+    """
+
+    def __init__(self, group: str, rank: int, ranks: Sequence[int]) -> None:
+        self.group, self.rank, self.ranks = group, rank, tuple(ranks)
+        self.ring = _native.FlightRing(LENGTH)
+        _recorders[id(self)] = self
+
+    @property
+    def count(self) -> int:
+        """Number of collectives so far."""
+        return self.ring.count
+
+    @property
+    def seconds(self) -> float:
+        """Time that the collectives have taken."""
+        return self.ring.seconds
+
+    def entries(self) -> list[Entry]:
+        """Return the last operations, oldest first."""
+        found = (Entry(*entry) for entry in self.ring.entries())
+        return [entry if isinstance(entry.detail, tuple) else entry._replace(detail=(entry.detail,)) for entry in found]
+
+
+_recorders: weakref.WeakValueDictionary[int, Recorder] = weakref.WeakValueDictionary()
+
+
+def recorders() -> list[Recorder]:
+    """Return those of this process, in no particular order."""
+    # Not by iterating over them: another thread may make one meanwhile.
+    return [found for reference in _recorders.valuerefs() if (found := reference()) is not None]
+
+
+def from_here(job: Callable[[], T]) -> Callable[[], T]:
+    """Return ``job``, for another thread, whose operations are noted as called by the present line."""
+    line = _native.line_of_caller()
+
+    def run() -> T:
+        label, before = _native.exchange_mark(None, line)
+        try:
+            return job()
+        finally:
+            _native.exchange_mark(label, before)
+
+    return run
+
+
+@contextlib.contextmanager
+def labelled(text: str) -> Iterator[None]:
+    """Note operations of this thread, inside, as being about ``text``."""
+    label, line = _native.exchange_mark(None, None)
+    _native.exchange_mark(text, line)
+    try:
+        yield
+    finally:
+        _native.exchange_mark(label, line)
+
+
+@contextlib.contextmanager
+def listened_to(listener: Callable[[bool], None]) -> Iterator[None]:
+    """Call ``listener`` with true before, and with false after each operation of this thread inside."""
+    before = _native.exchange_listener(listener)
+    try:
+        yield
+    finally:
+        _native.exchange_listener(before)
+
+
+def array_of(x: Any) -> tuple[str | None, int]:
+    """Return dtype and number of elements of an argument that may be anything; of a list, those of its parts."""
+    if isinstance(x, (list, tuple)):
+        parts = [array_of(part) for part in x if part is not None]
+        return (parts[0][0] if parts else None), sum(count for _, count in parts)
+    count = x.numel() if hasattr(x, "numel") else x.size
+    return str(x.dtype).removeprefix("torch."), int(count)

@@ -1,0 +1,98 @@
+"""Watching a transport: its operations are noted as they are called."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pycomm._native as _native
+from pycomm.errors import CommError
+from pycomm.recorder.dump import dump_failure
+from pycomm.recorder.ring import Recorder, array_of
+
+_DIFFERS = "the ranks disagree"
+"""Words that tell a ValueError of ranks that disagree from others: shared memory raises all of them in C++."""
+
+# Which argument has the elements that this rank puts in (-1: none), and which ones are worth a note: from, to.
+_COLLECTIVES = {
+    "all_reduce": (0, 1, 2),
+    "all_reduce_apart": (0, 1, 2),
+    "reduce_scatter": (1, 2, 3),
+    "all_gather": (1, 0, 0),
+    "all_to_all": (1, 0, 0),
+    "reduce": (0, 1, 3),
+    "all_to_all_v": (1, 0, 0),
+    "reduce_scatter_v": (1, 2, 3),
+    "all_gather_v": (1, 0, 0),
+    "broadcast": (0, 1, 2),
+    "barrier": (-1, 0, 0),
+    "refuse": (-1, 0, 1),
+    "run_compiled": (1, 2, 3),
+    "run_schedule": (1, 2, 3),
+}
+_MESSAGES = {"send": (0, 1, 3), "receive": (0, 1, 3)}
+_CALLED = {"all_reduce_apart": "all_reduce", "run_compiled": "run_program", "run_schedule": "run_program"}
+
+
+def watch(transport: Any, group: str, ranks: Sequence[int]) -> Recorder:
+    """Have the operations of ``transport`` noted from now on by the recorder that is returned.
+
+    The object has its operations replaced by ones that note and call them: whoever calls needs to know nothing of it,
+    and what one transport has done by another is noted once.
+
+    Args:
+        transport: has ``rank`` and operations with the arguments of :class:`pycomm.transport.base.Transport`, which
+            are called by position.
+        group, ranks: see :class:`Recorder`.
+    """
+    recorder = Recorder(group, transport.rank, ranks)
+    failed = functools.partial(_failed, weakref.ref(recorder))
+    for name, places in (_COLLECTIVES | _MESSAGES).items():
+        call = getattr(transport, name, None)
+        if call is None:
+            continue
+        if getattr(call, "__self__", None) is transport:
+            call = _without_self(call)
+        watched = _native.watch_operation(
+            recorder.ring, _CALLED.get(name, name), call, *places, name in _COLLECTIVES, array_of, failed
+        )
+        setattr(transport, name, functools.partial(_receive, watched, failed) if name == "receive" else watched)
+    return recorder
+
+
+def _without_self(method: Any) -> Callable[..., Any]:
+    """Return a function that calls ``method`` and does not keep its object, which is about to refer to it."""
+    function, owner = method.__func__, weakref.ref(method.__self__)
+    return lambda *args: function(owner(), *args)
+
+
+def _failed(recorder: weakref.ref[Recorder], error: BaseException) -> None:
+    found = recorder()
+    if found is None:
+        return
+    if isinstance(error, CommError) or (isinstance(error, ValueError) and _DIFFERS in str(error)):
+        dump_failure(found, str(error))
+
+
+def _receive(post: Callable[..., Any], failed: Callable[[BaseException], None], *args: Any) -> _Receipt:
+    return _Receipt(post(*args), failed)
+
+
+class _Receipt:
+    """Receive that has been posted, of whose failure is taken note. See :class:`pycomm.transport.base.Receipt`."""
+
+    __slots__ = ("_failed", "_receipt", "cancel", "is_completed")
+
+    def __init__(self, receipt: Any, failed: Callable[[BaseException], None]) -> None:
+        self._receipt, self._failed = receipt, failed
+        self.is_completed, self.cancel = receipt.is_completed, receipt.cancel
+
+    def wait(self, timeout: float) -> int:
+        try:
+            source: int = self._receipt.wait(timeout)
+        except CommError as error:
+            self._failed(error)
+            raise
+        return source

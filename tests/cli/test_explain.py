@@ -1,0 +1,204 @@
+"""pycomm explain: one sentence about what the ranks did, from files that they have written."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pycomm
+from pycomm.cli.main import main
+from pycomm.recorder import DIRECTORY, dump
+from tests.on_ranks import Pools
+from tests.ranks import PerRank, RankPool
+
+
+@pytest.fixture
+def two_ranks(new_ranks: Pools) -> RankPool:
+    """Return ranks of which files tell nothing of what other tests have called."""
+    return new_ranks(2)
+
+
+def explain(*arguments: object) -> int:
+    return main(["explain", *map(str, arguments)])
+
+
+def _work(place: str, kind: str, nap: float) -> int:
+    """Do something of ``kind``, and write a file; return a line in here that says where."""
+    os.environ[DIRECTORY] = place
+    gc.collect()  # the communicators of earlier tests, of which files would tell, too
+    try:
+        with pycomm.Communicator(timeout=20) as c:
+            x = torch.ones(1000)
+            c.all_reduce(x)
+            time.sleep(nap)
+            if kind == "other" and c.rank == 1:
+                with pytest.raises(ValueError, match="disagree"):
+                    c.broadcast(x, 0)
+            elif kind == "other":
+                with pytest.raises(ValueError, match="disagree"):
+                    c.all_reduce(x, "max")
+            else:
+                c.barrier()
+            if kind == "absent" and c.rank == 0:
+                c.send(torch.ones(1), 1)  # no collective
+            dump("asked for")
+            c.barrier()
+    finally:
+        os.environ[DIRECTORY] = ""
+    return _work.__code__.co_firstlineno
+
+
+def first_line(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().out.split("\n")[0]
+
+
+def test_ranks_that_call_different_operations(
+    two_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = two_ranks.run(_work, str(tmp_path), "other", 0.0)[0]
+    assert explain(tmp_path) == 0
+    said = first_line(capsys)
+    assert f"rank 0 called all_reduce of 1,000 float32 (max) at {__file__}:{first + 14} (_work)" in said
+    assert f"where rank 1 called broadcast of 1,000 float32 from rank 0 at {__file__}:{first + 11} (_work)" in said
+    assert said.endswith(".")
+
+
+def test_ranks_that_come_late(two_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    two_ranks.run(_work, str(tmp_path), "same", PerRank([0.0, 1.3]))
+    assert explain(tmp_path) == 0
+    said = first_line(capsys)
+    assert "All ranks called the same, but rank 1 came 1." in said
+    assert "barrier at" in said
+
+
+def test_ranks_that_do_the_same(two_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    two_ranks.run(_work, str(tmp_path), "absent", 0.0)
+    shutil.copy(next(tmp_path.glob("rank0-*")), tmp_path / "rank0-again.json")  # of the same process
+    assert explain(*tmp_path.glob("*.json")) == 0
+    assert "all ranks called the same, and came together" in first_line(capsys)
+
+
+def edited(path: Path, **changes: Any) -> None:
+    content = json.loads(path.read_text())
+    for group in content["groups"]:
+        group.update(changes)
+    path.write_text(json.dumps(content))
+
+
+def test_ranks_that_do_not_come(two_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    two_ranks.run(_work, str(tmp_path), "same", 0.0)
+    [one] = tmp_path.glob("rank1-*")
+    content = json.loads(one.read_text())
+    for group in content["groups"]:  # as if it had not called the last one
+        group["operations"].pop()
+        group["count"] -= 1
+    one.write_text(json.dumps(content))
+    assert explain(tmp_path, "--last", 0) == 0
+    said = first_line(capsys)
+    assert said.startswith("Rank 0 waited")
+    assert "rank 1 did not come to it: its last was operation" in said
+    assert "all_reduce of 1,000 float32 (sum)" in said
+    assert f"and it was at {__file__}" in said
+
+    one.unlink()
+    [zero] = tmp_path.glob("rank0-*")
+    content = json.loads(zero.read_text())
+    for group in content["groups"]:
+        group["operations"][-1] |= {"error": "rank 0: barrier: timed out", "seconds": 3.0}
+    zero.write_text(json.dumps(content))
+    assert explain(zero) == 0
+    assert "waited 3 s" in (said := first_line(capsys))
+    assert "there is no file of rank 1, which may have died" in said
+
+
+def edited_last(path: Path, **changes: Any) -> None:
+    content = json.loads(path.read_text())
+    for group in content["groups"]:
+        group["operations"][-1] |= changes
+    path.write_text(json.dumps(content))
+
+
+def test_a_rank_without_a_file_is_never_said_to_be_well(
+    two_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two_ranks.run(_work, str(tmp_path), "same", 0.0)
+    next(tmp_path.glob("rank1-*")).unlink()
+    assert explain(tmp_path) == 0
+    said = first_line(capsys)
+    assert said.startswith("There is no file of rank 1 of group")
+    assert "all ranks called the same" not in said
+
+    edited_last(next(tmp_path.glob("rank0-*")), seconds=None)  # SIGUSR2, sent to rank 0 alone
+    assert explain(tmp_path) == 0
+    said = first_line(capsys)
+    assert said.startswith("Rank 0 waited")
+    assert "there is no file of rank 1" in said
+
+
+def test_ranks_that_are_still_in_an_operation(
+    two_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two_ranks.run(_work, str(tmp_path), "same", 0.0)
+    edited_last(next(tmp_path.glob("rank1-*")), seconds=None)
+    assert explain(tmp_path) == 0
+    said = first_line(capsys)
+    assert said.startswith("All ranks came to operation")
+    assert said.endswith("and rank 1 is still in it.")
+    edited_last(next(tmp_path.glob("rank0-*")), seconds=None)
+    assert explain(tmp_path) == 0
+    assert first_line(capsys).endswith("and all are still in it.")
+
+
+def test_other_files_in_the_folder_are_left_out(
+    two_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two_ranks.run(_work, str(tmp_path), "same", 0.0)
+    (tmp_path / "rank0-results.json").write_text('{"loss": 1.0}')
+    (tmp_path / "rank0-older-1.json").write_text('{"format": 0}')
+    monkeypatch.setenv(DIRECTORY, str(tmp_path))
+    for arguments in ([], [tmp_path]):
+        assert explain(*arguments) == 0
+        out, err = capsys.readouterr()
+        assert "all ranks called the same, and came together" in out
+        assert "rank0-results.json is no file of pycomm's flight recorder" in err
+        assert "rank0-older-1.json has format 0" in err
+    assert explain(tmp_path / "rank0-results.json") == 2  # this one is named
+
+
+def test_without_arguments_the_newest_job_is_meant(
+    two_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(DIRECTORY, str(tmp_path))
+    assert explain() == 2
+    assert "there are no files" in capsys.readouterr().err
+    two_ranks.run(_work, str(tmp_path), "other", 0.0)
+    stale = tmp_path / "rank0-elsewhere-1.json"
+    shutil.copy(next(tmp_path.glob("rank0-*")), stale)
+    edited(stale, name="another group", operations=[], count=0)
+    os.utime(stale, (0, 0))
+    assert explain() == 0
+    assert "another group" not in capsys.readouterr().out
+    monkeypatch.setenv(DIRECTORY, "")
+    assert explain() == 2
+    assert "nothing has been written" in capsys.readouterr().err
+
+
+def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain(tmp_path / "missing.json") == 2
+    assert "cannot be read: No such file" in capsys.readouterr().err
+    other = tmp_path / "other.json"
+    for text in ("", "[1]", '{"format": 1}', "\x00"):
+        other.write_text(text)
+        assert explain(other) == 2
+        assert "is no file of pycomm's flight recorder" in capsys.readouterr().err
+    other.write_text('{"format": 99}')
+    assert explain(other) == 2
+    assert "has format 99, wanted 1" in capsys.readouterr().err

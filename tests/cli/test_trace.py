@@ -1,0 +1,86 @@
+"""pycomm trace: a picture of one step of a script, and the same for chrome://tracing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pycomm.cli.main import main
+
+pytest.importorskip("matplotlib")
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist, pycomm
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+pycomm.attach(optimizer, model)
+for _ in range(int(sys.argv[1])):
+    optimizer.zero_grad()
+    model(torch.randn(8, 64)).square().mean().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def trace(*arguments: object) -> int:
+    return main(["trace", *map(str, arguments)])
+
+
+def test_a_script_is_run_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    assert trace("--ranks", 2, "--step", 3, "-o", tmp_path / "step", script, 4) == 0
+    out = capsys.readouterr().out
+    assert "rank 0: " in out
+    assert "rank 1: " in out
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG\r\n")
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {"forward", "backward", "wait", "unpack", "optimizer.step", "bucket 1"} <= {span["name"] for span in spans}
+    assert all(span["dur"] >= 0 for span in spans)
+
+
+def test_a_script_that_ends_too_early_or_badly(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys\nsys.exit(int(sys.argv[1]))")
+    assert trace("--ranks", 1, script, 0) == 1
+    assert "no rank has come to step 10" in capfd.readouterr().err
+    assert trace("--ranks", 1, script, 3) == 1
+    assert "the script ended with exit code 1" in capfd.readouterr().err
+
+
+def test_every_optimizer_of_a_rank_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    span = {"lane": "training", "name": "backward", "began": 1.0, "ended": 1.5}
+    content = {"rank": 0, "size": 1, "step": 7, "spans": [span]}
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    (folder / "rank0.json").write_text(json.dumps({**content, "optimizer": 1}))
+    (folder / "rank0-2.json").write_text(json.dumps({**content, "optimizer": 2}))
+    assert trace("-o", tmp_path / "out", folder) == 0
+    assert capsys.readouterr().out.startswith("rank 0: backward 500 ms\nrank 0, optimizer 2: backward 500 ms\n")
+    events = json.loads((tmp_path / "out.json").read_text())["traceEvents"]
+    assert len({event["tid"] for event in events if event["ph"] == "X"}) == 2
+
+
+def test_files_that_ranks_have_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    span = {"lane": "training", "name": "backward", "began": 1.0, "ended": 1.5}
+    content = {"rank": 0, "size": 2, "step": 7, "spans": [span]}
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    (folder / "rank0.json").write_text(json.dumps(content))
+    (folder / "rank1.json").write_text(json.dumps({**content, "rank": 1}))
+    assert trace("-o", tmp_path / "out", folder) == 0
+    assert capsys.readouterr().out.startswith("rank 0: backward 500 ms\nrank 1: backward 500 ms\n")
+    (folder / "rank1.json").write_text(json.dumps({**content, "rank": 1, "step": 8}))
+    assert trace("-o", tmp_path / "out", folder) == 2
+    assert "of different steps: 7, 8" in capsys.readouterr().err
+    (folder / "rank1.json").write_text("{}")
+    assert trace("-o", tmp_path / "out", folder) == 2
+    assert "is no trace that pycomm has written" in capsys.readouterr().err
+    assert trace(tmp_path / "nothing.py") == 2
+    assert "there is no" in capsys.readouterr().err
