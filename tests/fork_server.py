@@ -18,7 +18,7 @@ from multiprocessing.context import ForkServerContext
 from typing import Any
 from unittest.mock import patch
 
-from pycomm.cli.launch import LocalRanks, Pipe
+from pycomm.launching import LocalRanks, Pipe
 
 _IMPORTED = ("hypothesis", "pytest", "pycomm", "torch._dynamo", "torch.distributed.fsdp", "tests.on_ranks")
 _APART = 1 << 30  # bytes of addresses

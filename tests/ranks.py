@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pycomm.cli.launch import LocalRanks, Pipe, join, rendezvous
+from pycomm.launching import LocalRanks, Pipe, join, rendezvous
 from tests.fork_server import ForkedRanks
 
 SLOWER = float(os.environ.get("PYCOMM_TEST_SLOWER", "1"))
@@ -74,12 +74,14 @@ class RankPool:
         return self._collect(timeout)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
-        """The results by rank; fails with the first rank's traceback if one raised."""
+        """The results by rank; fails with the tracebacks of the ranks that raised, if any did."""
         outcomes = self.outcomes(function, *args, timeout=timeout)
-        for rank, outcome in enumerate(outcomes):
-            if outcome.error is not None:
-                self._kill()  # the ranks may be out of step: the next test gets new ones
-                raise AssertionError(f"rank {rank} raised:\n{outcome.trace}")
+        raised = [
+            f"rank {r} raised:\n{outcome.trace}" for r, outcome in enumerate(outcomes) if outcome.error is not None
+        ]
+        if raised:
+            self._kill()  # the ranks may be out of step: the next test gets new ones
+            raise AssertionError("\n".join(raised))
         return [outcome.result for outcome in outcomes]
 
     def errors(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[BaseException]:

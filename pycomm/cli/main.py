@@ -11,14 +11,16 @@ import pycomm
 from pycomm.cli import info
 from pycomm.cli.bench import command as bench
 from pycomm.cli.demo import command as demo
+from pycomm.cli.explain import command as explain
 from pycomm.cli.plan import command as plan
+from pycomm.cli.trace import command as trace
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="pycomm", description="Fast data-parallel training for PyTorch.")
     parser.add_argument("--version", action="version", version=f"pycomm {pycomm.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (info, demo, plan, bench):
+    for command in (info, demo, plan, bench, trace, explain):
         command.add_parser(commands)
     return parser
 

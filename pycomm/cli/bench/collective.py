@@ -18,7 +18,7 @@ from pycomm.cli.bench.rank import BenchRank
 from pycomm.cli.bench.ranks import Ranks
 from pycomm.cli.bench.settings import Settings, UsageError, settings_of
 from pycomm.cli.bench.surrounding import Surrounding, is_launched
-from pycomm.cli.launch import RankError, rendezvous
+from pycomm.launching import RankError, rendezvous
 
 _WORKER = "pycomm.cli.bench.rank:BenchRank"
 

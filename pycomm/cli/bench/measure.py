@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from pycomm.cli.bench.operations import Case
 from pycomm.cli.bench.settings import Settings
 from pycomm.cli.bench.timing import Samples
-from pycomm.cli.launch import RankError
+from pycomm.launching import RankError
 
 PLACES = ("out_of_place", "in_place")
 

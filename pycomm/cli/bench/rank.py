@@ -17,8 +17,8 @@ from pycomm.cli.bench.mpi import MPIS
 from pycomm.cli.bench.operations import Case
 from pycomm.cli.bench.results import cpu_model
 from pycomm.cli.bench.values import count_wrong, fill
-from pycomm.cli.launch import connect
 from pycomm.errors import CommError
+from pycomm.launching import connect
 
 COMMUNICATOR = "communicator"
 """``--backend`` and ``--peers`` call :class:`pycomm.Communicator` by this name."""

@@ -2,7 +2,7 @@
 
 The driver starts every group once and lets them work in turns. Between turns a rank blocks in a read: it uses no core,
 whatever its communication library does while it waits. A rank holds one *worker*, an object made from its import name,
-whose methods the driver calls on all ranks of the group at once. Ranks are started here, by ``pycomm.cli.launch``, or
+whose methods the driver calls on all ranks of the group at once. Ranks are started here, by ``pycomm.launching``, or
 by a launcher such as MPI's: those connect over TCP, and a token in their environment keeps strangers out.
 
 Nothing stays behind: ranks end when the driver does, however that ended.
@@ -25,7 +25,7 @@ from typing import Any
 from pycomm.cli.bench import worker as worker_module
 from pycomm.cli.bench.processes import kill_session
 from pycomm.cli.bench.worker import DRIVER, PATIENCE_SECONDS, TOKEN, Pipe, over, serve
-from pycomm.cli.launch import LocalRanks, RankError, join
+from pycomm.launching import LocalRanks, RankError, join
 
 # Autograd allocates fresh gradients in every step. By default the allocator gives them back to the
 # kernel and gets zeroed pages again, which costs more than many a kernel and hides what is compared.

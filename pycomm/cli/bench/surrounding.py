@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
 
-from pycomm.cli.launch import RankError
+from pycomm.launching import RankError
 
 _PATIENCE = timedelta(minutes=20)  # for one turn: a rank that dies is noticed by the launcher
 

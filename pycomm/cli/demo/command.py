@@ -13,7 +13,7 @@ from pycomm.cli.demo.corpus import source_files
 from pycomm.cli.demo.messages import Message, Progress, Results
 from pycomm.cli.demo.settings import COMPRESSIONS, HEAD_WIDTH, MIN_STEPS, Settings, methods_for, ranks_of
 from pycomm.cli.demo.train import train
-from pycomm.cli.launch import RankError, run_ranks
+from pycomm.launching import RankError, run_ranks
 
 _RATIO = 0.01
 _MAX_CONTEXT = 4096  # far less than the validation text has, anywhere

@@ -16,7 +16,7 @@ import pycomm
 from pycomm.cli.demo.messages import Outcome
 from pycomm.cli.demo.model import loss_of
 from pycomm.cli.demo.settings import Method
-from pycomm.cli.launch import PATIENCE
+from pycomm.launching import PATIENCE
 
 _LEARNING_RATE = 1e-3
 _BETAS = (0.9, 0.99)

@@ -61,6 +61,7 @@ def test_they_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_bench_says_so_and_leaves_nothing(tmp_path: Path) -> None:
     code, printed, errors = bench("barrier", *SHORT, "--busy", "1", "--nice", "10", cwd=tmp_path)
     assert code == 0, errors

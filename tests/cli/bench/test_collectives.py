@@ -78,6 +78,7 @@ def check_comparison(place: dict[str, Any]) -> None:
     assert peer["nwrong"] == place["nwrong"] == 0
 
 
+@pytest.mark.slow
 def test_under_torchrun_it_starts_nothing(tmp_path: Path) -> None:
     arguments = ["all_reduce", "-b", "4K", *SHORT, "--peers", "gloo,communicator", "-J", "x.json"]
     code, printed, errors = bench(*arguments, cwd=tmp_path, launcher=TORCHRUN)
@@ -117,6 +118,7 @@ def test_wrong_results_are_counted_and_end_in_7(tmp_path: Path) -> None:
     assert read_report(tmp_path / "x.json")["out_of_bounds"] == {"count": 2, "okay": "false"}
 
 
+@pytest.mark.slow
 def test_too_little_bandwidth_ends_in_7(tmp_path: Path) -> None:
     """By nccl-tests' own variable; and nothing is said of results that nobody has looked at."""
     arguments = ["all_gather", "-b", "4K", *SHORT, "--backend", "communicator", "-c", "0"]
@@ -147,6 +149,7 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_an_error(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [*COMMAND, "all_reduce", "-b", "1M", "--rounds", "100000", "--backend", "communicator"],

@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 
 from pycomm.cli.demo.messages import Message, Progress
 from pycomm.cli.demo.settings import Settings
-from pycomm.cli.launch import Failure, RankError, Tell, explain, run_ranks
+from pycomm.launching import Failure, RankError, Tell, explain, run_ranks
 from tests.cli.small import small_settings
 
 SETTINGS = small_settings("none", 20)
@@ -71,11 +71,11 @@ def test_the_rank_that_began_it_is_named(program: object, begins: str, contains:
 
 def test_a_rank_that_ended_without_a_word_comes_first() -> None:
     follower = Failure(2, 1.0, "Traceback: peer is gone\n")
-    assert explain([None, 7, 1], [follower]) == (
+    assert str(explain([None, 7, 1], [follower])) == (
         "rank 1 ended with exit code 7\nrank 2 failed after that:\n\nTraceback: peer is gone"
     )
 
 
 def test_the_earliest_failure_is_the_cause() -> None:
     failures = [Failure(0, 5.0, "late"), Failure(1, 4.5, "early"), Failure(2, 4.6, "late")]
-    assert explain([1, 1, 1], failures) == "rank 1 failed:\n\nearly"
+    assert str(explain([1, 1, 1], failures)) == "rank 1 failed:\n\nearly"

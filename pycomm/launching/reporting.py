@@ -1,0 +1,141 @@
+"""How far a function on ranks has come, told by rank 0 and shown where the ranks were started."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pycomm import checks
+
+_SECONDS = 0.2  # between two reports: more are not seen, and cost the ranks time
+_LINES = 10
+_last = float("-inf")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What rank 0 tells."""
+
+    done: int
+    total: int
+    figures: dict[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        figures = "".join(f"  {name} {value:.4g}" for name, value in self.figures.items())
+        return f"{self.done}/{self.total}{figures}"
+
+
+def progress(done: int, total: int, **figures: float | torch.Tensor) -> None:
+    """Tell how far the function that :func:`pycomm.launch` runs has come.
+
+    Where the ranks were started it is shown as a bar, if rich is installed and there is a terminal or a notebook, else
+    as a line for every tenth of the way. What rank 0 says counts; other ranks may call it, and nothing comes of it.
+    At most five calls in a second are passed on, and the last one is; the others take microseconds. Under torchrun,
+    and in a process without ranks, rank 0 prints lines.
+
+    Args:
+        done: steps that are done, of ``total``; 1 after the first one.
+        total: how many there are, at least 1.
+        figures: to be shown with it: numbers, or tensors of one element, which are read only where they are passed on.
+
+    Raises:
+        TypeError, ValueError: an argument is no number, ``done`` is negative or beyond ``total``.
+    """
+    global _last
+    total = checks.count("total", total, 1)
+    done = checks.count("done", done, 0)
+    if done > total:
+        raise ValueError(f"done is {done}, wanted at most total, which is {total}")
+    now = time.monotonic()
+    if done == total or now - _last >= _SECONDS:
+        _last = now
+        _tell(Progress(done, total, {name: _number(name, value) for name, value in figures.items()}))
+
+
+def _number(name: str, value: object) -> float:
+    return checks.number(name, value.detach() if isinstance(value, torch.Tensor) else value)
+
+
+class Lines:
+    """Progress as text: a line for every tenth of the way."""
+
+    def __init__(self) -> None:
+        self._printed, self._last = 0, Progress(0, 0)
+
+    def show(self, progress: Progress) -> None:
+        last, self._last = self._last, progress
+        if progress.total != last.total or progress.done < last.done or last.done == last.total:
+            self._printed = 0  # something new has begun
+        tenths = _LINES * progress.done // progress.total
+        if tenths > self._printed:
+            self._printed = tenths
+            print(progress, flush=True)
+
+
+def tell_by(tell: Callable[[Progress], None]) -> None:
+    """Pass what this process says of its progress on to ``tell``."""
+    global _tell
+    _tell = tell
+
+
+def _print_on_rank_0(progress: Progress, lines: Lines = Lines()) -> None:  # noqa: B008  # of the whole process
+    if os.environ.get("RANK", "0") == "0":
+        lines.show(progress)
+
+
+_tell = _print_on_rank_0
+
+
+class Bar:
+    """Progress as a bar of rich's."""
+
+    def __init__(self, console: Any) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bars
+
+        figures = TextColumn("{task.fields[figures]}")
+        columns = (BarColumn(), MofNCompleteColumn(), figures, TimeElapsedColumn(), TimeRemainingColumn())
+        self._bars = Bars(*columns, console=console, refresh_per_second=4)  # drawing takes time from the ranks
+        self._task: Any = None
+
+    def show(self, progress: Progress) -> None:
+        figures = "  ".join(f"{name} {value:.4g}" for name, value in progress.figures.items())
+        if self._task is None:
+            self._bars.start()
+            self._task = self._bars.add_task("", total=progress.total, figures=figures)
+        self._bars.update(self._task, completed=progress.done, total=progress.total, figures=figures)
+
+    def close(self) -> None:
+        self._bars.stop()
+
+
+@contextlib.contextmanager
+def display() -> Iterator[Callable[[Progress], None]]:
+    """Yield what shows progress: as a bar where that can be drawn, else by lines."""
+    bar = _bar()
+    if bar is None:
+        yield Lines().show
+        return
+    try:
+        yield bar.show
+    finally:
+        bar.close()
+
+
+def _bar() -> Bar | None:
+    if importlib.util.find_spec("rich") is None:
+        return None
+    from rich.console import Console
+
+    console = Console(file=sys.stdout)
+    drawn = console.is_terminal and not console.is_jupyter
+    # In notebooks rich draws by ipywidgets.
+    return Bar(console) if drawn or (console.is_jupyter and importlib.util.find_spec("ipywidgets")) else None
