@@ -1,0 +1,80 @@
+"""Writes docs/tested_optimizers.md from a report of `python -m tests.integrations.optimizers`, which lies beside it.
+
+python docs/optimizers.py                # rewrites the page
+python docs/optimizers.py --check        # changes nothing; exits with 1 and says that it is stale
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rewriting import rewrite
+
+REPORT = Path(__file__).with_name("tested_optimizers.json")
+PAGE = Path(__file__).with_name("tested_optimizers.md")
+
+_PAGE = """# Tested optimizers
+
+Written by `python docs/optimizers.py` from the report of
+
+```sh
+python -m tests.integrations.optimizers
+```
+
+(`docs/tested_optimizers.json`); do not edit. Each optimizer takes {steps} steps twice, in float32: on two ranks, where
+`pycomm.attach` averages the gradients and the ranks have different samples; and alone, with the mean of both ranks'
+gradients. **Equal** means that all parameters are the same to the last bit. {equal} of {number} are; none of the
+others ran and came to something else.
+
+Versions: {versions}.
+
+Optimizers that want a closure got one, and those that go by the value of the loss got the mean over the ranks, which is
+the script's to compute. Those of the Muon kind were told which parameters are matrices, or got these alone.
+
+{tables}"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Rewrite the page, or say that it is stale; return the exit code."""
+    return rewrite("the page of tested optimizers", "optimizers.py", _pages, arguments)
+
+
+def _pages() -> dict[Path, str]:
+    return {PAGE: render(json.loads(REPORT.read_text(encoding="utf-8")))}
+
+
+def render(report: dict[str, Any]) -> str:
+    """Return the page of a report.
+
+    Raises:
+        ValueError: the report has an optimizer that came to something else, for which the page has no words.
+    """
+    tried = report["optimizers"]
+    differing = [f"{package}.{name}: {outcome}" for package, name, outcome in tried if "differs" in outcome]
+    if differing:
+        raise ValueError(f"the page says that none differs, but {', '.join(differing)}")
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    packages = dict.fromkeys(package for package, _, _ in tried)
+    return _PAGE.format(
+        steps=report["steps"],
+        equal=sum(outcome == "equal" for _, _, outcome in tried),
+        number=len(tried),
+        versions=versions,
+        tables="\n".join(_section(package, tried) for package in packages),
+    )
+
+
+def _section(package: str, tried: list[list[str]]) -> str:
+    mine = [(name, outcome) for owner, name, outcome in tried if owner == package]
+    equal = ", ".join(f"`{name}`" for name, outcome in mine if outcome == "equal")
+    others = [f"| `{name}` | {outcome.replace('|', '/')} |" for name, outcome in mine if outcome != "equal"]
+    table = ["", "| not among them | |", "| --- | --- |", *others] if others else []
+    return "\n".join([f"## {package}", "", f"Equal: {equal}.", *table, ""])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

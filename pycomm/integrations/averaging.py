@@ -1,0 +1,264 @@
+"""What averages gradients on behalf of a trainer, and its state beside the trainer's checkpoints."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from pycomm.checkpoint.together import exchanged, together
+from pycomm.communicator import Communicator
+from pycomm.compression import Compression, NoCompression
+from pycomm.ddp import HookHandle, register
+from pycomm.optim.parameters import unwrapped
+from pycomm.reducer import Reducer, attach
+from pycomm.reducer.damage import name_ranks
+from pycomm.torch_internals import uncompiled
+
+_LOG = logging.getLogger("pycomm")
+
+_FILE = re.compile(r"(?P<prefix>.*)-(?P<rank>\d+)-of-(?P<size>\d+)\.pt")
+
+_NOTHING: Mapping[str, Any] = {
+    "bytes_sent": 0,
+    "steps": 0,
+    "wait_seconds": 0.0,
+    "nonfinite_steps": 0,
+    "last_nonfinite": None,
+    "num_buckets": 0,
+    "transport": None,
+}
+"""Counters where there is nothing to average."""
+
+
+def options_of(function: Callable[..., Any], but: Iterable[str] = ()) -> frozenset[str]:
+    """Return the names of keyword-only arguments of ``function``, leaving some out."""
+    parameters = inspect.signature(function).parameters.values()
+    return frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY) - frozenset(but)
+
+
+TRAINERS_OWN = ("process_group", "accumulate", "loss_scaler", "join")
+"""Arguments of ``attach`` that a trainer answers itself, or that go with no trainer."""
+
+ATTACH_OPTIONS = options_of(attach, but=TRAINERS_OWN)
+"""Arguments of ``attach`` that integrations pass on, where no DistributedDataParallel is around the model."""
+
+REGISTER_OPTIONS = options_of(register, but=("loss_scaler", "optimizer"))
+"""Arguments of ``pycomm.ddp.register`` that integrations pass on, where one is."""
+
+
+def check_options(options: Mapping[str, Any], allowed: Iterable[str], whose: str, why: str = "") -> None:
+    """Raise TypeError if ``options`` has a name that is not among those ``allowed``.
+
+    Args:
+        whose: the function that was called, for the message.
+        why: reason for which it is not taken, if another function of pycomm's would take it.
+    """
+    known = sorted(allowed)
+    for name in options:
+        if name not in known:
+            reason = why if why and name in ATTACH_OPTIONS | set(TRAINERS_OWN) else f"wanted among {', '.join(known)}"
+            raise TypeError(f"{whose} got an argument {name!r}: {reason}")
+
+
+class Averaging:
+    """What averages a model's gradients while a trainer trains it.
+
+    Args:
+        optimizer: whose steps take the gradients, where ``inner`` is ``None``.
+
+    Attributes:
+        inner: the :class:`pycomm.Reducer`, where nothing is around the model; the :class:`pycomm.ddp.HookHandle`, where
+            the trainer has put a DistributedDataParallel around it; ``None`` if there is one process without a process
+            group, whose gradients are averages as they are.
+    """
+
+    def __init__(self, inner: Reducer | HookHandle | None, optimizer: torch.optim.Optimizer | None = None) -> None:
+        self.inner = inner
+        self._optimizer = None if optimizer is None else unwrapped(optimizer)
+
+    def stats(self) -> dict[str, Any]:
+        """Return the counters of :attr:`inner`, as ``Reducer.stats`` or ``HookHandle.stats``.
+
+        Without one, those that both have: nothing was averaged, and nothing sent.
+        """
+        return dict(_NOTHING) if self.inner is None else self.inner.stats()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that compression carries on this rank, as ``Reducer.state_dict``; empty without one."""
+        return {} if self.inner is None else self.inner.state_dict()
+
+    def load_state_dict(self, state: Any, *, strict: bool = True) -> None:
+        """Load state that :meth:`state_dict` returned, as ``Reducer.load_state_dict`` does."""
+        if self.inner is not None:
+            self.inner.load_state_dict(state, strict=strict)
+
+    def detach(self) -> None:
+        """Leave gradients alone from now on. Idempotent; on all ranks between the same steps."""
+        if isinstance(self.inner, Reducer):
+            self.inner.detach()
+        elif self.inner is not None:
+            self.inner.remove()
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer whose gradients a Reducer averages, or would; ``None`` for a hook, which knows of none."""
+        return self.inner.optimizer if isinstance(self.inner, Reducer) else self._optimizer
+
+    @property
+    def carries_state(self) -> bool:
+        """Whether there is anything to keep beside a checkpoint: a method of compression is in use."""
+        return self.inner is not None and not isinstance(self._method, NoCompression)
+
+    def save(self, folder: str | os.PathLike[str], prefix: str = "pycomm") -> None:
+        """Save the state of this rank in ``folder``, which need not be shared, in a file of its own. Collective.
+
+        Nothing is written without a method of compression. Files that another number of ranks, or a method that is no
+        longer in use, left there are removed by rank 0.
+
+        Args:
+            prefix: beginning of the file's name, which goes on with the numbers of this rank and of all ranks.
+        """
+        if self.inner is not None:
+            together(self._communicator, "save pycomm's state", lambda: self._save(Path(folder), prefix))
+
+    def remove(self, folder: str | os.PathLike[str], prefix: str = "pycomm") -> None:
+        """Remove what :meth:`save` has put into ``folder`` on this rank; on rank 0, of all ranks."""
+        if self.inner is not None:
+            rank, size = self._communicator.rank, self._communicator.size
+            for path, file in _files(Path(folder), prefix):
+                if rank == 0 or (int(file["rank"]), int(file["size"])) == (rank, size):
+                    path.unlink(missing_ok=True)
+
+    def load(self, folder: str | os.PathLike[str], prefix: str = "pycomm") -> bool:
+        """Load what :meth:`save` has put into ``folder``; state of another number of ranks is shared out. Collective.
+
+        Returns:
+            Whether there was any. If not, a warning in the log says that compression begins without state.
+
+        Raises:
+            ValueError: files are missing or damaged, are there for some ranks only, or do not fit the model or the
+                method; on every rank.
+        """
+        if self.inner is None:
+            return False
+        communicator = self._communicator
+        rank, own_size = communicator.rank, communicator.size
+        sizes = exchanged(communicator, "look for pycomm's state", lambda: _saved_size(Path(folder), prefix, own_size))
+        _refuse_parted(sizes, folder)
+        if sizes[0] == 0:
+            if rank == 0 and self.carries_state:
+                _LOG.warning("%s was saved without pycomm: compression begins without residuals", folder)
+            return False
+        chosen = [rank] if sizes[0] == own_size else range(sizes[0])
+        paths = [_path(Path(folder), prefix, number, sizes[0]) for number in chosen]
+        states = together(communicator, "load pycomm's state", lambda: _loaded(paths))
+        together(communicator, "load pycomm's state", lambda: self.load_state_dict(states))
+        return True
+
+    @property
+    def _method(self) -> Compression | None:
+        if isinstance(self.inner, Reducer):
+            return self.inner._settings.compression
+        return None if self.inner is None else self.inner._settings.method
+
+    @property
+    def _communicator(self) -> Communicator:
+        assert self.inner is not None
+        return self.inner._communicator
+
+    def _save(self, folder: Path, prefix: str) -> None:
+        rank, size = self._communicator.rank, self._communicator.size
+        if rank == 0:
+            for path, file in _files(folder, prefix):
+                if int(file["size"]) != size or not self.carries_state:
+                    path.unlink(missing_ok=True)
+        if not self.carries_state:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        path = _path(folder, prefix, rank, size)
+        partial = path.with_suffix(".partial")
+        torch.save(self.state_dict(), partial)
+        os.replace(partial, path)
+
+
+def _files(folder: Path, prefix: str) -> list[tuple[Path, re.Match[str]]]:
+    """Return the files of state in ``folder``, with the parts of their names."""
+    names = ((path, _FILE.fullmatch(path.name)) for path in sorted(folder.glob("*-of-*.pt")))
+    return [(path, match) for path, match in names if match is not None and match["prefix"] == prefix]
+
+
+def _path(folder: Path, prefix: str, rank: int, size: int) -> Path:
+    return folder / f"{prefix}-{rank}-of-{size}.pt"
+
+
+def _saved_size(folder: Path, prefix: str, size: int) -> int:
+    """Return of how many ranks the state is that this rank finds: of ``size`` if there are such files; 0 if none."""
+    sizes = {int(file["size"]) for _, file in _files(folder, prefix)}
+    return size if size in sizes else max(sizes, default=0)
+
+
+def _refuse_parted(sizes: list[int], folder: str | os.PathLike[str]) -> None:
+    """Raise ValueError if ranks have found state of different numbers of ranks, as where a host has lost its files."""
+    if len(set(sizes)) == 1:
+        return
+    found = (
+        f"of {size or 'none'} on {name_ranks([rank for rank, its in enumerate(sizes) if its == size])}"
+        for size in dict.fromkeys(sizes)
+    )
+    raise ValueError(
+        f"{os.fspath(folder)} has pycomm's state {', '.join(found)}: in a folder that is not shared every host needs "
+        "the files of its ranks; copy them there, or remove them everywhere to begin without residuals"
+    )
+
+
+def _loaded(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """Return the states in ``paths``, of which none may be missing or damaged."""
+    missing = [path for path in paths if not path.is_file()]
+    if missing:
+        names = ", ".join(path.name for path in missing)
+        raise ValueError(f"{missing[0].parent} has pycomm's state of some ranks only: {names} is missing")
+    return [_read(path) for path in paths]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    return state
+
+
+def averaging_of(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    is_last: Callable[[], bool] | int,
+    loss_scaler: Any,
+    options: Mapping[str, Any],
+    whose: str,
+) -> Averaging:
+    """Average the gradients of ``model`` by what suits the way in which a trainer has set it up. Collective.
+
+    Args:
+        model: the outermost module that the trainer has made of it.
+        is_last: function that tells whether a pass is the last one of its step, where the trainer accumulates.
+        options: arguments for ``attach`` or ``pycomm.ddp.register``.
+        whose: the function that was called, for messages.
+    """
+    wrapper = uncompiled(model)  # whose names are those of the module that was compiled
+    if isinstance(wrapper, DistributedDataParallel):
+        check_options(options, REGISTER_OPTIONS, whose, "it goes with models that no DistributedDataParallel is around")
+        return Averaging(register(wrapper, loss_scaler=loss_scaler, optimizer=optimizer, **options))
+    check_options(options, ATTACH_OPTIONS, whose)
+    if not dist.is_initialized():
+        return Averaging(None, optimizer)
+    return Averaging(attach(optimizer, wrapper, accumulate=is_last, loss_scaler=loss_scaler, **options))

@@ -1,0 +1,156 @@
+"""Hugging Face Transformers: a callback by which the Trainer's gradients are averaged by pycomm."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import sys
+from types import FrameType
+from typing import Any, NamedTuple
+
+from torch.nn.parallel import DistributedDataParallel
+
+from pycomm.communicator import DEFAULT_TIMEOUT
+from pycomm.integrations.averaging import Averaging, averaging_of
+from pycomm.integrations.optional import library
+from pycomm.reducer.settings import checked_method
+from pycomm.torch_internals import uncompiled
+
+_transformers: Any = library("transformers", whose="pycomm.integrations.transformers")
+_Callback: Any = _transformers.TrainerCallback
+
+_LOG = logging.getLogger("pycomm")
+
+_ELSEWHERE = {
+    "is_deepspeed_enabled": "DeepSpeed",
+    "is_fsdp_enabled": "FSDP",
+    "is_fsdp_xla_enabled": "FSDP of XLA",
+}
+"""Attributes of the Trainer that say that something else averages gradients."""
+
+
+class PycommCallback(_Callback):
+    """Callback with which a Trainer's gradients are averaged by pycomm: ``Trainer(..., callbacks=[PycommCallback()])``.
+
+    When training begins, the DistributedDataParallel that the Trainer has put around the model gets pycomm's
+    communication hook (:func:`pycomm.ddp.register`); a model that nothing is around is attached
+    (:func:`pycomm.attach`). With one process nothing is done. Accumulation, clipping, float16, evaluation and
+    checkpoints are the Trainer's. What compression carries from step to step is saved in each checkpoint's folder, in
+    one file per rank, and comes back with ``train(resume_from_checkpoint=...)``, also into another number of ranks.
+
+    Args:
+        compression: as for :func:`pycomm.attach`.
+        algorithm: as for :func:`pycomm.attach`.
+        timeout: limit of every wait for a peer; seconds or ``timedelta``.
+
+    Attributes:
+        averaging: what averages, with ``stats()``; ``None`` before training. Its counters stay readable afterwards.
+
+    Raises:
+        TypeError: ``compression`` is no method.
+        ValueError: (when training begins) the Trainer runs FSDP or DeepSpeed, something else averages these gradients
+            already, or ranks differ.
+        RuntimeError: (when training begins) the Trainer has a ``train`` of its own, or (at the next step) the callback
+            was added after training had begun.
+    """
+
+    def __init__(self, *, compression: Any = None, algorithm: str = "auto", timeout: Any = DEFAULT_TIMEOUT) -> None:
+        checked_method(compression)
+        self._options = {"compression": compression, "algorithm": algorithm, "timeout": timeout}
+        self._trains = False
+        self.averaging: Averaging | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin to average, and go on from the checkpoint that the Trainer resumes from."""
+        training = _training()
+        _refuse_other_owners(training.trainer)
+        if self.averaging is not None:
+            self.averaging.detach()  # of a training that ended with an exception
+        self.averaging = _averaging(training.trainer, kwargs["optimizer"], self._options)
+        self._trains = True
+        if training.folder is not None:
+            self.averaging.load(training.folder)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Refuse to be there only now."""
+        if not self._trains:
+            raise RuntimeError(
+                "PycommCallback was added after training had begun, when nothing can be averaged by it any more: give "
+                "it to Trainer(callbacks=[...]), or to add_callback before train()"
+            )
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save this rank's state into the folder of the checkpoint that the Trainer has just written."""
+        if self.averaging is None or self.averaging.inner is None or args.save_only_model:
+            return
+        folder = os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
+        if state.is_hyper_param_search:
+            _LOG.warning(
+                "a search for hyperparameters keeps its checkpoints elsewhere: pycomm's state is not among them"
+            )
+        else:
+            self.averaging.save(folder)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave gradients to the model's wrapper again."""
+        self._trains = False
+        if self.averaging is not None:
+            self.averaging.detach()
+
+
+class _Training(NamedTuple):
+    """The Trainer whose ``train`` is running, and the folder of the checkpoint that it resumes from, if any."""
+
+    trainer: Any
+    folder: str | None
+
+
+def _training() -> _Training:
+    """Return the innermost training among the callers.
+
+    Callbacks are told neither which Trainer calls them nor what it resumes from: its state has the number of steps,
+    but not the folder, which may have any name. Both are arguments of ``Trainer.train``, which is on the stack.
+    """
+    code = inspect.unwrap(_transformers.Trainer.train).__code__
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    if frame is None:
+        raise RuntimeError(
+            "PycommCallback goes with Trainer.train, which has not called it: this Trainer has a train of its own. "
+            "Leave PycommCallback out, and call pycomm.ddp.register(model) there, once DistributedDataParallel is "
+            "around the model, or pycomm.attach(optimizer, model) without one"
+        )
+    folder = frame.f_locals.get("resume_from_checkpoint")
+    return _Training(frame.f_locals["self"], str(folder) if folder else None)
+
+
+def _refuse_other_owners(trainer: Any) -> None:
+    """Raise ValueError if the Trainer has the gradients averaged by something that takes no hook."""
+    for attribute, name in _ELSEWHERE.items():
+        if getattr(trainer, attribute, False):
+            raise ValueError(
+                f"PycommCallback does not go with {name}, which averages gradients itself: train without {name}, or "
+                "leave the callback out; dist.init_process_group('pycomm') carries what FSDP sends"
+            )
+
+
+def _averaging(trainer: Any, optimizer: Any, options: dict[str, Any]) -> Averaging:
+    """Average the gradients of a Trainer that has prepared its model and optimizer."""
+    model, inner = trainer.model_wrapped, uncompiled(trainer.model_wrapped)
+    if trainer.args.world_size == 1:
+        return Averaging(None, optimizer)
+    if not isinstance(inner, DistributedDataParallel) and inner is not uncompiled(trainer.model):
+        raise ValueError(
+            f"the Trainer has put a {type(inner).__name__} around the model, of which pycomm does not know whether it "
+            "averages gradients: leave PycommCallback out"
+        )
+    return averaging_of(
+        model,
+        optimizer,
+        is_last=lambda: bool(trainer.accelerator.sync_gradients),
+        loss_scaler=getattr(trainer.accelerator, "scaler", None),
+        options=options,
+        whose="PycommCallback",
+    )

@@ -1,0 +1,86 @@
+"""Optimizers under attach equal the same ones alone, to the bit; the page says what the report says."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from functools import partial
+from types import ModuleType
+
+import pytest
+
+import pycomm
+from tests.docs.scripts import load
+from tests.integrations import optimizers
+from tests.ranks import RankPool
+
+
+def outcomes(package: str, names: list[str]) -> dict[str, str]:
+    return {name: optimizers.try_on_rank(package, name) for name in names}
+
+
+def test_those_of_torch(two_ranks: RankPool) -> None:
+    """Of torch 2.13; an older one lacks some."""
+    torchs = [name for _, name in optimizers.named_here("torch.optim")]
+    assert len(torchs) > 10
+    for found in two_ranks.run(outcomes, "torch.optim", torchs):
+        assert found == dict.fromkeys(torchs, optimizers.EQUAL)
+
+
+@pytest.mark.parametrize(
+    ("package", "names"),
+    [
+        ("lion_pytorch", ["Lion"]),
+        ("prodigyopt", ["Prodigy"]),
+        ("schedulefree", ["AdamWScheduleFree", "SGDScheduleFree", "AdamWScheduleFreeClosure"]),
+        ("pytorch_optimizer", ["Muon", "SOAP", "Shampoo", "Prodigy", "AliG", "Magma", "AdamMini"]),
+    ],
+)
+def test_some_of_others(two_ranks: RankPool, package: str, names: list[str]) -> None:
+    pytest.importorskip(package)
+    for found in two_ranks.run(outcomes, package, names):
+        assert found == dict.fromkeys(names, optimizers.EQUAL)
+
+
+def sums_in_place_of_averages() -> str:
+    original = pycomm.attach
+    vars(pycomm)["attach"] = partial(original, average=False)
+    try:
+        return optimizers.try_on_rank("torch.optim", "SGD")
+    finally:
+        vars(pycomm)["attach"] = original
+
+
+def test_what_is_different_shows(two_ranks: RankPool) -> None:
+    assert all(said.startswith("differs by") for said in two_ranks.run(sums_in_place_of_averages))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_all() -> None:
+    """What the committed report says, with the versions that it says."""
+    report = json.loads(optimizers.REPORT.read_text(encoding="utf-8"))
+    for package in report["versions"].keys() & optimizers.DISTRIBUTIONS.keys():
+        pytest.importorskip(package)
+        distribution = optimizers.DISTRIBUTIONS[package]
+        if importlib.metadata.version(distribution) != report["versions"][package]:
+            pytest.skip(f"the report is of another version of {distribution}")
+    found = optimizers.tried(list(optimizers.all_names()), lambda line: None)
+    assert optimizers.report_of(found)["optimizers"] == report["optimizers"]
+
+
+@pytest.fixture
+def page() -> ModuleType:
+    return load("docs/optimizers.py")
+
+
+def test_the_page_is_not_stale(page: ModuleType) -> None:
+    assert page.main(["--check"]) == 0
+
+
+def test_the_page_has_no_words_for_differences(page: ModuleType) -> None:
+    report = json.loads(optimizers.REPORT.read_text(encoding="utf-8"))
+    assert sum(outcome == optimizers.EQUAL for _, _, outcome in report["optimizers"]) > 100
+    report["optimizers"][0][2] = "differs by 1.0e-03"
+    with pytest.raises(ValueError, match=r"the page says that none differs, but torch\.optim\.ASGD: differs by 1"):
+        page.render(report)
