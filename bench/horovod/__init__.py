@@ -1,0 +1,1 @@
+"""Bench of operations that ranks match by name."""

@@ -1,0 +1,263 @@
+"""Engine of a process set: takes requests in any order, agrees with the other ranks, and does what all have asked for.
+
+A rank takes part in rounds (:mod:`pycomm.horovod.rounds`) while it has requests that are not done; the others wait for
+it in the meantime, asleep. When nobody has had news in a round, the ranks wait for longer and longer before the next.
+Rounds are run by a thread of the engine's own, or by one that waits for a result, whichever comes first: a caller that
+has to wait anyway saves two changes of threads. Where nobody waits, the thread first gives a cycle's time to whatever
+else is asked for, as Horovod does: it travels together then.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from pycomm.communicator import Communicator
+from pycomm.errors import CommError
+from pycomm.horovod.coordinator import Response, full_name
+from pycomm.horovod.errors import HorovodInternalError, InvalidRequestError, LostPeerError
+from pycomm.horovod.execution import Execution, can_fuse
+from pycomm.horovod.requests import ALLREDUCE, Key, Request, Terms, op_of
+from pycomm.horovod.rounds import Rounds
+from pycomm.horovod.stalls import StallWatch
+from pycomm.horovod.timeline import Timeline
+
+_SHORTEST_PAUSE = 5e-5
+LONGEST_PAUSE = 5e-3
+"""Seconds between rounds in which nobody has news, at most."""
+_SLICE = 1.0  # seconds
+_PATIENCE = 5.0
+
+
+class Engine:
+    """Engine over ``communicator``, which it owns from now on.
+
+    Args:
+        communicator: of the ranks of the process set.
+        name: name of the set, for messages.
+        timeline: what takes notes of operations.
+        stall_after: seconds after which this rank says what is not done yet, and for whom it waits; 0: never.
+        cycle: seconds in which what nobody waits for is collected.
+
+    Attributes:
+        rank, size: of this process in the set, and how many there are.
+        pause: seconds that the next pause takes.
+    """
+
+    def __init__(
+        self, communicator: Communicator, name: str, timeline: Timeline, stall_after: float, cycle: float
+    ) -> None:
+        self.communicator = communicator
+        self.rank, self.size = communicator.rank, communicator.size
+        self._name, self._timeline = name, timeline
+        self._cycle = cycle
+        self._rounds, self._execution = Rounds(communicator), Execution(communicator)
+        self._fresh: deque[Request] = deque()
+        self._outstanding: dict[Key, Request] = {}
+        self._stalls = StallWatch(
+            stall_after,
+            self.rank,
+            self.size,
+            lambda: list(self._outstanding.values()),
+            self._rounds.coordinator.waiting,
+        )
+        self._driving = threading.Lock()
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self.pause = _SHORTEST_PAUSE
+        self._refusal = ""  # why nothing is taken any more
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+
+    # Callers.
+
+    def submit(self, requests: Sequence[Request], wake: bool = True) -> None:
+        """Take ``requests``. ``wake``: nobody is about to :meth:`wait` for them.
+
+        Raises:
+            ValueError: an operation of the same name is not done yet.
+            HorovodInternalError: the engine has stopped.
+        """
+        with self._lock:
+            self._require_usable()
+            for request in requests:
+                if request.key in self._outstanding:
+                    raise ValueError(
+                        f"an operation named {full_name(request.key)!r} is not done yet: pass another name=, or "
+                        "synchronize() the first one before"
+                    )
+            for request in requests:
+                self._outstanding[request.key] = request
+                self._fresh.append(request)
+                if self._timeline.active:
+                    self._timeline.begin(full_name(request.key), f"NEGOTIATE_{request.terms.kind.upper()}")
+            self._start_thread()
+            self._stalls.begin()
+        if wake or self._driving.locked():  # whoever drives may be pausing
+            self._wake.set()
+
+    def knows(self, key: Key) -> bool:
+        """Return whether this rank has asked for the operation ``key``, which is not done yet."""
+        return key in self._outstanding
+
+    def wait(self, request: Request) -> None:
+        """Return once ``request`` has ended; take part in rounds meanwhile. Raises its error."""
+        while not request.done:
+            if self._driving.acquire(blocking=False):
+                try:
+                    while not request.done and self._outstanding:
+                        self._round()
+                finally:
+                    self._driving.release()
+                if self._outstanding:
+                    self._wake.set()
+            else:
+                request.ends_within(_SLICE)
+        if request.error is not None:
+            raise request.error
+
+    def close(self, reason: str) -> None:
+        """End all requests with an error, and release the communicator. Idempotent."""
+        if self._pid != os.getpid():
+            return
+        self._end(HorovodInternalError(reason), reason)
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_PATIENCE)
+        self._stalls.close()
+
+    def _require_usable(self) -> None:
+        if self._pid != os.getpid():
+            raise HorovodInternalError(
+                "it was inherited by a fork: call hvd.init() in the new process, under a launcher"
+            )
+        if self._refusal:
+            raise HorovodInternalError(self._refusal)
+
+    def _start_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name=f"pycomm-horovod-{self._name}", daemon=True)
+            self._thread.start()
+
+    # Rounds. Whoever calls these has acquired the lock on driving.
+
+    def _loop(self) -> None:
+        while not self._refusal:
+            self._wake.wait()
+            self._wake.clear()
+            time.sleep(self._cycle)
+            while self._outstanding and not self._refusal:
+                with self._driving:
+                    if self._outstanding and not self._refusal:
+                        self._round()
+
+    def _round(self) -> None:
+        try:
+            if self._timeline.active:
+                self._timeline.mark("CYCLE_START")
+            responses, news = self._rounds.run(self._fresh)
+            if responses:
+                self._run_all(responses)
+        except BaseException as error:
+            self._end(internal_error(error), f"an operation failed: {error}")
+            if not isinstance(error, Exception):
+                raise
+            return
+        if news or self._fresh:
+            self.pause = _SHORTEST_PAUSE
+            return
+        self._wake.wait(self.pause)
+        self._wake.clear()
+        self.pause = min(2 * self.pause, LONGEST_PAUSE)
+
+    def _run_all(self, responses: Sequence[Response]) -> None:
+        fused: list[Request] = []
+        for response in responses:
+            request = self._request_of(response)
+            if request is None:
+                continue
+            if fused and not (can_fuse(request) and _same(request, fused[0])):
+                self._run_fused(fused)
+                fused = []
+            if can_fuse(request):
+                fused.append(request)
+            else:
+                self._run_one(response, request)
+        if fused:
+            self._run_fused(fused)
+
+    def _request_of(self, response: Response) -> Request | None:
+        """Return this rank's request for what is to be done now; ``None`` if there is nothing to do."""
+        request = self._outstanding.get(response.key)
+        if request is not None and self._timeline.active:
+            self._timeline.end(full_name(response.key))
+        if response.error:
+            if request is not None:
+                self._done(request, InvalidRequestError(response.error))
+            return None
+        if request is None:  # it has joined
+            return self._execution.contribute_zeros(response, _terms_of(response))
+        return request
+
+    def _run_one(self, response: Response, request: Request) -> None:
+        self._note(request, begins=True)
+        if request.terms.kind == ALLREDUCE:
+            self._execution.adasum(request)
+        else:
+            self._execution.run(response, request)
+        self._done(request)
+
+    def _run_fused(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._note(request, begins=True)
+        self._execution.all_reduce_fused(requests)
+        for request in requests:
+            self._done(request)
+
+    def _note(self, request: Request, begins: bool) -> None:
+        if self._timeline.active:
+            name = full_name(request.key)
+            self._timeline.begin(name, request.terms.kind.upper()) if begins else self._timeline.end(name)
+
+    def _done(self, request: Request, error: Exception | None = None) -> None:
+        if error is None:
+            self._note(request, begins=False)
+        self._outstanding.pop(request.key, None)
+        request.end(error)
+
+    def _end(self, error: Exception, reason: str) -> None:
+        """Take nothing any more, and end what is outstanding with ``error``."""
+        with self._lock:
+            first, self._refusal = not self._refusal, self._refusal or str(error)
+            left = list(self._outstanding.values())
+            self._outstanding.clear()
+            self._fresh.clear()
+        for request in left:
+            request.end(error)
+        self._wake.set()
+        if first:
+            self.communicator.close(reason)
+
+
+def _same(a: Request, b: Request) -> bool:
+    return a.terms is b.terms or a.terms == b.terms
+
+
+def _terms_of(response: Response) -> Terms:
+    words = dict(word.split("=", 1) for word in response.signature.split(" ") if "=" in word)
+    before, after = (float(words.get(name, "1")) for name in ("prescale_factor", "postscale_factor"))
+    return Terms(ALLREDUCE, op_of(response.signature), 0, before, after)
+
+
+def internal_error(error: BaseException) -> HorovodInternalError:
+    """Return ``error`` as the exception from which elastic runs recover."""
+    if isinstance(error, HorovodInternalError):
+        return error
+    if isinstance(error, CommError):
+        return LostPeerError(
+            str(error), rank=error.rank, peer=error.peer, operation=error.operation, elapsed=error.elapsed
+        )
+    return HorovodInternalError(f"{type(error).__name__}: {error}")

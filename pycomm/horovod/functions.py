@@ -1,0 +1,158 @@
+"""Broadcasts of parameters, optimizer state and objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from pycomm.horovod.differentiable import allgather
+from pycomm.horovod.errors import InvalidRequestError
+from pycomm.horovod.handles import synchronize
+from pycomm.horovod.objects import from_tensors, to_tensors
+from pycomm.horovod.operations import broadcast_, broadcast_async_
+from pycomm.horovod.process_sets import ProcessSet, global_process_set, members_of
+from pycomm.horovod.state import world
+from pycomm.reducer.broadcast import restructure_state
+from pycomm.reducer.plain_state import encode
+
+
+def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = global_process_set) -> None:
+    """Overwrite tensors in place with those of ``root_rank``.
+
+    Args:
+        params: ``model.state_dict()``, ``model.named_parameters()``, another mapping or list of names and tensors, or a
+            list of tensors. What is no tensor is left alone.
+        root_rank: a global rank.
+        process_set: the ranks.
+
+    Raises:
+        TypeError: ``params`` is something else.
+        InvalidRequestError: shapes or dtypes differ (on every rank).
+    """
+    handles = []
+    for name, tensor in _named(params):
+        if isinstance(tensor, torch.Tensor):
+            with torch.no_grad():
+                handles.append(broadcast_async_(tensor, root_rank, name, process_set))
+    for handle in handles:
+        synchronize(handle)
+
+
+def _named(params: Any) -> list[tuple[str | None, Any]]:
+    if isinstance(params, torch.nn.Module | torch.Tensor | str) or not isinstance(params, Iterable):
+        raise TypeError(
+            f"params is a {type(params).__name__}, wanted model.state_dict(), model.named_parameters() or a list of "
+            "tensors"
+        )
+    if isinstance(params, Mapping):
+        return sorted(params.items())
+    return [item if isinstance(item, tuple) else (None, item) for item in params]
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Copy state and hyperparameters of the optimizer of ``root_rank`` to all ranks. No step is taken for it.
+
+    Tensors keep their dtypes; state that ``root_rank`` does not have is dropped. Without any state yet, parameters
+    without a gradient get one of zeros, on which scripts for Horovod may count. Objects that are not numbers, text,
+    tensors or containers of them (functions, for instance) stay this rank's own.
+
+    Args:
+        optimizer: changed in place; wrapped by ``DistributedOptimizer`` or not.
+        root_rank: a global rank.
+        model: accepted, and not needed.
+
+    Raises:
+        TypeError: ``optimizer`` is none.
+        ValueError: parameter groups differ in number or size (on every rank).
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}, wanted a torch.optim.Optimizer")
+    here = world()
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    tensors: list[torch.Tensor] = []
+    nodes: Any = None
+    if here.rank == root_rank:
+        entries = [dict(optimizer.state.get(p, {})) for p in params]
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        nodes = [encode(entry, tensors) for entry in [*entries, *groups]]
+    theirs, nodes = broadcast_object((sizes, nodes), root_rank, name="optimizer_state")
+    problem = "" if theirs == sizes else f"its parameter groups have {sizes} parameters, those of {root_rank} {theirs}"
+    if here.rank != root_rank and not problem:
+        try:
+            tensors = restructure_state(optimizer, params, nodes)
+        except ValueError as error:
+            problem = str(error)
+    for rank, text in enumerate(allgather_object(problem, name="optimizer_state.problem")):
+        if text:
+            raise ValueError(f"the optimizer state of rank {root_rank} does not fit rank {rank}: {text}")
+    broadcast_parameters([(f"optimizer_state.{i}", tensor) for i, tensor in enumerate(tensors)], root_rank)
+    if not optimizer.state:  # as Horovod leaves an optimizer that has not stepped yet
+        for param in params:
+            if param.requires_grad and param.grad is None:
+                param.grad = torch.zeros_like(param)
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Return the ``obj`` of ``root_rank``: that very object there, a copy elsewhere.
+
+    Args:
+        obj: numbers, text, bytes, tensors, numpy's arrays; lists, tuples, sets and dicts of them. Other ranks' counts
+            for nothing.
+        root_rank: a global rank.
+        name: by which the ranks match the operation.
+        process_set: the ranks.
+
+    Raises:
+        TypeError: ``obj`` has something else in it; other ranks get an InvalidRequestError.
+    """
+    members_of(process_set)
+    is_root = world().rank == root_rank
+    text = content = torch.empty(0, dtype=torch.uint8)
+    problem: TypeError | None = None
+    if is_root:
+        try:
+            text, content = to_tensors(obj, "obj")
+        except TypeError as error:
+            problem = error
+    sizes = torch.tensor([-1 if problem else text.numel(), content.numel()])
+    broadcast_(sizes, root_rank, _part(name, "sizes"), process_set)
+    if problem is not None:
+        raise problem
+    if sizes[0] < 0:
+        raise InvalidRequestError(f"obj of rank {root_rank} cannot be sent; the error there says what is in it")
+    both = torch.cat([text, content]) if is_root else torch.empty(int(sizes.sum()), dtype=torch.uint8)
+    broadcast_(both, root_rank, _part(name, "content"), process_set)
+    return obj if is_root else from_tensors(both[: int(sizes[0])], both[int(sizes[0]) :], "obj")
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """Return the ``obj`` of all ranks, in rank order. What can be sent, and errors: as of :func:`broadcast_object`."""
+    text = content = torch.empty(0, dtype=torch.uint8)
+    problem: TypeError | None = None
+    try:
+        text, content = to_tensors(obj, "obj")
+    except TypeError as error:
+        problem = error
+    mine = torch.tensor([[-1 if problem else text.numel(), content.numel()]])
+    sizes = allgather(mine, _part(name, "sizes"), process_set).tolist()
+    if problem is not None:
+        raise problem
+    for rank, (length, _) in enumerate(sizes):
+        if length < 0:
+            raise InvalidRequestError(
+                f"obj of rank {rank} of the set cannot be sent; the error there says what is in it"
+            )
+    everything = allgather(torch.cat([text, content]), _part(name, "content"), process_set)
+    parts = torch.split(everything, [length + rest for length, rest in sizes])
+    return [from_tensors(part[:n], part[n:], "obj") for part, (n, _) in zip(parts, sizes, strict=True)]
+
+
+def _part(name: str | None, part: str) -> str | None:
+    return None if name is None else f"{name}.{part}"

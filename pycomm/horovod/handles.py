@@ -1,0 +1,132 @@
+"""Handles: numbers by which callers ask for the results of what they have submitted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from pycomm.horovod.checks import check_tensors
+from pycomm.horovod.engine import Engine
+from pycomm.horovod.errors import InvalidRequestError
+from pycomm.horovod.process_sets import ProcessSet, members_of, require_included
+from pycomm.horovod.requests import Request, Terms
+from pycomm.horovod.state import Members, world
+
+Finish = Callable[[Request], Any]
+
+
+class Submission:
+    """Submission of one operation: from the arguments of a call to the result.
+
+    Args:
+        kind: of the operation.
+        name: what the caller calls it; ``None`` for a number.
+        process_set: whose ranks it is for.
+
+    Raises:
+        TypeError, ValueError: there is no such set, or this rank is not in it; the other ranks are not told.
+    """
+
+    def __init__(self, kind: str, name: str | None, process_set: ProcessSet) -> None:
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"name is {name!r}, wanted a string")
+        self.members: Members = members_of(process_set)
+        require_included(process_set, self.members)
+        self.kind = kind
+        self.key = self.members.key(kind, name)
+        assert self.members.engine is not None
+        self.engine: Engine = self.members.engine
+        self.request: Request | None = None
+
+    def __enter__(self) -> Submission:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """Tell the others about a mistake in the arguments, for which they would wait in vain."""
+        if isinstance(error, TypeError | ValueError | NotImplementedError) and self.request is None:
+            self._refuse(error)
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        refusal = Request(self.key, Terms(self.kind), refusal=f"cannot take part: {error}")
+        if not self.engine.knows(self.key):
+            self.engine.submit([refusal])
+        if isinstance(error, ValueError):
+            raise InvalidRequestError(str(error)) from error
+        raise error
+
+    def submit(self, request: Request, wake: bool) -> None:
+        """Hand the request over. ``wake``: nobody is about to wait for its result."""
+        self.request = request
+        if any(not tensor.is_cpu for tensor in request.tensors):
+            request.ready = [torch.cuda.current_stream(t.device).record_event() for t in request.tensors if t.is_cuda]
+        self.engine.submit([request], wake)
+
+    def handle(self, finish: Finish) -> int:
+        """Return a handle, by which :func:`synchronize` returns ``finish(request)``."""
+        assert self.request is not None
+        here = world()
+        handle = next(here.numbers)
+        here.handles[handle] = (self.request, self.engine, finish)
+        return handle
+
+
+def checked_tensors(tensors: Any) -> list[torch.Tensor]:
+    """Return ``tensors`` as a list. Raises TypeError or ValueError unless they are dense tensors, one or more."""
+    check_tensors(tensors)
+    return list(tensors)
+
+
+def poll(handle: int | Callable[[], Any]) -> bool:
+    """Return whether the operation has ended: whether :func:`synchronize` returns at once.
+
+    Raises:
+        ValueError: there is no such handle, or its result has been taken.
+    """
+    parts = getattr(handle, "handles", None)
+    if parts is not None:
+        return all(map(poll, parts))
+    found = world().handles.get(handle)  # type: ignore[arg-type]
+    if found is None:
+        raise ValueError(f"handle is {handle!r}, wanted one whose result has not been taken yet")
+    return found[0].done
+
+
+def synchronize(handle: int | Callable[[], Any]) -> Any:
+    """Wait for an operation, and return its result; ``None`` if that has been taken already.
+
+    Args:
+        handle: what a function with ``_async`` in its name has returned.
+
+    Returns:
+        A tensor; a tuple of tensors of a grouped operation; a tensor and ``received_splits`` of an alltoall.
+
+    Raises:
+        HorovodInternalError: the ranks disagree about the operation, or one is lost.
+    """
+    if callable(handle):
+        return handle()
+    found = world().handles.pop(handle, None)
+    if found is None:
+        return None
+    request, engine, finish = found
+    engine.wait(request)
+    return finish(request)
+
+
+def single(request: Request) -> torch.Tensor:
+    """Return the only output."""
+    out = request.outputs[0]
+    assert out is not None
+    return out
+
+
+def grouped(request: Request) -> tuple[torch.Tensor, ...]:
+    """Return all outputs."""
+    return tuple(out for out in request.outputs if out is not None)
+
+
+def empty_like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Return new tensors of the same shapes and kinds as ``tensors``, without gaps."""
+    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors]

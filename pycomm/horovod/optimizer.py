@@ -1,0 +1,271 @@
+"""DistributedOptimizer: the optimizer that it is given, whose gradients are reduced over the ranks from then on."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+import pycomm.compression as methods
+from pycomm.horovod import by_attach, by_name
+from pycomm.horovod.arguments import Arguments, named_parameters_of, require_groups
+from pycomm.horovod.compression import Compression
+from pycomm.horovod.errors import HorovodInternalError
+from pycomm.horovod.process_sets import ProcessSet, global_process_set, members_of
+from pycomm.horovod.reduce_ops import Adasum, Average, checked_op
+from pycomm.horovod.sparse import sparse_parameters
+from pycomm.horovod.state import known_world, world
+
+_LATE = (
+    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(): the gradients "
+    "are not reduced a second time, so that this is only a note"
+)
+
+
+class Averaging(Protocol):
+    """Way in which the gradients of an optimizer are reduced."""
+
+    def synchronize(self) -> None:
+        """Return once all gradients are reduced; those of a window that has not ended yet, too. Collective."""
+
+    def set_passes(self, passes: int) -> None:
+        """Reduce after every ``passes`` backward passes from now on. Collective."""
+
+    def detach(self) -> None:
+        """Reduce no more. Idempotent."""
+
+
+class Control:
+    """Control of one optimizer: the methods that Horovod gives it, and what they share.
+
+    Args:
+        optimizer: the user's.
+        arguments: of ``DistributedOptimizer``.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, arguments: Arguments) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._arguments = arguments
+        self._skips, self._synchronized = False, False
+        self._averaging: Averaging | None = None
+        self._hook = optimizer.register_step_pre_hook(self._before_step)
+        try:
+            self.begin(optimizer)
+        except BaseException:
+            self._hook.remove()
+            raise
+
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """Begin to reduce the gradients of ``optimizer``, among the ranks that there are now. Collective."""
+        here = world()
+        self._averaging = self._make(optimizer) if self._arguments.process_set.included() else None
+        control = weakref.ref(self)
+        here.on_shutdown.append(lambda: _end(control))
+        self._world = here
+
+    def _make(self, optimizer: torch.optim.Optimizer) -> Averaging:
+        arguments = self._arguments
+        if arguments.op == Adasum and world().size > 1:
+            return by_name.DeltaAveraging(optimizer, arguments)
+        sparse = sparse_parameters(optimizer, arguments.named)
+        if sparse or by_name.is_needed(arguments):
+            return by_name.NamedAveraging(optimizer, arguments, sparse)
+        return by_attach.AttachedAveraging(optimizer, arguments)
+
+    def end(self) -> None:
+        """Reduce no more; a step is an error then."""
+        if self._averaging is not None:
+            self._averaging.detach()
+
+    def remove(self) -> None:
+        """Let the optimizer be what it was."""
+        self.end()
+        self._hook.remove()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether Horovod has been shut down since."""
+        return known_world() is not self._world
+
+    # Methods of the optimizer.
+
+    def synchronize(self) -> None:
+        """Return once all gradients are reduced. Collective if some are not yet."""
+        self._require_begun()
+        if self._averaging is not None:
+            self._averaging.synchronize()
+        self._synchronized = True
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let a ``step()`` inside use the gradients as they are: ``synchronize()`` has been called."""
+        if self._arguments.op == Adasum:
+            raise ValueError("skip_synchronize() does not go with op=Adasum, which combines what steps have changed")
+        self._skips = True
+        try:
+            yield
+        finally:
+            self._skips = False
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Reduce after every ``passes`` backward passes from now on. All ranks must call it, between two steps."""
+        self._require_begun()
+        _require_passes(passes)
+        if self._averaging is not None:
+            self._averaging.set_passes(passes)
+
+    # Hook.
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        self._require_begun()
+        skips, late = self._skips, self._synchronized
+        self._synchronized = False
+        if skips:
+            return None
+        if late:
+            warnings.warn(_LATE, stacklevel=4)
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._synchronize_before_step()
+            return None
+        wrapped = self._reduced_closure(closure)
+        return ((args[0], wrapped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": wrapped})
+
+    def _synchronize_before_step(self) -> None:
+        if self._averaging is not None:
+            self._averaging.synchronize()
+
+    def _reduced_closure(self, closure: Any) -> Any:
+        def reduced() -> Any:
+            loss = closure()
+            self._synchronize_before_step()
+            return loss
+
+        return reduced
+
+    def _require_begun(self) -> None:
+        if self.has_ended:
+            raise HorovodInternalError(
+                "Horovod has been shut down since this optimizer was wrapped: its gradients are not reduced; call "
+                "hvd.init() and hvd.DistributedOptimizer(optimizer, ...) again"
+            )
+
+
+def _end(control: weakref.ref[Control]) -> None:
+    found = control()
+    if found is not None:
+        found.end()
+
+
+def control_of(optimizer: torch.optim.Optimizer) -> Control | None:
+    """Return what ``DistributedOptimizer`` has given ``optimizer``, or ``None``."""
+    return vars(optimizer).get("_horovod")
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: Any = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+    **unknown: Any,
+) -> torch.optim.Optimizer:
+    """Reduce the gradients of ``optimizer`` over the ranks from now on, and return it: the same object.
+
+    It gets three more methods: ``synchronize()``, ``skip_synchronize()``, a context, and
+    ``set_backward_passes_per_step(passes)``. With ``Average`` and ``Sum``, and dense gradients, this is
+    :func:`pycomm.attach`: gradients travel in buckets while ``backward()`` runs, and are reduced when it returns. With
+    other reductions, sparse gradients or a compression of your own they travel one by one, by name, and are reduced
+    when ``step()`` or ``synchronize()`` returns. All ranks of ``process_set`` must call this; rank 0's parameters
+    and state are copied to all.
+
+    Args:
+        optimizer: any of torch's; with ``Adasum``, the changes that its steps make are combined, not the gradients.
+        named_parameters: names and parameters, ``model.named_parameters()``; all of the optimizer's, and maybe more.
+            Numbers are made up for ``None``.
+        compression: ``Compression.none`` or ``.fp16``; one of pycomm's methods, ``pycomm.DGC(0.001)``; or a class with
+            ``compress`` and ``decompress``.
+        backward_passes_per_step: passes whose gradients are added up before they are reduced.
+        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``.
+        gradient_predivide_factor: checked, and otherwise of no effect: averages neither overflow nor underflow on the
+            way, as every bucket is scaled by itself.
+        num_groups, groups: checked, and otherwise of no effect where buckets travel, which are groups; else parameters
+            of a group are reduced together.
+        sparse_as_dense: make sparse gradients dense on their way.
+        process_set: the ranks; others step by themselves.
+        unknown: refused, each by name.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; a parameter has no name, or two have one; the optimizer is wrapped
+            already, or another wrapper averages its parameters; or the ranks disagree (on every rank).
+    """
+    if unknown:
+        raise TypeError(
+            f"DistributedOptimizer() has no argument {sorted(unknown)[0]!r}: leave it out; see pycomm.attach for what "
+            "else there is"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}, wanted a torch.optim.Optimizer")
+    named = named_parameters_of(optimizer, named_parameters)
+    known = control_of(optimizer)
+    if known is not None and not known.has_ended:
+        raise ValueError("optimizer has been passed to DistributedOptimizer before: leave one of the two calls out")
+    if known is not None:
+        known.remove()
+    if num_groups:
+        warnings.warn("num_groups= has been replaced by groups=", DeprecationWarning, stacklevel=2)
+    groups = num_groups or None if groups is None else groups
+    require_groups(groups)
+    _require_passes(backward_passes_per_step)
+    chosen = checked_op(op)
+    _require_factor(gradient_predivide_factor, chosen)
+    members_of(process_set)
+    _require_compression(compression)
+    arguments = Arguments(
+        named, compression, backward_passes_per_step, chosen, groups, bool(sparse_as_dense), process_set
+    )
+    _install(optimizer, Control(optimizer, arguments), arguments)
+    return optimizer
+
+
+def _install(optimizer: Any, control: Control, arguments: Arguments) -> None:
+    optimizer._horovod = control  # a copy or a pickle of the optimizer does not have these
+    optimizer.synchronize = control.synchronize
+    optimizer.skip_synchronize = control.skip_synchronize
+    optimizer.set_backward_passes_per_step = control.set_backward_passes_per_step
+    optimizer._parameter_names = {param: name for name, param in arguments.named}
+
+
+def _require_passes(passes: Any) -> None:
+    if not isinstance(passes, int) or isinstance(passes, bool):
+        raise TypeError(f"backward_passes_per_step is {passes!r}, wanted an integer")
+    if passes <= 0:
+        raise ValueError(f"backward_passes_per_step is {passes}, wanted 1 or more")
+
+
+def _require_factor(factor: Any, op: Any) -> None:
+    if not isinstance(factor, int | float) or isinstance(factor, bool):
+        raise TypeError(f"gradient_predivide_factor is {factor!r}, wanted a number")
+    if factor <= 0:
+        raise ValueError(f"gradient_predivide_factor is {factor}, wanted a positive number")
+    if factor != 1.0 and op != Average:
+        raise ValueError(f"gradient_predivide_factor is {factor}, and op is {op.name}: it goes with Average only")
+
+
+def _require_compression(compression: Any) -> None:
+    known = isinstance(compression, methods.Compression | str) or compression is None
+    if not known and not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
+        raise TypeError(
+            f"compression is {compression!r}, wanted hvd.Compression.none or .fp16, one of pycomm's methods, or a "
+            "class with compress and decompress"
+        )

@@ -1,0 +1,198 @@
+"""Process sets: ranks that run operations among themselves."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from pycomm.communicator import Communicator
+from pycomm.horovod.engine import Engine
+from pycomm.horovod.requests import BARRIER, Request, Terms
+from pycomm.horovod.settings import cycle_seconds, meeting_seconds, stall_check_seconds
+from pycomm.horovod.state import Members, World, known_world, world
+
+
+class ProcessSet:
+    """Process set: ranks that run operations together, once it has been given to ``init()`` or ``add_process_set()``.
+
+    Args:
+        ranks_or_comm: global ranks, in any order, or an mpi4py communicator whose ranks are numbered as ``init()`` has
+            numbered them.
+
+    Attributes:
+        process_set_id: its number, the same on all ranks; ``None`` while it is not in use.
+        ranks: global ranks, rising.
+    """
+
+    process_set_id: int | None = None
+
+    def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:
+        self.mpi_comm = None if isinstance(ranks_or_comm, Iterable) else ranks_or_comm
+        if self.mpi_comm is not None and not hasattr(self.mpi_comm, "Get_group"):
+            raise ValueError(
+                f"ranks_or_comm is a {type(ranks_or_comm).__name__}, wanted a list of ranks or an mpi4py communicator"
+            )
+        ranks = ranks_of_comm(self.mpi_comm) if self.mpi_comm is not None else list(ranks_or_comm)
+        if any(not isinstance(rank, int) or isinstance(rank, bool) for rank in ranks):
+            raise ValueError(f"ranks_or_comm is {ranks!r}, wanted ranks, which are integers")
+        if len(set(ranks)) < len(ranks):
+            raise ValueError(f"ranks_or_comm is {ranks!r}, wanted every rank once")
+        self.ranks: list[int] = sorted(ranks)
+
+    def size(self) -> int | None:
+        """Return the number of ranks; ``None`` while it is not in use."""
+        return None if self.process_set_id is None else len(members_of(self).ranks)
+
+    def rank(self) -> int | None:
+        """Return this process's rank within the set; ``None`` while it is not in use.
+
+        ``root_rank`` of a broadcast is a global rank, not this one.
+
+        Raises:
+            ValueError: this process is not in the set.
+        """
+        if self.process_set_id is None:
+            return None
+        members = members_of(self)
+        require_included(self, members)
+        return list(members.ranks).index(world().rank)
+
+    def included(self) -> bool | None:
+        """Return whether this process is in the set; ``None`` before ``init()``."""
+        here = known_world()
+        return None if here is None else here.rank in self.ranks
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+
+global_process_set = ProcessSet([])
+"""The set of all ranks."""
+global_process_set.process_set_id = 0
+
+
+def ranks_of_comm(comm: Any) -> list[int]:
+    """Return the ranks, in MPI's world, of an mpi4py communicator."""
+    from mpi4py import MPI  # only those who have it pass one
+
+    return list(MPI.Group.Translate_ranks(comm.Get_group(), None, MPI.COMM_WORLD.Get_group()))
+
+
+def members_of(process_set: ProcessSet) -> Members:
+    """Return the members of ``process_set``.
+
+    Raises:
+        TypeError, ValueError: it is none, or not in use.
+    """
+    if not isinstance(process_set, ProcessSet):
+        raise TypeError(f"process_set is a {type(process_set).__name__}, wanted a ProcessSet")
+    here = world()
+    if process_set.process_set_id is None or process_set.process_set_id not in here.sets:
+        raise ValueError(f"process_set is {process_set!r}, which is not in use: pass it to add_process_set() first")
+    return here.sets[process_set.process_set_id]
+
+
+def require_included(process_set: ProcessSet, members: Members) -> None:
+    """Raise ValueError if this process is not in ``process_set``."""
+    if world().rank not in members.ranks:
+        raise ValueError(f"process_set is {process_set!r}, without rank {world().rank}, which is this one")
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Put a process set to use, and return it. All ranks must call this, with the same ranks.
+
+    Args:
+        process_set: a :class:`ProcessSet` that is not in use, or global ranks.
+
+    Raises:
+        ValueError: a set of these ranks is in use already, or there is no such rank, or the ranks pass different
+            ones (on every rank).
+    """
+    here = world()
+    made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    _require_new(made, here)
+    agree(f"add_process_set ranks={made.ranks}")
+    _open(made, here)
+    return made
+
+
+def open_sets(process_sets: Sequence[ProcessSet], here: World) -> None:
+    """Put ``process_sets`` to use. Collective."""
+    for i, made in enumerate(process_sets):
+        try:
+            _require_new(made, here)
+        except ValueError as error:
+            raise ValueError(f"process_sets[{i}]: {error}") from error
+        agree(f"init process_sets[{i}] ranks={made.ranks}")
+        _open(made, here)
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Take a process set out of use; return whether it was in use. All ranks must call this.
+
+    Its operations must have ended. The set of all ranks cannot be removed.
+    """
+    here = world()
+    if process_set.process_set_id in (None, 0) or process_set.process_set_id not in here.sets:
+        return False
+    agree(f"remove_process_set ranks={process_set.ranks}")
+    members = here.sets.pop(process_set.process_set_id)
+    process_set.process_set_id = None
+    close_members(members, "its process set was removed")
+    if members.group is not None:
+        dist.destroy_process_group(members.group)
+    return True
+
+
+def close_members(members: Members, reason: str) -> None:
+    """End what the set has outstanding."""
+    if members.engine is not None:
+        members.engine.close(reason)
+
+
+def agree(what: str) -> None:
+    """Wait for all ranks to do the same. Raises InvalidRequestError on every rank if they do something else."""
+    here = world()
+    everybody = here.sets[0]
+    assert everybody.engine is not None
+    request = Request(everybody.key("process_sets", None), Terms(BARRIER, detail=what))
+    everybody.engine.submit([request], wake=False)
+    everybody.engine.wait(request)
+
+
+def _require_new(process_set: ProcessSet, here: World) -> None:
+    strangers = [rank for rank in process_set.ranks if not 0 <= rank < here.size]
+    if strangers:
+        raise ValueError(f"process_set has rank {strangers[0]}, wanted ranks of 0 to {here.size - 1}")
+    if any(list(members.ranks) == process_set.ranks for members in here.sets.values()):
+        raise ValueError(f"process_set has ranks {process_set.ranks}, of which there is one already")
+
+
+def _open(process_set: ProcessSet, here: World) -> None:
+    number = next(here.set_ids)
+    members = Members(process_set.ranks)
+    if process_set.ranks:
+        group = dist.new_group(process_set.ranks, timeout=timedelta(seconds=meeting_seconds()))
+        if here.rank in process_set.ranks:
+            members.group = group
+            members.engine = engine_over(group, f"set{number}", here)
+    here.sets[number] = members
+    process_set.process_set_id = number
+    known = weakref.ref(process_set)
+    here.on_shutdown.append(lambda: _invalidate(known))
+
+
+def _invalidate(known: weakref.ref[ProcessSet]) -> None:
+    process_set = known()
+    if process_set is not None:
+        process_set.process_set_id = None
+
+
+def engine_over(group: dist.ProcessGroup, name: str, here: World) -> Engine:
+    """Return an engine over a communicator of its own among the ranks of ``group``. Collective among them."""
+    communicator = Communicator(group, here.timeout)
+    return Engine(communicator, name, here.timeline, stall_check_seconds(), cycle_seconds())
