@@ -79,9 +79,11 @@ def training(reports: Reports) -> str:
     """Show steps of a perceptron, memory, and what ``attach`` costs one rank, for each number of ranks."""
     parts = [
         heading("Training steps on one host", reports, _RUN_OPTIONS, "bench.training"),
-        "Steps of a perceptron, one thread per rank; a step's time is its slowest rank's. `sent` is the payload that a "
-        "rank hands to its transport. Memory is what a rank has between steps beyond model, gradients and the "
-        "optimizer's state, also as a part of the gradients.\n",
+        "Steps of a perceptron, one thread per rank; a step's time is its slowest rank's. Where each core has a "
+        "rank to run, packing and summing take time from backward; what ranks reach that exchange no data, but "
+        "wait for the later one after each backward, is the most that averaging alone can reach. `sent` is the "
+        "payload that a rank hands to its transport. Memory is what a rank has between steps beyond model, "
+        "gradients and the optimizer's state, also as a part of the gradients.\n",
     ]
     labelled = several(reports)
     for (ranks, parameters, batch, busy), group in grouped(reports, _training_setup).items():
