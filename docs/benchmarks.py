@@ -1,6 +1,6 @@
-"""Writes docs/benchmarks.md, and the table of figures in README.md, from the reports in bench/results.
+"""Writes docs/benchmarks.md, and figures in README.md and docs/recommended_stack.md, from the reports in bench/results.
 
-    python docs/benchmarks.py                # rewrites both
+    python docs/benchmarks.py                # rewrites all
     python docs/benchmarks.py --check        # changes nothing; exits with 1 and says what is stale
 
 Needs neither pycomm nor torch: a figure on the page is one that a committed report holds, or it is not there.
@@ -8,20 +8,21 @@ Needs neither pycomm nor torch: a figure on the page is one that a committed rep
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmark_page import gpu, on_one_host, training
+from benchmark_page import gpu, on_one_host, recommended_stack, training
 from benchmark_page.headline import headline
 from benchmark_page.reports import Reports, by_bench, load_reports
+from rewriting import rewrite
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / "bench" / "results"
 PAGE = Path(__file__).with_name("benchmarks.md")
 README = ROOT / "README.md"
+STACK = Path(__file__).with_name("recommended_stack.md")
 
 SECTIONS: dict[str, Callable[[Reports], str]] = {
     "collectives": on_one_host.collectives,
@@ -30,6 +31,7 @@ SECTIONS: dict[str, Callable[[Reports], str]] = {
     "sharding": training.sharding,
     "slow_network": training.slow_network,
     "asynchronous.experiment": training.asynchronous,
+    "recommended_stack": recommended_stack.recommended_stack,
     "gpu": gpu.measured,
     "gpu_check": gpu.checked,
 }
@@ -51,19 +53,16 @@ processor has columns for each of them. Figures that are older than these report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Rewrite the page and the README's table, or say what is stale; return the exit code."""
-    parser = argparse.ArgumentParser(description="the benchmarks in the documentation, from bench/results/*.json")
-    parser.add_argument("--check", action="store_true", help="only say what is stale")
-    check = parser.parse_args(arguments).check
-    wanted = render(load_reports(REPORTS, SECTIONS), README.read_text(encoding="utf-8"))
-    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
-    for path in stale:
-        if check:
-            print(f"{path.name} is stale; run: python docs/benchmarks.py", file=sys.stderr)
-        else:
-            path.write_text(wanted[path], encoding="utf-8")
-            print(f"{path.name}: rewritten")
-    return 1 if check and stale else 0
+    """Rewrite the pages and the README's table, or say what is stale; return the exit code."""
+    description = "the benchmarks in the documentation, from bench/results/*.json"
+    return rewrite(description, "benchmarks.py", _pages, arguments)
+
+
+def _pages() -> dict[Path, str]:
+    reports = load_reports(REPORTS, SECTIONS)
+    stack = by_bench(reports).get("recommended_stack", {})
+    filled = recommended_stack.filled(STACK.read_text(encoding="utf-8"), stack)
+    return {**render(reports, README.read_text(encoding="utf-8")), STACK: filled}
 
 
 def render(reports: Reports, readme: str) -> dict[Path, str]:

@@ -28,8 +28,8 @@ from bench.common.arguments import make_parser, positive
 from pycomm.cli.bench.ranks import Ranks
 from pycomm.cli.bench.results import headline, write_json
 from pycomm.cli.bench.timing import Samples, times
-from pycomm.cli.launch import rendezvous
 from pycomm.cli.table import print_table
+from pycomm.launching import rendezvous
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from bench.chaos.faults import STOPPED, Fault
 from bench.chaos.ranks import Setup, enter_namespace, serve
-from pycomm.cli.launch import Pipe
+from pycomm.launching import Pipe
 
 _PORT = 29577  # in a namespace, where nobody else is
 _DUMP = 1.0  # seconds for ranks to say where they hang

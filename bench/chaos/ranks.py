@@ -25,8 +25,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import pycomm
 from bench.chaos.faults import Fault, Trap, allow_memory, lay
-from pycomm.cli.launch import Pipe
 from pycomm.compression import Compression
+from pycomm.launching import Pipe
 from pycomm.transport import rendezvous
 
 _CLONE_NEWNET = 0x40000000

@@ -29,8 +29,8 @@ from pycomm.cli.bench.mpi import MPIS, Mpi, NotInstalledError
 from pycomm.cli.bench.ranks import Ranks
 from pycomm.cli.bench.results import headline, write_json
 from pycomm.cli.bench.timing import Samples, times
-from pycomm.cli.launch import rendezvous
 from pycomm.cli.table import print_table
+from pycomm.launching import rendezvous
 
 _PEERS = ("gloo", *MPIS)
 _FLOOR_BYTES = 16 << 20  # arrays from this size on do not live in caches

@@ -27,8 +27,8 @@ from bench.common.arguments import counts, make_parser, size_text, sizes
 from pycomm.cli.bench.ranks import Ranks
 from pycomm.cli.bench.results import headline, write_json
 from pycomm.cli.bench.timing import Samples, times
-from pycomm.cli.launch import rendezvous
 from pycomm.cli.table import print_table
+from pycomm.launching import rendezvous
 
 _VARIANTS = ("pycomm", "Gloo")  # bench.collectives.scale_ranks imports torch, which the driver need not
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # every one of many ranks warns of addresses without names

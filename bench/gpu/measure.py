@@ -221,7 +221,7 @@ class Measurement:
             self._skip("NCCL", "no GPU")
             return
         from pycomm.cli.bench.ranks import Ranks  # imports pycomm, as above
-        from pycomm.cli.launch import rendezvous
+        from pycomm.launching import rendezvous
 
         with rendezvous() as port, Ranks("NCCL", "bench.gpu.ranks:NcclRank", 1, {"port": port}) as ranks:
             for num_bytes in (4096, 100_000_000):
@@ -246,7 +246,7 @@ class Measurement:
     def _attach_in(self, size: int, environment: dict[str, str]) -> None:
         from bench.gpu.ranks import WAYS
         from pycomm.cli.bench.ranks import Ranks  # imports pycomm, as above
-        from pycomm.cli.launch import rendezvous
+        from pycomm.launching import rendezvous
 
         sizes = self._sizes
         setup = {"device": str(self._device), "blocks": sizes.blocks, "batch": sizes.batch, "image": sizes.image}

@@ -20,8 +20,8 @@ from bench.common.arguments import make_parser, positive
 from pycomm.cli.bench.ranks import Ranks
 from pycomm.cli.bench.results import headline, write_json
 from pycomm.cli.bench.timing import Samples, duration
-from pycomm.cli.launch import rendezvous
 from pycomm.cli.table import print_table
+from pycomm.launching import rendezvous
 from pycomm.schedule import pipeline as tables
 
 _LARGE = (64, 512)

@@ -22,8 +22,8 @@ from pycomm.cli.bench.busy import add_arguments, busy
 from pycomm.cli.bench.ranks import KEEP_MEMORY, Ranks
 from pycomm.cli.bench.results import headline, write_json
 from pycomm.cli.bench.timing import Samples, times
-from pycomm.cli.launch import rendezvous
 from pycomm.cli.table import print_table
+from pycomm.launching import rendezvous
 
 
 def main() -> None:

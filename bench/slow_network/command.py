@@ -52,7 +52,7 @@ from bench.slow_network.ranks import make_model
 from bench.slow_network.report import print_report, write_docs
 from pycomm.cli.bench.ranks import KEEP_MEMORY
 from pycomm.cli.bench.results import headline, write_json
-from pycomm.cli.launch import RankError
+from pycomm.launching import RankError
 
 _MODULE = "bench.slow_network.ranks"
 _UNLIMITED_ROUNDS = 4  # times as many: steps are short there, and so are the differences

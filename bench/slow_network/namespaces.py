@@ -32,7 +32,7 @@ from typing import IO
 
 from bench import ROOT
 from pycomm.cli.bench.processes import kill_session
-from pycomm.cli.launch import RankError
+from pycomm.launching import RankError
 
 _DEVICE = "eth0"
 _SUBNET = "10.77.0"

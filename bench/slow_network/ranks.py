@@ -102,12 +102,12 @@ class Turn:
 
     def __init__(self, trainee: Trainee, steps: int) -> None:
         dist.barrier()
-        sent = _bytes_sent()
+        sent = bytes_sent()
         seconds = [trainee.step() for _ in range(steps)]
         dist.barrier()  # what a rank sent may still be in its queue when its step is done
-        sent = _bytes_sent() - sent
+        sent = bytes_sent() - sent
         self.seconds = slowest(seconds)
-        self.wire_bytes = _mean_over_ranks(sent / steps)
+        self.wire_bytes = mean_over_ranks(sent / steps)
 
 
 def _rate_of(trainee: Trainee, turns: Sequence[Turn]) -> dict[str, Any]:
@@ -156,13 +156,13 @@ def slowest(seconds: Sequence[float]) -> list[float]:
     return found
 
 
-def _mean_over_ranks(value: float) -> float:
+def mean_over_ranks(value: float) -> float:
     total = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
 
 
-def _bytes_sent() -> int:
+def bytes_sent() -> int:
     """Return the bytes that this host's interface has sent: with headers, acknowledgements, and all else."""
     return int(_COUNTER.read_text())
 

@@ -20,8 +20,8 @@ from bench.tensor_parallel.ranks import GLOO, PYCOMM, WAYS
 from pycomm.cli.bench.ranks import KEEP_MEMORY, Ranks
 from pycomm.cli.bench.results import headline, write_json
 from pycomm.cli.bench.timing import Samples, times
-from pycomm.cli.launch import rendezvous
 from pycomm.cli.table import print_table
+from pycomm.launching import rendezvous
 
 _SIZES = ("width", "layers", "context", "num_heads")
 

@@ -5,16 +5,18 @@
 (a) Step time of a perceptron with 10 million parameters, one thread per rank: without communication,
 DistributedDataParallel over Gloo, and pycomm, also with steps that the ranks take together (sums in the
 step, full_grad=None). All ways live side by side in the same processes,
-start from the same parameters, see the same data, and have turns of a few steps. With --busy, so many
-other processes compute meanwhile. A step's figure is its slowest rank's. "exposed" is the median beyond
-that without communication; "host" is the processor's time of the thread that trains, which many small
-parameters take (--widths 64,64,64,...); "waiting" is what Reducer.stats() says backward() was held up;
-"sent" is the payload a rank hands to its transport.
+start from the same parameters, see the same data, and have turns of a few steps. A barrier after
+backward, with no data, shows what meeting costs by itself: ranks wait for the later one, and then step
+at the same time. With --busy, so many other processes compute meanwhile. A step's figure is its slowest
+rank's. "exposed" is the median beyond that without communication; "host" is the processor's time of the
+thread that trains, which many small parameters take (--widths 64,64,64,...); "waiting" is what
+Reducer.stats() says backward() was held up; "sent" is the payload a rank hands to its transport.
 (b) attach with one rank: the same model attached and detached in turns; the overhead is the median
 over the rounds of the ratio of the two turns' medians.
 (c) Memory between steps beyond the model, its gradients and its optimizer's state, over the bytes of
 the gradients: growth of the rank's own pages and of its shared memory, as reserved. "fixed" is the
 part that a tiny model has as well: control pages, mailboxes, staging.
+(d) What rows of pycomm.monitor every 50 steps, and the notes of the flight recorder, take of a step.
 
 Gradients are verified before anything is timed, and replicas compared after.
 """
@@ -27,15 +29,17 @@ from statistics import median
 from typing import Any
 
 from bench.common.arguments import counts, make_parser, positive
+from bench.training.monitoring import EVERY, share
 from bench.training.ranks import DDP, DDP_VIEWS, DENSE, NONE, TOPK, WAYS, make_model
 from pycomm.cli.bench.busy import add_arguments, busy
 from pycomm.cli.bench.ranks import KEEP_MEMORY, Ranks
 from pycomm.cli.bench.results import headline, write_json
 from pycomm.cli.bench.timing import Samples, duration, times
-from pycomm.cli.launch import rendezvous
 from pycomm.cli.table import print_table
+from pycomm.launching import rendezvous
 
 _WIDTHS = (784, 2048, 2048, 2048, 10)
+_MONITORED = (DENSE, TOPK)
 _MEMORY_WAYS = (DDP, DDP_VIEWS, DENSE, TOPK)
 
 # Where memory is counted, the opposite of KEEP_MEMORY: a fixed threshold, so that whatever is freed is really gone.
@@ -49,18 +53,20 @@ def main() -> None:
     shape = " x ".join(str(width) for width in arguments.widths)
     print(f"{headline()}\nperceptron {shape}: {count / 1e6:.2f} M parameters, batch {arguments.batch} per rank")
     with busy(arguments.busy, arguments.nice):
-        steps = _measure_steps(arguments)
+        steps, looks = _measure_steps(arguments)
     _print_steps(steps, arguments)
     overhead = _measure_overhead(arguments)
     _print_overhead(overhead)
     memory = _measure_memory(arguments)
     _print_memory(memory)
+    _print_monitoring(looks)
     settings = {name: getattr(arguments, name) for name in ("ranks", "rounds", "steps", "batch", "busy", "nice")}
     settings |= {"widths": arguments.widths, "parameters": count}
     figures = {
         "steps": [_step_json(way, found) for way, found in steps.items()],
         "one_rank": overhead,
         "memory": memory,
+        "monitoring": [{"way": way, "share": share(cost), **cost} for way, cost in looks.items()],
     }
     write_json(arguments.json, "training", settings, figures)
 
@@ -99,15 +105,20 @@ class Steps:
         self.host.append(max(found["host"] for found in by_rank))
 
 
-def _measure_steps(arguments: argparse.Namespace) -> dict[str, Steps]:
+def _measure_steps(arguments: argparse.Namespace) -> tuple[dict[str, Steps], dict[str, dict[str, float]]]:
+    """Return the steps of all ways, and what looking at some of them costs: the slowest rank's figures."""
     found = {way: Steps() for way in WAYS}
     with rendezvous() as port, _ranks("StepRank", arguments.ranks, port, arguments, KEEP_MEMORY) as ranks:
         ranks.call("verify")
         for number in range(arguments.rounds):
             for way in WAYS if number % 2 == 0 else reversed(WAYS):
                 found[way].add(ranks.call("turn", way, arguments.steps))
+        looks = {}
+        for way in _MONITORED:
+            by_rank = ranks.call("monitoring", way, arguments.steps)
+            looks[way] = max(by_rank, key=share)
         ranks.call("check_replicas")
-    return found
+    return found, looks
 
 
 def _print_steps(found: dict[str, Steps], arguments: argparse.Namespace) -> None:
@@ -182,3 +193,12 @@ def _print_memory(found: list[dict[str, Any]]) -> None:
         rows.append([row["way"], *sizes, f"{(added - fixed) / gradients:.2f}", f"{added / gradients:.2f}"])
     header = ["", "gradients", "added", "of it fixed", "(added - fixed) / gradients", "added / gradients"]
     print_table(header, rows)
+
+
+def _print_monitoring(looks: dict[str, dict[str, float]]) -> None:
+    print(f"\n(d) monitoring: a row every {EVERY} steps, and operations that are noted")
+    rows = [
+        [way, duration(cost["row"]), f"{cost['operations']:.0f}", duration(cost["note"]), f"{100 * share(cost):.2f} %"]
+        for way, cost in looks.items()
+    ]
+    print_table(["", "a row", "operations per step", "noting one", "of a step"], rows)

@@ -18,10 +18,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
+from bench.training.monitoring import cost_of_monitoring
 from pycomm.cli.bench.ranks import join_group
 from pycomm.ddp import HookHandle, register
 
 NONE = "no communication"
+MEET = "a barrier after backward"
 DDP = "DDP"
 DDP_VIEWS = "DDP, gradient_as_bucket_view"
 BACKEND = "DDP over pycomm"
@@ -33,7 +35,9 @@ FP16 = "pycomm, FP16"
 TOPK = "pycomm, TopK(0.01)"
 HOOK = "DDP, pycomm's hook"
 HOOK_TOPK = "DDP, pycomm's hook, TopK(0.01)"
-WAYS = (NONE, DDP, DDP_VIEWS, BACKEND, BACKEND_VIEWS, HOOK, DENSE, SHARD, SHRINK, FP16, TOPK, HOOK_TOPK)
+WAYS = (NONE, MEET, DDP, DDP_VIEWS, BACKEND, BACKEND_VIEWS, HOOK, DENSE, SHARD, SHRINK, FP16, TOPK, HOOK_TOPK)
+
+_UNSYNCHRONISED = (NONE, MEET)
 
 _ATTACH: dict[str, dict[str, Any]] = {
     DENSE: {},
@@ -69,6 +73,7 @@ class Replica:
         self._targets = torch.randint(widths[-1], (batch,), generator=generator)
         self._module: nn.Module = self.model
         self.reducer: pycomm.Reducer | HookHandle | None = None
+        self._meeting: pycomm.Communicator | None = None
         self.synchronise(way)
 
     def synchronise(self, way: str) -> None:
@@ -77,9 +82,13 @@ class Replica:
             self.reducer.detach()
         elif self.reducer is not None:
             self.reducer.remove()
-        self.reducer, self._module = None, self.model
+        elif self._meeting is not None:
+            self._meeting.close()
+        self.reducer, self._meeting, self._module = None, None, self.model
         if way in _ATTACH:
             self.reducer = pycomm.attach(self.optimizer, self.model, **_ATTACH[way])
+        elif way == MEET:
+            self._meeting = pycomm.Communicator()
         elif way != NONE:
             self._module = DistributedDataParallel(
                 self.model,
@@ -97,6 +106,8 @@ class Replica:
 
     def step(self) -> None:
         self.backward()
+        if self._meeting is not None:
+            self._meeting.barrier()
         self.optimizer.step()
 
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -141,8 +152,8 @@ class StepRank:
         wanted = {name: _average(grad) for name, grad in own.items()}
         magnitudes = {name: _average(grad.abs()) for name, grad in own.items()}
         for _ in range(2):
-            for way in WAYS[1:]:
-                if way != SHARD:
+            for way in WAYS:
+                if way not in (*_UNSYNCHRONISED, SHARD):  # shards have averages of their own part only
                     _verify_way(way, self._replicas[way], wanted, magnitudes)
         self._verify_shard()
 
@@ -167,13 +178,19 @@ class StepRank:
         totals = {"wait": waited_then - waited, "sent": sent_then - sent, "host": host}
         return {"seconds": seconds, **{name: total / steps for name, total in totals.items()}}
 
+    def monitoring(self, way: str, steps: int) -> dict[str, float]:
+        """Return what looking at ``way`` costs; see :func:`cost_of_monitoring`."""
+        replica = self._replicas[way]
+        assert isinstance(replica.reducer, pycomm.Reducer)
+        return cost_of_monitoring(replica.reducer, replica.step, steps)
+
     def check_replicas(self) -> None:
         """Check after training that all ranks hold the same parameters, and that those are finite.
 
         Raises:
             AssertionError: they do not.
         """
-        for way in WAYS[1:]:
+        for way in (way for way in WAYS if way not in _UNSYNCHRONISED):
             mine = torch.cat([p.detach().view(-1) for p in self._replicas[way].model.parameters()])
             first = mine.clone()
             dist.broadcast(first, src=0)

@@ -28,7 +28,7 @@ from bench.asynchronous.experiment.report import print_report, write_docs
 from bench.common.arguments import plain_parser, positive
 from pycomm.cli.bench.ranks import Ranks
 from pycomm.cli.bench.results import headline, write_json
-from pycomm.cli.launch import rendezvous
+from pycomm.launching import rendezvous
 
 
 def main() -> None:
