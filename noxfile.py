@@ -3,9 +3,12 @@
 import os
 import shutil
 import time
+import urllib.request
 from pathlib import Path
 
 import nox
+
+HOROVOD_TESTS = "https://raw.githubusercontent.com/horovod/horovod/v0.28.1/test/parallel/test_torch.py"
 
 nox.options.sessions = ["lint", "tests"]
 
@@ -28,6 +31,13 @@ def slow(session: nox.Session) -> None:
     """
     session.install("-c", "constraints.txt", ".[demo,test]")
     session.run("pytest", "-m", "slow", "--durations=25", *session.posargs)
+
+
+@nox.session
+def frameworks(session: nox.Session) -> None:
+    """Trainers and optimizers of other libraries, the long runs too; without the extra these tests skip themselves."""
+    session.install("-c", "constraints.txt", ".[test,frameworks]")
+    session.run("pytest", "-m", "", "--durations=15", *(session.posargs or ("tests/integrations",)))
 
 
 @nox.session
@@ -58,6 +68,15 @@ def torch_suite_newest(session: nox.Session) -> None:
     """torch's own suite, and our tests of the backend, on "pycomm" with the newest release for CPUs."""
     session.install(".[test]", "torch", "--upgrade", "--extra-index-url", "https://download.pytorch.org/whl/cpu")
     session.run("pytest", "-m", "", *(session.posargs or ("tests/torch_suite", "tests/backend")))
+
+
+@nox.session
+def horovod_suite(session: nox.Session) -> None:
+    """Horovod's own tests of PyTorch, of its tag v0.28.1, which are fetched from GitHub, on pycomm.horovod."""
+    session.install("-c", "constraints.txt", ".[test]", "packaging")
+    file = Path(session.create_tmp()) / "test_torch.py"
+    urllib.request.urlretrieve(HOROVOD_TESTS, file)
+    session.run("python", "-m", "tests.horovod.suite", str(file), *session.posargs)
 
 
 @nox.session

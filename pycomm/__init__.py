@@ -45,6 +45,8 @@ from pycomm.compression import (
 )
 from pycomm.cost.auto import Auto
 from pycomm.errors import CommError
+from pycomm.launching import RankError, launch, progress
+from pycomm.monitoring import Monitor, monitor
 from pycomm.optim import (
     LAMB,
     LARS,
@@ -81,12 +83,14 @@ __all__ = [
     "LocalAverager",
     "LossScaler",
     "MasterWeights",
+    "Monitor",
     "Nesterov",
     "NoCompression",
     "OneBit",
     "ParameterServer",
     "PowerSGD",
     "RandomK",
+    "RankError",
     "Reducer",
     "TernGrad",
     "TopK",
@@ -103,12 +107,15 @@ __all__ = [
     "fuse",
     "gossip",
     "kernels",
+    "launch",
     "load",
     "local_sgd",
     "master_weights",
+    "monitor",
     "optim",
     "parallel",
     "parameter_server",
+    "progress",
     "save",
     "schedule",
 ]
