@@ -27,6 +27,7 @@ settings.register_profile(
 )
 settings.load_profile("pycomm")
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+os.environ["PYCOMM_FLIGHT_DIR"] = ""  # errors on purpose write no files; tests of the recorder name a folder
 # A shell without job control starts what it puts into the background with Ctrl-C ignored, which is inherited.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -130,9 +130,8 @@ def test_tracing_needs_no_memory() -> None:
 
 def test_compiled_code_and_classes_of_tensors(tmp_path: Path) -> None:
     code = (
-        "import torch; from pycomm import torch_internals; assert not torch_internals.has_compiled(); "
-        "f = torch.compile(lambda x: x + 1, backend='eager'); assert not torch_internals.has_compiled(); "
-        "f(torch.ones(2)); assert torch_internals.has_compiled()"
+        "import torch; from pycomm.torch_internals import has_compiled as has; "  # torch_internals.has_compiled
+        "f = torch.compile(lambda x: x + 1, backend='eager'); assert not has(); f(torch.ones(2)); assert has()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100, cwd=tmp_path)
 
@@ -146,6 +145,9 @@ def test_compiled_code_and_classes_of_tensors(tmp_path: Path) -> None:
         assert loud.numel() == 2
     with pytest.raises(AssertionError):
         loud.numel()
+    with torch.profiler.profile() as prof, torch_internals.profiled_range("a range"):
+        assert torch_internals.is_profiling()
+    assert "a range" in {event.key for event in prof.key_averages()}
 
 
 def test_parameters_that_others_own() -> None:
@@ -188,6 +190,8 @@ def test_modules() -> None:
     assert not torch_internals.has_parts(nn.Module.__new__(nn.Module))
     assert torch_internals.children_of(module)["0"] is module[0]
     assert torch_internals.children_of(nn.Module.__new__(nn.Module)) == {}
+    assert torch_internals.uncompiled(torch.compile(module, backend="eager")) is module  # type: ignore[arg-type]
+    assert torch_internals.uncompiled(module) is module
     assert set(torch_internals.buffers_of(module[0])) == {"running_mean", "running_var", "num_batches_tracked"}
     layer, x = nn.Conv1d(2, 4, 3, padding=1, padding_mode="circular", bias=False), torch.randn(1, 2, 5)
     torch.testing.assert_close(torch_internals.convolve(layer, x, layer.weight[:2], None), layer(x)[:, :2])

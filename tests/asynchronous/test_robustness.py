@@ -156,7 +156,13 @@ def stop(workers: list[Player]) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"mode": "sync", "compression": pycomm.RandomK(0.2)}], ids=["async", "sync, compressed"]
+    "options",
+    [
+        pytest.param({}, id="async"),
+        pytest.param(
+            {"mode": "sync", "compression": pycomm.RandomK(0.2)}, id="sync, compressed", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_a_server_that_was_killed_goes_on_without_any_loss(
     start: Start, port: int, tmp_path: Path, options: dict[str, Any]
@@ -188,7 +194,7 @@ def test_a_process_that_comes_later_works_too_and_one_takes_the_place_of_another
     assert [p.end[0] for p in [server, *workers[1:]]] == ["ended"] * 4, [p.end for p in workers]
 
 
-@pytest.mark.parametrize("has_checkpoint", [False, True])
+@pytest.mark.parametrize("has_checkpoint", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_server_that_dies_for_good(start: Start, port: int, tmp_path: Path, has_checkpoint: bool) -> None:
     folder = tmp_path if has_checkpoint else None
     server = start("server", port, 0, folder, timeout=12.0)

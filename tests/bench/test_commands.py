@@ -46,7 +46,8 @@ ROOT = Path(__file__).parents[2]
             marks=pytest.mark.slow,
         ),
         ["sharding", "--millions", "1", "--rounds", "1", "--count", "1"],
-        ["chaos", "--faults", "2", "--ranks", "3", "--methods", "dense"],
+        pytest.param(["chaos", "--faults", "2", "--ranks", "3", "--methods", "dense"], marks=pytest.mark.slow),
+        ["horovod", "--sizes", "4K", "--rounds", "1", "--count", "20"],
         pytest.param(["chaos", "--every", "4", "--faults", "3"], marks=pytest.mark.slow),
         pytest.param(
             ["pipelines", "--ranks", "2", "--rounds", "1", "--microbatches", "2", "--milliseconds", "1"],
