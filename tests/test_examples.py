@@ -203,7 +203,7 @@ def torchrun_on(ranks: int) -> list[str]:
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("style", ["columns", "rows"])
+@pytest.mark.parametrize("style", ["columns", pytest.param("rows", marks=pytest.mark.slow)])
 def test_split_layer(style: str) -> None:
     out = run([*torchrun_on(2), str(EXAMPLES / "split_layer.py"), "--width", "256", "--style", style])
     held = [int(count.replace(",", "")) for count in re.findall(r"^rank \d: ([\d,]+) parameters", out, re.MULTILINE)]
@@ -227,6 +227,7 @@ def test_pipeline() -> None:
     assert "proven; microbatches held at once, by rank: [3, 2, 1]" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_hybrid() -> None:
     options = ["--pp", "2", "--dp", "2", "--tp", "1", "--width", "64", "--steps", "20", "--compression", "topk"]

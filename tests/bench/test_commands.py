@@ -45,9 +45,9 @@ ROOT = Path(__file__).parents[2]
             ],
             marks=pytest.mark.slow,
         ),
-        ["sharding", "--millions", "1", "--rounds", "1", "--count", "1"],
+        pytest.param(["sharding", "--millions", "1", "--rounds", "1", "--count", "1"], marks=pytest.mark.slow),
         pytest.param(["chaos", "--faults", "2", "--ranks", "3", "--methods", "dense"], marks=pytest.mark.slow),
-        ["horovod", "--sizes", "4K", "--rounds", "1", "--count", "20"],
+        pytest.param(["horovod", "--sizes", "4K", "--rounds", "1", "--count", "20"], marks=pytest.mark.slow),
         pytest.param(["chaos", "--every", "4", "--faults", "3"], marks=pytest.mark.slow),
         pytest.param(
             ["pipelines", "--ranks", "2", "--rounds", "1", "--microbatches", "2", "--milliseconds", "1"],

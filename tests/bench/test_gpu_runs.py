@@ -232,6 +232,7 @@ def test_a_checkout_without_git(tmp_path: Path) -> None:
         assert commit_of(tmp_path, "abc") == nothing
 
 
+@pytest.mark.slow
 def test_a_whole_copy_without_git(tmp_path: Path) -> None:
     """Its rehearsal ends with a report where it was wanted, and without a GPU says so."""
     copy = tmp_path / "copy"

@@ -33,6 +33,7 @@ sys.exit(pytest.main(["--collect-only", "-qq", "tests"], plugins=[Plugin()]))
 """
 
 
+@pytest.mark.slow
 def test_no_gpu_test_is_left_out(tmp_path: Path) -> None:
     """What is marked is in the files that `check` runs, and nothing that takes a GPU lacks a mark."""
     out = tmp_path / "items.json"

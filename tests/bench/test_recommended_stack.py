@@ -51,6 +51,7 @@ def run(*words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_the_script_starts_its_ranks() -> None:
     out = run(EXAMPLE, "--without", "float16", "--epochs", "3")

@@ -109,6 +109,11 @@ def wait_for_training(process: subprocess.Popen[str]) -> None:
         assert line, f"ended before it trained: {process.stderr and process.stderr.read()}"
 
 
+def without_slow_ranks(errors: str) -> str:
+    """Return ``errors`` without warnings of slow ranks, which are right where other tests run at the same time."""
+    return "".join(line for line in errors.splitlines(True) if not re.match(r"rank \d is slow: ", line))
+
+
 @pytest.mark.timeout(60)
 def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
     with long_run(tmp_path) as process:
@@ -118,9 +123,10 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
         _, errors = process.communicate(timeout=30)
         assert time.monotonic() - killed_at < SOON
     assert process.returncode == 1
-    assert errors.startswith("pycomm demo: rank 1 was killed by SIGKILL"), errors
+    assert without_slow_ranks(errors).startswith("pycomm demo: rank 1 was killed by SIGKILL"), errors
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_ctrl_c_ends_everything_quietly(tmp_path: Path) -> None:
     with long_run(tmp_path) as process:
@@ -128,7 +134,7 @@ def test_ctrl_c_ends_everything_quietly(tmp_path: Path) -> None:
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the ranks get it, too
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert errors == "pycomm: interrupted\n"
+    assert without_slow_ranks(errors) == "pycomm: interrupted\n"
 
 
 @pytest.mark.timeout(100)

@@ -21,6 +21,7 @@ def run(words: list[str], typed: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_the_page(tmp_path: Path) -> None:
     pytest.importorskip("cloudpickle")

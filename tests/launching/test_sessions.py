@@ -272,6 +272,7 @@ def test_nothing_is_left(
         assert errors.count("Traceback") == 1
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_leaves_no_rank(tmp_path: Path, sessions: list[subprocess.Popen[str]]) -> None:
     """The ranks send it when they are asked to end, and do not."""
     process = start(sessions, script(tmp_path, IMPATIENT + WHAT_IS_LEFT))

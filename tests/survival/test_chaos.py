@@ -29,6 +29,7 @@ def test_training_goes_on_on_one_host() -> None:
     survive([Case("dense", 3, "")], SHORT, 1)
 
 
+@pytest.mark.slow
 def test_training_goes_on_on_two_hosts() -> None:
     faults = [("kill", "exchange"), ("raise", "hook"), ("sockets", "commit"), ("kill", "recovery"), ("memory", "hook")]
     survive([Case("topk", 4, "ab")], faults, 3)

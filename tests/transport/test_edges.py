@@ -233,6 +233,7 @@ def dump_core(directory: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_crash_is_noticed(new_ranks: Pools, tmp_path: Path) -> None:
     outcomes = new_ranks(2).outcomes(dump_core, str(tmp_path), timeout=120)
     for core in tmp_path.iterdir():

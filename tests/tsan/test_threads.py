@@ -12,6 +12,13 @@ from tests.tsan import build
 pytestmark = pytest.mark.skipif(build.why_not() != "", reason=build.why_not())
 
 SIZES = (2, 3, 4, 8)
+# One of each kind: a return that comes too early, a buffer that is used twice, a missing order, a missing lock.
+BUGS_IN_CI = {
+    "all_reduce returns before the others have read",
+    "one staging segment instead of two",
+    "messages that are offered without releasing",
+    "two threads that copy one message",
+}
 
 
 @dataclass
@@ -32,7 +39,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [pytest.param(n, marks=() if n in (2, 4) else pytest.mark.slow) for n in SIZES])
 def test_no_race(driver: Driver, size: int) -> None:
     """All collectives and schedules, two groups at once, closing, giving up, clocks that wrap around."""
     ended = build.run(driver.executable, driver.programs, size, rounds=3, seed=size, timeout=500)
@@ -137,13 +144,20 @@ BUGS = {
 }
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", BUGS)
+def test_a_bug_is_a_change_of_one_place(name: str) -> None:
+    text = (build.ROOT / BUGS[name].source).read_text()
+    assert text.count(BUGS[name].right) == 1, "the source has changed: so must the bug"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in BUGS_IN_CI else pytest.mark.slow) for name in BUGS]
+)
 def test_it_finds(driver: Driver, tmp_path: Path, name: str) -> None:
     """A bug of this kind. (Results are compared too, and a wrong one counts as found.)"""
     bug = BUGS[name]
     text = (build.ROOT / bug.source).read_text()
-    assert text.count(bug.right) == 1, "the source has changed: so must the bug"
     objects = dict(driver.objects)
     for source, target in build.with_bug(bug.source, text.replace(bug.right, bug.wrong), tmp_path).items():
         objects[source] = target

@@ -129,6 +129,7 @@ def test_too_little_bandwidth_ends_in_7(tmp_path: Path) -> None:
     check_figures(rows, 0.5, wrong="N/A")
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     arguments = ["all_reduce", "-b", "1M", "--rounds", "100000", "--backend", "gloo", "-J", "x.json"]
     process = subprocess.Popen(

@@ -131,6 +131,7 @@ def test_balanced_stages_are_the_best() -> None:
         balanced([1.0, 2.0], 3)
 
 
+@pytest.mark.slow
 def test_many_layers_and_devices() -> None:
     choice = place([float(1 + number % 7) for number in range(256)], 1 << 16, 0.02)
     assert choice.chosen is not None
