@@ -158,7 +158,7 @@ class Channel:
 
     def _make_nccl(self, device: int, algorithm: str, streams: Sequence[int]) -> NcclTransport:
         made = NcclTransport(self.rank, self.size, device, self.all_gather_bytes, algorithm, self.timeout, streams)
-        watch(made, f"{self.recorder.group}/nccl {algorithm}", self.recorder.ranks)
+        made.recorder = watch(made, f"{self.recorder.group}/nccl {algorithm}", self.recorder.ranks)
         return made
 
     def on_gpu(

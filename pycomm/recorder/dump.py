@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 from pycomm.recorder.lines import Line, line_of
-from pycomm.recorder.ring import Entry, Recorder, recorders
+from pycomm.recorder.ring import Entry, Recorder, is_forked, recorders
 
 DIRECTORY = "PYCOMM_FLIGHT_DIR"
 """Environment variable that names the folder; if it is set and empty, nothing is ever written."""
@@ -49,14 +49,15 @@ def folder() -> Path | None:
 def dump(reason: str) -> Path | None:
     """Write what is known of all groups of this process, over what it wrote before; return the file.
 
-    ``None`` if nothing is to be written, or cannot be: that is logged, as whoever asks for it has other troubles.
+    ``None`` if nothing is to be written, as in a rank's forked children, or cannot be: that is logged, as whoever asks
+    for it has other troubles.
     """
     place = folder()
-    if place is None:
+    if place is None or is_forked():
         return None
     found = recorders()
-    rank = max(found, key=lambda each: len(each.ranks)) if found else None
-    name = f"rank{rank.ranks[rank.rank] if rank and rank.ranks else 0}-{socket.gethostname()}-{os.getpid()}.json"
+    largest = max(found, key=lambda each: len(each.ranks), default=None)
+    name = f"rank{largest.global_rank if largest else 0}-{socket.gethostname()}-{os.getpid()}.json"
     with _lock:
         try:
             place.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -49,12 +50,21 @@ class Recorder:
         group: name of the group that all of its ranks have for it, and no other group has.
         rank: rank of this process in it.
         ranks: global ranks of its members.
+
+    Attributes:
+        pid: process that made it, whose operations it has.
     """
 
     def __init__(self, group: str, rank: int, ranks: Sequence[int]) -> None:
         self.group, self.rank, self.ranks = group, rank, tuple(ranks)
         self.ring = _native.FlightRing(LENGTH)
+        self.pid = os.getpid()
         _recorders[id(self)] = self
+
+    @property
+    def global_rank(self) -> int:
+        """Rank of this process among all."""
+        return self.ranks[self.rank] if self.ranks else self.rank
 
     @property
     def count(self) -> int:
@@ -77,6 +87,19 @@ _recorders: weakref.WeakValueDictionary[int, Recorder] = weakref.WeakValueDictio
 
 def recorders() -> list[Recorder]:
     """Return those of this process, in no particular order."""
+    return [recorder for recorder in _known() if recorder.pid == os.getpid()]
+
+
+def is_forked() -> bool:
+    """Return whether this process has none of its own, and those of the rank that it was forked from.
+
+    As DataLoader's workers are: what these have copies of ended for them when they were forked.
+    """
+    known = _known()
+    return bool(known) and all(recorder.pid != os.getpid() for recorder in known)
+
+
+def _known() -> list[Recorder]:
     # Not by iterating over them: another thread may make one meanwhile.
     return [found for reference in _recorders.valuerefs() if (found := reference()) is not None]
 

@@ -32,8 +32,13 @@ _COLLECTIVES = {
     "run_compiled": (1, 2, 3),
     "run_schedule": (1, 2, 3),
 }
-_MESSAGES = {"send": (0, 1, 3), "receive": (0, 1, 3)}
-_CALLED = {"all_reduce_apart": "all_reduce", "run_compiled": "run_program", "run_schedule": "run_program"}
+_MESSAGES = {"send": (0, 1, 3), "receive": (0, 1, 3), "recv": (0, 1, 2)}
+_CALLED = {
+    "all_reduce_apart": "all_reduce",
+    "run_compiled": "run_program",
+    "run_schedule": "run_program",
+    "recv": "receive",
+}
 
 
 def watch(transport: Any, group: str, ranks: Sequence[int]) -> Recorder:
@@ -59,6 +64,8 @@ def watch(transport: Any, group: str, ranks: Sequence[int]) -> Recorder:
             recorder.ring, _CALLED.get(name, name), call, *places, name in _COLLECTIVES, array_of, failed
         )
         setattr(transport, name, functools.partial(_receive, watched, failed) if name == "receive" else watched)
+    if (check := getattr(transport, "check", None)) is not None:  # which tells of operations that were only enqueued
+        transport.check = functools.partial(_check, check, failed)
     return recorder
 
 
@@ -74,6 +81,14 @@ def _failed(recorder: weakref.ref[Recorder], error: BaseException) -> None:
         return
     if isinstance(error, CommError) or (isinstance(error, ValueError) and _DIFFERS in str(error)):
         dump_failure(found, str(error))
+
+
+def _check(check: Callable[[], None], failed: Callable[[BaseException], None]) -> None:
+    try:
+        check()
+    except CommError as error:
+        failed(error)
+        raise
 
 
 def _receive(post: Callable[..., Any], failed: Callable[[BaseException], None], *args: Any) -> _Receipt:

@@ -157,6 +157,8 @@ class Passes:
             self.find_new_parameters()
             self._reduce()
             self._window.complete = True
+        else:
+            self._engine.phases.end_backward()
         if self.model_hooks is not None:
             self.model_hooks.warn_of_uncovered()
 

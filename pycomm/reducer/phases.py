@@ -34,7 +34,7 @@ class Phases:
             self.trace.begin_backward()
 
     def end_backward(self) -> None:
-        """Note that this rank has all its gradients."""
+        """Note that a backward pass has ended."""
         if self.trace is not None:
             self.trace.end_backward()
 

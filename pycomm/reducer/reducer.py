@@ -38,7 +38,7 @@ class Reducer(Attendance):
         self._table, self._window, self._progress = engine.table, engine.window, engine.progress
         self.optimizer, self.module = engine.table.optimizer, engine.table.module
         self._passes = Passes(engine)
-        engine.phases.trace = StepTrace.wanted(communicator.rank, communicator.size)
+        engine.phases.trace = StepTrace.wanted(communicator.channel.recorder.global_rank, communicator.size)
         # One rank that compresses nothing has nothing to do.
         # (With DTensors it has: gradients that are still to be summed over their mesh.)
         self._idle = communicator.size == 1 and not settings.compression.transactional and not settings.clip_local_norm

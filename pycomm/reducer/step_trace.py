@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import time
@@ -17,6 +18,7 @@ from pycomm.recorder import Recorder
 
 FOLDER, STEP = "PYCOMM_TRACE", "PYCOMM_TRACE_STEP"
 DEFAULT_STEP = 10
+_LOG = logging.getLogger("pycomm")
 _optimizers: Counter[Path] = Counter()  # attached ones of this process, by the folder of their files
 
 
@@ -36,9 +38,11 @@ class Span(NamedTuple):
 
 
 class StepTrace:
-    """Trace of the reduction ``step`` of rank ``rank``, with the optimizer's step that follows and the forward before.
+    """Trace of the reduction ``step`` of rank ``rank``, with its passes, and the optimizer's step after it.
 
     Args:
+        rank: among all ranks, whose files may lie in one folder.
+        size: number of ranks that average together.
         folder: gets the file, ``rank<rank>.json``, when that optimizer's step has ended, or the next backward pass
             begins without one. Those of further optimizers are called ``rank<rank>-2.json``, and so on.
     """
@@ -50,7 +54,7 @@ class StepTrace:
         self._wall = time.time() - time.monotonic()
         self._spans: list[Span] = []
         self._reductions = 0
-        self._last_step_ended = self._backward_began = self._step_began = 0.0
+        self._forward_began = self._backward_began = self._step_began = 0.0
         self.done = False
 
     @staticmethod
@@ -77,13 +81,15 @@ class StepTrace:
         if not self.done and self._spans and self._reductions >= self._step:
             self._write()  # the optimizer's step was left out, as GradScaler does where gradients are not finite
         self._backward_began = time.monotonic()
-        if self._is_on and self._last_step_ended:
-            self._append("training", "forward", self._last_step_ended, self._backward_began)
+        if self._is_on and self._forward_began:
+            self._append("training", "forward", self._forward_began, self._backward_began)
 
     def end_backward(self) -> None:
-        """Note that this rank has all its gradients."""
-        if self._is_on:
-            self._append("training", "backward", self._backward_began, time.monotonic())
+        """Note that a backward pass has ended: the last one of a step, before it waits for averages."""
+        self._forward_began = time.monotonic()
+        if self._is_on and self._backward_began:
+            self._append("training", "backward", self._backward_began, self._forward_began)
+        self._backward_began = 0.0  # a flush() ends none
 
     def add(self, lane: str, name: str, began: float, ended: float) -> None:
         """Note that ``name`` was done, at these times of the monotonic clock."""
@@ -100,15 +106,15 @@ class StepTrace:
 
     def end_reduction(self) -> None:
         """Note that gradients have been handed out."""
-        self._step_began = time.monotonic()
+        self._step_began = self._forward_began = time.monotonic()
         self._reductions += 1
 
     def end_step(self) -> None:
         """Note that ``optimizer.step()`` has returned; write the file if it was the step."""
-        self._last_step_ended = time.monotonic()
+        self._forward_began = time.monotonic()
         if self.done or self._reductions != self._step:
             return
-        self._append("training", "optimizer.step", self._step_began, self._last_step_ended)
+        self._append("training", "optimizer.step", self._step_began, self._forward_began)
         self._write()
 
     def _append(self, lane: str, name: str, began: float, ended: float) -> None:
@@ -125,6 +131,12 @@ class StepTrace:
             "pid": os.getpid(),
             "spans": [span._asdict() for span in self._spans],
         }
-        self._folder.mkdir(parents=True, exist_ok=True)
         number = "" if self._optimizer == 1 else f"-{self._optimizer}"
-        (self._folder / f"rank{self._rank}{number}.json").write_text(json.dumps(content))
+        file = self._folder / f"rank{self._rank}{number}.json"
+        partial = file.with_suffix(".partial")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps(content))
+            partial.replace(file)
+        except OSError as error:  # nothing that this rank alone should stop training for
+            _LOG.warning("the trace of step %d could not be written to %s: %s", self._step, file, error)

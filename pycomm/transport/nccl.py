@@ -21,6 +21,7 @@ import torch
 
 import pycomm._native as _native
 from pycomm.errors import CommError
+from pycomm.recorder import Recorder
 
 ALGORITHMS = ("native", "ring")
 if hasattr(_native, "NcclGroup"):
@@ -73,6 +74,8 @@ class NcclTransport:
     """
 
     name = "nccl"
+    recorder: Recorder
+    """Set by whoever makes it, as of any transport."""
 
     def __init__(
         self,

@@ -95,12 +95,11 @@ def edited(path: Path, **changes: Any) -> None:
 
 def test_ranks_that_do_not_come(two_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     two_ranks.run(_work, str(tmp_path), "same", 0.0)
-    [one] = tmp_path.glob("rank1-*")
-    content = json.loads(one.read_text())
-    for group in content["groups"]:  # as if it had not called the last one
-        group["operations"].pop()
-        group["count"] -= 1
-    one.write_text(json.dumps(content))
+    [zero], [one] = tmp_path.glob("rank0-*"), tmp_path.glob("rank1-*")
+    without_the_last(one)
+    assert explain(tmp_path) == 0
+    assert "came together" in first_line(capsys)  # a barrier that has ended: the file was written earlier, that is all
+    edited_last(zero, seconds=None)
     assert explain(tmp_path, "--last", 0) == 0
     said = first_line(capsys)
     assert said.startswith("Rank 0 waited")
@@ -108,8 +107,12 @@ def test_ranks_that_do_not_come(two_ranks: RankPool, tmp_path: Path, capsys: pyt
     assert "all_reduce of 1,000 float32 (sum)" in said
     assert f"and it was at {__file__}" in said
 
+    content = json.loads(one.read_text())
+    one.write_text(json.dumps({**content, "time": content["time"] - 60.0}))  # before rank 0 came there
+    assert explain(tmp_path) == 0
+    assert "did not come" not in capsys.readouterr().out
+
     one.unlink()
-    [zero] = tmp_path.glob("rank0-*")
     content = json.loads(zero.read_text())
     for group in content["groups"]:
         group["operations"][-1] |= {"error": "rank 0: barrier: timed out", "seconds": 3.0}
@@ -119,11 +122,53 @@ def test_ranks_that_do_not_come(two_ranks: RankPool, tmp_path: Path, capsys: pyt
     assert "there is no file of rank 1, which may have died" in said
 
 
+def without_the_last(path: Path) -> None:
+    """Have the file say what it would if its rank had not called the last operation."""
+    content = json.loads(path.read_text())
+    for group in content["groups"]:
+        group["operations"].pop()
+        group["count"] -= 1
+    path.write_text(json.dumps(content))
+
+
 def edited_last(path: Path, **changes: Any) -> None:
     content = json.loads(path.read_text())
     for group in content["groups"]:
         group["operations"][-1] |= changes
     path.write_text(json.dumps(content))
+
+
+def test_ranks_of_a_subgroup_have_the_numbers_of_all(
+    two_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two_ranks.run(_work, str(tmp_path), "same", 0.0)
+    files = [next(tmp_path.glob(f"rank{rank}-*")) for rank in (0, 1)]
+    for file in files:
+        edited(file, ranks=[1, 3])
+        edited_last(file, operation="broadcast", detail=[1], seconds=None)
+    assert explain(tmp_path, "--last", 1) == 0
+    out = capsys.readouterr().out
+    assert " of ranks 1 and 3, broadcast from rank 3 at " in out
+    assert "\n  rank 3 (" in out
+    files[1].unlink()
+    assert explain(tmp_path) == 0
+    assert "there is no file of rank 3, which may have died" in capsys.readouterr().out
+
+
+def test_operations_of_nccl_are_only_enqueued(
+    two_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two_ranks.run(_work, str(tmp_path), "same", 0.0)
+    for path in tmp_path.glob("rank*"):
+        edited(path, name="0/abc/nccl native")
+    [one] = tmp_path.glob("rank1-*")
+    without_the_last(one)
+    assert explain(tmp_path) == 0
+    assert "came together" in first_line(capsys)
+    content = json.loads(one.read_text())
+    one.write_text(json.dumps({**content, "time": content["time"] + 5.0}))
+    assert explain(tmp_path) == 0
+    assert "rank 1 did not come to it" in first_line(capsys)
 
 
 def test_a_rank_without_a_file_is_never_said_to_be_well(

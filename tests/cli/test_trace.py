@@ -47,11 +47,17 @@ def test_a_script_is_run_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_a_script_that_ends_too_early_or_badly(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
-    script.write_text("import sys\nsys.exit(int(sys.argv[1]))")
-    assert trace("--ranks", 1, script, 0) == 1
+    script.write_text(f"{SCRIPT}\nsys.exit(int(sys.argv[2]))")
+    assert trace("-o", tmp_path / "step", "--ranks", 1, script, 1, 0) == 1
     assert "no rank has come to step 10" in capfd.readouterr().err
-    assert trace("--ranks", 1, script, 3) == 1
+    out = tmp_path / "new" / "step"
+    assert trace("-o", out, "--ranks", 2, "--step", 2, script, 3, 3) == 1  # after the step
     assert "the script ended with exit code 1" in capfd.readouterr().err
+    assert out.with_suffix(".png").exists()
+    assert trace("-o", ".", script, 3, 0) == 2  # before it is run
+    (tmp_path / "file").touch()
+    assert trace("-o", tmp_path / "file" / "step", script, 3, 0) == 2
+    assert "cannot write to" in capfd.readouterr().err
 
 
 def test_every_optimizer_of_a_rank_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -204,3 +205,45 @@ def test_every_optimizer_writes_its_own_trace(tmp_path: Path) -> None:
     assert contents[0]["spans"] != contents[1]["spans"]
     for training in pair:
         training.reducer.detach()
+
+
+@on_ranks(2)
+def test_every_pass_of_a_step_is_traced(tmp_path: Path) -> None:
+    with tracing(tmp_path / "trace", "2"):
+        training = Training(accumulate=2)
+        for _ in range(3):
+            for number in range(2):
+                if number == 0:
+                    training.optimizer.zero_grad()
+                loss_of(training.model, training.rank, number).backward()
+            training.optimizer.step()
+    content = json.loads((tmp_path / "trace" / f"rank{training.rank}.json").read_text())
+    spans = [span for span in content["spans"] if span["lane"] == "training"]
+    names = ["forward", "backward", "forward", "backward", "wait", "unpack", "optimizer.step"]
+    assert [span["name"] for span in spans] == names
+    for earlier, later in itertools.pairwise(span for span in spans if span["name"] in ("forward", "backward")):
+        assert earlier["ended"] <= later["began"], "they take turns"
+    training.reducer.detach()
+
+
+@on_ranks(3)
+def test_files_have_the_numbers_of_all_ranks(tmp_path: Path) -> None:
+    group = dist.new_group([1, 2])
+    if dist.get_rank() > 0:
+        with tracing(tmp_path, "1"):
+            training = Training(process_group=group)
+            training.step()
+        training.reducer.detach()
+        dist.destroy_process_group(group)
+    dist.barrier()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank1.json", "rank2.json"]
+
+
+@on_ranks(2)
+def test_a_trace_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with tracing(tmp_path / "file" / "trace", "1"):
+        training = Training()
+        for _ in range(2):
+            training.step()
+    training.reducer.detach()

@@ -88,7 +88,7 @@ def _list(group: Group, count: int) -> None:
             operation = history.operations[number]
             seconds = operation["seconds"]
             took = "still in it" if seconds is None else f"{1e3 * seconds:.3g} ms"
-            print(f"    {number:>6}  {_clock(operation['began'])}  {took:>11}  {told(operation)}")
+            print(f"    {number:>6}  {_clock(operation['began'])}  {took:>11}  {told(operation, group)}")
             if operation["error"]:
                 print(f"            error: {operation['error']}")
 

@@ -42,7 +42,7 @@ class History:
     """What one rank has called on one group.
 
     Attributes:
-        rank: its rank in the group.
+        rank: its global rank.
         dump: the file it was read from.
         count: number of its collectives.
         operations: the last ones, as the file has them, by number; messages left out.
@@ -66,7 +66,7 @@ class Group:
     Attributes:
         name: name that all its ranks have for it.
         ranks: global ranks of its members.
-        histories: of the ranks whose files were read, by rank in the group.
+        histories: of the ranks whose files were read, by global rank.
     """
 
     name: str
@@ -76,7 +76,12 @@ class Group:
     @property
     def missing(self) -> list[int]:
         """Ranks of which there is no file."""
-        return [rank for rank in range(len(self.ranks)) if rank not in self.histories]
+        return [rank for rank in self.ranks if rank not in self.histories]
+
+    @property
+    def is_enqueued(self) -> bool:
+        """Whether operations end, as the recorder sees it, once a GPU's stream has them: of NCCL."""
+        return "/nccl " in self.name
 
     @property
     def last_time(self) -> float:
@@ -96,8 +101,9 @@ def read_groups(paths: Iterable[Path]) -> list[Group]:
     for path in paths:
         dump, groups = _read(path)
         for group in groups:
-            name, rank = group["name"], group["rank"]
-            members[name] = group["ranks"]
+            name = group["name"]
+            members[name] = group["ranks"] or [group["rank"]]
+            rank = group["ranks"][group["rank"]] if group["ranks"] else group["rank"]
             operations = {each["number"]: each for each in group["operations"] if each["operation"] not in _MESSAGES}
             known = histories.setdefault(name, {}).get(rank)
             if known is None or known.dump.time < dump.time:

@@ -17,6 +17,9 @@ _SHORT = 6
 # Collectives in which ranks put in as many elements. In the others each may put in as many as it wants.
 _EQUAL = frozenset(("all_reduce", "reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "run_program"))
 
+# Those that end nowhere before all ranks have come to them.
+_TOGETHER = frozenset(("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "barrier"))
+
 
 def verdict(group: Group) -> str | None:
     """Return what is wrong with ``group``; ``None`` if all its ranks did the same at about the same time."""
@@ -36,7 +39,7 @@ def _differing(group: Group) -> str | None:
     for number in sorted({number for history in histories for number in history.operations}):
         calls = [(h.rank, h.operations[number]) for h in histories if number in h.operations]
         if len({_signature(operation) for _, operation in calls}) > 1:
-            parts = [f"{_ranks(ranks)} called {told(operation)}" for ranks, operation in _sorted_by_call(calls)]
+            parts = [f"{_ranks(ranks)} called {told(operation, group)}" for ranks, operation in _sorted_by_call(calls)]
             return f"In operation {number} of {_name(group)}, {', where '.join(parts)}."
     return None
 
@@ -46,20 +49,24 @@ def _absent(group: Group) -> str | None:
     histories = group.histories.values()
     furthest = max(histories, key=lambda history: (history.count, _is_stuck(history)))
     operation = furthest.last
-    if operation is None:
+    waits = operation is not None and (_is_stuck(furthest) or operation["operation"] not in _TOGETHER)
+    if operation is None or not (waits or group.is_enqueued):
         return None
-    behind = [history for history in histories if history.count < furthest.count]
+    # Files of ranks that were still running may have been written before this operation began elsewhere; and those
+    # that only enqueue operations are not in step.
+    since = operation["began"] + (_LATE if group.is_enqueued else 0.0)
+    behind = [history for history in histories if history.count < furthest.count and history.dump.time > since]
     others = [history.rank for history in histories if history.count == furthest.count]
     if not behind and not (group.missing and _is_stuck(furthest)):
         return None
     waited = operation["seconds"]
-    if waited is None:
+    if waited is None or group.is_enqueued:
         waited = max(0.0, furthest.dump.time - operation["began"])
     text = (
         f"{_ranks(others).capitalize()} waited {waited:.3g} s in operation {furthest.count} of {_name(group)}, "
-        f"{told(operation)}"
+        f"{told(operation, group)}"
     )
-    reasons = [_whereabouts(history) for history in behind]
+    reasons = [_whereabouts(history, group) for history in behind]
     if group.missing:
         reasons.append(f"there is no file of {_ranks(group.missing)}, which may have died")
     return f"{text}: {'; '.join(reasons)}."
@@ -70,28 +77,27 @@ def _is_stuck(history: History) -> bool:
     return history.last is not None and bool(history.last["error"] or history.last["seconds"] is None)
 
 
-def _whereabouts(history: History) -> str:
+def _whereabouts(history: History, group: Group) -> str:
     last, line = history.last, history.dump.line
-    after = "it had called nothing before" if last is None else f"its last was operation {history.count}, {told(last)}"
+    before = f"its last was operation {history.count}, {told(last, group)}" if last else "it had called nothing before"
     now = "" if line is None else f", and it was at {_place(line)} when its file was written"
-    return f"rank {history.rank} did not come to it: {after}{now}"
+    return f"rank {history.rank} did not come to it: {before}{now}"
 
 
 def _failed(group: Group) -> str | None:
     """Return the error of the operation that all ranks were in, if it failed."""
     for history in sorted(group.histories.values(), key=lambda history: history.rank):
         if history.last is not None and history.last["error"]:
-            return (
-                f"Operation {history.count} of {_name(group)}, {told(history.last)}, failed on rank {history.rank}: "
-                f"{history.last['error']}"
-            )
+            what = f"Operation {history.count} of {_name(group)}, {told(history.last, group)}"
+            return f"{what}, failed on rank {history.rank}: {history.last['error']}"
     return None
 
 
 def _unfinished(group: Group) -> str | None:
     """Return the last operation, to which all ranks came, if there are ranks that had not left it."""
     histories = sorted(group.histories.values(), key=lambda history: history.rank)
-    inside = [each for each in histories if each.last is not None and each.last["seconds"] is None]
+    count = max(history.count for history in histories)  # those before it have been left since
+    inside = [h for h in histories if h.count == count and h.last is not None and h.last["seconds"] is None]
     if not inside:
         return None
     first = inside[0]
@@ -99,7 +105,8 @@ def _unfinished(group: Group) -> str | None:
     ranks = _ranks([each.rank for each in inside])
     verb = "is" if len(inside) == 1 else "are"
     who = "all are" if len(inside) == len(histories) else f"{ranks} {verb}"
-    return f"All ranks came to operation {first.count} of {_name(group)}, {told(first.last)}, and {who} still in it."
+    what = f"operation {count} of {_name(group)}, {told(first.last, group)}"
+    return f"All ranks came to {what}, and {who} still in it."
 
 
 def _late(group: Group) -> str | None:
@@ -118,17 +125,17 @@ def _late(group: Group) -> str | None:
     everybody = "The ranks whose files are there" if group.missing else "All ranks"
     return (
         f"{everybody} called the same, but rank {last.rank} came {delay:.3g} s after the others to operation {number} "
-        f"of {_name(group)}, {told(last.operations[number])}."
+        f"of {_name(group)}, {told(last.operations[number], group)}."
     )
 
 
-def told(operation: Operation) -> str:
-    """Write an operation: what was called on what, and where."""
+def told(operation: Operation, group: Group) -> str:
+    """Write an operation on ``group``: what was called on what, and where."""
     words = [operation["operation"]]
     if operation["elements"] is not None:
         words.append(f"of {operation['elements']:,} {operation['dtype'] or 'elements'}")
     if operation["operation"] == "broadcast":
-        words.append(f"from rank {operation['detail'][0]}" if operation["detail"] else "")
+        words.append(f"from rank {_global(group, operation['detail'][0])}" if operation["detail"] else "")
     elif operation["detail"]:
         words.append(f"({', '.join(map(str, operation['detail']))})")
     if operation["label"]:
@@ -136,6 +143,11 @@ def told(operation: Operation) -> str:
     if operation["line"] is not None:
         words.append(f"at {_place(operation['line'])}")
     return " ".join(word for word in words if word)
+
+
+def _global(group: Group, rank: Any) -> Any:
+    """Return the global rank of ``rank`` in ``group``; what is no rank, as it is."""
+    return group.ranks[rank] if isinstance(rank, int) and 0 <= rank < len(group.ranks) else rank
 
 
 def _place(line: Mapping[str, Any]) -> str:
@@ -165,4 +177,5 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _name(group: Group) -> str:
     base, _, meeting = group.name.partition("/")
-    return f"group {base}/{meeting[:_SHORT]}" if meeting else f"group {base}"
+    members = "" if list(group.ranks) == list(range(len(group.ranks))) else f" of {_ranks(group.ranks)}"
+    return (f"group {base}/{meeting[:_SHORT]}" if meeting else f"group {base}") + members

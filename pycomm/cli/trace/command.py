@@ -21,12 +21,17 @@ several hosts have written there, started with {FOLDER}=FOLDER and {STEP}=N in t
 """
 
 
+_INTERRUPTED = 130
+_PATIENCE = 40.0
+"""Seconds in which torchrun ends its ranks: it kills them after 30."""
+
+
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "trace",
         help="draw one training step of a script, of all ranks",
         description=_DESCRIPTION,
-        epilog="Exit code: 0 done, 1 the script failed or has written no step, 2 wrong arguments.",
+        epilog="Exit code: 0 done, 1 the script failed or has written no step, 2 wrong arguments, 130 interrupted.",
     )
     add = parser.add_argument
     add("--ranks", type=integer(1), default=2, help="processes to start (default 2)")
@@ -46,14 +51,19 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.script.exists():
         print(f"pycomm trace: there is no {arguments.script}", file=sys.stderr)
         return 2
+    try:  # before the script runs, which may take long
+        pictures = _outputs(arguments.out)
+    except (OSError, ValueError) as error:
+        print(f"pycomm trace: cannot write to {arguments.out}: {error}", file=sys.stderr)
+        return 2
+    code = 0
     with tempfile.TemporaryDirectory(prefix="pycomm_trace_") as temporary:
         folder = arguments.script
         if not folder.is_dir():
             folder = Path(temporary)
             code = _run_script(arguments.script, arguments.arguments, arguments.ranks, arguments.step, folder)
-            if code != 0:
+            if code != 0:  # maybe after the step, of which there is a trace then
                 print(f"pycomm trace: the script ended with exit code {code}", file=sys.stderr)
-                return 1
         try:
             traces = timeline.read_traces(folder.glob("rank*.json"))
         except timeline.NoTraceError as error:
@@ -61,16 +71,38 @@ def run(arguments: argparse.Namespace) -> int:
             return 2
     if not traces:
         print(f"pycomm trace: no rank has come to step {arguments.step} of an attached optimizer", file=sys.stderr)
-        return 1
-    picture, events = (arguments.out.with_name(arguments.out.name + suffix) for suffix in (".png", ".json"))
+        return _INTERRUPTED if code == _INTERRUPTED else 1
+    picture, events = pictures
     timeline.save_picture(traces, picture)
     timeline.save_json(traces, events)
     print("\n".join(timeline.summary(traces)))
     print(f"written: {picture}, {events} (for chrome://tracing or ui.perfetto.dev)")
-    return 0
+    return code if code in (0, _INTERRUPTED) else 1
+
+
+def _outputs(out: Path) -> tuple[Path, Path]:
+    """Return the files to write, in a folder that is there now.
+
+    Raises:
+        OSError, ValueError: they cannot be written.
+    """
+    picture, events = (out.with_name(out.name + suffix) for suffix in (".png", ".json"))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(out.parent, os.W_OK):
+        raise PermissionError(f"{out.parent} is not writable")
+    return picture, events
 
 
 def _run_script(script: Path, arguments: Sequence[str], ranks: int, step: int, folder: Path) -> int:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = os.environ | {FOLDER: str(folder), STEP: str(step)}
-    return subprocess.run([*command, str(script), *arguments], env=environment, check=False).returncode
+    with subprocess.Popen([*command, str(script), *arguments], env=environment) as process:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            # torchrun got it, too, and ends the ranks, whom nobody would end if it were killed now.
+            try:
+                process.wait(_PATIENCE)
+            except (KeyboardInterrupt, subprocess.TimeoutExpired):
+                process.terminate()
+            return _INTERRUPTED
