@@ -190,9 +190,12 @@ def finish() -> None:
     threading._shutdown()  # type: ignore[attr-defined]  # executors too: joining their threads would wait for ever
     atexit._run_exitfuncs()
     for each in gc.get_objects():
-        if issubclass(type(each), io.IOBase) and not each.closed:
+        if issubclass(type(each), io.IOBase):
             try:
-                each.flush()
+                if not each.closed:
+                    each.flush()
+            except ValueError:  # detached, as sys.stdout is where a script has put another encoding over its buffer
+                continue
             except Exception:  # of one file, as with a pipe that nobody reads; others are still to be written
                 traceback.print_exc()
 

@@ -278,3 +278,7 @@ class TestWrongArguments:
         monkeypatch.setitem(sys.modules, "cloudpickle", None)
         with pytest.raises(TypeError, match="(?s)^function, .*lambda.*; define it at the top level of a module, or"):
             pycomm.launch(function)
+
+
+def test_a_detached_stream_is_no_failure() -> None:
+    assert pycomm.launch(functions.put_another_encoding_over_stdout, 2) == [0, 1]
