@@ -27,6 +27,7 @@ class Arguments:
         groups: parameters that are reduced together.
         sparse_as_dense: whether sparse gradients are made dense on their way.
         process_set: the ranks.
+        loss_scaler: that the loss is scaled by.
     """
 
     named: Named
@@ -36,6 +37,7 @@ class Arguments:
     groups: int | Sequence[Sequence[torch.Tensor]] | None
     sparse_as_dense: bool
     process_set: ProcessSet
+    loss_scaler: Any = None
 
 
 def named_parameters_of(optimizer: torch.optim.Optimizer, given: Iterable[Any] | None) -> Named:

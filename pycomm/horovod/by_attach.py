@@ -12,7 +12,7 @@ from pycomm.horovod.compression import Compression
 from pycomm.horovod.process_sets import members_of
 from pycomm.horovod.reduce_ops import Average
 from pycomm.horovod.state import world
-from pycomm.reducer import attach
+from pycomm.reducer import attach, broadcast_parameters
 from pycomm.reducer.reducer import Reducer
 
 
@@ -24,6 +24,8 @@ class AttachedAveraging:
         own = {id(param) for group in optimizer.param_groups for param in group["params"]}
         self._named = [(name, param) for name, param in arguments.named if id(param) in own]
         self._optimizer, self._world = optimizer, world()
+        others = {name: param for name, param in arguments.named if id(param) not in own}  # as of a frozen trunk
+        broadcast_parameters(others, process_group=members_of(arguments.process_set).group)
         self.reducer = self._attach()
 
     def _attach(self) -> Reducer:
@@ -35,6 +37,7 @@ class AttachedAveraging:
             process_group=members.group,
             accumulate=self._passes,
             average=self._arguments.op == Average,
+            loss_scaler=self._arguments.loss_scaler,
             timeout=self._world.timeout,
         )
         self._world.attached.add(reducer)

@@ -13,7 +13,9 @@ from pycomm.horovod.compression import Compression
 from pycomm.horovod.handles import synchronize
 from pycomm.horovod.operations import grouped_allreduce_async_, sparse_allreduce_async
 from pycomm.horovod.pieces import pieces
+from pycomm.horovod.process_sets import members_of
 from pycomm.horovod.reduce_ops import Adasum, Average, Sum
+from pycomm.reducer import broadcast_optimizer_state, broadcast_parameters
 from pycomm.reducer.wrappers import refuse_wrapped
 
 _TOO_OFTEN = (
@@ -52,8 +54,16 @@ class NamedAveraging:
         self._groups = {id(param): group for group in self._split() for param in group}
         self._counts: dict[int, int] = {}
         self._begun: dict[int, Callable[[], None]] = {}
-        leaves: list[Any] = [param for param in self._params if param.is_leaf]
-        self._hooks = [leaf.register_post_accumulate_grad_hook(self._on_gradient) for leaf in leaves]
+        _make_equal(optimizer, arguments)
+        self._hooks: dict[int, Any] = {}
+        self._listen()
+
+    def _listen(self) -> None:
+        """Listen to the gradients of parameters that have some, those that have been unfrozen too."""
+        for param in self._params:
+            leaf: Any = param
+            if leaf.is_leaf and leaf.requires_grad and id(leaf) not in self._hooks:
+                self._hooks[id(leaf)] = leaf.register_post_accumulate_grad_hook(self._on_gradient)
 
     def _split(self) -> list[list[torch.Tensor]]:
         """Return the groups of parameters that are reduced together."""
@@ -72,9 +82,13 @@ class NamedAveraging:
         if id(param) in self._begun:
             raise RuntimeError(_TOO_OFTEN.format(name=self._names[id(param)], passes=self._passes))
         self._counts[id(param)] = self._counts.get(id(param), 0) + 1
-        group = self._groups[id(param)]
+        group = self._trained_with(param)
         if all(self._counts.get(id(member), 0) >= self._passes for member in group):
             self._begin(group)
+
+    def _trained_with(self, param: torch.Tensor) -> list[torch.Tensor]:
+        """Return the members of the group of ``param`` that are not frozen."""
+        return [member for member in self._groups[id(param)] if member.requires_grad]
 
     def _begin(self, group: Sequence[torch.Tensor]) -> None:
         """Begin to reduce the gradients of ``group``; those that are missing count as zeros."""
@@ -117,10 +131,11 @@ class NamedAveraging:
     @torch.no_grad()
     def synchronize(self) -> None:
         """Reduce what has not begun yet, then wait for all. Collective."""
+        self._listen()
         try:
             for param in self._params:
                 if id(param) not in self._begun and param.requires_grad:
-                    self._begin(self._groups[id(param)])
+                    self._begin(self._trained_with(param))
             for end in list(self._begun.values()):
                 end()
         finally:
@@ -134,8 +149,9 @@ class NamedAveraging:
 
     def detach(self) -> None:
         """Listen to gradients no more."""
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
+        self._hooks.clear()
         self._begun.clear()
 
 
@@ -151,6 +167,7 @@ class DeltaAveraging:
         own = {id(param) for group in optimizer.param_groups for param in group["params"]}
         self._params = [param for _, param in arguments.named if id(param) in own]
         self._before: list[torch.Tensor] = []
+        _make_equal(optimizer, arguments)
         self._hooks: list[Any] = [
             optimizer.register_step_pre_hook(self._note),
             optimizer.register_step_post_hook(self._combine),
@@ -180,6 +197,13 @@ class DeltaAveraging:
         """Combine no more."""
         for hook in self._hooks:
             hook.remove()
+
+
+def _make_equal(optimizer: torch.optim.Optimizer, arguments: Arguments) -> None:
+    """Copy the named parameters and the optimizer's state of the first rank to all. Collective."""
+    group = members_of(arguments.process_set).group
+    broadcast_parameters(dict(arguments.named), process_group=group)
+    broadcast_optimizer_state(optimizer, process_group=group)
 
 
 def _nothing() -> None:

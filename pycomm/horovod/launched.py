@@ -14,7 +14,7 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pycomm.horovod import meeting
-from pycomm.torch_internals import Store
+from pycomm.torch_internals import PrefixStore, Store
 
 _LAUNCHERS = (
     ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE", ("HOROVOD_GLOO_RENDEZVOUS_PORT",)),
@@ -74,7 +74,10 @@ def _store(rank: int, size: int, is_local: bool, job: tuple[str, ...], patience:
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True"
         port = _integer("MASTER_PORT")
-        return _tcp(os.environ["MASTER_ADDR"], port, rank == 0 and not served, patience)
+        store: Store = _tcp(os.environ["MASTER_ADDR"], port, rank == 0 and not served, patience)
+        # torchrun gives all its starts one store, in which ranks that are gone have left their addresses.
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return PrefixStore(f"start {start}", store) if served else store
     if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ and "HOROVOD_GLOO_RENDEZVOUS_PORT" in os.environ:
         server = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], _integer("HOROVOD_GLOO_RENDEZVOUS_PORT")
         return _store_by_address(rank, patience, lambda mine: meeting.through_horovodrun(server, mine, patience))

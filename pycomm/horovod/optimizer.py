@@ -178,6 +178,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
+    *,
+    loss_scaler: Any = None,
     **unknown: Any,
 ) -> torch.optim.Optimizer:
     """Reduce the gradients of ``optimizer`` over the ranks from now on, and return it: the same object.
@@ -186,8 +188,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     ``set_backward_passes_per_step(passes)``. With ``Average`` and ``Sum``, and dense gradients, this is
     :func:`pycomm.attach`: gradients travel in buckets while ``backward()`` runs, and are reduced when it returns. With
     other reductions, sparse gradients or a compression of your own they travel one by one, by name, and are reduced
-    when ``step()`` or ``synchronize()`` returns. All ranks of ``process_set`` must call this; rank 0's parameters
-    and state are copied to all.
+    when ``step()`` or ``synchronize()`` returns. All ranks of ``process_set`` must call this; the named parameters and
+    the optimizer's state of the first of them are copied to all; buffers are not, as nobody names them here.
 
     Args:
         optimizer: any of torch's; with ``Adasum``, the changes that its steps make are combined, not the gradients.
@@ -203,6 +205,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             of a group are reduced together.
         sparse_as_dense: make sparse gradients dense on their way.
         process_set: the ranks; others step by themselves.
+        loss_scaler: the ``GradScaler`` that the loss is scaled by, for methods of pycomm's that carry state: with one,
+            residuals follow changes of the scale. Horovod has no such argument.
         unknown: refused, each by name.
 
     Raises:
@@ -232,7 +236,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     members_of(process_set)
     _require_compression(compression)
     arguments = Arguments(
-        named, compression, backward_passes_per_step, chosen, groups, bool(sparse_as_dense), process_set
+        named, compression, backward_passes_per_step, chosen, groups, bool(sparse_as_dense), process_set, loss_scaler
     )
     _install(optimizer, Control(optimizer, arguments), arguments)
     return optimizer

@@ -34,7 +34,8 @@ def gradients_of(flight: BucketInFlight, settings: Settings, is_first_pass: bool
         is_first_pass: whether this is the first pass of the window.
 
     Raises:
-        RuntimeError, ValueError: see :func:`require_sendable` and :func:`require_no_average`.
+        RuntimeError, ValueError: see :func:`require_sendable` and :func:`require_no_average`; or a sum that was handed
+            out would be summed again.
     """
     grads = [slot.owner.grad for slot in flight.slots]
     for slot, grad in zip(flight.slots, grads, strict=True):
@@ -44,6 +45,12 @@ def gradients_of(flight: BucketInFlight, settings: Settings, is_first_pass: bool
         for slot, grad, view in zip(flight.slots, grads, flight.bucket.views, strict=True):
             if grad is view and slot.fired > 0:
                 require_no_average(slot, settings)
+            elif grad is not None and not settings.average and slot.untouched():
+                raise RuntimeError(
+                    f"the gradient of {slot.name!r} is the sum over the ranks that an earlier backward() left, and "
+                    "would be summed again with those of this one. Several passes of one step need "
+                    "attach(..., accumulate=n); otherwise call optimizer.zero_grad() between them"
+                )
     return grads
 
 
