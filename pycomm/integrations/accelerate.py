@@ -43,7 +43,7 @@ def attach(
     prepared without a wrapper here: placed, under autocast, and part of ``save_state``. Either way
     ``accelerator.accumulate``, ``backward`` and ``clip_grad_norm_`` mean what they did, ragged last windows included,
     float16's scaler is known, and ``save_state`` and ``load_state`` keep what compression carries from step to step,
-    in one file per rank.
+    in one file per rank: with such a method all ranks have to call ``save_state``, not the main process alone.
 
     Args:
         accelerator: the ``accelerate.Accelerator``.
@@ -119,5 +119,5 @@ def _keep_with_checkpoints(accelerator: Any, averaging: Averaging, prefix: str) 
     def load(_models: Any, input_dir: str | os.PathLike[str]) -> None:
         averaging.load(input_dir, prefix)
 
-    accelerator.register_save_state_pre_hook(save)
-    accelerator.register_load_state_pre_hook(load)
+    for hook in (accelerator.register_save_state_pre_hook(save), accelerator.register_load_state_pre_hook(load)):
+        averaging.on_detach.append(hook.remove)

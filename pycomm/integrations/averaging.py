@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pycomm.checkpoint.together import exchanged, together
 from pycomm.communicator import Communicator
-from pycomm.compression import Compression, NoCompression
+from pycomm.compression import Compression
 from pycomm.ddp import HookHandle, register
 from pycomm.optim.parameters import unwrapped
 from pycomm.reducer import Reducer, attach
@@ -79,10 +79,13 @@ class Averaging:
         inner: the :class:`pycomm.Reducer`, where nothing is around the model; the :class:`pycomm.ddp.HookHandle`, where
             the trainer has put a DistributedDataParallel around it; ``None`` if there is one process without a process
             group, whose gradients are averages as they are.
+        on_detach: called once by :meth:`detach`.
     """
 
     def __init__(self, inner: Reducer | HookHandle | None, optimizer: torch.optim.Optimizer | None = None) -> None:
         self.inner = inner
+        self.on_detach: list[Callable[[], None]] = []
+        self._is_detached = False
         self._optimizer = None if optimizer is None else unwrapped(optimizer)
 
     def stats(self) -> dict[str, Any]:
@@ -102,7 +105,10 @@ class Averaging:
             self.inner.load_state_dict(state, strict=strict)
 
     def detach(self) -> None:
-        """Leave gradients alone from now on. Idempotent; on all ranks between the same steps."""
+        """Leave gradients, and checkpoints, alone from now on. Idempotent; on all ranks between the same steps."""
+        self._is_detached = True
+        while self.on_detach:
+            self.on_detach.pop()()
         if isinstance(self.inner, Reducer):
             self.inner.detach()
         elif self.inner is not None:
@@ -115,20 +121,23 @@ class Averaging:
 
     @property
     def carries_state(self) -> bool:
-        """Whether there is anything to keep beside a checkpoint: a method of compression is in use."""
-        return self.inner is not None and not isinstance(self._method, NoCompression)
+        """Whether there is anything to keep beside a checkpoint: a method that carries state from step to step."""
+        method = None if self._is_detached else self._method
+        return method is not None and method.transactional
 
     def save(self, folder: str | os.PathLike[str], prefix: str = "pycomm") -> None:
-        """Save the state of this rank in ``folder``, which need not be shared, in a file of its own. Collective.
+        """Save the state of this rank in ``folder``, which need not be shared, in a file of its own.
 
-        Nothing is written without a method of compression. Files that another number of ranks, or a method that is no
-        longer in use, left there are removed by rank 0.
+        Collective where there is state to save. Where there is none, nothing is written. Files that another number of
+        ranks, or a method that is no longer in use, left there are removed by rank 0.
 
         Args:
             prefix: beginning of the file's name, which goes on with the numbers of this rank and of all ranks.
         """
-        if self.inner is not None:
+        if self.carries_state:
             together(self._communicator, "save pycomm's state", lambda: self._save(Path(folder), prefix))
+        elif self.inner is not None and not self._is_detached and self._communicator.rank == 0:
+            self._remove_others(Path(folder), prefix)
 
     def remove(self, folder: str | os.PathLike[str], prefix: str = "pycomm") -> None:
         """Remove what :meth:`save` has put into ``folder`` on this rank; on rank 0, of all ranks."""
@@ -148,7 +157,7 @@ class Averaging:
             ValueError: files are missing or damaged, are there for some ranks only, or do not fit the model or the
                 method; on every rank.
         """
-        if self.inner is None:
+        if self.inner is None or self._is_detached:
             return False
         communicator = self._communicator
         rank, own_size = communicator.rank, communicator.size
@@ -178,16 +187,18 @@ class Averaging:
     def _save(self, folder: Path, prefix: str) -> None:
         rank, size = self._communicator.rank, self._communicator.size
         if rank == 0:
-            for path, file in _files(folder, prefix):
-                if int(file["size"]) != size or not self.carries_state:
-                    path.unlink(missing_ok=True)
-        if not self.carries_state:
-            return
+            self._remove_others(folder, prefix)
         folder.mkdir(parents=True, exist_ok=True)
         path = _path(folder, prefix, rank, size)
         partial = path.with_suffix(".partial")
         torch.save(self.state_dict(), partial)
         os.replace(partial, path)
+
+    def _remove_others(self, folder: Path, prefix: str) -> None:
+        """Remove what other numbers of ranks have left, or all if there is no state now."""
+        for path, file in _files(folder, prefix):
+            if int(file["size"]) != self._communicator.size or not self.carries_state:
+                path.unlink(missing_ok=True)
 
 
 def _files(folder: Path, prefix: str) -> list[tuple[Path, re.Match[str]]]:

@@ -203,3 +203,27 @@ for name, libraries in {
 
 def test_modules_say_what_to_install() -> None:
     subprocess.run([sys.executable, "-c", SAYS_WHAT_TO_INSTALL], check=True, timeout=60, cwd="/")
+
+
+@on_ranks(2)
+def test_without_state_a_rank_may_save_alone(tmp_path: Path) -> None:
+    """As scripts do that call ``accelerator.save_state`` on the main process; and no rank after ``detach``."""
+    for method in (None, pycomm.FP16()):
+        outer, optimizer, made = averaging(method)
+        assert not made.carries_state
+        if dist.get_rank() == 0:
+            (tmp_path / "pycomm-0-of-2.pt").write_bytes(b"stale")
+            made.save(tmp_path)
+        train(outer, optimizer, range(1))
+        dist.barrier()
+        assert not list(tmp_path.iterdir())
+        made.detach()
+    _, _, made = averaging()
+    ended: list[str] = []
+    made.on_detach.append(lambda: ended.append("once"))
+    assert made.carries_state
+    made.detach()
+    made.detach()
+    made.save(tmp_path)
+    assert not made.load(tmp_path)
+    assert (ended, list(tmp_path.iterdir())) == (["once"], [])
