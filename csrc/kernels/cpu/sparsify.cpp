@@ -19,7 +19,7 @@ struct Found {
     int64_t begin, count;  // in the thread's list; -1: it ran full
 };
 
-struct Candidates {
+struct ThreadCandidates {
     std::unique_ptr<Candidate[]> list;
     int64_t used = 0;
     std::vector<Found> found;
@@ -84,7 +84,7 @@ class Sparsification {
     char* acc_at(int64_t i) const { return job_.acc.bytes() + i * size_of(job_.acc.dtype); }
 
     // Sums `part` up; what exceeds the earlier threshold becomes a candidate.
-    bool collect(size_t j, Range part, Candidates& candidates) const {
+    bool collect(size_t j, Range part, ThreadCandidates& candidates) const {
         Collector collector{.limit = kThresholdHint * selection_.thresholds[j],
                             .first_index = static_cast<uint32_t>(part.begin - offsets_[j]),
                             .list = candidates.list.get() + candidates.used,
@@ -120,7 +120,7 @@ class Sparsification {
 
     // All candidates of gradient j in order; false if some had no room.
     bool join(size_t j, std::vector<Candidate>& joined) const {
-        for (const Candidates& candidates : candidates_) {
+        for (const ThreadCandidates& candidates : candidates_) {
             for (const Found& part : candidates.found) {
                 if (part.gradient != j) continue;
                 if (part.count < 0) return false;
@@ -135,7 +135,7 @@ class Sparsification {
     const Selection& selection_;
     const AccumulationPass pass_;
     const std::vector<int64_t>& offsets_;
-    std::vector<Candidates> candidates_;  // by thread
+    std::vector<ThreadCandidates> candidates_;  // by thread
 };
 
 }  // namespace

@@ -13,7 +13,7 @@ namespace pycomm::nccl {
 namespace {
 
 constexpr const char* kName = "libnccl.so.2";
-constexpr const char* kVariable = "PYCOMM_NCCL_LIBRARY";
+constexpr const char* kLibraryVariable = "PYCOMM_NCCL_LIBRARY";
 constexpr const char* kAdvice =
     "install NCCL 2.14 or newer (pip install nvidia-nccl-cu13, or -cu12 for a CUDA 12 driver), or set "
     "PYCOMM_NCCL_LIBRARY to the path of a libnccl.so.2";
@@ -124,12 +124,12 @@ Library find(const std::vector<std::string>& paths) {
 Library open_named(const std::string& path) {
     struct stat looks;  // the loader would wait for a pipe's other end
     if (path.find('/') != std::string::npos && stat(path.c_str(), &looks) == 0 && !S_ISREG(looks.st_mode)) {
-        throw DeviceError(std::string(kVariable) + " is " + path + ", which is no ordinary file");
+        throw DeviceError(std::string(kLibraryVariable) + " is " + path + ", which is no ordinary file");
     }
     try {
         return open(path, 0);
     } catch (const DeviceError& error) {
-        throw DeviceError(std::string(kVariable) + " is " + path + ", which cannot be used: " + error.what());
+        throw DeviceError(std::string(kLibraryVariable) + " is " + path + ", which cannot be used: " + error.what());
     }
 }
 
@@ -200,7 +200,7 @@ const Library& library(const std::vector<std::string>& paths) {
     static std::mutex mutex;
     static auto* loaded = new std::map<std::string, Library>;  // never destroyed: threads may still be inside
     std::lock_guard lock(mutex);
-    const char* named = std::getenv(kVariable);
+    const char* named = std::getenv(kLibraryVariable);
     std::string key = named != nullptr ? named : "";
     auto at = loaded->find(key);
     if (at != loaded->end()) return at->second;

@@ -13,7 +13,6 @@ namespace {
 
 constexpr float kMostSlack = 1e9f;
 constexpr double kSlackWeight = 0.25;  // of the latest wait
-constexpr double kFirstLookSeconds = 0.1, kLookSeconds = 0.1;
 
 bool is_possible(const Operation& operation, int size, int64_t file_bytes) {
     if (operation.kind > Kind::kReduceScatterV || static_cast<int>(operation.dtype) >= kNumDTypes) return false;
@@ -35,7 +34,7 @@ bool is_possible(const Operation& operation, int size, int64_t file_bytes) {
 }  // namespace
 
 Call::Call(SharedMemoryGroup& group, const char* name, double timeout)
-    : group_(group), name_(name), timeout_(timeout), slot_(0), next_look_(kFirstLookSeconds) {
+    : group_(group), name_(name), timeout_(timeout), slot_(0), next_look_(kLookSeconds) {
     group.lock_for_operation(lock_, name);
     try {
         if (!group.broken_.empty()) {
@@ -114,7 +113,7 @@ void Call::step() {
 void Call::await_all() {
     for (int p = 0; p < size(); ++p) {
         if (has_arrived(p)) continue;
-        next_look_ = kFirstLookSeconds;
+        next_look_ = kLookSeconds;
         wait_until_reached(clock_of(p), group_.clock_, [&](double waited) { check(p, waited); }, patience());
         control(rank()).awaited.store(-1, std::memory_order_relaxed);
     }
@@ -141,7 +140,7 @@ void Call::end_messages() {
 
 void Call::await_messages(const std::function<int()>& peer, const std::function<bool()>& done) {
     const Bell bell = bell_of(rank());
-    next_look_ = kFirstLookSeconds;
+    next_look_ = kLookSeconds;
     wait_until({bell.rings, bell.sleepers}, done, [&](double waited) { check(peer(), waited); }, patience());
     control(rank()).awaited.store(-1, std::memory_order_relaxed);
 }

@@ -8,12 +8,6 @@
 #include "transport/shared_memory/texts.h"
 
 namespace pycomm {
-namespace {
-
-constexpr double kLookSeconds = 0.1;
-
-}  // namespace
-
 MessageWait::MessageWait(Messages& messages, const char* name, double timeout)
     : messages_(messages), name_(name), timeout_(timeout), next_look_(kLookSeconds) {}
 

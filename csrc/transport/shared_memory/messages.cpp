@@ -13,7 +13,7 @@
 namespace pycomm {
 namespace {
 
-constexpr int64_t kPieceBytes = 64 << 10;  // sender and receiver share a cache
+constexpr int64_t kMessagePieceBytes = 64 << 10;  // sender and receiver share a cache
 
 }  // namespace
 
@@ -105,8 +105,8 @@ void Messages::send(const Buffer& x, int64_t width, int dst, int64_t tag, double
     }
     outgoing_->post(dst, letter);
     tell(dst);
-    for (int64_t at = 0; at < bytes; at += kPieceBytes) {
-        const int64_t piece = std::min(kPieceBytes, bytes - at);
+    for (int64_t at = 0; at < bytes; at += kMessagePieceBytes) {
+        const int64_t piece = std::min(kMessagePieceBytes, bytes - at);
         std::memcpy(letter.payload + at, x.bytes() + at, static_cast<size_t>(piece));
         ready.store(at + piece, std::memory_order_seq_cst);
         tell(dst);

@@ -5,11 +5,10 @@
 namespace pycomm {
 namespace {
 
-constexpr int64_t kLine = 64;
 // Beyond what any machine has, and far enough from the limit that sums over all ranks do not overflow.
 constexpr int64_t kMostBytes = int64_t{1} << 48;
 
-int64_t round_up(int64_t num_bytes) { return (num_bytes + kLine - 1) / kLine * kLine; }
+int64_t round_up(int64_t num_bytes) { return (num_bytes + kCacheLine - 1) / kCacheLine * kCacheLine; }
 
 // The first rank besides `rank` that gets the same array as p.
 int first_of(const std::vector<Buffer>& xs, int p, int rank) {
@@ -71,7 +70,7 @@ void Parts::exchange() {
     }
     require_matches();
     // Rounding pieces up to whole lines takes at most two for each array.
-    const int64_t room = call_.how_to_stage().segment_bytes - 2 * kLine * size;
+    const int64_t room = call_.how_to_stage().segment_bytes - 2 * kCacheLine * size;
     for (int p = 0; p < size; ++p) {
         int64_t staged = 0;
         for (int q = 0; q < size; ++q) {

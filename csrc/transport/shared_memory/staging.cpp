@@ -7,7 +7,6 @@
 namespace pycomm {
 namespace {
 
-constexpr int64_t kLine = 64;
 constexpr int64_t kSizes[] = {1 << 20, 512 << 10, 256 << 10, kMostSegmentBytes};
 constexpr int kNumSizes = 4;
 static_assert(kNumStagings == 2 * kNumSizes);
@@ -33,7 +32,8 @@ Staging staging_of(int index) { return {kSizes[index % kNumSizes], index >= kNum
 void demote(const char* to, int64_t num_bytes) {
 #if defined(__x86_64__)
     // Among the encodings that processors without it take for nothing.
-    for (int64_t i = 0; i < num_bytes; i += kLine) asm volatile(".byte 0x0f, 0x1c, 0x07" : : "D"(to + i) : "memory");
+    for (int64_t i = 0; i < num_bytes; i += kCacheLine)
+        asm volatile(".byte 0x0f, 0x1c, 0x07" : : "D"(to + i) : "memory");
 #else
     (void)to, (void)num_bytes;
 #endif

@@ -14,6 +14,7 @@ struct Staging {
     bool demotes;  // lines are pushed out of the core's own caches once they are written (CLDEMOTE)
 };
 
+inline constexpr int64_t kCacheLine = 64;
 inline constexpr int64_t kMostSegmentBytes = 2 << 20;
 inline constexpr int kNumStagings = 8;
 // Of index 0 is what operations begin with.

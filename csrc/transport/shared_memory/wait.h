@@ -16,6 +16,9 @@
 
 namespace pycomm {
 
+// Of waiting, from one look at the processes of those who are waited for to the next.
+inline constexpr double kLookSeconds = 0.1;
+
 // How one kind of wait is done: learned from earlier ones, across operations, by any threads.
 class Patience {
    public:
