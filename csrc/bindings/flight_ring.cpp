@@ -113,7 +113,7 @@ py::object as_tuple(const Line& line, PyObject* otherwise) {
     return py::make_tuple(or_none(code->co_filename), number_of(code, line.place), or_none(code->co_name));
 }
 
-struct Entry {
+struct RecordedOperation {
     uint64_t ticket = 0;  // counts all operations of the ring, from 1 on
     int64_t number = 0;   // counts collectives only
     py::object name, detail, label, submitted, error;
@@ -130,8 +130,8 @@ class FlightRing {
         operations_.resize(static_cast<size_t>(length));
     }
 
-    Entry& begin(bool collective) {
-        Entry& next = operations_[tickets_++ % operations_.size()];
+    RecordedOperation& begin(bool collective) {
+        RecordedOperation& next = operations_[tickets_++ % operations_.size()];
         next.ticket = tickets_;
         if (collective) ++count_;
         next.number = count_;
@@ -143,7 +143,7 @@ class FlightRing {
     void finish(uint64_t ticket, double began, bool collective, py::object error) {
         const double ended = monotonic_seconds();
         if (collective) seconds_ += ended - began;
-        Entry& found = operations_[(ticket - 1) % operations_.size()];
+        RecordedOperation& found = operations_[(ticket - 1) % operations_.size()];
         if (found.ticket != ticket) return;  // others have come meanwhile
         found.ended = ended;
         found.error = std::move(error);
@@ -155,7 +155,7 @@ class FlightRing {
         py::list found;
         const uint64_t size = operations_.size();
         for (uint64_t k = tickets_ < size ? 0 : tickets_ - size; k < tickets_; ++k) {
-            const Entry& one = operations_[k % size];
+            const RecordedOperation& one = operations_[k % size];
             py::object elements = one.elements < 0 ? py::object(py::none()) : py::object(py::int_(one.elements));
             py::object ended = one.ended == 0.0 ? py::object(py::none()) : py::object(py::float_(one.ended));
             found.append(py::make_tuple(one.number, one.name, one.dtype, elements, one.detail, one.label,
@@ -165,7 +165,7 @@ class FlightRing {
     }
 
    private:
-    std::vector<Entry> operations_;
+    std::vector<RecordedOperation> operations_;
     uint64_t tickets_ = 0;
     int64_t count_ = 0;
     double seconds_ = 0.0;
@@ -195,7 +195,7 @@ py::object noted(const Watched& self, PyObject* const* args, Py_ssize_t count) {
     return found;
 }
 
-void describe_array(const Watched& self, PyObject* array, Entry& out) {
+void describe_array(const Watched& self, PyObject* array, RecordedOperation& out) {
     static PyObject** const names = [] {
         auto* made = new PyObject*[16]();
         return made;
@@ -224,7 +224,7 @@ struct Begun {
 };
 
 Begun note(const Watched& self, PyObject* const* args, Py_ssize_t count) {
-    Entry& made = self.ring->begin(self.collective);
+    RecordedOperation& made = self.ring->begin(self.collective);
     made.name = self.name;
     made.dtype = py::none();
     made.elements = -1;

@@ -8,6 +8,7 @@
 #include "transport/shared_memory/texts.h"
 
 namespace pycomm {
+
 MessageWait::MessageWait(Messages& messages, const char* name, double timeout)
     : messages_(messages), name_(name), timeout_(timeout), next_look_(kLookSeconds) {}
 

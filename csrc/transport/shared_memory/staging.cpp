@@ -32,8 +32,9 @@ Staging staging_of(int index) { return {kSizes[index % kNumSizes], index >= kNum
 void demote(const char* to, int64_t num_bytes) {
 #if defined(__x86_64__)
     // Among the encodings that processors without it take for nothing.
-    for (int64_t i = 0; i < num_bytes; i += kCacheLine)
+    for (int64_t i = 0; i < num_bytes; i += kCacheLine) {
         asm volatile(".byte 0x0f, 0x1c, 0x07" : : "D"(to + i) : "memory");
+    }
 #else
     (void)to, (void)num_bytes;
 #endif

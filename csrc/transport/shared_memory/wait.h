@@ -16,7 +16,7 @@
 
 namespace pycomm {
 
-// Of waiting, from one look at the processes of those who are waited for to the next.
+// How long a waiter waits between two looks at the processes that it waits for.
 inline constexpr double kLookSeconds = 0.1;
 
 // How one kind of wait is done: learned from earlier ones, across operations, by any threads.
