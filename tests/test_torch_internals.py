@@ -65,6 +65,8 @@ PRIVATE = {
     "_loss_fn",
     "_spec",
     "_local_tensor",
+    "_forward_hooks",
+    "_forward_pre_hooks",
 }
 
 
@@ -148,6 +150,40 @@ def test_compiled_code_and_classes_of_tensors(tmp_path: Path) -> None:
     with torch.profiler.profile() as prof, torch_internals.profiled_range("a range"):
         assert torch_internals.is_profiling()
     assert "a range" in {event.key for event in prof.key_averages()}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_scripts_leave_hooks_out() -> None:
+    class Hook:
+        def __call__(self, *_: Any) -> None:
+            recording.append(torch_internals.is_recording())
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(2, 2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x)
+
+    recording: list[bool] = []
+    seen: list[nn.Module] = []
+    torch_internals.leave_out_of_scripts(Hook)
+    torch_internals.prepare_scripts(seen.append)
+    model, x, hook = Outer(), torch.ones(1, 2), Hook()
+    model.inner.register_forward_hook(hook)
+    model.inner.register_forward_pre_hook(hook)
+    scripted = torch.jit.script(model)
+    assert seen[:3] == [model, model.inner, model.inner[0]]
+    assert torch_internals.has_scripted()
+    assert torch.equal(scripted(x), model(x))
+    assert recording == [False, False]
+    for record in (torch.fx.symbolic_trace, lambda traced: torch.jit.trace(traced, x)):
+        del recording[:]
+        record(model)
+        assert set(recording[:2]) == {True}
+    for kept in (model.inner._forward_hooks, model.inner._forward_pre_hooks):
+        assert list(kept.values()) == [hook]
 
 
 def test_parameters_that_others_own() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from pycomm.counting import GradientCounter
 from pycomm.reducer.uncovered import Uncovered
-from pycomm.torch_internals import accumulation_hooks
+from pycomm.torch_internals import accumulation_hooks, leave_out_of_scripts
 
 
 class ForwardHook:
@@ -34,6 +34,9 @@ class ForwardHook:
 
     def __reduce__(self) -> tuple[type[ForwardHook], tuple[None]]:
         return ForwardHook, (None,)
+
+
+leave_out_of_scripts(ForwardHook)
 
 
 class Watcher(Protocol):

@@ -49,6 +49,7 @@ from pycomm.torch_internals.optimizers import (
     unscale_as_grad_scaler,
     wrapped_by_scheduler,
 )
+from pycomm.torch_internals.scripting import has_scripted, is_recording, leave_out_of_scripts, prepare_scripts
 from pycomm.torch_internals.tensors import (
     StorageWatch,
     is_flat_parameter,
@@ -95,9 +96,12 @@ __all__ = [
     "has_compiled",
     "has_joined_gloo",
     "has_parts",
+    "has_scripted",
     "is_dtensor",
     "is_flat_parameter",
     "is_profiling",
+    "is_recording",
+    "leave_out_of_scripts",
     "leave_scale_to_step",
     "local_of",
     "make_process_group",
@@ -106,6 +110,7 @@ __all__ = [
     "number_process_group",
     "open_monitored_barrier",
     "owns_process_group",
+    "prepare_scripts",
     "profiled_range",
     "queue_final_callback",
     "replace_step",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pycomm.reducer.autograd_hooks import ForwardHook
-from pycomm.torch_internals import has_compiled, without_torch_function
+from pycomm.torch_internals import has_compiled, has_scripted, prepare_scripts, without_torch_function
 from pycomm.worker import Work
 
 _arrivals: dict[int, Arrival] = {}
@@ -65,6 +65,9 @@ def _await(found: Any) -> None:
 
 def _await_module(module: torch.nn.Module) -> None:
     _await(list(module.parameters(recurse=False)))
+
+
+prepare_scripts(_await_module)
 
 
 class Arrival:
@@ -138,7 +141,7 @@ class Arrivals:
 
     def may_come_late(self, params: Iterable[torch.Tensor]) -> bool:
         """Return whether whoever reads ``params`` can be made to wait: not compiled code, nor TorchScript."""
-        if self._module is None or has_compiled():
+        if self._module is None or has_compiled() or has_scripted():
             return False
         if any(isinstance(module, torch.jit.ScriptModule) for module in self._module.modules()):
             return False
