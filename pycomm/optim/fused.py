@@ -128,8 +128,14 @@ class KernelStep(StepOverride):
         self._pending = self._pending * factor
         return True
 
-    def forget(self) -> None:
+    def factor_left(self) -> Factor:
+        return self._pending
+
+    def drop_factor(self) -> None:
         self._pending = 1.0
+
+    def forget(self) -> None:
+        self.drop_factor()
 
     def take_scaling(self, waits: bool) -> Scaling | None:
         """Return the pending factor with what GradScaler left for this step; ``None`` if it found infinities.

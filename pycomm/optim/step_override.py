@@ -40,8 +40,15 @@ class Stepper:
         """Make the next step multiply the gradients by ``factor``; return whether it will."""
         return False
 
-    def forget(self) -> None:
+    def factor_left(self) -> Factor:
+        """Return the product of the factors that are left for the next step; ``.grad`` does not have it yet."""
+        return 1.0
+
+    def drop_factor(self) -> None:
         """Drop the factors left for a step that will not be taken."""
+
+    def forget(self) -> None:
+        """Drop all that is left for a step that will not be taken."""
 
     def masters(self) -> list[torch.Tensor]:
         """Return the float32 masters, updated with values written to the parameters since."""

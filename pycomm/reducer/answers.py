@@ -156,7 +156,7 @@ class Answers:
             was_exchanged: whether the engine has sent and received them; a lone rank's are only looked at.
         """
         if not was_exchanged:
-            return bool(torch.isfinite(norms.squared_norm(self.table.flights, self.table.slots(), self.table.shards)))
+            return bool(torch.isfinite(norms.squared_norm(self.table.slots(), self.table.shards)))
         if self.finite is None:
             self.finite = bool(all_finite(self.table.flights, self.table.shards))
         return bool(self.finite)

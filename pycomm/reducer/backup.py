@@ -216,7 +216,6 @@ class BackupEngine(SurvivingEngine):
                 super().begin_pass()
                 return
             for flight in self.table.flights:
-                flight.measured = False
                 flight.counts.begin_pass()
 
     def take(self, slot: Slot) -> None:

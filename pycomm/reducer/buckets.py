@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pycomm import kernels
 from pycomm.bucket import Bucket, HasGradient
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression, NoCompression
@@ -127,11 +126,6 @@ class BucketInFlight:
     work: Work | GpuWork | None = None
     producers: set[int] = field(default_factory=set)
     """On a GPU, the streams (as integers) on which this pass's gradients were computed."""
-    squares: torch.Tensor | None = None
-    """Squared norm of each gradient as it was received, float64; valid if ``measured``."""
-    measured: bool = False
-    """Whether ``squares`` is of this step."""
-    norm_scratch: kernels.Scratch = field(default_factory=kernels.Scratch)
     counts: GradientCounts = field(init=False)
     """How often each gradient has been accumulated in this pass."""
 
@@ -140,7 +134,6 @@ class BucketInFlight:
 
     def begin_pass(self) -> None:
         """Expect the gradients of another pass."""
-        self.measured = False
         self.counts.begin_pass()
         self.bucket.repair()
         self.bucket.leave_to_users()

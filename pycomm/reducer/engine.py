@@ -11,7 +11,6 @@ import torch
 
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag, Scaling
-from pycomm.reducer import norms
 from pycomm.reducer.answers import Answers
 from pycomm.reducer.arrivals import Waits
 from pycomm.reducer.buckets import BucketInFlight, Slot
@@ -52,7 +51,6 @@ class Engine(Answers, Occasions):
         window: accumulation window, the passes that make up a step.
         progress: counts of reductions and steps.
         firing: slot of the parameter whose hooks are running, if any.
-        measures: whether norms are computed as gradients are received.
         buffers: synchronisation of the module's buffers, if they are kept equal.
         finite: whether the last step was finite; ``None`` if nothing needed to know.
         not_finite: name of the first gradient that is not finite on some rank, if each rank has only its own part.
@@ -67,7 +65,7 @@ class Engine(Answers, Occasions):
 
     def __init__(self, table: ParameterTable, lanes: Sequence[Communicator], settings: Settings) -> None:
         self.lanes, self.settings, self.communicator = lanes, settings, lanes[0]
-        self.table, self.measures = table, False
+        self.table = table
         self.window = AccumulationWindow(self.communicator, settings, table.device, table.on_gpu)
         self.progress = Progress(table.device if table.on_gpu else None)
         self._replica_check = ReplicaCheck(
@@ -185,10 +183,8 @@ class Engine(Answers, Occasions):
         steps, reductions = self.progress.num_steps, self.progress.num_reductions
         fingerprint = self._replica_check.fingerprint(steps, reductions) if number == 1 else None
         is_first = number <= len(self.lanes)  # on its lane
-        exchange = functools.partial(_exchange, flight, grads, self.window.scaling, weights, fingerprint)
         # attach has compared all buckets: ranks that agree on a lane's first exchange agree on all after it.
-        whole = not flight.exchange.transactional and not flight.bucket.defers
-        run = functools.partial(exchange, is_first, self.measures and whole)
+        run = functools.partial(_exchange, flight, grads, self.window.scaling, weights, fingerprint, is_first)
         recorder = None if self.table.on_gpu else flight.communicator.channel.recorder
         return functools.partial(self.phases.exchange, number, recorder, run)
 
@@ -290,7 +286,6 @@ def _exchange(
     weights: SampleWeights | None,
     fingerprint: Callable[[], torch.Tensor] | None,
     is_compared: bool,
-    measures: bool,
 ) -> None:
     """Exchange ``grads``: a job on the communication thread or stream."""
     if weights is not None:
@@ -300,5 +295,3 @@ def _exchange(
     channel = flight.communicator.channel
     with contextlib.nullcontext() if flight.bucket.on_gpu else channel.skip_checks(but_first=is_compared):
         flight.exchange.exchange(grads, scaling)
-    if measures:
-        norms.measure(flight)

@@ -1,4 +1,9 @@
-"""Norms of gradients, which also tell whether gradients are finite: a norm is not if any element is not."""
+"""Norms of gradients, which also tell whether gradients are finite: a norm is not if any element is not.
+
+Norms are always taken of what is in ``.grad`` now. They could be taken while buckets arrive, and kept; but nothing
+short of reading the gradients again tells that they are still the same. torch's GradScaler on the CPU, ``.data`` and
+numpy's views write without raising the version counter, and to any elements.
+"""
 
 from __future__ import annotations
 
@@ -7,33 +12,19 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from pycomm import kernels
+from pycomm.layout import flat_alias
 from pycomm.optim.shards import Shards
-from pycomm.reducer.buckets import BucketInFlight, Slot
+from pycomm.reducer.buckets import Slot
 from pycomm.reducer.partition import StepPartition
 
 
-def measure(flight: BucketInFlight) -> None:
-    """Compute the norms of the gradients that ``flight`` received; runs on the communication thread or stream."""
-    flight.squares = kernels.squared_norms(flight.bucket.own_parts(), out=flight.squares, scratch=flight.norm_scratch)
-    flight.measured = True
-
-
-def squared_norm_of_parts(
-    flights: Iterable[BucketInFlight], slots: Sequence[Slot], partition: StepPartition
-) -> torch.Tensor:
+def squared_norm_of_parts(slots: Sequence[Slot], partition: StepPartition) -> torch.Tensor:
     """Return the squared norm of all gradients, of which each rank has its own part: as below. Collective."""
-    measured = _measured(flights)
-    parts = [squares.sum() for squares in measured.values()]
-    rest = [
-        partition.own_part(slot.param, grad)
-        for slot in slots
-        if (grad := slot.owner.grad) is not None and id(slot.flight) not in measured
-    ]
-    mine = total([*parts, *([kernels.squared_norms(rest).sum()] if rest else [])])
-    return partition.add_up(mine.view(1))[0]
+    parts = [partition.own_part(slot.param, grad) for slot in slots if (grad := slot.owner.grad) is not None]
+    return partition.add_up(_total(parts).view(1))[0]
 
 
-def squared_norm(flights: Iterable[BucketInFlight], slots: Sequence[Slot], shards: Shards) -> torch.Tensor:
+def squared_norm(slots: Sequence[Slot], shards: Shards) -> torch.Tensor:
     """Return the squared norm of all gradients together: a 0-d float64 tensor on their device.
 
     It is the same on all ranks once the gradients are averaged. Of gradients that are DTensors it is that of the
@@ -41,27 +32,15 @@ def squared_norm(flights: Iterable[BucketInFlight], slots: Sequence[Slot], shard
     """
     if shards:
         return shards.total(shards.add_up(_squares_by_slot(slots), [slot.param for slot in slots]))
-    measured = _measured(flights)
-    parts = [squares.sum() for squares in measured.values()]
-    rest = [grad for slot in slots if (grad := slot.owner.grad) is not None and id(slot.flight) not in measured]
-    return total([*parts, *([kernels.squared_norms(rest).sum()] if rest else [])])
+    return _total([_flat(grad) for slot in slots if (grad := slot.owner.grad) is not None])
 
 
 def _squares_by_slot(slots: Sequence[Slot]) -> torch.Tensor:
     """Return the squared norm of each gradient, or of this rank's part of it; 0 where there is none."""
     if not slots:
         return torch.zeros(0, dtype=torch.float64)
-    measured = _measured({id(slot.flight): slot.flight for slot in slots if slot.flight is not None}.values())
-    found: dict[int, torch.Tensor] = {}
-    rest: dict[int, torch.Tensor] = {}
-    for i, slot in enumerate(slots):
-        grad = slot.owner.grad
-        if grad is not None and id(slot.flight) in measured:
-            found[i] = measured[id(slot.flight)][slot.index]
-        elif grad is not None:
-            rest[i] = grad
-    if rest:
-        found.update(zip(rest, kernels.squared_norms(list(rest.values())), strict=True))
+    there = {i: _flat(grad) for i, slot in enumerate(slots) if (grad := slot.owner.grad) is not None}
+    found = dict(zip(there, kernels.squared_norms(list(there.values())), strict=True)) if there else {}
     zero = torch.zeros((), dtype=torch.float64, device=slots[0].local.device)
     return torch.stack([found.get(i, zero) for i in range(len(slots))])
 
@@ -82,18 +61,15 @@ def clip_parts(slots: Sequence[Slot], shards: Shards, max_norm: float, scale: fl
             slot.owner.grad = grad * factor  # not in place: autograd may have left the memory to others, too
 
 
-def _measured(flights: Iterable[BucketInFlight]) -> dict[int, torch.Tensor]:
-    """Return the norms taken on arrival, by id of the bucket, where they are still those of the gradients."""
-    return {
-        id(flight): flight.squares
-        for flight in flights
-        if flight.measured and flight.squares is not None and all(slot.untouched() for slot in flight.slots)
-    }
+def _flat(grad: torch.Tensor) -> torch.Tensor:
+    """Return the elements of ``grad`` in any order, uncopied if they fill one piece of memory: kernels copy others."""
+    alias = flat_alias(grad, grad)
+    return grad if alias is None else alias
 
 
-def total(squares: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of 0-d tensors; a float64 zero if there are none."""
-    return torch.stack(list(squares)).sum() if squares else torch.zeros((), dtype=torch.float64)
+def _total(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the squared norm of all ``grads`` together; a float64 zero if there are none."""
+    return kernels.squared_norms(grads).sum() if grads else torch.zeros((), dtype=torch.float64)
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

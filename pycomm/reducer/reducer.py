@@ -38,6 +38,7 @@ class Reducer(Attendance):
         self._table, self._window, self._progress = engine.table, engine.window, engine.progress
         self.optimizer, self.module = engine.table.optimizer, engine.table.module
         self._passes = Passes(engine)
+        self._lone_factor = clipping.LoneFactor(engine.table)
         engine.phases.trace = StepTrace.wanted(communicator.channel.recorder.global_rank, communicator.size)
         # One rank that compresses nothing has nothing to do.
         # (With DTensors it has: gradients that are still to be summed over their mesh.)
@@ -163,12 +164,11 @@ class Reducer(Attendance):
     def clip_grad_norm(self, max_norm: float, *, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Scale the averaged gradients so that their total norm, without the loss scale, is at most ``max_norm``.
 
-        Call it between ``backward()`` and ``step()``, like ``torch.nn.utils.clip_grad_norm_``. From the
-        second step on it does not read the gradients again: their norms are computed as the buckets
-        arrive, while backward runs. If pycomm's kernels do the step (:func:`pycomm.fuse`,
-        :func:`pycomm.master_weights`), they apply the factor, and ``.grad`` stays unchanged. With torch's
-        GradScaler, call ``unscale_`` first. The result is the same on all ranks: DTensors count as a whole,
-        and parameters that all ranks have once (collective over the ranks that have parts).
+        Call it between ``backward()`` and ``step()``, like ``torch.nn.utils.clip_grad_norm_``. The norm is
+        that of what is in ``.grad`` now, however it was written. If pycomm's kernels do the step
+        (:func:`pycomm.fuse`, :func:`pycomm.master_weights`), they apply the factor, and ``.grad`` stays unchanged.
+        With torch's GradScaler, call ``unscale_`` first. The result is the same on all ranks: DTensors count as a
+        whole, and parameters that all ranks have once (collective over the ranks that have parts).
 
         Args:
             max_norm: the bound, a positive number.
@@ -185,12 +185,12 @@ class Reducer(Attendance):
         max_norm = checks.positive("max_norm", max_norm)
         if self._window.is_open:
             raise RuntimeError("clip_grad_norm inside an accumulation window: call flush() first")
-        self._engine.measures = True
         norm = clipping.unscaled_norm(self._table, self._settings.loss_scaler)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             where = self.name_of_not_finite() or "other ranks"
             raise RuntimeError(f"the norm of the gradients is {norm.item()}: see {where}")
-        clipping.clip(self._table, norm, max_norm)
+        if clipping.clip(self._table, norm, max_norm) and self._idle:
+            self._lone_factor.note()
         return norm
 
     def settle(self) -> bool:
@@ -247,6 +247,7 @@ class Reducer(Attendance):
             return
         self._last_stats = self.stats()
         self._detached = True
+        self._lone_factor.remove()
         self._uninstall()
         self._engine.release()
         for slot in self._table.slots():

@@ -52,7 +52,6 @@ def spread_failure_of_parts(flights: Sequence[BucketInFlight], partition: StepPa
         return None
     for flight in flights:
         flight.bucket.flat.fill_(math.nan)
-        flight.measured = False
     return parts[first][0]
 
 
@@ -68,4 +67,3 @@ def spread_failure(flights: Sequence[BucketInFlight], shards: Shards, loss_scale
     if not bool(all_finite(flights, shards)):
         for flight in flights:
             flight.bucket.flat.fill_(math.nan)
-            flight.measured = False

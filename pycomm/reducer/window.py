@@ -114,7 +114,7 @@ class AccumulationWindow:
         max_norm = self._settings.clip_local_norm
         if max_norm is None:
             return
-        squares = norms.squared_norm([], slots, shards)
+        squares = norms.squared_norm(slots, shards)
         norm = squares.sqrt() * self.weights.mean_factor() / self.scaling.loss_scale
         # Non-finite gradients are not clipped; they are found where they always are, after the exchange.
         factor = norms.narrowed(torch.where(torch.isfinite(norm), norms.clip_factor(norm, max_norm), 1.0), slots)
