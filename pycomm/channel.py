@@ -20,6 +20,7 @@ from pycomm.execute.gpu_program import run_on_gpu
 from pycomm.execute.runner import runner_for
 from pycomm.recorder import Recorder, from_here, watch
 from pycomm.schedule.program import Program
+from pycomm.transport import late_ranks
 from pycomm.transport.base import Transport, bytes_of
 from pycomm.transport.gpu import GpuQueue, GpuWork, current_stream, streams_of
 from pycomm.transport.nccl import NcclTransport
@@ -50,6 +51,7 @@ class Channel:
         self._gpus: dict[int, GpuQueue] = {}
         self._pid = os.getpid()
         self._once = threading.Lock()  # acquired by the first call of close(), on whichever thread
+        late_ranks.add(transport.recorder)
 
     @property
     def recorder(self) -> Recorder:
@@ -241,6 +243,7 @@ class Channel:
         """
         if self._pid != os.getpid() or not self._once.acquire(blocking=False):
             return
+        late_ranks.forget(self.recorder)
         patience = _PATIENCE if reason is None else _PATIENCE_AFTER_FAILURE
         for companion in self.companions:
             companion.close(reason)

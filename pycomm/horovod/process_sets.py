@@ -14,6 +14,7 @@ from pycomm.horovod.engine import Engine
 from pycomm.horovod.requests import BARRIER, Request, Terms
 from pycomm.horovod.settings import cycle_seconds, meeting_seconds, stall_check_seconds
 from pycomm.horovod.state import Members, World, known_world, world
+from pycomm.transport import late_ranks
 
 
 class ProcessSet:
@@ -195,4 +196,5 @@ def _invalidate(known: weakref.ref[ProcessSet]) -> None:
 def engine_over(group: dist.ProcessGroup, name: str, here: World) -> Engine:
     """Return an engine over a communicator of its own among the ranks of ``group``. Collective among them."""
     communicator = Communicator(group, here.timeout)
+    late_ranks.forget(communicator.channel.recorder)  # ranks wait in rounds that nobody need come to: see StallWatch
     return Engine(communicator, name, here.timeline, stall_check_seconds(), cycle_seconds())

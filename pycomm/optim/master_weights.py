@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from pycomm import kernels
 from pycomm.kernels.prepared import Scaling
-from pycomm.layout import flat_alias, laid_out_like, on_gpu, require_dense
+from pycomm.layout import laid_out_like, require_dense
 from pycomm.optim.fused import RULES, KernelStep, rule_of
 from pycomm.optim.master_state import KEY, cast_state, loaded_state, state_of_optimizer, whole_masters, without_masters
 from pycomm.optim.parameters import optimizer_parameters
@@ -24,6 +23,7 @@ from pycomm.optim.partition import Span
 from pycomm.optim.plans import Rule, step_by_rule
 from pycomm.optim.shards import matched
 from pycomm.optim.step_override import HALF, Factor, evaluate, own_step
+from pycomm.optim.unscaled import UnscaledGradients
 from pycomm.torch_internals import (
     dtensor_around,
     is_dtensor,
@@ -73,8 +73,7 @@ class MasterWeights(KernelStep):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._masters: dict[torch.Tensor, torch.Tensor] = {}
         self._stamps: dict[torch.Tensor, tuple[int, int, int]] = {}
-        self._unscaled: dict[torch.Tensor, _Unscaled] = {}
-        self._hashes: dict[torch.Tensor, int] = {}  # of the gradients that were unscaled
+        self._unscaled = UnscaledGradients()
         self._rule = rule_of(optimizer) if type(optimizer) in _STEPPED else None
         self.has_kernels = self._rule is not None
         for param in filter(lambda p: p.dtype in HALF, optimizer_parameters(optimizer)):
@@ -148,7 +147,8 @@ class MasterWeights(KernelStep):
 
     def update(self, rule: Rule, scaling: Scaling) -> None:
         self._refresh()
-        step_by_rule(self.optimizer, rule, scaling, self._masters, self._unscaled_grads(by_value=True), self.partition)
+        unscaled = self._unscaled.current(by_value=True)
+        step_by_rule(self.optimizer, rule, scaling, self._masters, unscaled, self.partition)
         self._after_step()
 
     def unscale(self, factor: Factor) -> None:
@@ -162,41 +162,20 @@ class MasterWeights(KernelStep):
             if param in self._masters:
                 master = self._masters[param]
                 wide = master.grad = _packed(param.grad, master, factor)
-                self._unscaled[param] = _Unscaled(wide, param.grad, version_of(param.grad))
+                self._unscaled.put(param, wide, param.grad)
             else:
                 local_of(param.grad).mul_(factor)
-        self._hashes = _hashes_of(self._unscaled)
+        self._unscaled.seal()
 
     def unscaled(self) -> dict[torch.Tensor, torch.Tensor] | None:
-        grads = self._unscaled_grads()
+        grads = self._unscaled.current()
         if not grads:
             return None
         return {p: grads.get(p, p.grad) for p in optimizer_parameters(self.optimizer) if p.grad is not None}
 
-    def _unscaled_grads(self, *, by_value: bool = False) -> dict[torch.Tensor, torch.Tensor]:
-        """Return the unscaled gradients by parameter, of parameters whose ``.grad`` is still the one unscaled.
-
-        Args:
-            by_value: look at the values, too: ``.data`` and numpy's views write without raising the version.
-
-        Raises:
-            RuntimeError: such a ``.grad`` was written to since.
-        """
-        current = {param: unscaled for param, unscaled in self._unscaled.items() if unscaled.source is param.grad}
-        is_written = any(version_of(unscaled.source) != unscaled.version for unscaled in current.values())
-        if by_value and not is_written:
-            is_written = any(found != self._hashes[param] for param, found in _hashes_of(current).items())
-        if is_written:
-            raise RuntimeError(
-                "the gradient of a half-precision parameter was written to after unscale_(): steps use that of its "
-                "master, in MasterWeights.parameters()"
-            )
-        return {param: unscaled.grad for param, unscaled in current.items()}
-
     def forget(self) -> None:
         super().forget()
         self._unscaled.clear()
-        self._hashes = {}
         for master in self._masters.values():
             master.grad = None
 
@@ -212,7 +191,7 @@ class MasterWeights(KernelStep):
         Yields a function that undoes this (``False``) and does it again (``True``).
         """
         narrow: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        unscaled = self._unscaled_grads(by_value=True)
+        unscaled = self._unscaled.current(by_value=True)
 
         def widen(wide: bool) -> None:
             for param in optimizer_parameters(self.optimizer):
@@ -324,32 +303,6 @@ class MasterWeights(KernelStep):
             for param, master in found.items():
                 self._masters[param].copy_(master)
         self.restore()
-
-
-@dataclass(frozen=True)
-class _Unscaled:
-    """Unscaled float32 gradient, with the scaled half-precision gradient it was computed from, and its version."""
-
-    grad: torch.Tensor
-    source: torch.Tensor
-    version: int
-
-
-def _hashes_of(unscaled: Mapping[torch.Tensor, _Unscaled]) -> dict[torch.Tensor, int]:
-    """Return hashes of the scaled gradients; none on a GPU, for which the host would have to wait."""
-    sources = {param: _words(local_of(each.source)) for param, each in unscaled.items() if not on_gpu(each.source)}
-    return dict(zip(sources, kernels.hashes(list(sources.values())).tolist(), strict=True)) if sources else {}
-
-
-_LEAST_AS_WORDS = 4096  # elements, of which fewer cost less than looking at their layout
-
-
-def _words(half: torch.Tensor) -> torch.Tensor:
-    """Return the elements of ``half``, four at a time as integers if they fill memory so: hashes cost by element."""
-    flat = flat_alias(half, half) if half.numel() >= _LEAST_AS_WORDS else None
-    if flat is None or flat.numel() % 4 != 0 or flat.storage_offset() % 4 != 0:
-        return half
-    return flat.view(-1).view(torch.int64)
 
 
 def _stamp(param: torch.Tensor) -> tuple[int, int, int]:

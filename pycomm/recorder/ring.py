@@ -53,12 +53,14 @@ class Recorder:
 
     Attributes:
         pid: process that made it, whose operations it has.
+        store: store of torch in which the ranks have met; ``None`` if there is none for them all.
     """
 
     def __init__(self, group: str, rank: int, ranks: Sequence[int]) -> None:
         self.group, self.rank, self.ranks = group, rank, tuple(ranks)
         self.ring = _native.FlightRing(LENGTH)
         self.pid = os.getpid()
+        self.store: Any = None
         _recorders[id(self)] = self
 
     @property

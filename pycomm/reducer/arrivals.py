@@ -1,4 +1,4 @@
-"""Arrivals: when each rank had all gradients of a reduction, by which it is known who was waited for.
+"""Arrivals: when each rank had all gradients of a reduction, by which it is known who is, and was, waited for.
 
 Ranks of one host write theirs on a board, a page of memory that all of them see. It takes no message, and can be
 read while the others are waited for. Ranks that survive failures tell theirs in the exchange with which each
@@ -10,13 +10,16 @@ from __future__ import annotations
 import logging
 import statistics
 import time
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from pycomm.communicator import Communicator
 from pycomm.elastic.board import Board
 from pycomm.elastic.ledger import shared_file
+from pycomm.recorder import Recorder
+from pycomm.transport import late_ranks
 
 _LOG = logging.getLogger("pycomm")
 
@@ -44,6 +47,15 @@ def open_board(communicator: Communicator, on_gpu: bool) -> Board | None:
     return None if file < 0 else Board(file, communicator.rank, communicator.size)
 
 
+class Ranks(Protocol):
+    """Ranks that reduce together, by the numbers that they got when they came, and what they reduce by."""
+
+    lanes: Sequence[Communicator]
+
+    @property
+    def world(self) -> tuple[int, ...]: ...
+
+
 class Waits:
     """Account of who was waited for. One thread keeps it; any may ask for the :meth:`report`.
 
@@ -52,13 +64,18 @@ class Waits:
 
     Args:
         board: of the ranks, if they have one.
+        ranks: who reduces together; they are not kept alive. While this rank waits for others, these are named in the
+            log (see :mod:`pycomm.transport.late_ranks`).
 
     Attributes:
         seconds: time that this rank has waited, for whatever reason.
     """
 
-    def __init__(self, board: Board | None = None) -> None:
+    def __init__(self, board: Board | None = None, ranks: Ranks | None = None) -> None:
         self.seconds = 0.0
+        self._ranks = None if ranks is None else weakref.ref(ranks)
+        if ranks is not None:
+            late_ranks.add_reductions(self)
         self._board = board
         self._reduction: int | None = None  # the present one, once this rank has arrived at it
         self._arrived = 0.0
@@ -119,9 +136,25 @@ class Waits:
             usual,
         )
 
+    def awaited(self) -> late_ranks.Reduction | None:
+        """Return the reduction for which this rank waits now, if any. On any thread."""
+        began, reduction, ranks = self._began, self._reduction, self._present_ranks()
+        if began is None or reduction is None or ranks is None:
+            return None
+        return late_ranks.Reduction(reduction, began[0], self.on_board(), ranks.world)
+
+    def recorders(self) -> list[Recorder]:
+        """Return the recorders of what the ranks reduce by. On any thread."""
+        ranks = self._present_ranks()
+        return [] if ranks is None else [lane.channel.recorder for lane in ranks.lanes]
+
+    def _present_ranks(self) -> Ranks | None:
+        return None if self._ranks is None else self._ranks()
+
     def close(self) -> None:
-        """Let go of the board."""
-        self._board = None
+        """Let go of the board; name nobody any more."""
+        self._board = self._ranks = None
+        late_ranks.forget_reductions(self)
 
     def report(self, world: Sequence[int]) -> dict[str, Any]:
         """Return the account of ``world``; see ``Reducer.stats``. On any thread, and without waiting."""

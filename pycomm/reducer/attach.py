@@ -257,7 +257,7 @@ def _attach_over(
     try:
         survives = settings.survives
         engine = surviving_engine(lanes, table, settings, carry) if survives else Engine(table, lanes, settings)
-        engine.waits = Waits(board)
+        engine.waits = Waits(board, engine)
         if settings.shard is not None:
             table.partition = open_partition(lanes[0], table, settings)
         made: Reducer | Exception = Reducer(engine)

@@ -82,7 +82,8 @@ class Attendance:
             ``by_rank`` is known there, and with ``on_failure="shrink"`` everywhere, as ranks tell each other at the end
             of each step; otherwise, and on GPUs, where the host runs ahead of the gradients, it is empty.
             A rank that is waited for ten times as long as is usual, and at least a second, is named in the log of
-            the first rank, at most once a minute.
+            the first rank, at most once a minute. While ranks wait, also for one that never comes, the first of them
+            names it in its log within ten seconds, and then each minute; on several hosts too, but not on GPUs.
         """
         if self._detached:
             return dict(self._last_stats)

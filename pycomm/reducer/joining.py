@@ -13,6 +13,7 @@ from pycomm.elastic.membership import Membership
 from pycomm.elastic.vitals import this_process
 from pycomm.errors import CommError
 from pycomm.optim.attached import register
+from pycomm.reducer.arrivals import Waits
 from pycomm.reducer.backup import BackupEngine
 from pycomm.reducer.lanes import open_lanes
 from pycomm.reducer.newcomers import lines_of, share_state
@@ -81,6 +82,7 @@ def _join(guest: Guest, table: ParameterTable, settings: Settings, carry: Mappin
         until_joined.callback(door.close)
         survival = Survival(membership, communicator, table, settings, door, carry)
         engine = _engine_class(settings)(table, lanes, settings, survival)
+        engine.waits = Waits(ranks=engine)
         plain = share_state(communicator, engine.carried(), newcomer=True)
         until_joined.pop_all()
     table.ranks = membership.world

@@ -76,6 +76,7 @@ def choose_transport(place: Place, wanted: str, timeout: float, problem: Excepti
                 raise
         meeting.end()
         transport.recorder = watch(transport, f"{place.name}/{meeting.name}", place.ranks)
+        transport.recorder.store = place.store
         dump_on_signal()
         return transport
 

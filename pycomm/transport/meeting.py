@@ -19,6 +19,7 @@ from typing import Any, NoReturn, TypeVar
 
 from pycomm.errors import CommError
 from pycomm.torch_internals import PrefixStore, Store
+from pycomm.transport import late_ranks
 from pycomm.worker import Worker
 
 _SLOWEST_POLL = 0.2  # seconds
@@ -238,12 +239,19 @@ class Meeting:
             CommError: the deadline has passed.
         """
         began = time.monotonic()
+        named_at = began + late_ranks.NAMED_AFTER
         while (rank := self._ask("a rank", missing)) is not None:
             now = time.monotonic()
             self._require_not_lost(rank)
             if now >= self._deadline:
                 raise self.failed(rank, f"rank {rank} did not arrive")
+            if now >= named_at:
+                late_ranks.name_absent(self.rank, self.size, self._ask("the others", self._absent), now - began)
+                named_at = now + late_ranks.NAMED_AGAIN
             time.sleep(min(_SLOWEST_POLL, 0.001 + (now - began) / 20))
+
+    def _absent(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank and self._read(rank) is None]
 
     def _require_not_lost(self, rank: int) -> None:
         what = None if self._lost is None else self._lost(rank)

@@ -1,0 +1,79 @@
+"""Unscaled gradients of half-precision parameters, in float32, which steps use in place of the scaled ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from pycomm import kernels
+from pycomm.layout import flat_alias, on_gpu
+from pycomm.torch_internals import local_of, version_of
+
+_LEAST_AS_WORDS = 4096  # elements, of which fewer cost less than looking at their layout
+
+
+@dataclass(frozen=True)
+class _Unscaled:
+    """Unscaled float32 gradient, with the scaled half-precision gradient it was computed from, and its version."""
+
+    grad: torch.Tensor
+    source: torch.Tensor
+    version: int
+
+
+class UnscaledGradients:
+    """Unscaled gradients by parameter, valid as long as the scaled ones are still what they were computed from."""
+
+    def __init__(self) -> None:
+        self._entries: dict[torch.Tensor, _Unscaled] = {}
+        self._hashes: dict[torch.Tensor, int] = {}
+
+    def put(self, param: torch.Tensor, grad: torch.Tensor, source: torch.Tensor) -> None:
+        """Keep ``grad``, which is computed from ``source``; :meth:`seal` after the last one."""
+        self._entries[param] = _Unscaled(grad, source, version_of(source))
+
+    def seal(self) -> None:
+        """Note what the scaled gradients are now."""
+        self._hashes = _hashes_of(self._entries)
+
+    def current(self, *, by_value: bool = False) -> dict[torch.Tensor, torch.Tensor]:
+        """Return the unscaled gradients by parameter, of parameters whose ``.grad`` is still the one unscaled.
+
+        Args:
+            by_value: look at the values, too: ``.data`` and numpy's views write without raising the version. Not on a
+                GPU, for which the host would have to wait.
+
+        Raises:
+            RuntimeError: such a ``.grad`` was written to since.
+        """
+        found = {param: entry for param, entry in self._entries.items() if entry.source is param.grad}
+        is_written = any(version_of(entry.source) != entry.version for entry in found.values())
+        if by_value and not is_written:
+            is_written = any(value != self._hashes[param] for param, value in _hashes_of(found).items())
+        if is_written:
+            raise RuntimeError(
+                "the gradient of a half-precision parameter was written to after unscale_(): steps use that of its "
+                "master, in MasterWeights.parameters()"
+            )
+        return {param: entry.grad for param, entry in found.items()}
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._entries.clear()
+        self._hashes = {}
+
+
+def _hashes_of(entries: Mapping[torch.Tensor, _Unscaled]) -> dict[torch.Tensor, int]:
+    """Return hashes of the scaled gradients in CPU memory."""
+    sources = {param: _words(local_of(entry.source)) for param, entry in entries.items() if not on_gpu(entry.source)}
+    return dict(zip(sources, kernels.hashes(list(sources.values())).tolist(), strict=True)) if sources else {}
+
+
+def _words(half: torch.Tensor) -> torch.Tensor:
+    """Return the elements of ``half``, four at a time as integers if they fill memory so: hashes cost by element."""
+    flat = flat_alias(half, half) if half.numel() >= _LEAST_AS_WORDS else None
+    if flat is None or flat.numel() % 4 != 0 or flat.storage_offset() % 4 != 0:
+        return half
+    return flat.view(-1).view(torch.int64)

@@ -1,0 +1,363 @@
+"""Ranks that others wait for are named in the log while they wait: also one that never comes.
+
+A thread of the process looks twice a second whether an operation on one of its groups lasts. A rank that has waited
+for two seconds says so in the store in which its group has met: where nobody waits, nothing is sent. A rank that has
+waited for eight seconds reads what the others have said: who has said nothing of this operation has not come. The
+first of those that wait logs it. (From some operations ranks may come back before all have come to them. A rank that
+then calls nothing for five seconds says that it has ended it.)
+
+Operations on GPUs are only enqueued, and messages between two ranks are no meetings of all: neither is looked at.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from pycomm.recorder import Recorder
+from pycomm.torch_internals import PrefixStore
+from pycomm.worker import Work, Worker
+
+NAMED_AFTER = 8.0
+"""Seconds of waiting after which a rank is named; with what it takes to ask the others, that is within ten."""
+NAMED_AGAIN = 60.0
+"""Seconds until it is named again."""
+
+_LOOKS = 16  # in that time
+_WAITING_SAID_AFTER = 1 / 4  # of it
+_IDLE_SAID_AFTER = 5 / 8
+_LONGEST_LOOK = 0.5  # seconds from one look to the next
+_ANSWER = 2.0  # seconds for the store to answer
+_PATIENCE = 3.0  # seconds for the thread to end
+_MOST_NAMED = 8
+_MESSAGES = ("send", "receive")
+_WHOLE = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "barrier", "run_program")
+"""Operations from which no rank comes back before all have come to it."""
+
+_LOG = logging.getLogger("pycomm")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Reduction for which this rank waits.
+
+    Attributes:
+        number: how many there were before it.
+        began: when this rank began to wait, on the monotonic clock.
+        there: ranks of the group that are known to have come to it.
+        world: names of the group's ranks.
+    """
+
+    number: int
+    began: float
+    there: Collection[int]
+    world: Sequence[int]
+
+
+class Reductions(Protocol):
+    """Reductions of which one may be waited for."""
+
+    def awaited(self) -> Reduction | None:
+        """Return the one that is waited for now, if any."""
+
+    def recorders(self) -> Sequence[Recorder]:
+        """Return the recorders of the groups that it uses."""
+
+
+class _Note(NamedTuple):
+    """What a rank has said: which operation of the group it waits in (``is_waiting``), or has ended last."""
+
+    number: int
+    is_waiting: bool
+
+    @classmethod
+    def read(cls, text: str) -> _Note | None:
+        number, _, state = text.partition(" ")
+        return cls(int(number), state == "waits") if number.isdigit() else None
+
+    def __str__(self) -> str:
+        return f"{self.number} {'waits' if self.is_waiting else 'ended'}"
+
+
+@dataclass(eq=False)
+class _Group:
+    """What is known of this rank's last operation on a group.
+
+    Attributes:
+        count: its number.
+        since: when it was first seen, on the monotonic clock.
+        is_over: whether it has ended.
+        is_whole: whether that means that all ranks have come to it.
+        said: what the others were told of it.
+        look_again: when to ask the others, if that was done already.
+    """
+
+    count: int = 0
+    since: float = 0.0
+    is_over: bool = True
+    is_whole: bool = True
+    said: _Note | None = None
+    look_again: float = 0.0
+
+    def begin(self, count: int, now: float) -> None:
+        """Forget the operation before, now that another one has begun."""
+        self.count, self.since, self.is_over, self.said, self.look_again = count, now, False, None, 0.0
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """Wait of this rank in an operation, as the log is to describe it."""
+
+    number: int
+    title: str
+    seconds: float
+    there: Collection[int] = ()
+    last: str = ""
+    world: Sequence[int] = field(default_factory=tuple)
+
+    def name(self, ranks: Sequence[int]) -> str:
+        return names_of([self.world[rank] if self.world else rank for rank in ranks])
+
+
+class LateRankWatch:
+    """Watch over all groups of this process, with a thread while there are any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # reentrant: the garbage collector may close a group at any place
+        self._groups: weakref.WeakKeyDictionary[Recorder, _Group] = weakref.WeakKeyDictionary()
+        self._reductions: dict[int, weakref.ref[Reductions]] = {}
+        self._named: dict[int, tuple[int, float]] = {}  # by reductions: the last one, and when to ask again
+        self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
+
+    def add(self, recorder: Recorder) -> None:
+        """Look at the operations of ``recorder`` from now on, unless its group has one rank or no store."""
+        if len(recorder.ranks) < 2 or recorder.store is None:
+            return
+        with self._lock:
+            self._groups[recorder] = _Group()
+            if self._thread is None:
+                self._closing = threading.Event()
+                self._thread = threading.Thread(
+                    target=self._run, args=(self._closing,), name="pycomm-late-ranks", daemon=True
+                )
+                self._thread.start()
+
+    def forget(self, recorder: Recorder) -> None:
+        """Look at its operations no more; wait for the thread if there is nothing else to look at. Idempotent."""
+        with self._lock:
+            self._groups.pop(recorder, None)
+            if self._groups:
+                return
+        self.close()
+
+    def add_reductions(self, reductions: Reductions) -> None:
+        """Name the operations of ``reductions`` by them. They are not kept alive."""
+        with self._lock:
+            self._reductions[id(reductions)] = weakref.ref(reductions)
+
+    def forget_reductions(self, reductions: Reductions) -> None:
+        """Do so no more. Idempotent."""
+        with self._lock:
+            self._reductions.pop(id(reductions), None)
+            self._named.pop(id(reductions), None)
+
+    def close(self) -> None:
+        """End the thread, and wait for it."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+            self._closing.set()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_PATIENCE)
+
+    def _run(self, closing: threading.Event) -> None:
+        asking = _Asking()
+        try:
+            while not closing.wait(min(_LONGEST_LOOK, NAMED_AFTER / _LOOKS)):
+                self._look(asking)
+        finally:
+            asking.close()
+
+    def _look(self, asking: _Asking) -> None:
+        with self._lock:
+            groups = list(self._groups.items())
+            known = [(key, found) for key, reference in self._reductions.items() if (found := reference()) is not None]
+        awaited = {recorder: (key, each.awaited()) for key, each in known for recorder in each.recorders()}
+        for recorder, group in groups:
+            key, reduction = awaited.get(recorder, (0, None))
+            wait = self._wait_in(recorder, group, asking, reduction, is_reducers=recorder in awaited)
+            if wait is None:
+                continue
+            number, look_again = self._named.get(key, (-1, 0.0))
+            if reduction is not None and number == reduction.number:  # whose other operations have the same name
+                group.look_again = max(group.look_again, look_again)
+            now = time.monotonic()
+            if wait.seconds >= NAMED_AFTER and now >= group.look_again:
+                group.look_again = now + (NAMED_AGAIN if asking.name(recorder, wait) else NAMED_AFTER / 2)
+                if reduction is not None:
+                    self._named[key] = (reduction.number, group.look_again)
+
+    @staticmethod
+    def _wait_in(
+        recorder: Recorder, group: _Group, asking: _Asking, reduction: Reduction | None, *, is_reducers: bool
+    ) -> _Wait | None:
+        """Return this rank's present wait on the group, if it has one that lasts; tell the others."""
+        now, count = time.monotonic(), recorder.count
+        if count != group.count:
+            if group.said is not None and group.said.is_waiting:
+                asking.say(recorder, _Note(count - 1, is_waiting=False))
+            group.begin(count, now)
+        lasted = now - group.since
+        if group.is_over:
+            if not group.is_whole and group.said is None and lasted >= NAMED_AFTER * _IDLE_SAID_AFTER:
+                group.said = asking.say(recorder, _Note(count, is_waiting=False))
+            return None
+        if lasted < NAMED_AFTER * _WAITING_SAID_AFTER:
+            return None
+        entry = next((e for e in reversed(recorder.entries()) if e.operation not in _MESSAGES), None)
+        if entry is None or entry.ended is not None:
+            group.is_over, group.is_whole = True, entry is None or entry.operation in _WHOLE
+            if group.said is not None:  # that it waits
+                group.said = asking.say(recorder, _Note(count, is_waiting=False))
+            return None
+        if is_reducers and reduction is None and entry.label is not None:
+            return None  # a bucket that has set out while backward goes on: nobody waits
+        seconds = now - (entry.began if reduction is None else max(entry.began, reduction.began))
+        if group.said is None:
+            group.said = asking.say(recorder, _Note(count, is_waiting=True))
+        if reduction is not None:
+            last = f"last seen at reduction {reduction.number}" if reduction.number > 0 else ""
+            title = f"reduction {reduction.number + 1}"
+            return _Wait(count, title, seconds, reduction.there, last, reduction.world)
+        return _Wait(count, _title_of(recorder, entry), seconds)
+
+
+class _Asking:
+    """Questions to stores, on a thread of their own: a store whose server hangs never answers."""
+
+    def __init__(self) -> None:
+        self._worker = Worker("pycomm-late-ranks-store")
+        self._last: Work | None = None
+
+    def close(self) -> None:
+        """Ask nothing more."""
+        self._worker.stop(patience=1.0)
+
+    def say(self, recorder: Recorder, note: _Note) -> _Note | None:
+        """Tell the others of the group; return ``note`` if that succeeded."""
+        store = _store_of(recorder)
+        return note if self._ask(lambda: store.set(str(recorder.rank), str(note)) or True) else None
+
+    def name(self, recorder: Recorder, wait: _Wait) -> bool:
+        """Name the ranks for which this one waits, unless another one does, or all are there; return whether it did."""
+        me, everybody = recorder.rank, range(len(recorder.ranks))
+        notes = self._notes(recorder, wait.number)
+        if notes is None:
+            first = min(wait.there, default=me)
+        else:
+            waiting = (p for p, note in notes.items() if note.number == wait.number and note.is_waiting)
+            first = min((me, *waiting))
+        if first != me:
+            return False
+        told = {me, *(p for p, note in (notes or {}).items() if note.number >= wait.number)}
+        absent = [p for p in everybody if p not in told and p not in wait.there]
+        stuck = [p for p in everybody if p not in told and p in wait.there]
+        if absent:
+            # Who waits in an earlier operation waits for somebody else, who is silent.
+            silent = [p for p in absent if notes is None or p not in notes or not notes[p].is_waiting]
+            _LOG.warning("%s", _absence(silent or absent, wait, notes or {}))
+        elif stuck and notes is not None:
+            what = f"{wait.name(stuck)} came to {wait.title} and did not go on for {wait.seconds:.0f} s"
+            _LOG.warning("%s: the others wait for %s", what, "it" if len(stuck) == 1 else "them")
+        return bool(absent or stuck)
+
+    def _notes(self, recorder: Recorder, number: int) -> dict[int, _Note] | None:
+        """Return what other ranks have said, up to the first that waits too if it is before this one.
+
+        ``None`` if the store does not answer.
+        """
+        store, me, size = _store_of(recorder), recorder.rank, len(recorder.ranks)
+
+        def read() -> dict[int, _Note]:
+            notes: dict[int, _Note] = {}
+            for p in range(size):
+                if p == me or not store.check([str(p)]):
+                    continue
+                note = _Note.read(store.get(str(p)).decode("utf-8", "replace"))
+                if note is not None:
+                    notes[p] = note
+                    if p < me and note == (number, True):
+                        break
+            return notes
+
+        return self._ask(read)
+
+    def _ask(self, question: Callable[[], T]) -> T | None:
+        """Return the answer; ``None`` if the store fails, or has not even answered the last question."""
+        if self._last is not None and not self._last.is_completed():
+            return None
+        try:
+            self._last = self._worker.submit(question)
+            if not self._last.ends_within(_ANSWER):
+                return None
+            answer: T = self._last.wait()
+            return answer
+        except RuntimeError:  # torch's DistStoreError is one
+            return None
+
+
+def _store_of(recorder: Recorder) -> Any:
+    return PrefixStore(f"pycomm/late_ranks/{recorder.group}", recorder.store)
+
+
+def _title_of(recorder: Recorder, entry: Any) -> str:
+    """Return what the log calls an operation."""
+    at = "" if entry.line is None else f", {os.path.basename(entry.line[0])}:{entry.line[1]}"
+    ranks = recorder.ranks
+    among = "" if ranks == tuple(range(len(ranks))) else f" of the group of {names_of(ranks)}"
+    return f"operation {entry.number}{among} ({entry.operation}{at})"
+
+
+def _absence(ranks: Sequence[int], wait: _Wait, notes: Mapping[int, _Note]) -> str:
+    one = len(ranks) == 1
+    last = wait.last
+    if not last and one and ranks[0] in notes:
+        last = f"last seen at operation {notes[ranks[0]].number}"
+    return absence(wait.name(ranks), wait.title, wait.seconds, last, is_one=one)
+
+
+def absence(ranks: str, title: str, seconds: float, last: str = "", *, is_one: bool) -> str:
+    """Return the line of log that says that ``ranks`` are waited for."""
+    text = f"{ranks} {'has' if is_one else 'have'} not come to {title} for {seconds:.0f} s: the others wait for "
+    return text + ("it" if is_one else "them") + (f" ({last})" if last else "")
+
+
+def name_absent(rank: int, size: int, absent: Sequence[int], seconds: float) -> None:
+    """Name, on the first rank that is there, those that have not come to where a communicator is made."""
+    if absent and rank == min(set(range(size)).difference(absent)):
+        title = "make a communicator (attach, Communicator)"
+        _LOG.warning("%s", absence(names_of(absent), title, seconds, is_one=len(absent) == 1))
+
+
+def names_of(ranks: Sequence[int]) -> str:
+    """Return the names of ``ranks``, the first ones if there are many."""
+    shown = ", ".join(map(str, ranks[:_MOST_NAMED]))
+    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"
+
+
+_watch = LateRankWatch()
+add, forget = _watch.add, _watch.forget
+add_reductions, forget_reductions = _watch.add_reductions, _watch.forget_reductions
+
+# After those of objects made later, which close communicators: no thread must log, or be in torch's code, at the end.
+_at_exit = weakref.finalize(LateRankWatch, _watch.close)
+os.register_at_fork(after_in_child=lambda: _watch.__init__())  # type: ignore[misc]
