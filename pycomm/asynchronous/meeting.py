@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import secrets
-import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -19,6 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pycomm.errors import CommError
 from pycomm.torch_internals import PrefixStore, Store, root_store, store_of
+from pycomm.transport.addresses import address_towards, loopback
 
 _POLL = 0.01  # seconds
 _numbers = itertools.count()
@@ -48,7 +48,7 @@ class Meeting:
             store, self.rank, self.size = root_store(store_of(group)), dist.get_rank(), dist.get_world_size()
         else:
             store, self.rank, self.size = _from_environment(timeout)
-        self._host = str(getattr(store, "host", "127.0.0.1"))
+        self._host = str(getattr(store, "host", "")) or loopback()
         self._store: Store = PrefixStore(f"pycomm/server/{number}", store)
         self.is_late = self._store.check(["begun"])
         if 0 <= self.rank < self.size:
@@ -103,9 +103,7 @@ class Meeting:
 
     def own_address(self) -> str:
         """Return this host's address as the others reach it: that from which it reaches the store."""
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
-            one.connect((self._host, 9))
-            return str(one.getsockname()[0])
+        return address_towards(self._host)
 
     def _get(self, key: str, rank: int) -> bytes:
         start = time.monotonic()

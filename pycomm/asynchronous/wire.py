@@ -8,10 +8,12 @@ import socket
 import struct
 import threading
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any
 
 import torch
+
+from pycomm.transport.addresses import family_of, join_address
 
 _LONGEST = 1 << 20  # bytes of a message
 _STALLED = 10
@@ -57,7 +59,8 @@ def receive_array(connection: Connection, out: torch.Tensor) -> None:
 
 def connect(address: tuple[str, int], key: bytes) -> Connection:
     """Return a connection to the server at ``address``. Raises OSError or EOFError if there is none."""
-    connection = Client(address, family="AF_INET")
+    with socket.create_connection(address) as one:  # multiprocessing's Client knows IPv4 only
+        connection = Connection(one.detach())
     _prepare(connection)
     try:
         answer_challenge(connection, key)
@@ -65,7 +68,7 @@ def connect(address: tuple[str, int], key: bytes) -> Connection:
     except BaseException as error:
         connection.close()
         if isinstance(error, AuthenticationError):
-            raise OSError(f"{address[0]}:{address[1]} is another server: {error}") from error
+            raise OSError(f"{join_address(*address)} is another server: {error}") from error
         raise
     return connection
 
@@ -91,7 +94,7 @@ class Door:
     """
 
     def __init__(self, host: str, key: bytes) -> None:
-        self._listener, self._key = Listener((host, 0), family="AF_INET", backlog=128), key
+        self._listener, self._key = Listener((host, 0), family=family_of(host).name, backlog=128), key
         found = self._listener.address
         assert isinstance(found, tuple)
         self.address: tuple[str, int] = (found[0], found[1])
@@ -134,7 +137,7 @@ class Door:
     def close(self) -> None:
         """Let nobody in any more."""
         self._is_closed = True
-        with socket.socket() as last:  # wakes the thread, which closing alone does not
+        with socket.socket(family_of(self.address[0])) as last:  # wakes the thread, which closing alone does not
             last.settimeout(1.0)
             last.connect_ex(self.address)
         self._listener.close()

@@ -19,6 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pycomm.errors import CommError
 from pycomm.torch_internals import PrefixStore, Store, root_store
+from pycomm.transport.addresses import split_address
 from pycomm.worker import Work, Worker
 
 _INTERVAL = 0.1  # seconds between two looks
@@ -140,20 +141,18 @@ class Guest:
     """The newcomer's side of the door: asks at the store that listens at ``address``.
 
     Args:
-        address: "host:port" of the store.
+        address: "host:port" of the store; "[::1]:29500" for an address of IPv6.
         index: see :class:`Door`.
         timeout: limit of the whole, in seconds.
     """
 
     def __init__(self, address: str, index: int | str, timeout: float) -> None:
-        host, colon, port = address.rpartition(":")
-        if not colon or not host or not port.isdigit():
-            raise ValueError(f"join is {address!r}, wanted the address of the process group's store, host:port")
+        host, port = split_address(address, "join", "the process group's store")
         self._deadline = time.monotonic() + timeout
         self._address, self.index = address, index
         try:
             self.store: Store = TCPStore(
-                host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout)
+                host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout)
             )
         except RuntimeError as error:  # torch's DistNetworkError is one
             raise self._failed(f"no store listens at {address}: {error}") from error

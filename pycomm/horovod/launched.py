@@ -15,6 +15,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pycomm.horovod import meeting
 from pycomm.torch_internals import PrefixStore, Store
+from pycomm.transport.addresses import loopback
 
 _LAUNCHERS = (
     ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE", ("HOROVOD_GLOO_RENDEZVOUS_PORT",)),
@@ -103,7 +104,7 @@ def _store_by_address(rank: int, patience: float, exchange: Callable[[str | None
     if rank > 0:
         host, port = exchange(None).rsplit(":", 1)
         return _tcp(host, int(port), False, patience)
-    store = _tcp("0.0.0.0", 0, True, patience)
+    store = _tcp(loopback(), 0, True, patience)
     assert isinstance(store, TCPStore)
     exchange(f"{socket.gethostname()}:{store.port}")
     return store

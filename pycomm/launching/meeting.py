@@ -13,20 +13,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
+from pycomm.transport.addresses import family_of, loopback
+
 PATIENCE = timedelta(seconds=120)
 """For every wait of a rank for another: a rank that dies is noticed at once, this is for one that hangs."""
-
-_HOST = "127.0.0.1"
 
 
 @contextlib.contextmanager
 def rendezvous() -> Iterator[int]:
     """Let ranks of this host find each other: yields the port for :func:`join`, which only this host can reach."""
-    with socket.create_server((_HOST, 0)) as server:
+    with socket.create_server((loopback(), 0), family=family_of(loopback())) as server:
         port = server.getsockname()[1]
         # Without libuv, by which torch 2.4 takes no socket that listens already.
         options: dict[str, Any] = {"wait_for_workers": False, "timeout": PATIENCE, "use_libuv": False}
-        store = TCPStore(_HOST, port, is_master=True, master_listen_fd=server.detach(), **options)
+        store = TCPStore(loopback(), port, is_master=True, master_listen_fd=server.detach(), **options)
     yield port
     del store
 
@@ -52,13 +52,13 @@ def join(
 
 def connect(port: int, patience: timedelta = PATIENCE) -> Store:
     """Return the store of the ranks that meet at ``port``."""
-    return TCPStore(_HOST, port, is_master=False, timeout=patience)
+    return TCPStore(loopback(), port, is_master=False, timeout=patience)
 
 
 def announce(port: int, rank: int, size: int) -> None:
     """Put into the environment what torchrun would: a script's own ``init_process_group()`` finds the others by it."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0}
     os.environ.update({name: str(value) for name, value in place.items()})
-    os.environ.update(MASTER_ADDR=_HOST, MASTER_PORT=str(port))
+    os.environ.update(MASTER_ADDR=loopback(), MASTER_PORT=str(port))
     # The store is there already: rank 0 must not make one.
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
