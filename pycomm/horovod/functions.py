@@ -14,6 +14,7 @@ from pycomm.horovod.objects import from_tensors, to_tensors
 from pycomm.horovod.operations import broadcast_, broadcast_async_
 from pycomm.horovod.process_sets import ProcessSet, global_process_set, members_of
 from pycomm.horovod.state import world
+from pycomm.optim.parameters import checked_optimizer
 from pycomm.reducer.broadcast import restructure_state
 from pycomm.reducer.plain_state import encode
 
@@ -69,8 +70,7 @@ def broadcast_optimizer_state(
         TypeError: ``optimizer`` is none.
         ValueError: parameter groups differ in number or size (on every rank).
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}, wanted a torch.optim.Optimizer")
+    optimizer = checked_optimizer(optimizer)
     here = world()
     params = [p for group in optimizer.param_groups for p in group["params"]]
     sizes = [len(group["params"]) for group in optimizer.param_groups]

@@ -19,6 +19,7 @@ from pycomm.horovod.process_sets import ProcessSet, global_process_set, members_
 from pycomm.horovod.reduce_ops import Adasum, Average, checked_op
 from pycomm.horovod.sparse import sparse_parameters
 from pycomm.horovod.state import known_world, world
+from pycomm.optim.parameters import checked_optimizer, unwrapped
 
 _LATE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(): the gradients "
@@ -164,7 +165,7 @@ def _end(control: weakref.ref[Control]) -> None:
 
 def control_of(optimizer: torch.optim.Optimizer) -> Control | None:
     """Return what ``DistributedOptimizer`` has given ``optimizer``, or ``None``."""
-    return vars(optimizer).get("_horovod")
+    return vars(unwrapped(optimizer)).get("_horovod")
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -192,7 +193,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     the optimizer's state of the first of them are copied to all; buffers are not, as nobody names them here.
 
     Args:
-        optimizer: any of torch's; with ``Adasum``, the changes that its steps make are combined, not the gradients.
+        optimizer: any of torch's, or a trainer's proxy of one; with ``Adasum``, the changes that its steps make are
+            combined, not the gradients.
         named_parameters: names and parameters, ``model.named_parameters()``; all of the optimizer's, and maybe more.
             Numbers are made up for ``None``.
         compression: ``Compression.none`` or ``.fp16``; one of pycomm's methods, ``pycomm.DGC(0.001)``; or a class with
@@ -218,8 +220,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             f"DistributedOptimizer() has no argument {sorted(unknown)[0]!r}: leave it out; see pycomm.attach for what "
             "else there is"
         )
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}, wanted a torch.optim.Optimizer")
+    given, optimizer = optimizer, checked_optimizer(optimizer)
     named = named_parameters_of(optimizer, named_parameters)
     known = control_of(optimizer)
     if known is not None and not known.has_ended:
@@ -238,8 +239,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     arguments = Arguments(
         named, compression, backward_passes_per_step, chosen, groups, bool(sparse_as_dense), process_set, loss_scaler
     )
-    _install(optimizer, Control(optimizer, arguments), arguments)
-    return optimizer
+    control = Control(optimizer, arguments)
+    for each in {id(optimizer): optimizer, id(given): given}.values():  # a trainer's proxy, and what is inside it
+        _install(each, control, arguments)
+    return given
 
 
 def _install(optimizer: Any, control: Control, arguments: Arguments) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from pycomm import checks
 from pycomm.monitoring.rows import Row, row_between
 from pycomm.monitoring.writers import TABLE, Writer, writers_of
+from pycomm.optim.parameters import unwrapped
 
 _LOG = logging.getLogger("pycomm")
 
@@ -126,4 +127,4 @@ def monitor(
     if not isinstance(stepper, torch.optim.Optimizer):
         raise TypeError(f"optimizer is {stepper!r}, wanted the torch optimizer whose steps are counted")
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    return Monitor(reducer, stepper, every, writers_of(to, rank))
+    return Monitor(reducer, unwrapped(stepper), every, writers_of(to, rank))

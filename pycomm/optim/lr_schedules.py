@@ -12,6 +12,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from pycomm.checks import bounded, count
+from pycomm.optim.parameters import checked_optimizer
 
 
 def linear_scaled_lr(base_lr: float, batch_size: int, base_batch_size: int = 256) -> float:
@@ -166,8 +167,7 @@ class WarmupLR(LRScheduler):
         start_factor: float = 0.0,
         last_epoch: int = -1,
     ) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer is a {type(optimizer).__name__}, wanted a torch.optim.Optimizer")
+        optimizer = checked_optimizer(optimizer)
         self.warmup_steps = count("warmup_steps", warmup_steps, 0)
         self.start_factor = _fraction("start_factor", start_factor)
         self.decay = decay

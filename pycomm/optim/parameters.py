@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -27,10 +28,22 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         inner = getattr(optimizer, "optimizer", None)
         if not isinstance(inner, torch.optim.Optimizer) or inner is optimizer:
             return optimizer
-        same = optimizer.state is inner.state and optimizer.param_groups is inner.param_groups
+        same = all(getattr(optimizer, name, None) is getattr(inner, name) for name in ("state", "param_groups"))
         if not same and type(optimizer).__module__.split(".")[0] not in _TRAINERS:
             return optimizer
         optimizer = inner
+
+
+def checked_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the user's ``optimizer``, :func:`unwrapped`. What takes an optimizer of the user's begins with this.
+
+    Raises:
+        TypeError: it is none.
+    """
+    inner = unwrapped(optimizer)
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise TypeError(f"optimizer is a {type(inner).__name__}, wanted a torch.optim.Optimizer")
+    return inner
 
 
 def gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

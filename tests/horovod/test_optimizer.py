@@ -25,6 +25,7 @@ from tests.horovod.training import (
 )
 from tests.horovod.worlds import grad_of, horovod
 from tests.on_ranks import on_ranks
+from tests.reducer.test_around_torch import proxy_of
 
 
 class Halving:
@@ -60,6 +61,29 @@ def test_arguments_that_leave_the_average_what_it_is() -> None:
             assert_equal_models(trained(sgd, **arguments), wanted)
         with pytest.warns(DeprecationWarning, match="num_groups"):
             assert_equal_models(trained(sgd, num_groups=1), wanted)
+
+
+@pytest.mark.parametrize("how", ["accelerate", "fabric"])
+@on_ranks(2)
+def test_trainers_proxies(how: str) -> None:
+    """What was given comes back, with Horovod's methods; the optimizer inside it is the one that is wrapped."""
+    with horovod() as hvd:
+        for arguments in WAYS:
+            model = make_model(seed=hvd.rank())
+            inner = sgd(model)
+            proxy = proxy_of(inner, how)
+            optimizer: Any = hvd.DistributedOptimizer(proxy, model.named_parameters(), **arguments)
+            assert optimizer is proxy
+            with pytest.raises(ValueError, match="has been passed to DistributedOptimizer before"):
+                hvd.DistributedOptimizer(inner, model.named_parameters())
+            hvd.broadcast_optimizer_state(optimizer, 0)
+            for step in range(4):
+                optimizer.zero_grad()
+                loss_of(model, batch_of(hvd.rank(), step)).backward()
+                optimizer.synchronize()
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            assert_equal_models(model, reference(sgd, 2))
 
 
 @on_ranks(2)
