@@ -11,11 +11,13 @@ import inspect
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from pycomm.checks import seconds_of
 from pycomm.integrations.averaging import ATTACH_OPTIONS, Averaging, check_options
 from pycomm.integrations.optional import library
 from pycomm.optim.parameters import optimizer_parameters, unwrapped
@@ -42,11 +44,14 @@ def _split(base: Any, arguments: Mapping[str, Any], whose: str) -> tuple[dict[st
     """Return the arguments that are for the strategy ``base`` of Lightning's, and those that are for ``attach``.
 
     Raises:
-        TypeError: some are for neither, such as those of DistributedDataParallel.
+        TypeError: some are for neither, such as those of DistributedDataParallel; or ``timeout`` is no time.
+        ValueError: ``timeout`` is not positive.
     """
     lightnings = set(inspect.signature(base.__init__).parameters) - {"self", *_WRAPPERS_OWN}
     check_options(arguments, lightnings | _OPTIONS | {"accumulate"}, whose)
     theirs = {name: value for name, value in arguments.items() if name in lightnings}
+    if theirs.pop("timeout", None) is not None:  # Lightning makes the process group with it, and takes no number
+        theirs["timeout"] = timedelta(seconds=seconds_of(arguments["timeout"]))
     ours = {name: value for name, value in arguments.items() if name in _OPTIONS | {"accumulate", "timeout"}}
     return theirs, ours
 
@@ -84,7 +89,8 @@ class PycommStrategy(_TrainerStrategy):
             automatic optimization knows it.
         options: further arguments of :func:`pycomm.attach`, except ``process_group``, ``loss_scaler``, ``join`` and
             ``shard``; and of ``DDPStrategy``, except those of DistributedDataParallel: ``process_group_backend``,
-            ``cluster_environment``, ``checkpoint_io``, ``start_method`` and so on. ``timeout`` is for both.
+            ``cluster_environment``, ``checkpoint_io``, ``start_method`` and so on. ``timeout``, in seconds or as
+            a ``timedelta``, is for both.
 
     Attributes:
         reducers: the :class:`pycomm.Reducer` of each optimizer while the model is fitted, in their order.

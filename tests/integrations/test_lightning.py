@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +263,50 @@ def refused(case: str, folder: str) -> str:
         if attached is not None:
             attached.detach()
     return "nothing"
+
+
+def with_timeout(folder: str, timeout: Any) -> None:
+    """Both sides get it: Lightning's process group as a timedelta, and what averages."""
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    made: list[Any] = []
+
+    def noted(group: Any, timeout: Any) -> pycomm.Communicator:
+        made.append(timeout)
+        return pycomm.Communicator(group, timeout)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(vars(sys.modules["pycomm.reducer.attach"]), "Communicator", noted)
+        strategy = strategy_of(False, None, timeout=timeout)
+        fitted(f"{folder}/{seconds}", False, strategy, epochs=1)
+        looped = Looped(None, timeout=timeout)
+        looped.run(range(1))
+    assert made == [timeout] * 3
+    for each in (strategy, looped.strategy):
+        assert each._timeout == timedelta(seconds=seconds)
+
+
+@pytest.mark.parametrize("timeout", [25, 25.5, timedelta(seconds=25)])
+def test_timeouts_are_seconds_or_timedeltas(trainers: RankPool, tmp_path: Path, timeout: Any) -> None:
+    trainers.run(with_timeout, str(tmp_path), timeout)
+
+
+def without_timeout() -> None:
+    from torch.distributed.constants import default_pg_timeout
+
+    from pycomm.integrations.lightning import PycommFabricStrategy, PycommStrategy
+
+    for wrong in ("soon", 0, timedelta(0)):
+        for make in (PycommStrategy, PycommFabricStrategy):
+            with pytest.raises((TypeError, ValueError), match="timeout is .*wanted a positive number of seconds"):
+                make(timeout=wrong)
+    for options in ({}, {"timeout": None}):
+        for strategy in (PycommStrategy(**options), PycommFabricStrategy(**options)):
+            assert strategy._timeout == default_pg_timeout
+            assert strategy._attach_options.get("timeout") is None
+
+
+def test_the_default_timeout_is_the_groups(trainers: RankPool) -> None:
+    trainers.run(without_timeout)
 
 
 @pytest.mark.parametrize(
