@@ -56,7 +56,15 @@ from pycomm.optim import (
     fuse,
     master_weights,
 )
-from pycomm.reducer import Reducer, attach, broadcast_optimizer_state, broadcast_parameters
+from pycomm.reducer import (
+    Reducer,
+    SignalStop,
+    StopRequest,
+    attach,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    stop_on_signal,
+)
 from pycomm.transport.gpu import GpuWork
 from pycomm.transport.nccl import nccl_version
 from pycomm.worker import Work
@@ -92,6 +100,8 @@ __all__ = [
     "RandomK",
     "RankError",
     "Reducer",
+    "SignalStop",
+    "StopRequest",
     "TernGrad",
     "TopK",
     "Work",
@@ -118,6 +128,7 @@ __all__ = [
     "progress",
     "save",
     "schedule",
+    "stop_on_signal",
 ]
 
 

@@ -45,6 +45,8 @@ class Channel:
         self.transport, self.timeout = transport, timeout
         self.rank, self.size = transport.rank, transport.size
         self.worker = Worker(f"pycomm-{self.rank}", functools.partial(_refusal, self.rank))
+        self.farewell: Callable[[], str] = _farewell
+        """Returns what peers that still wait are told when this is closed without a reason."""
         self.companions: list[Channel] = []
         """Channels over the same ranks that are closed with this one."""
         self._runner = runner_for(transport)
@@ -146,6 +148,13 @@ class Channel:
         self._all_gather(gathered, padded)
         rows = gathered.reshape(self.size, longest)
         return [rows[p, : lengths[p]].tobytes() for p in range(self.size)]
+
+    def all_gather_number(self, mine: int) -> list[int]:
+        """Return the ``mine``, an integer of 64 bits, of every rank, in rank order: one message."""
+        gathered = np.empty(self.size, np.int64)
+        self._all_gather(gathered, np.array([mine], np.int64))
+        numbers: list[int] = gathered.tolist()
+        return numbers
 
     def _all_gather(self, out: Any, x: Any) -> None:
         self.enqueue(lambda: self.transport.all_gather(out, x, self.timeout))
@@ -253,9 +262,13 @@ class Channel:
             queue.close()
         self._gpus.clear()
         self.transport.hand_over(patience)
-        self.transport.close(reason or "it closed its communicator")
+        self.transport.close(reason or self.farewell())
         if self.transport.interruptible:
             self.worker.stop(patience)
+
+
+def _farewell() -> str:
+    return "it closed its communicator"
 
 
 def _refusal(rank: int, why: str) -> CommError:

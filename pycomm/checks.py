@@ -119,7 +119,7 @@ def first_of(name: str, arrays: Sequence[Any]) -> Any:
         raise TypeError(f"{name} is a {type(arrays).__name__}, wanted a sequence of arrays") from error
 
 
-_LONGEST_TIMEOUT = timedelta(days=366).total_seconds()  # longer ones overflow in lower layers
+LONGEST_TIMEOUT = timedelta(days=366).total_seconds()  # longer ones overflow in lower layers
 
 
 def seconds_of(timeout: timedelta | float, name: str = "timeout") -> float:
@@ -134,7 +134,7 @@ def seconds_of(timeout: timedelta | float, name: str = "timeout") -> float:
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout + 0.0)
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(f"{name} is {timeout!r}, {wanted}") from error
-    if not 0 < seconds <= _LONGEST_TIMEOUT:
+    if not 0 < seconds <= LONGEST_TIMEOUT:
         raise ValueError(f"{name} is {timeout}, {wanted}")
     return seconds
 

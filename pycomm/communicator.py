@@ -20,11 +20,8 @@ from pycomm.schedule.program import Program
 from pycomm.schedule.table import Table
 from pycomm.transport.choice import TRANSPORTS, choose_transport
 from pycomm.transport.gpu import GpuWork, gpu_of
-from pycomm.transport.own_group import Place, group_of, place_of
+from pycomm.transport.own_group import Place, group_of, place_of, timeout_seconds
 from pycomm.worker import Work
-
-DEFAULT_TIMEOUT = timedelta(minutes=10)
-"""Default limit of a single wait for a peer. A peer that *dies* is noticed within a second regardless."""
 
 _NCCL_ALGORITHMS = ("auto", "native", "ring")
 
@@ -51,7 +48,8 @@ class Communicator(PointToPoint):
     Args:
         process_group: an initialised group, or a one-dimensional ``DeviceMesh`` (``mesh["dp"]``); the
             default group if ``None``.
-        timeout: limit of every single wait; seconds or ``timedelta``.
+        timeout: limit of every single wait; seconds or ``timedelta``. ``None``: the group's own, by
+            torch's default half an hour. A peer that *dies* is noticed within a second regardless.
         transport: "auto", or "shared_memory" (one host), "hierarchical" (several hosts, some with several
             ranks) or "torch" (anything) to insist on one.
         network: description of the network, by which ``algorithm="auto"`` chooses: a
@@ -78,18 +76,19 @@ class Communicator(PointToPoint):
     def __init__(
         self,
         process_group: dist.ProcessGroup | DeviceMesh | None = None,
-        timeout: timedelta | float = DEFAULT_TIMEOUT,
+        timeout: timedelta | float | None = None,
         *,
         transport: str = "auto",
         network: Network | str | os.PathLike[str] | None = None,
     ) -> None:
-        self._timeout, problem = _check_arguments(timeout, transport)
+        seconds, problem = _check_arguments(timeout, transport)
         self._network = network
         if not dist.is_available() or not dist.is_initialized():
             raise problem or RuntimeError(
                 "torch.distributed is not initialised: call torch.distributed.init_process_group() first "
                 "(under torchrun, or with rank and world_size)"
             )
+        self._timeout = timeout_seconds(seconds, process_group)
         self._open(place_of(group_of(process_group)), transport, problem)
 
     def _open(self, place: Place, transport: str, problem: Exception | None = None) -> None:
@@ -292,11 +291,14 @@ def communicator_beside(other: Communicator) -> Communicator:
     return communicator_at(other.place, other._timeout, other.transport, other._network)
 
 
-def _check_arguments(timeout: timedelta | float, transport: str) -> tuple[float, Exception | None]:
-    """Return the timeout in seconds and what is wrong, which is raised later: the other ranks have to be told first."""
-    seconds = DEFAULT_TIMEOUT.total_seconds()
+def _check_arguments(timeout: timedelta | float | None, transport: str) -> tuple[float | None, Exception | None]:
+    """Return the timeout in seconds, ``None`` for the group's, and what is wrong.
+
+    That is raised later: the other ranks have to be told first.
+    """
+    seconds = None
     try:
-        seconds = seconds_of(timeout)
+        seconds = None if timeout is None else seconds_of(timeout)
         if transport not in TRANSPORTS:
             raise ValueError(f"transport is {transport!r}, wanted one of {', '.join(TRANSPORTS)}")
     except (TypeError, ValueError) as error:

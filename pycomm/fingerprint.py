@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-FINGERPRINT_BITS = 32
+FINGERPRINT_BITS = 64
 FINGERPRINT_PLACES = 2 * FINGERPRINT_BITS
 """Number of elements that a fingerprint takes in a sum."""
 

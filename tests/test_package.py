@@ -26,8 +26,10 @@ def test_names_that_scripts_rely_on() -> None:
         "clip_local_norm": None,
         "algorithm": "auto",
         "all_parameters": False,
+        "ignore": (),
         "check_replicas": 1000,
         "buffers": "local",
+        "optimizer_state": "broadcast",
         "on_failure": "raise",
         "min_ranks": 1,
         "backup": 0,
@@ -35,6 +37,7 @@ def test_names_that_scripts_rely_on() -> None:
         "full_grad": False,
         "join": None,
         "carry": None,
+        "per_rank": (),
     }
     methods = "state_dict load_state_dict stats flush detach set_weight clip_grad_norm paused skip_step"
     for name in methods.split():

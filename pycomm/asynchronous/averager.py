@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from pycomm import checks
+from pycomm.asynchronous.loop import Loop
 
 
 class Averager(ABC):
@@ -17,14 +18,23 @@ class Averager(ABC):
         optimizer: the one after whose steps ranks meet.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, loop: Loop) -> None:
         self.optimizer = optimizer
         self._weight = 1.0
-        self._hook: Any = optimizer.register_step_post_hook(self._stepped)
+        self._loop, self._is_attached = loop, True
+        loop.watch(self._stepped, self._skipped, self._refused)
 
     @abstractmethod
-    def _stepped(self, *_: object) -> None:
+    def _stepped(self) -> None:
         """Do what is to be done after a step."""
+
+    @abstractmethod
+    def _skipped(self) -> None:
+        """Do what is to be done when a loss scaler leaves out a step of this rank."""
+
+    @abstractmethod
+    def _refused(self, problem: str) -> None:
+        """Tell those that wait for this rank that it raises an error, about its parameters."""
 
     @property
     @abstractmethod
@@ -66,11 +76,21 @@ class Averager(ABC):
 
     def detach(self) -> None:
         """Meet no more; release the memory. Idempotent."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        if self._is_attached:
+            self._is_attached = False
+            self._loop.close()
             self._release()
 
+    def skip_step(self) -> None:
+        """Leave out a step of this rank, whose batch cannot be used: in place of the rest of it, before the next one.
+
+        It counts as a step all the same, so that ranks meet after equally many batches. Steps that a
+        ``pycomm.LossScaler`` or torch's ``GradScaler`` leaves out count without a call.
+        """
+        self._require_attached()
+        self._loop.excuse()
+        self._skipped()
+
     def _require_attached(self) -> None:
-        if self._hook is None:
+        if not self._is_attached:
             raise RuntimeError(f"this {type(self).__name__} is detached")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -16,17 +16,18 @@ from pycomm.asynchronous.companions import Companions, Lines
 from pycomm.asynchronous.decoupled import DecoupledAverager, Pace
 from pycomm.asynchronous.fragment import Fragment, Outer
 from pycomm.asynchronous.local_averager import LocalAverager, Rhythm
+from pycomm.asynchronous.loop import Known, Loop
 from pycomm.asynchronous.meeting import Meeting
 from pycomm.asynchronous.outer import DelayedNesterov, Elastic, Nesterov
-from pycomm.checks import seconds_of
-from pycomm.communicator import DEFAULT_TIMEOUT, Communicator
+from pycomm.communicator import Communicator
 from pycomm.compression import Compression, NoCompression
 from pycomm.cost.auto import Auto
 from pycomm.optim.parameters import optimizer_parameters, unwrapped
 from pycomm.reducer.agreement import agreed
-from pycomm.reducer.broadcast import broadcast_tensors, check_same_lines, signature
+from pycomm.reducer.broadcast import check_same_lines, named_tensors, share_tensors, signature
 from pycomm.reducer.settings import checked_method
 from pycomm.transport.choice import version
+from pycomm.transport.own_group import timeout_seconds
 
 
 def local_sgd(
@@ -41,8 +42,9 @@ def local_sgd(
     on_failure: str = "raise",
     join: str | None = None,
     quorum: int | None = None,
+    per_rank: Iterable[str] = (),
     process_group: dist.ProcessGroup | None = None,
-    timeout: timedelta | float = DEFAULT_TIMEOUT,
+    timeout: timedelta | float | None = None,
 ) -> Averager:
     """Let each rank step by itself, and average the parameters over the ranks every so many steps.
 
@@ -69,22 +71,26 @@ def local_sgd(
             ``optimizer.step()`` raises a CommError on the others. "shrink": they go on, and the meeting is made again
             without it; and others may join. In CPU memory only. With a ``delay`` that takes another copy of the
             parameters.
-        join: address, "host:port", of the store in which other ranks have met, to become one more of them after their
-            next meeting. Such a process calls no ``init_process_group``; it begins with their parameters, and with the
-            state that ``optimizer`` has. Wants "shrink", on all ranks.
+        join: address, "host:port" or "[::1]:port", of the store in which other ranks have met, to become one more of
+            them after their next meeting. Such a process calls no ``init_process_group``; it begins with their
+            parameters, and with the state that ``optimizer`` has. Wants "shrink", on all ranks.
         quorum: number of ranks that a meeting wants, with ``pycomm.Nesterov()``. It waits for others no longer than is
             worth it, by when they have come so far; those that it does not wait for come to a later one. Ranks count by
             their steps, or what ``set_weight`` says ("Decoupled DiLoCo", 2026). Steps are as with ``DelayedNesterov``.
             For both, rank 0 holds what the ranks have in common in a thread: a rank that is lost harms nobody, but if
             rank 0 is lost, all others get a CommError. Without ``fragments``, ``delay``, "shrink".
+        per_rank: names of numbers of parameter groups, such as "lr", that may differ between ranks. All others are
+            compared in each meeting, but for those that the optimizer changes in its own steps.
         process_group: the ranks; the default group if ``None``.
-        timeout: limit of every wait for a peer; seconds or ``timedelta``.
+        timeout: limit of every wait for a peer; seconds or ``timedelta``. ``None``: the process group's own.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or the ranks differ in them or in names, shapes or dtypes of
-            parameters: on every rank.
+            parameters: on every rank. From ``optimizer.step()``: parameters are no longer those of ``model`` and
+            ``optimizer``, or the ranks' numbers of parameter groups differ.
         CommError: a rank did not come. ``optimizer.step()`` raises it, too, if one is lost.
-        RuntimeError: from ``optimizer.step()``, on every rank: a parameter of one of them is not finite.
+        RuntimeError: from ``optimizer.step()``, on every rank: a parameter of one of them is not finite; or the ranks
+            have made different numbers of steps, or one of them has left out a batch (see ``skip_step`` of the handle).
     """
     options = {
         "every": every,
@@ -95,9 +101,10 @@ def local_sgd(
         "on_failure": on_failure,
         "join": join,
         "quorum": quorum,
+        "per_rank": per_rank,
     }
     if quorum is not None or isinstance(outer, DelayedNesterov):
-        return _decouple(optimizer, model, options, process_group, seconds_of(timeout))
+        return _decouple(optimizer, model, options, process_group, timeout_seconds(timeout))
     return _average(optimizer, model, _Request(lambda: _checked_outer(outer), options), process_group, timeout)
 
 
@@ -107,8 +114,9 @@ def elastic_averaging(
     *,
     every: int,
     strength: float = 0.9,
+    per_rank: Iterable[str] = (),
     process_group: dist.ProcessGroup | None = None,
-    timeout: timedelta | float = DEFAULT_TIMEOUT,
+    timeout: timedelta | float | None = None,
 ) -> LocalAverager:
     """Let each rank step by itself, held by a spring to a center that all ranks have in common (EASGD).
 
@@ -118,7 +126,7 @@ def elastic_averaging(
     which explores more; in the end :meth:`LocalAverager.take_center` makes the center everybody's parameters.
 
     Args:
-        optimizer, model, process_group, timeout: as of :func:`local_sgd`.
+        optimizer, model, per_rank, process_group, timeout: as of :func:`local_sgd`.
         every: number of steps from one meeting to the next; equal on all ranks, which must make equally many.
         strength: beta, above 0 and at most 1; the paper has 0.9.
 
@@ -130,10 +138,10 @@ def elastic_averaging(
         checks.bounded("strength", strength, "a number above 0 and at most 1", lambda b: 0 < b <= 1)
         return Elastic(float(strength))
 
-    return _average(optimizer, model, _Request(checked, {"every": every}), process_group, timeout)
+    return _average(optimizer, model, _Request(checked, {"every": every, "per_rank": per_rank}), process_group, timeout)
 
 
-_DEFAULTS = {"fragments": 1, "delay": 0, "on_failure": "raise", "join": None}
+_DEFAULTS = {"fragments": 1, "delay": 0, "on_failure": "raise", "join": None, "per_rank": ()}
 """Options that only ranks have that wait for each other."""
 
 
@@ -155,6 +163,7 @@ class _Settings:
     fragments: int
     survives: bool
     named: dict[str, torch.Tensor]
+    per_rank: tuple[str, ...]
 
     def lines(self, optimizer: torch.optim.Optimizer) -> Lines:
         """Return what ranks must have in common."""
@@ -165,9 +174,14 @@ class _Settings:
             ("setting", f"every={self.rhythm.every}"),
             ("setting", f"delay={self.rhythm.delay}"),
             ("setting", f"fragments={self.fragments}"),
+            ("setting", f"per_rank={list(self.per_rank)}"),
             *(("setting", line) for line in settings),
             *(("parameter", f"{name}: {signature(p)}") for name, p in self.named.items()),
         ]
+
+    def loop_of(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Loop:
+        """Return the loop that trains them."""
+        return Loop(Known(model, optimizer, self.named, "local_sgd()"), model, optimizer, self.per_rank)
 
     def make_fragments(self) -> list[Fragment]:
         """Make the fragments, which are not open yet."""
@@ -197,7 +211,19 @@ def _checked(optimizer: torch.optim.Optimizer, model: torch.nn.Module, request: 
         raise ValueError('join wants on_failure="shrink", as the ranks that are there have it')
     # Fragment i meets so many steps after the last meeting of all.
     turns = tuple(every * (i + 1) // fragments for i in range(fragments))
-    return _Settings(outer, method, Rhythm(every, delay, turns), fragments, survives, named)
+    per_rank = _checked_per_rank(options["per_rank"], optimizer)
+    return _Settings(outer, method, Rhythm(every, delay, turns), fragments, survives, named, per_rank)
+
+
+def _checked_per_rank(per_rank: Any, optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    if isinstance(per_rank, str) or not isinstance(per_rank, Iterable):
+        raise TypeError(f'per_rank is {per_rank!r}, wanted names of numbers of parameter groups, like ("lr",)')
+    names = tuple(per_rank)
+    known = {key for group in optimizer.param_groups for key in group} - {"params"}
+    for name in names:
+        if name not in known:
+            raise ValueError(f"per_rank has {name!r}, wanted names out of {', '.join(sorted(known))}")
+    return names
 
 
 def _named_method(compression: Any) -> Compression | None:
@@ -213,7 +239,7 @@ def _average(
     model: torch.nn.Module,
     request: _Request,
     process_group: dist.ProcessGroup | None,
-    timeout: timedelta | float,
+    timeout: timedelta | float | None,
 ) -> LocalAverager:
     if request.options.get("join") is not None:
         return _join(optimizer, model, request, timeout)
@@ -229,10 +255,11 @@ def _average(
         lines = settings.lines(optimizer)
         for kind in ("setting", "parameter"):
             check_same_lines(communicator, [text for what, text in lines if what == kind], kind)
-        broadcast_tensors(communicator, [*model.parameters(), *model.buffers()], src=0)
+        share_tensors(communicator, named_tensors(model), src=0)
         companions = Companions.found(communicator, lines) if settings.survives else None
-        fragments = settings.make_fragments()
-        return LocalAverager(communicator, optimizer, fragments, settings.rhythm, companions, list(model.buffers()))
+        fragments, loop = settings.make_fragments(), settings.loop_of(optimizer, model)
+        buffers = list(model.buffers())
+        return LocalAverager(communicator, optimizer, fragments, settings.rhythm, companions, buffers, loop)
     except BaseException:
         communicator.close()
         raise
@@ -258,7 +285,8 @@ def _decouple(
     except (TypeError, ValueError) as error:
         problem = str(error)
     meeting.compare(lines, problem)
-    return DecoupledAverager(meeting, optimizer, named, Pace(every, quorum, outer, method, timeout))
+    loop = Loop(Known(model, optimizer, named, "local_sgd()"), model, optimizer)
+    return DecoupledAverager(meeting, optimizer, named, Pace(every, quorum, outer, method, timeout), loop)
 
 
 def _require_decoupled(options: Mapping[str, Any], num_ranks: int) -> None:
@@ -277,14 +305,14 @@ def _require_decoupled(options: Mapping[str, Any], num_ranks: int) -> None:
 
 
 def _join(
-    optimizer: torch.optim.Optimizer, model: torch.nn.Module, request: _Request, timeout: timedelta | float
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, request: _Request, timeout: timedelta | float | None
 ) -> LocalAverager:
     optimizer = unwrapped(optimizer)
     settings = _checked(optimizer, model, request)
-    companions = Companions.join(request.options["join"], settings.lines(optimizer), seconds_of(timeout))
-    fragments, buffers = settings.make_fragments(), list(model.buffers())
+    companions = Companions.join(request.options["join"], settings.lines(optimizer), timeout_seconds(timeout))
+    fragments, buffers, loop = settings.make_fragments(), list(model.buffers()), settings.loop_of(optimizer, model)
     try:
-        made = LocalAverager(companions.communicator, optimizer, fragments, settings.rhythm, companions, buffers)
+        made = LocalAverager(companions.communicator, optimizer, fragments, settings.rhythm, companions, buffers, loop)
         made.share_state(is_newcomer=True)
         return made
     except BaseException:
@@ -305,6 +333,13 @@ def checked_parameters(
     left = next((name for name, p in named.items() if id(p) not in own), None)
     if left is not None:
         raise ValueError(f"parameter {left!r} does not belong to the optimizer")
+    there = {id(p) for p in model.parameters()}
+    alone = next((p for p in optimizer_parameters(optimizer) if p.requires_grad and id(p) not in there), None)
+    if alone is not None:
+        raise ValueError(
+            f"the optimizer has a parameter of shape {list(alone.shape)} that is not in the model, and would stay each "
+            "rank's own: pass a module that has all of them"
+        )
     kinds = sorted({f"{p.dtype} on {p.device}" for p in named.values()})
     if len(kinds) != 1 or next(iter(named.values())).dtype not in (torch.float32, torch.float64):
         raise ValueError(f"parameters are {', '.join(kinds)}, wanted all float32 or all float64 on one device")

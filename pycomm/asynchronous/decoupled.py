@@ -14,6 +14,7 @@ from torch import nn
 from pycomm.asynchronous.averager import Averager
 from pycomm.asynchronous.compensation import Compensator
 from pycomm.asynchronous.core import Core
+from pycomm.asynchronous.loop import Loop
 from pycomm.asynchronous.meeting import Meeting
 from pycomm.asynchronous.memory import SharedMemory
 from pycomm.asynchronous.modes import Async, GraceQuorum
@@ -105,7 +106,12 @@ class DecoupledAverager(Averager):
     """
 
     def __init__(
-        self, meeting: Meeting, optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor], pace: Pace
+        self,
+        meeting: Meeting,
+        optimizer: torch.optim.Optimizer,
+        named: Mapping[str, torch.Tensor],
+        pace: Pace,
+        loop: Loop,
     ) -> None:
         self._params, self._names, self._pace = list(named.values()), list(named), pace
         (pieces,) = cut([p.numel() for p in self._params], 1, anywhere=False)
@@ -121,11 +127,17 @@ class DecoupledAverager(Averager):
         self._planned = pace.every
         self._anchors = [torch.empty_like(p) for p in self._params]
         self._pull()
-        super().__init__(optimizer)
+        super().__init__(optimizer, loop)
 
     # Meetings.
 
-    def _stepped(self, *_: object) -> None:
+    def _skipped(self) -> None:
+        """Do nothing: contributions count by the steps that were made."""
+
+    def _refused(self, problem: str) -> None:
+        """Do nothing: nobody waits for this rank."""
+
+    def _stepped(self) -> None:
         self._num_steps += 1
         self._since += 1
         if self._since >= self._planned:
@@ -140,8 +152,11 @@ class DecoupledAverager(Averager):
         Raises:
             CommError: rank 0 is lost, or nothing was merged within the timeout.
             RuntimeError: a parameter of this rank is not finite.
+            ValueError: its parameters are no longer those of module and optimizer.
         """
         self._require_attached()
+        if problem := self._loop.known.problem():
+            raise ValueError(problem)
         if self._since == 0:
             return
         self._link.rate = self._since / max(time.monotonic() - self._begun, 1e-9)
@@ -199,7 +214,7 @@ class DecoupledAverager(Averager):
             "wait_seconds": self._link.seconds,
             "every": self._planned,
         }
-        if self._hook is not None:
+        if self._is_attached:
             found = self._link.stats()
             self._last = {"updates": found["updates"], "staleness": found["staleness"]}
         return {**stats, **self._last}

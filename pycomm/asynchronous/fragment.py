@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from pycomm.asynchronous.outer import Elastic, Nesterov
@@ -20,6 +19,9 @@ from pycomm.transport.gpu import GpuWork
 from pycomm.worker import Work
 
 Outer = Nesterov | Elastic | None
+
+CallRoll = Callable[[Communicator], float]
+"""Compares what the ranks have done, raises on all of them if they do not meet, and returns the sum of weights."""
 
 _LATE = 0.5
 """Share of what was agreed on in parameters that have gone on (Douillard et al., "Streaming DiLoCo", 2025)."""
@@ -128,9 +130,9 @@ class Fragment:
     # A meeting.
 
     @torch.no_grad()
-    def launch(self, weight: float, num_steps: int, then: Callable[[], None]) -> None:
+    def launch(self, call_roll: CallRoll, weight: float, num_steps: int, then: Callable[[], None]) -> None:
         """Begin a meeting; ``then`` is called in it, when this rank has the mean. All ranks must."""
-        self.launched, self._weight = num_steps, weight
+        self.launched, self._weight, self._call_roll = num_steps, weight, call_roll
         pull = self._outer.strength / self._communicator.size if isinstance(self._outer, Elastic) else 0.0
         for part in self._parts:
             part.fill(pull)
@@ -156,10 +158,8 @@ class Fragment:
             self._work = channel.submit(job)
 
     def _exchange(self, then: Callable[[], None]) -> None:
-        total = np.array([self._weight])
-        self._communicator.all_reduce(total)
-        size = self._communicator.size
-        scaling = Scaling(size, relative=float(self._weight * size / total[0]), step=self.num_meetings)
+        total, size = self._call_roll(self._communicator), self._communicator.size
+        scaling = Scaling(size, relative=self._weight * size / total, step=self.num_meetings)
         for part in self._parts:
             assert part.exchange is not None
             part.exchange.exchange(part.bucket.views, scaling)
@@ -176,6 +176,7 @@ class Fragment:
         Raises:
             CommError: a rank was lost meanwhile.
             RuntimeError: a rank's parameters are not finite; on all ranks.
+            RuntimeError, ValueError: the ranks do not meet (:mod:`pycomm.asynchronous.roll`); on all ranks.
         """
         if self.has_mean:
             return
@@ -185,6 +186,9 @@ class Fragment:
         except CommError:
             if isinstance(self._work, Work):
                 self._work.forget_trace()  # else the memory of the old world would stay mapped until it is collected
+            raise
+        except (RuntimeError, ValueError):
+            self._work = self.launched = None
             raise
         self.take_mean()
 

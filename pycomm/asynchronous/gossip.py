@@ -12,10 +12,12 @@ import torch.distributed as dist
 
 from pycomm import schedule
 from pycomm.asynchronous.averaging import checked_parameters
-from pycomm.communicator import DEFAULT_TIMEOUT, Communicator
+from pycomm.asynchronous.loop import Known
+from pycomm.communicator import Communicator
 from pycomm.optim.parameters import unwrapped
 from pycomm.reducer.agreement import agreed
-from pycomm.reducer.broadcast import broadcast_tensors, check_same_lines, signature
+from pycomm.reducer.autograd_hooks import watch_copies
+from pycomm.reducer.broadcast import check_same_lines, named_tensors, share_tensors, signature
 
 _SEGMENT_BYTES = 4 << 20
 """So much is mixed at a time: messages may be buffered only up to a limit, however large the model is."""
@@ -29,7 +31,7 @@ def gossip(
     every: int = 1,
     seed: int = 0,
     process_group: dist.ProcessGroup | None = None,
-    timeout: timedelta | float = DEFAULT_TIMEOUT,
+    timeout: timedelta | float | None = None,
 ) -> Gossip:
     """Let each rank step by itself, and mix its parameters with a few others' after each ``every`` steps.
 
@@ -48,7 +50,7 @@ def gossip(
         every: number of steps from one mixing to the next; equal on all ranks, which must make equally many.
         seed: of "random".
         process_group: the ranks; the default group if ``None``.
-        timeout: limit of every wait for a peer; seconds or ``timedelta``.
+        timeout: limit of every wait for a peer; seconds or ``timedelta``. ``None``: the process group's own.
 
     Raises:
         TypeError, ValueError: an argument is wrong: weights that are negative, or whose columns do not sum to 1, or by
@@ -72,8 +74,9 @@ def gossip(
         mixing, named = agreed(communicator, request, "gossip")
         check_same_lines(communicator, [f"topology={mixing.name}", f"every={every}"], "setting")
         check_same_lines(communicator, [f"{name}: {signature(p)}" for name, p in named.items()], "parameter")
-        broadcast_tensors(communicator, [*model.parameters(), *model.buffers()], src=0)
-        return Gossip(communicator, optimizer, list(named.values()), mixing, every)
+        share_tensors(communicator, named_tensors(model), src=0)
+        known = Known(model, optimizer, named, "gossip()")
+        return Gossip(communicator, optimizer, known, mixing, every)
     except BaseException:
         communicator.close()
         raise
@@ -86,11 +89,13 @@ class Gossip:
         self,
         communicator: Communicator,
         optimizer: torch.optim.Optimizer,
-        params: Sequence[torch.Tensor],
+        known: Known,
         mixing: schedule.Mixing,
         every: int,
     ) -> None:
-        self._communicator, self._params, self._mixing, self._every = communicator, list(params), mixing, every
+        params = list(known.named.values())
+        self._communicator, self._params, self._mixing, self._every = communicator, params, mixing, every
+        self._known = known
         # Push-sum: the parameters are what is mixed, divided by a mass, its last element, which starts as 1. It is
         # mixed with them, and so rounded as they are: also where weights like 1/3, rounded, do not quite sum to 1.
         flat = [p.detach().reshape(-1) for p in params]
@@ -102,6 +107,7 @@ class Gossip:
         self._num_steps = self._num_mixings = self._bytes = 0
         self._seconds = 0.0
         self._hook: Any = optimizer.register_step_post_hook(self._stepped)
+        self._copies = watch_copies(known.model)
 
     def _stepped(self, *_: object) -> None:
         self._num_steps += 1
@@ -116,9 +122,12 @@ class Gossip:
 
         Raises:
             CommError: a neighbour is lost. This rank's neighbours are told, as it can mix no more.
+            ValueError: this rank's parameters are no longer those of module and optimizer. Likewise.
         """
         self._require_attached()
         try:
+            if problem := self._known.problem():
+                raise ValueError(problem)
             self._catch_up()
             receivers, kept, sources = self._mixing.round_at(self._num_mixings).part_of(self._communicator.rank)
             for segment in self._segments:
@@ -176,7 +185,8 @@ class Gossip:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-            self._communicator.close()
+            self._copies.remove()
+            self._communicator.close(f"it has ended its training (detach) after step {self._num_steps}")
 
     def _require_attached(self) -> None:
         if self._hook is None:

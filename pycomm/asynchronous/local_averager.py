@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,11 @@ import torch
 from pycomm.asynchronous.averager import Averager
 from pycomm.asynchronous.companions import Companions
 from pycomm.asynchronous.fragment import Fragment
+from pycomm.asynchronous.loop import Loop
+from pycomm.asynchronous.roll import Roll
 from pycomm.communicator import Communicator
 from pycomm.errors import CommError
+from pycomm.reducer.attached_tensors import shared_parts
 from pycomm.reducer.broadcast import broadcast_tensors
 
 _FORMAT = 2
@@ -41,6 +45,18 @@ class Rhythm:
         return [i for i, turn in enumerate(self.turns) if turn == phase]
 
 
+@dataclass
+class Progress:
+    """Number of steps of an averager, which outlives it."""
+
+    num_steps: int = 0
+
+
+def _end(communicator: Communicator, progress: Progress) -> None:
+    """Tell those that still wait for this rank that its averager, or its process, is over."""
+    communicator.close(f"it has ended its training after step {progress.num_steps}")
+
+
 class LocalAverager(Averager):
     """Averager of ranks that wait for each other: all make equally many steps from one meeting to the next."""
 
@@ -52,6 +68,7 @@ class LocalAverager(Averager):
         rhythm: Rhythm,
         companions: Companions | None,
         buffers: Sequence[torch.Tensor],
+        loop: Loop,
     ) -> None:
         self._communicator, self._rhythm, self._companions = communicator, rhythm, companions
         self._fragments, self._buffers = list(fragments), list(buffers)
@@ -61,9 +78,16 @@ class LocalAverager(Averager):
         self._num_launched = self._num_committed = 0
         self._invitations: dict[int, int] = {}  # newcomers' requests by the meetings that have announced them
         self._invited = 0  # request of the one that is let in next; 0 for none
-        self._num_steps = self._num_meetings = 0
+        self._num_meetings = self._num_skipped = 0
+        self._progress = Progress()
+        self._finalizer = weakref.finalize(self, _end, communicator, self._progress)
+        self._is_new = False  # a newcomer, with groups of its own
         self._seconds = 0.0
-        super().__init__(optimizer)
+        super().__init__(optimizer, loop)
+
+    @property
+    def _num_steps(self) -> int:
+        return self._progress.num_steps
 
     @property
     def world(self) -> tuple[int, ...]:
@@ -72,9 +96,16 @@ class LocalAverager(Averager):
 
     # Meetings.
 
-    def _stepped(self, *_: object) -> None:
+    def _skipped(self) -> None:
+        self._num_skipped += 1
+        self._stepped()
+
+    def _refused(self, problem: str) -> None:
+        self._leave(problem)
+
+    def _stepped(self) -> None:
         start = time.perf_counter()
-        self._num_steps += 1
+        self._progress.num_steps += 1
         delay = self._rhythm.delay
         while self._under_way and self._num_steps - self._launched_at(0) >= delay:
             self._end_oldest(is_late=True)
@@ -96,7 +127,14 @@ class LocalAverager(Averager):
         self._num_launched += 1
         fragment = self._fragments[index]
         self._under_way.append((self._num_launched, fragment))
-        fragment.launch(self._weight, self._num_steps, functools.partial(self._commit, self._num_launched))
+        report, steps = self._loop.report(), self._num_steps
+        roll = Roll(self._weight, self._num_launched, index, steps, self._num_skipped, self._is_new, report)
+        fragment.launch(
+            lambda communicator: roll.call(communicator, self.world),
+            self._weight,
+            steps,
+            functools.partial(self._commit, self._num_launched),
+        )
 
     def _commit(self, number: int) -> None:
         """Count that meeting, once all ranks have its mean; on the communication thread."""
@@ -123,7 +161,7 @@ class LocalAverager(Averager):
                 fragment.receive()
                 return
             except CommError as error:
-                self._go_on_after(error)
+                self._go_on_after(_in_meeting(error, self._num_steps))
 
     def _go_on_after(self, error: CommError) -> None:
         """Go on among the ranks that are left, and begin the meetings again that do not count; or raise ``error``."""
@@ -166,11 +204,13 @@ class LocalAverager(Averager):
         counters = json.loads(self._communicator.channel.all_gather_bytes(mine)[0])
         if is_newcomer:
             self._resume(counters)
+            self._is_new = True
         for fragment in self._fragments:
             broadcast_tensors(self._communicator, fragment.shared(), src=0)
             if is_newcomer:
                 fragment.go_to_anchor()
-        broadcast_tensors(self._communicator, [b if is_newcomer else b.clone() for b in self._buffers], src=0)
+        buffers = shared_parts(self._buffers)
+        broadcast_tensors(self._communicator, buffers if is_newcomer else [b.clone() for b in buffers], src=0)
 
     def _counters(self) -> dict[str, Any]:
         places = [[number, self._fragments.index(fragment)] for number, fragment in self._under_way]
@@ -183,7 +223,8 @@ class LocalAverager(Averager):
 
     def _resume(self, counters: dict[str, Any]) -> None:
         """Go on from the counters of another rank, or of an earlier run, whose meetings under way have their means."""
-        self._num_steps, self._num_launched = counters["steps"], counters["launched"]
+        self._loop.excuse()  # what it has counted is not from this meeting to the next
+        self._progress.num_steps, self._num_launched = counters["steps"], counters["launched"]
         self._num_committed = self._num_launched
         self._under_way = [(number, self._fragments[index]) for number, index in counters["under_way"]]
         for fragment, (launched, num_meetings) in zip(self._fragments, counters["fragments"], strict=True):
@@ -212,11 +253,13 @@ class LocalAverager(Averager):
     def stats(self) -> dict[str, Any]:
         """Return ``steps``, ``meetings`` (of fragments), ``bytes_sent`` and ``wait_seconds``, those in meetings.
 
+        ``skipped`` of the steps were left out, by a loss scaler or :meth:`skip_step`.
         With "shrink" also ``changes``, a dict for each change of the ranks: ``world`` after it, and ``joined``, the
         rank that has come, or ``left``, what became of the others by rank, and ``seconds``, how long that took.
         """
         stats = {
             "steps": self._num_steps,
+            "skipped": self._num_skipped,
             "meetings": self._num_meetings,
             "bytes_sent": sum(fragment.bytes_sent for fragment in self._fragments),
             "wait_seconds": self._seconds,
@@ -248,33 +291,45 @@ class LocalAverager(Averager):
             ValueError: it is of other parameters, or was saved with other settings; nothing is changed then.
         """
         self._require_attached()
-        self._check(state)
+        _check_state(state, self._state(), self._fragments)
         self._resume(state["counters"])
         for fragment in self._fragments:
             fragment.load_state(state)
 
-    def _check(self, state: dict[str, Any]) -> None:
-        """Raise ValueError if ``state`` cannot be loaded."""
-        current = self._state()
-        wanted = {"format", "counters", *current}
-        if not isinstance(state, dict) or state.keys() != wanted or state["format"] != _FORMAT:
-            raise ValueError("state is not a LocalAverager.state_dict()")
-        for what in ("anchors", "velocities"):
-            if {n: t.shape for n, t in state[what].items()} != {n: t.shape for n, t in current[what].items()}:
-                raise ValueError(f"state[{what!r}] is of other parameters, or of another outer optimizer")
-        if state["compression"].keys() != current["compression"].keys():
-            raise ValueError("state['compression'] is of another compression")
-        number = len(state["counters"]["fragments"])
-        if number != len(self._fragments):
-            raise ValueError(f"state is of {number} fragments, not {len(self._fragments)}")
-        under_way = [self._fragments[index] for _, index in state["counters"]["under_way"]]
-        if state["means"].keys() != {name for fragment in under_way for name in fragment.names}:
-            raise ValueError("state lacks what meetings that were under way have come to")
-
     def _release(self) -> None:
+        self._leave(f"it has ended its training (detach) after step {self._num_steps}")
+
+    def _leave(self, reason: str) -> None:
         if self._companions is not None:
-            self._companions.close("it was detached")
-        self._communicator.close()
+            self._companions.close(reason)
+        self._communicator.close(reason)
+        self._finalizer.detach()
+
+
+def _in_meeting(error: CommError, num_steps: int) -> CommError:
+    """Return ``error`` with the meeting that it ended."""
+    waits = f"{error} (rank {error.rank} waits in the meeting after step {num_steps})"
+    made = CommError(waits, rank=error.rank, peer=error.peer, operation=error.operation, elapsed=error.elapsed)
+    made.__cause__ = error.__cause__
+    return made
+
+
+def _check_state(state: dict[str, Any], current: dict[str, Any], fragments: Sequence[Fragment]) -> None:
+    """Raise ValueError if ``state`` cannot be loaded where there is ``current``."""
+    wanted = {"format", "counters", *current}
+    if not isinstance(state, dict) or state.keys() != wanted or state["format"] != _FORMAT:
+        raise ValueError("state is not a LocalAverager.state_dict()")
+    for what in ("anchors", "velocities"):
+        if {n: t.shape for n, t in state[what].items()} != {n: t.shape for n, t in current[what].items()}:
+            raise ValueError(f"state[{what!r}] is of other parameters, or of another outer optimizer")
+    if state["compression"].keys() != current["compression"].keys():
+        raise ValueError("state['compression'] is of another compression")
+    number = len(state["counters"]["fragments"])
+    if number != len(fragments):
+        raise ValueError(f"state is of {number} fragments, not {len(fragments)}")
+    under_way = [fragments[index] for _, index in state["counters"]["under_way"]]
+    if state["means"].keys() != {name for fragment in under_way for name in fragment.names}:
+        raise ValueError("state lacks what meetings that were under way have come to")
 
 
 def copied(state: dict[str, Any]) -> dict[str, Any]:

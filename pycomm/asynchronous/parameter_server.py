@@ -24,14 +24,15 @@ from pycomm.asynchronous.serving import Serving
 from pycomm.asynchronous.settings import Settings, checked_parameters, checked_settings, lines_of
 from pycomm.asynchronous.shards import Piece, cut, shard_dtype
 from pycomm.asynchronous.trace import Replay, Trace
+from pycomm.asynchronous.trained import Trained
 from pycomm.asynchronous.updates import ShardOptimizer, is_elementwise
 from pycomm.asynchronous.wire import Door
 from pycomm.asynchronous.worker import ServerLink
-from pycomm.checks import bounded, positive, seconds_of
-from pycomm.communicator import DEFAULT_TIMEOUT
+from pycomm.checks import bounded, positive
 from pycomm.compression import Compression
 from pycomm.optim.parameters import unwrapped
 from pycomm.transport import rendezvous
+from pycomm.transport.own_group import timeout_seconds
 
 
 def parameter_server(
@@ -48,7 +49,7 @@ def parameter_server(
     checkpoint: str | Path | None = None,
     trace: str | Path | None = None,
     replay: str | Path | None = None,
-    timeout: timedelta | float = DEFAULT_TIMEOUT,
+    timeout: timedelta | float | None = None,
 ) -> ParameterServer:
     """Train with a parameter server: ranks 0 to ``servers - 1`` hold the parameters and step them, the others work.
 
@@ -82,7 +83,7 @@ def parameter_server(
             started again goes on from there, without any loss, and workers wait for it. All ranks name the same folder.
         trace: file to which a server writes the order of events; its number is added to the name.
         replay: such a file, in whose order they shall happen again: to the bit.
-        timeout: limit of every wait for a peer; seconds or ``timedelta``.
+        timeout: limit of every wait for a peer; seconds or ``timedelta``. ``None``: the process group's own.
 
     Raises:
         RuntimeError: there is neither a process group nor what torchrun sets.
@@ -90,6 +91,7 @@ def parameter_server(
             parameters: on every rank.
         CommError: a rank did not come.
     """
+    seconds = timeout_seconds(timeout)
     settings_of = functools.partial(
         checked_settings,
         servers=servers,
@@ -102,9 +104,9 @@ def parameter_server(
         checkpoint=checkpoint,
         trace=trace,
         replay=replay,
-        timeout=seconds_of(timeout),
+        timeout=seconds,
     )
-    return _meet(optimizer, model, settings_of, seconds_of(timeout))
+    return _meet(optimizer, model, settings_of, seconds)
 
 
 def _meet(
@@ -121,7 +123,7 @@ def _meet(
     except (TypeError, ValueError) as error:
         problem = str(error)
     meeting.compare(lines, problem)
-    return ParameterServer(meeting, settings, optimizer, named)
+    return ParameterServer(meeting, settings, optimizer, model, named)
 
 
 class ParameterServer:
@@ -136,6 +138,7 @@ class ParameterServer:
         meeting: Meeting,
         settings: Settings,
         optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module,
         named: dict[str, torch.Tensor],
     ) -> None:
         self._meeting, self._settings, self._optimizer = meeting, settings, optimizer
@@ -148,6 +151,7 @@ class ParameterServer:
         self._num_steps = 0
         self._last_stats: dict[str, Any] = {}
         if self.is_worker:
+            self._trained = Trained(model, optimizer, named)
             self._open_links()
         else:
             self._core, self._memory = self._make_core()
@@ -168,25 +172,21 @@ class ParameterServer:
                 host,
                 self._settings.timeout,
                 "" if folder is None else str(folder / f"server-{server}"),
-                self._packer(pieces),
+                _packer_of(self._settings.compression, pieces, self._params, self._meeting.worker),
             )
             link.open()
             self._links.append(link)
-
-    def _packer(self, pieces: Sequence[Piece]) -> Packer | None:
-        method = self._settings.compression
-        if method is None:
-            return None
-        return Packer([self._params[piece.index] for piece in pieces], method, self._meeting.worker)
 
     def pull(self) -> None:
         """Overwrite the model's parameters with the servers', once the mode lets this worker have them.
 
         Raises:
             RuntimeError: this rank serves, or has closed.
+            ValueError: parameters are no longer those of module and optimizer.
             CommError: a server has ended or does not answer.
         """
         self._require_worker("pull")
+        self._trained.require_known()
         for link in self._links:
             link.ask_to_pull()
         left = list(self._links)
@@ -208,13 +208,16 @@ class ParameterServer:
 
         Raises:
             ValueError: nothing was pulled since the last push; ``samples`` is not a positive number; or a gradient is
-                sparse or not finite, which is named. Nothing was pushed then, to any server.
+                sparse or not finite, which is named. Or parameters are no longer those of module and optimizer; or a
+                number of this worker's parameter groups was changed, which no server would know. Nothing was pushed
+                then, to any server.
             RuntimeError, CommError: as of :meth:`pull`.
         """
         self._require_worker("push")
         samples = bounded("samples", samples, "a positive, finite number", lambda n: 0 < n < math.inf)
         if not self._has_pulled:
             raise ValueError("push() before pull(): the servers could not tell what the gradient belongs to")
+        self._trained.require_same()
         self._load()
         for link in self._links:
             link.push(samples)
@@ -240,11 +243,12 @@ class ParameterServer:
 
     @contextlib.contextmanager
     def step(self, samples: float = 1.0) -> Iterator[None]:
-        """Pull, clear the gradients, run the block, which computes new ones, and push them; nothing if it raises."""
+        """Pull, clear the gradients, run the block, which must compute new ones, and push them; not if it raises."""
         self.pull()
         for p in self._params:
             p.grad = None
         yield
+        self._trained.require_gradients()
         self.push(samples)
 
     def stats(self) -> dict[str, Any]:
@@ -280,7 +284,9 @@ class ParameterServer:
         """
         if samples is not None:
             samples = positive("samples", samples)
-        if not self.is_worker:
+        if self.is_worker:
+            self._trained.remember_numbers()  # making it has changed them
+        else:
             self._core.shard.schedule(scheduler, samples)
 
     def _require_worker(self, what: str) -> None:
@@ -350,6 +356,7 @@ class ParameterServer:
         try:
             if self.is_worker:
                 self._last_stats = self.stats()
+                self._trained.close()
                 for link in self._links:
                     link.close()
             else:
@@ -367,3 +374,9 @@ class ParameterServer:
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self.close()
+
+
+def _packer_of(
+    method: Compression | None, pieces: Sequence[Piece], params: Sequence[torch.Tensor], worker: int
+) -> Packer | None:
+    return None if method is None else Packer([params[piece.index] for piece in pieces], method, worker)

@@ -61,6 +61,11 @@ class Life(Calls):
             self._gpu_side.call("shutdown")
         self.engine.close()
 
+    @property
+    def default_timeout(self) -> timedelta:
+        """Limit of every single wait, if the operation has none of its own."""
+        return timedelta(seconds=self.engine.timeout)
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Limit every single wait of operations from now on."""
         self.engine.timeout = timeout.total_seconds()

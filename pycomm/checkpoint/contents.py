@@ -66,8 +66,8 @@ def collect(reducer: Reducer, more: Mapping[str, Any]) -> list[Section]:
     parameters, buffers = parameters_of(reducer), buffers_of(reducer)
     refuse_parts(parameters | buffers)
     sections = [
-        _section("model", Kind.EQUAL, parameters),
-        _section("optimizer", Kind.EQUAL, optimizer_state(reducer)),
+        _section("model", _kind_of_model(reducer), parameters),
+        _section("optimizer", _kind_of_model(reducer), optimizer_state(reducer)),
         _section("buffers", Kind.COMPARED, buffers),
         _section("extra", Kind.COMPARED, {name: m.get_extra_state() for name, m in extra_states(reducer)}),
         _section("compression", Kind.OWN, reducer.state_dict()),
@@ -88,6 +88,13 @@ def _section(name: str, kind: Kind, value: Any, where: str = "") -> Section:
     if kind is Kind.COMPARED:  # what is a rank's own has been copied already
         tensors = [copy_of(tensor) for tensor in tensors]
     return Section(name, kind, node, tensors)
+
+
+def _kind_of_model(reducer: Reducer) -> Kind:
+    """Return who has what of the parameters and of the optimizer's state."""
+    table = reducer._table
+    has_own = table.ignored or table.rank_local or reducer._settings.optimizer_state == "keep"
+    return Kind.COMPARED if has_own else Kind.EQUAL
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:

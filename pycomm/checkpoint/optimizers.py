@@ -16,15 +16,15 @@ from pycomm.reducer import Reducer
 def optimizer_state(reducer: Reducer) -> dict[str, Any]:
     """Return the class of the optimizer, the names of its parameters, and its state, by their numbers in that list."""
     optimizer = reducer.optimizer
-    names = {id(param): name for name, param in reducer.named_parameters().items()}
-    params = list(optimizer_parameters(optimizer))
-    if any(id(param) not in names for param in params):
+    averaged = {id(param): name for name, param in reducer.named_parameters().items()}
+    names = [averaged.get(id(p)) or reducer._table.ignored.name_of(p) for p in optimizer_parameters(optimizer)]
+    if None in names:
         raise RuntimeError("a parameter was added to the optimizer, and no backward() has used it yet")
     state = dict(optimizer.state_dict())
     state["state"] = dict(sorted(state["state"].items()))  # ranks may have made it in any order
     return {
         "class": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
-        "names": [names[id(param)] for param in params],
+        "names": names,
         "state_dict": state,
     }
 

@@ -10,6 +10,9 @@ from pycomm.checkpoint.folder import OWN, SHARED, Checkpoint, part_of
 from pycomm.checkpoint.storage import read_tensors
 from pycomm.checkpoint.values import decode, positions_in
 
+_OF_MODEL = ("model", "optimizer")
+"""Sections that rank 0's cannot stand in for, if each rank had its own."""
+
 
 class Saved:
     """Values of ``checkpoint``, which has been checked, for rank ``rank`` of ``size``.
@@ -33,12 +36,21 @@ class Saved:
     def value(self, name: str, old: Any = None) -> Any:
         """Return the value of section ``name``: this rank's, or rank 0's if there was none of that number.
 
+        Raises:
+            ValueError: other numbers of ranks had models of their own.
+
+
         Args:
             name: of the section.
             old: this process's own value, from which objects that are not saved are taken.
         """
         if name in self._shared():
             return self._decoded(name, self._shared()[name], None, old)
+        if name in _OF_MODEL and self._size != self._checkpoint.world_size:
+            raise ValueError(
+                f"each rank has saved {name} values of its own (attach had ignore= or optimizer_state=), "
+                f"{self._checkpoint.world_size} ranks in all: there are {self._size} here, wanted as many"
+            )
         return self._value_of(name, self._rank if self.has_own else 0, old)
 
     def of_all(self, name: str) -> list[Any]:

@@ -13,16 +13,16 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from pycomm.communicator import DEFAULT_TIMEOUT, Communicator
+from pycomm.communicator import Communicator
 from pycomm.compression import Compression
 from pycomm.ddp.exchanges import Sorting
 from pycomm.ddp.settings import Settings, checked_settings
 from pycomm.ddp.steps import Steps, weighting_of
 from pycomm.reducer.agreement import agreed
+from pycomm.reducer.attached_tensors import check_parameters
 from pycomm.reducer.broadcast import check_same_lines, signature
 from pycomm.reducer.buckets import method_stats
 from pycomm.reducer.checkpoint import gather_state, select_state
-from pycomm.reducer.parameters import check_parameters
 from pycomm.torch_internals import GradBucket, communication_hooks, divides_by_active_ranks, zero_buckets
 
 
@@ -33,7 +33,7 @@ def register(
     loss_scaler: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
     algorithm: str = "auto",
-    timeout: timedelta | float = DEFAULT_TIMEOUT,
+    timeout: timedelta | float | None = None,
 ) -> HookHandle:
     """Let ``ddp_model`` average its gradients through pycomm from now on, with ``compression`` if wanted.
 
@@ -50,7 +50,7 @@ def register(
             After a step with an overflow on any rank the state is as before, and gradients are NaN on all.
         optimizer: the optimizer in use, to be told here if the method does not suit it, as DGC and momentum.
         algorithm: name of the algorithm that sums dense buckets; see ``Communicator.all_reduce``.
-        timeout: limit of every wait for a peer; seconds or ``timedelta``.
+        timeout: limit of every wait for a peer; seconds or ``timedelta``. ``None``: the process group's own.
 
     Returns:
         The handle of the hook, which lives as long as ``ddp_model``, even if you do not keep it.

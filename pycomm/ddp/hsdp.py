@@ -11,14 +11,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from pycomm.communicator import DEFAULT_TIMEOUT, Communicator
+from pycomm.communicator import Communicator
 from pycomm.compression import Compression
 from pycomm.ddp.replicas import ReplicaSteps, Shards, state_of
 from pycomm.ddp.settings import Settings, checked_settings
 from pycomm.reducer.agreement import agreed
-from pycomm.reducer.broadcast import broadcast_tensors, check_same_lines
+from pycomm.reducer.autograd_hooks import AfterForward
+from pycomm.reducer.broadcast import broadcast_tensors, check_same_lines, share_tensors
 from pycomm.reducer.buckets import method_stats
 from pycomm.reducer.checkpoint import gather_state, select_state
+from pycomm.reducer.loop_index import LoopIndex
 from pycomm.torch_internals import ShardedGroup, sharded_groups
 from pycomm.transport.own_group import group_of
 
@@ -34,7 +36,7 @@ def register_hsdp(
     loss_scaler: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
     algorithm: str = "auto",
-    timeout: timedelta | float = DEFAULT_TIMEOUT,
+    timeout: timedelta | float | None = None,
 ) -> HsdpHandle:
     """Average the gradients of a model between its replicas from now on, each of which FSDP2 shards.
 
@@ -74,9 +76,10 @@ def register_hsdp(
         check_same_lines(communicator, _lines(modules), "parameter")
         communicator.all_reduce(torch.zeros(1), algorithm=algorithm)  # raises here if there is no such algorithm
         tensors = [param.to_local() for _, group in modules.values() for param in group.params]  # type: ignore[attr-defined]
-        broadcast_tensors(communicator, [*tensors, *model.buffers()], src=0)
+        broadcast_tensors(communicator, tensors, src=0)
+        share_tensors(communicator, dict(model.named_buffers()), src=0)
         made.append(Communicator(next(iter(modules.values()))[1].shard_group, timeout))
-        return HsdpHandle(modules, communicator, made[1], settings, group_of(process_group))
+        return HsdpHandle(model, modules, communicator, made[1], settings, group_of(process_group))
     except BaseException:
         for each in made:
             each.close()
@@ -171,6 +174,7 @@ class HsdpHandle:
 
     def __init__(
         self,
+        model: torch.nn.Module,
         modules: Modules,
         communicator: Communicator,
         shard_communicator: Communicator,
@@ -181,7 +185,10 @@ class HsdpHandle:
         self._group = group
         self._shards = {m: Shards(each, names, communicator, settings) for m, (names, each) in modules.items()}
         device = next(iter(self._shards.values())).exchanges.params[0].device
-        self._steps = ReplicaSteps(communicator, shard_communicator, settings, device)
+        loop = LoopIndex()
+        all_shards = list(self._shards.values())
+        self._steps = ReplicaSteps(all_shards, loop, communicator, shard_communicator, settings, device)
+        self._forwards = model.register_forward_hook(AfterForward(loop.note_forward))
         for module, shards in self._shards.items():
             module.set_all_reduce_hook(_Average(self, shards))  # type: ignore[operator]
 
@@ -255,6 +262,7 @@ class HsdpHandle:
             return
         self._last_stats = self.stats()
         self._removed = True
+        self._forwards.remove()
         for module in self._shards:
             module.set_all_reduce_hook(_PlainMean(self._group))  # type: ignore[operator]
         self._shards.clear()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from pycomm.communicator import Communicator
@@ -16,9 +17,13 @@ from pycomm.ddp.pass_end import at_pass_end
 from pycomm.ddp.settings import Settings
 from pycomm.ddp.verdict import StepCounts, all_finite
 from pycomm.optim.loss_scaler import loss_scale_of
+from pycomm.reducer.damage import name_ranks
+from pycomm.reducer.loop_index import LoopIndex
 from pycomm.reducer.nonfinite import NonfiniteSource
 from pycomm.reducer.passes import HALF_SENT
-from pycomm.torch_internals import ShardedGroup
+from pycomm.torch_internals import ShardedGroup, accumulation_hooks, dtensor_around, local_of
+
+_END = -1
 
 
 class Shards:
@@ -38,7 +43,7 @@ class Shards:
         # Of parameters the exchange needs only what they look like: no memory behind it.
         looks = [torch.empty(1, dtype=group.dtype, device=device).expand(shape) for shape in group.shapes]
         self.exchanges = BucketExchanges(names, looks, settings.method, communicator, settings.algorithm)
-        self._shapes = group.shapes
+        self._shapes, self._division = group.shapes, group.division
         self._before: State | None = None
 
     def views(self, reduced: torch.Tensor) -> list[torch.Tensor]:
@@ -50,6 +55,23 @@ class Shards:
             )
         parts = torch.split(reduced, self.numels)
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+    def add_averages(self) -> None:
+        """Add the averages to the gradients of this rank, where FSDP does not, as it has none for this module."""
+        division = self._division()
+        views = [view for part in self.exchanges.parts for view in part.bucket.views]
+        indices = [i for part in self.exchanges.parts for i in part.indices]
+        for i, view in zip(indices, views, strict=True):
+            param: Any = self.params[i]
+            local = local_of(param)
+            # What is reduced is padded, at its end, to shards of equal size.
+            shard = view.reshape(-1)[: local.numel()].view(local.shape).to(local.dtype) / division
+            if param.grad is None:
+                param.grad = dtensor_around(shard.to(local.device), param)
+            else:
+                local_of(param.grad).add_(shard.to(local.device))
+            for hook in accumulation_hooks(param).values():
+                hook(param)
 
     def remember(self) -> None:
         """Keep a copy of the state as it was before this step."""
@@ -82,7 +104,13 @@ class ReplicaSteps:
     A module's shard has to be averaged by the time its hook returns, when nobody knows yet whether gradients of other
     modules overflow: its state is copied before, and put back at the end of the pass where that turns out to be due.
 
+    Replicas may use different modules, in another order. Before each average they tell each other which module they
+    are at, and average the last of these in the order of registration, which backward comes to first. Those that are
+    not at it take part with no gradients, and go on with their own; at the end of the pass until all are there.
+
     Args:
+        modules: shards of all modules, in the same order on all ranks.
+        loop: what this rank's loop has left out since the last pass.
         communicator: this rank's replicas.
         shard_communicator: the ranks that the parameters are sharded over, whose verdicts count too.
         device: device of the gradients.
@@ -90,11 +118,14 @@ class ReplicaSteps:
 
     def __init__(
         self,
+        modules: Sequence[Shards],
+        loop: LoopIndex,
         communicator: Communicator,
         shard_communicator: Communicator,
         settings: Settings,
         device: torch.device,
     ) -> None:
+        self._modules, self._loop, self._is_first = list(modules), loop, True
         self._communicator, self._shard_communicator = communicator, shard_communicator
         self._device, self._on_gpu = device, device.type == "cuda"
         self._loss_scale = loss_scale_of(settings.loss_scaler)
@@ -116,27 +147,51 @@ class ReplicaSteps:
         start = time.perf_counter()
         if not self.is_open:
             self._begin()
-        self._seen[id(shards)] = shards
-        if self._transactional:
-            shards.remember()
-        grads, exchanges = shards.views(reduced), shards.exchanges
+        grads = shards.views(reduced)
         try:
-            exchanges.exchange(grads, self._scaling)
-            self.source.share(exchanges.parts, self._communicator)
-            finite: Flag = True
-            if self._transactional:
-                finite = all_finite([part.exchange for part in exchanges.parts])
-                self._verdicts.append(finite)
-                self.source.count(finite)
-            exchanges.finish(finite)
-            exchanges.write(grads)
+            self._stand_in_until(self._modules.index(shards))
+            self._exchange(shards, grads)
+            shards.exchanges.write(grads)
         except BaseException as error:
             self.stop(error)
             raise
         self.seconds += time.perf_counter() - start
 
+    def _stand_in_until(self, place: int) -> None:
+        """Take part in averages of other modules until it is the turn of the one in ``place``; -1: until none has."""
+        while (turn := self._next_turn(place)) != place:
+            shards = self._modules[turn]
+            self._exchange(shards, [None] * len(shards.params))
+            shards.add_averages()
+
+    def _next_turn(self, place: int) -> int:
+        """Return the place of the module that is averaged next; -1 if all replicas have ended the pass."""
+        unused = self._loop.num_unused if self._is_first else 0
+        words = np.array([place, self.num_steps, unused], np.int64)
+        gathered = np.empty(self._communicator.size * len(words), np.int64)
+        self._communicator.all_gather(gathered, words)
+        rows = gathered.reshape(-1, len(words))
+        if self._is_first:
+            _check_same_loop(rows)
+            self._is_first = False
+        return int(rows[:, 0].max())
+
+    def _exchange(self, shards: Shards, grads: Sequence[torch.Tensor | None]) -> None:
+        self._seen[id(shards)] = shards
+        if self._transactional:
+            shards.remember()
+        exchanges = shards.exchanges
+        exchanges.exchange(grads, self._scaling)
+        self.source.share(exchanges.parts, self._communicator)
+        finite: Flag = True
+        if self._transactional:
+            finite = all_finite([part.exchange for part in exchanges.parts])
+            self._verdicts.append(finite)
+            self.source.count(finite)
+        exchanges.finish(finite)
+
     def _begin(self) -> None:
-        self.is_open = True
+        self.is_open = self._is_first = True
         self._verdicts, self._seen = [], {}
         loss_scale = self._loss_scale.current(self._device, self._on_gpu)
         self._scaling = Scaling(self._communicator.size, loss_scale=loss_scale, step=self.counts.next_number)
@@ -147,6 +202,8 @@ class ReplicaSteps:
         """Keep or take back the state of the step, as all ranks' gradients are finite or not."""
         start = time.perf_counter()
         try:
+            self._stand_in_until(_END)
+            self._loop.restart()
             if self._transactional:
                 finite = self._verdict()
                 self.counts.count(finite)
@@ -179,6 +236,24 @@ class ReplicaSteps:
         self.stopped = str(error) or type(error).__name__
         for communicator in (self._communicator, self._shard_communicator):
             communicator.channel.abandon(self.stopped, in_step=False)
+
+
+def _check_same_loop(rows: np.ndarray) -> None:
+    """Raise RuntimeError if a replica has left out a batch, by what all have told at the first turn of a pass."""
+    for column, what in (
+        (1, "backward passes were averaged so far"),
+        (2, "forwards in training mode, since the last pass that was averaged, that no backward() followed"),
+    ):
+        counts = rows[:, column].tolist()
+        if len(set(counts)) > 1:
+            least = min(counts) if column == 2 else max(counts)
+            odd = name_ranks([rank for rank, count in enumerate(counts) if count != least])
+            by_rank = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(counts))
+            raise RuntimeError(
+                f"{odd} of the replicas left out a batch: {what}: {by_rank}. Gradients of different batches would be "
+                "averaged: leave it out on all replicas. A forward that is no training step belongs in "
+                "torch.no_grad(), or after model.eval()"
+            )
 
 
 def state_of(all_shards: Mapping[Any, Shards]) -> State:

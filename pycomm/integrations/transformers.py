@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from torch.nn.parallel import DistributedDataParallel
 
-from pycomm.communicator import DEFAULT_TIMEOUT
 from pycomm.integrations.averaging import Averaging, averaging_of
 from pycomm.integrations.optional import library
 from pycomm.reducer.settings import checked_method
@@ -42,7 +41,7 @@ class PycommCallback(_Callback):
     Args:
         compression: as for :func:`pycomm.attach`.
         algorithm: as for :func:`pycomm.attach`.
-        timeout: limit of every wait for a peer; seconds or ``timedelta``.
+        timeout: limit of every wait for a peer; seconds or ``timedelta``. ``None``: the process group's own.
 
     Attributes:
         averaging: what averages, with ``stats()``; ``None`` before training. Its counters stay readable afterwards.
@@ -55,7 +54,7 @@ class PycommCallback(_Callback):
             was added after training had begun.
     """
 
-    def __init__(self, *, compression: Any = None, algorithm: str = "auto", timeout: Any = DEFAULT_TIMEOUT) -> None:
+    def __init__(self, *, compression: Any = None, algorithm: str = "auto", timeout: Any = None) -> None:
         checked_method(compression)
         self._options = {"compression": compression, "algorithm": algorithm, "timeout": timeout}
         self._trains = False

@@ -14,7 +14,7 @@ from pycomm.layout import on_gpu, require_dense
 from pycomm.optim import update_rules
 from pycomm.optim.lamb import LAMB
 from pycomm.optim.lars import LARS
-from pycomm.optim.parameters import optimizer_parameters
+from pycomm.optim.parameters import optimizer_parameters, unwrapped
 from pycomm.optim.partition import Partition
 from pycomm.optim.plans import Rule, forget_plans, step_by_rule
 from pycomm.optim.step_override import Factor, StepOverride, evaluate
@@ -49,6 +49,7 @@ def fuse(optimizer: torch.optim.Optimizer) -> FusedStep:
         ValueError: ``differentiable`` or ``capturable`` is set; a parameter has gaps or overlaps in memory.
         RuntimeError: the ``step`` of the optimizer has already been replaced.
     """
+    optimizer = unwrapped(optimizer)
     rule_of(optimizer)
     for p in optimizer_parameters(optimizer):
         if p.dtype not in (torch.float32, torch.float64):

@@ -12,8 +12,9 @@ import torch
 
 from pycomm import checks, kernels
 from pycomm.optim.attached import reducer_of
-from pycomm.optim.parameters import gradients_of, optimizer_parameters
+from pycomm.optim.parameters import gradients_of, optimizer_parameters, unwrapped
 from pycomm.optim.shards import Shards
+from pycomm.optim.skips import tell_skip
 from pycomm.optim.step_override import Factor, stepper_of
 
 _LEAST_USEFUL = 2.0**-10  # no gradient of a sound model overflows at such a scale
@@ -81,7 +82,7 @@ class LossScaler:
         self._growth_tracker = 0
         self._dynamic, self._enabled = dynamic, enabled
         self._stages: dict[int, tuple[torch.optim.Optimizer, _Stage, bool]] = {}  # by id; the bool: all finite
-        self._verdicts: list[bool] = []
+        self._verdicts: list[bool | None] = []  # of steps; None: a rank vetoed it, which says nothing of the scale
         self._warned = False
         self.skipped_steps = 0
 
@@ -108,6 +109,7 @@ class LossScaler:
         """
         if not self._enabled:
             return
+        optimizer = unwrapped(optimizer)
         stage = self._stage(optimizer)
         if stage is _Stage.UNSCALED:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
@@ -130,21 +132,26 @@ class LossScaler:
             return optimizer.step(*args, **kwargs)
         if "closure" in kwargs or args:
             raise RuntimeError("LossScaler.step takes no closure")
+        given, optimizer = optimizer, unwrapped(optimizer)
         stage = self._stage(optimizer)
         if stage is _Stage.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         finite = self._is_finite(optimizer) if stage is _Stage.READY else self._stages[id(optimizer)][2]
         self._stages[id(optimizer)] = (optimizer, _Stage.STEPPED, finite)
-        self._verdicts.append(finite)
+        reducer = reducer_of(optimizer)
+        is_vetoed = reducer is not None and reducer.is_vetoed
+        self._verdicts.append(None if is_vetoed else finite)
         stepper = stepper_of(optimizer)
         if not finite:
             self.skipped_steps += 1
-            self._warn_if_no_overflow(optimizer)
+            if not is_vetoed:
+                self._warn_if_no_overflow(optimizer)
             stepper.forget()
+            tell_skip(unwrapped(optimizer))
             return None
         if stage is _Stage.READY and not stepper.leave_factor(1.0 / self._scale):
             stepper.unscale(1.0 / self._scale)
-        return optimizer.step(**kwargs)
+        return given.step(**kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Adapt the scale to the outcome of the last steps, or set it to ``new_scale``.
@@ -163,8 +170,9 @@ class LossScaler:
         else:
             if not self._verdicts:
                 raise RuntimeError("no step() since the last update()")
-            if self._dynamic:
-                self._adapt(all(self._verdicts))
+            known = [verdict for verdict in self._verdicts if verdict is not None]
+            if self._dynamic and known:
+                self._adapt(all(known))
         for optimizer, _, _ in self._stages.values():
             stepper_of(optimizer).forget()
         self._verdicts.clear()
@@ -192,7 +200,7 @@ class LossScaler:
 
     def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether ``unscale_`` was called on ``optimizer`` in this step, or the scaler is not enabled."""
-        return not self._enabled or self._stage(optimizer) is _Stage.UNSCALED
+        return not self._enabled or self._stage(unwrapped(optimizer)) is _Stage.UNSCALED
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state under GradScaler's keys; an empty dict if not enabled."""

@@ -18,7 +18,7 @@ from pycomm.kernels.prepared import Scaling
 from pycomm.layout import laid_out_like, require_dense
 from pycomm.optim.fused import RULES, KernelStep, rule_of
 from pycomm.optim.master_state import KEY, cast_state, loaded_state, state_of_optimizer, whole_masters, without_masters
-from pycomm.optim.parameters import optimizer_parameters
+from pycomm.optim.parameters import checked_optimizer, optimizer_parameters
 from pycomm.optim.partition import Span
 from pycomm.optim.plans import Rule, step_by_rule
 from pycomm.optim.shards import matched
@@ -56,9 +56,7 @@ def master_weights(optimizer: torch.optim.Optimizer) -> MasterWeights:
         RuntimeError: its ``step`` has already been replaced.
         ValueError: a parameter has gaps in memory.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}, wanted a torch.optim.Optimizer")
-    return MasterWeights(optimizer)
+    return MasterWeights(checked_optimizer(optimizer))
 
 
 _STEPPED = RULES.keys() - {torch.optim.Adagrad}
@@ -97,10 +95,10 @@ class MasterWeights(KernelStep):
         self._add_new([param])
         return self._masters.get(param, param)
 
-    def masters(self) -> list[torch.Tensor]:
-        """Return the masters of all half-precision parameters, updated with values written to those since."""
+    def masters(self, leaves_out: Callable[[torch.Tensor], bool] = lambda _: False) -> list[torch.Tensor]:
+        """Return the masters of half-precision parameters, but for some, updated with values written to those since."""
         self._refresh()
-        return list(self._masters.values())
+        return [master for param, master in self._masters.items() if not leaves_out(param)]
 
     def restore(self) -> None:
         """Cast all masters back to their parameters, after the masters were written to."""

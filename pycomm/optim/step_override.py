@@ -50,8 +50,8 @@ class Stepper:
     def forget(self) -> None:
         """Drop all that is left for a step that will not be taken."""
 
-    def masters(self) -> list[torch.Tensor]:
-        """Return the float32 masters, updated with values written to the parameters since."""
+    def masters(self, leaves_out: Callable[[torch.Tensor], bool] = lambda _: False) -> list[torch.Tensor]:
+        """Return the float32 masters, updated with values written to the parameters since, but for some parameters."""
         return []
 
     def restore(self) -> None:

@@ -8,18 +8,16 @@ from typing import Any
 import torch
 
 from pycomm.communicator import Communicator
-from pycomm.compression.base import Exchange, Flag, State
-from pycomm.reducer import norms
+from pycomm.compression.base import Exchange, State
 from pycomm.reducer.arrivals import Waits
-from pycomm.reducer.buckets import method_stats, nonfinite_source, state_of
+from pycomm.reducer.buckets import method_stats, state_of
 from pycomm.reducer.figures import CompressionFigures
 from pycomm.reducer.module_buffers import BufferSync
-from pycomm.reducer.nonfinite import NonfiniteSource
+from pycomm.reducer.outcome import Outcome
 from pycomm.reducer.parameters import ParameterTable
 from pycomm.reducer.phases import Phases
 from pycomm.reducer.progress import Progress
-from pycomm.reducer.replicas import ReplicaCheck
-from pycomm.reducer.verdicts import all_finite
+from pycomm.reducer.rank_comparison import RankComparison
 
 
 class Answers:
@@ -28,15 +26,11 @@ class Answers:
     table: ParameterTable
     communicator: Communicator
     progress: Progress
-    finite: Flag | None
-    not_finite: str | None
-    nonfinite_steps: torch.Tensor
+    outcome: Outcome
     waits: Waits
-    committed_steps: torch.Tensor
-    _replica_check: ReplicaCheck
+    comparison: RankComparison
     phases: Phases
     figures: CompressionFigures
-    source: NonfiniteSource
     buffers: BufferSync | None
     _num_launched: int
 
@@ -53,6 +47,10 @@ class Answers:
         """Return whether some of this pass's gradients have been sent."""
         return self._num_launched > 0
 
+    def has_launched_all(self) -> bool:
+        """Return whether all of this pass's gradients have been sent, and their averages are not there yet."""
+        return 0 < self._num_launched == len(self.table.flights) and self.is_waited_for()
+
     def is_waited_for(self) -> bool:
         """Return whether any bucket is in flight."""
         return any(flight.work is not None for flight in self.table.flights)
@@ -66,12 +64,12 @@ class Answers:
         for flight in self.table.flights:
             flight.exchange.load_state(state)
         self.figures.forget()
-        self.committed_steps.fill_(num_steps)
+        self.outcome.committed_steps.fill_(num_steps)
         self.hash_state()  # instead of the hashes that there may be of what it was
 
     def release(self) -> None:
         """Let go of memory that is not this object's."""
-        self._replica_check.state_hashes.forget()
+        self.comparison.replicas.state_hashes.forget()
         self.waits.close()
 
     def hash_state(self) -> None:
@@ -84,7 +82,7 @@ class Answers:
 
     def set_absent(self, absent: bool) -> None:
         """Note whether this rank takes part without data: then its parameters and steps are not compared."""
-        self._replica_check.absent = absent
+        self.comparison.replicas.absent = absent
 
     def agree_on_end(self, absent: bool) -> bool:
         """Return whether all ranks are ``absent``, after a reduction that came to nothing; adopt their last step then.
@@ -98,7 +96,7 @@ class Answers:
         if found[0]:
             return False
         self.progress.num_steps = int(found[1])
-        self._replica_check.forget_seen()
+        self.comparison.replicas.forget_seen()
         return True
 
     def require_all_averaged(self) -> None:
@@ -117,21 +115,23 @@ class Answers:
 
     def stats(self) -> dict[str, Any]:
         """Return the counters of ``Reducer.stats``."""
-        nonfinite_steps = int(self.nonfinite_steps.item())
-        source = self.source.of(self.table.flights) or ("a sum over the ranks" if nonfinite_steps else None)
-        return {
+        stats = {
             "bytes_sent": sum(flight.exchange.bytes_sent for flight in self.table.flights),
             "steps": self.progress.num_reductions,
             "wait_seconds": self.waits.seconds,
             "waits": self.waits.report(self.world),
-            "nonfinite_steps": nonfinite_steps,
-            "last_nonfinite": source,
+            **self.outcome.stats(),
             "num_buckets": len(self.table.flights),
             "transport": "nccl" if self.table.on_gpu else self.communicator.transport,
             **self.phases.report(),
             **self._compression_stats(),
             **method_stats(self._exchanges()),
         }
+        for key, value in self.table.earlier.items():
+            stats[key] = stats.get(key, 0) + value
+        if stats.get("selections"):
+            stats["miss_rate"] = stats["selections_missed"] / stats["selections"]
+        return stats
 
     def _compression_stats(self) -> dict[str, float | None]:
         """Return how much smaller what is sent is, and what compression leaves out."""
@@ -139,24 +139,3 @@ class Answers:
         gradients = sum(flight.bucket.flat.nbytes for flight in self.table.flights) * self.progress.num_reductions
         figures = self.figures.report(list(self._exchanges()), self.progress.num_reductions)
         return {"compression_ratio": gradients / sent if sent else None, **figures}
-
-    def name_of_not_finite(self) -> str | None:
-        """Return the location or source of the first non-finite value; ``None`` if all are finite. Waits for a GPU."""
-        if self.finite is not None and not bool(self.finite):
-            found = nonfinite_source(self._exchanges())
-            if found is not None:
-                return found
-        name = self.not_finite or norms.first_not_finite(self.table.gradients())
-        return None if name is None else f"parameter {name!r}"
-
-    def settle(self, was_exchanged: bool) -> bool:
-        """Return whether the last gradients are finite; the same on all ranks. Waits for a GPU.
-
-        Args:
-            was_exchanged: whether the engine has sent and received them; a lone rank's are only looked at.
-        """
-        if not was_exchanged:
-            return bool(torch.isfinite(norms.squared_norm(self.table.slots(), self.table.shards)))
-        if self.finite is None:
-            self.finite = bool(all_finite(self.table.flights, self.table.shards))
-        return bool(self.finite)

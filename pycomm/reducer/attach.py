@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -11,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from pycomm.checks import seconds_of
-from pycomm.communicator import DEFAULT_TIMEOUT, Communicator
+from pycomm.communicator import Communicator
 from pycomm.compression import Compression
 from pycomm.optim.attached import refuse_second_attach, register
-from pycomm.optim.parameters import unwrapped
+from pycomm.optim.parameters import optimizer_parameters, unwrapped
 from pycomm.reducer.agreement import agreed
 from pycomm.reducer.arrivals import Waits, open_board
-from pycomm.reducer.broadcast import broadcast_state, broadcast_tensors, check_same_lines, signature
+from pycomm.reducer.attached_tensors import AttachedTensors
+from pycomm.reducer.broadcast import broadcast_state, check_same_lines, check_state_keys
 from pycomm.reducer.engine import Engine
 from pycomm.reducer.joining import join as join_ranks
 from pycomm.reducer.joining import surviving_engine
@@ -26,11 +27,11 @@ from pycomm.reducer.lanes import open_lanes
 from pycomm.reducer.parameters import ParameterTable, table_of
 from pycomm.reducer.partition.opening import open_partition, require_reachable, require_shardable, settings_lines
 from pycomm.reducer.reducer import Reducer
-from pycomm.reducer.settings import Settings, checked_settings
+from pycomm.reducer.settings import NAMES, Settings, checked_settings
 from pycomm.reducer.sharded import check_sharding
 from pycomm.reducer.wrappers import refuse_wrapped, watch_constructions
 from pycomm.torch_internals import is_dtensor
-from pycomm.transport.own_group import group_of
+from pycomm.transport.own_group import group_of, timeout_seconds
 
 
 def attach(
@@ -46,8 +47,10 @@ def attach(
     clip_local_norm: float | None = None,
     algorithm: str = "auto",
     all_parameters: bool = False,
+    ignore: Iterable[str | torch.Tensor | torch.nn.Module] = (),
     check_replicas: int = 1000,
     buffers: str = "local",
+    optimizer_state: str = "broadcast",
     on_failure: str = "raise",
     min_ranks: int = 1,
     backup: int = 0,
@@ -55,7 +58,8 @@ def attach(
     full_grad: bool | None = False,
     join: str | None = None,
     carry: Mapping[str, Any] | None = None,
-    timeout: timedelta | float = DEFAULT_TIMEOUT,
+    per_rank: Iterable[str] = (),
+    timeout: timedelta | float | None = None,
 ) -> Reducer:
     """Average the gradients of ``optimizer``'s parameters over the ranks from now on.
 
@@ -97,6 +101,11 @@ def attach(
         all_parameters: average the gradients of all named parameters, whether or not they belong to the
             optimizer. Otherwise a parameter of the module that gets a gradient without being covered by
             any attach is reported, once, by a warning.
+        ignore: what is each rank's own: names of parameters and buffers, patterns of them as in a shell
+            ("experts.*"), parameters, or modules. It is not sent, averaged, compared or warned of, and may have other
+            shapes on other ranks. Patterns must be equal on all ranks. Without it, trainable parameters of the module
+            that this optimizer does not have, and that differ between ranks, stay as they are, with a RuntimeWarning
+            that names them; all others become rank 0's.
         check_replicas: compare all ranks' parameters after the first step and then once in this many
             reductions (by hashes, which read them once); 0 never does. A difference is an error: a
             :class:`pycomm.CommError` if most ranks agree, whose ``peer`` is then the other one, or if only a few
@@ -105,7 +114,10 @@ def attach(
             Buffers that differ are only logged.
         buffers: treatment of the module's buffers (BatchNorm's statistics, for example) in each reduction.
             "local": each rank keeps its own; "broadcast": all ranks get rank 0's; "average": floating-point
-            buffers are averaged, the others are rank 0's.
+            buffers are averaged, the others are rank 0's. Buffers that are sparse or quantised are compared instead.
+        optimizer_state: "broadcast": all ranks get rank 0's; what other ranks have and rank 0 does not is an error.
+            "keep": each rank keeps its own, for an optimizer that shares its state out among the ranks; only
+            hyperparameters become rank 0's.
         on_failure: treatment of ranks that are lost: that die, are stopped, do not come within the timeout, or raise
             in ``backward()``. "raise": every rank gets a CommError. "shrink": those that are left agree on who they
             are, and reduce the step again from the gradients that they have; ``backward()`` returns the mean over
@@ -121,12 +133,14 @@ def attach(
             rank has the average of its own part in ``.grad``, else its own gradient.
         full_grad: with ``shard``, True: every rank gets all of the average in ``.grad``. ``None``: no rank gets any of
             it, as the sum is made inside the step, which then moves fewer bytes; ``.grad`` stays this rank's own.
-        join: address, "host:port", of the store in which other ranks have met, to become one more of them between
-            two steps. Such a process calls no ``init_process_group``. It gets all state from them, and takes part
-            in its first step with weight zero. Wants "shrink", on all ranks.
+        join: address, "host:port" or "[::1]:port", of the store in which other ranks have met, to become one more of
+            them between two steps. Such a process calls no ``init_process_group``. It gets all state from them, and
+            takes part in its first step with weight zero. Wants "shrink", on all ranks.
         carry: objects with ``state_dict`` and ``load_state_dict``, by name, whose state newcomers get as well:
             learning-rate schedules, samplers. Equal names on all ranks.
-        timeout: limit of every wait for a peer; seconds or ``timedelta``.
+        per_rank: keys of ``optimizer.param_groups``, such as "lr", whose numbers may differ between ranks. All others
+            are compared in every reduction, and a difference is an error that names group, key and values.
+        timeout: limit of every wait for a peer; seconds or ``timedelta``. ``None``: the process group's own.
 
     Returns:
         The :class:`Reducer`. It lives as long as the optimizer or the module, even if you do not keep it.
@@ -134,37 +148,23 @@ def attach(
     Raises:
         RuntimeError: torch.distributed is not initialised.
         CommError: with ``join``, nobody answers.
-        TypeError, ValueError: an argument is wrong, or ranks differ in names, shapes, dtypes, order, parts of DTensors
-            or settings (on every rank, naming the first difference). Nothing is left behind in that case.
+        TypeError, ValueError: an argument is wrong; or ranks differ in settings, in names, shapes, dtypes, order or
+            kinds of parameters and buffers, or in the contents of those that cannot be sent; or a parameter cannot be
+            averaged (on every rank, naming the first one). Nothing is left behind in that case.
     """
-    settings = functools.partial(
-        checked_settings,
-        model_or_named_parameters,
-        compression=compression,
-        bucket_mb=bucket_mb,
-        accumulate=accumulate,
-        average=average,
-        loss_scaler=loss_scaler,
-        clip_local_norm=clip_local_norm,
-        algorithm=algorithm,
-        all_parameters=all_parameters,
-        check_replicas=check_replicas,
-        buffers=buffers,
-        on_failure=on_failure,
-        min_ranks=min_ranks,
-        backup=backup,
-        shard=shard,
-        full_grad=full_grad,
-    )
-    request = _check_request(settings, optimizer, model_or_named_parameters)
+    given = locals()
+    settings = functools.partial(checked_settings, model_or_named_parameters, **{name: given[name] for name in NAMES})
+    request = _check_request(settings, optimizer, model_or_named_parameters, ignore)
     return _attach_all(request, process_group, timeout, carry or {}, join)
 
 
-_Request = tuple[Settings, ParameterTable] | Exception
+_Request = tuple[Settings, ParameterTable, AttachedTensors] | Exception
 
 
-def _check_request(settings_of: Callable[[], Settings], optimizer: Any, model_or_named_parameters: Any) -> _Request:
-    """Return the settings and the parameters, or the error that they cause.
+def _check_request(
+    settings_of: Callable[[], Settings], optimizer: Any, model_or_named_parameters: Any, ignore: Any
+) -> _Request:
+    """Return the settings, the parameters and all tensors beside them, or the error that they cause.
 
     The error is not raised yet: the other ranks are about to meet this one, and have to be told first.
     """
@@ -172,7 +172,8 @@ def _check_request(settings_of: Callable[[], Settings], optimizer: Any, model_or
         optimizer = unwrapped(optimizer)
     try:
         settings = settings_of()
-        table = table_of(optimizer, model_or_named_parameters, settings.all_parameters)
+        table = table_of(optimizer, model_or_named_parameters, settings.all_parameters, ignore)
+        settings = replace(settings, ignore=table.ignored.patterns)
         names = dict(table.named())
         refuse_wrapped(names, model_or_named_parameters)
         refuse_second_attach(names)
@@ -181,9 +182,23 @@ def _check_request(settings_of: Callable[[], Settings], optimizer: Any, model_or
             _require_survivable(table)
         if settings.shard is not None:
             require_shardable(table, settings.shard)
+        _check_ignored(table, settings)
+        return settings, table, AttachedTensors(table)
     except (TypeError, ValueError) as error:
         return error
-    return settings, table
+
+
+def _check_ignored(table: ParameterTable, settings: Settings) -> None:
+    """Raise ValueError if the optimizer has ignored parameters, and its steps concern all of them at once."""
+    ignored = next(filter(None, map(table.ignored.name_of, optimizer_parameters(table.optimizer))), None)
+    if ignored is None:
+        return
+    for what, is_given in (("loss_scaler", settings.loss_scaler is not None), ("shard", settings.shard is not None)):
+        if is_given:
+            raise ValueError(
+                f"ignore has {ignored!r}, which the attached optimizer steps, and does not go with {what}: ranks step "
+                "all its parameters or none; give what is each rank's own to an optimizer of its own"
+            )
 
 
 def _require_survivable(table: ParameterTable) -> None:
@@ -201,17 +216,19 @@ def _require_survivable(table: ParameterTable) -> None:
 def _attach_all(
     request: _Request,
     process_group: dist.ProcessGroup | DeviceMesh | None,
-    timeout: timedelta | float,
+    timeout: timedelta | float | None,
     carry: Mapping[str, Any],
     join: str | None,
 ) -> Reducer:
     """Attach on all ranks together, or on none of them; nothing is left behind then. ``join``: of ranks to join."""
+    if timeout is (attach.__kwdefaults__ or {}).get("timeout"):
+        timeout = None  # a default, whichever one attach declares, does not overrule the group's
     if join is not None:
         return _join(request, join, carry, timeout)
     communicator = Communicator(process_group, timeout)
     try:
-        settings, table = agreed(communicator, _check_ranks(request, process_group))
-        _make_equal(communicator, table, settings)
+        settings, table, tensors = agreed(communicator, _check_ranks(request, process_group))
+        _make_equal(communicator, table, settings, tensors)
         lanes = open_lanes(communicator, settings, table.on_gpu)
         if settings.shard is not None:
             require_reachable(communicator, settings)
@@ -221,14 +238,14 @@ def _attach_all(
         raise
 
 
-def _join(request: _Request, address: str, carry: Mapping[str, Any], timeout: timedelta | float) -> Reducer:
+def _join(request: _Request, address: str, carry: Mapping[str, Any], timeout: timedelta | float | None) -> Reducer:
     """Attach as one more rank of those that are there already."""
     if isinstance(request, Exception):
         raise request
-    settings, table = request
+    settings, table, _ = request
     if not settings.survives:
         raise ValueError('join wants on_failure="shrink", as the ranks that are there have it')
-    return join_ranks(address, table, settings, carry, seconds_of(timeout))
+    return join_ranks(address, table, settings, carry, timeout_seconds(timeout))
 
 
 def _check_ranks(request: _Request, process_group: dist.ProcessGroup | DeviceMesh | None) -> _Request:
@@ -238,7 +255,7 @@ def _check_ranks(request: _Request, process_group: dist.ProcessGroup | DeviceMes
     """
     if isinstance(request, Exception):
         return request
-    settings, table = request
+    settings, table, _ = request
     table.ranks = tuple(dist.get_process_group_ranks(group_of(process_group)))
     try:
         check_sharding(dict(table.named()), table.ranks)
@@ -276,8 +293,10 @@ def _attach_over(
         raise
 
 
-def _make_equal(communicator: Communicator, table: ParameterTable, settings: Settings) -> None:
-    """Raise ValueError if the ranks' settings or parameters do not match; then copy rank 0's state to all ranks."""
+def _make_equal(
+    communicator: Communicator, table: ParameterTable, settings: Settings, tensors: AttachedTensors
+) -> None:
+    """Raise ValueError if the ranks' settings or tensors do not match; then copy rank 0's state to all ranks."""
     check_same_lines(communicator, settings.lines(), "setting")
     if settings.shard is not None:
         check_same_lines(communicator, settings_lines(table.optimizer), "parameter group")
@@ -285,14 +304,11 @@ def _make_equal(communicator: Communicator, table: ParameterTable, settings: Set
         torch.zeros(1, dtype=torch.float32), algorithm=settings.algorithm
     )  # raises here if there is no such algorithm
     names = dict(table.named())
-    lines = [f"{name}: {signature(p)}{'' if p.requires_grad else ' frozen'}" for name, p in names.items()]
-    module, stepper = table.module, table.stepper
-    if module is not None:  # other DTensors, which are about to be broadcast too
-        others = [*module.named_parameters(), *module.named_buffers()]
-        lines += [f"{name}: {signature(t)}" for name, t in others if is_dtensor(t) and name not in names]
-    check_same_lines(communicator, lines, "parameter")
-    stepper.warn_of_lost_updates(names)
-    tensors = list(names.values()) if module is None else [*module.parameters(), *module.buffers()]
-    broadcast_tensors(communicator, [*tensors, *stepper.masters()], src=0)
-    stepper.restore()
-    broadcast_state(communicator, table.optimizer, src=0)
+    table.stepper.warn_of_lost_updates(names)
+    tensors.make_equal(communicator)
+    broadcast_state(
+        *(communicator, table.optimizer, 0),
+        leaves_out=table.ignored.covers,
+        check=functools.partial(check_state_keys, table.optimizer, names),
+        keeps_state=settings.optimizer_state == "keep",
+    )

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 
 from pycomm.reducer.engine import Engine
-from pycomm.reducer.passes import Passes
+from pycomm.reducer.rank_flags import StopRequest
+from pycomm.reducer.rank_requests import request_veto
+from pycomm.reducer.without_backward import WithoutBackward
+from pycomm.torch_internals import current_graph_task
 
 
 class Attendance:
@@ -17,8 +20,10 @@ class Attendance:
 
     _detached = False
     _last_stats: Mapping[str, Any] = MappingProxyType({})
-    _passes: Passes
+    _without_backward: WithoutBackward
     _idle: bool
+
+    def _install(self) -> None: ...
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -89,6 +94,85 @@ class Attendance:
             return dict(self._last_stats)
         return self._engine.stats()
 
+    def reduce(self) -> None:
+        """Average what is in ``.grad`` now, in place of a ``backward()``. Collective.
+
+        For gradients that ``backward()`` did not make: ``torch.autograd.grad``, ``torch.func.grad``, evolution
+        strategies, clipping by sample. Write them to ``.grad``, call this, then ``optimizer.step()``. Afterwards
+        ``.grad`` is as after ``backward()``, with every method of compression and every scaler. Frozen parameters that
+        have a gradient take part, if they have one on all ranks; a parameter without one counts as zeros. It ends an
+        accumulation window, and counts as its last pass. Other ranks may call ``backward()`` meanwhile.
+
+        Raises:
+            RuntimeError: inside ``backward()``, or the gradients have been averaged already.
+            ValueError: frozen parameters have gradients on some ranks only; on every rank.
+        """
+        self._require_attached()
+        if current_graph_task() != -1:
+            raise RuntimeError("reduce() inside backward(): call it when backward() has returned")
+        if not self._idle:
+            self._without_backward.reduce_written()
+
+    def veto_step(self, reason: str = "") -> None:
+        """Have this step left out on all ranks. Call it on any rank, before or during its ``backward()``.
+
+        The averages of this step are discarded on all ranks like those that are not finite: compression keeps what it
+        had. All ranks go on as usual. With a loss scaler the scaler leaves out the step. Otherwise ``.grad`` is
+        ``None`` everywhere, so that ``optimizer.step()`` has nothing to do. It costs nothing unless a rank asks for it.
+        :class:`pycomm.LossScaler` keeps its scale, torch's GradScaler lowers it. In an accumulation window the whole
+        window is left out. ``stats()`` has ``vetoed_steps`` and ``last_veto``.
+
+        Raises:
+            RuntimeError: this step's gradients have been sent, or averaged.
+            ValueError: with ``backup``; or without a ``loss_scaler`` on a GPU or with ``shard``.
+        """
+        self._require_attached()
+        request_veto(self._engine, str(reason))
+        if self._idle:
+            self._install()
+
+    def skip_batch(self) -> None:
+        """Take part in this step without a batch, in place of forward and backward; ``.grad`` gets the average.
+
+        The average is that of the ranks that have a batch, as if this rank's weight were zero. The step is the same on
+        all ranks: call ``optimizer.step()`` afterwards. If no rank has a batch, ``.grad`` is ``None``. Methods that
+        keep residuals weight them in this step as the gradients.
+
+        Raises:
+            RuntimeError: after ``backward()``, or in an accumulation window that has gradients already.
+            ValueError: on a GPU, with ``on_failure="shrink"`` or ``full_grad=None``, unless :meth:`set_weight` is in
+                use.
+        """
+        self._require_attached()
+        if self._idle:
+            self._engine.table.drop_gradients()
+        else:
+            self._without_backward.skip_batch()
+
+    def request_stop(self, reason: str = "") -> None:
+        """Ask all ranks to end the training together. Call it on any rank and thread, or in a signal handler.
+
+        The request travels with the next reduction, and :attr:`stop_requested` becomes true on all ranks when that
+        reduction returns (on a GPU two reductions later). So all can save and leave after the same step. Nothing is
+        ended by it.
+        """
+        self._require_attached()
+        flags = self._engine.flags
+        if self._idle and not flags.stop_requested:
+            flags.stop_requested = StopRequest(self._engine.communicator.rank, str(reason))
+        elif flags.stop is None:
+            flags.stop = str(reason)
+
+    @property
+    def stop_requested(self) -> StopRequest:
+        """Request to stop that all ranks have heard of: true, with ``rank`` and ``reason``; false before that."""
+        return self._engine.flags.stop_requested
+
+    @property
+    def is_vetoed(self) -> bool:
+        """Whether a rank has vetoed the last step; see :meth:`veto_step`."""
+        return bool(self._engine.flags.heard.veto)
+
     def reduce_now(self) -> None:
         """Average the gradients that there are, whoever made them, unless their averages wait for a step already.
 
@@ -107,7 +191,7 @@ class Attendance:
         if there and not window.is_open and not self._engine.progress.is_used:
             self._engine.require_all_averaged()
         else:
-            self._passes.take_part(absent=False)
+            self._without_backward.take_part(absent=False)
 
     def stay_absent(self) -> int:
         """Take part in the other ranks' reductions without data, until all ranks have called this.
@@ -122,7 +206,7 @@ class Attendance:
             return 0
         table, count = self._engine.table, 0
         with torch.no_grad(), torch.cuda.device(table.device if table.on_gpu else -1):
-            while not self._passes.take_part(absent=True):
+            while not self._without_backward.take_part(absent=True):
                 count += 1
         return count
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -9,69 +10,127 @@ from typing import Any, Protocol
 import torch
 
 from pycomm.counting import GradientCounter
+from pycomm.reducer.copies import CopyWatch
 from pycomm.reducer.uncovered import Uncovered
-from pycomm.torch_internals import accumulation_hooks, leave_out_of_scripts
+from pycomm.torch_internals import accumulation_hooks, forward_pre_hooks, is_recording, leave_out_of_scripts
 
 
 class ForwardHook:
-    """Pre-hook of a module's forward. A copy of the module (``deepcopy``, ``pickle``) gets one that does nothing.
+    """Hook of a module's forward that does nothing, as a copy of one of pycomm's does (``deepcopy``, ``pickle``).
 
-    It also does nothing in a forward that torch.compile traces; what it would find is found when backward
-    begins, or before the step.
+    Those that do something do nothing either in a forward that torch.compile traces; what they would find is found
+    when backward begins, or before the step.
     """
 
-    def __init__(self, before_forward: Callable[[], None] | None) -> None:
-        self._before_forward = before_forward
-
-    def __call__(self, *_: object) -> None:
-        if torch.compiler.is_compiling():
-            return
-        if self._before_forward is not None:
-            self._before_forward()
+    def __call__(self, *_: Any) -> None:
+        pass
 
     def __deepcopy__(self, memo: object) -> ForwardHook:
-        return ForwardHook(None)
+        return self.of_copy()
 
-    def __reduce__(self) -> tuple[type[ForwardHook], tuple[None]]:
-        return ForwardHook, (None,)
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return type(self.of_copy()), ()
+
+    def of_copy(self) -> ForwardHook:
+        """Return the hook that a copy of the module gets."""
+        return ForwardHook()
+
+
+class BeforeForward(ForwardHook):
+    """Pre-hook that calls ``before_forward()``; ``watches_copies``: copies of the module refuse to be trained."""
+
+    def __init__(self, before_forward: Callable[[], None], *, watches_copies: bool = False) -> None:
+        self._before_forward, self._watches_copies = before_forward, watches_copies
+
+    def __call__(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._before_forward()
+
+    def of_copy(self) -> ForwardHook:
+        return OfCopy() if self._watches_copies else ForwardHook()
+
+
+class AfterForward(ForwardHook):
+    """Hook that calls ``after_forward(output)`` after a forward in training mode whose graph is kept."""
+
+    def __init__(self, after_forward: Callable[[Any], None]) -> None:
+        self._after_forward = after_forward
+
+    def __call__(self, module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and module.training and torch.is_grad_enabled() and not is_recording():
+            self._after_forward(output)
+
+
+class OfCopy(ForwardHook):
+    """Pre-hook of a copy of an attached module."""
+
+    def __init__(self) -> None:
+        self._watch = CopyWatch()
+
+    def __call__(self, module: torch.nn.Module, *_: Any) -> None:
+        if not torch.compiler.is_compiling() and not is_recording():
+            self._watch.before_forward(module)
+
+    def of_copy(self) -> ForwardHook:
+        return OfCopy()
 
 
 leave_out_of_scripts(ForwardHook)
 
 
+def watch_copies(module: torch.nn.Module) -> Any:
+    """Have copies of ``module`` refuse to be trained unless they are attached; return a handle with ``remove``."""
+    forget_original(module)
+    return module.register_forward_pre_hook(BeforeForward(lambda: None, watches_copies=True))
+
+
+def forget_original(module: torch.nn.Module) -> None:
+    """Note that ``module``, which may be a copy of an attached one, is averaged itself from now on."""
+    for part in module.modules():
+        hooks = forward_pre_hooks(part)
+        for key in [key for key, hook in hooks.items() if isinstance(hook, OfCopy)]:
+            del hooks[key]
+
+
 class Watcher(Protocol):
-    """Object that a module's hooks keep alive, and call before its forward."""
+    """Object that hooks of an optimizer and a module keep alive, and call."""
 
     def before_forward(self) -> None: ...
-    def knows(self, param: torch.Tensor) -> bool: ...
+    def note_forward(self, output: Any) -> None: ...
+    def note_zero_grad(self) -> None: ...
+    def enter_step(self) -> bool: ...
+    def begin_step(self) -> None: ...
+    def before_step(self) -> None: ...
+    def after_step(self) -> None: ...
+    def covers(self, param: torch.Tensor) -> bool: ...
 
 
 class ModelHooks:
     """Hooks on an optimizer and its module. They hold strong references to the objects they call.
 
     Args:
-        before_step: called before each step, but after its closure.
-        stepped: called before a closure runs for the first time.
-        watcher: object to call before each forward of the module.
-        after_step: called after each step.
+        optimizer, module: objects to hook.
+        watcher: object to call.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         module: torch.nn.Module | None,
-        before_step: Callable[[], None],
-        stepped: Callable[[], None],
         watcher: Watcher,
-        after_step: Callable[[], None] | None = None,
     ) -> None:
-        self._handles: list[Any] = [optimizer.register_step_pre_hook(step_hook(before_step, stepped))]
-        if after_step is not None:
-            self._handles.append(optimizer.register_step_post_hook(lambda *_: after_step()))
+        self._handles: list[Any] = [
+            optimizer.register_step_pre_hook(step_hook(watcher.enter_step, watcher.before_step, watcher.begin_step)),
+            optimizer.register_step_post_hook(lambda *_: watcher.after_step()),
+            ZeroGradHook(optimizer, watcher.note_zero_grad),
+        ]
         self._uncovered: Uncovered | None = None
         if module is not None:
-            self._handles.append(module.register_forward_pre_hook(ForwardHook(watcher.before_forward)))
-            self._uncovered = Uncovered(module, watcher.knows)
+            forget_original(module)
+            before = BeforeForward(watcher.before_forward, watches_copies=True)
+            self._handles.append(module.register_forward_pre_hook(before))
+            self._handles.append(module.register_forward_hook(AfterForward(watcher.note_forward)))
+            self._uncovered = Uncovered(module, watcher.covers)
 
     def warn_of_uncovered(self) -> None:
         """Warn once of gradients that nobody averages."""
@@ -86,14 +145,47 @@ class ModelHooks:
             self._uncovered.close()
 
 
-def step_hook(check: Callable[[], None], begin: Callable[[], None]) -> Callable[..., Any]:
+class ZeroGradHook:
+    """Hook that calls ``note()`` before ``optimizer.zero_grad()``, which torch has no hooks for.
+
+    The method of this one object is replaced. Copies and pickles of the optimizer have its class's.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, note: Callable[[], None]) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._before = vars(optimizer).get("zero_grad")
+        call: Callable[..., None] = optimizer.zero_grad
+
+        @functools.wraps(call)
+        def zero_grad(*args: Any, **kwargs: Any) -> None:
+            note()
+            call(*args, **kwargs)
+
+        self._hook = zero_grad
+        vars(optimizer)["zero_grad"] = zero_grad
+
+    def remove(self) -> None:
+        """Give the optimizer back what it had, unless somebody has replaced it since."""
+        optimizer = self._optimizer()
+        if optimizer is None or vars(optimizer).get("zero_grad") is not self._hook:
+            return
+        if self._before is None:
+            del vars(optimizer)["zero_grad"]
+        else:
+            vars(optimizer)["zero_grad"] = self._before
+
+
+def step_hook(enter: Callable[[], bool], check: Callable[[], None], begin: Callable[[], None]) -> Callable[..., Any]:
     """Return a pre-hook for ``optimizer.step`` that calls ``check``, after each run of the closure if there is one.
 
     A closure runs the last backward pass of a window itself. ``begin`` is called before its first run, because
-    some optimizers (SAM) use the existing gradients first and only then ask for new ones.
+    some optimizers (SAM) use the existing gradients first and only then ask for new ones. ``enter`` returns whether
+    this is no step inside another one: a class that calls the step of its base class runs the hooks twice.
     """
 
     def hook(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not enter():
+            return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             check()
@@ -116,8 +208,8 @@ def step_hook(check: Callable[[], None], begin: Callable[[], None]) -> Callable[
 class GradientHook:
     """Hook that calls ``method(owner, slot)`` when the gradient of ``param`` has been accumulated, or counts it.
 
-    It counts, with ``counter``, where nothing else is to be done. Both references are weak: the garbage collector
-    does not see a parameter's hooks, so it would never collect a cycle that runs through them.
+    It counts, with ``counter`` if there is one, where nothing else is to be done. Both references are weak: the
+    garbage collector does not see a parameter's hooks, so it would never collect a cycle that runs through them.
     """
 
     def __init__(
@@ -126,9 +218,9 @@ class GradientHook:
         method: Callable[[Any, Any], None],
         slot: Any,
         param: torch.Tensor,
-        counter: GradientCounter,
+        counter: GradientCounter | None,
     ) -> None:
-        self._count = counter.count
+        self.count_with(counter)
         self._owner, self._slot, self._method = weakref.ref(owner), weakref.ref(slot), method
         self._name = slot.name
         _drop_orphans(param)
@@ -146,6 +238,10 @@ class GradientHook:
             )
         self._method(owner, slot)
 
+    def count_with(self, counter: GradientCounter | None) -> None:
+        """Count with ``counter`` from now on: the parameter has another place."""
+        self._count = counter.count if counter is not None else _never
+
     @property
     def orphaned(self) -> bool:
         """Return whether the owner no longer exists."""
@@ -159,6 +255,10 @@ class GradientHook:
     def remove(self) -> None:
         """Remove the hook from its parameter."""
         self._handle.remove()
+
+
+def _never() -> bool:
+    return False
 
 
 def _drop_orphans(param: torch.Tensor) -> None:

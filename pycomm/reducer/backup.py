@@ -148,10 +148,10 @@ class BackupEngine(SurvivingEngine):
         Steps that compare the replicas wait for all: a rank's parameters may be written to until its next forward.
         """
         steps, size = self.progress.num_reductions, self.communicator.size
-        is_due = self._replica_check.is_due(steps)
+        is_due = self.comparison.replicas.is_due(steps)
         if self._standin is not None or size == 1 or steps == 0 or is_due or self.survival.invited != 0:
             return
-        self.window.fix_scales(with_next=True, step=self.committed_steps)
+        self.window.fix_scales(with_next=True, step=self.outcome.committed_steps)
         self._num_launched = 0
         num_awaited = max(size - self.settings.backup, 1)
         roll, worker = self.survival.membership.roll, self.communicator.channel.worker
@@ -209,11 +209,11 @@ class BackupEngine(SurvivingEngine):
         with self._turn():
             return super().has_launched() and len(self._absent) < len(self.table.slots())
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, *, with_next: bool | None = True) -> None:
         """Prepare for this pass's gradients, which may be late already."""
         with self._turn() as is_late:
             if not is_late:
-                super().begin_pass()
+                super().begin_pass(with_next=with_next)
                 return
             for flight in self.table.flights:
                 flight.counts.begin_pass()

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from pycomm.communicator import Communicator
+from pycomm.optim.parameters import checked_optimizer
+from pycomm.reducer.agreement import agreed
 from pycomm.reducer.parts import part_of
 from pycomm.reducer.plain_state import Node, decode, encode
-from pycomm.torch_internals import is_dtensor, local_of
+from pycomm.reducer.tensor_memory import Memory, digests_of, look_at, memory_of
+from pycomm.torch_internals import is_dtensor
 
 _CHUNK_BYTES = 32 << 20
+
+OWN = "what is each rank's own belongs in attach(..., ignore=[names or patterns])"
+"""Hint for messages about tensors that differ."""
 
 
 def broadcast_parameters(
@@ -25,6 +31,9 @@ def broadcast_parameters(
 ) -> None:
     """Overwrite all parameters and buffers in place with those of rank ``src``. Collective.
 
+    Bytes are copied, of any dtype; of an expanded tensor those behind it. What is no plain memory (sparse and quantised
+    tensors, subclasses made of several tensors) is compared instead.
+
     Args:
         model_or_state_dict: a module, or a mapping of names to tensors (other values are left alone).
         src: rank within ``process_group``.
@@ -33,12 +42,11 @@ def broadcast_parameters(
     Raises:
         TypeError: ``model_or_state_dict`` is neither a module nor a mapping.
         ValueError: names, shapes or dtypes differ between ranks (on every rank, naming the first
-            difference), or ``src`` is not a rank of the group.
+            difference), or contents do that cannot be overwritten, or ``src`` is not a rank of the group.
     """
     tensors = named_tensors(model_or_state_dict)
     with Communicator(process_group) as communicator:
-        check_same_tensors(communicator, tensors)
-        broadcast_tensors(communicator, tensors.values(), src)
+        share_tensors(communicator, tensors, src)
 
 
 def broadcast_optimizer_state(
@@ -47,7 +55,8 @@ def broadcast_optimizer_state(
     """Copy the optimizer state and hyperparameters of rank ``src`` to every rank. Collective.
 
     No step is taken, and tensors keep their dtypes (``load_state_dict`` would cast the fp32 state of an
-    fp16 parameter to fp16). State that rank ``src`` does not have is dropped on the other ranks.
+    fp16 parameter to fp16). State that rank ``src`` does not have is dropped on the other ranks, where
+    ``attach`` would refuse to: it cannot know whether that is meant.
 
     Nothing is unpickled: each rank keeps its own functions and other objects that are not numbers,
     strings, tensors or containers of them.
@@ -58,11 +67,17 @@ def broadcast_optimizer_state(
         process_group: the default group if ``None``.
 
     Raises:
+        TypeError: ``optimizer`` is none (on every rank).
         ValueError: the parameter groups differ in number or size, or a rank lacks an object that cannot
             be sent.
     """
+    outcome: torch.optim.Optimizer | Exception
+    try:
+        outcome = checked_optimizer(optimizer)
+    except TypeError as error:
+        outcome = error
     with Communicator(process_group) as communicator:
-        broadcast_state(communicator, optimizer, src)
+        broadcast_state(communicator, agreed(communicator, outcome, "copy the optimizer's state"), src)
 
 
 def named_tensors(model_or_state_dict: torch.nn.Module | Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -77,46 +92,102 @@ def named_tensors(model_or_state_dict: torch.nn.Module | Mapping[str, Any]) -> d
     )
 
 
-def check_same_tensors(communicator: Communicator, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise ValueError on every rank if a rank's tensors do not match rank 0's, naming the first difference."""
-    lines = [f"{name}: {signature(t)}" for name, t in tensors.items()]
+def share_tensors(communicator: Communicator, named: Mapping[str, torch.Tensor], src: int) -> None:
+    """Send the tensors of rank ``src`` to all ranks, and compare what cannot be sent. Collective.
+
+    Raises:
+        TypeError, ValueError: a tensor has no shape yet; the ranks' tensors differ in names, order, shapes, dtypes or
+            kinds; or contents do that cannot be sent. On every rank, naming the first difference.
+    """
+    outcome: dict[str, Memory] | Exception
+    try:
+        outcome = {name: look_at(name, tensor) for name, tensor in named.items()}
+    except TypeError as error:
+        outcome = error
+    memories = agreed(communicator, outcome, "take part")
+    lines = [line_of(name, tensor, memories[name], marks_frozen=False) for name, tensor in named.items()]
     check_same_lines(communicator, lines, "parameter or buffer")
+    differing = differing_memories(
+        communicator, {name: m for name, m in memories.items() if m.parts and not m.writable}
+    )
+    if differing:
+        raise ValueError(describe_difference(list(differing), next(iter(differing.values()))))
+    broadcast_parts(communicator, [part for m in memories.values() if m.writable for part in m.parts], src)
+
+
+def line_of(name: str, tensor: torch.Tensor, memory: Memory, marks_frozen: bool = True) -> str:
+    """Return what ranks must have in common of ``tensor``, for :func:`check_same_lines`."""
+    is_frozen = marks_frozen and isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+    return f"{name}: {signature(tensor)}{', ' if memory.text else ''}{memory.text}{' frozen' if is_frozen else ''}"
+
+
+def differing_memories(communicator: Communicator, memories: Mapping[str, Memory]) -> dict[str, int]:
+    """Return the names of ``memories``, in order, that differ between ranks, and the first rank that does. Collective.
+
+    All ranks have the same names.
+    """
+    everyones = communicator.channel.all_gather_bytes(b"".join(digests_of(memories.values())))
+    found: dict[str, int] = {}
+    for i, name in enumerate(memories):
+        each = [theirs[8 * i : 8 * i + 8] for theirs in everyones]
+        rank = next((rank for rank, value in enumerate(each) if value != each[0]), None)
+        if rank is not None:
+            found[name] = rank
+    return found
+
+
+def describe_difference(names: Sequence[str], rank: int) -> str:
+    """Return the message about tensors that differ on ``rank`` and cannot be overwritten."""
+    more = f" ({len(names)} such tensors differ)" if len(names) > 1 else ""
+    return (
+        f"the contents of {names[0]!r} on rank {rank} differ from those on rank 0{more}, and cannot be overwritten, as "
+        "it is no plain memory: load the same on every rank"
+    )
 
 
 def signature(tensor: torch.Tensor) -> str:
     """Return shape, dtype, kind of device and, of a DTensor, this rank's part as text for :func:`check_same_lines`."""
     where = "" if tensor.is_cpu else f" on {tensor.device.type}"
     part = f", a DTensor, part {part_of(tensor) or 'all'}" if is_dtensor(tensor) else ""
-    return f"{list(tensor.shape)} {tensor.dtype}{where}{part}"
+    shape = "nested" if tensor.is_nested else list(tensor.shape)
+    return f"{shape} {tensor.dtype}{where}{part}"
 
 
-def check_same_lines(communicator: Communicator, lines: list[str], what: str) -> None:
-    """Raise ValueError on every rank if a rank's lines differ from rank 0's, naming the first difference."""
-    by_rank = [text.decode().split("\n") for text in communicator.channel.all_gather_bytes("\n".join(lines).encode())]
+def check_same_lines(communicator: Communicator, lines: list[str], what: str, hint: str = "") -> None:
+    """Raise ValueError on every rank if a rank's lines differ from rank 0's, naming the first one, with a ``hint``."""
+    texts = [text.decode() for text in communicator.channel.all_gather_bytes("\n".join(lines).encode())]
+    by_rank = [text.split("\n") if text else [] for text in texts]
     first = by_rank[0]
     for rank, other in enumerate(by_rank):
         for i in range(max(len(other), len(first))):
             here = other[i] if i < len(other) else "nothing"
             there = first[i] if i < len(first) else "nothing"
             if here != there:
-                raise ValueError(f"the ranks disagree: {what} {i} is {here!r} on rank {rank}, {there!r} on rank 0")
+                raise ValueError(
+                    f"the ranks disagree: {what} {i} is {here!r} on rank {rank}, {there!r} on rank 0{hint}"
+                )
 
 
 def broadcast_tensors(communicator: Communicator, tensors: Iterable[torch.Tensor], src: int) -> None:
     """Broadcast tensors in place, packed into few messages. Collective.
 
-    Of DTensors, that is this rank's part. The kind of device must match: a tensor that is in CPU memory on one rank
-    is so on every rank.
+    Of DTensors, that is this rank's part; of expanded tensors, the memory behind them. What is no plain memory is left
+    alone. The kind of device must match: a tensor that is in CPU memory on one rank is so on every rank.
     """
+    memories = map(memory_of, tensors)
+    broadcast_parts(communicator, (part for memory in memories if memory.writable for part in memory.parts), src)
+
+
+def broadcast_parts(communicator: Communicator, parts: Iterable[torch.Tensor], src: int) -> None:
+    """Do the work of :func:`broadcast_tensors` for the :attr:`Memory.parts` of tensors."""
     chunk: list[torch.Tensor] = []
-    for tensor in map(local_of, tensors):
-        if chunk and chunk[0].device != tensor.device:
+    num_bytes = 0
+    for part in parts:
+        if chunk and (chunk[0].device != part.device or num_bytes >= _CHUNK_BYTES):
             _broadcast_chunk(communicator, chunk, src)
-            chunk = []
-        chunk.append(tensor.detach())
-        if sum(t.nbytes for t in chunk) >= _CHUNK_BYTES:
-            _broadcast_chunk(communicator, chunk, src)
-            chunk = []
+            chunk, num_bytes = [], 0
+        chunk.append(part)
+        num_bytes += part.nbytes
     if chunk:
         _broadcast_chunk(communicator, chunk, src)
 
@@ -134,29 +205,47 @@ def _broadcast_chunk(communicator: Communicator, tensors: list[torch.Tensor], sr
         # Cloned, as a piece of flat may start at an address that is not aligned for its dtype.
         piece = flat[offset : offset + t.nbytes].clone()
         if t.numel() > 0:
-            t.copy_(piece.view(t.dtype).view(t.shape))
+            write(t, piece.view(t.dtype).view(t.shape))
         offset += t.nbytes
 
 
-def broadcast_state(communicator: Communicator, optimizer: torch.optim.Optimizer, src: int) -> None:
+def write(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Write ``value`` to ``tensor``, unless it is there: autograd takes every write for a change."""
+    if not tensor.is_cpu or not torch.equal(tensor, value):
+        tensor.copy_(value)
+
+
+def broadcast_state(
+    communicator: Communicator,
+    optimizer: torch.optim.Optimizer,
+    src: int,
+    *,
+    leaves_out: Callable[[torch.Tensor], bool] = lambda _: False,
+    check: Callable[[list[torch.Tensor], list[Node]], None] = lambda _, __: None,
+    keeps_state: bool = False,
+) -> None:
     """Do the work of :func:`broadcast_optimizer_state`.
 
     An object that is not a number, string, tensor or container of them (a function among the
     hyperparameters, for example) is not sent: each rank must have its own, and keeps it.
+
+    Args:
+        leaves_out: returns whether a parameter is this rank's own, and with it its state.
+        check: called on the other ranks with the parameters and what rank ``src`` has for each; may raise ValueError.
+        keeps_state: whether each rank keeps the state that it has, so that only hyperparameters are sent.
     """
-    sizes = [f"{len(group['params'])} parameters" for group in optimizer.param_groups]
-    check_same_lines(communicator, sizes, "optimizer parameter group")
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = shared_parameters(optimizer, leaves_out)
+    check_same_lines(communicator, group_sizes(optimizer, leaves_out), "optimizer parameter group")
+    params = [] if keeps_state else params
     mine = b""
     tensors: list[torch.Tensor] = []
     if communicator.rank == src:
-        entries = [dict(optimizer.state.get(p, {})) for p in params]
-        groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-        mine = json.dumps([encode(entry, tensors) for entry in [*entries, *groups]]).encode()
+        mine = json.dumps(state_nodes(optimizer, params, tensors)).encode()
     nodes = json.loads(communicator.channel.all_gather_bytes(mine)[src])
     problem = ""
     if communicator.rank != src:
         try:
+            check(params, nodes)
             tensors = restructure_state(optimizer, params, nodes)
         except ValueError as error:
             problem = str(error)
@@ -164,6 +253,49 @@ def broadcast_state(communicator: Communicator, optimizer: torch.optim.Optimizer
         if text:
             raise ValueError(f"the optimizer state of rank {src} does not fit rank {rank}: {text.decode()}")
     broadcast_tensors(communicator, tensors, src)
+
+
+def shared_parameters(
+    optimizer: torch.optim.Optimizer, leaves_out: Callable[[torch.Tensor], bool]
+) -> list[torch.Tensor]:
+    """Return the parameters of ``optimizer``, in the order of the groups, but for those that are this rank's own."""
+    return [p for group in optimizer.param_groups for p in group["params"] if not leaves_out(p)]
+
+
+def group_sizes(optimizer: torch.optim.Optimizer, leaves_out: Callable[[torch.Tensor], bool]) -> list[str]:
+    """Return a line for each group of ``optimizer`` that tells its size, to be compared between the ranks."""
+    groups = optimizer.param_groups
+    return [f"{sum(not leaves_out(p) for p in group['params'])} parameters" for group in groups]
+
+
+def state_nodes(
+    optimizer: torch.optim.Optimizer, params: list[torch.Tensor], tensors: list[torch.Tensor]
+) -> list[Node]:
+    """Return the state of ``params``, then all hyperparameters, encoded; tensors are appended to ``tensors``."""
+    entries = [dict(optimizer.state.get(p, {})) for p in params]
+    groups = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in optimizer.param_groups]
+    return [encode(entry, tensors) for entry in [*entries, *groups]]
+
+
+def check_state_keys(
+    optimizer: torch.optim.Optimizer, names: Mapping[str, torch.Tensor], params: list[torch.Tensor], nodes: list[Node]
+) -> None:
+    """Raise ValueError if ``optimizer`` has state of ``params`` that the rank which sent ``nodes`` does not have.
+
+    Args:
+        names: parameters by name.
+    """
+    for i, param in enumerate(params):
+        there = {key for key, _ in nodes[i][1]} if nodes[i][0] == "dict" else set()
+        more = [key for key in optimizer.state.get(param, {}) if key not in there]
+        if more:
+            name = next((name for name, p in names.items() if p is param), str(i))
+            raise ValueError(
+                f"this has {more[0]!r} of parameter {name!r}, which would be lost: if the optimizer shares its state "
+                'out among the ranks, write attach(..., optimizer_state="keep"); if only some ranks have loaded a '
+                "checkpoint, load it on all of them, or on rank 0; pycomm.broadcast_optimizer_state(optimizer), "
+                "before, drops what rank 0 does not have"
+            )
 
 
 def restructure_state(

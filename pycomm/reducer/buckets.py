@@ -41,6 +41,8 @@ class Slot:
     """Memory for ``kept``, once it was needed."""
     sharded: LocalGradient | None = None
     """What stands for the parameter if it is a DTensor, of which only this rank's part matters here."""
+    in_optimizer: bool = False
+    """Whether the optimizer had the parameter when it was found."""
 
     owner: HasGradient = field(init=False)
     """Object whose ``grad`` is the gradient, or this rank's part of it: the parameter, or what stands for it."""
@@ -71,9 +73,10 @@ class Slot:
         assert self.param.grad is not None
         return version_of(self.param.grad)
 
-    def counter(self, gate: PassGate) -> GradientCounter:
+    def counter(self, gate: PassGate) -> GradientCounter | None:
         """Return what counts its gradients while ``gate`` is open, unless each of them is to be looked at."""
-        assert self.flight is not None
+        if self.flight is None:
+            return None
         return GradientCounter(gate, self.flight.counts, self.index, is_plain=self.sharded is None)
 
     def fire(self) -> None:
@@ -104,6 +107,10 @@ class Slot:
         if self.flight is not None and owner.grad is not None and owner.grad is self.flight.bucket.views[self.index]:
             owner.grad = owner.grad.clone(memory_format=torch.preserve_format)
 
+    def holds_average(self) -> bool:
+        """Return whether ``.grad`` is the view into the bucket, whatever has been written to it."""
+        return self.flight is not None and self.owner.grad is self.flight.bucket.views[self.index]
+
     def untouched(self) -> bool:
         """Return whether ``.grad`` is still what was handed out last."""
         grad = self.owner.grad
@@ -126,6 +133,8 @@ class BucketInFlight:
     work: Work | GpuWork | None = None
     producers: set[int] = field(default_factory=set)
     """On a GPU, the streams (as integers) on which this pass's gradients were computed."""
+    unused: Sequence[Slot] = ()
+    """Those that no rank had a gradient of in the last reduction."""
     counts: GradientCounts = field(init=False)
     """How often each gradient has been accumulated in this pass."""
 
@@ -146,7 +155,9 @@ class BucketInFlight:
         """Commit the exchange's state if ``finite``, and make the averages ``.grad``."""
         self.exchange.finish(finite)
         self.bucket.repair()
-        for slot, view, used in zip(self.slots, self.bucket.views, self.exchange.used(), strict=True):
+        used_here = self.exchange.used()
+        self.unused = () if all(used_here) else [s for s, used in zip(self.slots, used_here, strict=True) if not used]
+        for slot, view, used in zip(self.slots, self.bucket.views, used_here, strict=True):
             if not used:
                 slot.owner.grad = None
             elif slot.owner.grad is not view:  # which most are since their bucket was launched

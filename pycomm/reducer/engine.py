@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from pycomm.communicator import Communicator
-from pycomm.compression.base import Flag, Scaling
+from pycomm.compression.base import Scaling
 from pycomm.reducer.answers import Answers
 from pycomm.reducer.arrivals import Waits
 from pycomm.reducer.buckets import BucketInFlight, Slot
 from pycomm.reducer.figures import CompressionFigures
 from pycomm.reducer.gradient_checks import gradients_of, require_no_average, require_sendable
 from pycomm.reducer.module_buffers import BufferSync
-from pycomm.reducer.nonfinite import NonfiniteSource
 from pycomm.reducer.occasions import Occasions
+from pycomm.reducer.outcome import Outcome
 from pycomm.reducer.parameters import ParameterTable
 from pycomm.reducer.phases import Phases
 from pycomm.reducer.progress import Progress
-from pycomm.reducer.replicas import ReplicaCheck
+from pycomm.reducer.rank_comparison import RankComparison
 from pycomm.reducer.sample_weights import SampleWeights
 from pycomm.reducer.settings import Settings
 from pycomm.reducer.survival import Survival
-from pycomm.reducer.verdicts import all_finite, needs_verdict, spread_failure, spread_failure_of_parts
 from pycomm.reducer.window import AccumulationWindow
 from pycomm.transport.gpu import GpuWork
 from pycomm.worker import Work
@@ -52,12 +52,12 @@ class Engine(Answers, Occasions):
         progress: counts of reductions and steps.
         firing: slot of the parameter whose hooks are running, if any.
         buffers: synchronisation of the module's buffers, if they are kept equal.
-        finite: whether the last step was finite; ``None`` if nothing needed to know.
-        not_finite: name of the first gradient that is not finite on some rank, if each rank has only its own part.
-        nonfinite_steps, committed_steps: counts, 0-d int64 tensors on the gradients' device.
+        outcome: of the last reduction.
         waits: account of who was waited for.
         phases: account of where the time goes.
-        figures, source: what compression leaves out, and who had the last gradient that was not finite.
+        figures: what compression leaves out.
+        comparison, flags: what this rank tells the others with each reduction, and hears of them.
+        admit_new: called when all ranks have told that they have new parameters; makes buckets for them.
         survival: what goes on without ranks that are lost; ``None`` here.
     """
 
@@ -68,36 +68,42 @@ class Engine(Answers, Occasions):
         self.table = table
         self.window = AccumulationWindow(self.communicator, settings, table.device, table.on_gpu)
         self.progress = Progress(table.device if table.on_gpu else None)
-        self._replica_check = ReplicaCheck(
-            *(self.communicator, table.device, settings.check_replicas, not table.on_gpu, table.locals),
-            *(self._named_buffers, lambda: self.world),
+        self.comparison = RankComparison(
+            self.communicator, table, settings, self.progress, self._named_buffers, lambda: self.world
         )
+        self.flags = self.comparison.flags
+        self.admit_new: Callable[[], None] = lambda: None
         self.buffers: BufferSync | None = None
-        self.finite: Flag | None = None
-        self.not_finite: str | None = None
-        self.nonfinite_steps = torch.zeros((), dtype=torch.int64, device=table.device)
-        self.committed_steps = torch.zeros((), dtype=torch.int64, device=table.device)
+        self.outcome = Outcome(table, settings, self.flags, self.progress, lambda: self.communicator.size)
         self.waits, self.phases = Waits(), Phases()
-        self.figures, self.source = CompressionFigures(), NonfiniteSource()
+        self.figures = CompressionFigures()
         self._buffer_work: Work | GpuWork | None = None
         self._num_launched = 0
+        self._has_sent = False  # whether this rank has had any gradient in this reduction
         self.firing: Slot | None = None
         self._late: Slot | None = None  # its .grad becomes its view once all its hooks have run
 
     # A pass.
 
-    def begin_pass(self) -> None:
-        """Prepare the buckets for this pass's gradients; fix the scales if it is the last pass of its window."""
+    def begin_pass(self, *, with_next: bool | None = True) -> None:
+        """Prepare the buckets for this pass's gradients; fix the scales if it is the last pass of its window.
+
+        Args:
+            with_next: whether a pass begins that counts, with its samples; ``False`` where a window ends without
+                another one; ``None`` if the scales have been fixed.
+        """
         self.phases.begin()
         self.table.await_parameters()
         self.expect_gradients()
         if self.window.sending:
-            self._check_previous()
-            self.window.fix_scales(with_next=True, step=self.committed_steps)
+            self.flags.require_suitable()
+            self._compare_previous()
+            if with_next is not None:
+                self.window.fix_scales(with_next=with_next, step=self.outcome.committed_steps)
 
     def expect_gradients(self) -> None:
         """Prepare the buckets for another pass's gradients."""
-        self._num_launched, self._late = 0, None
+        self._num_launched, self._late, self._has_sent = 0, None, False
         for flight in self.table.flights:
             flight.begin_pass()
 
@@ -105,8 +111,7 @@ class Engine(Answers, Occasions):
         """Note that the gradient of ``slot`` has been accumulated; launch the buckets that are ready."""
         slot.fire()
         require_sendable(slot)
-        flight = slot.flight
-        assert flight is not None
+        assert (flight := slot.flight) is not None
         late, self._late = self._late, None
         if late is not None:
             late.show_bucket()
@@ -115,6 +120,7 @@ class Engine(Answers, Occasions):
         if not self.window.sending:
             if not self.window.is_open:
                 require_no_average(slot, self.settings)
+                self.flags.loop.note_gradient(slot)
             slot.adopt()
         elif slot.expected and self.window.sends_early(self.table.shards):
             self._launch_ready()
@@ -163,9 +169,14 @@ class Engine(Answers, Occasions):
             self.waits.arrive(self.progress.num_reductions)
         weights = self.window.weights
         if grads is None:
+            if not self.window.is_open and self._num_launched == 1:
+                self.flags.loop.note_gradient(flight.slots[0])
             grads = gradients_of(flight, self.settings, is_first_pass=not self.window.is_open)
-            if weights.is_zero:
+            if weights.is_zero or self.flags.skips:
                 grads = [None] * len(grads)
+            elif self.flags.veto is not None and self.table.on_gpu and self._num_launched == len(self.table.flights):
+                grads[0] = torch.full_like(flight.bucket.views[0], math.nan)  # the host does not wait to hear of it
+        self._has_sent |= any(grad is not None for grad in grads)
         if weights.in_use and self.table.on_gpu:
             weights.relative()  # waits on the host here, so that the job does not have to
         job = self._exchange_of(flight, grads, self._num_launched)
@@ -180,8 +191,7 @@ class Engine(Answers, Occasions):
     def _exchange_of(self, flight: BucketInFlight, grads: list[torch.Tensor | None], number: int) -> Callable[[], None]:
         """Return the job that exchanges ``grads`` of the bucket launched as ``number``; its inputs are fixed now."""
         weights = self.window.weights if self.window.weights.in_use else None
-        steps, reductions = self.progress.num_steps, self.progress.num_reductions
-        fingerprint = self._replica_check.fingerprint(steps, reductions) if number == 1 else None
+        fingerprint = self.comparison.fingerprint_of(number)
         is_first = number <= len(self.lanes)  # on its lane
         # attach has compared all buckets: ranks that agree on a lane's first exchange agree on all after it.
         run = functools.partial(_exchange, flight, grads, self.window.scaling, weights, fingerprint, is_first)
@@ -218,6 +228,7 @@ class Engine(Answers, Occasions):
             for flight in self.table.flights:
                 flight.work = None
             self._buffer_work = None
+            self.flags.reduced()
             self.window.close()
             self.waits.end()
         self.phases.end_reduction()
@@ -225,30 +236,35 @@ class Engine(Answers, Occasions):
 
     def _receive(self) -> None:
         """Wait for all results, and hand them out."""
-        with self.phases.waiting():
-            self._await_results()
-            self.source.share(self.table.flights, self.communicator)
-        self._check_replicas()
+        self._await_all()
         with self.phases.unpacking():
             self._hand_out()
 
+    def _await_all(self) -> None:
+        """Wait for all results, those of parameters that are new among them; compare what the ranks have told."""
+        with self.phases.waiting():
+            self._await_results()
+            self._share_sources()
+        self.comparison.compare()
+        if self.flags.heard.new:
+            self.admit_new()
+            self.launch_rest()
+            with self.phases.waiting():
+                self._await_results()
+                self._share_sources()
+
+    def _share_sources(self) -> None:
+        self.outcome.source.share(self.table.flights, self.communicator)
+
     def _arrivals(self) -> Mapping[int, float]:
-        """Return when the ranks had all their gradients of this reduction, in seconds; as far as it is known."""
         return self.waits.on_board()
 
-    def _check_replicas(self) -> None:
-        if self.table.flights:
-            differing = self.table.flights[0].exchange.differing()
-            progress = self.progress
-            progress.num_steps = self._replica_check.check(differing, progress.num_steps, progress.num_reductions)
-
-    def _check_previous(self) -> None:
-        progress = self.progress
-        progress.num_steps = self._replica_check.check_previous(progress.num_steps, progress.num_reductions)
+    def _compare_previous(self) -> None:
+        self.comparison.compare_previous()
 
     def hash_state(self) -> None:
         """Have the state of compression hashed, which has just changed, if it is to be looked at before it changes."""
-        taken = self._replica_check.taking(self.table.flights, self.progress.num_reductions)
+        taken = self.comparison.taking()
         if taken is not None:
             self._submit(self.communicator, taken.take, [], set())
 
@@ -260,23 +276,12 @@ class Engine(Answers, Occasions):
             self._buffer_work.wait()
 
     def _hand_out(self) -> None:
-        flights, progress = self.table.flights, self.progress
-        self.finite = self._count_step() if needs_verdict(flights, self.table.shards, self.settings) else None
-        self.source.count(self.finite)
-        finite: Flag = True if self.finite is None else self.finite
-        for flight in flights:
-            flight.hand_out(finite)
-        spread_failure(flights, self.table.shards, self.settings.loss_scaler)
-        if self.table.partial is not None:
-            self.not_finite = spread_failure_of_parts(flights, self.table.partial)
-        progress.reduced(False if self.finite is None else self.finite)
+        self.outcome.hand_out(has_sent=self._has_sent)
 
-    def _count_step(self) -> Flag:
-        """Return whether the step is finite; all ranks agree."""
-        finite = all_finite(self.table.flights, self.table.shards)
-        self.nonfinite_steps += ~finite
-        self.committed_steps += finite
-        return finite if self.table.on_gpu else bool(finite)
+    def rebuild(self) -> None:
+        """Go on in new buckets, with the gradients that were handed out: parameters have been replaced."""
+        self.table.rebuild(self.lanes, self.settings, adopt=True)
+        self.hash_state()
 
 
 def _exchange(

@@ -17,7 +17,8 @@ from pycomm import kernels
 from pycomm.communicator import Communicator
 from pycomm.compression.base import State
 from pycomm.reducer.agreement import agreed
-from pycomm.reducer.broadcast import restructure_state, signature
+from pycomm.reducer.attached_tensors import module_tensors, shared_parts
+from pycomm.reducer.broadcast import group_sizes, restructure_state, shared_parameters, signature, state_nodes
 from pycomm.reducer.buckets import state_of
 from pycomm.reducer.checkpoint import CONTRIBUTIONS
 from pycomm.reducer.parameters import ParameterTable
@@ -34,7 +35,7 @@ def lines_of(settings: Settings, table: ParameterTable, carry: Mapping[str, Any]
     """Return what a newcomer must have in common with the ranks: kinds and texts."""
     names = dict(table.named())
     parameters = [f"{name}: {signature(p)}{'' if p.requires_grad else ' frozen'}" for name, p in names.items()]
-    sizes = [f"{len(group['params'])} parameters" for group in table.optimizer.param_groups]
+    sizes = group_sizes(table.optimizer, table.ignored.covers)
     return [
         ("the version of pycomm", version()),
         ("the optimizer", type(table.optimizer).__name__),
@@ -114,11 +115,9 @@ def share_state(communicator: Communicator, carried: Carried, newcomer: bool) ->
     """
     table = carried.table
     optimizer, stepper = table.optimizer, table.stepper
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = shared_parameters(optimizer, table.ignored.covers)
     tensors: list[torch.Tensor] = []
-    entries = [dict(optimizer.state.get(p, {})) for p in params]
-    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    nodes = [encode(entry, tensors) for entry in [*entries, *groups, carried.plain()]]
+    nodes = [*state_nodes(optimizer, params, tensors), encode(carried.plain(), tensors)]
     mine = json.dumps(nodes).encode() if communicator.rank == 0 else b""
     nodes = json.loads(communicator.channel.all_gather_bytes(mine)[0])
     outcome: tuple[dict[str, Any], list[torch.Tensor]] | Exception = ({}, tensors)
@@ -128,14 +127,13 @@ def share_state(communicator: Communicator, carried: Carried, newcomer: bool) ->
         except ValueError as error:
             outcome = error
     plain, tensors = agreed(communicator, outcome, "take the state of rank 0")
-    module = table.module
-    own = [p for _, p in table.named()] if module is None else [*module.parameters(), *module.buffers()]
-    masters = stepper.masters()
-    _spread(communicator, [*own, *masters, *tensors], newcomer)
+    everything = dict(table.named()) | module_tensors(table)
+    masters = stepper.masters(table.ignored.covers)
+    _spread(communicator, [*shared_parts(list(everything.values())), *masters, *tensors], newcomer)
     if newcomer:
         stepper.restore()
         carried.take(plain)
-    _compare(communicator, [*(p for _, p in table.named()), *masters, *tensors])
+    _compare(communicator, [*shared_parts([p for _, p in table.named()]), *masters, *tensors])
     return plain
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,16 +12,17 @@ from pycomm.layout import on_gpu
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.shards import Shards
 from pycomm.optim.step_override import Stepper, stepper_of
-from pycomm.reducer.broadcast import broadcast_tensors, check_same_lines, signature
-from pycomm.reducer.buckets import BucketInFlight, Slot, make_buckets
+from pycomm.reducer.agreement import agreed
+from pycomm.reducer.attached_tensors import check_parameters
+from pycomm.reducer.broadcast import check_same_lines, share_tensors, signature
+from pycomm.reducer.buckets import BucketInFlight, Slot, make_buckets, method_stats, state_of
+from pycomm.reducer.ignored import Ignored, ignored_of
 from pycomm.reducer.lanes import first_bytes
 from pycomm.reducer.partition import StepPartition
 from pycomm.reducer.parts import labels_of
 from pycomm.reducer.settings import Settings
 from pycomm.reducer.sharded import check_sharding
-from pycomm.torch_internals import is_dtensor, is_flat_parameter, local_of, steps_in_backward
-
-_GRADIENT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+from pycomm.torch_internals import local_of, version_of
 
 
 class ParameterTable:
@@ -31,6 +32,7 @@ class ParameterTable:
         optimizer: watched for parameters that are added later.
         names: the parameters by name.
         module: the module, if ``attach`` was given one; source of names for parameters added later.
+        ignored: what takes no part in anything here.
 
     Attributes:
         flights: the buckets.
@@ -39,22 +41,31 @@ class ParameterTable:
         shards: the trainable parameters that are DTensors, with the ranks that their parts are on.
         on_gpu: whether that is a GPU.
         partition: the ranks that step together; ``None``: each steps by itself.
+        rank_local: names of parameters of the module, none of these, that each rank has its own of.
     """
+
+    rank_local: frozenset[str] = frozenset()
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         names: dict[str, torch.Tensor],
         module: torch.nn.Module | None,
+        ignored: Ignored | None = None,
     ) -> None:
         self.optimizer, self.module = optimizer, module
+        self.ignored = ignored or Ignored()
         self._slots: dict[int, Slot] = {}
-        self._frozen = {id(param): Slot(name, param) for name, param in names.items()}
+        own = set(map(id, optimizer_parameters(optimizer)))
+        self._frozen = {id(param): Slot(name, param, in_optimizer=id(param) in own) for name, param in names.items()}
         self.flights: list[BucketInFlight] = []
         self.ranks: tuple[int, ...] = ()
         self.shards = Shards([])
         self.partition: StepPartition | None = None
-        self.device = next((p.device for p in names.values()), torch.device("cpu"))
+        self.earlier: dict[str, float] = {}
+        self.takes_written = False
+        devices = [p.device for p in names.values() if p.device.type != "meta"]
+        self.device = devices[0] if devices else torch.device("cpu")
         self.on_gpu = any(on_gpu(p) for p in names.values())
 
     @property
@@ -86,7 +97,12 @@ class ParameterTable:
 
     def named_buffers(self) -> list[tuple[str, torch.Tensor]]:
         """Return the module's buffers with their names, and this rank's part of those that are DTensors."""
-        return [] if self.module is None else [(name, local_of(b)) for name, b in self.module.named_buffers()]
+        named = () if self.module is None else self.module.named_buffers()
+        return [(name, local_of(b)) for name, b in named if not self.ignores(name, b)]
+
+    def ignores(self, name: str, tensor: torch.Tensor) -> bool:
+        """Return whether the parameter or buffer ``tensor`` of the module, called ``name``, is to be left alone."""
+        return self.ignored.covers(tensor) or self.ignored.matches(name)
 
     def labels(self) -> dict[str, str]:
         """Return the keys of trainable parameters in saved state, by name."""
@@ -105,9 +121,17 @@ class ParameterTable:
         """Return whether the gradient of ``param`` is averaged here, or will be once it is unfrozen."""
         return id(param) in self._slots or id(param) in self._frozen
 
+    def covers(self, param: torch.Tensor) -> bool:
+        """Return whether the gradient of ``param`` is averaged here, or left alone as ``ignore`` says."""
+        return self.knows(param) or self.ignored.covers(param)
+
     def unfrozen(self) -> list[Slot]:
-        """Return the slots of parameters that have become trainable and have not been admitted yet."""
-        return [slot for slot in self._frozen.values() if slot.param.requires_grad]
+        """Return the slots of parameters that have become trainable and have not been admitted yet.
+
+        With ``takes_written`` they are also those of frozen parameters whose ``.grad`` somebody has set.
+        """
+        written = self.takes_written
+        return [s for s in self._frozen.values() if s.param.requires_grad or (written and s.param.grad is not None)]
 
     def admit(self) -> list[Slot]:
         """Move unfrozen parameters to the trainable ones, and return their slots; they have no buckets yet."""
@@ -133,27 +157,90 @@ class ParameterTable:
             self.partition.adopt(made)
         self.flights += made
 
+    def rebuild(self, lanes: Sequence[Communicator], settings: Settings, *, adopt: bool) -> None:
+        """Sort all parameters into new buckets, with the state of the old ones; ``adopt``: and their gradients."""
+        exchanges = [flight.exchange for flight in self.flights]
+        for counts in (method_stats(exchanges), {"bytes_sent": sum(each.bytes_sent for each in exchanges)}):
+            for key, value in counts.items():
+                if key != "miss_rate":
+                    self.earlier[key] = self.earlier.get(key, 0) + value
+        state = state_of(self.flights)
+        self.flights = []
+        self.make_buckets(self.slots(), lanes, settings)
+        for flight in self.flights:
+            flight.exchange.load_state(state)
+            if not adopt:
+                continue
+            for slot, view in zip(flight.slots, flight.bucket.views, strict=True):
+                if slot.owner.grad is not None:
+                    view.copy_(slot.owner.grad)
+                    slot.owner.grad, slot.version = view, version_of(view)
+            flight.bucket.note_handed_out()
+
     def has_new(self) -> bool:
         """Return whether parameters were added by ``add_param_group`` or unfrozen, which :meth:`find_new` finds."""
         if self.unfrozen():
             return True
-        return not (self._slots.keys() | self._frozen.keys()).issuperset(map(id, optimizer_parameters(self.optimizer)))
+        if (self._slots.keys() | self._frozen.keys()).issuperset(map(id, optimizer_parameters(self.optimizer))):
+            return False
+        return bool(self._added())
 
     def _added(self) -> list[torch.Tensor]:
-        return [p for p in optimizer_parameters(self.optimizer) if not self.knows(p)]
+        """Return the optimizer's parameters that are neither known nor ignored."""
+        unknown = [p for p in optimizer_parameters(self.optimizer) if not self.knows(p)]
+        return [p for p in unknown if not self.ignored.finds(p, self.module)]
 
-    def find_new(self, communicator: Communicator) -> None:
-        """Find parameters that are new, which :meth:`admit` then returns. Collective, where all ranks find some."""
+    def new_names(self) -> tuple[str, ...]:
+        """Return the names of these parameters."""
+        if not self.has_new():
+            return ()
+        return (*(slot.name for slot in self.unfrozen()), *self._names_of_added())
+
+    def frozen_of_trained(self) -> tuple[str, ...]:
+        """Return which parameters in buckets do not require gradients; only looked at if a gradient is missing."""
+        if all(flight.ready() for flight in self.flights):
+            return ()
+        return tuple(slot.name for slot in self._slots.values() if not slot.param.requires_grad)
+
+    def _names_of_added(self) -> dict[str, torch.Tensor]:
         added = self._added()
         names = {} if self.module is None else {id(p): name for name, p in self.module.named_parameters()}
         number = len(self._slots) + len(self._frozen)
-        new = {names.get(id(p), f"added.{number + i}"): p for i, p in enumerate(added)}
-        check_parameters(new, self.device)
-        check_sharding(new, self.ranks)
-        self._frozen.update({id(p): Slot(name, p) for name, p in new.items()})
-        lines = [f"{s.name}: {signature(s.param)}" for s in self.unfrozen()] + list(new)
+        return {names.get(id(p), f"added.{number + i}"): p for i, p in enumerate(added)}
+
+    def find_new(self, communicator: Communicator) -> None:
+        """Find parameters that are new, which :meth:`admit` then returns. Collective, where all ranks find some.
+
+        Raises:
+            TypeError, ValueError: a parameter cannot be averaged on some rank, or they differ; on every rank.
+        """
+        new, problem = self._names_of_added(), None
+        try:
+            check_parameters({**new, **{slot.name: slot.param for slot in self.unfrozen()}}, self.device)
+            check_sharding(new, self.ranks)
+        except (TypeError, ValueError) as error:
+            problem = error
+        agreed(communicator, problem, "take a new parameter")
+        lines = [f"{s.name}: {signature(s.param)}" for s in self.unfrozen()]
+        lines += [f"{name}: {signature(p)}" for name, p in new.items()]
         check_same_lines(communicator, lines, "new parameter")
-        broadcast_tensors(communicator, new.values(), src=0)
+        share_tensors(communicator, new, src=0)
+        self._frozen.update({id(p): Slot(name, p, in_optimizer=True) for name, p in new.items()})
+
+    def replaced(self) -> list[Slot]:
+        """Return the slots of parameters that are no longer the optimizer's, though they were when they were found."""
+        own = set(map(id, optimizer_parameters(self.optimizer)))
+        slots = (*self._slots.values(), *self._frozen.values())
+        return [slot for slot in slots if slot.in_optimizer and id(slot.param) not in own]
+
+    def drop(self, slots: Iterable[Slot]) -> None:
+        """Forget ``slots``; :meth:`rebuild` then makes buckets without them."""
+        for slot in slots:
+            slot.leave_bucket()
+            self._slots.pop(id(slot.param), None)
+            self._frozen.pop(id(slot.param), None)
+            if slot.hook is not None:
+                slot.hook.remove()
 
     def require_no_unknown_gradients(self) -> None:
         """Raise RuntimeError if a parameter got a gradient before it was admitted."""
@@ -184,41 +271,53 @@ class ParameterTable:
         self._frozen.clear()
 
 
-def table_of(optimizer: Any, model_or_named_parameters: Any, all_parameters: bool) -> ParameterTable:
+def table_of(optimizer: Any, model_or_named_parameters: Any, all_parameters: bool, ignore: Any = ()) -> ParameterTable:
     """Return the parameters of ``optimizer``, checked, with the names that the model gives them.
 
     Raises:
-        TypeError, ValueError: it is no optimizer, or a parameter has no name, or cannot be averaged.
+        TypeError, ValueError: it is no optimizer, or a parameter has no name, or cannot be averaged; or ``ignore``
+            matches nothing, or everything.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}, wanted a torch.optim.Optimizer")
-    names = _names_of(optimizer, model_or_named_parameters, all_parameters)
-    check_parameters(names)
     module = model_or_named_parameters if isinstance(model_or_named_parameters, torch.nn.Module) else None
-    return ParameterTable(optimizer, names, module)
+    pairs = list(_pairs_of(model_or_named_parameters))
+    ignored = ignored_of(ignore, pairs, [] if module is None else list(module.named_buffers()))
+    names = _names_of(optimizer, pairs, all_parameters, ignored)
+    if ignored and not any(param.requires_grad for param in names.values()):
+        raise ValueError(f"ignore={list(ignored.patterns)} leaves no parameter of the optimizer to average")
+    check_parameters(names)
+    return ParameterTable(optimizer, names, module, ignored)
+
+
+def _pairs_of(
+    model_or_named_parameters: torch.nn.Module | Iterable[tuple[str, torch.Tensor]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(model_or_named_parameters, torch.nn.Module):
+        yield from model_or_named_parameters.named_parameters()
+    else:
+        yield from map(_pair, model_or_named_parameters)
 
 
 def _names_of(
-    optimizer: torch.optim.Optimizer,
-    model_or_named_parameters: torch.nn.Module | Iterable[tuple[str, torch.Tensor]],
-    all_parameters: bool,
+    optimizer: torch.optim.Optimizer, pairs: Sequence[tuple[str, torch.Tensor]], all_parameters: bool, ignored: Ignored
 ) -> dict[str, torch.Tensor]:
     """Return the optimizer's parameters by name in the model's order, or with ``all_parameters`` all named ones.
+
+    Those that are ``ignored`` are not among them.
 
     Raises:
         TypeError, ValueError: the names are missing or ambiguous, or a parameter of the optimizer has none.
     """
-    if isinstance(model_or_named_parameters, torch.nn.Module):
-        pairs: list[tuple[str, torch.Tensor]] = list(model_or_named_parameters.named_parameters())
-    else:
-        pairs = [_pair(item) for item in model_or_named_parameters]
     wanted = {id(p) for p in optimizer_parameters(optimizer)}
     names: dict[str, torch.Tensor] = {}
     taken: set[int] = set()
     for name, param in pairs:
         if name in names and names[name] is not param:
             raise ValueError(f"two parameters are called {name!r}")
-        if id(param) in wanted or (all_parameters and id(param) not in taken):
+        if ignored.covers(param):
+            wanted.discard(id(param))
+        elif id(param) in wanted or (all_parameters and id(param) not in taken):
             names[name] = param
             taken.add(id(param))
             wanted.discard(id(param))
@@ -243,55 +342,3 @@ def _pair(item: object) -> tuple[str, torch.Tensor]:
 
 def _shape_of(optimizer: torch.optim.Optimizer, wanted: set[int]) -> list[int]:
     return next(list(p.shape) for p in optimizer_parameters(optimizer) if id(p) in wanted)
-
-
-def check_parameters(names: dict[str, torch.Tensor], device: torch.device | None = None) -> None:
-    """Raise TypeError or ValueError if the gradient of a parameter cannot be sent, or it is not on ``device``."""
-    for name, param in names.items():
-        _check_memory(name, param)
-        has_gradients = param.is_floating_point() or param.is_complex()  # integers never have any: they are only copied
-        if has_gradients and param.dtype not in _GRADIENT_DTYPES:
-            wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in _GRADIENT_DTYPES)
-            raise TypeError(f"parameter {name!r} has dtype {param.dtype}, wanted one of {wanted}")
-        if param.device.type not in ("cpu", "cuda"):
-            raise ValueError(f"parameter {name!r} is on device {param.device}, wanted CPU or CUDA memory")
-        device = device or param.device
-        if param.device != device:
-            raise ValueError(
-                f"parameter {name!r} is on device {param.device}, others on {device}; wanted all parameters of a "
-                "process on one device"
-            )
-
-
-def _check_memory(name: str, param: torch.Tensor) -> None:
-    """Raise TypeError if ``param`` is not backed by ordinary memory of this process, ValueError if torch steps it."""
-    kind = type(param).__name__
-    if is_flat_parameter(param):
-        raise TypeError(
-            f"parameter {name!r} is a flat parameter of FullyShardedDataParallel, of which each rank has a "
-            "different shard: FSDP averages gradients itself; leave pycomm.attach out, or shard with FSDP2's "
-            "fully_shard, whose replicas pycomm.ddp.register_hsdp averages"
-        )
-    local = local_of(param) if is_dtensor(param) else param
-    if hasattr(local, "__tensor_flatten__"):
-        raise TypeError(
-            f"parameter {name!r} is a {kind}, wrapped around other tensors: wanted ordinary parameters, or DTensors of "
-            "ordinary tensors"
-        )
-    if param.device.type == "meta" or (local.numel() > 0 and _has_no_memory(local)):
-        raise TypeError(
-            f"parameter {name!r}, a {kind} on device {param.device}, has no memory: wanted parameters that are "
-            "materialised (module.to_empty(device=...), then initialised) and not freed"
-        )
-    if steps_in_backward(param):
-        raise ValueError(
-            f"parameter {name!r} is stepped in backward (_apply_optimizer_in_backward), before its gradient could be "
-            "averaged: use an ordinary optimizer.step()"
-        )
-
-
-def _has_no_memory(param: torch.Tensor) -> bool:
-    try:
-        return param.data_ptr() == 0
-    except RuntimeError:  # a tensor subclass without storage
-        return True

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -12,9 +13,12 @@ from pycomm.errors import CommError
 from pycomm.reducer.autograd_hooks import GradientHook, ModelHooks
 from pycomm.reducer.backward import BackwardWatch
 from pycomm.reducer.buckets import Slot
+from pycomm.reducer.copies import training_alone
 from pycomm.reducer.damage import DamageError
 from pycomm.reducer.engine import Engine
 from pycomm.reducer.local_passes import LocalPasses
+from pycomm.reducer.parameter_changes import ParameterChanges
+from pycomm.reducer.provenance import require_provenance
 from pycomm.reducer.wrappers import refuse_active_wrapper
 from pycomm.torch_internals import current_graph_task
 
@@ -29,6 +33,7 @@ class Passes:
     """Driver of the engine, called by autograd: by a hook on each parameter and at the end of each backward pass.
 
     Attributes:
+        changes: parameters that are added, unfrozen or replaced.
         model_hooks: hooks on the optimizer and the module, once they are installed.
         stopped: error after which this rank no longer takes part; empty while it does.
     """
@@ -39,41 +44,61 @@ class Passes:
         self._watch = BackwardWatch(self._begin, self._all_gradients_arrived, self._end, self._failed)
         self._local = LocalPasses()
         self._gate = PassGate(current_graph_task)
-        self._hooks: list[GradientHook] = []
+        self.changes = ParameterChanges(engine, self.listen_to, self.stop)
+        self._hookless: list[Slot] = []
+        self._step_depth = 0  # of step() calls inside one another
+        self._has_averages = False  # when the step began whose closure runs
         self.model_hooks: ModelHooks | None = None
         self.stopped = ""
 
     # Parameters.
 
-    def hook(self, slots: list[Slot]) -> None:
-        """Give ``slots`` buckets, and listen to their gradients."""
-        self._table.make_buckets(slots, self._engine.lanes, self._settings)
+    def listen_to(self, slots: Iterable[Slot]) -> None:
+        """Listen to the gradients of ``slots``, which have places in buckets."""
         for slot in slots:
-            slot.hook = GradientHook(self, Passes._on_gradient, slot, slot.param, slot.counter(self._gate))
-            self._hooks.append(slot.hook)
+            if slot.hook is not None:
+                slot.hook.count_with(slot.counter(self._gate))
+            elif slot.param.requires_grad:
+                slot.hook = GradientHook(self, Passes._on_gradient, slot, slot.param, slot.counter(self._gate))
+            else:  # it has no gradients but those that somebody writes, until it is unfrozen
+                self._hookless.append(slot)
 
     def unhook(self) -> None:
         """Remove all hooks."""
-        for hook in self._hooks:
-            hook.remove()
+        for slot in self._table.slots():
+            if slot.hook is not None:
+                slot.hook.remove()
         if self.model_hooks is not None:
             self.model_hooks.remove()
 
-    def find_new_parameters(self) -> None:
-        """Admit parameters that were added or unfrozen. Collective, if there are any."""
-        if self._table.has_new():
-            self._engine.stand_down()
-            self._table.find_new(self._communicator)
-            self.hook(self._table.admit())
+    def _listen_to_unfrozen(self) -> None:
+        slots, self._hookless = self._hookless, []
+        self.listen_to(slots)
 
     def before_forward(self) -> None:
         """Refuse wrappers that average these parameters too; admit new parameters if a window may begin here."""
         if current_graph_task() != -1:
             return  # inside backward: a checkpointed piece is being recomputed
         refuse_active_wrapper(lambda: dict(self._table.named()))
+        self._engine.flags.just_stepped = False
         self.forget_abandoned()
         if not self._window.is_open and not self.stopped and not self._local.depth:
-            self.find_new_parameters()
+            if self._hookless:
+                self._listen_to_unfrozen()
+            self.changes.find_new()
+            if torch.is_grad_enabled():
+                self.changes.look_at_module()
+
+    def note_forward(self, output: Any) -> None:
+        """Note a forward in training mode of the module; its ``output`` tells later whether backward followed."""
+        if current_graph_task() == -1 and not self._local.depth:
+            self._engine.flags.loop.note_forward(output)
+
+    def note_zero_grad(self) -> None:
+        """Note a call of ``optimizer.zero_grad()``: a step begins."""
+        self._window.complete = self._engine.flags.just_stepped = False
+        if not self._local.depth:
+            self._engine.flags.loop.num_zero_grads += 1
 
     # Passes of this rank alone.
 
@@ -85,11 +110,24 @@ class Passes:
                 "paused() inside an accumulation window: its gradients would be mixed; call flush() first"
             )
         self._local.depth += 1
+        self._engine.flags.loop.has_paused = True
         self._gate.close()
         try:
-            yield
+            with training_alone():
+                yield
         finally:
             self._local.depth -= 1
+
+    def enter_step(self) -> bool:
+        """Note that ``optimizer.step()`` begins; return whether it is no step inside another one."""
+        self._step_depth += 1
+        if self._step_depth == 1:
+            self._has_averages = not self._progress.is_used
+        return self._step_depth == 1
+
+    def begin_step(self) -> None:
+        """Note that ``optimizer.step()`` is about to call its closure for the first time."""
+        self._progress.stepped()
 
     def require_averaged(self) -> None:
         """Raise RuntimeError if ``optimizer.step()`` would use gradients that have not been averaged.
@@ -104,10 +142,27 @@ class Passes:
             )
         self._local.require_gone("optimizer.step() would move this rank's parameters alone")
         self._table.require_no_unknown_gradients()
+        self._require_provenance()
         self._progress.stepped()
+
+    def _require_provenance(self) -> None:
+        """Raise RuntimeError if a gradient comes from no reduction since the last step; tell the other ranks."""
+        has_averages = self._has_averages or not self._progress.is_used
+        try:
+            require_provenance(self._table, has_averages, self._engine.outcome.unused, self._communicator.rank)
+        except RuntimeError as error:
+            self.stop(error)
+            raise
 
     def stepped(self) -> None:
         """Note that ``optimizer.step()`` has returned."""
+        self._step_depth = max(self._step_depth - 1, 0)
+        if self._step_depth > 0:
+            return
+        self._window.complete = False
+        self._engine.flags.just_stepped = True
+        if self._table.flights:
+            self._engine.flags.loop.note_step(self._table.flights[0].slots[0])
         if not self._window.is_open and not self.stopped:
             self._engine.stand_in()
 
@@ -120,9 +175,10 @@ class Passes:
         self._engine.firing = slot
         try:
             self._watch.touch()
-            self._engine.take(slot)
+            if slot.flight is not None:
+                self._engine.take(slot)
         except (RuntimeError, ValueError) as error:
-            self._stop(error)
+            self.stop(error)
             raise
         finally:
             self._engine.firing = None
@@ -133,9 +189,9 @@ class Passes:
 
     def _begin(self) -> None:
         self.forget_abandoned()
-        self._open_door()
+        self.open_door()
         self._window.begin_pass()
-        self._require_right_pass()
+        self.require_right_pass()
         self._engine.begin_pass()
 
     def _all_gradients_arrived(self) -> None:
@@ -146,7 +202,7 @@ class Passes:
         try:
             self._engine.launch_rest()
         except (RuntimeError, ValueError) as error:
-            self._stop(error)
+            self.stop(error)
             raise
 
     def _end(self) -> None:
@@ -154,9 +210,7 @@ class Passes:
             flight.counts.end_pass()
         self._window.end_pass()
         if self._window.sending:
-            self.find_new_parameters()
-            self._reduce()
-            self._window.complete = True
+            self.reduce()
         else:
             self._engine.phases.end_backward()
         if self.model_hooks is not None:
@@ -164,75 +218,33 @@ class Passes:
 
     def _failed(self) -> None:
         if self._engine.has_launched():
-            self._stop(RuntimeError(HALF_SENT))
+            self.stop(RuntimeError(HALF_SENT))
 
-    def flush(self) -> None:
-        """Reduce a ragged last window; see ``Reducer.flush``."""
-        self.require_taking_part()
-        self._engine.stand_down()
-        self._open_door()
-        if not self._end_early():
-            return
-        if not self._window.is_open:  # other ranks have gradients: this one takes part without any
-            self._table.drop_gradients()
-        self._engine.expect_gradients()
-        self._reduce()
-
-    def take_part(self, *, absent: bool) -> bool:
-        """Take part in a reduction with the gradients that there are: to other ranks it is as if a window ended here.
-
-        Args:
-            absent: this rank has no data: it contributes nothing, keeps no average, and will not step. Gradients that
-                it has are dropped.
-
-        Returns:
-            Whether all ranks are absent.
-        """
-        self._engine.set_absent(absent)
-        try:
-            self._begin_without_pass(absent)
-            self.find_new_parameters()
-            self._reduce()
-            self._window.complete = True
-            if absent:
-                self._table.drop_gradients()
-                self._progress.stepped()
-            return self._engine.agree_on_end(absent)
-        finally:
-            self._engine.set_absent(False)
-
-    def _begin_without_pass(self, absent: bool) -> None:
-        try:
-            self.forget_abandoned()
-            if absent:
-                self._window.close()
-                self._table.drop_gradients()
-            self._window.sending = True
-            self._require_right_pass()
-            self._engine.begin_pass()
-            self._engine.launch_rest()
-        except (RuntimeError, ValueError) as error:
-            self._stop(error)
-            raise
-
-    def _reduce(self) -> None:
+    def reduce(self) -> None:
+        """Have the engine end the reduction, with parameters that are new."""
+        self._step_depth = 0  # a step that raised has left it
+        announced = self._engine.flags.takes_new and bool(self._table.flights)
+        if not announced:
+            self.changes.find_new()
         try:
             self._engine.reduce()
         except DamageError as error:
             if self._engine.survival is not None and error.ranks:
                 self.stopped = str(error)  # the others go on, and must not meet this rank again
             raise
+        except CommError as error:
+            number, rank = self._progress.num_reductions + 1, self._communicator.rank
+            error.args = (f"{error}; rank {rank} was in reduction {number}",)
+            raise
+        except ValueError as error:
+            raise self.changes.explained(error) from error
+        self._window.complete = True
+        self.changes.drop_replaced()
 
-    def _open_door(self) -> None:
+    def open_door(self) -> None:
+        """Let in a newcomer that waits, between two steps."""
         if not self._window.is_open and not self.stopped:
             self._engine.open_door()
-
-    def _end_early(self) -> bool:
-        while True:
-            try:
-                return self._window.end_early(self._engine.committed_steps)
-            except CommError as error:
-                self._engine.recover(error)  # raises it, if no rank may be lost
 
     # Errors.
 
@@ -241,7 +253,8 @@ class Passes:
         if self.stopped:
             raise RuntimeError(f"this Reducer no longer takes part after an earlier error: {self.stopped}")
 
-    def _require_right_pass(self) -> None:
+    def require_right_pass(self) -> None:
+        """Raise RuntimeError if a reduction may not begin now."""
         self.require_taking_part()
         self._local.require_gone("this backward() would add to it", self._engine.firing)
         # With all_parameters the parameters may belong to several optimizers, of which only one reports its steps.
@@ -249,7 +262,7 @@ class Passes:
             self._progress.require_used()
         self._table.require_as_attached()
 
-    def _stop(self, error: Exception) -> None:
+    def stop(self, error: Exception) -> None:
         """Stop taking part, and tell the other ranks, which are about to enter this reduction or are in it."""
         if self.stopped or self._communicator.size == 1 or torch.compiler.is_compiling():
             return

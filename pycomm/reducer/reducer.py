@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,10 @@ from pycomm.reducer.checkpoint import gather_state, select_state
 from pycomm.reducer.engine import Engine
 from pycomm.reducer.module_buffers import BufferSync
 from pycomm.reducer.passes import Passes
+from pycomm.reducer.progress import Progress
+from pycomm.reducer.reducer_hooks import ReducerHooks
 from pycomm.reducer.step_trace import StepTrace
+from pycomm.reducer.without_backward import WithoutBackward
 from pycomm.reducer.wrappers import unwatch_constructions
 from pycomm.torch_internals import is_dtensor
 
@@ -38,6 +42,8 @@ class Reducer(Attendance):
         self._table, self._window, self._progress = engine.table, engine.window, engine.progress
         self.optimizer, self.module = engine.table.optimizer, engine.table.module
         self._passes = Passes(engine)
+        self._without_backward = WithoutBackward(engine, self._passes)
+        self._say_at_the_end("its optimizer and model are gone, or its process has ended")
         self._lone_factor = clipping.LoneFactor(engine.table)
         engine.phases.trace = StepTrace.wanted(communicator.channel.recorder.global_rank, communicator.size)
         # One rank that compresses nothing has nothing to do.
@@ -56,35 +62,26 @@ class Reducer(Attendance):
 
     def _install(self) -> None:
         self._idle = False
-        self._passes.hook(self._table.slots())
-        self._passes.hook(self._table.admit())
-        self._passes.model_hooks = ModelHooks(
-            *(self.optimizer, self.module, self._before_step, self._progress.stepped, self),
-            after_step=self._after_step if self._settings.backup > 0 or self._engine.phases.trace is not None else None,
-        )
+        self._passes.changes.hook(self._table.slots())
+        self._passes.changes.hook(self._table.admit())
+        hooks = ReducerHooks(self, self._passes, self._engine.phases)
+        self._passes.model_hooks = ModelHooks(self.optimizer, self.module, hooks)
         if self.module is not None and self._settings.buffers != "local":
-            self._engine.buffers = BufferSync(self.module, self._settings.buffers, self._communicator)
+            self._engine.buffers = BufferSync(
+                self.module, self._settings.buffers, self._communicator, self._table.ignores
+            )
 
     def _uninstall(self) -> None:
         self._passes.unhook()
         self._engine.buffers = None
 
-    # Methods of this object, so that the hooks keep it alive, and not only its parts.
-
-    def _before_step(self) -> None:
-        self._passes.require_averaged()
-
-    def _after_step(self) -> None:
-        self._engine.phases.end_step()
-        self._passes.stepped()
-
-    def before_forward(self) -> None:
-        """Admit new parameters, and refuse wrappers that average these too. Called by a hook of the module."""
-        self._passes.before_forward()
-
     def knows(self, param: torch.Tensor) -> bool:
         """Return whether the gradient of ``param`` is averaged here, or will be once it is unfrozen."""
         return self._table.knows(param)
+
+    def covers(self, param: torch.Tensor) -> bool:
+        """Return whether the gradient of ``param`` is averaged here, or left alone as ``ignore`` says."""
+        return self._table.covers(param)
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
         """Return all parameters that are averaged here, or will be once they are unfrozen, by name."""
@@ -100,10 +97,8 @@ class Reducer(Attendance):
         have had equally many.
         """
         self._require_attached()
-        if self._idle or self._window.complete:
-            self._window.complete = False
-            return
-        self._passes.flush()
+        if not self._idle:
+            self._without_backward.flush()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -153,6 +148,7 @@ class Reducer(Attendance):
         if self._settings.backup > 0:
             raise ValueError("set_weight does not go with backup: a gradient that comes late would have no weight")
         self._passes.forget_abandoned()
+        self._window.complete = False  # it is of the next pass
         factor = self._window.weights.set(num_samples, self._window.num_passes)
         if self._idle:
             self._install()
@@ -200,11 +196,11 @@ class Reducer(Attendance):
         """
         if self._settings.accumulates:
             self.flush()
-        return self._engine.settle(was_exchanged=not self._idle)
+        return self._engine.outcome.settle(was_exchanged=not self._idle)
 
     def name_of_not_finite(self) -> str | None:
         """Return the location or source of the first non-finite value; ``None`` if all are finite. Waits for a GPU."""
-        return self._engine.name_of_not_finite()
+        return self._engine.outcome.name_of_not_finite()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that compression carries from step to step on *this* rank, to be saved by every rank.
@@ -219,7 +215,7 @@ class Reducer(Attendance):
         under a key that says which: ``"up.weight[0:1/2]"`` is the second half along dimension 0.
         """
         self._require_attached()
-        method, steps = self._settings.compression, int(self._engine.committed_steps)
+        method, steps = self._settings.compression, int(self._engine.outcome.committed_steps)
         return gather_state(self._engine.state(), method, self._communicator, steps, self._table.labels())
 
     def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]], *, strict: bool = True) -> None:
@@ -241,6 +237,11 @@ class Reducer(Attendance):
         chosen, steps = select_state(state, current, method, self._communicator, strict, self._table.labels())
         self._engine.load_state(chosen, steps)
 
+    def _say_at_the_end(self, how: str) -> None:
+        """Have ranks that wait for this one told that it has ended its training, and after which step."""
+        for lane in self._engine.lanes:
+            lane.channel.farewell = functools.partial(_farewell, self._progress, how)  # which keeps nothing else alive
+
     def detach(self) -> None:
         """Undo ``attach``: remove all hooks, move ``.grad`` to ordinary memory, release shared memory. Idempotent."""
         if self._detached:
@@ -256,10 +257,16 @@ class Reducer(Attendance):
             self._table.partition.move_out()
         forget(self)
         unwatch_constructions(self)
+        self._say_at_the_end("detach")
         if self._engine.survival is not None:
-            self._engine.survival.close(self._passes.stopped or "it detached")
+            self._engine.survival.close(self._passes.stopped or _farewell(self._progress, "detach"))
         self._communicator.close(self._passes.stopped or None)
         if self._table.partition is not None:
             self._table.partition.release()
         # Cleared now, so that shared memory is released with its last view and not when this object is collected.
         self._table.clear()
+
+
+def _farewell(progress: Progress, how: str) -> str:
+    """Return what a rank says to those that wait for it when it ends."""
+    return f"it has ended its training ({how}) after step {progress.num_reductions}"

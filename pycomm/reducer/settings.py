@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,9 @@ class Settings:
     backup: int = 0
     shard: str | None = None
     full_grad: bool | None = False
+    ignore: tuple[str, ...] = ()
+    optimizer_state: str = "broadcast"
+    per_rank: tuple[str, ...] = ()
 
     @property
     def survives(self) -> bool:
@@ -73,6 +77,9 @@ class Settings:
             f"backup={self.backup}",
             f"shard={self.shard}",
             f"full_grad={self.full_grad}",
+            f"ignore={list(self.ignore)}",
+            f"optimizer_state={self.optimizer_state}",
+            f"per_rank={list(self.per_rank)}",
         ]
 
 
@@ -94,6 +101,8 @@ def checked_settings(
     backup: int,
     shard: str | None,
     full_grad: bool | None,
+    optimizer_state: str,
+    per_rank: Iterable[str],
 ) -> Settings:
     """Return the arguments of ``attach`` as checked settings.
 
@@ -116,14 +125,27 @@ def checked_settings(
         backup=count("backup", backup, 0),
         shard=_shard(shard),
         full_grad=_full_grad(full_grad),
+        optimizer_state=_optimizer_state(optimizer_state),
+        per_rank=_per_rank(per_rank),
     )
+    _check_together(settings)
+    return settings
+
+
+NAMES = tuple(inspect.signature(checked_settings).parameters)[1:]
+"""Arguments of ``attach`` that become settings."""
+
+
+def _check_together(settings: Settings) -> None:
+    """Raise ValueError if some of ``settings`` do not go with others."""
+    if settings.optimizer_state == "keep":
+        _check_kept_state(settings)
     if settings.backup > 0:
         _check_backup(settings)
     if settings.full_grad is not False and settings.shard is None:
         raise ValueError(f"full_grad={settings.full_grad} without shard: every rank has all averaged gradients anyway")
     if settings.shard is not None:
         _check_shard(settings)
-    return settings
 
 
 def _check_shard(settings: Settings) -> None:
@@ -147,6 +169,17 @@ def _check_shard(settings: Settings) -> None:
     for what, (is_unsuitable, why) in unsuitable.items():
         if is_unsuitable:
             raise ValueError(f'shard="{settings.shard}" does not go with {what}: {why}')
+
+
+def _check_kept_state(settings: Settings) -> None:
+    """Raise ValueError if ``settings`` do not go with optimizer state that each rank has for itself."""
+    unsuitable = {
+        'on_failure="shrink"': (settings.survives, "a lost rank takes its share of the state with it"),
+        f'shard="{settings.shard}"': (settings.shard is not None, "pycomm shares the state out by itself then"),
+    }
+    for what, (is_unsuitable, why) in unsuitable.items():
+        if is_unsuitable:
+            raise ValueError(f'optimizer_state="keep" does not go with {what}: {why}')
 
 
 def _check_backup(settings: Settings) -> None:
@@ -200,6 +233,19 @@ def _full_grad(value: Any) -> bool | None:
     if value is not None and not isinstance(value, bool):
         raise TypeError(f"full_grad is {value!r}, wanted True, False or None")
     return value
+
+
+def _optimizer_state(value: Any) -> str:
+    if value not in ("broadcast", "keep"):
+        raise ValueError(f'optimizer_state is {value!r}, wanted "broadcast" or "keep"')
+    return str(value)
+
+
+def _per_rank(value: Any) -> tuple[str, ...]:
+    keys = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else None
+    if keys is None or not all(isinstance(key, str) for key in keys):
+        raise TypeError(f'per_rank is {value!r}, wanted names of hyperparameters, such as ("lr",)')
+    return tuple(sorted(set(keys)))
 
 
 def _on_failure(value: Any) -> str:

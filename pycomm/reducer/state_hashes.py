@@ -22,13 +22,13 @@ from pycomm.reducer.progress import HostCopy
 
 _REMEMBERED = 4
 """Verdicts that may still be asked for: on a GPU the host learns of them two reductions later."""
-_KNOWN_DTYPES = frozenset(getattr(torch, name) for name in DTYPES)
+KNOWN_DTYPES = frozenset(getattr(torch, name) for name in DTYPES)
 
 
 def hashable(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` detached, as bytes if the kernels do not know its dtype."""
     tensor = tensor.detach()
-    return tensor if tensor.dtype in _KNOWN_DTYPES else tensor.contiguous().view(-1).view(torch.uint8)
+    return tensor if tensor.dtype in KNOWN_DTYPES else tensor.contiguous().view(-1).view(torch.uint8)
 
 
 class Taken:

@@ -20,13 +20,12 @@ from pycomm.elastic.door import Door
 from pycomm.elastic.membership import Decision, Membership
 from pycomm.elastic.reconvene import reconvene
 from pycomm.errors import CommError
-from pycomm.reducer.buckets import BucketInFlight, method_stats, state_of
+from pycomm.reducer.buckets import BucketInFlight
 from pycomm.reducer.damage import DamageError
 from pycomm.reducer.lanes import open_lanes
 from pycomm.reducer.newcomers import Carried, share_state
 from pycomm.reducer.parameters import ParameterTable
 from pycomm.reducer.settings import Settings
-from pycomm.torch_internals import version_of
 
 _LOG = logging.getLogger("pycomm")
 
@@ -48,7 +47,6 @@ class Survival:
         recoveries, joins: what happened, a dict each; see ``Reducer.stats``.
         invited: number of a newcomer's request that the last commit has announced; 0 for none.
         arrivals: when ranks had all their gradients of the last step, in seconds before its commit.
-        earlier: counters of exchanges that were left behind.
     """
 
     def __init__(
@@ -66,7 +64,6 @@ class Survival:
         self._communicator, self._table, self._settings = communicator, table, settings
         self.recoveries: list[dict[str, Any]] = []
         self.joins: list[dict[str, Any]] = []
-        self.earlier: dict[str, float] = {}
         self._has_left = False
         self.arrivals: dict[int, float] = {}
         self._callbacks: list[Callable[[World, World], None]] = []
@@ -209,24 +206,7 @@ class Survival:
 
     def _rebuild(self, lanes: list[Communicator], adopt: bool) -> None:
         """Sort all parameters into new buckets, with the state of the old ones; ``adopt``: and their gradients."""
-        table = self._table
-        exchanges = [flight.exchange for flight in table.flights]
-        for counts in (method_stats(exchanges), {"bytes_sent": sum(each.bytes_sent for each in exchanges)}):
-            for key, value in counts.items():
-                if key != "miss_rate":
-                    self.earlier[key] = self.earlier.get(key, 0) + value
-        state = state_of(table.flights)
-        table.flights = []
-        table.make_buckets(table.slots(), lanes, self._settings)
-        for flight in table.flights:
-            flight.exchange.load_state(state)
-            if not adopt:
-                continue
-            for slot, view in zip(flight.slots, flight.bucket.views, strict=True):
-                if slot.owner.grad is not None:
-                    view.copy_(slot.owner.grad)
-                    slot.owner.grad, slot.version = view, version_of(view)
-            flight.bucket.note_handed_out()
+        self._table.rebuild(lanes, self._settings, adopt=adopt)
 
     def _note(self, old: World, decision: Decision, step: int, seconds: float) -> None:
         left = {rank: decision.gone.get(rank, "was lost while the others met") for rank in old}

@@ -35,6 +35,8 @@ class SurvivingEngine(Engine):
     ) -> None:
         super().__init__(table, lanes, settings)
         self.survival = survival
+        self.flags.takes_new = False  # what is launched after a step's commit would not be part of it
+        self.flags.compares_loop = settings.backup == 0
         self._commit_work: Work | GpuWork | None = None
         self._is_idle = False  # whether this step was launched without gradients, before its passes
 
@@ -45,10 +47,10 @@ class SurvivingEngine(Engine):
 
     # A step, with its gradients kept.
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, *, with_next: bool | None = True) -> None:
         """Prepare for this pass's gradients, unless the step has been launched without them."""
         if not self._is_idle:
-            super().begin_pass()
+            super().begin_pass(with_next=with_next)
 
     def take(self, slot: Slot) -> None:
         """Note that the gradient of ``slot`` has been accumulated; see :meth:`Engine.take`."""
@@ -86,7 +88,7 @@ class SurvivingEngine(Engine):
             for work in works:
                 if work is not None:
                     work.wait()  # at once, but for those of other lanes; raises if it failed
-            self.source.share(self.table.flights, self.communicator)  # before the commit: a rank may be lost
+            self.outcome.source.share(self.table.flights, self.communicator)  # before the commit: a rank may be lost
             is_known = not self._is_idle and not self.table.on_gpu  # there the host runs ahead of the gradients
             self.survival.commit(self.waits.microseconds_here() if is_known else 0)
 
@@ -136,9 +138,7 @@ class SurvivingEngine(Engine):
     def _receive(self) -> None:
         while True:
             try:
-                with self.phases.waiting():
-                    self._await_results()
-                self._check_replicas()
+                self._await_all()
             except CommError as error:
                 if not self.recover(error):
                     self._launch_again()
@@ -149,6 +149,9 @@ class SurvivingEngine(Engine):
             self.survival.forget_newcomers()
             self.window.num_idle = 0
             return
+
+    def _share_sources(self) -> None:
+        """Do nothing: the commit has done it, as a rank may be lost in it."""
 
     def _await_results(self) -> None:
         super()._await_results()
@@ -184,9 +187,9 @@ class SurvivingEngine(Engine):
         arrivals, self.survival.arrivals = self.survival.arrivals, {}
         return arrivals
 
-    def _check_previous(self) -> None:
+    def _compare_previous(self) -> None:
         try:
-            super()._check_previous()
+            super()._compare_previous()
         except DamageError as error:
             self.recover(error)
 
@@ -215,13 +218,14 @@ class SurvivingEngine(Engine):
     def carried(self) -> Carried:
         """Return what a newcomer gets besides parameters."""
         scaler, carry = self.settings.loss_scaler, self.survival.carry
-        return Carried(self.table, self.progress, self.committed_steps, scaler, carry, self.window.weights)
+        return Carried(self.table, self.progress, self.outcome.committed_steps, scaler, carry, self.window.weights)
 
     def enter(self) -> None:
         """Take part in the present step without gradients, as a newcomer does, whose first pass only gets averages."""
         self.expect_gradients()
+        self.flags.has_pass = False
         self.window.num_idle = self.survival.num_newcomers()
-        self.window.fix_scales(with_next=True, step=self.committed_steps)
+        self.window.fix_scales(with_next=True, step=self.outcome.committed_steps)
         self._is_idle = True
         for flight in self.table.flights:
             self._launch(flight, [None] * len(flight.slots))
@@ -230,10 +234,5 @@ class SurvivingEngine(Engine):
     # Questions from users.
 
     def stats(self) -> dict[str, Any]:
-        """Return the counters of ``Reducer.stats``, those of exchanges that were left behind among them."""
-        stats = {**super().stats(), **self.survival.stats()}
-        for key, value in self.survival.earlier.items():
-            stats[key] = stats.get(key, 0) + value
-        if stats.get("selections"):
-            stats["miss_rate"] = stats["selections_missed"] / stats["selections"]
-        return stats
+        """Return the counters of ``Reducer.stats``, and what happened to the world."""
+        return {**super().stats(), **self.survival.stats()}

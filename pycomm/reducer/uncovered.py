@@ -17,11 +17,11 @@ class Uncovered:
 
     Args:
         module: the module whose parameters are watched.
-        knows: returns whether the Reducer that is being made covers a parameter.
+        covers: returns whether the Reducer that is being made averages a parameter, or is to leave it alone.
     """
 
-    def __init__(self, module: torch.nn.Module, knows: Callable[[torch.Tensor], bool]) -> None:
-        self._knows = knows
+    def __init__(self, module: torch.nn.Module, covers: Callable[[torch.Tensor], bool]) -> None:
+        self._covers = covers
         self._names: list[str] = []
         self._handles: dict[int, Any] = {}  # by id of the parameter
         self.watch(module)
@@ -41,7 +41,7 @@ class Uncovered:
             self._names.append(name)
 
     def _is_covered(self, param: torch.Tensor) -> bool:
-        return self._knows(param) or is_covered(param)
+        return self._covers(param) or is_covered(param)
 
     def warn(self) -> None:
         """Warn of the parameters noted so far; only once. Called at the end of a pass."""

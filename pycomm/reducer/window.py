@@ -121,22 +121,3 @@ class AccumulationWindow:
         self.scaling = replace(self.scaling, clip=factor.float() if self._on_gpu else float(factor))
         if self._on_gpu:
             self.streams.add(self._communicator.channel.current_stream(self._device))
-
-    def end_early(self, step: torch.Tensor) -> bool:
-        """End the window before it is full, and fix its scales. Collective; waits for all ranks.
-
-        Args:
-            step: number of steps committed before this one, 0-d int64.
-
-        Returns:
-            Whether any rank has had a pass in it, so that there is something to send.
-        """
-        if self.weights.in_use:
-            self.fix_scales(with_next=False, step=step)
-            return self.weights.any_passes()
-        waiting = torch.tensor([self.num_passes], dtype=torch.int64)
-        self._communicator.all_reduce(waiting, "max")
-        if waiting.item() == 0:
-            return False
-        self.fix_scales(with_next=False, step=step)
-        return True

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from pycomm.torch_internals import active_ddp_module, children_of, has_parts
+from pycomm.torch_internals import active_ddp_module, children_of, parameters_of, parts_of
 
 _WRAPPERS = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "averages gradients itself",
@@ -62,6 +62,11 @@ def refuse_wrapped(names: Mapping[str, torch.Tensor], model: Any, hint: str = ""
         raise ValueError(_message(module, name, _parent_of(module), hint))
 
 
+def is_wrapped(name: str, param: torch.Tensor) -> bool:
+    """Return whether a living wrapper averages ``param``. Looks at every object in the process."""
+    return _first_conflict({name: param}) is not None
+
+
 def refuse_active_wrapper(names_of: Callable[[], Mapping[str, torch.Tensor]]) -> None:
     """Raise ValueError if a forward of DistributedDataParallel is running that has one of these parameters."""
     active = active_ddp_module()
@@ -76,6 +81,7 @@ class Owner(Protocol):
 
     module: torch.nn.Module | None
 
+    def knows(self, param: torch.Tensor) -> bool: ...
     def named_parameters(self) -> Mapping[str, torch.Tensor]: ...
 
 
@@ -109,13 +115,13 @@ def _on_registration(parent: torch.nn.Module, _name: str, child: torch.nn.Module
 
 
 def _conflict(child: torch.nn.Module) -> str | None:
+    """Return the name of a parameter that a Reducer averages and that ``child`` is about to hand to a wrapper."""
+    params = list(parameters_of(child))
     for owner in _owners:
-        names = owner.named_parameters()
-        name = _common(child, names)
-        if name is not None:
-            return name
+        if any(owner.knows(param) for param in params):
+            return _common(child, owner.named_parameters()) or "?"
         if _share_modules(child, owner.module):  # FSDP has already replaced its parameters
-            return next(iter(names), "?")
+            return next(iter(owner.named_parameters()), "?")
     return None
 
 
@@ -145,14 +151,12 @@ def _first_conflict(names: Mapping[str, torch.Tensor]) -> tuple[torch.nn.Module,
 
 def _common(module: torch.nn.Module, names: Mapping[str, torch.Tensor]) -> str | None:
     """Return the first of ``names`` whose parameter belongs to ``module``, or ``None``."""
-    if not has_parts(module):
-        return None  # half constructed, or half destroyed
-    ids = {id(p) for p in module.parameters()}
+    ids = {id(p) for p in parameters_of(module)}
     return next((name for name, p in names.items() if id(p) in ids), None)
 
 
 def _share_modules(a: torch.nn.Module, b: torch.nn.Module | None) -> bool:
-    return b is not None and (any(m is a for m in b.modules()) or any(m is b for m in a.modules()))
+    return b is not None and (any(m is a for m in parts_of(b)) or any(m is b for m in parts_of(a)))
 
 
 def _around(wrapper: torch.nn.Module, model: torch.nn.Module) -> torch.nn.Module | None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
+from torch.distributed.constants import default_pg_timeout
 
 
 def store_of(group: dist.ProcessGroup) -> Store:
@@ -33,6 +34,23 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
         return group._get_backend(device)
     except RuntimeError:
         return None
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Return the limit of a wait in ``group`` (``init_process_group(timeout=...)``), or torch's own if it tells none.
+
+    Backends may have limits of their own: that for the CPU counts, else that for GPUs.
+    """
+    for device in ("cpu", "cuda"):
+        backend = backend_of(group, torch.device(device))
+        backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+        try:
+            found = getattr(backend.options, "_timeout", None)
+        except (AttributeError, RuntimeError):  # Python's have no options, and some of C++ say "not implemented"
+            found = getattr(backend, "default_timeout", None)  # of pycomm's own
+        if isinstance(found, timedelta) and found > timedelta(0):
+            return found
+    return default_pg_timeout
 
 
 def make_process_group(

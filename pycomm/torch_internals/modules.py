@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
-
-
-def has_parts(module: torch.nn.Module) -> bool:
-    """Return whether ``module`` has submodules to list: whether it has been initialised and not torn down."""
-    return "_modules" in vars(module)
 
 
 def children_of(module: torch.nn.Module) -> Mapping[str, torch.nn.Module | None]:
@@ -22,9 +20,66 @@ def children_of(module: torch.nn.Module) -> Mapping[str, torch.nn.Module | None]
     return children
 
 
+def parts_of(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield ``module`` and all modules inside it, once each, whatever they say of themselves.
+
+    ``modules()`` and ``parameters()`` may be the user's own methods, and fail for a module that is half initialised or
+    that answers for another one (torch's OptimizedModule) before it has it.
+    """
+    seen, left = {id(module)}, [module]
+    while left:
+        part = left.pop()
+        yield part
+        for child in children_of(part).values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                left.append(child)
+
+
+def own_parameters(module: torch.nn.Module) -> Mapping[str, torch.Tensor | None]:
+    """Return the parameters that ``module`` itself holds, by key: the very dict, which changes as they are replaced."""
+    parameters: Mapping[str, torch.Tensor | None] = vars(module).get("_parameters", {})
+    return parameters
+
+
+def forward_pre_hooks(module: torch.nn.Module) -> dict[int, Any]:
+    """Return the hooks that ``module`` calls before its forward, by id: the very dict."""
+    hooks: dict[int, Any] = module._forward_pre_hooks
+    return hooks
+
+
+def parameters_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the parameters of ``module`` and of all modules inside it, as :func:`parts_of` finds them."""
+    for part in parts_of(module):
+        yield from (param for param in own_parameters(part).values() if param is not None)
+
+
+class Places:
+    """Places of a module, and of all modules inside it, that hold parameters, as they were when this was made."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        holders = [own_parameters(part) for part in parts_of(module)]
+        self._sizes = [(holder, len(holder)) for holder in holders]
+        self._entries = [(holder, name, param) for holder in holders for name, param in holder.items()]
+
+    def are_unchanged(self) -> bool:
+        """Return whether each of them still holds the same parameter. Cheap; new modules go unseen."""
+        return all(holder.get(name) is param for holder, name, param in self._entries) and all(
+            len(holder) == size for holder, size in self._sizes
+        )
+
+
 def buffers_of(module: torch.nn.Module) -> Mapping[str, torch.Tensor | None]:
     """Return the buffers of ``module`` itself, without those of its children, by name."""
     return module._buffers
+
+
+def keeps_statistics_aside(module: torch.nn.Module) -> bool:
+    """Return whether ``module`` is a normalisation in training mode, whose backward does not use its buffers.
+
+    It normalises by the batch; running statistics are only written to. Autograd keeps and compares them all the same.
+    """
+    return isinstance(module, _NormBase) and module.training and module.track_running_stats
 
 
 def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
@@ -80,6 +135,7 @@ class ShardedGroup(NamedTuple):
         shapes: shapes of their shards as they lie there, all ranks' alike.
         dtype: dtype in which they are reduced.
         shard_group: the ranks that the parameters are sharded over.
+        division: returns what torch divides by after the hook.
         replicates: whether it averages replicas by itself.
         hook: its all-reduce hook, if it has one.
     """
@@ -88,6 +144,7 @@ class ShardedGroup(NamedTuple):
     shapes: list[torch.Size]
     dtype: torch.dtype
     shard_group: dist.ProcessGroup
+    division: Callable[[], float]
     replicates: bool
     hook: Callable[[torch.Tensor], None] | None
 
@@ -104,11 +161,28 @@ def sharded_groups(module: Any) -> list[ShardedGroup]:
             shapes=[each.padded_sharded_param_size for each in group.fsdp_params],
             dtype=_reduced_dtype(group),
             shard_group=group.mesh_info.shard_process_group,
+            division=functools.partial(_division_after_hook, group),
             replicates=group._is_hsdp,
             hook=group._all_reduce_hook,
         )
         for group in groups
     ]
+
+
+def _division_after_hook(group: Any) -> float:
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors  # not before 2.6
+
+    given = {
+        "reduce_scatter_group": group.mesh_info.shard_process_group,
+        "all_reduce_group": None,
+        "reduce_dtype": _reduced_dtype(group),
+        "device_type": group.device.type,
+        "factor": getattr(group, "gradient_divide_factor", None),
+        "force_sum_reduction_for_comms": getattr(group, "force_sum_reduction_for_comms", False),
+    }
+    known = inspect.signature(_get_gradient_divide_factors).parameters
+    factors = _get_gradient_divide_factors(**{name: value for name, value in given.items() if name in known})
+    return float(factors[1] or 1.0)
 
 
 def _reduced_dtype(group: Any) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from types import MethodType
@@ -80,3 +81,33 @@ def take_scale(optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor | None, t
 def unscale_as_grad_scaler(grads: list[torch.Tensor], found_inf: torch.Tensor, factor: torch.Tensor) -> None:
     """Multiply ``grads`` by ``factor``, and set ``found_inf`` if any is not finite, with GradScaler's own kernel."""
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
+
+
+def watch_grad_scalers(
+    is_watched: Callable[[torch.optim.Optimizer], bool], skipped: Callable[[torch.optim.Optimizer], None]
+) -> None:
+    """Call ``skipped`` whenever a GradScaler leaves out the step of an optimizer that ``is_watched``. Once is enough.
+
+    A scaler that leaves out a step does not call the optimizer, so that no hook of it runs: hence the wrapper around
+    ``GradScaler.step``, which subclasses (FSDP's, Accelerate's, Lightning's use) inherit. It stays.
+    """
+    plain = torch.amp.GradScaler.step
+    if hasattr(plain, "_tells_pycomm"):
+        return
+
+    @functools.wraps(plain)
+    def step(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_enabled() or not is_watched(optimizer):
+            return plain(self, optimizer, *args, **kwargs)
+        calls: list[bool] = []
+        handle = optimizer.register_step_pre_hook(lambda *_: calls.append(True))
+        try:
+            result = plain(self, optimizer, *args, **kwargs)
+        finally:
+            handle.remove()
+        if not calls:
+            skipped(optimizer)
+        return result
+
+    step._tells_pycomm = True  # type: ignore[attr-defined]
+    torch.amp.GradScaler.step = step  # type: ignore[method-assign]

@@ -8,9 +8,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.fx._symbolic_trace import is_fx_tracing
+import torch.fx._symbolic_trace as _symbolic_trace
 
 _jit: Any = torch.jit
+# Newer releases of torch renamed it, and warn about the old name.
+_is_fx_tracing: Callable[[], bool] = (
+    getattr(_symbolic_trace, "is_fx_symbolic_tracing", None) or _symbolic_trace.is_fx_tracing
+)
 _recursive: Any = torch.jit._recursive
 
 _left_out: set[type] = set()
@@ -44,7 +48,7 @@ def has_scripted() -> bool:
 
 def is_recording() -> bool:
     """Return whether a forward is being recorded, by torch.compile, torch.export, torch.jit.trace or torch.fx."""
-    return torch.compiler.is_compiling() or bool(_jit.is_tracing()) or is_fx_tracing()
+    return torch.compiler.is_compiling() or bool(_jit.is_tracing()) or _is_fx_tracing()
 
 
 @functools.cache

@@ -82,3 +82,10 @@ def is_flat_parameter(param: torch.Tensor) -> bool:
 def steps_in_backward(param: torch.Tensor) -> bool:
     """Return whether an optimizer steps ``param`` as soon as it has its gradient."""
     return hasattr(param, "_in_backward_optimizers")
+
+
+def without_conjugation(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what is in the memory of ``tensor``, not copied, where torch conjugates or negates it when it is read."""
+    if tensor.is_conj():
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if tensor.is_neg() else tensor

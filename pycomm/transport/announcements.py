@@ -55,7 +55,8 @@ def agree(
         return []  # this rank has its own error to report
     for p, row in enumerate(rows):
         if _KINDS[row[0]] == "refused":
-            raise ValueError(f"{kind}: rank {p} could not take part: its arguments were wrong (its own error says how)")
+            why = group.refusal_of(p) or "its arguments were wrong (its own error says how)"
+            raise ValueError(f"{kind}: rank {p} could not take part: {why}")
     for p, row in enumerate(rows):
         if row[:-1] != rows[0][:-1]:
             raise ValueError(

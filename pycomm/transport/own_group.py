@@ -10,10 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
+from pycomm.checks import LONGEST_TIMEOUT, seconds_of
 from pycomm.errors import CommError
 from pycomm.torch_internals import (
     Store,
@@ -22,6 +25,7 @@ from pycomm.torch_internals import (
     number_process_group,
     owns_process_group,
     store_of,
+    timeout_of,
 )
 
 PYCOMM = "pycomm"
@@ -94,6 +98,23 @@ def group_of(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.Proce
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError("process_group is a group that this rank is not a member of")
     return group
+
+
+def timeout_seconds(
+    timeout: timedelta | float | None, process_group: dist.ProcessGroup | DeviceMesh | None = None
+) -> float:
+    """Return the user's ``timeout`` in seconds; for ``None`` that of ``process_group``.
+
+    A process without any group (one that joins others) has torch's own, half an hour.
+
+    Raises:
+        TypeError, ValueError: see :func:`pycomm.checks.seconds_of` and :func:`group_of`.
+    """
+    if timeout is not None:
+        return seconds_of(timeout)
+    has_groups = dist.is_available() and dist.is_initialized()
+    found = timeout_of(group_of(process_group)) if has_groups else default_pg_timeout
+    return min(found.total_seconds(), LONGEST_TIMEOUT)
 
 
 def cpu_backend_of(place: Place) -> str:

@@ -56,6 +56,25 @@ class RollCall:
             self._left = True
             self._write_note({"blamed": blamed, "reason": reason[:_LONGEST_REASON], "finished": finished})
 
+    def refuse(self, reason: str, operation: int) -> None:
+        """Note in the store why this rank cannot take part in an operation, which the others are told of otherwise."""
+        note = json.dumps([operation, reason[:_LONGEST_REASON]])
+        self._ask(lambda: self._store.set(f"refused/{self._rank}", note))
+
+    def refusal_of(self, rank: int, operation: int) -> str:
+        """Return why ``rank`` could not take part in that operation; "" if it has not said so."""
+        found: list[str] = []
+
+        def read() -> None:
+            if self._store.check([f"refused/{rank}"]):
+                with contextlib.suppress(ValueError, RecursionError, TypeError):  # it is not a note
+                    number, reason = json.loads(self._store.get(f"refused/{rank}"))
+                    if number == operation:
+                        found.append(str(reason))
+
+        self._ask(read)
+        return found[0] if found else ""
+
     def culprit(self, suspect: int | None, operation: int) -> tuple[int | None, str]:
         """Return the rank that caused the failure of an operation, and an explanation. Takes a moment.
 

@@ -146,6 +146,7 @@ class TorchExchanges(BufferedMessages):
 
     @counted
     def refuse(self, reason: str, timeout: float) -> None:
+        self._group.note_refusal(reason)
         self._announce_refusal(timeout)
 
     def _announce_refusal(self, timeout: float) -> None:

@@ -134,6 +134,14 @@ class TorchGroup:
             self.on_failure(str(error))
         return error
 
+    def note_refusal(self, reason: str) -> None:
+        """Note why this rank cannot take part in the present operation, for :meth:`refusal_of` on the others."""
+        self._roll_call.refuse(reason, self.begun)
+
+    def refusal_of(self, rank: int) -> str:
+        """Return why ``rank`` cannot take part in the present operation; "" if it is not known."""
+        return self._roll_call.refusal_of(rank, self.begun)
+
     def sever(self) -> None:
         """Close the connections of a broken group, so that ranks that wait for this one notice."""
         group, self._own = self._own, None

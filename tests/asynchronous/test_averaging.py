@@ -53,7 +53,7 @@ def test_it_is_what_one_process_comes_to(
         assert stats["meetings"] == len(met)
     if delay == 0 and top is None:
         values = 8 * sum(piece.stop - piece.start for piece in met)
-        assert 0 <= stats["bytes_sent"] - values <= stats["meetings"] * 8 * 100  # flags travel too
+        assert 0 <= stats["bytes_sent"] - values <= stats["meetings"] * 8 * 200  # flags travel too
     handle.meet()
     if top is None:
         everyones: list[Any] = [None] * size

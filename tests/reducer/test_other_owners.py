@@ -191,3 +191,93 @@ def test_a_gradient_that_another_hook_takes_is_an_error() -> None:
     with attached(sgd(model), model):
         with pytest.raises(RuntimeError, match="the gradient of '0.bias' has been removed by another hook"):
             loss_of(model, 0, 0).backward()
+
+
+class Refuses(nn.Module):
+    """Answers for its parts itself, and cannot yet."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        if name in vars(self)["_modules"]:
+            return vars(self)["_modules"][name]
+        raise KeyError(name)
+
+    def parameters(self, recurse: bool = True) -> Any:
+        raise RuntimeError("not yet")
+
+    named_parameters = modules = named_modules = children = parameters  # type: ignore[assignment]
+
+
+class AnswersForItsPart(nn.Module):
+    """Like torch's OptimizedModule, while it is being made: any look at an attribute is a KeyError."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = inner
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_orig_mod":
+            return vars(self)["_modules"]["_orig_mod"]
+        return getattr(self._orig_mod, name)
+
+
+def made_in_a_compiled_forward(x: torch.Tensor) -> Any:
+    return Outer(nn.ReLU())(x)
+
+
+def half_built() -> nn.Module:
+    module: Any = nn.Sequential(nn.Linear(2, 2))
+    module._modules["0"] = nn.Linear.__new__(nn.Linear)  # whose __init__ has not run
+    return module
+
+
+CONSTRUCTIONS: dict[str, Callable[[], Any]] = {
+    "compiled": lambda: torch.compile(nn.Linear(2, 2), backend="eager")(torch.ones(1, 2)),
+    "compiled twice": lambda: torch.compile(torch.compile(nn.ReLU(), backend="eager"), backend="eager")(torch.ones(1)),
+    "compiled and lazy": lambda: torch.compile(nn.LazyLinear(2), backend="eager")(torch.ones(1, 2)),
+    "in a graph": lambda: torch.compile(made_in_a_compiled_forward, backend="eager", fullgraph=True)(torch.ones(1)),
+    "scripted": lambda: torch.jit.script(Outer(torch.jit.script(nn.Linear(2, 2)))),
+    "lazy": lambda: Outer(nn.LazyBatchNorm1d()),
+    "one that raises": lambda: Outer(Refuses(nn.Linear(2, 2))),
+    "one that answers for another": lambda: Outer(AnswersForItsPart(nn.Linear(2, 2))),
+    "half built": lambda: Outer(half_built()),
+    "without memory": lambda: Outer(nn.Linear(2, 2, device="meta")),
+    "replaced by nothing": lambda: setattr(Outer(nn.Linear(2, 2)), "inner", None),
+    "a wrapper": lambda: DistributedDataParallel(nn.Linear(2, 2)),
+    "a wrapper of compiled code": lambda: DistributedDataParallel(torch.compile(nn.Linear(2, 2), backend="eager")),
+    "a compiled wrapper": lambda: torch.compile(DistributedDataParallel(nn.Linear(2, 2)), backend="eager"),
+}
+
+
+def give_to_a_wrapper(child: nn.Module) -> None:
+    """Do what the constructor of DistributedDataParallel begins with."""
+    wrapper: Any = DistributedDataParallel.__new__(DistributedDataParallel)
+    nn.Module.__init__(wrapper)
+    nn.Module.__setattr__(wrapper, "module", child)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:Lazy modules:UserWarning")
+@on_ranks(2, timeout=110)
+def test_no_construction_fails_because_of_an_attach() -> None:
+    """Of models that have nothing to do with it, and of modules that cannot be looked into."""
+    model = make_model()
+    with attached(sgd(model), model):
+        for construct in CONSTRUCTIONS.values():
+            construct()
+        for child in (Refuses(nn.Linear(2, 2)), AnswersForItsPart(nn.Linear(2, 2)), half_built()):
+            give_to_a_wrapper(child)
+        for child in (Refuses(model), AnswersForItsPart(model), Outer(Refuses(model[0]))):
+            with pytest.raises(ValueError, match=SAYS):
+                give_to_a_wrapper(child)
+        loss_of(model, dist.get_rank(), 0).backward()
+    other = make_model()
+    wrapper: Any = DistributedDataParallel.__new__(DistributedDataParallel)  # lives, and cannot be looked into
+    with attached(sgd(other), other):
+        nn.Module.__init__(wrapper)
+        wrapper.module = Refuses(nn.Linear(2, 2))
+        last = make_model()
+        with attached(sgd(last), last):
+            pass

@@ -63,7 +63,7 @@ def test_the_parameter_and_the_rank_are_named(rank_pools: Pools) -> None:
         assert steps == 5
         assert "parameter '2.weight' differs between rank 0 and rank 1; the largest" in says
         assert "One of ranks 0, 1 is wrong, no majority says which. Only 1 of their elements differs" in says
-    for steps, says in rank_pools(3).run(drift, "lr", 3, {"check_replicas": 2}, None):
+    for steps, says in rank_pools(3).run(drift, "lr", 3, {"check_replicas": 2, "per_rank": ("lr",)}, None):
         assert steps == 4
         assert "parameter '0.weight' on rank 1 differs from the other ranks (6 parameters differ)" in says
         assert "a learning rate" in says

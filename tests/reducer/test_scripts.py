@@ -84,7 +84,8 @@ def test_a_model_in_training_is_recorded(kind: str) -> None:
     handle = KINDS[kind](optimizer, model)
     train(model, optimizer)
     if dist.get_rank() == 1:
-        now = model(x).detach()
+        with torch.no_grad():
+            now = model(x)
         for recorded in (torch.jit.script(model), torch.jit.trace(model, x)):
             assert torch.equal(reloaded(recorded)(x), now)
             assert torch.equal(recorded.encode(x), model.first(x))
@@ -158,7 +159,7 @@ def test_hooks_of_all_kinds_are_left_out() -> None:
 
     model, x = Net(), torch.randn(3, 4)
     for each in (model, model.rest):
-        for hook in (ForwardHook(None), Further(None)):
+        for hook in (ForwardHook(), Further()):
             each.register_forward_pre_hook(hook)
             each.register_forward_hook(hook)
             each.register_forward_pre_hook(lambda *_: None, with_kwargs=True).remove()

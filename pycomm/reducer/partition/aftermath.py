@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pycomm.reducer.autograd_hooks import ForwardHook
+from pycomm.reducer.autograd_hooks import BeforeForward
 
 _TEXT = (
     "a rank was lost in the middle of optimizer.step(), while the ranks wrote to each other's parameters: those here "
@@ -24,7 +24,7 @@ class Aftermath:
         self._text = _TEXT + str(cause)
         self._handles: list[Any] = [optimizer.register_step_pre_hook(lambda *_: self._raise())]
         if module is not None:
-            self._handles.append(module.register_forward_pre_hook(ForwardHook(self._raise)))
+            self._handles.append(module.register_forward_pre_hook(BeforeForward(self._raise)))
             register: Any = module.register_load_state_dict_post_hook
             self._handles.append(register(lambda *_: self._loaded()))
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pycomm.reducer.autograd_hooks import ForwardHook
+from pycomm.reducer.autograd_hooks import BeforeForward
 from pycomm.torch_internals import has_compiled, has_scripted, prepare_scripts, without_torch_function
 from pycomm.worker import Work
 
@@ -123,7 +123,7 @@ class Arrivals:
         self._open: list[Arrival] = []
         self._hooks: dict[torch.nn.Module, Any] = {}
         if module is not None:
-            self._hooks[module] = module.register_forward_pre_hook(ForwardHook(self._before_root))
+            self._hooks[module] = module.register_forward_pre_hook(BeforeForward(self._before_root))
 
     def expect(self, params: Iterable[torch.Tensor]) -> None:
         """Have the modules that own ``params`` wait for them before they run.
@@ -136,7 +136,7 @@ class Arrivals:
         for module in self._module.modules():
             own = [p for p in module.parameters(recurse=False) if id(p) in wanted]
             if own and module not in self._hooks:
-                hook = ForwardHook(functools.partial(_await_module, module))
+                hook = BeforeForward(functools.partial(_await_module, module))
                 self._hooks[module] = module.register_forward_pre_hook(hook)
 
     def may_come_late(self, params: Iterable[torch.Tensor]) -> bool:

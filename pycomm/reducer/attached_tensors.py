@@ -1,0 +1,180 @@
+"""Look at every tensor that ranks are about to have in common: what is sent, what is compared, and what is refused.
+
+| tensor | what becomes of it |
+|---|---|
+| parameter that is averaged | plain dense memory of a dtype that gradients have, else an error; rank 0's is sent |
+| frozen parameter, buffer | rank 0's is sent, bytes of any dtype; of an expanded one, the memory behind it |
+| frozen parameter or buffer of several tensors, sparse, quantised | compared, if its bytes can be had; left alone |
+| trainable parameter that this optimizer does not have | compared; if they differ each rank keeps its own: a warning |
+| what ``ignore`` names | nothing |
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from pycomm.communicator import Communicator
+from pycomm.layout import is_dense
+from pycomm.reducer.broadcast import (
+    OWN,
+    broadcast_parts,
+    broadcast_tensors,
+    check_same_lines,
+    describe_difference,
+    differing_memories,
+    line_of,
+)
+from pycomm.reducer.tensor_memory import look_at, memory_of
+from pycomm.torch_internals import is_flat_parameter, local_of, steps_in_backward
+
+if TYPE_CHECKING:
+    from pycomm.reducer.parameters import ParameterTable
+
+GRADIENT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+"""Dtypes of gradients that can be averaged."""
+
+
+def check_parameters(names: Mapping[str, torch.Tensor], device: torch.device | None = None) -> None:
+    """Raise TypeError or ValueError if the gradient of a parameter cannot be sent, or it is not on ``device``.
+
+    Frozen parameters, which have no gradients, may be of any kind.
+    """
+    for name, param in names.items():
+        _check_owner(name, param)
+        if param.requires_grad:
+            _check_memory(name, param)
+            _check_dtypes(name, param)
+        if param.device.type == "meta":
+            continue
+        if param.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"parameter {name!r} is on device {param.device}, wanted CPU or CUDA memory")
+        device = device or param.device
+        if param.device != device:
+            raise ValueError(
+                f"parameter {name!r} is on device {param.device}, others on {device}; wanted all parameters of a "
+                "process on one device"
+            )
+
+
+def _check_owner(name: str, param: torch.Tensor) -> None:
+    """Raise TypeError or ValueError if somebody else shards or steps ``param``."""
+    if is_flat_parameter(param):
+        raise TypeError(
+            f"parameter {name!r} is a flat parameter of FullyShardedDataParallel, of which each rank has a "
+            "different shard: FSDP averages gradients itself; leave pycomm.attach out, or shard with FSDP2's "
+            "fully_shard, whose replicas pycomm.ddp.register_hsdp averages"
+        )
+    if steps_in_backward(param):
+        raise ValueError(
+            f"parameter {name!r} is stepped in backward (_apply_optimizer_in_backward), before its gradient could be "
+            "averaged: use an ordinary optimizer.step()"
+        )
+
+
+def _check_memory(name: str, param: torch.Tensor) -> None:
+    """Raise TypeError or ValueError if trainable ``param`` is not backed by ordinary memory of this process."""
+    kind = type(param).__name__
+    memory = look_at(name, param, "parameter")
+    local = local_of(param)
+    if hasattr(local, "__tensor_flatten__"):
+        raise TypeError(
+            f"parameter {name!r} is a {kind}, wrapped around other tensors: wanted ordinary parameters, or DTensors of "
+            "ordinary tensors"
+        )
+    if local.layout is not torch.strided or local.is_quantized or local.is_nested:
+        raise TypeError(f"parameter {name!r} is not laid out in ordinary memory ({memory.text}): wanted a dense one")
+    if not memory.parts:
+        raise TypeError(
+            f"parameter {name!r}, a {kind} on device {param.device}, has no memory: wanted parameters that are "
+            "materialised (module.to_empty(device=...), then initialised) and not freed"
+        )
+    if memory.text or not is_dense(local):
+        raise ValueError(
+            f"parameter {name!r} of shape {list(local.shape)} has gaps or overlaps in memory (strides "
+            f"{list(local.stride())}): give the optimizer a parameter of its .contiguous() or .clone()"
+        )
+
+
+def _check_dtypes(name: str, param: torch.Tensor) -> None:
+    """Raise TypeError if gradients of ``param`` are not of its own dtype, or of one that cannot be averaged."""
+    if param.dtype not in GRADIENT_DTYPES:
+        wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in GRADIENT_DTYPES)
+        raise TypeError(f"parameter {name!r} has dtype {param.dtype}, wanted one of {wanted}")
+    of_gradient = getattr(param, "grad_dtype", None)  # torch 2.10; None allows any
+    if of_gradient not in (None, param.dtype):
+        raise TypeError(
+            f"parameter {name!r} has dtype {param.dtype} and grad_dtype {of_gradient}, wanted gradients in the dtype "
+            "of the parameter: leave grad_dtype as it is; pycomm.master_weights(optimizer) steps float32 masters"
+        )
+
+
+class AttachedTensors:
+    """Tensors of an optimizer and its module, as one rank sees them before the ranks meet.
+
+    Raises:
+        TypeError: one of them can be neither sent nor compared yet; it is named.
+    """
+
+    def __init__(self, table: ParameterTable) -> None:
+        self._table = table
+        averaged = dict(table.named())
+        known = {id(param) for param in averaged.values()}
+        others = {name: t for name, t in module_tensors(table).items() if id(t) not in known}
+        self._own = [name for name, t in others.items() if isinstance(t, torch.nn.Parameter) and t.requires_grad]
+        self._memories = {name: look_at(name, t) for name, t in [*averaged.items(), *others.items()]}
+        self._averaged = [line_of(name, param, self._memories[name]) for name, param in averaged.items()]
+        self._others = [line_of(name, tensor, self._memories[name]) for name, tensor in others.items()]
+
+    def make_equal(self, communicator: Communicator) -> None:
+        """Send rank 0's tensors to all ranks, and compare what cannot be sent. Collective.
+
+        Raises:
+            ValueError: the ranks' tensors differ in names, order, shapes, dtypes or kinds; or contents do that cannot
+                be sent. On every rank, naming the first difference.
+        """
+        check_same_lines(communicator, self._averaged, "parameter")
+        check_same_lines(communicator, self._others, "parameter or buffer outside the optimizer", f"; {OWN}")
+        own = dict.fromkeys(self._own)
+        compared = [name for name, m in self._memories.items() if name in own or (m.parts and not m.writable)]
+        differing = differing_memories(communicator, {name: self._memories[name] for name in compared})
+        odd = [name for name in differing if name not in own]
+        if odd:
+            raise ValueError(f"{describe_difference(odd, differing[odd[0]])}; {OWN}")
+        if differing:
+            self._table.rank_local = frozenset(differing)
+            _warn_of(list(differing))
+        stepper = self._table.stepper
+        masters = stepper.masters(self._table.ignored.covers)
+        parts = [part for name, m in self._memories.items() if m.writable and name not in own for part in m.parts]
+        broadcast_parts(communicator, parts, src=0)
+        broadcast_tensors(communicator, masters, src=0)
+        stepper.restore()
+
+
+def module_tensors(table: ParameterTable) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers of the module, without what is ignored or has been found to be rank-local."""
+    if table.module is None:
+        return {}
+    named = [*table.module.named_parameters(), *table.module.named_buffers()]
+    return {name: t for name, t in named if name not in table.rank_local and not table.ignores(name, t)}
+
+
+def shared_parts(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the memory behind those of ``tensors`` that can be sent."""
+    memories = [memory_of(tensor) for tensor in tensors]
+    return [part for memory in memories if memory.writable for part in memory.parts]
+
+
+def _warn_of(names: Sequence[str]) -> None:
+    shown = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    warnings.warn(
+        f"parameters of the module that this optimizer does not have differ between the ranks: {shown}. Each rank "
+        "keeps its own. If they are meant to differ, write attach(..., ignore=[names or patterns]); if not, give them "
+        "to the optimizer, attach theirs too, or call pycomm.broadcast_parameters(model) before",
+        RuntimeWarning,
+        stacklevel=6,
+    )

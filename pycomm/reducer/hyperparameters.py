@@ -1,0 +1,123 @@
+"""Hyperparameters of an optimizer's groups, which have to be equal on all ranks in every step."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+_NOT_COMPARED = frozenset(("params", "param_names", "foreach", "fused", "capturable", "differentiable"))
+"""Keys that are no numbers, or choose how a step is computed and not what it computes."""
+
+Numbers = dict[str, Any]
+"""Numbers of one group by key: bools, ints, floats, and lists of them."""
+
+
+class Hyperparameters:
+    """Reader of the numbers in ``optimizer.param_groups`` (learning rate, momentum, betas, weight decay, ...).
+
+    They are read once per reduction, so reading costs one call of ``itemgetter`` per group while nothing changes.
+    Text, functions and tensors on a GPU, which the host would have to wait for, are not read.
+
+    Args:
+        optimizer: owner of the groups.
+        per_rank: keys that may differ between ranks.
+        ignores: returns whether a parameter is a rank's own; groups of such parameters only are not read.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        per_rank: Collection[str] = (),
+        ignores: Callable[[torch.Tensor], bool] | None = None,
+    ) -> None:
+        self._optimizer, self._ignores = optimizer, ignores
+        self._skipped = _NOT_COMPARED.union(per_rank)
+        self._getters: list[tuple[int, Callable[[Any], Any]]] = []
+        self._last: list[Any] = []
+        self._digest = 0
+        self.refresh()
+
+    def refresh(self) -> bool:
+        """Read the numbers anew; return whether any of them has changed since the last call."""
+        values = self._read()
+        if values == self._last:
+            return False
+        self._last = values
+        text = repr([sorted(numbers.items()) for numbers in self.groups()])
+        self._digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+        return True
+
+    def digest(self, salt: int) -> int:
+        """Return 64 bits that almost certainly differ if a number does, also in their low bits.
+
+        With another ``salt`` other numbers coincide: what a few bits miss in one reduction, they find in the next.
+        """
+        mixed = (self._digest ^ (salt * 0x9E3779B97F4A7C15)) & (2**64 - 1)
+        mixed = ((mixed ^ (mixed >> 31)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+        return mixed ^ (mixed >> 29)
+
+    def groups(self) -> list[Numbers]:
+        """Return the numbers of each group, as JSON can hold them."""
+        return [
+            {key: number for key, value in group.items() if (number := self._number(key, value)) is not None}
+            for group in self._groups()
+        ]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        groups, ignores = self._optimizer.param_groups, self._ignores
+        if ignores is None:
+            return groups
+        return [group for group in groups if not group["params"] or not all(map(ignores, group["params"]))]
+
+    def _read(self) -> list[Any]:
+        groups = self._groups()
+        try:
+            if [len(group) for group in groups] != [size for size, _ in self._getters]:
+                raise KeyError  # a key was added or removed
+            values = [get(group) for (_, get), group in zip(self._getters, groups, strict=True)]
+        except KeyError:
+            self._getters = [self._getter(group) for group in groups]
+            values = [get(group) for (_, get), group in zip(self._getters, groups, strict=True)]
+        return values
+
+    def _getter(self, group: dict[str, Any]) -> tuple[int, Callable[[Any], Any]]:
+        keys = [key for key, value in group.items() if self._number(key, value) is not None]
+        if any(isinstance(group[key], torch.Tensor) for key in keys):  # may be written to in place
+            return len(group), lambda group: [self._number(key, group[key]) for key in keys]
+        return len(group), itemgetter(*keys) if keys else lambda _: ()
+
+    def _number(self, key: str, value: Any) -> Any:
+        """Return ``value`` as plain numbers; ``None`` if it is not compared."""
+        if key in self._skipped:
+            return None
+        if isinstance(value, (tuple, list)):
+            numbers = [self._number("", item) for item in value]
+            return None if None in numbers or not numbers else numbers
+        if isinstance(value, torch.Tensor):
+            return value.item() if value.numel() == 1 and value.is_cpu and not value.is_complex() else None
+        return value if isinstance(value, (bool, int, float)) else None
+
+
+def first_difference(groups_of_ranks: list[list[Numbers] | None]) -> tuple[int, str, list[Any]] | None:
+    """Return group, key and all ranks' values of the first number that differs; ``None`` if none does.
+
+    Args:
+        groups_of_ranks: what :meth:`Hyperparameters.groups` returned on each rank; ``None`` for one that does not
+            count.
+    """
+    told = [groups for groups in groups_of_ranks if groups is not None]
+    if not told:
+        return None
+    for index in range(max(map(len, told))):
+        of_ranks = [groups[index] if groups is not None and index < len(groups) else {} for groups in groups_of_ranks]
+        keys = dict.fromkeys(key for numbers in of_ranks for key in numbers)
+        for key in keys:
+            values = [numbers.get(key) for numbers in of_ranks]
+            counting = [value for value, groups in zip(values, groups_of_ranks, strict=True) if groups is not None]
+            if any(repr(value) != repr(counting[0]) for value in counting):
+                return index, key, values
+    return None

@@ -1,0 +1,156 @@
+"""Outcome of a reduction: averages that are handed out, or nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pycomm.compression.base import Flag
+from pycomm.reducer import norms
+from pycomm.reducer.buckets import nonfinite_source
+from pycomm.reducer.nonfinite import NonfiniteSource
+from pycomm.reducer.parameters import ParameterTable
+from pycomm.reducer.progress import Progress
+from pycomm.reducer.rank_flags import RankFlags
+from pycomm.reducer.rank_report import reasons_of
+from pycomm.reducer.settings import Settings
+from pycomm.reducer.verdicts import all_finite, needs_verdict, spread_failure, spread_failure_of_parts
+
+
+class Outcome:
+    """Outcome of the last reduction, and counts of all of them.
+
+    Args:
+        table: parameters and their buckets.
+        settings: arguments of ``attach``.
+        flags: what the ranks have told one another.
+        progress: counts of reductions and steps.
+        size: returns the number of ranks.
+
+    Attributes:
+        finite: whether the last step was finite; ``None`` if nothing needed to know.
+        not_finite: name of the first gradient that is not finite on some rank, if each rank has only its own part.
+        nonfinite_steps, committed_steps: counts, 0-d int64 tensors on the gradients' device.
+        unused: ids of the parameters that no rank had a gradient of in the last reduction.
+        vetoed_steps, last_veto: number of vetoed steps, and who vetoed the last of them, and why.
+        source: who had the last gradient that was not finite.
+    """
+
+    def __init__(
+        self,
+        table: ParameterTable,
+        settings: Settings,
+        flags: RankFlags,
+        progress: Progress,
+        size: Callable[[], int],
+    ) -> None:
+        self._table, self._settings, self._flags, self._progress, self._size = table, settings, flags, progress, size
+        self.finite: Flag | None = None
+        self.not_finite: str | None = None
+        self.nonfinite_steps = torch.zeros((), dtype=torch.int64, device=table.device)
+        self.committed_steps = torch.zeros((), dtype=torch.int64, device=table.device)
+        self.unused: set[int] = set()
+        self.vetoed_steps = 0
+        self.last_veto: str | None = None
+        self.source = NonfiniteSource()
+
+    def hand_out(self, *, has_sent: bool) -> None:
+        """Hand out the averages of all buckets, unless a rank has vetoed the step, or no rank had anything to send.
+
+        ``has_sent``: whether this rank had a gradient.
+        """
+        if self._flags.heard.veto or not (has_sent or self._any_used()):
+            self._discard()
+        else:
+            self._hand_out()
+
+    def _hand_out(self) -> None:
+        table, flights = self._table, self._table.flights
+        self.finite = self._count_step() if needs_verdict(flights, table.shards, self._settings) else None
+        self.source.count(self.finite)
+        finite: Flag = True if self.finite is None else self.finite
+        for flight in flights:
+            flight.hand_out(finite)
+        self.unused = {id(slot.param) for flight in flights for slot in flight.unused}
+        self._leave_out_skipping()
+        spread_failure(flights, table.shards, self._settings.loss_scaler)
+        if table.partial is not None:
+            self.not_finite = spread_failure_of_parts(flights, table.partial)
+        self._progress.reduced(False if self.finite is None else self.finite)
+
+    def _count_step(self) -> Flag:
+        """Return whether the step is finite; all ranks agree."""
+        finite = all_finite(self._table.flights, self._table.shards)
+        self.nonfinite_steps += ~finite
+        self.committed_steps += finite
+        return finite if self._table.on_gpu else bool(finite)
+
+    def _leave_out_skipping(self) -> None:
+        """Turn the mean over all ranks into that over those that had a batch."""
+        num_skipping, size = len(self._flags.heard.skipping), self._size()
+        if 0 < num_skipping < size and self._settings.average:
+            for flight in self._table.flights:
+                flight.bucket.flat.mul_(size / (size - num_skipping))
+
+    def _any_used(self) -> bool:
+        """Return whether any rank has had a gradient; the same on all ranks that ask, which have had none."""
+        flights = self._table.flights
+        return not flights or any(any(flight.exchange.used()) for flight in flights)
+
+    def _discard(self) -> None:
+        """Leave no trace of this reduction.
+
+        A loss scaler gets gradients that are not finite, and leaves out the step. Otherwise there are none, and
+        ``optimizer.step()`` has nothing to do.
+        """
+        veto = self._flags.heard.veto
+        for flight in self._table.flights:
+            flight.hand_out(False)
+            flight.bucket.flat.fill_(math.nan)
+        self.unused = {id(slot.param) for slot in self._table.slots()}
+        if not veto or self._settings.loss_scaler is None:
+            self._table.drop_gradients()
+        if veto:
+            self.finite = False
+            self.vetoed_steps, self.last_veto = self.vetoed_steps + 1, reasons_of(veto)
+            self._progress.reduced(False)
+        else:
+            self._progress.num_reductions += 1
+
+    # Questions.
+
+    def stats(self) -> dict[str, Any]:
+        """Return the counters of ``Reducer.stats`` about steps that were not taken."""
+        nonfinite_steps = int(self.nonfinite_steps.item())
+        return {
+            "nonfinite_steps": nonfinite_steps,
+            "last_nonfinite": self.source.of(self._table.flights)
+            or ("a sum over the ranks" if nonfinite_steps else None),
+            "vetoed_steps": self.vetoed_steps,
+            "last_veto": self.last_veto,
+        }
+
+    def name_of_not_finite(self) -> str | None:
+        """Return the location or source of the first non-finite value; ``None`` if all are finite. Waits for a GPU."""
+        if self.finite is not None and not bool(self.finite):
+            found = nonfinite_source(flight.exchange for flight in self._table.flights)
+            if found is not None:
+                return found
+        name = self.not_finite or norms.first_not_finite(self._table.gradients())
+        return None if name is None else f"parameter {name!r}"
+
+    def settle(self, was_exchanged: bool) -> bool:
+        """Return whether the last gradients are finite; the same on all ranks. Waits for a GPU.
+
+        Args:
+            was_exchanged: whether the engine has sent and received them; a lone rank's are only looked at.
+        """
+        table = self._table
+        if not was_exchanged:
+            return bool(torch.isfinite(norms.squared_norm(table.slots(), table.shards)))
+        if self.finite is None:
+            self.finite = bool(all_finite(table.flights, table.shards))
+        return bool(self.finite)

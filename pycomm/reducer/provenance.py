@@ -1,0 +1,144 @@
+"""Provenance of gradients and parameters: whether a step uses averages, and whether the module still has what it had.
+
+A gradient that no reduction made since the last step is of this rank alone: written by hand, made by
+``torch.autograd.grad``, of a parameter that nobody averages, or used by a step already. A step on it would move this
+rank's parameters alone. What is found here is known by looking at this rank's own objects; nothing is sent.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Set
+from typing import Any
+
+import torch
+
+from pycomm.optim.attached import is_covered
+from pycomm.optim.parameters import optimizer_parameters
+from pycomm.reducer.parameters import ParameterTable
+from pycomm.reducer.settings import Settings
+from pycomm.torch_internals import children_of, local_of, own_parameters
+
+_INSTEAD = (
+    "optimizer.step() would move this rank's parameters alone. For gradients that backward() did not make "
+    "(torch.autograd.grad, torch.func.grad, p.grad = ...), call reducer.reduce() on all ranks before the step. For "
+    "parameters that were not attached, write attach(..., all_parameters=True), or detach() and attach() again"
+)
+
+
+def require_provenance(table: ParameterTable, has_averages: bool, unused: Set[int], rank: int) -> None:
+    """Raise RuntimeError if a parameter of the optimizer has a gradient that has not been averaged since the last step.
+
+    Args:
+        table: parameters that are averaged.
+        has_averages: whether there was a reduction since the last step.
+        unused: ids of the parameters that no rank had a gradient of in that reduction.
+        rank: this rank, for the message.
+    """
+    if has_averages and not unused and not table.has_new():
+        return
+    names = {id(param): name for name, param in table.named()}
+    for param in optimizer_parameters(table.optimizer):
+        if param.grad is None or table.ignored.covers(param):
+            continue
+        name = names.get(id(param))
+        averaged = has_averages and name is not None and id(param) not in unused
+        # Zeros move nothing: distributed checkpointing steps on them to create optimizer state.
+        if averaged or not bool(local_of(param.grad).any()):
+            continue
+        if name is None:
+            name, why = _name_of(table, param), "pycomm does not know this parameter, which came after attach()"
+        elif has_averages:
+            why = "it was set after the others had been averaged"
+        else:
+            why = "there was no backward() or reduce() of all ranks since the last optimizer.step()"
+        raise RuntimeError(f"rank {rank}: the gradient of {name!r} has not been averaged: {why}. {_INSTEAD}")
+
+
+def _name_of(table: ParameterTable, param: torch.Tensor) -> str:
+    """Return the name of ``param`` in the module, or a description of it."""
+    named = [] if table.module is None else table.module.named_parameters()
+    return next((name for name, each in named if each is param), f"a parameter of shape {list(param.shape)}")
+
+
+def require_written(table: ParameterTable, settings: Settings) -> None:
+    """Raise RuntimeError if ``.grad`` still is what was handed out last, and averaging it again would be wrong."""
+    if settings.average and not settings.compression.transactional and settings.clip_local_norm is None:
+        return
+    for slot in table.slots():
+        if slot.owner.grad is not None and slot.untouched():
+            raise RuntimeError(
+                f"reduce() would average the gradient of {slot.name!r} again: backward() has averaged it, and "
+                "optimizer.step() has not used it yet"
+            )
+
+
+class ParameterPlaces:
+    """Places of parameters in their modules, by which it is seen that a module has got others in their stead.
+
+    That alone is no mistake: ``torch.func.functional_call`` exchanges them for one forward, parameters move (pruning,
+    adapters), and the optimizer may be told of new ones. It is one if the new parameter is still there when backward
+    gives it a gradient.
+
+    Args:
+        table: parameters that are averaged.
+        refuse: called with the name of such a parameter; raises the error.
+    """
+
+    def __init__(self, table: ParameterTable, refuse: Callable[[str], None]) -> None:
+        self._params: list[tuple[Mapping[str, torch.Tensor | None], str, torch.Tensor]] = []
+        self._parts: list[tuple[Mapping[str, torch.nn.Module | None], str, torch.nn.Module]] = []
+        self._watched: dict[int, weakref.ref[torch.Tensor]] = {}  # by id; a WeakSet would compare tensors by ==
+        self._refuse = weakref.WeakMethod(refuse)
+        self.find(table)
+
+    def find(self, table: ParameterTable) -> None:
+        """Find the places anew."""
+        self._params, self._parts = [], []
+        if table.module is None:
+            return
+        known = {id(param) for _, param in table.named()}
+        for owner in table.module.modules():
+            params = own_parameters(owner)
+            self._params += [(params, key, p) for key, p in params.items() if p is not None and id(p) in known]
+            parts = children_of(owner)
+            self._parts += [(parts, key, part) for key, part in parts.items() if part is not None]
+
+    def look(self, table: ParameterTable) -> None:
+        """Watch parameters that are in the place of others now."""
+        others = [params.get(key) for params, key, param in self._params if params.get(key) is not param]
+        has_moved = any(parts.get(key) is not part for parts, key, part in self._parts) or None in others
+        if table.module is None or not (has_moved or any(isinstance(p, torch.nn.Parameter) for p in others)):
+            return  # other tensors are functional_call's
+        names = dict(table.module.named_parameters())
+        there = set(map(id, names.values()))
+        for name, param in table.named():
+            other = names.get(name)
+            if other is not None and id(param) not in there and not table.covers(other):
+                self._watch(table.module, name, other)
+        if has_moved:
+            self.find(table)
+
+    def _watch(self, module: torch.nn.Module, name: str, param: torch.Tensor) -> None:
+        seen = self._watched.get(id(param))
+        if not param.requires_grad or (seen is not None and seen() is param):
+            return
+        self._watched[id(param)] = weakref.ref(param)
+        owner, _, key = name.rpartition(".")
+        register: Any = param.register_post_accumulate_grad_hook
+        register(_InPlaceOf(name, own_parameters(module.get_submodule(owner)), key, self._refuse))
+
+
+class _InPlaceOf:
+    """Hook of a parameter that was found in the place of another."""
+
+    def __init__(self, name: str, params: Mapping[str, torch.Tensor | None], key: str, refuse: Any) -> None:
+        self._name, self._params, self._key, self._refuse = name, params, key, refuse
+
+    def __call__(self, param: torch.Tensor) -> None:
+        refuse = self._refuse()
+        if refuse is not None and self._params.get(self._key) is param and not is_covered(param):
+            refuse(self._name)
+
+    def __deepcopy__(self, memo: object) -> _InPlaceOf:
+        return _InPlaceOf(self._name, {}, self._key, self._refuse)

@@ -1,0 +1,233 @@
+"""Rank flags: what ranks tell one another with every reduction, in 64 bits inside the messages of the gradients.
+
+Bits 0 to 31 travel with the first bucket, made by :mod:`pycomm.reducer.replicas`:
+
+- 0-3: number of steps that the optimizer has taken, modulo 16. If ranks differ, that is an error.
+- 4: the state of compression has changed by itself. An error names rank and parameter.
+- 5-26: hash of the parameters, in some reductions. An error names parameter and ranks.
+- 27-31: hash of the buffers, with the parameters'. A line of log names a buffer.
+
+Bits 32 to 63 travel with the last bucket. They are fixed when it is launched, which is when they are known:
+
+- 32-43: hash of every group's numbers (lr, momentum, betas, ...). An error names group, key, values and ranks.
+- 44-49: loop index: forwards that no backward followed, calls of ``zero_grad``, gradients that were not cleared. An
+  error names the rank that has left out a batch.
+- 50-59: hash of which parameters are frozen. An error names parameter and ranks.
+- 60: the optimizer has parameters that are not averaged yet. If all ranks say so, they are taken; else an error.
+- 61: a veto of this step, which is then discarded on all ranks.
+- 62: this rank has no batch: the mean is that of the other ranks.
+- 63: a request to stop, of which all ranks hear.
+
+Only bits travel. If they differ, which all ranks see alike, or one of the last three is set, the ranks exchange the
+words behind them, and each comes to the same verdict before any gradient is handed out. On a GPU, where the host does
+not wait for the gradients, that is two reductions later.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from pycomm.fingerprint import FINGERPRINT_BITS
+from pycomm.reducer.hyperparameters import Hyperparameters
+from pycomm.reducer.loop_index import LoopIndex
+
+GROUPS = slice(32, 44)
+LOOP = slice(44, 50)
+FROZEN = slice(50, 60)
+NEW, VETO, SKIP, STOP = 60, 61, 62, 63
+_ANY = (VETO, SKIP, STOP)
+_REMEMBERED = 4
+"""Number of records that are kept: on a GPU the one of two reductions before is asked for."""
+_MOST_CACHED = 256
+
+
+@dataclass(frozen=True)
+class Record:
+    """Words behind the flags of one rank in one reduction; all of it can be JSON.
+
+    Attributes:
+        loop: unused forwards, calls of ``zero_grad`` beyond one, and whether gradients of the step before were added
+            to.
+            ``None``: the rank took part without a pass of its own, and is not compared.
+        frozen: names of the parameters that do not require gradients.
+        new: names of the parameters of the optimizer that are not averaged yet.
+        veto, stop: reasons; ``None`` if it was not asked for.
+        skips: whether this rank has no batch.
+    """
+
+    loop: tuple[int, int, bool] | None = None
+    frozen: tuple[str, ...] = ()
+    new: tuple[str, ...] = ()
+    veto: str | None = None
+    skips: bool = False
+    stop: str | None = None
+
+    def value(self, groups_digest: int) -> int:
+        """Return the bits as a number."""
+        value = (groups_digest & 0xFFF) << GROUPS.start
+        if self.loop is not None:
+            unused, restarts, accumulated = self.loop
+            value |= (min(unused, 3) | min(restarts, 7) << 2 | accumulated << 5) << LOOP.start
+        if self.frozen:
+            value |= (1 + hash_of(self.frozen) % 1023) << FROZEN.start
+        flags = {NEW: bool(self.new), VETO: self.veto is not None, SKIP: self.skips, STOP: self.stop is not None}
+        return value | sum(1 << bit for bit, is_set in flags.items() if is_set)
+
+    def words(self) -> dict[str, Any]:
+        """Return it as a dict."""
+        return asdict(self)
+
+
+def hash_of(names: Collection[str]) -> int:
+    """Return a number that is the same for equal ``names`` in every process."""
+    return zlib.crc32("\n".join(names).encode())
+
+
+@dataclass
+class Heard:
+    """What the ranks have told one another in the last reduction.
+
+    Attributes:
+        veto: reasons for which the step is discarded, by rank.
+        skipping: ranks without a batch.
+        new: whether all ranks have parameters that are not averaged yet.
+    """
+
+    veto: Mapping[int, str] = field(default_factory=dict)
+    skipping: tuple[int, ...] = ()
+    new: bool = False
+
+
+class StopRequest:
+    """Request of a rank to end the training; false until there is one, which all ranks learn at the same step.
+
+    Attributes:
+        rank: rank that asked first; -1 while nobody has.
+        reason: its reason.
+    """
+
+    def __init__(self, rank: int = -1, reason: str = "") -> None:
+        self.rank, self.reason = rank, reason
+
+    def __bool__(self) -> bool:
+        return self.rank >= 0
+
+    def __repr__(self) -> str:
+        return f"StopRequest(rank={self.rank}, reason={self.reason!r})" if self else "StopRequest()"
+
+
+class RankFlags:
+    """The second half of the flags of this rank, and what it has heard of the others.
+
+    Args:
+        hyperparameters: of the optimizer, which are compared.
+        device: device of the gradients.
+        check: called when a hyperparameter has changed; raises ValueError if it does not go with compression.
+
+    Attributes:
+        loop: counts since the last reduction.
+        takes_new: whether parameters that are new are announced here; otherwise the ranks meet about them.
+        compares_loop: whether the loop index and the groups are compared; not where ranks may be a step behind.
+        veto, stop: what this rank asks for, until all have heard of it.
+        skips: whether this rank has no batch for this reduction.
+        just_stepped: whether the optimizer has taken a step, and no forward or ``zero_grad`` has followed.
+        has_pass: whether this reduction follows from a pass of this rank.
+        heard: what the ranks have told one another in the last reduction.
+        stop_requested: the request that all ranks have heard of.
+    """
+
+    def __init__(
+        self,
+        hyperparameters: Hyperparameters,
+        device: torch.device,
+        check: Callable[[], None],
+    ) -> None:
+        self.hyperparameters = hyperparameters
+        self._check = check
+        self.loop = LoopIndex()
+        self.takes_new = self.compares_loop = True
+        self.veto: str | None = None
+        self.stop: str | None = None
+        self.skips = False
+        self.has_pass, self.just_stepped = True, False
+        self.heard = Heard()
+        self.stop_requested = StopRequest()
+        self._shifts = torch.arange(FINGERPRINT_BITS, device=device, dtype=torch.int64)
+        self._by_value: dict[int, torch.Tensor] = {}
+        self._records: deque[tuple[int, Record, int]] = deque(maxlen=_REMEMBERED)
+
+    def require_suitable(self) -> None:
+        """Have hyperparameters that have changed checked, and raise ValueError if they do not go with compression."""
+        if self.hyperparameters.refresh():
+            self._check()
+
+    def fix(self, num_reductions: int, frozen: tuple[str, ...], new: tuple[str, ...], *, late: bool) -> torch.Tensor:
+        """Fix what this rank tells in the reduction that follows ``num_reductions`` others; return the bits.
+
+        Args:
+            num_reductions: number of reductions before this one.
+            frozen, new: see :class:`Record`.
+            late: the reduction goes on without this rank's pass, which is under way.
+        """
+        loop = self.loop
+        compared = self.compares_loop and self.has_pass and not late
+        record = Record(
+            loop=(loop.num_unused, loop.num_restarts, loop.accumulated) if compared else None,
+            frozen=frozen,
+            new=new if self.takes_new else (),
+            veto=self.veto,
+            skips=self.skips,
+            stop=self.stop,
+        )
+        value = record.value(self.hyperparameters.digest(num_reductions) if self.compares_loop else 0)
+        self._records.append((num_reductions, record, value))
+        return self._bits(value)
+
+    def _bits(self, value: int) -> torch.Tensor:
+        bits = self._by_value.get(value)
+        if bits is None:
+            if len(self._by_value) >= _MOST_CACHED:
+                self._by_value.clear()
+            signed = value - (1 << 64) if value >> 63 else value
+            # A number that a kernel fills in, not one that is copied: no copy to a GPU has to be waited for.
+            number = torch.full((), signed, dtype=torch.int64, device=self._shifts.device)
+            bits = self._by_value[value] = ((number >> self._shifts) & 1).bool()
+        return bits
+
+    def said(self, differing: torch.Tensor, num_reductions: int) -> torch.Tensor:
+        """Return ``differing`` with the bits that count if a single rank has set them, even if all have."""
+        _, _, value = self._records[-1] if self._records else (0, Record(), 0)
+        mine = [bit for bit in _ANY if value >> bit & 1] + ([NEW] if value >> NEW & 1 else [])
+        if not mine:
+            return differing
+        differing = differing.clone()
+        differing[mine] = True
+        return differing
+
+    def record_of(self, num_reductions: int) -> Record:
+        """Return this rank's record of that reduction."""
+        return next((record for number, record, _ in self._records if number == num_reductions), Record())
+
+    def reduced(self) -> None:
+        """Begin to count anew, for the next reduction: gradients have been handed out, or discarded."""
+        self.loop.restart()
+        self.veto, self.skips, self.has_pass = None, False, True
+        if self.stop_requested:
+            self.stop = None
+
+    def hear(self, by_rank: Mapping[int, Mapping[str, Any]]) -> None:
+        """Take note of what all ranks ask for: their records as words."""
+        self.heard = Heard(
+            veto={rank: words["veto"] for rank, words in by_rank.items() if words["veto"] is not None},
+            skipping=tuple(rank for rank, words in by_rank.items() if words["skips"]),
+            new=any(words["new"] for words in by_rank.values()),
+        )
+        for rank, words in by_rank.items():
+            if words["stop"] is not None and not self.stop_requested:
+                self.stop_requested = StopRequest(rank, words["stop"])

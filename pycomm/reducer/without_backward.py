@@ -1,0 +1,130 @@
+"""Reductions that no backward pass of this rank ends: flushed windows, gradients written by hand, missing batches."""
+
+from __future__ import annotations
+
+from pycomm.errors import CommError
+from pycomm.reducer.engine import Engine
+from pycomm.reducer.passes import Passes
+from pycomm.reducer.provenance import require_written
+from pycomm.reducer.rank_requests import require_skippable
+
+
+class WithoutBackward:
+    """Driver of the engine where the user asks for a reduction. To other ranks it is as if a backward pass ended here.
+
+    Args:
+        engine: engine of the attach.
+        passes: handling of backward passes.
+    """
+
+    def __init__(self, engine: Engine, passes: Passes) -> None:
+        self._engine, self._passes = engine, passes
+        self._table, self._window, self._progress = engine.table, engine.window, engine.progress
+
+    def is_averaged(self) -> bool:
+        """Return whether the averages of this step have been handed out, and nothing of another step has begun."""
+        return self._window.complete and any(slot.holds_average() for slot in self._table.slots())
+
+    def flush(self) -> None:
+        """Reduce a ragged last window; see ``Reducer.flush``."""
+        if self.is_averaged():
+            return
+        self._prepare()
+        if self._window.weights.in_use and not self._any_passes():
+            return
+        if not self._window.is_open:  # other ranks may have gradients: this one takes part without any
+            self._table.drop_gradients()
+        self._reduce(with_next=None if self._window.weights.in_use else False)
+
+    def reduce_written(self) -> None:
+        """Average what is in ``.grad``; see ``Reducer.reduce``."""
+        self._prepare()
+        was_open = self._window.is_open
+        if not was_open and not self._progress.is_used:
+            require_written(self._table, self._engine.settings)
+        self._table.takes_written = True
+        try:
+            self._reduce(with_next=not was_open)
+        finally:
+            self._table.takes_written = False
+
+    def skip_batch(self) -> None:
+        """Take part in the other ranks' reduction with weight zero; see ``Reducer.skip_batch``."""
+        self._require_no_gradients()
+        require_skippable(self._engine)
+        self._prepare()
+        self._table.drop_gradients()
+        weights = self._window.weights
+        self._engine.flags.has_pass, self._engine.flags.skips = False, not weights.in_use
+        if not weights.in_use:
+            self._reduce(with_next=False)
+        elif self._any_passes():
+            self._reduce(with_next=None)
+
+    def _require_no_gradients(self) -> None:
+        """Raise RuntimeError if this rank has had a batch in this step."""
+        settings = self._engine.settings
+        if self._window.is_open:
+            raise RuntimeError(
+                f"skip_batch() after {self._window.num_passes} of {settings.passes} backward passes: the window has "
+                "gradients already; leave that backward() out and call reducer.flush() when the window ends"
+            )
+        # A step that a scaler has left out may leave its averages until zero_grad().
+        if self.is_averaged() and settings.loss_scaler is None:
+            raise RuntimeError(
+                "skip_batch() after backward(): the gradients of this step have been averaged; call it in place of "
+                "forward and backward"
+            )
+
+    def take_part(self, *, absent: bool) -> bool:
+        """Take part in a reduction with the gradients that there are.
+
+        Args:
+            absent: this rank has no data: it contributes nothing, keeps no average, and will not step. Gradients that
+                it has are dropped.
+
+        Returns:
+            Whether all ranks are absent.
+        """
+        self._engine.set_absent(absent)
+        self._engine.flags.has_pass = not absent
+        try:
+            if absent:
+                self._passes.forget_abandoned()
+                self._window.close()
+                self._table.drop_gradients()
+            self._reduce(with_next=True)
+            if absent:
+                self._table.drop_gradients()
+                self._progress.stepped()
+            return self._engine.agree_on_end(absent)
+        finally:
+            self._engine.set_absent(False)
+
+    def _prepare(self) -> None:
+        self._passes.require_taking_part()
+        self._engine.stand_down()
+        self._passes.open_door()
+
+    def _any_passes(self) -> bool:
+        """Fix the scales of a window that ends early; return whether any rank has had a pass in it. Collective."""
+        self._window.fix_scales(with_next=False, step=self._engine.outcome.committed_steps)
+        while True:
+            try:
+                return self._window.weights.any_passes()
+            except CommError as error:
+                self._engine.recover(error)  # raises it, if no rank may be lost
+                self._window.weights.sum_again()
+
+    def _reduce(self, *, with_next: bool | None) -> None:
+        """Reduce what is there; ``with_next``: see ``Engine.begin_pass``."""
+        try:
+            self._passes.forget_abandoned()
+            self._window.sending = True
+            self._passes.require_right_pass()
+            self._engine.begin_pass(with_next=with_next)
+            self._engine.launch_rest()
+        except (RuntimeError, ValueError) as error:
+            self._passes.stop(error)
+            raise
+        self._passes.reduce()

@@ -1,0 +1,99 @@
+"""Parameter servers and gossip: a worker that trains something else is told, and nothing is pushed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import pycomm
+from tests.asynchronous.runs import loss_of, model_of
+from tests.on_ranks import on_ranks
+
+TIMEOUT = 60.0
+
+
+def replace(model: Any, optimizer: Any) -> Any:
+    model[0].bias = nn.Parameter(model[0].bias.detach().clone())
+    return model
+
+
+def assign(model: Any, optimizer: Any) -> Any:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    return model
+
+
+def train_a_copy(model: Any, optimizer: Any) -> Any:
+    return copy.deepcopy(model)
+
+
+def train_another(model: Any, optimizer: Any) -> Any:
+    return model_of()
+
+
+def change_the_rate(model: Any, optimizer: Any) -> Any:
+    optimizer.param_groups[0]["lr"] = 0.01
+    return model
+
+
+CHANGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "replaced": (replace, "'0.bias' of the module is another one.*call parameter_server"),
+    "assigned": (assign, "'0.weight' of the module is another one.*call parameter_server"),
+    "a copy": (train_a_copy, "copy"),
+    "another": (train_another, "no parameter has a gradient"),
+    "another rate": (change_the_rate, "'lr' of parameter group 0 was changed on this worker, from 0.05 to 0.01"),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+@on_ranks(2, timeout=TIMEOUT)
+def test_a_worker_that_trains_something_else_is_told(how: str) -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    server = pycomm.parameter_server(optimizer, model, timeout=20)
+    if server.is_worker:
+        with server.step():
+            loss_of(model, 1, 0).backward()
+        change, says = CHANGES[how]
+        trained = change(model, optimizer)
+        with pytest.raises((ValueError, RuntimeError), match=says):
+            with server.step():
+                loss_of(trained, 1, 1).backward()
+        assert server.stats()["steps"] == 1
+    server.close()
+
+
+@on_ranks(2, timeout=TIMEOUT)
+def test_a_schedule_may_change_a_workers_numbers() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    server = pycomm.parameter_server(optimizer, model, timeout=20)
+    server.schedule(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.1 * (n + 1)))
+    if server.is_worker:
+        for number in range(3):
+            with server.step():
+                loss_of(model, 1, number).backward()
+    server.close()
+
+
+@on_ranks(2, timeout=TIMEOUT, fresh=True)
+def test_gossip_with_other_parameters_is_an_error() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    pycomm.gossip(optimizer, model, timeout=20)
+    for number in range(4):
+        if number == 2 and dist.get_rank() == 1:
+            replace(model, optimizer)
+        optimizer.zero_grad()
+        loss_of(model, dist.get_rank(), number).backward()
+        if number < 2:
+            optimizer.step()
+            continue
+        with pytest.raises((ValueError, pycomm.CommError), match="'0.bias' of the module is another one"):
+            optimizer.step()
+        break

@@ -1,0 +1,367 @@
+"""Ranks that do not do the same: found in the same reduction, by what travels with it, and named on all ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from torch import nn
+
+import pycomm
+from tests.on_ranks import on_ranks
+from tests.reducer.attaching import assert_replicas_equal, attached, over_torch
+from tests.reducer.models import batch_of, loss_of, make_model, sgd
+
+METHODS = [None, pycomm.FP16(), pycomm.TopK(0.5)]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, before: Callable[[int], Any]) -> None:
+    """Train for ``steps``; ``before(step)`` is what a rank does at the beginning of each."""
+    rank = dist.get_rank()
+    for step in steps:
+        optimizer.zero_grad()
+        before(step)
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+
+
+# Hyperparameters
+
+
+def change(optimizer: torch.optim.Optimizer, key: str, value: Any, ranks: tuple[int, ...] = (0, 1, 2)) -> None:
+    if dist.get_rank() in ranks:
+        optimizer.param_groups[-1][key] = value
+
+
+CHANGES = {"lr": 0.2, "momentum": 0.5, "weight_decay": 0.01, "nesterov": True, "own": 3}
+
+
+@pytest.mark.parametrize("compression", METHODS, ids=repr)
+@pytest.mark.parametrize("key", CHANGES)
+@on_ranks(2, 3)
+def test_a_number_of_a_group_that_differs_is_named(key: str, compression: Any) -> None:
+    model = make_model()
+    parts = [{"params": list(model[0].parameters())}, {"params": list(model[2:].parameters())}]
+    optimizer = torch.optim.SGD(parts, 0.1, momentum=0.9)
+    with attached(optimizer, model, compression=compression):
+        train(model, optimizer, range(2), lambda _: None)
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(ValueError, match=f"optimizers differ: '{key}' of parameter group 1 is .* on rank 1"):
+            train(model, optimizer, range(2, 3), lambda _: change(optimizer, key, CHANGES[key], (1,)))
+        assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
+        assert all(p.grad is None for p in model.parameters())
+
+
+@on_ranks(2)
+def test_over_torch_too() -> None:
+    model = make_model()
+    optimizer = sgd(model)
+    with over_torch(), attached(optimizer, model):
+        with pytest.raises(ValueError, match="'lr' of parameter group 0 is 0.1 on rank 0, 0.2 on rank 1"):
+            train(model, optimizer, range(3), lambda step: change(optimizer, "lr", 0.1 * (1 + dist.get_rank() * step)))
+
+
+@on_ranks(2)
+def test_what_all_change_alike_is_right() -> None:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), torch.tensor(0.1))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
+    with attached(optimizer, model) as reducer:
+        for step in range(12):
+            train(model, optimizer, range(step, step + 1), lambda _: None)
+            schedule.step()
+        assert reducer.stats()["steps"] == 12
+        assert_replicas_equal(model)
+
+
+@on_ranks(2)
+def test_a_rate_that_is_a_tensor_is_compared() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), torch.tensor(0.1))
+    with attached(optimizer, model):
+        train(model, optimizer, range(2), lambda _: None)
+        with pytest.raises(ValueError, match="'lr' of parameter group 0"):
+            train(model, optimizer, range(2, 3), lambda _: optimizer.param_groups[0]["lr"].mul_(1 + dist.get_rank()))
+
+
+@on_ranks(2)
+def test_what_is_declared_per_rank_may_differ() -> None:
+    model = make_model()
+    optimizer = sgd(model)
+    with attached(optimizer, model, per_rank=("lr",), check_replicas=0):
+        train(model, optimizer, range(3), lambda _: change(optimizer, "lr", 0.1 + 0.01 * dist.get_rank()))
+        with pytest.raises(ValueError, match="'weight_decay'"):
+            train(model, optimizer, range(3, 4), lambda _: change(optimizer, "weight_decay", 0.1 * dist.get_rank()))
+
+
+@pytest.mark.parametrize("wrong", ["lr", 3, [1]])
+@on_ranks(2)
+def test_per_rank_takes_names(wrong: Any) -> None:
+    model = make_model()
+    with pytest.raises(TypeError, match="per_rank is .*, wanted names of hyperparameters"):
+        pycomm.attach(sgd(model), model, per_rank=wrong)
+
+
+@on_ranks(2)
+def test_momentum_that_a_schedule_gives_is_checked_against_compression() -> None:
+    model = make_model()
+    optimizer = sgd(model)
+    with attached(optimizer, model, compression=pycomm.DGC(0.5, momentum=0.9)):
+        train(model, optimizer, range(2), lambda _: None)
+        with pytest.raises(ValueError, match="would apply momentum twice"):
+            train(model, optimizer, range(2, 3), lambda _: change(optimizer, "momentum", 0.9))
+
+
+# The loop index
+
+
+def skip(where: str, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, left_out: dict[int, int]) -> None:
+    """Train in a loop that a rank leaves by ``continue`` in the step ``left_out[rank]``, at the place ``where``."""
+    rank = dist.get_rank()
+    for step in range(steps):
+        is_left_out = left_out.get(rank) == step
+        if where != "bottom":
+            optimizer.zero_grad()
+        if is_left_out and where == "before forward":
+            continue
+        loss = loss_of(model, rank, step)
+        if is_left_out:
+            continue
+        loss.backward()
+        optimizer.step()
+        if where == "bottom":
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("compression", METHODS, ids=repr)
+@pytest.mark.parametrize("where", ["top", "bottom", "before forward"])
+@on_ranks(2)
+def test_a_batch_left_out_on_one_rank(where: str, compression: Any) -> None:
+    model = make_model()
+    optimizer = sgd(model)
+    with attached(optimizer, model, compression=compression) as reducer:
+        with pytest.raises(RuntimeError, match="rank 1 left out a batch.*skip_batch"):
+            skip(where, model, optimizer, 8, {1: 3})
+        assert reducer.stats()["steps"] == 3
+
+
+@pytest.mark.parametrize("where", ["top", "bottom", "before forward"])
+@on_ranks(2)
+def test_each_rank_leaves_out_another_batch(where: str) -> None:
+    model = make_model()
+    optimizer = sgd(model)
+    with attached(optimizer, model) as reducer:
+        with pytest.raises(RuntimeError, match="rank 0 left out a batch"):
+            skip(where, model, optimizer, 8, {0: 2, 1: 4})
+        assert reducer.stats()["steps"] == 2
+
+
+@on_ranks(2)
+def test_a_pass_left_out_of_a_window() -> None:
+    rank, model = dist.get_rank(), make_model()
+    optimizer = sgd(model)
+
+    def run() -> None:
+        for step in range(3):
+            for part in range(4 + (rank == 1 and step == 1)):
+                loss = loss_of(model, rank, 5 * step + part)
+                if not (rank == 1 and step == 1 and part == 2):
+                    loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with attached(optimizer, model, accumulate=4):
+        with pytest.raises(RuntimeError, match="rank 1 left out a batch"):
+            run()
+
+
+@pytest.mark.parametrize("how", ["eval", "no_grad", "paused", "used", "submodule", "zero_grad in paused"])
+@on_ranks(2)
+def test_what_one_rank_may_do_besides(how: str) -> None:
+    rank, model = dist.get_rank(), make_model()
+    optimizer = sgd(model)
+    with attached(optimizer, model) as reducer:
+
+        def besides(step: int) -> None:
+            if rank == 0 or step % 2 == 0:
+                return
+            x = batch_of(rank, step)[0]
+            if how == "eval":
+                model.eval()(x)
+                model.train()
+            elif how == "no_grad":
+                with torch.no_grad():
+                    model(x)
+            elif how == "paused":
+                with reducer.paused():
+                    model(x)
+            elif how == "used":
+                x.requires_grad_()
+                torch.autograd.grad(model(x).sum(), x)
+            elif how == "submodule":
+                model[0](x)
+            else:
+                with reducer.paused():
+                    optimizer.zero_grad()
+
+        train(model, optimizer, range(6), besides)
+        assert reducer.stats()["steps"] == 6
+        assert_replicas_equal(model)
+
+
+@on_ranks(2)
+def test_episodes_of_different_lengths_are_right() -> None:
+    """As many forwards as an episode, or a sequence, is long, and one backward."""
+    rank, model = dist.get_rank(), make_model()
+    optimizer = sgd(model)
+    with attached(optimizer, model) as reducer:
+        for step in range(4):
+            optimizer.zero_grad()
+            losses = [loss_of(model, rank, 10 * step + i) for i in range(1 + (rank + step) % 3)]
+            torch.stack(losses).mean().backward()
+            optimizer.step()
+        assert reducer.stats()["steps"] == 4
+        assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@on_ranks(2)
+def test_checkpoints_on_one_rank_are_right(use_reentrant: bool) -> None:
+    rank, model = dist.get_rank(), make_model()
+    optimizer = sgd(model)
+    with attached(optimizer, model):
+        for step in range(4):
+            x, y = batch_of(rank, step)
+            x.requires_grad_()  # as reentrant checkpoints want
+            optimizer.zero_grad()
+            if rank == 1:
+                out: Any = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=use_reentrant)
+            else:
+                out = model(x)
+            (out - y).square().mean().backward()
+            optimizer.step()
+        assert_replicas_equal(model)
+
+
+@on_ranks(2)
+def test_two_losses_in_a_step_are_right() -> None:
+    rank, model = dist.get_rank(), make_model()
+    optimizer = sgd(model)
+    with attached(optimizer, model) as reducer:
+        for step in range(4):
+            optimizer.zero_grad()
+            first, second = loss_of(model, rank, 2 * step), loss_of(model, rank, 2 * step + 1)
+            first.backward()
+            second.backward()
+            optimizer.step()
+        assert reducer.stats()["steps"] == 8
+        assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("clip", [False, True])
+@on_ranks(2)
+def test_zero_grad_forgotten_on_one_rank(clip: bool, set_to_none: bool) -> None:
+    rank, model = dist.get_rank(), make_model()
+    optimizer = sgd(model)
+
+    def run() -> None:
+        for step in range(5):
+            if rank == 0 or step != 3:
+                model.zero_grad(set_to_none)
+            loss_of(model, rank, step).backward()
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+
+    with attached(optimizer, model) as reducer:
+        with pytest.raises(RuntimeError, match=r"rank 1 added this backward\(\) to gradients"):
+            run()
+        assert reducer.stats()["steps"] == 3
+
+
+@on_ranks(2)
+def test_zero_grad_forgotten_on_all_ranks_is_as_in_torch() -> None:
+    rank, model = dist.get_rank(), make_model()
+    optimizer = sgd(model)
+    with attached(optimizer, model) as reducer:
+        for step in range(4):
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        assert reducer.stats()["steps"] == 4
+        assert_replicas_equal(model)
+
+
+# Frozen and new parameters, parameters that drift
+
+
+@on_ranks(2, 3)
+def test_a_layer_frozen_on_one_rank() -> None:
+    model = make_model()
+    optimizer = sgd(model)
+    with attached(optimizer, model):
+        train(model, optimizer, range(2), lambda _: None)
+        with pytest.raises(RuntimeError, match="parameter '2.weight' is frozen .* on rank 1, and trained on rank"):
+            train(model, optimizer, range(2, 8), lambda _: dist.get_rank() == 1 and model[2].requires_grad_(False))
+
+
+@on_ranks(2)
+def test_a_layer_frozen_on_all_ranks_is_right() -> None:
+    model = make_model()
+    optimizer = sgd(model)
+    with attached(optimizer, model):
+        train(model, optimizer, range(6), lambda step: model[2].requires_grad_(step % 3 != 1))
+        assert_replicas_equal(model)
+
+
+def added(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model.append(nn.Linear(5, 5).double())
+    optimizer.add_param_group({"params": list(model[-1].parameters())})
+
+
+@pytest.mark.parametrize("torch_transport", [False, True])
+@pytest.mark.parametrize("hooked", [True, False], ids=["forward", "no forward"])
+@on_ranks(2)
+def test_a_group_added_on_one_rank(hooked: bool, torch_transport: bool) -> None:
+    rank, model = dist.get_rank(), make_model()
+    optimizer = sgd(model)
+    run = model if hooked else lambda x: nn.functional.linear(model[:-1](x), model[-1].weight, model[-1].bias)
+
+    def steps() -> None:
+        for step in range(4):
+            optimizer.zero_grad()
+            if rank == 1 and step == 2:
+                added(model, optimizer)
+            x, y = batch_of(rank, step)
+            (run(x) - y).square().mean().backward()
+            optimizer.step()
+
+    with over_torch(torch_transport), attached(optimizer, model):
+        with pytest.raises(RuntimeError, match="new parameter, '5.weight', on rank 1"):
+            steps()
+
+
+@on_ranks(2)
+def test_a_parameter_written_on_one_rank_is_found_soon() -> None:
+    """In the 2nd, 3rd, 5th, 9th, ... reduction; and in a small model a rate is not taken for a flipped bit."""
+    torch.manual_seed(0)
+    rank, model = dist.get_rank(), nn.Linear(4, 2).double()
+    optimizer = sgd(model)
+
+    def run() -> None:
+        for step in range(40):
+            optimizer.zero_grad()
+            if rank == 1 and step == 9:
+                model.weight.data.mul_(0.9)
+            model(torch.ones(2, 4, dtype=torch.float64)).square().sum().backward()
+            optimizer.step()
+
+    with attached(optimizer, model) as reducer:
+        with pytest.raises(RuntimeError, match=r"replicas differ after 16 reductions.*Something updates them"):
+            run()
+        assert reducer.stats()["steps"] == 16

@@ -1,0 +1,67 @@
+"""Private names of torch about modules, their tensors and scalers: each does what pycomm needs of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from pycomm import torch_internals
+
+
+def test_what_a_module_holds_itself() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    own = torch_internals.own_parameters(module[0])
+    assert own["weight"] is module[0].weight
+    module[0].weight = nn.Parameter(torch.zeros(2, 2))
+    assert own["weight"] is module[0].weight, "it is the very dict"
+    assert torch_internals.own_parameters(nn.Module.__new__(nn.Module)) == {}
+    handle = module.register_forward_pre_hook(lambda *_: None)
+    assert list(torch_internals.forward_pre_hooks(module)) == [handle.id]
+    torch_internals.forward_pre_hooks(module).clear()
+    handle.remove()
+
+
+def test_statistics_that_backward_does_not_use() -> None:
+    norm = nn.BatchNorm1d(3)
+    assert torch_internals.keeps_statistics_aside(norm)
+    assert not torch_internals.keeps_statistics_aside(norm.eval())
+    assert not torch_internals.keeps_statistics_aside(nn.BatchNorm1d(3, track_running_stats=False))
+    assert not torch_internals.keeps_statistics_aside(nn.Linear(2, 2))
+
+
+def test_memory_behind_lazy_conjugation() -> None:
+    plain = torch.tensor([1.0 + 2.0j])
+    lazy = plain.conj()
+    assert lazy.is_conj()
+    found = torch_internals.without_conjugation(lazy)
+    assert not found.is_conj()
+    assert torch.equal(found, plain)
+    assert found.data_ptr() == plain.data_ptr()
+    negated = torch_internals.without_conjugation(lazy.imag)
+    assert not negated.is_neg()
+    assert torch.equal(negated, plain.imag)
+
+
+def test_places_of_parameters() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    places = torch_internals.Places(model)
+    assert places.are_unchanged()
+    model[1].bias = nn.Parameter(torch.zeros(2))
+    assert not places.are_unchanged()
+    places = torch_internals.Places(model)
+    model[0].register_parameter("extra", nn.Parameter(torch.zeros(2)))
+    assert not places.are_unchanged()
+
+
+def test_steps_that_grad_scalers_leave_out() -> None:
+    told: list[torch.optim.Optimizer] = []
+    p = nn.Parameter(torch.zeros(1))
+    optimizer, scaler = torch.optim.SGD([p], 0.1), torch.amp.GradScaler("cpu", 4.0)
+    for _ in range(2):  # once is enough
+        torch_internals.watch_grad_scalers(lambda each: each is optimizer, told.append)
+    for factor in (1.0, float("inf")):
+        optimizer.zero_grad()
+        scaler.scale((p * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert len(told) == (factor > 1)
