@@ -19,10 +19,10 @@ from pycomm.ddp.exchanges import Sorting
 from pycomm.ddp.settings import Settings, checked_settings
 from pycomm.ddp.steps import Steps, weighting_of
 from pycomm.reducer.agreement import agreed
-from pycomm.reducer.attached_tensors import check_parameters
 from pycomm.reducer.broadcast import check_same_lines, signature
 from pycomm.reducer.buckets import method_stats
 from pycomm.reducer.checkpoint import gather_state, select_state
+from pycomm.reducer.parameter_checks import check_parameters
 from pycomm.torch_internals import GradBucket, communication_hooks, divides_by_active_ranks, zero_buckets
 
 

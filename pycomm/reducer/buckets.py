@@ -13,6 +13,7 @@ from pycomm.compression import Compression, NoCompression
 from pycomm.compression.base import Exchange, Flag, State
 from pycomm.counting import GradientCounter, GradientCounts, PassGate
 from pycomm.layout import on_gpu
+from pycomm.optim.step_override import HALF
 from pycomm.reducer.autograd_hooks import GradientHook
 from pycomm.reducer.sharded import LocalGradient
 from pycomm.torch_internals import is_dtensor, local_of, version_of
@@ -41,6 +42,10 @@ class Slot:
     """Memory for ``kept``, once it was needed."""
     sharded: LocalGradient | None = None
     """What stands for the parameter if it is a DTensor, of which only this rank's part matters here."""
+    wide: torch.Tensor | None = None
+    """Memory for the sum of a window's half-precision gradients, in float32; kept from window to window."""
+    has_wide: bool = False
+    """Whether ``wide`` has gradients of this window."""
     in_optimizer: bool = False
     """Whether the optimizer had the parameter when it was found."""
 
@@ -96,6 +101,33 @@ class Slot:
             view.copy_(grad)
             self.owner.grad = view
 
+    def accumulate(self) -> None:
+        """Take the gradient of a pass that is not the last of its window.
+
+        Half-precision gradients are added up in float32, as a sum of many in half precision loses what is below its own
+        last bit; ``.grad`` is ``None`` until the window ends. Others stay in the bucket, where autograd adds to them.
+        """
+        grad = self.owner.grad
+        if grad is None or grad.dtype not in HALF:
+            self.adopt()
+            return
+        if self.wide is None:
+            self.wide = torch.empty_like(grad, dtype=torch.float32)
+        if self.has_wide:
+            self.wide.add_(grad)
+        else:
+            self.wide.copy_(grad)
+        self.has_wide, self.owner.grad = True, None
+
+    def round(self) -> None:
+        """Make ``.grad`` the sum of all passes of the window, rounded once."""
+        if self.wide is None or not self.has_wide:
+            return
+        grad, self.has_wide = self.owner.grad, False
+        if grad is not None:
+            self.wide.add_(grad)
+        self.owner.grad = self.wide.to(self.local.dtype)
+
     def show_bucket(self) -> None:
         """Make ``.grad``, if there is one, the view into the bucket."""
         if self.param.grad is not None and self.flight is not None:
@@ -103,6 +135,7 @@ class Slot:
 
     def leave_bucket(self) -> None:
         """Copy ``.grad`` to memory of its own if it is a view into the bucket."""
+        self.round()
         owner = self.owner
         if self.flight is not None and owner.grad is not None and owner.grad is self.flight.bucket.views[self.index]:
             owner.grad = owner.grad.clone(memory_format=torch.preserve_format)
@@ -119,6 +152,26 @@ class Slot:
         bucket = self.flight.bucket
         same = grad is bucket.views[self.index] and self.grad_version() == self.version
         return same and bucket.holds(self.index, grad)  # .grad.data may have been replaced
+
+
+def scale_gradients(slots: Iterable[Slot], factor: float) -> None:
+    """Multiply what has been accumulated; zero even of NaN, which a gradient of no samples may be."""
+    for slot in slots:
+        sums = (slot.owner.grad, slot.wide if slot.has_wide else None)
+        for grad in (grad for grad in sums if grad is not None):
+            grad.zero_() if factor == 0.0 else grad.mul_(factor)
+
+
+def round_gradients(slots: Iterable[Slot]) -> None:
+    """Make ``.grad`` of half-precision parameters what all passes of the window have come to."""
+    for slot in slots:
+        slot.round()
+
+
+def forget_passes(slots: Iterable[Slot]) -> None:
+    """Forget what earlier passes of a window have accumulated outside ``.grad``, which has been cleared."""
+    for slot in slots:
+        slot.has_wide = False
 
 
 @dataclass(eq=False)

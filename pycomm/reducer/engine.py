@@ -14,7 +14,7 @@ from pycomm.communicator import Communicator
 from pycomm.compression.base import Scaling
 from pycomm.reducer.answers import Answers
 from pycomm.reducer.arrivals import Waits
-from pycomm.reducer.buckets import BucketInFlight, Slot
+from pycomm.reducer.buckets import BucketInFlight, Slot, round_gradients
 from pycomm.reducer.figures import CompressionFigures
 from pycomm.reducer.gradient_checks import gradients_of, require_no_average, require_sendable
 from pycomm.reducer.module_buffers import BufferSync
@@ -33,7 +33,7 @@ from pycomm.worker import Work
 
 
 class Engine(Answers, Occasions):
-    """Engine that sends the gradients of one window, bucket by bucket, in the same order on all ranks.
+    """Engine that sends the gradients of a window, bucket by bucket, in the same order on all ranks.
 
     A bucket is launched, handed to the communication thread, which packs and exchanges it, when all its
     gradients have arrived and all buckets before it have been launched; at the end of backward if it has
@@ -53,8 +53,7 @@ class Engine(Answers, Occasions):
         firing: slot of the parameter whose hooks are running, if any.
         buffers: synchronisation of the module's buffers, if they are kept equal.
         outcome: of the last reduction.
-        waits: account of who was waited for.
-        phases: account of where the time goes.
+        waits, phases: accounts of who was waited for, and of where the time goes.
         figures: what compression leaves out.
         comparison, flags: what this rank tells the others with each reduction, and hears of them.
         admit_new: called when all ranks have told that they have new parameters; makes buckets for them.
@@ -111,19 +110,29 @@ class Engine(Answers, Occasions):
         """Note that the gradient of ``slot`` has been accumulated; launch the buckets that are ready."""
         slot.fire()
         require_sendable(slot)
-        assert (flight := slot.flight) is not None
-        late, self._late = self._late, None
-        if late is not None:
-            late.show_bucket()
+        flight = slot.flight
+        assert flight is not None
+        self.settle_late()
         if self.table.on_gpu:
             flight.producers.add(self.communicator.channel.current_stream(self.table.device))
         if not self.window.sending:
             if not self.window.is_open:
                 require_no_average(slot, self.settings)
                 self.flags.loop.note_gradient(slot)
-            slot.adopt()
+            if slot.hook is None or slot.hook.is_last(slot.param):
+                slot.accumulate()
+            else:
+                self._late = slot
         elif slot.expected and self.window.sends_early(self.table.shards):
             self._launch_ready()
+
+    def settle_late(self) -> None:
+        """Take the last gradient out of the user's sight, whose hooks have all run by now."""
+        late, self._late = self._late, None
+        if late is not None and self.window.sending:
+            late.show_bucket()
+        elif late is not None:
+            late.accumulate()
 
     def may_count(self) -> bool:
         """Return whether hooks may count further gradients of this pass without :meth:`take`, until one is missing."""
@@ -156,6 +165,7 @@ class Engine(Answers, Occasions):
     def launch_rest(self) -> None:
         """Launch the remaining buckets, in order."""
         if self._num_launched == 0:
+            round_gradients(self.table.slots())
             self.window.fix_clipping(self.table.slots(), self.table.shards)
         while self._num_launched < len(self.table.flights):
             self._launch(self.table.flights[self._num_launched])
@@ -169,13 +179,14 @@ class Engine(Answers, Occasions):
             self.waits.arrive(self.progress.num_reductions)
         weights = self.window.weights
         if grads is None:
+            round_gradients(flight.slots)
             if not self.window.is_open and self._num_launched == 1:
                 self.flags.loop.note_gradient(flight.slots[0])
             grads = gradients_of(flight, self.settings, is_first_pass=not self.window.is_open)
             if weights.is_zero or self.flags.skips:
                 grads = [None] * len(grads)
-            elif self.flags.veto is not None and self.table.on_gpu and self._num_launched == len(self.table.flights):
-                grads[0] = torch.full_like(flight.bucket.views[0], math.nan)  # the host does not wait to hear of it
+            elif self.flags.veto is not None and self.table.on_gpu:  # where the host does not wait to hear of it
+                grads[0] = torch.full_like(flight.bucket.views[0], math.nan)
         self._has_sent |= any(grad is not None for grad in grads)
         if weights.in_use and self.table.on_gpu:
             weights.relative()  # waits on the host here, so that the job does not have to
@@ -277,11 +288,6 @@ class Engine(Answers, Occasions):
 
     def _hand_out(self) -> None:
         self.outcome.hand_out(has_sent=self._has_sent)
-
-    def rebuild(self) -> None:
-        """Go on in new buckets, with the gradients that were handed out: parameters have been replaced."""
-        self.table.rebuild(self.lanes, self.settings, adopt=True)
-        self.hash_state()
 
 
 def _exchange(

@@ -81,7 +81,8 @@ class ParameterChanges:
         replaced = self._table.replaced()
         if replaced and self._table.partition is None:
             self._table.drop(replaced)
-            self._engine.rebuild()
+            self._table.rebuild(self._engine.lanes, self._engine.settings, adopt=True)
+            self._engine.hash_state()
             self._listen(self._table.slots())
 
     # Errors of ranks that do not make the same changes.

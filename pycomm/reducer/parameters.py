@@ -13,11 +13,11 @@ from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.shards import Shards
 from pycomm.optim.step_override import Stepper, stepper_of
 from pycomm.reducer.agreement import agreed
-from pycomm.reducer.attached_tensors import check_parameters
 from pycomm.reducer.broadcast import check_same_lines, share_tensors, signature
 from pycomm.reducer.buckets import BucketInFlight, Slot, make_buckets, method_stats, state_of
 from pycomm.reducer.ignored import Ignored, ignored_of
 from pycomm.reducer.lanes import first_bytes
+from pycomm.reducer.parameter_checks import check_parameters
 from pycomm.reducer.partition import StepPartition
 from pycomm.reducer.parts import labels_of
 from pycomm.reducer.settings import Settings
@@ -115,7 +115,7 @@ class ParameterTable:
     def drop_gradients(self) -> None:
         """Set ``.grad`` of all trainable parameters to ``None``."""
         for slot in self._slots.values():
-            slot.param.grad = None
+            slot.param.grad, slot.has_wide = None, False
 
     def knows(self, param: torch.Tensor) -> bool:
         """Return whether the gradient of ``param`` is averaged here, or will be once it is unfrozen."""

@@ -12,7 +12,7 @@ from pycomm.counting import PassGate
 from pycomm.errors import CommError
 from pycomm.reducer.autograd_hooks import GradientHook, ModelHooks
 from pycomm.reducer.backward import BackwardWatch
-from pycomm.reducer.buckets import Slot
+from pycomm.reducer.buckets import Slot, forget_passes
 from pycomm.reducer.copies import training_alone
 from pycomm.reducer.damage import DamageError
 from pycomm.reducer.engine import Engine
@@ -71,10 +71,6 @@ class Passes:
         if self.model_hooks is not None:
             self.model_hooks.remove()
 
-    def _listen_to_unfrozen(self) -> None:
-        slots, self._hookless = self._hookless, []
-        self.listen_to(slots)
-
     def before_forward(self) -> None:
         """Refuse wrappers that average these parameters too; admit new parameters if a window may begin here."""
         if current_graph_task() != -1:
@@ -84,7 +80,8 @@ class Passes:
         self.forget_abandoned()
         if not self._window.is_open and not self.stopped and not self._local.depth:
             if self._hookless:
-                self._listen_to_unfrozen()
+                slots, self._hookless = self._hookless, []
+                self.listen_to(slots)
             self.changes.find_new()
             if torch.is_grad_enabled():
                 self.changes.look_at_module()
@@ -99,6 +96,8 @@ class Passes:
         self._window.complete = self._engine.flags.just_stepped = False
         if not self._local.depth:
             self._engine.flags.loop.num_zero_grads += 1
+        if self._window.is_open:
+            forget_passes(self._table.slots())
 
     # Passes of this rank alone.
 
@@ -130,10 +129,7 @@ class Passes:
         self._progress.stepped()
 
     def require_averaged(self) -> None:
-        """Raise RuntimeError if ``optimizer.step()`` would use gradients that have not been averaged.
-
-        Sends nothing: distributed checkpointing calls step() on its own to create optimizer state.
-        """
+        """Raise RuntimeError if ``optimizer.step()`` would use gradients that have not been averaged. Sends nothing."""
         self.forget_abandoned()
         if self._window.is_open:
             raise RuntimeError(
@@ -208,6 +204,8 @@ class Passes:
     def _end(self) -> None:
         for flight in self._table.flights:
             flight.counts.end_pass()
+        if not self._window.sending:
+            self._engine.settle_late()
         self._window.end_pass()
         if self._window.sending:
             self.reduce()

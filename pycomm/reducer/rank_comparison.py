@@ -55,18 +55,13 @@ class RankComparison:
             communicator, table.device, settings.check_replicas, waits, table.locals, buffers, world, self.flags
         )
 
-    def fingerprint_of(self, number: int, *, late: bool = False) -> Callable[[], torch.Tensor] | None:
-        """Return what makes the flags that travel with the bucket launched as ``number``, if any do.
-
-        Args:
-            number: of the bucket; 1 for the first.
-            late: this step goes on without the gradients of this rank.
-        """
+    def fingerprint_of(self, number: int) -> Callable[[], torch.Tensor] | None:
+        """Return what makes the flags that travel with the bucket launched as ``number``, the first as 1, if any do."""
         reductions = self._progress.num_reductions
         first = self.replicas.fingerprint(self._progress.num_steps, reductions) if number == 1 else None
         if number != len(self._table.flights):
             return first
-        flags = self.flags.fix(reductions, self._table.frozen_of_trained(), self._table.new_names(), late=late)
+        flags = self.flags.fix(reductions, self._table.frozen_of_trained(), self._table.new_names())
         return (lambda: flags) if first is None else (lambda: first() | flags)
 
     def compare(self) -> None:

@@ -167,16 +167,15 @@ class RankFlags:
         if self.hyperparameters.refresh():
             self._check()
 
-    def fix(self, num_reductions: int, frozen: tuple[str, ...], new: tuple[str, ...], *, late: bool) -> torch.Tensor:
+    def fix(self, num_reductions: int, frozen: tuple[str, ...], new: tuple[str, ...]) -> torch.Tensor:
         """Fix what this rank tells in the reduction that follows ``num_reductions`` others; return the bits.
 
         Args:
             num_reductions: number of reductions before this one.
             frozen, new: see :class:`Record`.
-            late: the reduction goes on without this rank's pass, which is under way.
         """
         loop = self.loop
-        compared = self.compares_loop and self.has_pass and not late
+        compared = self.compares_loop and self.has_pass
         record = Record(
             loop=(loop.num_unused, loop.num_restarts, loop.accumulated) if compared else None,
             frozen=frozen,

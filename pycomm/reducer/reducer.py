@@ -14,6 +14,7 @@ from pycomm.optim.attached import forget
 from pycomm.reducer import clipping
 from pycomm.reducer.attendance import Attendance
 from pycomm.reducer.autograd_hooks import ModelHooks
+from pycomm.reducer.buckets import scale_gradients
 from pycomm.reducer.checkpoint import gather_state, select_state
 from pycomm.reducer.engine import Engine
 from pycomm.reducer.module_buffers import BufferSync
@@ -153,8 +154,7 @@ class Reducer(Attendance):
         if self._idle:
             self._install()
         if factor != 1.0:
-            for grad in self._table.gradients().values():
-                grad.zero_() if factor == 0.0 else grad.mul_(factor)  # a gradient of no samples may be NaN
+            scale_gradients(self._table.slots(), factor)
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float, *, error_if_nonfinite: bool = False) -> torch.Tensor:

@@ -64,10 +64,12 @@ class ReplicaCheck:
         flags: what this rank tells besides.
 
     Attributes:
+        looks_soon: whether parameters are compared more often at the beginning; not where steps must not wait for all.
         absent: whether this rank takes part without data, and steps no more: its parameters and steps do not count.
     """
 
     absent = False
+    looks_soon = True
 
     def __init__(
         self,
@@ -101,9 +103,11 @@ class ReplicaCheck:
         """Return whether parameters are compared in the reduction that follows ``num_reductions`` others."""
         if self._interval == 0 or num_reductions == 0:
             return False
-        # In the 2nd, 3rd, 5th, 9th, ... too: differences in setup show after the first step, others soon after.
+        if num_reductions % self._interval == 0 or num_reductions == 1:
+            return True
+        # In the 3rd, 5th, 9th, ... too: differences in setup show after the first step, others soon after.
         is_power_of_two = num_reductions & (num_reductions - 1) == 0
-        return num_reductions % self._interval == 0 or (is_power_of_two and num_reductions < self._interval)
+        return is_power_of_two and num_reductions < self._interval and self.looks_soon
 
     def fingerprint(self, num_steps: int, num_reductions: int) -> Callable[[], torch.Tensor]:
         """Return the function that computes the fingerprint, to be called on the communication thread or stream.

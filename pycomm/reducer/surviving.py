@@ -36,7 +36,7 @@ class SurvivingEngine(Engine):
         super().__init__(table, lanes, settings)
         self.survival = survival
         self.flags.takes_new = False  # what is launched after a step's commit would not be part of it
-        self.flags.compares_loop = settings.backup == 0
+        self.flags.compares_loop = self.comparison.replicas.looks_soon = settings.backup == 0
         self._commit_work: Work | GpuWork | None = None
         self._is_idle = False  # whether this step was launched without gradients, before its passes
 
