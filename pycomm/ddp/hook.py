@@ -23,6 +23,7 @@ from pycomm.reducer.broadcast import check_same_lines, signature
 from pycomm.reducer.buckets import method_stats
 from pycomm.reducer.checkpoint import gather_state, select_state
 from pycomm.reducer.parameter_checks import check_parameters
+from pycomm.reducer.rank_flags import StopRequest
 from pycomm.torch_internals import GradBucket, communication_hooks, divides_by_active_ranks, zero_buckets
 
 
@@ -224,6 +225,19 @@ class HookHandle:
             "transport": "nccl" if self._params[0].is_cuda else self._communicator.transport,
             **method_stats(part.exchange for part in parts),
         }
+
+    def request_stop(self, reason: str = "") -> None:
+        """Ask all ranks to end the training together; see :meth:`pycomm.Reducer.request_stop`.
+
+        Raises:
+            ValueError: on a GPU.
+        """
+        self._steps.stopping.request(str(reason))
+
+    @property
+    def stop_requested(self) -> StopRequest:
+        """Request to stop that all ranks have heard of; see :attr:`pycomm.Reducer.stop_requested`."""
+        return self._steps.stopping.requested
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that compression carries from step to step on *this* rank, to be saved by every rank.

@@ -16,6 +16,7 @@ from pycomm.compression.base import Flag, Scaling
 from pycomm.ddp.exchanges import Sorting
 from pycomm.ddp.pass_end import at_pass_end
 from pycomm.ddp.settings import Settings
+from pycomm.ddp.stopping import Stopping
 from pycomm.ddp.verdict import StepCounts, all_finite
 from pycomm.optim.loss_scaler import loss_scale_of
 from pycomm.reducer.nonfinite import NonfiniteSource
@@ -77,6 +78,7 @@ class Steps:
         self._is_open = False
         self._error: BaseException | None = None
         self.counts, self.source = StepCounts(device), NonfiniteSource()
+        self.stopping = Stopping(communicator, device)
         self.num_steps = 0
         self.wait_seconds = 0.0
         self.stopped = ""
@@ -186,8 +188,9 @@ class Steps:
             checks = (
                 contextlib.nullcontext() if index == 0 or self._on_gpu else self._communicator.channel.skip_checks()
             )
+            scaling = self._scaling if index > 0 else replace(self._scaling, fingerprint=self.stopping.flags())
             with checks:
-                exchanges.exchange(grads, self._scaling)
+                exchanges.exchange(grads, scaling)
         except BaseException as error:
             self._error = error  # raised by the end of the step
             if self._on_gpu:
@@ -220,6 +223,7 @@ class Steps:
         mine = [self._sorting[index] for index in range(len(taken))]
         parts = [part for each in mine for part in each.parts]
         self.source.share(parts, self._communicator)
+        self.stopping.hear(mine[0].parts)
         finite: Flag = True
         if any(part.exchange.transactional for part in parts):
             finite = all_finite([part.exchange for part in parts])

@@ -19,7 +19,7 @@ from pycomm.communicator import Communicator
 from pycomm.compression import Compression
 from pycomm.ddp import HookHandle, register
 from pycomm.optim.parameters import unwrapped
-from pycomm.reducer import Reducer, attach
+from pycomm.reducer import Reducer, StopRequest, attach
 from pycomm.reducer.damage import name_ranks
 from pycomm.torch_internals import uncompiled
 
@@ -84,6 +84,7 @@ class Averaging:
 
     def __init__(self, inner: Reducer | HookHandle | None, optimizer: torch.optim.Optimizer | None = None) -> None:
         self.inner = inner
+        self._stop = StopRequest()
         self.on_detach: list[Callable[[], None]] = []
         self._is_detached = False
         self._optimizer = None if optimizer is None else unwrapped(optimizer)
@@ -94,6 +95,18 @@ class Averaging:
         Without one, those that both have: nothing was averaged, and nothing sent.
         """
         return dict(_NOTHING) if self.inner is None else self.inner.stats()
+
+    def request_stop(self, reason: str = "") -> None:
+        """Ask all ranks to end the training together; see :meth:`pycomm.Reducer.request_stop`."""
+        if self.inner is not None:
+            self.inner.request_stop(reason)
+        elif not self._stop:
+            self._stop = StopRequest(0, reason)
+
+    @property
+    def stop_requested(self) -> StopRequest:
+        """Request to stop that all ranks have heard of; see :attr:`pycomm.Reducer.stop_requested`."""
+        return self._stop if self.inner is None else self.inner.stop_requested
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that compression carries on this rank, as ``Reducer.state_dict``; empty without one."""

@@ -92,6 +92,9 @@ class PycommStrategy(_TrainerStrategy):
             ``cluster_environment``, ``checkpoint_io``, ``start_method`` and so on. ``timeout``, in seconds or as
             a ``timedelta``, is for both.
 
+    ``request_stop`` of one of the ``reducers``, on any rank, sets the Trainer's ``should_stop`` on all ranks after the
+    same step.
+
     Attributes:
         reducers: the :class:`pycomm.Reducer` of each optimizer while the model is fitted, in their order.
 
@@ -139,6 +142,13 @@ class PycommStrategy(_TrainerStrategy):
             yield
         finally:
             self._blocked = False
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Step as Lightning does; have the Trainer stop, on all ranks, if one of them has asked for it."""
+        result = super().optimizer_step(*args, **kwargs)
+        if any(reducer.stop_requested for reducer in self.reducers):
+            self.lightning_module.trainer.should_stop = True
+        return result
 
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
         """Save a checkpoint as Lightning does, and each rank's state beside it. Collective."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -13,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pycomm.integrations.averaging import Averaging, averaging_of
 from pycomm.integrations.optional import library
+from pycomm.reducer import stop_on_signal
 from pycomm.reducer.settings import checked_method
 from pycomm.torch_internals import uncompiled
 
@@ -42,6 +45,8 @@ class PycommCallback(_Callback):
         compression: as for :func:`pycomm.attach`.
         algorithm: as for :func:`pycomm.attach`.
         timeout: limit of every wait for a peer; seconds or ``timedelta``. ``None``: the process group's own.
+        stop_on: signals, such as ``(signal.SIGTERM,)``, after which, on any rank, all ranks save a checkpoint and end
+            the training at the same step.
 
     Attributes:
         averaging: what averages, with ``stats()``; ``None`` before training. Its counters stay readable afterwards.
@@ -54,8 +59,11 @@ class PycommCallback(_Callback):
             was added after training had begun.
     """
 
-    def __init__(self, *, compression: Any = None, algorithm: str = "auto", timeout: Any = None) -> None:
+    def __init__(
+        self, *, compression: Any = None, algorithm: str = "auto", timeout: Any = None, stop_on: Sequence[int] = ()
+    ) -> None:
         checked_method(compression)
+        self._stop_on, self._signals = tuple(stop_on), contextlib.ExitStack()
         self._options = {"compression": compression, "algorithm": algorithm, "timeout": timeout}
         self._trains = False
         self.averaging: Averaging | None = None
@@ -68,6 +76,8 @@ class PycommCallback(_Callback):
             self.averaging.detach()  # of a training that ended with an exception
         self.averaging = _averaging(training.trainer, kwargs["optimizer"], self._options)
         self._trains = True
+        if self._stop_on:
+            self._signals.enter_context(stop_on_signal(self.averaging, *self._stop_on))
         if training.folder is not None:
             self.averaging.load(training.folder)
 
@@ -78,6 +88,11 @@ class PycommCallback(_Callback):
                 "PycommCallback was added after training had begun, when nothing can be averaged by it any more: give "
                 "it to Trainer(callbacks=[...]), or to add_callback before train()"
             )
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Have the Trainer save, and end, on all ranks, if one of them has asked for it."""
+        if self.averaging is not None and self.averaging.stop_requested:
+            control.should_save = control.should_training_stop = True
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save this rank's state into the folder of the checkpoint that the Trainer has just written."""
@@ -94,6 +109,7 @@ class PycommCallback(_Callback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave gradients to the model's wrapper again."""
         self._trains = False
+        self._signals.close()
         if self.averaging is not None:
             self.averaging.detach()
 

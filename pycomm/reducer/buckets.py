@@ -200,6 +200,12 @@ class BucketInFlight:
         self.bucket.repair()
         self.bucket.leave_to_users()
 
+    def abandon(self) -> None:
+        """Wait for what is under way, and forget it."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+
     def ready(self) -> bool:
         """Return whether all gradients have arrived; not before one pass has shown how often each comes."""
         return self.counts.is_complete()

@@ -40,8 +40,8 @@ class Engine(Answers, Occasions):
     parameters that this step did not use. The very first pass only learns how often each gradient is
     accumulated (several times, for a parameter shared between checkpointed pieces), and launches at its end.
 
-    On a GPU the communication thread is a stream, and the stream of ``backward()`` waits for it. The host
-    waits only in steps in which this rank lacks a gradient, to learn whether another rank has it.
+    On a GPU the communication thread is a stream, and that of ``backward()`` waits for it. The host waits only where
+    this rank lacks a gradient, to learn whether another one has it.
 
     Attributes:
         table: parameters and their buckets.
@@ -56,7 +56,7 @@ class Engine(Answers, Occasions):
         waits, phases: accounts of who was waited for, and of where the time goes.
         figures: what compression leaves out.
         comparison, flags: what this rank tells the others with each reduction, and hears of them.
-        admit_new: called when all ranks have told that they have new parameters; makes buckets for them.
+        admit_new: called when all ranks have told of new parameters; makes buckets for them.
         survival: what goes on without ranks that are lost; ``None`` here.
     """
 
@@ -74,8 +74,7 @@ class Engine(Answers, Occasions):
         self.admit_new: Callable[[], None] = lambda: None
         self.buffers: BufferSync | None = None
         self.outcome = Outcome(table, settings, self.flags, self.progress, lambda: self.communicator.size)
-        self.waits, self.phases = Waits(), Phases()
-        self.figures = CompressionFigures()
+        self.waits, self.phases, self.figures = Waits(), Phases(), CompressionFigures()
         self._buffer_work: Work | GpuWork | None = None
         self._num_launched = 0
         self._has_sent = False  # whether this rank has had any gradient in this reduction
@@ -88,8 +87,7 @@ class Engine(Answers, Occasions):
         """Prepare the buckets for this pass's gradients; fix the scales if it is the last pass of its window.
 
         Args:
-            with_next: whether a pass begins that counts, with its samples; ``False`` where a window ends without
-                another one; ``None`` if the scales have been fixed.
+            with_next: whether another pass, with its samples, is part of it; ``None`` if the scales have been fixed.
         """
         self.phases.begin()
         self.table.await_parameters()
@@ -129,10 +127,8 @@ class Engine(Answers, Occasions):
     def settle_late(self) -> None:
         """Take the last gradient out of the user's sight, whose hooks have all run by now."""
         late, self._late = self._late, None
-        if late is not None and self.window.sending:
-            late.show_bucket()
-        elif late is not None:
-            late.accumulate()
+        if late is not None:
+            late.show_bucket() if self.window.sending else late.accumulate()
 
     def may_count(self) -> bool:
         """Return whether hooks may count further gradients of this pass without :meth:`take`, until one is missing."""
@@ -143,9 +139,7 @@ class Engine(Answers, Occasions):
     def drop_launched(self) -> None:
         """Forget a pass that ended with an exception; only if no other rank waits for the rest of it."""
         for flight in self.table.flights:
-            if flight.work is not None:
-                flight.work.wait()
-                flight.work = None
+            flight.abandon()
         self.table.drop_gradients()
         self._num_launched = 0
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import signal
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Protocol
 
-from pycomm.reducer.reducer import Reducer
+
+class Stoppable(Protocol):
+    """Object through which all ranks can be asked to stop: a Reducer, or a handle of :func:`pycomm.ddp.register`."""
+
+    def request_stop(self, reason: str = "") -> None: ...
 
 
 class SignalStop:
@@ -15,7 +19,7 @@ class SignalStop:
     Made by :func:`stop_on_signal`.
     """
 
-    def __init__(self, reducer: Reducer, signals: tuple[int, ...]) -> None:
+    def __init__(self, reducer: Stoppable, signals: tuple[int, ...]) -> None:
         self._reducer = reducer
         self._before: dict[int, Any] = {number: signal.signal(number, self._handle) for number in signals}
 
@@ -40,7 +44,7 @@ class SignalStop:
         self.close()
 
 
-def stop_on_signal(reducer: Reducer, *signals: int) -> SignalStop:
+def stop_on_signal(reducer: Stoppable, *signals: int) -> SignalStop:
     """Have ``signals`` that this process gets request a stop of all ranks, in place of ending this one.
 
     A batch system sends SIGTERM, or SIGUSR1, before it takes the machines away, often to one process only. All ranks
@@ -48,16 +52,16 @@ def stop_on_signal(reducer: Reducer, *signals: int) -> SignalStop:
     unless it is Python's own for Ctrl-C. Call it on any of the ranks, on the main thread.
 
     Args:
-        reducer: what ``attach`` returned.
+        reducer: what ``attach``, ``pycomm.ddp.register`` or the ``attach`` of an integration returned.
         signals: ``signal.SIGTERM`` and others.
 
     Returns:
         A context manager, and an object with ``close()``, which gives back the former handlers.
 
     Raises:
-        TypeError, ValueError: ``reducer`` is no Reducer, or ``signals`` are none, or not on the main thread.
+        TypeError, ValueError: ``reducer`` has no ``request_stop``, or ``signals`` are none, or not on the main thread.
     """
-    if not isinstance(reducer, Reducer):
+    if not callable(getattr(reducer, "request_stop", None)):
         raise TypeError(f"reducer is a {type(reducer).__name__}, wanted what attach() returned")
     if not signals:
         raise ValueError("stop_on_signal() got no signals, wanted signal.SIGTERM or others")

@@ -67,6 +67,20 @@ def test_one_process_without_a_group_can_be_monitored() -> None:
     assert rows == [], "nothing was averaged"
 
 
+@pytest.mark.parametrize("compression", [None, pycomm.TopK(0.5)], ids=repr)
+@pytest.mark.parametrize("wrapped", [False, True])
+@on_ranks(2)
+def test_a_request_to_stop_is_heard_at_the_same_step(wrapped: bool, compression: Any) -> None:
+    outer, optimizer, found = averaging(compression, wrapped)
+    for step in range(4):
+        assert bool(found.stop_requested) == (step > 2)
+        if dist.get_rank() == 1 and step == 2:
+            found.request_stop("time is up")
+        train(outer, optimizer, range(step, step + 1))
+    assert (found.stop_requested.rank, found.stop_requested.reason) == (1, "time is up")
+    found.detach()
+
+
 @on_ranks(2)
 def test_counters_without_averaging_are_those_of_averaging() -> None:
     nothing = Averaging(None).stats()

@@ -132,6 +132,25 @@ def test_training_equals_one_process(trainers: RankPool, tmp_path: Path, manual:
     trainers.run(equals_one_process, str(tmp_path), manual, options)
 
 
+def stop(folder: str) -> None:
+    """A request of one rank: all end after the same step."""
+    strategy, steps = strategy_of(False, None), []
+    step = strategy.optimizer_step
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() == 1 and len(steps) == 1:
+            strategy.reducers[0].request_stop("enough")
+        steps.append(step(*args, **kwargs))
+
+    strategy.optimizer_step = counted
+    fitted(folder, False, strategy, epochs=5)
+    assert len(steps) == 2
+
+
+def test_a_request_stops_all_ranks_together(trainers: RankPool, tmp_path: Path) -> None:
+    trainers.run(stop, str(tmp_path))
+
+
 def resume(folder: str, manual: bool) -> None:
     whole = fitted(f"{folder}/whole", manual, strategy_of(manual, METHOD), epochs=4)
     fitted(f"{folder}/first", manual, strategy_of(manual, METHOD), epochs=2)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,31 @@ def resume(folder: str, resume_from: str) -> None:
 @pytest.mark.parametrize("resume_from", ["a path", "last"])
 def test_training_resumes_to_the_bit(trainers: RankPool, tmp_path: Path, resume_from: str) -> None:
     trainers.run(resume, str(tmp_path), resume_from)
+
+
+def stop(folder: str) -> None:
+    """A signal to one rank: all save and end at the same step."""
+    from transformers import TrainerCallback
+
+    from pycomm.integrations.transformers import PycommCallback
+
+    class Signalled(TrainerCallback):  # type: ignore[misc, unused-ignore]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if dist.get_rank() == 1 and state.global_step == 2:
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+    before = signal.getsignal(signal.SIGUSR1)
+    ours = PycommCallback(timeout=30, stop_on=(signal.SIGUSR1,))
+    trainer = trainer_of(folder, [ours, Signalled()], save_steps=100)
+    trainer.train()
+    assert trainer.state.global_step == 3
+    assert (ours.averaging.stop_requested.rank, ours.averaging.stop_requested.reason) == (1, "signal SIGUSR1")
+    assert Path(folder, "checkpoint-3").is_dir()
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_a_signal_stops_all_ranks_together(trainers: RankPool, tmp_path: Path) -> None:
+    trainers.run(stop, str(tmp_path))
 
 
 def train_twice(folder: str) -> None:
