@@ -243,12 +243,11 @@ class ParameterServer:
 
     @contextlib.contextmanager
     def step(self, samples: float = 1.0) -> Iterator[None]:
-        """Pull, clear the gradients, run the block, which must compute new ones, and push them; not if it raises."""
+        """Pull, clear the gradients, run the block, which computes new ones, and push them; nothing if it raises."""
         self.pull()
         for p in self._params:
             p.grad = None
         yield
-        self._trained.require_gradients()
         self.push(samples)
 
     def stats(self) -> dict[str, Any]:

@@ -36,14 +36,6 @@ class Trained:
         if problem := self._known.problem():
             raise ValueError(problem)
 
-    def require_gradients(self) -> None:
-        """Raise ValueError if no parameter has a gradient."""
-        self.require_known()
-        if all(p.grad is None for p in self._known.named.values()):
-            raise ValueError(
-                "no parameter has a gradient: was backward() left out, or another module trained? Nothing was pushed"
-            )
-
     def require_same(self) -> None:
         """Raise ValueError if parameters are other ones, or have numbers that the servers do not know of."""
         self.require_known()

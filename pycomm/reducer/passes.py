@@ -231,8 +231,9 @@ class Passes:
                 self.stopped = str(error)  # the others go on, and must not meet this rank again
             raise
         except CommError as error:
-            number, rank = self._progress.num_reductions + 1, self._communicator.rank
-            error.args = (f"{error}; rank {rank} was in reduction {number}",)
+            if self._engine.survival is None:  # else all ranks have agreed on what happened
+                number, rank = self._progress.num_reductions + 1, self._communicator.rank
+                error.args = (f"{error}; rank {rank} was in reduction {number}",)
             raise
         except ValueError as error:
             raise self.changes.explained(error) from error

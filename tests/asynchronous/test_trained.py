@@ -32,10 +32,6 @@ def train_a_copy(model: Any, optimizer: Any) -> Any:
     return copy.deepcopy(model)
 
 
-def train_another(model: Any, optimizer: Any) -> Any:
-    return model_of()
-
-
 def change_the_rate(model: Any, optimizer: Any) -> Any:
     optimizer.param_groups[0]["lr"] = 0.01
     return model
@@ -45,7 +41,6 @@ CHANGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "replaced": (replace, "'0.bias' of the module is another one.*call parameter_server"),
     "assigned": (assign, "'0.weight' of the module is another one.*call parameter_server"),
     "a copy": (train_a_copy, "copy"),
-    "another": (train_another, "no parameter has a gradient"),
     "another rate": (change_the_rate, "'lr' of parameter group 0 was changed on this worker, from 0.05 to 0.01"),
 }
 

@@ -257,7 +257,7 @@ def test_nobody_to_join(new_ranks: Pools) -> None:
     for address in ("nowhere", "host:", ":80", "127.0.0.1:port"):
         (outcome,) = ranks.outcomes(ask_in_vain, address, "shrink")
         assert isinstance(outcome.error, ValueError)
-        assert "wanted the address of the process group's store, host:port" in str(outcome.error)
+        assert "wanted the address of the process group's store" in str(outcome.error)
     (outcome,) = ranks.outcomes(ask_in_vain, "127.0.0.1:1", "shrink")
     assert isinstance(outcome.error, CommError)
     assert "no store listens at 127.0.0.1:1" in str(outcome.error)

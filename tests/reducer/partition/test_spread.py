@@ -224,13 +224,14 @@ def test_a_forward_waits_only_for_the_layers_that_it_has_reached() -> None:
         seen.append(len(arrived))
         first_is_over.set()
 
-    with hosts(), attached(optimizer, model, shard="optimizer", bucket_mb=0.016), pytest.MonkeyPatch.context() as patch:
+    options: dict[str, Any] = {"shard": "optimizer", "bucket_mb": 0.016}
+    with hosts(), attached(optimizer, model, **options) as reducer, pytest.MonkeyPatch.context() as patch:
         patch.setattr(Channel, "all_gather_v", count)
         stepped(model, optimizer)
         for layer in model.layers:
             layer.register_forward_hook(note)
         model(torch.ones(1, 64))
-        optimizer.step()
+        reducer.named_parameters()  # which waits for all
         assert seen[0] < len(model.layers), seen
         assert seen == sorted(seen)
         assert len(arrived) >= len(model.layers)
