@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -53,7 +54,9 @@ def test_places_of_parameters() -> None:
     assert not places.are_unchanged()
 
 
-def test_steps_that_grad_scalers_leave_out() -> None:
+def test_steps_that_grad_scalers_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = torch.amp.GradScaler.step
+    monkeypatch.setattr(torch.amp.GradScaler, "step", getattr(step, "__wrapped__", step))  # as it was at first
     told: list[torch.optim.Optimizer] = []
     p = nn.Parameter(torch.zeros(1))
     optimizer, scaler = torch.optim.SGD([p], 0.1), torch.amp.GradScaler("cpu", 4.0)

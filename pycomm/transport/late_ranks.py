@@ -6,11 +6,15 @@ waited for eight seconds reads what the others have said: who has said nothing o
 first of those that wait logs it. (From some operations ranks may come back before all have come to them. A rank that
 then calls nothing for five seconds says that it has ended it.)
 
+A rank that calls nothing for four seconds may have left its training, whose objects refer to one another in circles. So
+the garbage collector runs once: a group that nobody can use any more is closed, and those that wait for it are told.
+
 Operations on GPUs are only enqueued, and messages between two ranks are no meetings of all: neither is looked at.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -106,10 +110,19 @@ class _Group:
     is_whole: bool = True
     said: _Note | None = None
     look_again: float = 0.0
+    is_collected: bool = False
 
     def begin(self, count: int, now: float) -> None:
         """Forget the operation before, now that another one has begun."""
         self.count, self.since, self.is_over, self.said, self.look_again = count, now, False, None, 0.0
+        self.is_collected = False
+
+    def is_left(self, now: float) -> bool:
+        """Return, once, whether nothing has been called on it for so long that its owner may be garbage."""
+        if not self.is_over or self.is_collected or now - self.since < NAMED_AFTER / 2:
+            return False
+        self.is_collected = True
+        return True
 
 
 @dataclass(frozen=True)
@@ -182,11 +195,13 @@ class LateRankWatch:
         asking = _Asking()
         try:
             while not closing.wait(min(_LONGEST_LOOK, NAMED_AFTER / _LOOKS)):
-                self._look(asking)
+                if self._look(asking):
+                    gc.collect()
         finally:
             asking.close()
 
-    def _look(self, asking: _Asking) -> None:
+    def _look(self, asking: _Asking) -> bool:
+        """Look at all groups; return whether the owner of one may be garbage."""
         with self._lock:
             groups = list(self._groups.items())
             known = [(key, found) for key, reference in self._reductions.items() if (found := reference()) is not None]
@@ -204,6 +219,9 @@ class LateRankWatch:
                 group.look_again = now + (NAMED_AGAIN if asking.name(recorder, wait) else NAMED_AFTER / 2)
                 if reduction is not None:
                     self._named[key] = (reduction.number, group.look_again)
+        now = time.monotonic()
+        left = [group for _, group in groups if group.is_left(now)]
+        return bool(left)
 
     @staticmethod
     def _wait_in(

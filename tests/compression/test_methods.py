@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
+from pycomm.fingerprint import FINGERPRINT_BITS, FINGERPRINT_PLACES
 from tests.compression.machines import Gradients, gradients_of
 from tests.ranks import RankPool
 from tests.reducer.attaching import attached, own_state
@@ -300,9 +301,9 @@ def bytes_of(method: Any) -> float:
         (pycomm.QSGD(7), 0.509e6),
         (pycomm.QSGD(1), 0.259e6),
         (pycomm.TernGrad(), 0.2541e6),
-        (pycomm.OneBit(), 0.12503e6 + 32),
-        (pycomm.RandomK(0.01), 40_020 + 256),
-        (pycomm.PowerSGD(2), 2 * 4 * 2000 + 40 + 2 * 256),
+        (pycomm.OneBit(), 0.12503e6 + FINGERPRINT_BITS),
+        (pycomm.RandomK(0.01), 40_020 + 4 * FINGERPRINT_PLACES),
+        (pycomm.PowerSGD(2), 2 * 4 * 2000 + 40 + 2 * 4 * FINGERPRINT_PLACES),
     ],
     ids=repr,
 )

@@ -134,7 +134,7 @@ def test_training_equals_one_process(trainers: RankPool, tmp_path: Path, manual:
 
 def stop(folder: str) -> None:
     """A request of one rank: all end after the same step."""
-    strategy, steps = strategy_of(False, None), []
+    strategy, steps = strategy_of(False, None), list[Any]()
     step = strategy.optimizer_step
 
     def counted(*args: Any, **kwargs: Any) -> Any:

@@ -109,6 +109,7 @@ def stop(folder: str) -> None:
     trainer = trainer_of(folder, [ours, Signalled()], save_steps=100)
     trainer.train()
     assert trainer.state.global_step == 3
+    assert ours.averaging is not None
     assert (ours.averaging.stop_requested.rank, ours.averaging.stop_requested.reason) == (1, "signal SIGUSR1")
     assert Path(folder, "checkpoint-3").is_dir()
     assert signal.getsignal(signal.SIGUSR1) == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -354,3 +355,33 @@ def leave_with(how: str) -> None:
 def test_a_rank_that_detaches_is_named_at_once(how: str, new_ranks: Any) -> None:
     ranks: RankPool = new_ranks(2)
     ranks.run(leave_with, how)
+
+
+def train_in_a_function(steps: int) -> None:
+    """Train, and keep nothing."""
+    model = make_model()
+    optimizer = sgd(model)
+    pycomm.attach(optimizer, model, timeout=50)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, dist.get_rank(), step).backward()
+        optimizer.step()
+
+
+def leave_the_function() -> None:
+    """Rank 1 comes back from its training first, and waits elsewhere; its objects are in circles."""
+    if dist.get_rank() == 1:
+        train_in_a_function(3)
+        time.sleep(12)
+        return
+    began = time.monotonic()
+    with pytest.raises(
+        pycomm.CommError, match="rank 1.*ended its training.*optimizer and model are gone.*after step 3"
+    ):
+        train_in_a_function(4)
+    assert time.monotonic() - began < 11
+
+
+def test_a_rank_whose_training_is_garbage_is_named_soon(new_ranks: Any) -> None:
+    ranks: RankPool = new_ranks(2)
+    ranks.run(leave_the_function)
