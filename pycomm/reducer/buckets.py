@@ -317,6 +317,14 @@ def method_stats(exchanges: Iterable[Exchange]) -> dict[str, float]:
     return total
 
 
+def add_counts(total: dict[str, float], exchanges: Sequence[Exchange]) -> None:
+    """Add the counters of ``exchanges``, which are about to be replaced, to ``total``."""
+    for counts in (method_stats(exchanges), {"bytes_sent": sum(each.bytes_sent for each in exchanges)}):
+        for key, value in counts.items():
+            if key != "miss_rate":
+                total[key] = total.get(key, 0) + value
+
+
 def state_of(flights: Iterable[BucketInFlight]) -> State:
     """Return the state of all parameters, by name (not copied)."""
     return {name: entry for flight in flights for name, entry in flight.exchange.state().items()}

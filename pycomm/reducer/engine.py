@@ -76,8 +76,7 @@ class Engine(Answers, Occasions):
         self.outcome = Outcome(table, settings, self.flags, self.progress, lambda: self.communicator.size)
         self.waits, self.phases, self.figures = Waits(), Phases(), CompressionFigures()
         self._buffer_work: Work | GpuWork | None = None
-        self._num_launched = 0
-        self._has_sent = False  # whether this rank has had any gradient in this reduction
+        self._num_launched, self._has_sent = 0, False  # in this reduction: of buckets; whether with any gradient
         self.firing: Slot | None = None
         self._late: Slot | None = None  # its .grad becomes its view once all its hooks have run
 
@@ -173,7 +172,8 @@ class Engine(Answers, Occasions):
             self.waits.arrive(self.progress.num_reductions)
         weights = self.window.weights
         if grads is None:
-            round_gradients(flight.slots)
+            if self.settings.accumulates:
+                round_gradients(flight.slots)
             if not self.window.is_open and self._num_launched == 1:
                 self.flags.loop.note_gradient(flight.slots[0])
             grads = gradients_of(flight, self.settings, is_first_pass=not self.window.is_open)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Callable, Collection
 from operator import itemgetter
 from typing import Any
@@ -13,7 +14,7 @@ _NOT_COMPARED = frozenset(("params", "param_names", "foreach", "fused", "captura
 """Keys that are no numbers, or choose how a step is computed and not what it computes."""
 
 Numbers = dict[str, Any]
-"""Numbers of one group by key: bools, ints, floats, and lists of them."""
+"""Numbers of one group by key: bools, ints, floats, and tuples of them (lists, once they were JSON)."""
 
 
 class Hyperparameters:
@@ -38,7 +39,7 @@ class Hyperparameters:
         self._skipped = _NOT_COMPARED.union(per_rank)
         self._getters: list[tuple[int, Callable[[Any], Any]]] = []
         self._last: list[Any] = []
-        self._digest = 0
+        self._names = self._digest = 0
         self.refresh()
 
     def refresh(self) -> bool:
@@ -47,8 +48,12 @@ class Hyperparameters:
         if values == self._last:
             return False
         self._last = values
-        text = repr([sorted(numbers.items()) for numbers in self.groups()])
-        self._digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+        try:
+            # Of numbers, Python's hash is the same in every process, and schedules change numbers in every step.
+            self._digest = hash((self._names, tuple(values))) & (2**64 - 1)
+        except TypeError:  # lists are not hashable
+            text = repr([sorted(numbers.items()) for numbers in self.groups()])
+            self._digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
         return True
 
     def digest(self, salt: int) -> int:
@@ -81,13 +86,14 @@ class Hyperparameters:
             values = [get(group) for (_, get), group in zip(self._getters, groups, strict=True)]
         except KeyError:
             self._getters = [self._getter(group) for group in groups]
+            self._names = zlib.crc32(repr([list(numbers) for numbers in self.groups()]).encode())
             values = [get(group) for (_, get), group in zip(self._getters, groups, strict=True)]
         return values
 
     def _getter(self, group: dict[str, Any]) -> tuple[int, Callable[[Any], Any]]:
         keys = [key for key, value in group.items() if self._number(key, value) is not None]
         if any(isinstance(group[key], torch.Tensor) for key in keys):  # may be written to in place
-            return len(group), lambda group: [self._number(key, group[key]) for key in keys]
+            return len(group), lambda group: tuple(self._number(key, group[key]) for key in keys)
         return len(group), itemgetter(*keys) if keys else lambda _: ()
 
     def _number(self, key: str, value: Any) -> Any:
@@ -95,7 +101,7 @@ class Hyperparameters:
         if key in self._skipped:
             return None
         if isinstance(value, (tuple, list)):
-            numbers = [self._number("", item) for item in value]
+            numbers = tuple(self._number("", item) for item in value)
             return None if None in numbers or not numbers else numbers
         if isinstance(value, torch.Tensor):
             return value.item() if value.numel() == 1 and value.is_cpu and not value.is_complex() else None

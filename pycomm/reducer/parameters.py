@@ -9,12 +9,12 @@ import torch
 
 from pycomm.communicator import Communicator
 from pycomm.layout import on_gpu
-from pycomm.optim.parameters import optimizer_parameters
+from pycomm.optim.parameters import optimizer_parameters, parameter_ids
 from pycomm.optim.shards import Shards
 from pycomm.optim.step_override import Stepper, stepper_of
 from pycomm.reducer.agreement import agreed
 from pycomm.reducer.broadcast import check_same_lines, share_tensors, signature
-from pycomm.reducer.buckets import BucketInFlight, Slot, make_buckets, method_stats, state_of
+from pycomm.reducer.buckets import BucketInFlight, Slot, add_counts, make_buckets, state_of
 from pycomm.reducer.ignored import Ignored, ignored_of
 from pycomm.reducer.lanes import first_bytes
 from pycomm.reducer.parameter_checks import check_parameters
@@ -64,6 +64,7 @@ class ParameterTable:
         self.partition: StepPartition | None = None
         self.earlier: dict[str, float] = {}
         self.takes_written = False
+        self._known_ids, self._kept_ids = list[int](), list[int]()  # when none was new, when none was replaced
         devices = [p.device for p in names.values() if p.device.type != "meta"]
         self.device = devices[0] if devices else torch.device("cpu")
         self.on_gpu = any(on_gpu(p) for p in names.values())
@@ -159,11 +160,7 @@ class ParameterTable:
 
     def rebuild(self, lanes: Sequence[Communicator], settings: Settings, *, adopt: bool) -> None:
         """Sort all parameters into new buckets, with the state of the old ones; ``adopt``: and their gradients."""
-        exchanges = [flight.exchange for flight in self.flights]
-        for counts in (method_stats(exchanges), {"bytes_sent": sum(each.bytes_sent for each in exchanges)}):
-            for key, value in counts.items():
-                if key != "miss_rate":
-                    self.earlier[key] = self.earlier.get(key, 0) + value
+        add_counts(self.earlier, [flight.exchange for flight in self.flights])
         state = state_of(self.flights)
         self.flights = []
         self.make_buckets(self.slots(), lanes, settings)
@@ -179,11 +176,13 @@ class ParameterTable:
 
     def has_new(self) -> bool:
         """Return whether parameters were added by ``add_param_group`` or unfrozen, which :meth:`find_new` finds."""
-        if self.unfrozen():
+        if self._frozen and self.unfrozen():
             return True
-        if (self._slots.keys() | self._frozen.keys()).issuperset(map(id, optimizer_parameters(self.optimizer))):
-            return False
-        return bool(self._added())
+        ids = parameter_ids(self.optimizer)
+        if ids != self._known_ids and self._added():
+            return True
+        self._known_ids = ids
+        return False
 
     def _added(self) -> list[torch.Tensor]:
         """Return the optimizer's parameters that are neither known nor ignored."""
@@ -229,12 +228,19 @@ class ParameterTable:
 
     def replaced(self) -> list[Slot]:
         """Return the slots of parameters that are no longer the optimizer's, though they were when they were found."""
-        own = set(map(id, optimizer_parameters(self.optimizer)))
+        ids = parameter_ids(self.optimizer)
+        if ids == self._kept_ids:
+            return []
+        own = set(ids)
         slots = (*self._slots.values(), *self._frozen.values())
-        return [slot for slot in slots if slot.in_optimizer and id(slot.param) not in own]
+        replaced = [slot for slot in slots if slot.in_optimizer and id(slot.param) not in own]
+        if not replaced:
+            self._kept_ids = ids
+        return replaced
 
     def drop(self, slots: Iterable[Slot]) -> None:
         """Forget ``slots``; :meth:`rebuild` then makes buckets without them."""
+        self._known_ids = []  # a new parameter may get the id of one that goes
         for slot in slots:
             slot.leave_bucket()
             self._slots.pop(id(slot.param), None)

@@ -7,6 +7,7 @@ rank's parameters alone. What is found here is known by looking at this rank's o
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Mapping, Set
 from typing import Any
@@ -73,6 +74,33 @@ def require_written(table: ParameterTable, settings: Settings) -> None:
             )
 
 
+class _Places:
+    """Objects in dicts, and whether they are still there. Asked in every forward, so without a loop in Python."""
+
+    def __init__(self) -> None:
+        self._holders: list[dict[str, Any]] = []
+        self._keys: list[str] = []
+        self._objects: list[Any] = []
+
+    def add(self, holder: Mapping[str, Any], wanted: Callable[[Any], bool]) -> None:
+        """Note the objects in ``holder`` that are ``wanted``; those of TorchScript's modules are in no dict."""
+        if isinstance(holder, dict):
+            for key, value in holder.items():
+                if value is not None and wanted(value):
+                    self._holders.append(holder)
+                    self._keys.append(key)
+                    self._objects.append(value)
+
+    def are_unchanged(self) -> bool:
+        """Return whether each object is where it was."""
+        return all(map(operator.is_, map(dict.get, self._holders, self._keys), self._objects))
+
+    def others(self) -> list[Any]:
+        """Return what is in the place of those that are not."""
+        found = zip(map(dict.get, self._holders, self._keys), self._objects, strict=True)
+        return [now for now, before in found if now is not before]
+
+
 class ParameterPlaces:
     """Places of parameters in their modules, by which it is seen that a module has got others in their stead.
 
@@ -86,28 +114,27 @@ class ParameterPlaces:
     """
 
     def __init__(self, table: ParameterTable, refuse: Callable[[str], None]) -> None:
-        self._params: list[tuple[Mapping[str, torch.Tensor | None], str, torch.Tensor]] = []
-        self._parts: list[tuple[Mapping[str, torch.nn.Module | None], str, torch.nn.Module]] = []
+        self._params, self._parts = _Places(), _Places()
         self._watched: dict[int, weakref.ref[torch.Tensor]] = {}  # by id; a WeakSet would compare tensors by ==
         self._refuse = weakref.WeakMethod(refuse)
         self.find(table)
 
     def find(self, table: ParameterTable) -> None:
         """Find the places anew."""
-        self._params, self._parts = [], []
+        self._params, self._parts = _Places(), _Places()
         if table.module is None:
             return
         known = {id(param) for _, param in table.named()}
         for owner in table.module.modules():
-            params = own_parameters(owner)
-            self._params += [(params, key, p) for key, p in params.items() if p is not None and id(p) in known]
-            parts = children_of(owner)
-            self._parts += [(parts, key, part) for key, part in parts.items() if part is not None]
+            self._params.add(own_parameters(owner), lambda param: id(param) in known)
+            self._parts.add(children_of(owner), lambda _: True)
 
     def look(self, table: ParameterTable) -> None:
         """Watch parameters that are in the place of others now."""
-        others = [params.get(key) for params, key, param in self._params if params.get(key) is not param]
-        has_moved = any(parts.get(key) is not part for parts, key, part in self._parts) or None in others
+        if self._params.are_unchanged() and self._parts.are_unchanged():
+            return
+        others = self._params.others()
+        has_moved = not self._parts.are_unchanged() or any(other is None for other in others)
         if table.module is None or not (has_moved or any(isinstance(p, torch.nn.Parameter) for p in others)):
             return  # other tensors are functional_call's
         names = dict(table.module.named_parameters())

@@ -31,6 +31,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from pycomm.fingerprint import FINGERPRINT_BITS
@@ -44,7 +45,6 @@ NEW, VETO, SKIP, STOP = 60, 61, 62, 63
 _ANY = (VETO, SKIP, STOP)
 _REMEMBERED = 4
 """Number of records that are kept: on a GPU the one of two reductions before is asked for."""
-_MOST_CACHED = 256
 
 
 @dataclass(frozen=True)
@@ -158,8 +158,8 @@ class RankFlags:
         self.has_pass, self.just_stepped = True, False
         self.heard = Heard()
         self.stop_requested = StopRequest()
-        self._shifts = torch.arange(FINGERPRINT_BITS, device=device, dtype=torch.int64)
-        self._by_value: dict[int, torch.Tensor] = {}
+        on_host = device.type == "cpu"
+        self._shifts = None if on_host else torch.arange(FINGERPRINT_BITS, device=device, dtype=torch.int64)
         self._records: deque[tuple[int, Record, int]] = deque(maxlen=_REMEMBERED)
 
     def require_suitable(self) -> None:
@@ -189,15 +189,13 @@ class RankFlags:
         return self._bits(value)
 
     def _bits(self, value: int) -> torch.Tensor:
-        bits = self._by_value.get(value)
-        if bits is None:
-            if len(self._by_value) >= _MOST_CACHED:
-                self._by_value.clear()
-            signed = value - (1 << 64) if value >> 63 else value
-            # A number that a kernel fills in, not one that is copied: no copy to a GPU has to be waited for.
-            number = torch.full((), signed, dtype=torch.int64, device=self._shifts.device)
-            bits = self._by_value[value] = ((number >> self._shifts) & 1).bool()
-        return bits
+        if self._shifts is None:
+            octets = np.frombuffer(value.to_bytes(FINGERPRINT_BITS // 8, "little"), np.uint8)
+            return torch.from_numpy(np.unpackbits(octets, bitorder="little").view(np.bool_))
+        signed = value - (1 << FINGERPRINT_BITS) if value >> (FINGERPRINT_BITS - 1) else value
+        # A number that a kernel fills in, not one that is copied: no copy to a GPU has to be waited for.
+        number = torch.full((), signed, dtype=torch.int64, device=self._shifts.device)
+        return ((number >> self._shifts) & 1).bool()
 
     def said(self, differing: torch.Tensor, num_reductions: int) -> torch.Tensor:
         """Return ``differing`` with the bits that count if a single rank has set them, even if all have."""

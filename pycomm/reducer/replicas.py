@@ -207,6 +207,8 @@ class ReplicaCheck:
     def _report_flags(self, differing: Sequence[bool], told: dict[int, Any]) -> None:
         """Raise the errors of what ranks did differently, and note what they ask for. Collective."""
         there = {rank: words for rank, words in told.items() if not words["absent"]}
+        if differing[NEW]:  # before the groups, which then differ too
+            raise_different_new(there)
         if any(differing[GROUPS]):
             texts = self._differences.all_gather_text(json.dumps(self._flags.hyperparameters.groups()))
             groups = dict(zip(told, map(json.loads, texts), strict=True))
@@ -215,8 +217,6 @@ class ReplicaCheck:
             raise_out_of_loop(there)
         if any(differing[FROZEN]):
             raise_different_freezing(there)
-        if differing[NEW]:
-            raise_different_new(there)
         self._flags.hear(told)
 
     def _log_buffers(self, absent: Sequence[bool]) -> None:

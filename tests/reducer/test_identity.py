@@ -39,7 +39,7 @@ def test_training_a_copy_is_an_error(how: str, drop: bool) -> None:
     if drop:
         reducer.detach()
         del model, optimizer, reducer
-    with pytest.raises(RuntimeError, match=r"belongs to a copy .* attach\(\) the copy"):
+    with pytest.raises(RuntimeError, match=r"belongs to a copy .*: call attach\(\)"):
         loss_of(copied, rank, 0).backward()
 
 
