@@ -2,6 +2,7 @@
 
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/elastic.py
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/elastic.py --fail-at 60    # rank 0 kills itself
+    torchrun --standalone --nproc-per-node=2 examples/elastic.py --stop-at 60    # SIGTERM to one rank stops all
     torchrun --nnodes 1:4 --nproc-per-node=2 --max-restarts=3 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \
         examples/elastic.py --folder /shared/run    # hosts come and go; the folder is one for all of them
 
@@ -37,6 +38,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=64, help="samples per step, of all ranks (default 64)")
     parser.add_argument("--every", type=int, default=1, help="steps between two checkpoints (default 1)")
     parser.add_argument("--fail-at", type=int, help="step at which rank 0 kills itself, once")
+    parser.add_argument("--stop-at", type=int, help="step at which the last rank gets SIGTERM, as from a batch system")
     parser.add_argument("--compression", choices=["none", "topk"], default="topk", help="default topk")
     return parser.parse_args()
 
@@ -101,7 +103,6 @@ def resume(folder: Path, reducer: pycomm.Reducer, **more: Any) -> int:
 
 def train(arguments: argparse.Namespace, device: torch.device) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     torch.manual_seed(rank)
     random.seed(rank)
     x, y = (part.to(device) for part in make_data())
@@ -116,16 +117,12 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     progress = Progress(arguments.folder)
     progress.resume(start)
-    if rank == 0 and start > 0:
-        print(
-            f"resumed after step {start}, having been as far as {progress.reached}, on {size} ranks\n",
-            end="",
-            flush=True,
-        )
-    loss, saved = torch.zeros(()), None
+    if start > 0:
+        say(f"resumed after step {start}, having been as far as {progress.reached}, on {size} ranks")
+    pycomm.stop_on_signal(reducer, signal.SIGTERM)  # one rank gets it: all leave after the same step
+    saved, step = None, start - 1
     for step in range(start, arguments.steps):
-        if rank == 0 and restarts == 0 and step == arguments.fail_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+        send_signals(arguments, step)
         share = sampler.share(rank, size)
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x[share]), y[share])
@@ -135,23 +132,40 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
         scheduler.step()
         if rank == 0:
             progress.note(step + 1)
-        if (step + 1) % arguments.every == 0 or step + 1 == arguments.steps:
+        stopped = reducer.stop_requested
+        if (step + 1) % arguments.every == 0 or step + 1 == arguments.steps or stopped:
             saved = pycomm.save(arguments.folder, reducer, step=step + 1, scheduler=scheduler, sampler=sampler)
+        if stopped:
+            say(f"stopped: {stopped.reason} on rank {stopped.rank}")
+            break
     if saved is not None:
         saved.wait()
-    report(model.eval(), x, y, arguments.steps, restarts, progress)
+    report(model.eval(), x, y, step + 1, progress)
     reducer.detach()
 
 
+def num_restarts() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def send_signals(arguments: argparse.Namespace, step: int) -> None:
+    """Do to this process what `--fail-at` and `--stop-at` ask for."""
+    if dist.get_rank() == 0 and num_restarts() == 0 and step == arguments.fail_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if dist.get_rank() == dist.get_world_size() - 1 and step == arguments.stop_at:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 @torch.no_grad()
-def report(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int, restarts: int, progress: Progress) -> None:
+def report(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int, progress: Progress) -> None:
     loss = nn.functional.cross_entropy(model(x), y).item()
+    say(f"{steps} steps  loss {loss!r}  {num_restarts()} restarts  {progress.repeated} steps repeated")
+
+
+def say(line: str) -> None:
+    """Print a line on rank 0, in one piece."""
     if dist.get_rank() == 0:
-        print(
-            f"{steps} steps  loss {loss!r}  {restarts} restarts  {progress.repeated} steps repeated\n",
-            end="",
-            flush=True,
-        )
+        print(f"{line}\n", end="", flush=True)
 
 
 def join(backend: str) -> None:
@@ -160,7 +174,7 @@ def join(backend: str) -> None:
     torchrun gives all starts the same store. Gloo would find the addresses of dead ranks there, and try to reach them.
     """
     store, rank, size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
-    prefix = f"start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/of/{size}"
+    prefix = f"start/{num_restarts()}/of/{size}"
     dist.init_process_group(backend, store=PrefixStore(prefix, store), rank=rank, world_size=size)
 
 

@@ -259,6 +259,21 @@ def test_elastic(tmp_path: Path) -> None:
     assert int(repeated_again) <= 1
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_elastic_stops_all_ranks_when_one_gets_a_signal(tmp_path: Path) -> None:
+    """A training that SIGTERM stopped, and that was started again, ends like one that was left alone."""
+    command = [*torchrun_on(2), str(EXAMPLES / "elastic.py"), "--steps", "30", "--every", "10"]
+    alone = run([*command, "--folder", str(tmp_path / "alone")])
+    stopped = run([*command, "--folder", str(tmp_path / "stopped"), "--stop-at", "15"])
+    assert "stopped: signal SIGTERM on rank 1" in stopped
+    assert re.search(r"^16 steps  loss ", stopped, re.MULTILINE), stopped
+    again = run([*command, "--folder", str(tmp_path / "stopped")])
+    assert "resumed after step 16" in again
+    ends = [re.findall(r"^30 steps  loss (\S+)", out, re.MULTILINE) for out in (alone, again)]
+    assert ends[0] == ends[1] != [], ends
+
+
 def test_im2col() -> None:
     options = ["--threads", "1", "2", "--channels", "16", "--size", "12", "--batch", "1", "--rounds", "2"]
     out = run([sys.executable, str(EXAMPLES / "im2col.py"), *options])  # which compares with torch's convolution
