@@ -100,6 +100,7 @@ class Watcher(Protocol):
     def note_zero_grad(self) -> None: ...
     def enter_step(self) -> bool: ...
     def begin_step(self) -> None: ...
+    def run_closure(self, closure: Callable[[], Any]) -> Any: ...
     def before_step(self) -> None: ...
     def after_step(self) -> None: ...
     def covers(self, param: torch.Tensor) -> bool: ...
@@ -120,17 +121,21 @@ class ModelHooks:
         watcher: Watcher,
     ) -> None:
         self._handles: list[Any] = [
-            optimizer.register_step_pre_hook(step_hook(watcher.enter_step, watcher.before_step, watcher.begin_step)),
+            optimizer.register_step_pre_hook(step_hook(watcher)),
             optimizer.register_step_post_hook(lambda *_: watcher.after_step()),
             ZeroGradHook(optimizer, watcher.note_zero_grad),
         ]
-        self._uncovered: Uncovered | None = None
+        self._module, self._uncovered = module, None if module is None else Uncovered(module, watcher.covers)
         if module is not None:
             forget_original(module)
             before = BeforeForward(watcher.before_forward, watches_copies=True)
             self._handles.append(module.register_forward_pre_hook(before))
             self._handles.append(module.register_forward_hook(AfterForward(watcher.note_forward)))
-            self._uncovered = Uncovered(module, watcher.covers)
+
+    def watch_uncovered(self) -> None:
+        """Watch parameters that the module has got since."""
+        if self._module is not None and self._uncovered is not None:
+            self._uncovered.watch(self._module)
 
     def warn_of_uncovered(self) -> None:
         """Warn once of gradients that nobody averages."""
@@ -175,27 +180,27 @@ class ZeroGradHook:
             vars(optimizer)["zero_grad"] = self._before
 
 
-def step_hook(enter: Callable[[], bool], check: Callable[[], None], begin: Callable[[], None]) -> Callable[..., Any]:
-    """Return a pre-hook for ``optimizer.step`` that calls ``check``, after each run of the closure if there is one.
+def step_hook(watcher: Watcher) -> Callable[..., Any]:
+    """Return a pre-hook for ``optimizer.step`` that checks gradients, after each run of the closure if there is one.
 
-    A closure runs the last backward pass of a window itself. ``begin`` is called before its first run, because
-    some optimizers (SAM) use the existing gradients first and only then ask for new ones. ``enter`` returns whether
-    this is no step inside another one: a class that calls the step of its base class runs the hooks twice.
+    A closure runs the last backward pass of a window itself. ``begin_step`` is called before its first run, because
+    some optimizers (SAM) use the existing gradients first and only then ask for new ones. ``enter_step`` returns
+    whether this is no step inside another one: a class that calls the step of its base class runs the hooks twice.
     """
 
     def hook(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not enter():
+        if not watcher.enter_step():
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
-            check()
+            watcher.before_step()
             return None
-        begin()
+        watcher.begin_step()
         evaluate: Callable[[], Any] = closure
 
         def checked_closure() -> Any:
-            loss = evaluate()
-            check()
+            loss = watcher.run_closure(evaluate)
+            watcher.before_step()
             return loss
 
         if "closure" in kwargs:

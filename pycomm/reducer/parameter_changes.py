@@ -117,15 +117,16 @@ class ParameterChanges:
 
     # A module that has other parameters than the optimizer.
 
-    def look_at_module(self) -> None:
-        """Watch parameters that are in the place of others in the module. Called before a forward."""
-        self._places.look(self._table)
+    def look_at_module(self) -> bool:
+        """Watch parameters in the place of others in the module, before a forward; return whether any came beside."""
+        return self._places.look(self._table)
 
     def _refuse(self, name: str) -> None:
         """Raise RuntimeError: the parameter ``name`` of the module is not the one that is averaged, and is trained."""
         error = RuntimeError(
             f"rank {self._communicator.rank}: parameter {name!r} of the module is another object than the one that was "
-            "attached (load_state_dict(assign=True), a layer that was exchanged), and nothing averages its gradient. "
+            "attached (load_state_dict(assign=True), a layer or a parametrization that was exchanged), and nothing "
+            "averages its gradient. "
             "detach(), then attach() the optimizer that has the module's parameters now; or put the new parameter into "
             "the attached optimizer's groups, on all ranks"
         )

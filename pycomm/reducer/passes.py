@@ -46,8 +46,6 @@ class Passes:
         self._gate = PassGate(current_graph_task)
         self.changes = ParameterChanges(engine, self.listen_to, self.stop)
         self._hookless: list[Slot] = []
-        self._step_depth = 0  # of step() calls inside one another
-        self._has_averages = False  # when the step began whose closure runs
         self.model_hooks: ModelHooks | None = None
         self.stopped = ""
 
@@ -83,8 +81,8 @@ class Passes:
                 slots, self._hookless = self._hookless, []
                 self.listen_to(slots)
             self.changes.find_new()
-            if torch.is_grad_enabled():
-                self.changes.look_at_module()
+            if torch.is_grad_enabled() and self.changes.look_at_module() and self.model_hooks is not None:
+                self.model_hooks.watch_uncovered()
 
     def note_forward(self, output: Any) -> None:
         """Note a forward in training mode of the module; its ``output`` tells later whether backward followed."""
@@ -117,17 +115,6 @@ class Passes:
         finally:
             self._local.depth -= 1
 
-    def enter_step(self) -> bool:
-        """Note that ``optimizer.step()`` begins; return whether it is no step inside another one."""
-        self._step_depth += 1
-        if self._step_depth == 1:
-            self._has_averages = not self._progress.is_used
-        return self._step_depth == 1
-
-    def begin_step(self) -> None:
-        """Note that ``optimizer.step()`` is about to call its closure for the first time."""
-        self._progress.stepped()
-
     def require_averaged(self) -> None:
         """Raise RuntimeError if ``optimizer.step()`` would use gradients that have not been averaged. Sends nothing."""
         self.forget_abandoned()
@@ -143,17 +130,17 @@ class Passes:
 
     def _require_provenance(self) -> None:
         """Raise RuntimeError if a gradient comes from no reduction since the last step; tell the other ranks."""
-        has_averages = self._has_averages or not self._progress.is_used
         try:
-            require_provenance(self._table, has_averages, self._engine.outcome.unused, self._communicator.rank)
+            require_provenance(
+                self._table, self._progress.has_averages, self._engine.outcome.unused, self._communicator.rank
+            )
         except RuntimeError as error:
             self.stop(error)
             raise
 
     def stepped(self) -> None:
         """Note that ``optimizer.step()`` has returned."""
-        self._step_depth = max(self._step_depth - 1, 0)
-        if self._step_depth > 0:
+        if not self._progress.leave_step():
             return
         self._window.complete = False
         self._engine.flags.just_stepped = True
@@ -220,7 +207,6 @@ class Passes:
 
     def reduce(self) -> None:
         """Have the engine end the reduction, with parameters that are new."""
-        self._step_depth = 0  # a step that raised has left it
         announced = self._engine.flags.takes_new and bool(self._table.flights)
         if not announced:
             self.changes.find_new()

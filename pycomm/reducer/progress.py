@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from pycomm.compression.base import Flag
@@ -56,6 +59,8 @@ class Progress:
         self.num_reductions = 0
         self.num_steps = 0
         self._used = True
+        self._step_depth = 0  # of step() calls inside one another
+        self._had_averages = False  # when the step began whose closure runs
         # Whether compression committed state in the last reduction; None if only the device knows.
         self._committed: bool | None = False
         self._on_device = None if device is None else HostCopy(1, device)
@@ -68,6 +73,7 @@ class Progress:
         """Note that averages have been handed out, and whether compression ``committed`` state with them."""
         self.num_reductions += 1
         self._used = False
+        self._step_depth = 0  # a step that raised has left it
         if isinstance(committed, torch.Tensor) and HostCopy.impossible():
             self._committed = False  # what launches of the graph commit, and which steps use it, the host does not see
         elif isinstance(committed, torch.Tensor):
@@ -81,6 +87,30 @@ class Progress:
     def is_used(self) -> bool:
         """Return whether no averages wait for a ``step()``."""
         return self._used
+
+    @property
+    def has_averages(self) -> bool:
+        """Return whether there was a reduction since the last step, or, in a closure, since that before this one."""
+        return self._had_averages or not self._used
+
+    def enter_step(self) -> bool:
+        """Note that ``step()`` begins; return whether it is no step inside another one."""
+        self._step_depth += 1
+        if self._step_depth == 1:
+            self._had_averages = not self._used
+        return self._step_depth == 1
+
+    def leave_step(self) -> bool:
+        """Note that ``step()`` has returned; return whether it was no step inside another one."""
+        self._step_depth = max(self._step_depth - 1, 0)
+        return self._step_depth == 0
+
+    def run_closure(self, closure: Callable[[], Any]) -> Any:
+        """Return the result of a step's ``closure``: reductions in it do not mean that the step has failed."""
+        depth = self._step_depth
+        result = closure()
+        self._step_depth = depth
+        return result
 
     def stepped(self) -> None:
         """Note that ``step()`` uses the last averages."""

@@ -78,13 +78,17 @@ class _Places:
     """Objects in dicts, and whether they are still there. Asked in every forward, so without a loop in Python."""
 
     def __init__(self) -> None:
-        self._holders: list[dict[str, Any]] = []
+        self._dicts: list[dict[str, Any]] = []
+        self._size = 0
+        self._holders: list[dict[str, Any]] = []  # one for each object
         self._keys: list[str] = []
         self._objects: list[Any] = []
 
     def add(self, holder: Mapping[str, Any], wanted: Callable[[Any], bool]) -> None:
         """Note the objects in ``holder`` that are ``wanted``; those of TorchScript's modules are in no dict."""
         if isinstance(holder, dict):
+            self._dicts.append(holder)
+            self._size += len(holder)
             for key, value in holder.items():
                 if value is not None and wanted(value):
                     self._holders.append(holder)
@@ -92,8 +96,13 @@ class _Places:
                     self._objects.append(value)
 
     def are_unchanged(self) -> bool:
-        """Return whether each object is where it was."""
-        return all(map(operator.is_, map(dict.get, self._holders, self._keys), self._objects))
+        """Return whether each object is where it was, and no other has come."""
+        found = map(dict.get, self._holders, self._keys)
+        return not self.has_others_beside() and all(map(operator.is_, found, self._objects))
+
+    def has_others_beside(self) -> bool:
+        """Return whether the dicts have other numbers of objects."""
+        return sum(map(len, self._dicts)) != self._size
 
     def others(self) -> list[Any]:
         """Return what is in the place of those that are not."""
@@ -115,7 +124,8 @@ class ParameterPlaces:
 
     def __init__(self, table: ParameterTable, refuse: Callable[[str], None]) -> None:
         self._params, self._parts = _Places(), _Places()
-        self._watched: dict[int, weakref.ref[torch.Tensor]] = {}  # by id; a WeakSet would compare tensors by ==
+        self._found: dict[int, weakref.ref[torch.Tensor]] = {}  # by id; a WeakSet would compare tensors by ==
+        self._watched: dict[int, weakref.ref[torch.Tensor]] = {}
         self._refuse = weakref.WeakMethod(refuse)
         self.find(table)
 
@@ -128,32 +138,41 @@ class ParameterPlaces:
         for owner in table.module.modules():
             self._params.add(own_parameters(owner), lambda param: id(param) in known)
             self._parts.add(children_of(owner), lambda _: True)
+        self._found = {id(param): weakref.ref(param) for param in table.module.parameters()}
 
-    def look(self, table: ParameterTable) -> None:
-        """Watch parameters that are in the place of others now."""
-        if self._params.are_unchanged() and self._parts.are_unchanged():
-            return
+    def look(self, table: ParameterTable) -> bool:
+        """Watch parameters that are in the place of others now; return whether the module has got any beside others."""
+        if table.module is None or (self._params.are_unchanged() and self._parts.are_unchanged()):
+            return False
         others = self._params.others()
-        has_moved = not self._parts.are_unchanged() or any(other is None for other in others)
-        if table.module is None or not (has_moved or any(isinstance(p, torch.nn.Parameter) for p in others)):
-            return  # other tensors are functional_call's
+        has_moved = not self._parts.are_unchanged() or self._params.has_others_beside()
+        has_moved = has_moved or any(other is None for other in others)
+        if not has_moved and not any(isinstance(other, torch.nn.Parameter) for other in others):
+            return False  # other tensors are functional_call's
         names = dict(table.module.named_parameters())
         there = set(map(id, names.values()))
-        for name, param in table.named():
-            other = names.get(name)
-            if other is not None and id(param) not in there and not table.covers(other):
-                self._watch(table.module, name, other)
+        lost = any(id(param) not in there and _is(self._found, param) for _, param in table.named())
+        new = {name: p for name, p in names.items() if not (_is(self._found, p) or table.covers(p))}
+        if lost:
+            for name, param in new.items():
+                self._watch(table.module, name, param)
         if has_moved:
             self.find(table)
+        return bool(new) and not lost
 
     def _watch(self, module: torch.nn.Module, name: str, param: torch.Tensor) -> None:
-        seen = self._watched.get(id(param))
-        if not param.requires_grad or (seen is not None and seen() is param):
+        if not param.requires_grad or _is(self._watched, param):
             return
         self._watched[id(param)] = weakref.ref(param)
         owner, _, key = name.rpartition(".")
         register: Any = param.register_post_accumulate_grad_hook
         register(_InPlaceOf(name, own_parameters(module.get_submodule(owner)), key, self._refuse))
+
+
+def _is(found: Mapping[int, weakref.ref[torch.Tensor]], param: torch.Tensor) -> bool:
+    """Return whether ``param`` is among those that were ``found``."""
+    reference = found.get(id(param))
+    return reference is not None and reference() is param
 
 
 class _InPlaceOf:

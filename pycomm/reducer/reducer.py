@@ -65,7 +65,7 @@ class Reducer(Attendance):
         self._idle = False
         self._passes.changes.hook(self._table.slots())
         self._passes.changes.hook(self._table.admit())
-        hooks = ReducerHooks(self, self._passes, self._engine.phases)
+        hooks = ReducerHooks(self, self._passes, self._engine.progress, self._engine.phases)
         self._passes.model_hooks = ModelHooks(self.optimizer, self.module, hooks)
         if self.module is not None and self._settings.buffers != "local":
             self._engine.buffers = BufferSync(

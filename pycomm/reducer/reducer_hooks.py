@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from pycomm.reducer.passes import Passes
 from pycomm.reducer.phases import Phases
+from pycomm.reducer.progress import Progress
 
 
 class ReducerHooks:
@@ -15,12 +17,13 @@ class ReducerHooks:
 
     Args:
         reducer: kept alive; asked which parameters it covers.
-        passes: handling of passes and steps.
+        passes: handling of passes.
+        progress: counters of steps.
         phases: account of where the time goes.
     """
 
-    def __init__(self, reducer: Any, passes: Passes, phases: Phases) -> None:
-        self._reducer, self._passes, self._phases = reducer, passes, phases
+    def __init__(self, reducer: Any, passes: Passes, progress: Progress, phases: Phases) -> None:
+        self._reducer, self._passes, self._progress, self._phases = reducer, passes, progress, phases
 
     def before_forward(self) -> None:
         """Admit new parameters, and refuse wrappers that average these too."""
@@ -36,11 +39,15 @@ class ReducerHooks:
 
     def enter_step(self) -> bool:
         """Note that ``optimizer.step()`` begins; return whether it is no step inside another one."""
-        return self._passes.enter_step()
+        return self._progress.enter_step()
 
     def begin_step(self) -> None:
         """Note that ``optimizer.step()`` is about to call its closure for the first time."""
-        self._passes.begin_step()
+        self._progress.stepped()
+
+    def run_closure(self, closure: Callable[[], Any]) -> Any:
+        """Return the result of ``closure``, which runs inside ``optimizer.step()``."""
+        return self._progress.run_closure(closure)
 
     def before_step(self) -> None:
         """Raise RuntimeError if ``optimizer.step()`` would use gradients that have not been averaged."""

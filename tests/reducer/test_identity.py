@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import resource
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrize import remove_parametrizations
 
 import pycomm
 from tests.on_ranks import on_ranks
@@ -98,6 +102,35 @@ def test_a_copy_in_one_process_is_free() -> None:
 
 
 # Parameters in the place of others
+
+
+@on_ranks(2)
+def test_a_parametrization_that_is_removed() -> None:
+    """Its parameters go, and one by another name comes, which only an optimizer that is not attached has."""
+    rank, model = dist.get_rank(), make_model()
+    weight_norm(model[0])
+    with attached(sgd(model), model):
+        loss_of(model, rank, 0).backward()
+        remove_parametrizations(model[0], "weight")
+        with pytest.raises(RuntimeError, match=r"'0.weight' of the module is another object than the one that was"):
+            loss_of(model, rank, 1).backward()
+
+
+@pytest.mark.parametrize("attaches", [True, False])
+@on_ranks(2)
+def test_a_layer_that_comes_beside(attaches: bool) -> None:
+    rank, model = dist.get_rank(), make_model()
+    optimizer = sgd(model)
+    with attached(optimizer, model), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loss_of(model, rank, 0).backward()
+        optimizer.step()
+        model.append(nn.Linear(5, 5).double())
+        with attached(sgd(model[-1]), model[-1]) if attaches else contextlib.nullcontext():
+            loss_of(model, rank, 1).backward()
+    said = [str(w.message) for w in caught if "get gradients, but are no parameters" in str(w.message)]
+    assert len(said) == (not attaches)
+    assert attaches or f"'{len(model) - 1}.weight'" in said[0]
 
 
 @pytest.mark.parametrize("whole", [True, False])
