@@ -63,7 +63,8 @@ def save(path: str | os.PathLike[str], reducer: Reducer, /, *, keep: int = 2, **
         ValueError: ranks differ in what they save, or ``keep`` is less than 1.
         OSError: ``path`` cannot be written, or is not the same directory on all ranks; or the previous checkpoint
             could not be written, and no ``wait()`` has raised that.
-        RuntimeError: an accumulation window is open, or the reducer is detached.
+        RuntimeError: an accumulation window is open, the reducer is detached, or the ranks' parameters differ
+            (``attach(..., check_replicas=)``).
         CommError: a rank is gone. All of these on every rank.
     """
     reducer._require_attached()
@@ -96,6 +97,8 @@ def _prepare(
     reducer._engine.stand_down()
     communicator = reducer._communicator
     sections, shared = _agree(reducer, keep, more, error)
+    if not reducer._settings.survives:  # else the next reductions find whose differ, and go on without them
+        reducer._engine.comparison.replicas.compare(reducer._engine.progress.num_reductions)
     job = _open(Path(path), reducer, communicator, keep)
     job.part = {
         "own": {s.name: s.node for s in sections if s.name not in shared},

@@ -169,6 +169,21 @@ class ReplicaCheck:
                 return self.report(differing, num_steps, num_reductions, num_reductions - 2)
         return num_steps
 
+    def compare(self, num_reductions: int) -> None:
+        """Report parameters that differ between the ranks now, after so many reductions. Collective, and waits.
+
+        Does nothing where reductions do not compare them more often at the beginning either.
+
+        Raises:
+            RuntimeError, DamageError: as :meth:`report`.
+        """
+        if self._interval == 0 or num_reductions == 0 or not self.looks_soon:
+            return
+        self._parameter_hashes.bits(self._parameters())
+        absent = [False] * self._communicator.size
+        if self._differences.find(self._parameter_hashes, absent)[0]:
+            self._differences.report(self._parameter_hashes, num_reductions, absent)
+
     def forget_seen(self) -> None:
         """Report no differences of earlier reductions that have not been reported yet."""
         self._num_seen = 0

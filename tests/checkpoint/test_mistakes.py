@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import pycomm
+from pycomm.checkpoint.folder import unfinished
 from tests.checkpoint.training import Training, training
 from tests.on_ranks import on_ranks
 
@@ -190,3 +191,29 @@ def test_training_is_of_use(one_rank_group: None) -> None:
         run.step()
         assert run.digest() != before
         assert isinstance(run, Training)
+
+
+@pytest.mark.parametrize("check_replicas", [1000, 0])
+@on_ranks(2)
+def test_parameters_that_have_drifted_apart(tmp_path: Path, check_replicas: int) -> None:
+    """Since the last reduction that compared them; a checkpoint would be of none of the ranks."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    reducer = attached(model, check_replicas=check_replicas)
+    for step in range(6):  # they are compared in the fifth, and would be in the ninth
+        reducer.optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        reducer.optimizer.step()
+        if step == 4:
+            pycomm.save(tmp_path, reducer).wait()
+    if dist.get_rank() == 1:
+        model.weight.data += 1
+    if check_replicas:
+        with pytest.raises(RuntimeError, match="the replicas differ after 6 reductions: parameter 'weight' differs"):
+            pycomm.save(tmp_path, reducer)
+    else:
+        pycomm.save(tmp_path, reducer).wait()
+    dist.barrier()
+    assert len(list(tmp_path.glob("checkpoint-*"))) == (1 if check_replicas else 2)
+    assert not list(tmp_path.glob(f"{unfinished(tmp_path, '').name}*"))
+    reducer.detach()
