@@ -145,14 +145,14 @@ class ParameterPlaces:
         if table.module is None or (self._params.are_unchanged() and self._parts.are_unchanged()):
             return False
         others = self._params.others()
+        if any(isinstance(other, torch.Tensor) and not isinstance(other, torch.nn.Parameter) for other in others):
+            return False  # functional_call's
         has_moved = not self._parts.are_unchanged() or self._params.has_others_beside()
         has_moved = has_moved or any(other is None for other in others)
-        if not has_moved and not any(isinstance(other, torch.nn.Parameter) for other in others):
-            return False  # other tensors are functional_call's
         names = dict(table.module.named_parameters())
         there = set(map(id, names.values()))
         lost = any(id(param) not in there and _is(self._found, param) for _, param in table.named())
-        new = {name: p for name, p in names.items() if not (_is(self._found, p) or table.covers(p))}
+        new = {name: p for name, p in names.items() if p.is_leaf and not (_is(self._found, p) or table.covers(p))}
         if lost:
             for name, param in new.items():
                 self._watch(table.module, name, param)

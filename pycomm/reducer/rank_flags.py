@@ -43,6 +43,8 @@ LOOP = slice(44, 50)
 FROZEN = slice(50, 60)
 NEW, VETO, SKIP, STOP = 60, 61, 62, 63
 _ANY = (VETO, SKIP, STOP)
+_SALTED_ALIKE = 8
+"""Number of reductions after which what the few bits of hyperparameters have missed is found."""
 _REMEMBERED = 4
 """Number of records that are kept: on a GPU the one of two reductions before is asked for."""
 
@@ -160,6 +162,8 @@ class RankFlags:
         self.stop_requested = StopRequest()
         on_host = device.type == "cpu"
         self._shifts = None if on_host else torch.arange(FINGERPRINT_BITS, device=device, dtype=torch.int64)
+        self._told: tuple[Any, int] | None = None
+        self._telling = (Record(), 0, torch.empty(0, dtype=torch.bool))  # for these words
         self._records: deque[tuple[int, Record, int]] = deque(maxlen=_REMEMBERED)
 
     def require_suitable(self) -> None:
@@ -176,17 +180,22 @@ class RankFlags:
         """
         loop = self.loop
         compared = self.compares_loop and self.has_pass
-        record = Record(
-            loop=(loop.num_unused, loop.num_restarts, loop.accumulated) if compared else None,
-            frozen=frozen,
-            new=new if self.takes_new else (),
-            veto=self.veto,
-            skips=self.skips,
-            stop=self.stop,
+        words = (
+            (loop.num_unused, loop.num_restarts, loop.accumulated) if compared else None,
+            frozen,
+            new if self.takes_new else (),
+            self.veto,
+            self.skips,
+            self.stop,
         )
-        value = record.value(self.hyperparameters.digest(num_reductions) if self.compares_loop else 0)
+        digest = self.hyperparameters.digest(num_reductions // _SALTED_ALIKE) if self.compares_loop else 0
+        if (words, digest) != self._told:  # most reductions tell what the one before has told
+            record = Record(*words)
+            value = record.value(digest)
+            self._told, self._telling = (words, digest), (record, value, self._bits(value))
+        record, value, bits = self._telling
         self._records.append((num_reductions, record, value))
-        return self._bits(value)
+        return bits
 
     def _bits(self, value: int) -> torch.Tensor:
         if self._shifts is None:

@@ -29,7 +29,8 @@ class Uncovered:
     def watch(self, module: torch.nn.Module) -> None:
         """Hook the trainable parameters that are neither covered nor hooked yet."""
         for name, param in module.named_parameters():
-            if param.requires_grad and id(param) not in self._handles and not self._is_covered(param):
+            is_trained = param.requires_grad and param.is_leaf
+            if is_trained and id(param) not in self._handles and not self._is_covered(param):
                 register: Any = param.register_post_accumulate_grad_hook
                 self._handles[id(param)] = register(_Note(self, name))
 
