@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from torch import nn
 
 import pycomm
 from pycomm import communicator
+from tests.reducer.models import loss_of, make_model, sgd
 
 
 @contextmanager
@@ -34,6 +36,24 @@ def over_torch(on: bool = True) -> Iterator[None]:
         yield
     finally:
         vars(communicator).update(choose_transport=original)
+
+
+class Training:
+    """Training of a small model on all ranks."""
+
+    def __init__(self, torchs: bool = False, **options: Any) -> None:
+        self.rank, self.model = dist.get_rank(), make_model()
+        self.optimizer = sgd(self.model)
+        with over_torch(torchs):
+            self.reducer = pycomm.attach(self.optimizer, self.model, timeout=30, **options)
+
+    def step(self, index: int, nap: float = 0.0) -> None:
+        """Take step ``index``, with a pause of ``nap`` seconds before ``backward()``."""
+        self.optimizer.zero_grad()
+        loss = loss_of(self.model, self.rank, index)
+        time.sleep(nap)
+        loss.backward()
+        self.optimizer.step()
 
 
 def assert_replicas_equal(model: nn.Module) -> None:

@@ -8,12 +8,9 @@ import time
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-import pycomm
 from tests.on_ranks import on_ranks
-from tests.reducer.attaching import over_torch
-from tests.reducer.models import loss_of, make_model, sgd
+from tests.reducer.attaching import Training
 
 SLEEPER = 1
 NAP = 1.5  # seconds: far more than these machines stall for
@@ -31,23 +28,17 @@ class Noted(logging.Handler):
             self.said.append(record.getMessage())
 
 
-class Training:
+class Watched(Training):
+    """Training in which one rank naps, and what is said of it."""
+
     def __init__(self, torchs: bool = False, **options: Any) -> None:
-        self.rank, self.model = dist.get_rank(), make_model()
-        self.optimizer = sgd(self.model)
-        with over_torch(torchs):
-            self.reducer = pycomm.attach(self.optimizer, self.model, timeout=30, **options)
+        super().__init__(torchs, **options)
         self.noted = Noted()
         logging.getLogger("pycomm").addHandler(self.noted)
         self.steps = 0
 
-    def step(self, nap: float = 0.0) -> None:
-        self.optimizer.zero_grad()
-        loss = loss_of(self.model, self.rank, self.steps)
-        if self.rank == SLEEPER:
-            time.sleep(nap)
-        loss.backward()
-        self.optimizer.step()
+    def go_on(self, nap: float = 0.0) -> None:
+        self.step(self.steps, nap if self.rank == SLEEPER else 0.0)
         self.steps += 1
 
     def end(self) -> None:
@@ -60,9 +51,9 @@ class Training:
 )
 @on_ranks(2, 3, timeout=90)
 def test_a_rank_that_sleeps_is_named_once(on_failure: str, torchs: bool) -> None:
-    training = Training(torchs, on_failure=on_failure)
+    training = Watched(torchs, on_failure=on_failure)
     for step in range(20):
-        training.step(NAP if step in (14, 17) else 0.0)
+        training.go_on(NAP if step in (14, 17) else 0.0)
     by_rank = training.reducer.stats()["waits"]["by_rank"]
     assert sorted(by_rank) == list(training.reducer.world)
     assert sum(account["times"] for account in by_rank.values()) == 20, by_rank
@@ -83,9 +74,9 @@ def test_a_rank_that_sleeps_is_named_once(on_failure: str, torchs: bool) -> None
 @pytest.mark.parametrize("on_failure", ["raise", "shrink"])
 @on_ranks(3)
 def test_who_is_waited_for_is_known_meanwhile(on_failure: str) -> None:
-    training = Training(on_failure=on_failure)
+    training = Watched(on_failure=on_failure)
     for _ in range(3):
-        training.step()
+        training.go_on()
     assert training.reducer.stats()["waits"]["now"] is None
     seen: list[tuple[float, float, dict[str, Any] | None]] = []
     done = threading.Event()
@@ -97,7 +88,7 @@ def test_who_is_waited_for_is_known_meanwhile(on_failure: str) -> None:
 
     thread = threading.Thread(target=watch)
     thread.start()
-    training.step(NAP)
+    training.go_on(NAP)
     done.set()
     thread.join()
     waits = [(before, now) for before, _, now in seen if now is not None and now["ranks"] == (SLEEPER,)]
@@ -116,7 +107,7 @@ def test_who_is_waited_for_is_known_meanwhile(on_failure: str) -> None:
 
 @on_ranks(2)
 def test_between_hosts_without_messages_only_the_time_is_known() -> None:
-    training = Training(torchs=True)
+    training = Watched(torchs=True)
     assert training.reducer.stats()["waits"] == {"now": None, "by_rank": {}}
     seen: list[Any] = []
     done = threading.Event()
@@ -127,7 +118,7 @@ def test_between_hosts_without_messages_only_the_time_is_known() -> None:
 
     thread = threading.Thread(target=watch)
     thread.start()
-    training.step(NAP)
+    training.go_on(NAP)
     done.set()
     thread.join()
     if training.rank != SLEEPER:

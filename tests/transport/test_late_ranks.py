@@ -17,8 +17,8 @@ import torch.distributed as dist
 import pycomm
 from pycomm.transport import late_ranks
 from tests.on_ranks import on_ranks
-from tests.reducer.attaching import over_torch
-from tests.reducer.models import loss_of, make_model, sgd
+from tests.reducer.attaching import Training
+from tests.reducer.models import loss_of
 
 SOON = 0.8
 AGAIN = 1.2
@@ -70,19 +70,6 @@ def assert_named(log: Log, sleeper: int, start: str) -> None:
     if dist.get_rank() == logger:
         assert SOON <= log.times[0] < SOON + 1.5
         assert AGAIN * 0.9 <= log.times[1] - log.times[0] < AGAIN + 1.5
-
-
-class Training:
-    def __init__(self, torchs: bool = False, **options: Any) -> None:
-        self.rank, self.model = dist.get_rank(), make_model()
-        self.optimizer = sgd(self.model)
-        with over_torch(torchs):
-            self.reducer = pycomm.attach(self.optimizer, self.model, timeout=30, **options)
-
-    def step(self, index: int) -> None:
-        self.optimizer.zero_grad()
-        loss_of(self.model, self.rank, index).backward()
-        self.optimizer.step()
 
 
 KINDS: dict[str, tuple[dict[str, Any], bool]] = {
