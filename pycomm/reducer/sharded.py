@@ -116,7 +116,11 @@ def _refuse_fully_sharded(names: Mapping[str, torch.Tensor]) -> None:
     if not sharded or module is None:
         return
     for candidate in gc.get_objects():
-        if issubclass(type(candidate), module.FSDPModule):
+        if not issubclass(type(candidate), module.FSDPModule):
+            continue
+        try:
             found = next((sharded[id(p)] for p in candidate.parameters() if id(p) in sharded), None)
-            if found is not None:
-                raise TypeError(f"parameter {found!r} is a DTensor, sharded by fully_shard: {_INSTEAD}")
+        except AttributeError:
+            continue  # the collector is taking this module apart: it has no attributes any more
+        if found is not None:
+            raise TypeError(f"parameter {found!r} is a DTensor, sharded by fully_shard: {_INSTEAD}")

@@ -301,6 +301,15 @@ def test_parameters_laid_over_the_group_itself_are_refused() -> None:
 
 
 @on_world(4)
+def test_a_module_that_the_garbage_collector_is_taking_apart_is_passed_over() -> None:
+    mesh = mesh_of(2, 2)
+    fully_shard(collected := Block(), mesh=mesh["tp"])
+    vars(collected).clear()  # what the collector leaves for a moment of a module that is part of a circle
+    model = split_block(mesh)
+    pycomm.attach(OPTIMIZERS["sgd"](model.parameters()), model, process_group=mesh["dp"])
+
+
+@on_world(4)
 def test_master_weights_equal_one_process() -> None:
     mesh = mesh_of(2, 2)
     for make in (lambda params: torch.optim.AdamW(params, lr=0.01), lambda params: pycomm.LAMB(params, lr=0.01)):
