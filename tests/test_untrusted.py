@@ -1,0 +1,133 @@
+"""Readers of what nobody vouches for: files that are none, JSON of another shape, texts for a terminal."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pycomm import untrusted
+from pycomm.untrusted import COUNT, ListOf, MapOf, Number, OneOf
+
+SHAPE = {"ask": OneOf("push", "pull"), "number": COUNT, "rate?": Number(0), "parts": ListOf({"name": str})}
+GOOD: dict[str, Any] = {"ask": "push", "number": 3, "rate": 0.5, "parts": [{"name": "a", "more": [1]}], "else": None}
+
+
+@pytest.mark.timeout(20)
+def test_what_has_the_shape_is_returned() -> None:
+    assert untrusted.parse(json.dumps(GOOD), SHAPE, "it") == GOOD
+    without = {key: value for key, value in GOOD.items() if key != "rate"}
+    assert untrusted.parse(json.dumps(without), SHAPE, "it") == without
+    assert untrusted.parse('{"a": 1, "b": 2}', MapOf(COUNT), "it") == {"a": 1, "b": 2}
+    assert untrusted.parse("[null, true]", ListOf(OneOf(None, bool)), "it") == [None, True]
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ask": "stop"}, 'f is malformed: ask is "stop", wanted "push" or "pull"'),
+        ({"number": -1}, "f is malformed: number is -1, wanted an integer >= 0"),
+        ({"number": True}, "number is true, wanted an integer"),
+        ({"number": 1.5}, r"number is 1\.5, wanted an integer"),
+        ({"number": 10**30}, "number is an integer beyond 64 bits, wanted"),
+        ({"rate": float("nan")}, "rate is NaN, wanted a finite number >= 0"),
+        ({"rate": "x" * 1000}, r"rate is .{81}\.\.\., wanted"),
+        ({"parts": {}}, "parts is an object, wanted a list"),
+        ({"parts": [{"name": "a"}, {"name": 5}]}, r"f is malformed: parts\[1\]\.name is 5, wanted a string"),
+        ({"parts": [[]]}, r"parts\[0\] is a list, wanted an object"),
+        ({"parts": [{}]}, r"f is malformed: it has no 'parts\[0\]\.name'"),
+    ],
+)
+def test_what_has_not_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        untrusted.parse(json.dumps({**GOOD, **change}), SHAPE, "f")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, "f is nested too deeply"),
+        ("{" * 50, "f is not valid JSON"),
+        (b"\xff\xfe\x00", "f is not valid JSON"),
+        ("", "f is not valid JSON"),
+        ("9" * 10_000, "f is not valid JSON"),
+        ("[]", "f is malformed: it is a list, wanted an object"),
+    ],
+)
+def test_what_is_no_json_is_an_error(text: str | bytes, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        untrusted.parse(text, SHAPE, "f")
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda v: st.lists(v) | st.dictionaries(st.text(), v),
+)
+
+
+@pytest.mark.timeout(60)
+@given(value=VALUES | st.fixed_dictionaries({"ask": VALUES, "number": VALUES, "parts": VALUES}))
+def test_whatever_comes_is_an_error_or_has_the_shape(value: Any) -> None:
+    try:
+        found = untrusted.parse(json.dumps(value), SHAPE, "it")
+    except ValueError:
+        return
+    assert (
+        found["ask"] in ("push", "pull")
+        and found["number"] >= 0
+        and all(p["name"] + "" for p in found["parts"] if p["name"])
+    )
+
+
+@pytest.mark.timeout(20)
+def test_texts_for_a_terminal_lose_their_control_characters() -> None:
+    assert (
+        untrusted.escaped("a\x1b]0;owned\x07\x9b31m\u202e\ud800é\n\tb")
+        == "a\\x1b]0;owned\\x07\\x9b31m\\u202e\\ud800é\n\tb"
+    )
+
+
+@pytest.mark.timeout(20)
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"12345")
+    assert untrusted.read_file(tmp_path / "file", most=5) == b"12345"
+    with pytest.raises(ValueError, match="file has more than 4 bytes"):
+        untrusted.read_file(tmp_path / "file", most=4)
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to(tmp_path / "fifo")
+    for path, kind in ((tmp_path / "fifo", "a FIFO"), (tmp_path / "link", "a FIFO"), ("/dev/zero", "a device")):
+        with pytest.raises(ValueError, match=f"{path} is {kind}, wanted a regular file"):
+            untrusted.open_file(path)
+    with pytest.raises((ValueError, OSError), match="directory|folder"):
+        untrusted.open_file(tmp_path)
+
+
+@pytest.mark.timeout(20)
+def test_what_others_may_have_written_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"1")
+    untrusted.require_own_folder(tmp_path)
+    untrusted.open_file(path, own=True).close()
+    path.chmod(0o662)
+    with pytest.raises(ValueError, match="file can be written by other users"):
+        untrusted.open_file(path, own=True)
+    tmp_path.chmod(0o1777)
+    with pytest.raises(ValueError, match="can be written by other users"):
+        untrusted.require_own_folder(tmp_path)
+    with pytest.raises(ValueError, match="file is a regular file, wanted a folder"):
+        untrusted.require_own_folder(path)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_what_belongs_to_another_user_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"1")
+    os.chown(path, 12345, 12345)
+    with pytest.raises(ValueError, match=r"file belongs to another user \(12345\)"):
+        untrusted.open_file(path, own=True)
