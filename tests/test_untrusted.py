@@ -35,7 +35,7 @@ def test_what_has_the_shape_is_returned() -> None:
         ({"number": 1.5}, r"number is 1\.5, wanted an integer"),
         ({"number": 10**30}, "number is an integer beyond 64 bits, wanted"),
         ({"rate": float("nan")}, "rate is NaN, wanted a finite number >= 0"),
-        ({"rate": "x" * 1000}, r"rate is .{81}\.\.\., wanted"),
+        ({"rate": "x" * 1000}, r"rate is .{80}\.\.\., wanted"),
         ({"parts": {}}, "parts is an object, wanted a list"),
         ({"parts": [{"name": "a"}, {"name": 5}]}, r"f is malformed: parts\[1\]\.name is 5, wanted a string"),
         ({"parts": [[]]}, r"parts\[0\] is a list, wanted an object"),
@@ -64,10 +64,8 @@ def test_what_is_no_json_is_an_error(text: str | bytes, message: str) -> None:
         untrusted.parse(text, SHAPE, "f")
 
 
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda v: st.lists(v) | st.dictionaries(st.text(), v),
-)
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
 
 
 @pytest.mark.timeout(60)
@@ -77,11 +75,9 @@ def test_whatever_comes_is_an_error_or_has_the_shape(value: Any) -> None:
         found = untrusted.parse(json.dumps(value), SHAPE, "it")
     except ValueError:
         return
-    assert (
-        found["ask"] in ("push", "pull")
-        and found["number"] >= 0
-        and all(p["name"] + "" for p in found["parts"] if p["name"])
-    )
+    assert found["ask"] in ("push", "pull")
+    assert found["number"] >= 0
+    assert all(isinstance(part["name"], str) for part in found["parts"])
 
 
 @pytest.mark.timeout(20)
