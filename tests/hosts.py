@@ -17,4 +17,5 @@ def on_hosts(hosts: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         real = rendezvous.host_identity()
         patch.setattr(rendezvous, "host_identity", lambda: f"{hosts[dist.get_rank()]}{real}")
+        patch.setenv("PYCOMM_SECRET", "what ranks of different hosts know")
         yield

@@ -104,7 +104,7 @@ def local_sgd(
         "per_rank": per_rank,
     }
     if quorum is not None or isinstance(outer, DelayedNesterov):
-        return _decouple(optimizer, model, options, process_group, timeout_seconds(timeout))
+        return _decouple(optimizer, model, options, process_group, timeout)
     return _average(optimizer, model, _Request(lambda: _checked_outer(outer), options), process_group, timeout)
 
 
@@ -270,9 +270,9 @@ def _decouple(
     model: torch.nn.Module,
     options: Mapping[str, Any],
     process_group: dist.ProcessGroup | None,
-    timeout: float,
+    timeout: timedelta | float | None,
 ) -> DecoupledAverager:
-    meeting, problem, lines, method = Meeting(timeout), "", list[str](), None
+    meeting, problem, lines, method = Meeting(timeout), None, list[str](), None
     every, outer, quorum = (options[name] for name in ("every", "outer", "quorum"))
     try:
         optimizer, named = unwrapped(optimizer), checked_parameters(unwrapped(optimizer), model, every)
@@ -282,11 +282,11 @@ def _decouple(
             raise ValueError("ranks that meet one by one want parameters in CPU memory")
         lines = [f"pycomm {version()}", f"every={every}", f"outer={outer!r}", f"quorum={quorum}", f"{method!r}"]
         lines += [f"{name}: {signature(p)}" for name, p in named.items()]
-    except (TypeError, ValueError) as error:
-        problem = str(error)
+    except Exception as error:  # a foreign object may raise anything
+        problem = error
     meeting.compare(lines, problem)
     loop = Loop(Known(model, optimizer, named, "local_sgd()"), model, optimizer)
-    return DecoupledAverager(meeting, optimizer, named, Pace(every, quorum, outer, method, timeout), loop)
+    return DecoupledAverager(meeting, optimizer, named, Pace(every, quorum, outer, method, meeting.timeout), loop)
 
 
 def _require_decoupled(options: Mapping[str, Any], num_ranks: int) -> None:

@@ -23,7 +23,6 @@ from pycomm.asynchronous.packing import Packer, Unpackers
 from pycomm.asynchronous.serving import Serving
 from pycomm.asynchronous.shards import Piece, cut
 from pycomm.asynchronous.updates import ShardOptimizer
-from pycomm.asynchronous.wire import Door
 from pycomm.asynchronous.worker import ServerLink
 from pycomm.compression import Compression
 from pycomm.errors import CommError
@@ -65,12 +64,12 @@ class Center:
         mode = Async() if pace.quorum is None else GraceQuorum(pace.quorum)
         unpackers = None if pace.method is None else Unpackers(params, pace.method, dtype)
         core = Core(self.shard, mode, Compensator(None), dtype, unpackers)
-        self._door = Door(meeting.own_address(), meeting.key())
+        self._door = meeting.open_door()
         ranks = set(range(meeting.size))
         self.serving = Serving(
             core, self._memory, self._door, rendezvous.host_identity(), ranks, pace.timeout, meeting.rank
         )
-        meeting.tell_address(0, self._door.address)
+        meeting.tell_address(0, self._door)
         self._timeout = pace.timeout
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name="pycomm-center", daemon=True)
@@ -116,10 +115,10 @@ class DecoupledAverager(Averager):
         self._params, self._names, self._pace = list(named.values()), list(named), pace
         (pieces,) = cut([p.numel() for p in self._params], 1, anywhere=False)
         self._center = Center(meeting, self._params, pieces, pace) if meeting.rank == 0 else None
-        host, key = rendezvous.host_identity(), meeting.key()
+        host, access = rendezvous.host_identity(), meeting.access
         packer = None if pace.method is None else Packer(self._params, pace.method, meeting.worker)
         self._link = ServerLink(
-            *(0, meeting.worker, pieces, self._params, lambda: meeting.address_of(0), key, host, pace.timeout, ""),
+            *(0, meeting.worker, pieces, self._params, lambda: meeting.address_of(0), access, host, pace.timeout, ""),
             packer,
         )
         self._link.open()

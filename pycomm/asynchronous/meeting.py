@@ -8,46 +8,81 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from pycomm.asynchronous.wire import Door
 from pycomm.errors import CommError
 from pycomm.torch_internals import PrefixStore, Store, root_store, store_of
+from pycomm.transport import rendezvous
 from pycomm.transport.addresses import address_towards, loopback
+from pycomm.transport.authentication import SECRET, SECRET_FILE, Access
+from pycomm.transport.own_group import timeout_seconds
+from pycomm.untrusted import ListOf, Number, parse
 
 _POLL = 0.01  # seconds
 _numbers = itertools.count()
 """Of the parameter servers of this process: the n-th call of one rank meets the n-th of the others."""
 
 _VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+_LAST_PORT = 65535
+_PLACE = {"host": str, "name": str, "address": str, "port": Number(0, _LAST_PORT, whole=True)}
+_TOLD = {"problem": str, "lines": ListOf(str), "host": str, "secret": str}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Place of a server.
+
+    Attributes:
+        host: identity of its host.
+        name: of its Unix socket, in hexadecimal digits.
+        address, port: where it listens for other hosts; "" and 0 if it does not.
+    """
+
+    host: str
+    name: str
+    address: str
+    port: int
 
 
 class Meeting:
     """Meeting of the ranks.
 
+    Args:
+        timeout: limit of every wait for a rank; seconds or ``timedelta``, ``None`` for the process group's own. What is
+            wrong with it, or with the secret, is raised by :meth:`compare`, on all ranks.
+
     Attributes:
         rank, size: of the process group, or of torchrun's environment variables.
         worker: number of this process if it is a worker: its rank, or a new one if it has none.
         is_late: whether the others have met before, and this process comes later.
+        timeout: limit of every wait for a rank, in seconds.
+        access: what this process can prove to those of other hosts.
 
     Raises:
         RuntimeError: there is neither a process group nor what torchrun sets.
     """
 
-    def __init__(self, timeout: float) -> None:
-        self._timeout = timeout
-        number = next(_numbers)
+    def __init__(self, timeout: timedelta | float | None) -> None:
+        number, self.timeout, self.access = next(_numbers), timeout_seconds(None), Access()
+        self._problem: Exception | None = None  # raised by compare(), when all have been told
+        try:
+            self.timeout, self.access = timeout_seconds(timeout), Access.read()
+        except (TypeError, ValueError, OSError) as error:
+            self._problem = error
         if dist.is_initialized():
             group = dist.group.WORLD
             assert group is not None
             store, self.rank, self.size = root_store(store_of(group)), dist.get_rank(), dist.get_world_size()
         else:
-            store, self.rank, self.size = _from_environment(timeout)
+            store, self.rank, self.size = _from_environment(self.timeout)
         self._host = str(getattr(store, "host", "")) or loopback()
         self._store: Store = PrefixStore(f"pycomm/server/{number}", store)
         self.is_late = self._store.check(["begun"])
@@ -56,50 +91,63 @@ class Meeting:
         else:
             self.worker = self.size + self._store.add("newcomers", 1) - 1
 
-    def compare(self, lines: Sequence[str], problem: str = "") -> None:
-        """Raise ValueError on all ranks if their ``lines`` differ, or one of them has a ``problem``.
+    def compare(self, lines: Sequence[str], problem: Exception | None = None) -> None:
+        """Raise an error on all ranks if their ``lines`` or secrets differ, or one of them has a ``problem``.
 
         Raises:
-            ValueError: see above. A process that is late is compared with rank 0.
+            ValueError: see above, from the ``problem`` on the rank that has it. A process that is late is compared
+                with rank 0.
             CommError: a rank did not come.
         """
+        problem = self._problem or problem
         if self.is_late:
-            if problem:
-                raise ValueError(problem)
+            if problem is not None:
+                raise ValueError(_words(problem)) from problem
             self._compare_with_first(lines)
             return
-        self._store.set(f"lines/{self.rank}", json.dumps([problem, list(lines)]))
-        everyones = [json.loads(self._get(f"lines/{rank}", rank)) for rank in range(self.size)]
+        mine = {"problem": "" if problem is None else _words(problem), "lines": list(lines)}
+        self._store.set(f"lines/{self.rank}", json.dumps({**mine, **_safety(self.access)}))
+        everyones = [self._told_by(rank) for rank in range(self.size)]
         self._store.set("begun", "")
-        for rank, (why, _) in enumerate(everyones):
-            if why:
-                raise ValueError(why if rank == self.rank else f"rank {rank}: {why}")
-        for rank, (_, theirs) in enumerate(everyones):
-            _require_same(theirs, everyones[0][1], f"rank {rank}")
+        if problem is not None:
+            raise ValueError(_words(problem)) from problem
+        for rank, told in enumerate(everyones):
+            if told["problem"]:
+                raise ValueError(f"rank {rank}: {told['problem']}")
+        for rank, told in enumerate(everyones):
+            _require_same(told["lines"], everyones[0]["lines"], f"rank {rank}")
+            _require_safe(told, everyones[0], rank)
 
     def _compare_with_first(self, lines: Sequence[str]) -> None:
-        theirs = json.loads(self._get("lines/0", 0))[1]
-        _require_same([line for line in lines if not line.startswith("values")], theirs, "this process")
+        first = self._told_by(0)
+        _require_same([line for line in lines if not line.startswith("values")], first["lines"], "this process")
+        _require_safe(_safety(self.access), first, self.worker)
 
-    def key(self) -> bytes:
-        """Return the secret of all ranks."""
-        self._store.compare_set("key", "", secrets.token_hex(32))
-        return bytes(self._get("key", 0))
+    def _told_by(self, rank: int) -> dict[str, Any]:
+        told: dict[str, Any] = parse(self._get(f"lines/{rank}", rank), _TOLD, f"what rank {rank} has told")
+        return told
 
-    def tell_address(self, server: int, address: tuple[str, int]) -> None:
+    def open_door(self) -> Door:
+        """Return where workers come in; from other hosts only if there is a secret."""
+        key = self.access.key
+        return Door() if key is None else Door(self.own_address(), key, self.access.context(server=True))
+
+    def tell_address(self, server: int, door: Door) -> None:
         """Tell where ``server`` is."""
-        self._store.set(f"server/{server}", json.dumps(address))
+        place = Place(rendezvous.host_identity(), door.name.hex(), *door.address)
+        self._store.set(f"server/{server}", json.dumps(asdict(place)))
 
-    def address_of(self, server: int) -> tuple[str, int] | None:
+    def address_of(self, server: int) -> Place | None:
         """Return where ``server`` is, or was last; ``None`` if that is not known yet."""
         try:
             if not self._store.check([f"server/{server}"]):
                 return None
-            host, port = json.loads(self._store.get(f"server/{server}"))
+            text = self._store.get(f"server/{server}")
         except RuntimeError as error:  # torch's DistNetworkError is one
             what = f"the store in which servers say where they are is gone: {error}"
             raise CommError.during("find a server", what, rank=self.worker, peer=server) from error
-        return str(host), int(port)
+        found = parse(text, _PLACE, f"the address of server {server}")
+        return Place(**{name: found[name] for name in _PLACE})
 
     def own_address(self) -> str:
         """Return this host's address as the others reach it: that from which it reaches the store."""
@@ -108,11 +156,15 @@ class Meeting:
     def _get(self, key: str, rank: int) -> bytes:
         start = time.monotonic()
         while not self._store.check([key]):
-            if time.monotonic() - start > self._timeout:
+            if time.monotonic() - start > self.timeout:
                 what = f"rank {rank} has not called parameter_server()"
-                raise CommError.during("meet", what, rank=self.rank, peer=rank, elapsed=self._timeout)
+                raise CommError.during("meet", what, rank=self.rank, peer=rank, elapsed=self.timeout)
             time.sleep(_POLL)
         return bytes(self._store.get(key))
+
+
+def _words(problem: Exception) -> str:
+    return str(problem) or type(problem).__name__
 
 
 def _from_environment(timeout: float) -> tuple[Store, int, int]:
@@ -134,3 +186,23 @@ def _require_same(lines: Sequence[str], first: Sequence[str], who: str) -> None:
         there = wanted[i] if i < len(wanted) else "nothing"
         if here != there:
             raise ValueError(f"the ranks disagree: {here!r} on {who}, {there!r} on rank 0")
+
+
+def _safety(access: Access) -> dict[str, str]:
+    """Return what tells whether connections can be proven: this host, and a fingerprint of the secret."""
+    return {"host": rendezvous.host_identity(), "secret": str(access)}
+
+
+def _require_safe(told: dict[str, Any], first: dict[str, Any], rank: int) -> None:
+    """Raise ValueError if ``rank`` and the first one cannot prove to each other who they are."""
+    if told["secret"] != first["secret"]:
+        raise ValueError(
+            f"the ranks disagree about {SECRET} or certificates: {told['secret']} on rank {rank}, {first['secret']} on "
+            "rank 0"
+        )
+    if told["host"] != first["host"] and told["secret"] == str(Access()):
+        raise ValueError(
+            f"rank {rank} and rank 0 are on different hosts, or belong to different users or containers, and have no "
+            f"secret by which they know each other: without one, servers listen on their own host only. Set {SECRET} "
+            f"or {SECRET_FILE} on all ranks"
+        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 
 import torch
 
@@ -12,7 +11,7 @@ from pycomm import kernels
 from pycomm.asynchronous.memory import SharedMemory
 from pycomm.asynchronous.packing import Packer
 from pycomm.asynchronous.shards import Piece
-from pycomm.asynchronous.wire import send_array
+from pycomm.asynchronous.wire import Connection, send_array
 
 Gradients = Sequence[torch.Tensor | None]
 

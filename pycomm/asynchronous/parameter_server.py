@@ -26,13 +26,11 @@ from pycomm.asynchronous.shards import Piece, cut, shard_dtype
 from pycomm.asynchronous.trace import Replay, Trace
 from pycomm.asynchronous.trained import Trained
 from pycomm.asynchronous.updates import ShardOptimizer, is_elementwise
-from pycomm.asynchronous.wire import Door
 from pycomm.asynchronous.worker import ServerLink
 from pycomm.checks import bounded, positive
 from pycomm.compression import Compression
 from pycomm.optim.parameters import unwrapped
 from pycomm.transport import rendezvous
-from pycomm.transport.own_group import timeout_seconds
 
 
 def parameter_server(
@@ -91,7 +89,6 @@ def parameter_server(
             parameters: on every rank.
         CommError: a rank did not come.
     """
-    seconds = timeout_seconds(timeout)
     settings_of = functools.partial(
         checked_settings,
         servers=servers,
@@ -104,24 +101,26 @@ def parameter_server(
         checkpoint=checkpoint,
         trace=trace,
         replay=replay,
-        timeout=seconds,
     )
-    return _meet(optimizer, model, settings_of, seconds)
+    return _meet(optimizer, model, settings_of, timeout)
 
 
 def _meet(
-    optimizer: torch.optim.Optimizer, model: torch.nn.Module, settings_of: Callable[[int], Settings], timeout: float
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    settings_of: Callable[..., Settings],
+    timeout: timedelta | float | None,
 ) -> ParameterServer:
     """Return the handle of ranks that agree. What is wrong on one of them is raised when all have been told."""
-    meeting, problem, lines = Meeting(timeout), "", list[str]()
+    meeting, lines, problem = Meeting(timeout), list[str](), None
     try:
         optimizer = unwrapped(optimizer)
-        settings, named = settings_of(meeting.size), checked_parameters(optimizer, model)
+        settings, named = settings_of(meeting.size, timeout=meeting.timeout), checked_parameters(optimizer, model)
         if settings.compression is not None:
             settings.compression.check(optimizer)
         lines = lines_of(settings, optimizer, named)
-    except (TypeError, ValueError) as error:
-        problem = str(error)
+    except Exception as error:  # a foreign object may raise anything
+        problem = error
     meeting.compare(lines, problem)
     return ParameterServer(meeting, settings, optimizer, model, named)
 
@@ -159,7 +158,7 @@ class ParameterServer:
     # Workers.
 
     def _open_links(self) -> None:
-        key, host = self._meeting.key(), rendezvous.host_identity()
+        host = rendezvous.host_identity()
         folder = self._settings.checkpoint
         for server, pieces in enumerate(self._shards):
             link = ServerLink(
@@ -168,7 +167,7 @@ class ParameterServer:
                 pieces,
                 self._params,
                 functools.partial(self._meeting.address_of, server),
-                key,
+                self._meeting.access,
                 host,
                 self._settings.timeout,
                 "" if folder is None else str(folder / f"server-{server}"),
@@ -321,7 +320,7 @@ class ParameterServer:
                 opened.callback(trace.close)
             if settings.replay is not None:
                 replay = Replay(settings.replay.with_name(settings.replay.name + suffix))
-            door = Door(meeting.own_address(), meeting.key())
+            door = meeting.open_door()
             opened.callback(door.close)
             expected = core.mode.workers if meeting.is_late else range(settings.servers, meeting.size)
             serving = Serving(
@@ -330,7 +329,7 @@ class ParameterServer:
                 trace=trace,
                 replay=replay,
             )
-            meeting.tell_address(meeting.rank, door.address)
+            meeting.tell_address(meeting.rank, door)
             try:
                 serving.run()
             finally:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
+import sys
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,9 +18,20 @@ from pycomm.asynchronous.core import Core
 from pycomm.asynchronous.journal import Journal
 from pycomm.asynchronous.memory import SharedMemory
 from pycomm.asynchronous.trace import Replay, Trace
-from pycomm.asynchronous.wire import Door, Message, as_array, hear, receive_array, send_array, tell
+from pycomm.asynchronous.wire import (
+    Connection,
+    Door,
+    Message,
+    as_array,
+    hear,
+    readable,
+    receive_array,
+    send_array,
+    tell,
+)
 from pycomm.errors import CommError
 from pycomm.transport import processes
+from pycomm.untrusted import COUNT, Number, OneOf, require
 
 _LOG = logging.getLogger("pycomm")
 _TICK = 0.25  # seconds
@@ -32,8 +44,24 @@ _TO_RETURN = 5.0
 _LONGEST, _TIMES_SHARD = 1 << 16, 4
 """Bytes of the longest message into which gradients are packed: so many, and so many times those of the shard."""
 
-_LOST = (EOFError, OSError, ValueError, KeyError)
+_TO_GREET = 10.0
+"""Seconds in which who was let in says which worker it is."""
+
+_LOST = (EOFError, OSError, ValueError)
 """What a connection raises that is of no more use: it has ended, or is malformed."""
+
+_TINY = sys.float_info.min
+_MEMORY = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
+_ASKS = {"ask": OneOf("hello", "pull", "push", "read", "stats", "close")}
+_SHAPES: dict[str, Any] = {
+    "hello": {"worker": COUNT, "life": str, "host": str, "process": COUNT, "memory": OneOf(None, str)},
+    "pull": {"number": COUNT},
+    "push": {"number": COUNT, "samples": Number(_TINY), "rate?": Number(0)},
+    "read": {},
+    "stats": {},
+    "close": {},
+}
+"""Shapes of what workers ask."""
 
 
 @dataclass(eq=False)
@@ -46,6 +74,7 @@ class _Worker:
         slot: where its gradients are: memory that it shares, or this server's, or the message that it has sent.
         since: when it was given the parameters that it is reading; 0 if it is not.
         rate: how many steps a second it makes, as far as it says so.
+        heard: when it has said something last.
     """
 
     connection: Connection
@@ -55,6 +84,7 @@ class _Worker:
     is_local: bool = False
     since: float = 0.0
     rate: float = 0.0
+    heard: float = field(default_factory=time.monotonic)
 
     def open(self, core: Core, path: str | None) -> None:
         """Open the memory that it shares, at ``path``, or make one for what it sends."""
@@ -136,14 +166,13 @@ class Serving:
 
     def _serve(self) -> None:
         while self._expected or self._workers or self._away:
-            ready = wait([self._door.bell, *self._workers], min(_TICK, self._core.mode.seconds_left()))
-            for source in ready:
-                if source is self._door.bell:
-                    for connection in self._door.admitted():
-                        self._workers[connection] = _Worker(connection)
-                elif source in self._workers:  # which another one may have ended meanwhile
-                    assert isinstance(source, Connection)
-                    self._listen(self._workers[source])
+            seconds = min(_TICK, self._core.mode.seconds_left())
+            ready, has_come = readable(self._workers, self._door.bell, seconds)
+            for connection in ready:
+                if connection in self._workers:  # which another one may have ended meanwhile
+                    self._listen(self._workers[connection])
+            for connection in self._door.admitted() if has_come else []:
+                self._workers[connection] = _Worker(connection)
             with self.lock:
                 self._lose_patience()
                 self._work()
@@ -153,30 +182,29 @@ class Serving:
 
     def _listen(self, worker: _Worker) -> None:
         try:
-            message = hear(worker.connection)
+            message = _checked(hear(worker.connection, _ASKS), worker)
+            worker.heard = time.monotonic()
             match message["ask"]:
                 case "read":
                     worker.since = 0.0
                 case "stats":
                     tell(worker.connection, **self.stats())
-                case "hello" | "pull" | "push" | "close":
-                    if message["ask"] == "push":
+                case ask:
+                    if ask == "push":
                         worker.receive(self._core)
                     self._queue.append((worker, message))
-                case other:
-                    raise ValueError(f"a worker asks for {other!r}")
         except _LOST as error:
             self._lose(worker, error)
 
     def _greet(self, worker: _Worker, message: Message) -> None:
-        number, is_here = int(message["worker"]), message["host"] == self._host
+        number, is_here = message["worker"], message["host"] == self._host
         worker.number = number
         worker.open(self._core, message["memory"] if is_here else None)
-        worker.process = int(message["process"]) if is_here else 0
+        worker.process = message["process"] if is_here else 0
         self._expected.discard(number)
         self._away.pop(number, None)
         self._served += 1
-        life = str(message["life"])
+        life = message["life"]
         self._note({"event": "join", "worker": number, "life": life})
         last = self._core.join(number, life)
         path = self._memory.path if worker.is_local else None
@@ -208,6 +236,8 @@ class Serving:
         now = time.monotonic()
         for worker in [w for w in self._workers.values() if w.since and now - w.since > _TO_READ]:
             self._lose(worker, TimeoutError(f"it has read parameters for {_TO_READ:g} s"))
+        for worker in [w for w in self._workers.values() if self._is_silent(w, now)]:
+            self._lose(worker, TimeoutError(f"it has said nothing for {now - worker.heard:.3g} s"))
         for number in [number for number, until in self._away.items() if now > until]:
             del self._away[number]
         if self._expected and now - self._begun > self._timeout:
@@ -215,6 +245,19 @@ class Serving:
                 _LOG.warning("worker %d has not come", number)
                 self._leave({"event": "leave", "worker": number})
             self._expected.clear()
+
+    def _is_silent(self, worker: _Worker, now: float) -> bool:
+        """Return whether ``worker`` is waited for in vain: it is stopped, or on another host, and has said nothing.
+
+        One that takes long for a step is no hindrance, unless others wait for it, or it is the last.
+        """
+        if worker.number < 0:
+            return now - worker.heard > _TO_GREET
+        if now - worker.heard <= self._timeout or any(w is worker for w, _ in self._queue):
+            return False
+        if worker.process:
+            return bool(processes.fate_of(worker.process))
+        return bool(self._queue) or all(now - w.heard > self._timeout for w in self._workers.values())
 
     # What was asked.
 
@@ -236,7 +279,7 @@ class Serving:
         """Return whether it is the turn of ``message``."""
         ask = message["ask"]
         if ask == "hello":
-            number = int(message["worker"])  # once nothing is left to do of an earlier connection
+            number = message["worker"]  # once nothing is left to do of an earlier connection
             return not any(w.number == number for w, m in self._queue if m is not message)
         if ask != "pull" and any(w.since for w in self._workers.values()):
             return False  # they read the parameters
@@ -250,7 +293,7 @@ class Serving:
 
     def _displace(self) -> None:
         """Lose the earlier connections of workers that have come again."""
-        again = {int(message["worker"]) for _, message in self._queue if message["ask"] == "hello"}
+        again = {message["worker"] for _, message in self._queue if message["ask"] == "hello"}
         for worker in [w for w in self._workers.values() if w.number in again]:
             self._lose(worker, ConnectionError("it has come again"))
 
@@ -260,8 +303,11 @@ class Serving:
 
     def _do(self, worker: _Worker, message: Message) -> None:
         if message["ask"] == "hello":
-            if worker.connection in self._workers:
-                self._greet(worker, message)
+            try:
+                if worker.connection in self._workers:
+                    self._greet(worker, message)
+            except _LOST as error:
+                self._lose(worker, error)
             return
         event = _event(worker, message)
         if message["ask"] == "pull":
@@ -314,6 +360,17 @@ class Serving:
             "staleness": {str(value): count for value, count in sorted(self._core.staleness.items())},
             "workers": sorted(self._core.mode.workers),
         }
+
+
+def _checked(message: Message, worker: _Worker) -> Message:
+    """Return ``message``. Raises ValueError if it is malformed, or not what comes at this time."""
+    ask = message["ask"]
+    require(message, _SHAPES[ask], f"{ask!r}")
+    if (ask == "hello") != (worker.number < 0) and ask != "stats":
+        raise ValueError(f"{ask!r} came {'again' if ask == 'hello' else 'before who it is from'}")
+    if ask == "hello" and message["memory"] is not None and not _MEMORY.fullmatch(message["memory"]):
+        raise ValueError(f"'hello' names no memory, but {message['memory'][:80]!r}")
+    return message
 
 
 def _event(worker: _Worker, message: Message) -> dict[str, Any]:

@@ -1,24 +1,139 @@
-"""Connections between workers and servers: short messages in JSON, and arrays after them."""
+"""Connections between workers and servers: who may come in, short messages in JSON, and arrays after them.
+
+A server listens on a Unix socket, for workers of its host: the kernel says that they are processes of the same user.
+If the job has a secret, it also listens for other hosts, at the one address by which they reach it, and lets in who
+proves that it knows the secret (:mod:`pycomm.transport.authentication`).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import queue
+import secrets
+import select
 import socket
+import ssl
 import struct
 import threading
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from pycomm.transport.addresses import family_of, join_address
+from pycomm.transport.authentication import Proof, Step, process_behind, prove_as_client
+from pycomm.untrusted import ANYTHING, MapOf, parse
 
 _LONGEST = 1 << 20  # bytes of a message
-_STALLED = 10
+_STALLED = 10.0
 """Seconds after which a connection is lost on which nothing moves in the middle of a message: the peer is stopped."""
+_TO_PROVE = 5.0
+"""Seconds in which who has connected must have proven that it may come in."""
+_MOST_UNPROVEN = 64
+"""Connections that have not proven anything yet. One more takes the place of the oldest."""
+_PAUSE = 0.1
+"""Seconds for which nobody is let in where the process has no descriptor left."""
+_IN_ONE_PACKET = 1 << 16  # bytes of a message that is copied behind its length
+_OBJECT = MapOf(ANYTHING)
+_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_LENGTH = struct.Struct("!Q")
+
 Message = dict[str, Any]
+Address = tuple[str, int]
+
+
+class Connection:
+    """Connection that carries messages of bytes, each behind its length. Not for several threads at once.
+
+    Args:
+        one: the socket, by TCP, a Unix socket, or TLS; owned from now on.
+    """
+
+    def __init__(self, one: socket.socket) -> None:
+        self._socket = one
+        one.settimeout(_STALLED)
+        if one.family != socket.AF_UNIX:
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small messages travel at once
+
+    def fileno(self) -> int:
+        """Return the descriptor, -1 after :meth:`close`."""
+        return self._socket.fileno()
+
+    def poll(self, seconds: float = 0.0) -> bool:
+        """Return whether there is something to read, or the end, within ``seconds``."""
+        if self.has_read_ahead():
+            return True
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(seconds * 1e3))
+
+    def has_read_ahead(self) -> bool:
+        """Return whether TLS has decrypted more than was asked for, which the descriptor does not show."""
+        return isinstance(self._socket, ssl.SSLSocket) and self._socket.pending() > 0
+
+    def send_bytes(self, content: bytes | memoryview) -> None:
+        """Send a message. Raises OSError if the connection is lost, or nothing has moved for ten seconds."""
+        if len(content) <= _IN_ONE_PACKET:
+            self._send(memoryview(_LENGTH.pack(len(content)) + content))
+        else:
+            self._send(memoryview(_LENGTH.pack(len(content))))
+            self._send(memoryview(content))
+
+    def recv_bytes(self, most: int) -> bytearray:
+        """Return a message of at most ``most`` bytes. Raises EOFError at the end, OSError as :meth:`send_bytes`."""
+        num_bytes = self._receive_length()
+        if num_bytes > most:
+            raise OSError(f"a message has {num_bytes} bytes, wanted at most {most}")
+        content = bytearray(num_bytes)
+        self._receive(memoryview(content))
+        return content
+
+    def recv_bytes_into(self, out: memoryview) -> None:
+        """Receive a message of the size of ``out`` into it; see :meth:`recv_bytes`."""
+        num_bytes = self._receive_length()
+        if num_bytes != len(out):
+            raise OSError(f"an array has {num_bytes} bytes, wanted {len(out)}")
+        self._receive(out)
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        self._socket.close()
+
+    def _send(self, content: memoryview) -> None:
+        while content:  # not sendall(), whose limit of time is for all of it
+            content = content[self._socket.send(content) :]
+
+    def _receive_length(self) -> int:
+        head = bytearray(_LENGTH.size)
+        self._receive(memoryview(head))
+        num_bytes: int = _LENGTH.unpack(head)[0]
+        return num_bytes
+
+    def _receive(self, out: memoryview) -> None:
+        while out:
+            num_bytes = self._socket.recv_into(out)
+            if num_bytes == 0:
+                raise EOFError("the connection has ended")
+            out = out[num_bytes:]
+
+
+def readable(connections: Collection[Connection], bell: socket.socket, seconds: float) -> tuple[list[Connection], bool]:
+    """Return the connections that have something to read, or have ended, and whether the ``bell`` has rung.
+
+    Waits for one of them, at most ``seconds``.
+    """
+    ahead = [connection for connection in connections if connection.has_read_ahead()]
+    poll = select.poll()
+    by_descriptor = {connection.fileno(): connection for connection in connections}
+    for descriptor in (bell.fileno(), *by_descriptor):
+        poll.register(descriptor, select.POLLIN)
+    ready = [descriptor for descriptor, _ in poll.poll(0 if ahead else seconds * 1e3)]
+    found = [by_descriptor[descriptor] for descriptor in ready if descriptor in by_descriptor]
+    return [*found, *(one for one in ahead if one not in found)], bell.fileno() in ready
 
 
 def tell(connection: Connection, **content: Any) -> None:
@@ -26,11 +141,13 @@ def tell(connection: Connection, **content: Any) -> None:
     connection.send_bytes(json.dumps(content).encode())
 
 
-def hear(connection: Connection) -> Message:
-    """Return the next message. Raises EOFError or OSError if the connection is lost, ValueError if it is malformed."""
-    message = json.loads(connection.recv_bytes(_LONGEST))
-    if not isinstance(message, dict):
-        raise ValueError(f"a message is {message!r}, wanted an object")
+def hear(connection: Connection, shape: Any = _OBJECT) -> Message:
+    """Return the next message. Raises EOFError or OSError if the connection is lost, ValueError if it is malformed.
+
+    Args:
+        shape: that it must have, see :func:`pycomm.untrusted.parse`.
+    """
+    message: Message = parse(bytes(connection.recv_bytes(_LONGEST)), shape, "a message")
     return message
 
 
@@ -40,9 +157,10 @@ def bytes_of(x: torch.Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
-def as_array(content: bytes) -> torch.Tensor:
-    """Return bytes as a tensor of them; copied."""
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+def as_array(content: bytes | bytearray) -> torch.Tensor:
+    """Return bytes as a tensor of them; copied unless they are a bytearray, which the tensor then keeps."""
+    content = content if isinstance(content, bytearray) else bytearray(content)
+    return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
 
 def send_array(connection: Connection, x: torch.Tensor) -> None:
@@ -52,79 +170,108 @@ def send_array(connection: Connection, x: torch.Tensor) -> None:
 
 def receive_array(connection: Connection, out: torch.Tensor) -> None:
     """Overwrite ``out`` with an array of its size. Raises OSError if another one came."""
-    num_bytes = connection.recv_bytes_into(bytes_of(out))
-    if num_bytes != out.nbytes:
-        raise OSError(f"an array has {num_bytes} bytes, wanted {out.nbytes}")
+    connection.recv_bytes_into(bytes_of(out))
 
 
-def connect(address: tuple[str, int], key: bytes) -> Connection:
-    """Return a connection to the server at ``address``. Raises OSError or EOFError if there is none."""
-    with socket.create_connection(address) as one:  # multiprocessing's Client knows IPv4 only
-        connection = Connection(one.detach())
-    _prepare(connection)
+def connect(address: Address, key: bytes, context: ssl.SSLContext | None = None) -> Connection:
+    """Return a connection to the server of another host at ``address``, once both sides know who they are.
+
+    Args:
+        key: the secret of the job.
+        context: of TLS.
+
+    Raises:
+        OSError: nobody answers there, or somebody who does not know the secret.
+    """
+    proof = Proof(socket.create_connection(address, _TO_PROVE), key, context)
     try:
-        answer_challenge(connection, key)
-        deliver_challenge(connection, key)
+        prove_as_client(proof, _TO_PROVE)
     except BaseException as error:
-        connection.close()
-        if isinstance(error, AuthenticationError):
-            raise OSError(f"{join_address(*address)} is another server: {error}") from error
+        proof.connection.close()
+        if isinstance(error, OSError):
+            raise OSError(f"{join_address(*address)}: {error}") from error
         raise
-    return connection
+    return Connection(proof.connection)
 
 
-def _prepare(connection: Any) -> None:
-    """Send small messages at once, and do not wait for ever in the middle of one."""
-    with socket.socket(fileno=socket.dup(connection.fileno())) as one:
-        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            one.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _STALLED, 0))
+def connect_here(name: bytes) -> Connection:
+    """Return a connection to the server of this host whose Unix socket has that ``name``.
+
+    Raises:
+        OSError: nobody answers there, or another user.
+    """
+    one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        one.settimeout(_TO_PROVE)
+        one.connect(name)
+        if process_behind(one) is None:
+            raise ConnectionError("another user listens there")
+    except BaseException:
+        one.close()
+        raise
+    return Connection(one)
+
+
+@dataclass(eq=False)
+class _Visitor:
+    """Connection that has not proven yet that it may come in."""
+
+    proof: Proof
+    step: Step = field(init=False)
+    until: float = field(init=False)
+    descriptor: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.step, self.until = self.proof.as_server(), time.monotonic() + _TO_PROVE
+        self.descriptor = self.proof.connection.fileno()  # TLS keeps it
+
+    def close(self) -> None:
+        self.step.close()
+        self.proof.connection.close()
 
 
 class Door:
-    """Place where workers come in. Threads of its own let them in, as that takes messages to and fro.
+    """Place where workers come in. One thread lets them in, and holds few connections that have proven nothing.
 
     Args:
-        host: address to listen at.
-        key: secret that workers know.
+        host: address to listen at for other hosts; ``None``: workers of this host only.
+        key: secret of the job, needed with ``host``.
+        context: of TLS, for other hosts.
 
     Attributes:
-        address: where it is.
+        name: of the Unix socket.
+        address: where it listens for other hosts; ("", 0) if it does not.
         bell: becomes readable when somebody has come; :meth:`admitted` then returns them.
     """
 
-    def __init__(self, host: str, key: bytes) -> None:
-        self._listener, self._key = Listener((host, 0), family=family_of(host).name, backlog=128), key
-        found = self._listener.address
-        assert isinstance(found, tuple)
-        self.address: tuple[str, int] = (found[0], found[1])
-        self._inside: queue.SimpleQueue[Connection] = queue.SimpleQueue()
-        self.bell, self._ring = socket.socketpair()
-        self._is_closed = False
-        threading.Thread(target=self._let_in, name="pycomm-server-door", daemon=True).start()
-
-    def _let_in(self) -> None:
-        while True:
-            try:
-                connection = self._listener.accept()
-            except OSError:
-                connection = None
-            if self._is_closed:
-                if connection is not None:
-                    connection.close()
-                return
-            if connection is not None:  # one who is slow to prove itself does not keep others out
-                threading.Thread(target=self._admit, args=(connection,), daemon=True).start()
-
-    def _admit(self, connection: Connection) -> None:
-        try:
-            _prepare(connection)
-            deliver_challenge(connection, self._key)
-            answer_challenge(connection, self._key)
-            self._inside.put(connection)
-            self._ring.send(b"!")
-        except (AuthenticationError, EOFError, OSError):
-            connection.close()
+    def __init__(
+        self, host: str | None = None, key: bytes | None = None, context: ssl.SSLContext | None = None
+    ) -> None:
+        self._key, self._context = key, context
+        self._listeners: list[socket.socket] = []
+        self.name, self.address = f"\0pycomm-server-{secrets.token_hex(16)}".encode(), ("", 0)
+        with contextlib.ExitStack() as on_error:
+            here = on_error.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            here.bind(self.name)
+            self._listeners.append(here)
+            if host is not None:
+                assert key is not None
+                there = on_error.enter_context(socket.socket(family_of(host), socket.SOCK_STREAM))
+                there.bind((host, 0))
+                self._listeners.append(there)
+                self.address = there.getsockname()[:2]
+            for listener in self._listeners:
+                listener.listen(128)
+                listener.setblocking(False)
+            self._inside: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+            self.bell, self._ring = map(on_error.enter_context, socket.socketpair())
+            self._closing, self._close = map(on_error.enter_context, socket.socketpair())
+            self._ring.setblocking(False)
+            self._visitors: dict[int, _Visitor] = {}  # by descriptor, the oldest first
+            self._events: dict[int, int] = {}  # what each waits for
+            self._thread = threading.Thread(target=self._let_in, name="pycomm-server-door", daemon=True)
+            self._thread.start()
+            on_error.pop_all()
 
     def admitted(self) -> list[Connection]:
         """Return those who have come since the last call."""
@@ -135,11 +282,90 @@ class Door:
         return found
 
     def close(self) -> None:
-        """Let nobody in any more."""
-        self._is_closed = True
-        with socket.socket(family_of(self.address[0])) as last:  # wakes the thread, which closing alone does not
-            last.settimeout(1.0)
-            last.connect_ex(self.address)
-        self._listener.close()
-        self._ring.close()
-        self.bell.close()
+        """Let nobody in any more. Idempotent."""
+        self._close.close()  # wakes the thread
+        self._thread.join()
+        while not self._inside.empty():
+            self._inside.get().close()
+        for one in (*self._listeners, self._closing, self._ring, self.bell):
+            one.close()
+
+    # On the thread.
+
+    def _let_in(self) -> None:
+        poll, resume = select.poll(), 0.0
+        poll.register(self._closing, select.POLLIN | select.POLLHUP)
+        listeners = {listener.fileno(): listener for listener in self._listeners}
+        while True:
+            now = time.monotonic()
+            for descriptor in listeners:
+                poll.register(descriptor, select.POLLIN if now >= resume else 0)
+            for descriptor, event in self._events.items():
+                poll.register(descriptor, event)
+            ready = [descriptor for descriptor, _ in poll.poll(self._milliseconds(now, resume))]
+            if self._closing.fileno() in ready:
+                break
+            for descriptor in ready:
+                if descriptor in self._visitors:
+                    self._go_on(poll, self._visitors[descriptor])
+            for visitor in [v for v in self._visitors.values() if time.monotonic() > v.until]:
+                self._turn_away(poll, visitor)
+            for descriptor in ready:
+                if descriptor in listeners and not self._accept(poll, listeners[descriptor]):
+                    resume = time.monotonic() + _PAUSE
+        for visitor in self._visitors.values():
+            visitor.close()
+
+    def _milliseconds(self, now: float, resume: float) -> float | None:
+        """Return for how long nothing has to be done unless a socket has something."""
+        ends = [visitor.until for visitor in self._visitors.values()] + [resume] * (resume > now)
+        return None if not ends else max(0.0, min(ends) - now) * 1e3 + 1.0
+
+    def _accept(self, poll: select.poll, listener: socket.socket) -> bool:
+        """Accept one connection; return whether more may be accepted now."""
+        try:
+            one, _ = listener.accept()
+        except OSError as error:
+            return error.errno not in _EXHAUSTED
+        try:
+            if listener.family == socket.AF_UNIX:
+                if process_behind(one) is None:
+                    one.close()
+                else:
+                    self._admit(one)
+                return True
+            assert self._key is not None
+            if len(self._visitors) >= _MOST_UNPROVEN:
+                self._turn_away(poll, next(iter(self._visitors.values())))
+            visitor = _Visitor(Proof(one, self._key, self._context))
+            self._visitors[visitor.descriptor] = visitor
+            self._go_on(poll, visitor)
+        except OSError:  # it has ended already
+            one.close()
+        return True
+
+    def _go_on(self, poll: select.poll, visitor: _Visitor) -> None:
+        """Go on with the proof of ``visitor`` as far as it can without waiting."""
+        try:
+            self._events[visitor.descriptor] = next(visitor.step)
+        except StopIteration:
+            self._forget(poll, visitor)
+            self._admit(visitor.proof.connection)
+        except OSError:  # ssl.SSLError is one
+            self._turn_away(poll, visitor)
+
+    def _forget(self, poll: select.poll, visitor: _Visitor) -> None:
+        descriptor = visitor.descriptor
+        del self._visitors[descriptor]
+        if self._events.pop(descriptor, None) is not None:
+            with contextlib.suppress(KeyError):  # it was never polled
+                poll.unregister(descriptor)
+
+    def _turn_away(self, poll: select.poll, visitor: _Visitor) -> None:
+        self._forget(poll, visitor)
+        visitor.close()
+
+    def _admit(self, one: socket.socket) -> None:
+        self._inside.put(Connection(one))
+        with contextlib.suppress(BlockingIOError):  # the bell is readable already
+            self._ring.send(b"!")

@@ -7,22 +7,29 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
 
 import torch
 
 from pycomm import kernels
+from pycomm.asynchronous.meeting import Place
 from pycomm.asynchronous.memory import SharedMemory
 from pycomm.asynchronous.outbox import Gradients, Outbox
 from pycomm.asynchronous.packing import Packer
 from pycomm.asynchronous.shards import Piece, shard_dtype
-from pycomm.asynchronous.wire import Message, connect, hear, receive_array, tell
+from pycomm.asynchronous.wire import Connection, Message, connect, connect_here, hear, receive_array, tell
 from pycomm.errors import CommError
+from pycomm.transport.authentication import Access
+from pycomm.untrusted import COUNT, Number, OneOf
 
 _RETRY = 0.05  # seconds
-_LOST = (EOFError, OSError, ValueError, KeyError)
-
-Address = tuple[str, int]
+_LOST = (EOFError, OSError, ValueError)
+_GREETED = {"memory": OneOf(None, str), "last": COUNT}
+_ANSWERS = {
+    "version": {"version": COUNT, "fastest": Number(0)},
+    "pushed": {"pushed": COUNT},
+    "updates": {"updates": COUNT},
+}
+"""What a server answers to a pull, a push, and the question for its counters."""
 
 
 class ServerLink:
@@ -34,7 +41,7 @@ class ServerLink:
         pieces: the server's shard.
         params: all parameters, in the optimizer's order.
         find: returns where the server is, as far as it is known.
-        key: secret of all ranks.
+        access: what this worker can prove to servers of other hosts.
         host: identity of this host.
         timeout: limit of every wait, in seconds.
         comes_back: where the server's checkpoints are, if it may come back.
@@ -54,14 +61,14 @@ class ServerLink:
         worker: int,
         pieces: Sequence[Piece],
         params: Sequence[torch.Tensor],
-        find: Callable[[], Address | None],
-        key: bytes,
+        find: Callable[[], Place | None],
+        access: Access,
         host: str,
         timeout: float,
         comes_back: str,
         packer: Packer | None = None,
     ) -> None:
-        self._server, self._worker, self._find, self._key, self._host = server, worker, find, key, host
+        self._server, self._worker, self._find, self._access, self._host = server, worker, find, access, host
         self._timeout, self._comes_back, self._life = timeout, comes_back, secrets.token_hex(8)
         self._pieces, self._params = pieces, params
         count = sum(piece.size for piece in pieces)
@@ -202,10 +209,7 @@ class ServerLink:
                     if not self._require().poll(max(0.0, start + self._timeout - time.monotonic())):
                         self._drop()  # or what it answers later would be taken for the answer to something else
                         raise self._error(f"it has not answered for {self._timeout:g} s", start)
-                    answer = hear(self._require())
-                    if what in answer:
-                        return answer
-                    raise ValueError(f"it has answered {answer}")
+                    return hear(self._require(), _ANSWERS[what])
                 except _LOST as error:
                     self._reconnect(error)
         finally:
@@ -215,10 +219,10 @@ class ServerLink:
         """Connect, to another process in the server's place if there was one, and ask once more what has no answer."""
         start, last = time.monotonic(), self._drop()
         while True:
-            address = self._find()
-            if address is not None and (error is None or self._comes_back):
+            place = self._find()
+            if place is not None and (error is None or self._comes_back):
                 try:
-                    self._greet(connect(address, self._key))
+                    self._greet(self._connect(place))
                     return
                 except _LOST as another:
                     last = str(another) or type(another).__name__
@@ -230,6 +234,14 @@ class ServerLink:
                 where = f"; its last checkpoint is in {self._comes_back}" if self._comes_back else ""
                 raise self._error(f"it cannot be reached ({last}){where}", start) from error
             time.sleep(_RETRY)
+
+    def _connect(self, place: Place) -> Connection:
+        if place.host == self._host:
+            return connect_here(bytes.fromhex(place.name))
+        key = self._access.key
+        if key is None or not place.address:
+            raise OSError("it is on another host, and there is no secret: see PYCOMM_SECRET")
+        return connect((place.address, place.port), key, self._access.context(server=False))
 
     def _greet(self, connection: Connection) -> None:
         self._connection = connection
@@ -244,7 +256,7 @@ class ServerLink:
         )
         if not connection.poll(self._timeout):
             raise OSError("it does not greet")
-        answer = hear(connection)
+        answer = hear(connection, _GREETED)
         if answer["memory"] is not None:
             there = shard_dtype(self._dtype)
             self._there = SharedMemory(max(1, self._count) * there.itemsize, answer["memory"])

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import pycomm._native as _native
+from pycomm.transport.authentication import process_behind
 from pycomm.transport.meeting import Meeting
 
 _HELLO = struct.Struct("=i")  # the sender's rank
-_CREDENTIALS = struct.Struct("3i")  # process, user, group
 _ROOM_FOR_STRANGERS = 64
 _SLICE = 0.2  # seconds between checks for failures that other ranks report
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -139,13 +139,6 @@ def _is_sealed_memory(descriptor: int, num_bytes: int) -> bool:
     return sealed and os.fstat(descriptor).st_size == num_bytes
 
 
-def _process_behind(connection: socket.socket) -> int | None:
-    """Return the id of the process at the other end; ``None`` if it belongs to another user."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _gid = _CREDENTIALS.unpack(raw)
-    return pid if uid == os.geteuid() and pid > 0 else None
-
-
 def _receive(connection: socket.socket, num_bytes: int) -> tuple[int, int] | None:
     """Return ``(rank, memory)`` of the other side; ``None`` if the message is malformed."""
     data, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size, 1, socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC)
@@ -160,7 +153,7 @@ def _connect(meeting: Meeting, peers: Peers, p: int, address: bytes, pid: int) -
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         try:
             _connect_with_retry(connection, address, meeting, p)
-            if _process_behind(connection) != pid:
+            if process_behind(connection) != pid:
                 raise meeting.failed(p, f"another process has the place of rank {p}")
             socket.send_fds(connection, [_HELLO.pack(meeting.rank)], [peers.memory[meeting.rank]])
             answer = _await_answer(connection, meeting, peers.file_bytes, p)
@@ -204,7 +197,7 @@ def _accept(meeting: Meeting, peers: Peers, listener: socket.socket, missing: Ma
         meeting.back_off(min(missing))
         return
     with connection:
-        process = _process_behind(connection)
+        process = process_behind(connection)
         expected = next((p for p, pid in missing.items() if pid == process), None)
         if expected is None:
             return

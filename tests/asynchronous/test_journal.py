@@ -36,7 +36,7 @@ class Story:
 
     def __init__(self, mode: str, folder: Path) -> None:
         self.core = core_of(mode)
-        door, memory = Door("127.0.0.1", b"key"), SharedMemory(SIZE * 8)
+        door, memory = Door(), SharedMemory(SIZE * 8)
         self.journal = Journal(folder, self.core)
         Serving(self.core, memory, door, "host", {1, 2}, 1.0, 0, journal=self.journal)
         memory.close()

@@ -102,7 +102,7 @@ def test_strangers_get_nothing_and_hold_up_nobody(monkeypatch: pytest.MonkeyPatc
 
 def test_a_greeting_of_another_process_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both sides look at who is at the other end before they say anything."""
-    monkeypatch.setattr(rendezvous, "_process_behind", lambda connection: os.getpid() + 1)
+    monkeypatch.setattr(rendezvous, "process_behind", lambda connection: os.getpid() + 1)
     outcomes = swap_in_threads(2, timeout=1.0)
     assert all(isinstance(outcome, CommError) for outcome in outcomes), outcomes
     assert "another process has the place of rank 0" in str(outcomes[1])
@@ -111,7 +111,7 @@ def test_a_greeting_of_another_process_is_not_believed(monkeypatch: pytest.Monke
 def test_the_kernel_says_who_is_there() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     with ours, theirs:
-        assert rendezvous._process_behind(ours) == os.getpid()
+        assert rendezvous.process_behind(ours) == os.getpid()
 
 
 def test_memory_that_could_shrink_is_not_taken() -> None:

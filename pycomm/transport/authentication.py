@@ -1,0 +1,267 @@
+"""Proof of who is at the other end of a connection: by the kernel on one host, by a shared secret between hosts.
+
+Between processes of one host the kernel says who they are (``SO_PEERCRED``). Between hosts each side shows that it
+knows the secret of the job, which itself never travels: a challenge and a response by HMAC (RFC 2104), in both
+directions. What is signed names the role and the address of both sides. So the proof of a worker that was given at
+another address, say by somebody who listens at the port of a server that has died, is of no use to anybody.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import hmac
+import ipaddress
+import os
+import secrets
+import select
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+from pycomm.untrusted import read_file
+
+SECRET, SECRET_FILE = "PYCOMM_SECRET", "PYCOMM_SECRET_FILE"
+TLS = "PYCOMM_TLS_CERTIFICATE", "PYCOMM_TLS_KEY", "PYCOMM_TLS_AUTHORITY"
+_SHORTEST, _LONGEST = 16, 4096  # characters of a secret
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
+_GREETING = b"pycomm 1"
+_NONCE = _PROOF = 32  # bytes
+_REFUSED = bytes(_PROOF)
+
+Step = Generator[int, None, None]
+"""What waits for a socket: it yields ``select.POLLIN`` or ``select.POLLOUT``, and goes on once the socket is so."""
+
+
+def process_behind(connection: socket.socket) -> int | None:
+    """Return the id of the process at the other end of a Unix socket; ``None`` if it belongs to another user."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _gid = _CREDENTIALS.unpack(raw)
+    return pid if uid == os.geteuid() and pid > 0 else None
+
+
+def secret() -> bytes | None:
+    """Return the secret of this job, from ``PYCOMM_SECRET`` or the file ``PYCOMM_SECRET_FILE``; ``None`` without one.
+
+    Raises:
+        ValueError: it is too short to be one, or both variables are set; or the file belongs to another user, can be
+            read by others, or is no regular file.
+        OSError: the file cannot be read.
+    """
+    path, text = os.environ.get(SECRET_FILE), os.environ.get(SECRET)
+    if path and text:
+        raise ValueError(f"{SECRET} and {SECRET_FILE} are both set: unset one of them")
+    if not path and not text:
+        return None
+    where, found = SECRET, os.fsencode(text or "")
+    if path:
+        where, found = path, read_file(path, most=_LONGEST, own=True)
+        if os.stat(path).st_mode & 0o077:
+            raise ValueError(f"{path} holds a secret, and others may read it: chmod 600 {path}")
+    found = found.strip()
+    if len(found) < _SHORTEST:
+        raise ValueError(
+            f"the secret in {where} has {len(found)} characters, wanted at least {_SHORTEST} that nobody can guess, "
+            "for example of `openssl rand -hex 32`"
+        )
+    return found
+
+
+def tls(server: bool) -> ssl.SSLContext | None:
+    """Return the context of TLS, if the environment names certificates: both sides show one.
+
+    Args:
+        server: whether it is for the side that listens.
+
+    Raises:
+        ValueError: not all of the three variables are set.
+        OSError: a file cannot be read, or is no certificate or key.
+    """
+    values = [os.environ.get(name, "") for name in TLS]
+    if not any(values):
+        return None
+    if not all(values):
+        missing = [name for name, value in zip(TLS, values, strict=True) if not value]
+        raise ValueError(f"{' and '.join(missing)} must be set, as {TLS[0]}, {TLS[1]} and {TLS[2]} belong together")
+    certificate, key, authority = values
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False  # the authority signs for this job only; addresses are part of the proof
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_cert_chain(certificate, key)
+        context.load_verify_locations(authority)
+    except OSError as error:  # ssl.SSLError is one
+        raise OSError(f"{', '.join(values)}: {error}") from error
+    return context
+
+
+@dataclass(frozen=True)
+class Access:
+    """What this process can prove to processes of other hosts, as its environment says.
+
+    Attributes:
+        key: the secret of the job; ``None`` without one.
+        is_encrypted: whether certificates are given, so that connections to other hosts use TLS.
+    """
+
+    key: bytes | None = None
+    is_encrypted: bool = False
+
+    @classmethod
+    def read(cls) -> Access:
+        """Return what the environment says. Raises ValueError or OSError as :func:`secret` and :func:`tls`."""
+        key, context = secret(), tls(server=False)
+        if context is not None and key is None:
+            raise ValueError(f"certificates are given without a secret: set {SECRET} too")
+        return cls(key, context is not None)
+
+    def __str__(self) -> str:
+        if self.key is None:
+            return "no secret"
+        fingerprint = _sign(self.key, b"fingerprint").hex()[:16]
+        return f"fingerprint {fingerprint}{', with TLS' if self.is_encrypted else ''}"
+
+    def context(self, server: bool) -> ssl.SSLContext | None:
+        """Return the context of TLS, see :func:`tls`."""
+        return tls(server) if self.is_encrypted else None
+
+
+class Signer:
+    """Signer of messages that pass through hands that nobody vouches for, such as the store of torch.
+
+    Args:
+        key: the secret; ``None``: nothing is signed.
+    """
+
+    def __init__(self, key: bytes | None) -> None:
+        self.key = key
+
+    def sign(self, *parts: str) -> str:
+        """Return the signature of ``parts``; "" without a secret."""
+        return "" if self.key is None else _sign(self.key, *(part.encode("utf-8", "replace") for part in parts)).hex()
+
+    def is_signed(self, signature: object, *parts: str) -> bool:
+        """Return whether ``signature`` is that of ``parts``. Without a secret nothing is."""
+        return bool(self.key) and isinstance(signature, str) and _is_equal(signature.encode(), self.sign(*parts))
+
+
+def _is_equal(found: bytes, wanted: str) -> bool:
+    return hmac.compare_digest(found, wanted.encode())
+
+
+def _sign(key: bytes, *parts: bytes) -> bytes:
+    """Return the HMAC of ``parts``, which are told apart by their lengths."""
+    text = b"".join(struct.pack("!I", len(part)) + part for part in parts)
+    return hmac.new(key, b"pycomm" + text, hashlib.sha256).digest()
+
+
+def _addresses(server: Any, client: Any) -> bytes:
+    """Return the addresses of both sides, alike on both: in IPv6, an address of IPv4 may have two forms."""
+    found = b""
+    for host, port, *_ in (server, client):
+        ip = ipaddress.ip_address(host.partition("%")[0])
+        ip = getattr(ip, "ipv4_mapped", None) or ip
+        found += ip.packed + struct.pack("!H", port)
+    return found
+
+
+class Proof:
+    """Mutual proof over one connection, whose socket does not block. Both sides send little, in three messages.
+
+    Args:
+        one: the connection, by TCP.
+        key: the secret.
+        context: of TLS, if that is to come first.
+
+    Attributes:
+        connection: the connection afterwards, which is another object with TLS.
+    """
+
+    def __init__(self, one: socket.socket, key: bytes, context: ssl.SSLContext | None) -> None:
+        one.setblocking(False)
+        self.connection, self._key, self._context = one, key, context
+
+    def as_server(self) -> Step:
+        """Prove that this side, which listens, knows the secret, once the other one has proven it.
+
+        Raises OSError if it has not.
+        """
+        yield from self._encrypt(server=True)
+        both = _addresses(self.connection.getsockname(), self.connection.getpeername())
+        nonce = secrets.token_bytes(_NONCE)
+        yield from self._send(_GREETING + nonce)
+        answer = yield from self._receive(_NONCE + _PROOF)
+        theirs, proof = answer[:_NONCE], answer[_NONCE:]
+        if not hmac.compare_digest(proof, _sign(self._key, b"worker", nonce, theirs, both)):
+            yield from self._send(_REFUSED)
+            raise ConnectionError("it does not know the secret")
+        yield from self._send(_sign(self._key, b"server", nonce, theirs, both))
+
+    def as_client(self) -> Step:
+        """Prove that this side, which connects, knows the secret, and see that the other one does.
+
+        Raises OSError if it does not.
+        """
+        yield from self._encrypt(server=False)
+        both = _addresses(self.connection.getpeername(), self.connection.getsockname())
+        greeting = yield from self._receive(len(_GREETING) + _NONCE)
+        if not greeting.startswith(_GREETING):
+            raise ConnectionError("another program answers there")
+        nonce, mine = greeting[len(_GREETING) :], secrets.token_bytes(_NONCE)
+        yield from self._send(mine + _sign(self._key, b"worker", nonce, mine, both))
+        proof = yield from self._receive(_PROOF)
+        if proof == _REFUSED:
+            raise ConnectionError(f"it was refused there: {SECRET} differs, or addresses are translated on the way")
+        if not hmac.compare_digest(proof, _sign(self._key, b"server", nonce, mine, both)):
+            raise ConnectionError("who answers there does not know the secret")
+
+    def _encrypt(self, server: bool) -> Step:
+        if self._context is None:
+            return
+        self.connection = one = self._context.wrap_socket(
+            self.connection, server_side=server, do_handshake_on_connect=False
+        )
+        yield from self._patiently(one.do_handshake, select.POLLIN)
+
+    def _send(self, content: bytes) -> Step:
+        while content:
+            sent = yield from self._patiently(functools.partial(self.connection.send, content), select.POLLOUT)
+            content = content[sent:]
+
+    def _receive(self, num_bytes: int) -> Generator[int, None, bytes]:
+        found = b""
+        while len(found) < num_bytes:
+            read = functools.partial(self.connection.recv, num_bytes - len(found))
+            more = yield from self._patiently(read, select.POLLIN)
+            if not more:
+                raise ConnectionError("the connection has ended before a proof")
+            found += more
+        return found
+
+    @staticmethod
+    def _patiently(call: Callable[[], Any], event: int) -> Generator[int, None, Any]:
+        """Return what ``call`` returns once the socket lets it; ``event`` is what that waits for without TLS."""
+        while True:
+            try:
+                return call()
+            except ssl.SSLWantReadError:
+                yield select.POLLIN
+            except ssl.SSLWantWriteError:
+                yield select.POLLOUT
+            except BlockingIOError:
+                yield event
+
+
+def prove_as_client(proof: Proof, seconds: float) -> None:
+    """Run ``proof.as_client()`` to its end. Raises OSError if it fails, or takes longer than ``seconds``."""
+    deadline = time.monotonic() + seconds
+    poll, descriptor = select.poll(), proof.connection.fileno()
+    for event in proof.as_client():
+        poll.register(descriptor, event)
+        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
+            raise TimeoutError(f"no proof came in {seconds:g} s")
