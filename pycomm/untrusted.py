@@ -7,6 +7,7 @@ of it is used; and texts are printed without the control characters that a termi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 _LONGEST_SHOWN = 80  # characters
+_LARGEST = 64 << 20  # bytes
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,10 @@ class ListOf:
 
 @dataclass(frozen=True)
 class MapOf:
-    """Object with any keys, whose values have all the shape ``value``."""
+    """Object with any keys that have the shape ``key``, whose values have all the shape ``value``."""
 
     value: Any
+    key: Any = str
 
 
 @dataclass(frozen=True)
@@ -99,15 +102,34 @@ def require(value: Any, shape: Any, what: str, where: str = "") -> None:
     elif isinstance(shape, ListOf):
         _require_kind(value, list, "a list", what, where)
         if shape.length not in (None, len(value)):
-            raise _malformed(f"a list of {len(value)}", f"one of {shape.length}", what, where)
+            raise _malformed(where, f"a list of {len(value)}", f"one of {shape.length}", what)
         for index, item in enumerate(value):
             require(item, shape.item, what, f"{where}[{index}]")
     elif isinstance(shape, MapOf):
         _require_kind(value, dict, "an object", what, where)
         for key, item in value.items():
+            if not _has(key, shape.key):
+                raise _malformed(f"a key of {where or 'it'}", _shown(key), _wanted(shape.key), what)
             require(item, shape.value, what, f"{where}[{_shown(key)}]")
     elif not _is(value, shape):
-        raise _malformed(_shown(value), _wanted(shape), what, where)
+        raise _malformed(where, _shown(value), _wanted(shape), what)
+
+
+def printable(value: Any, shape: Any) -> Any:
+    """Return of ``value``, which has ``shape``, what the shape names, with all texts as :func:`one_line` has them."""
+    if isinstance(value, str):
+        return one_line(value)
+    if isinstance(shape, OneOf):
+        return printable(value, next(one for one in shape.shapes if _has(value, one)))
+    if isinstance(shape, dict):
+        names = (key.removesuffix("?") for key in shape)
+        inner = dict(zip(names, shape.values(), strict=True))
+        return {name: printable(value[name], one) for name, one in inner.items() if name in value}
+    if isinstance(shape, ListOf):
+        return [printable(item, shape.item) for item in value]
+    if isinstance(shape, MapOf):
+        return {printable(key, shape.key): printable(item, shape.value) for key, item in value.items()}
+    return value
 
 
 def _is(value: Any, shape: Any) -> bool:
@@ -149,10 +171,10 @@ def _wanted(shape: Any) -> str:
 
 def _require_kind(value: Any, kind: type, wanted: str, what: str, where: str) -> None:
     if not isinstance(value, kind):
-        raise _malformed(_shown(value), wanted, what, where)
+        raise _malformed(where, _shown(value), wanted, what)
 
 
-def _malformed(found: str, wanted: str, what: str, where: str) -> ValueError:
+def _malformed(where: str, found: str, wanted: str, what: str) -> ValueError:
     return ValueError(f"{what} is malformed: {where or 'it'} is {found}, wanted {wanted}")
 
 
@@ -161,15 +183,26 @@ def _shown(value: Any) -> str:
         return "an object" if isinstance(value, dict) else "a list"
     if isinstance(value, int) and abs(value) >= 2**64:
         return "an integer beyond 64 bits"  # Python refuses to write out very long ones
-    text = json.dumps(value)
+    if not isinstance(value, str | int | float | None):
+        return f"a {type(value).__name__}"
+    text = json.dumps(value[: _LONGEST_SHOWN + 1] if isinstance(value, str) else value)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def escaped(text: str) -> str:
     """Return ``text`` with control and other unprintable characters written as escapes; line ends and tabs stay."""
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape", "replace").decode() for c in text
-    )
+    if text.isprintable():
+        return text
+    return "".join(c if c in "\n\t" else _escape(c) for c in text)
+
+
+def one_line(text: str) -> str:
+    """Return ``text`` as :func:`escaped` has it, with line ends and tabs as escapes too: it cannot forge a line."""
+    return text if text.isprintable() else "".join(map(_escape, text))
+
+
+def _escape(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape", "replace").decode()
 
 
 def open_file(path: str | Path, *, own: bool = False) -> BinaryIO:
@@ -183,34 +216,72 @@ def open_file(path: str | Path, *, own: bool = False) -> BinaryIO:
         OSError: it cannot be opened.
         ValueError: it is something else than a regular file, or ``own`` and not so. The message begins with the path.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    descriptor = _opened(path, os.O_RDONLY)
     try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"{path} is {_kind_of(status.st_mode)}, wanted a regular file")
         if own:
-            _require_own(path, status)
+            _require_own(path, os.fstat(descriptor))
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
         raise
 
 
+def open_output(path: str | Path) -> BinaryIO:
+    """Open a regular file for writing, which is made if it is not there. What was in it stays until it is cut.
+
+    A FIFO, of which nobody may ever read, is not waited for. Raises as :func:`open_file`.
+    """
+    return os.fdopen(_opened(path, os.O_WRONLY | os.O_CREAT), "wb")
+
+
+def create_file(path: str | Path) -> BinaryIO:
+    """Open a new file for writing, in the place of whatever had that name: no link is followed, nothing is waited for.
+
+    Raises OSError if it cannot be made.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb")
+
+
+def _opened(path: str | Path, flags: int) -> int:
+    """Return a descriptor of the regular file at ``path``."""
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, 0o666)
+    except ValueError as error:  # a null byte
+        raise ValueError(f"{str(path)!r} is no path: {error}") from error
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise ValueError(f"{path} is {_kind_of(mode)}, wanted a regular file")
+    return descriptor
+
+
 def read_file(path: str | Path, *, most: int, own: bool = False) -> bytes:
     """Return the content of a regular file of at most ``most`` bytes; see :func:`open_file`."""
     with open_file(path, own=own) as file:
-        content = file.read(most + 1)
+        try:
+            content = file.read(most + 1)
+        except OSError as error:  # which does not say of what
+            raise OSError(error.errno, error.strerror, str(path)) from error
+    if content is None:  # a file of the kernel's, of which there is nothing to read at present
+        raise ValueError(f"{path} has nothing to read, wanted a regular file")
     if len(content) > most:
         raise ValueError(f"{path} has more than {most} bytes")
     return content
 
 
+def read_json(path: str | Path, shape: Any, *, most: int = _LARGEST, own: bool = False) -> Any:
+    """Return the JSON value in the file ``path``, see :func:`read_file` and :func:`parse`."""
+    return parse(read_file(path, most=most, own=own), shape, str(path))
+
+
 def require_own_folder(path: str | Path) -> None:
     """Raise ValueError unless ``path`` is a folder that belongs to this user, and in which nobody else may write.
 
-    Raises OSError if it is not there.
+    A link to one is none: whoever made it may have it lead elsewhere. Raises OSError if it is not there.
     """
-    status = os.stat(path)
+    status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode):
         raise ValueError(f"{path} is {_kind_of(status.st_mode)}, wanted a folder")
     _require_own(path, status)
@@ -228,6 +299,7 @@ def _kind_of(mode: int) -> str:
         (stat.S_ISDIR, "a folder"),
         (stat.S_ISFIFO, "a FIFO"),
         (stat.S_ISSOCK, "a socket"),
+        (stat.S_ISLNK, "a link"),
         (stat.S_ISREG, "a regular file"),
     ):
         if is_kind(mode):

@@ -64,6 +64,26 @@ def test_what_is_no_json_is_an_error(text: str | bytes, message: str) -> None:
         untrusted.parse(text, SHAPE, "f")
 
 
+@pytest.mark.timeout(20)
+def test_keys_have_a_shape_too() -> None:
+    assert untrusted.parse('{"a": 1}', MapOf(COUNT), "it") == {"a": 1}
+    untrusted.require({3: "a"}, MapOf(str, key=COUNT), "it")
+    for key, shown in ((-3, "-3"), ("3", '"3"'), (b"", "a bytes")):
+        with pytest.raises(ValueError, match=f"f is malformed: a key of it is {shown}, wanted an integer >= 0"):
+            untrusted.require({key: "a"}, MapOf(str, key=COUNT), "f")
+
+
+@pytest.mark.timeout(20)
+def test_what_is_printed_is_what_the_shape_names() -> None:
+    value = {"ask": "push", "number": 3, "parts": [{"name": "a\x1b[2J\nb", "more": "\x07"}], "else": "\x07"}
+    assert untrusted.printable(value, SHAPE) == {
+        "ask": "push",
+        "number": 3,
+        "parts": [{"name": "a\\x1b[2J\\nb"}],
+    }
+    assert untrusted.printable({"a\t": [None, "\r"]}, MapOf(ListOf(OneOf(None, str)))) == {"a\\t": [None, "\\r"]}
+
+
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
 
@@ -99,8 +119,28 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     for path, kind in ((tmp_path / "fifo", "a FIFO"), (tmp_path / "link", "a FIFO"), ("/dev/zero", "a device")):
         with pytest.raises(ValueError, match=f"{path} is {kind}, wanted a regular file"):
             untrusted.open_file(path)
+        with pytest.raises((ValueError, OSError), match=str(path)):
+            untrusted.open_output(path)
     with pytest.raises((ValueError, OSError), match="directory|folder"):
         untrusted.open_file(tmp_path)
+    with pytest.raises(ValueError, match=r"'a\\x00b' is no path"):
+        untrusted.open_file("a\0b")
+    with pytest.raises(OSError, match="/proc/self/mem"):
+        untrusted.read_file("/proc/self/mem", most=5)
+
+
+@pytest.mark.timeout(20)
+def test_files_are_made_in_the_place_of_whatever_was_there(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "file")
+    for _ in range(2):
+        with untrusted.create_file(tmp_path / "file") as file:
+            file.write(b"12")
+        with untrusted.open_output(tmp_path / "file") as file:
+            file.write(b"3")
+        assert (tmp_path / "file").read_bytes() == b"32"
+        (tmp_path / "file").rename(tmp_path / "elsewhere")
+        (tmp_path / "file").symlink_to(tmp_path / "elsewhere")
+    assert (tmp_path / "elsewhere").read_bytes() == b"32"
 
 
 @pytest.mark.timeout(20)
@@ -117,6 +157,10 @@ def test_what_others_may_have_written_is_refused(tmp_path: Path) -> None:
         untrusted.require_own_folder(tmp_path)
     with pytest.raises(ValueError, match="file is a regular file, wanted a folder"):
         untrusted.require_own_folder(path)
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ValueError, match="link is a link, wanted a folder"):
+        untrusted.require_own_folder(tmp_path / "link")
 
 
 @pytest.mark.timeout(20)

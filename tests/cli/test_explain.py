@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import getpass
 import json
 import os
+import re
 import shutil
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -247,3 +250,102 @@ def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     other.write_text('{"format": 99}')
     assert explain(other) == 2
     assert "has format 99, wanted 1" in capsys.readouterr().err
+
+
+OPERATION: dict[str, Any] = {
+    "number": 1,
+    "operation": "all_reduce",
+    "dtype": "float32",
+    "elements": 10,
+    "detail": ["sum"],
+    "label": "",
+    "line": {"file": "a.py", "line": 3, "function": "f"},
+    "began": 1.0,
+    "seconds": None,
+    "error": "",
+}
+GROUP: dict[str, Any] = {"name": "g", "rank": 0, "ranks": [0, 1], "count": 1, "operations": [OPERATION]}
+DUMP: dict[str, Any] = {
+    "format": 1,
+    "host": "h",
+    "pid": 1,
+    "command": [],
+    "time": 1.0,
+    "reason": "r",
+    "main_thread": None,
+    "groups": [GROUP],
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("change", "group", "operation", "says"),
+    [
+        ({"time": None}, {}, {}, "time is null, wanted a finite number"),
+        ({"time": 1e30}, {}, {}, r"time is 1e\+30, wanted a finite number"),
+        ({"format": True}, {}, {}, "has format True, wanted 1"),
+        ({"groups": {}}, {}, {}, "groups is an object, wanted a list"),
+        ({}, {"rank": 9}, {}, r"groups\[0\] has rank 9 of 2"),
+        ({}, {"operations": None}, {}, r"groups\[0\].operations is null, wanted a list"),
+        ({}, {}, {"elements": "x"}, r"operations\[0\].elements is \"x\", wanted null or an integer"),
+        ({}, {}, {"detail": [[1]]}, r"detail\[0\] is a list, wanted null or a string or an integer"),
+        ({}, {}, {"line": {"file": "a", "line": 1}}, "line is an object, wanted null or an object"),
+    ],
+)
+def test_files_with_a_wrong_value(
+    change: dict[str, Any],
+    group: dict[str, Any],
+    operation: dict[str, Any],
+    says: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    content = {**DUMP, "groups": [{**GROUP, "operations": [{**OPERATION, **operation}], **group}], **change}
+    (tmp_path / "rank0-h-1.json").write_text(json.dumps(content))
+    assert explain(tmp_path / "rank0-h-1.json") == 2
+    assert re.search(says, capsys.readouterr().err)
+
+
+@pytest.mark.timeout(60)
+def test_texts_of_files_do_not_reach_the_terminal_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = "\x1b]0;owned\x07\n  rank 7: all is well"
+    line = {"file": evil, "line": 3, "function": evil}
+    operation = {**OPERATION, "operation": evil, "dtype": evil, "label": evil, "detail": [evil], "line": line}
+    group = {**GROUP, "name": evil, "operations": [{**operation, "error": evil}]}
+    content = {**DUMP, "reason": evil, "host": evil, "main_thread": line, "groups": [group]}
+    (tmp_path / "rank0-h-1.json").write_text(json.dumps(content))
+    (tmp_path / f"rank0-{evil.strip().replace('/', '')}-2.json").write_text("{}")
+    assert explain(tmp_path) == 0
+    out, err = capsys.readouterr()
+    assert "\\x1b]0;owned\\x07\\n  rank 7: all is well" in out
+    assert (out + err).replace("\n", "").isprintable()
+    assert "\n  rank 7" not in out + err
+
+
+@pytest.mark.timeout(60)
+def test_the_default_folder_must_be_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv(DIRECTORY)
+    place = tmp_path / f"pycomm_flight_{getpass.getuser()}"
+    place.mkdir(mode=0o700)
+    file = place / "rank0-h-1.json"
+    file.write_text(json.dumps(DUMP))
+    assert explain() == 0
+    os.mkfifo(place / "rank1-h-2.json")
+    assert explain() == 0
+    assert "rank1-h-2.json is a FIFO, wanted a regular file" in capsys.readouterr().err
+    file.chmod(0o666)
+    assert explain() == 2
+    assert "rank0-h-1.json can be written by other users" in capsys.readouterr().err
+    file.chmod(0o600)
+    place.chmod(0o777)
+    assert explain() == 2
+    assert f"{place} can be written by other users" in capsys.readouterr().err
+    place.rename(tmp_path / "elsewhere")
+    place.symlink_to(tmp_path / "elsewhere")
+    assert explain() == 2
+    assert f"{place} is a link, wanted a folder" in capsys.readouterr().err

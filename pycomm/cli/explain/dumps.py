@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pycomm import checks, untrusted
 from pycomm.recorder import FORMAT
+from pycomm.untrusted import COUNT, INTEGER, ListOf, Number, OneOf
 
 _MESSAGES = frozenset(("send", "receive", "recv"))
+_LARGEST = 64 << 20  # bytes: some hundred times what a process with many groups writes
+
+_SECONDS = Number(0, 1e11)  # what can be written as a time of day
+_TEXT = OneOf(None, str)
+_LINE = OneOf(None, {"file": str, "line": COUNT, "function": str})
+_OPERATION = {
+    "number": COUNT,
+    "operation": str,
+    "dtype": _TEXT,
+    "elements": OneOf(None, COUNT),
+    "detail": ListOf(OneOf(None, str, INTEGER)),
+    "label": _TEXT,
+    "line": _LINE,
+    "began": _SECONDS,
+    "seconds": OneOf(None, _SECONDS),
+    "error": _TEXT,
+}
+_GROUP = {"name": str, "rank": COUNT, "ranks": ListOf(COUNT), "count": COUNT, "operations": ListOf(_OPERATION)}
+_SHAPE = {
+    "format": FORMAT,
+    "host": str,
+    "pid": COUNT,
+    "time": _SECONDS,
+    "reason": str,
+    "main_thread": _LINE,
+    "groups": ListOf(_GROUP),
+}
 
 
 class NoDumpError(ValueError):
@@ -90,62 +118,89 @@ class Group:
         return max(times, default=0.0)
 
 
-def read_groups(paths: Iterable[Path]) -> list[Group]:
-    """Return the groups that the files at ``paths`` tell of; those with the latest operations first.
+@dataclass(frozen=True)
+class Content:
+    """What the file at a path tells of.
+
+    Attributes:
+        dump: who has written it.
+        groups: of ranks, as the file has them; texts have no control characters.
+    """
+
+    dump: Dump
+    groups: Sequence[Mapping[str, Any]]
+
+    @property
+    def names(self) -> set[str]:
+        """Names of the groups."""
+        return {group["name"] for group in self.groups}
+
+
+def read(path: Path, *, own: bool = False) -> Content:
+    """Return what the file at ``path`` tells of.
+
+    Args:
+        own: whether it must belong to this user, see :func:`pycomm.untrusted.open_file`.
 
     Raises:
-        NoDumpError: a file cannot be read, or is something else.
+        NoDumpError: it cannot be read, or is something else.
     """
+    try:
+        text = untrusted.read_file(path, most=_LARGEST, own=own)
+    except OSError as error:
+        raise NoDumpError(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise NoDumpError(str(error)) from error
+    try:
+        content = untrusted.parse(text, untrusted.ANYTHING, "it")
+        found = content.get("format", FORMAT) if isinstance(content, dict) else FORMAT
+        if type(found) is not int or found != FORMAT:
+            wanted = f"wanted {FORMAT}: use the pycomm that wrote it"
+            raise NoDumpError(f"{path} has format {checks.shown(found)}, {wanted}")
+        untrusted.require(content, _SHAPE, "it")
+    except ValueError as error:
+        if isinstance(error, NoDumpError):
+            raise
+        raise NoDumpError(f"{path} is no file of pycomm's flight recorder: {error}") from error
+    known = untrusted.printable(content, _SHAPE)
+    for number, group in enumerate(known["groups"]):
+        if group["ranks"] and group["rank"] >= len(group["ranks"]):
+            what = f"groups[{number}] has rank {group['rank']} of {len(group['ranks'])}"
+            raise NoDumpError(f"{path} is no file of pycomm's flight recorder: {what}")
+    keys = ("host", "pid", "time", "reason")
+    return Content(Dump(path, **{key: known[key] for key in keys}, line=known["main_thread"]), known["groups"])
+
+
+def groups_of(contents: Iterable[Content]) -> list[Group]:
+    """Return the groups that ``contents`` tell of; those with the latest operations first."""
     members: dict[str, list[int]] = {}
     histories: dict[str, dict[int, History]] = {}
-    for path in paths:
-        dump, groups = _read(path)
-        for group in groups:
+    for content in contents:
+        for group in content.groups:
             name = group["name"]
             members[name] = group["ranks"] or [group["rank"]]
             rank = group["ranks"][group["rank"]] if group["ranks"] else group["rank"]
             operations = {each["number"]: each for each in group["operations"] if each["operation"] not in _MESSAGES}
             known = histories.setdefault(name, {}).get(rank)
-            if known is None or known.dump.time < dump.time:
-                histories[name][rank] = History(rank, dump, group["count"], operations)
+            if known is None or known.dump.time < content.dump.time:
+                histories[name][rank] = History(rank, content.dump, group["count"], operations)
     found = [Group(name, ranks, histories[name]) for name, ranks in members.items()]
     return sorted(found, key=lambda group: -group.last_time)
 
 
-def _read(path: Path) -> tuple[Dump, list[dict[str, Any]]]:
-    try:
-        content = json.loads(path.read_text())
-        if content["format"] != FORMAT:
-            raise NoDumpError(f"{path} has format {content['format']}, wanted {FORMAT}: use the pycomm that wrote it")
-        keys = ("host", "pid", "time", "reason")
-        dump = Dump(path, **{key: content[key] for key in keys}, line=content["main_thread"])
-        wanted = ("name", "rank", "ranks", "count", "operations")
-        groups = [{key: group[key] for key in wanted} for group in content["groups"]]
-    except OSError as error:
-        raise NoDumpError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, NoDumpError):
-            raise
-        raise NoDumpError(f"{path} is no file of pycomm's flight recorder") from error
-    return dump, groups
-
-
-def group_names(path: Path) -> set[str]:
-    """Return the names of the groups that the file at ``path`` tells of.
-
-    Raises:
-        NoDumpError: it cannot be read, or is something else.
-    """
-    return {group["name"] for group in _read(path)[1]}
-
-
-def newest_job(names: Mapping[Path, set[str]]) -> list[Path]:
-    """Return, of files and the names of their groups, those that have a group in common with the newest one."""
-    files = sorted(names, key=lambda path: -path.stat().st_mtime)
+def newest_job(contents: Sequence[Content]) -> list[Content]:
+    """Return those that have a group in common with the one that was written last."""
     wanted: set[str] = set()
-    chosen: list[Path] = []
-    for path in files:
-        if not chosen or names[path] & wanted:
-            chosen.append(path)
-            wanted |= names[path]
+    chosen: list[Content] = []
+    for content in sorted(contents, key=lambda each: -_written(each.dump.path)):
+        if not chosen or content.names & wanted:
+            chosen.append(content)
+            wanted |= content.names
     return chosen
+
+
+def _written(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # gone meanwhile
+        return 0.0
