@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+from pycomm import untrusted
 from pycomm.monitoring.rows import FIELDS, Row
 
 TABLE = "table"
 _TAG = "pycomm/"
+_LONGEST_SHOWN = 200  # characters
+_LONGEST_LINE = 1 << 16  # bytes; csv refuses fields of more
 
 
 class Writer(Protocol):
@@ -52,11 +55,16 @@ def _require_columns(path: Path) -> None:
     """Raise ValueError if there is a file at ``path`` whose first line is not that of rows."""
     if not path.exists():
         return
-    with path.open(newline="") as file:
-        names = next(csv.reader(file), None)
+    with untrusted.open_file(path) as file:
+        first = file.readline(_LONGEST_LINE).decode(errors="replace")
+    try:
+        names = next(csv.reader([first] if first else []), None)
+    except csv.Error:
+        names = [first]
     if names is not None and names != list(FIELDS):
+        found = untrusted.one_line(", ".join(names))[:_LONGEST_SHOWN]
         raise ValueError(
-            f"to is {str(path)!r}, a file with other columns than these rows: {', '.join(names)}. It may be of another "
+            f"to is {str(path)!r}, a file with other columns than these rows: {found}. It may be of another "
             "version of pycomm, or of something else; choose another name"
         )
 

@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
+
+from pycomm import checks, untrusted
+from pycomm.untrusted import ANYTHING, COUNT, MapOf, OneOf
 
 DIMENSIONS = ("pp", "dp", "ep", "tp")
 """Dimensions of a mesh, from the outermost to the innermost: stages, replicas, experts, parts of an operator."""
 
 STYLES = ("columns", "rows", "vocabulary", "sequence")
 """Ways to split an operator over the ranks of "tp"; see :func:`pycomm.parallel.split`."""
+
+_LARGEST = 16 << 20  # bytes
+_SHAPE = {
+    "mesh?": MapOf(ANYTHING),
+    "split?": MapOf(str),
+    "stages?": ANYTHING,
+    "schedule?": str,
+    "microbatches?": COUNT,
+    "recompute?": bool,
+    "sharded_optimizer?": bool,
+    "compression?": OneOf(None, str),
+}
+"""Of the JSON; what is wrong with a field that has this shape is found when the plan is made."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +74,8 @@ class Plan:
                 raise ValueError(f"split of {module!r} is {style!r}, wanted one of {', '.join(STYLES)}")
         if not isinstance(self.microbatches, int) or isinstance(self.microbatches, bool) or self.microbatches < 1:
             raise ValueError(f"microbatches is {self.microbatches!r}, wanted a whole number of at least 1")
-        names = [name for stage in self.stages for name in stage]
-        twice = next((name for name in names if names.count(name) > 1), None)
+        counts = Counter(name for stage in self.stages for name in stage)
+        twice = next((name for name, count in counts.items() if count > 1), None)
         if twice is not None:
             raise ValueError(f"module {twice!r} is in two stages, or twice in one: wanted each module once")
         if any(not stage for stage in self.stages):
@@ -79,29 +96,26 @@ class Plan:
         return json.dumps(plain, indent=2) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> Plan:
+    def from_json(cls, text: str | bytes, source: str = "this plan") -> Plan:
         """Read what :meth:`to_json` wrote.
 
         Raises:
-            ValueError: ``text`` is no JSON object, has an unknown field, or one with a wrong value.
+            ValueError: ``text`` is no JSON object, has an unknown field, or one with a wrong value; names ``source``.
         """
-        try:
-            data = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"this plan is no JSON: {error}") from error
-        if not isinstance(data, dict):
-            raise ValueError(f"this plan is {type(data).__name__}, wanted an object")
+        data = untrusted.parse(text, _SHAPE, source)
         known = [each.name for each in fields(cls)]
         unknown = next((name for name in data if name not in known), None)
         if unknown is not None:
-            raise ValueError(f"this plan has a field {unknown!r}, wanted some of {', '.join(known)}")
-        for name in ("mesh", "split"):
-            if not isinstance(data.get(name, {}), dict):
-                raise ValueError(f"{name} is {data[name]!r}, wanted an object")
+            raise ValueError(f"{source} has a field {checks.shown(unknown)}, wanted some of {', '.join(known)}")
         stages = data.get("stages", [])
         if not isinstance(stages, list) or not all(isinstance(stage, list) for stage in stages):
-            raise ValueError(f"stages is {stages!r}, wanted a list of lists of names")
-        return cls(**{**data, "stages": tuple(tuple(map(str, stage)) for stage in stages)})
+            raise ValueError(
+                f"{source} is malformed: stages is {checks.shown(stages)}, wanted a list of lists of names"
+            )
+        try:
+            return cls(**{**data, "stages": tuple(tuple(map(str, stage)) for stage in stages)})
+        except ValueError as error:
+            raise ValueError(f"{source} is of no use: {error}") from error
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -109,6 +123,6 @@ class Plan:
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: as from :meth:`from_json`.
+            ValueError: it is no regular file, or as from :meth:`from_json`.
         """
-        return cls.from_json(Path(path).read_text())
+        return cls.from_json(untrusted.read_file(path, most=_LARGEST), str(path))

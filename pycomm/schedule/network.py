@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -13,9 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pycomm import untrusted
+from pycomm.checks import shown
 from pycomm.schedule.table import Ints
 
 _LARGEST_FILE = 16 << 20  # bytes
+_LONGEST_NAME = 256  # characters of an algorithm's name
+_MOST_RANKS = 2**31
 _LARGEST = 1e300  # integers may be larger than any float
 _KEYS = ("alpha", "beta", "gamma")
 
@@ -37,7 +40,7 @@ class Link:
         for key in _KEYS:
             value = getattr(self, key)
             if not _is_seconds(value):
-                raise ValueError(f"{key} is {value!r}, wanted a number of seconds, not negative")
+                raise ValueError(f"{key} is {shown(value)}, wanted a number of seconds, not negative")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,17 +68,19 @@ class Network:
     transport: str = ""
 
     def __post_init__(self) -> None:
-        if self.per_host is not None and (not _is_count(self.per_host) or self.per_host < 1):
-            raise ValueError(f"per_host is {self.per_host!r}, wanted a whole number of at least 1")
-        if not _is_count(self.measured_ranks) or self.measured_ranks < 0:
-            raise ValueError(f"measured_ranks is {self.measured_ranks!r}, wanted a whole number")
+        if self.per_host is not None and not _is_count(self.per_host, 1):
+            raise ValueError(f"per_host is {shown(self.per_host)}, wanted a whole number of at least 1")
+        if not _is_count(self.measured_ranks, 0):
+            raise ValueError(f"measured_ranks is {shown(self.measured_ranks)}, wanted a whole number")
         if not _is_seconds(self.overhead):
-            raise ValueError(f"overhead is {self.overhead!r}, wanted a number of seconds, not negative")
+            raise ValueError(f"overhead is {shown(self.overhead)}, wanted a number of seconds, not negative")
         for algorithm, curve in self.measured.items():
             sizes = [size for size, _ in curve]
             numbers = all(_is_seconds(number) for point in curve for number in point)
             if not curve or not numbers or sizes != sorted(set(sizes)):
-                raise ValueError(f"measured[{algorithm!r}] is {curve!r}, wanted (bytes, seconds), increasing in bytes")
+                raise ValueError(
+                    f"measured[{shown(algorithm)}] is {shown(curve)}, wanted (bytes, seconds), increasing in bytes"
+                )
 
     def links(self, src: Ints, dst: Ints) -> Ints:
         """Return the class of link of each pair of ranks: 0 within a host, 1 between hosts."""
@@ -96,15 +101,15 @@ class Network:
         return json.dumps(asdict(self), indent=1) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, source: str = "the network") -> Network:
+    def from_json(cls, text: str | bytes, source: str = "the network") -> Network:
         """Make a network of the text that :meth:`to_json` returned.
 
         Raises:
             ValueError: ``text`` is no JSON, or an entry is missing, negative or unknown; names ``source``.
         """
         try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            data = untrusted.parse(text, untrusted.ANYTHING, "it")
+        except ValueError as error:
             raise ValueError(f"{source} is no JSON: {error}") from error
         try:
             return _from_dict(data)
@@ -118,8 +123,8 @@ def _is_seconds(value: object) -> bool:
     return 0 <= value < _LARGEST and math.isfinite(value)
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _MOST_RANKS
 
 
 def _from_dict(data: Any) -> Network:
@@ -127,12 +132,14 @@ def _from_dict(data: Any) -> Network:
     _require_entries(data, ("name", "within_host", "between_hosts"), optional, "")
     for key in ("name", "transport"):
         if not isinstance(data.get(key, ""), str):
-            raise ValueError(f"{key} is {data[key]!r}, wanted a string")
+            raise ValueError(f"{key} is {shown(data[key])}, wanted a string")
     measured = data.get("measured", {})
     try:
         curves = {str(a): tuple((size, seconds) for size, seconds in curve) for a, curve in measured.items()}
     except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"measured is {measured!r}, wanted algorithm: [[bytes, seconds], ...]") from error
+        raise ValueError(f"measured is {shown(measured)}, wanted algorithm: [[bytes, seconds], ...]") from error
+    if any(len(name) > _LONGEST_NAME for name in curves):
+        raise ValueError(f"measured has a name of more than {_LONGEST_NAME} characters")
     return Network(
         name=data["name"],
         within_host=_link(data, "within_host"),
@@ -155,13 +162,14 @@ def _link(data: dict[str, Any], key: str) -> Link:
 
 def _require_entries(data: Any, wanted: tuple[str, ...], optional: tuple[str, ...], where: str) -> None:
     if not isinstance(data, dict):
-        raise ValueError(f"{where or 'the whole '}is {data!r}, wanted an object with {', '.join(wanted)}")
+        raise ValueError(f"{where or 'the whole '}is {shown(data)}, wanted an object with {', '.join(wanted)}")
     for key in wanted:
         if key not in data:
             raise ValueError(f"{where}{key} is missing")
     unknown = [key for key in data if key not in (*wanted, *optional)]
     if unknown:
-        raise ValueError(f"{where}{unknown[0]} is unknown, wanted {', '.join((*wanted, *optional))}")
+        what = untrusted.one_line(unknown[0][:_LONGEST_NAME])
+        raise ValueError(f"{where}{what} is unknown, wanted {', '.join((*wanted, *optional))}")
 
 
 def _ethernet(gigabits: float, alpha: float) -> Network:
@@ -216,17 +224,8 @@ def load(network: Network | str | os.PathLike[str] | None) -> Network:
 
 def _text_of(path: str | os.PathLike[str]) -> str:
     """Return the text of an ordinary file; a pipe or a device might block the reader for ever."""
-    problem = f"network is {str(path)!r}: no such file that can be read, and none of {', '.join(NETWORKS)}"
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(descriptor, encoding="utf-8") as file:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_FILE:
-                raise ValueError(f"network is {str(path)!r}, wanted an ordinary file of at most {_LARGEST_FILE} bytes")
-            return file.read(_LARGEST_FILE)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(problem) from error
-    except ValueError as error:
-        if "null byte" in str(error):  # in the path
-            raise ValueError(problem) from error
-        raise
+        return untrusted.read_file(os.fspath(path), most=_LARGEST_FILE).decode()
+    except (OSError, ValueError) as error:
+        known = f"no such file that can be read, and none of {', '.join(NETWORKS)}"
+        raise ValueError(f"network is {str(path)!r}: {known}: {error}") from error

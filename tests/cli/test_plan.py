@@ -40,6 +40,25 @@ def test_ranking_crossovers_and_plot(capsys: pytest.CaptureFixture[str], tmp_pat
     assert picture.read_bytes().startswith(PNG)
 
 
+@pytest.mark.timeout(60)
+def test_names_in_a_calibration_are_no_formulas_and_no_escapes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    evil = "$\\frac{$\x1b]0;owned\x07\n\U0001f600"
+    link = {"alpha": 1e-6, "beta": 1e-9, "gamma": 0}
+    measured = {name: [[1, 1e-5], [1e6, 1e-3]] for name in (evil, "native", "hierarchical(5,7)")}
+    content = {"name": evil, "within_host": link, "between_hosts": link, "measured": measured, "measured_ranks": 4}
+    file = tmp_path / "network.json"
+    file.write_text(json.dumps(content))
+    assert plan("--ranks", "4", "--network", str(file), "--plot", str(tmp_path / "plan.png")) == 0
+    out = capsys.readouterr().out
+    assert "\\x1b]0;owned\\x07\\n" in out
+    assert out.replace("\n", "").isprintable()
+    file.write_text(json.dumps({**content, evil: 1}))
+    assert plan("--ranks", "4", "--network", str(file), "--no-plot") == 2
+    assert capsys.readouterr().err.rstrip("\n").isprintable()
+
+
 def test_the_published_shape(capsys: pytest.CaptureFixture[str]) -> None:
     """1024 ranks: of masters per group, groups of 16 to 32; 186 steps against 2046."""
     assert plan("--ranks", "1024", "--bytes", "1KB", "--no-plot") == 0

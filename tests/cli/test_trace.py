@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -90,3 +93,40 @@ def test_files_that_ranks_have_written(tmp_path: Path, capsys: pytest.CaptureFix
     assert "is no trace that pycomm has written" in capsys.readouterr().err
     assert trace(tmp_path / "nothing.py") == 2
     assert "there is no" in capsys.readouterr().err
+
+
+SPAN = {"lane": "training", "name": "backward", "began": 1.0, "ended": 1.5}
+CONTENT = {"rank": 0, "size": 1, "step": 7, "spans": [SPAN]}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("change", "span", "says"),
+    [
+        ({"spans": []}, {}, "it has no spans"),
+        ({"rank": "0"}, {}, 'rank is "0", wanted an integer'),
+        ({"step": 2**40}, {}, "step is 1099511627776, wanted an integer"),
+        ({}, {"lane": "elsewhere"}, 'lane is "elsewhere", wanted "training" or'),
+        ({}, {"began": None}, "began is null, wanted a finite number"),
+        ({}, {"ended": 1e300}, r"ended is 1e\+300, wanted a finite number"),
+        ({}, {"ended": 0.5}, "a span ends before it begins"),
+    ],
+)
+def test_traces_with_a_wrong_value(
+    change: dict[str, Any], span: dict[str, Any], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rank0.json").write_text(json.dumps({**CONTENT, "spans": [{**SPAN, **span}], **change}))
+    assert trace("-o", tmp_path / "out", tmp_path) == 2
+    assert re.search(f"rank0.json is no trace that pycomm has written: .*{says}", capsys.readouterr().err)
+
+
+@pytest.mark.timeout(60)
+def test_names_of_spans_are_no_formulas_and_no_escapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evil = r"$\frac{$ \U0001f600" + "\x1b]0;owned\x07" + "x" * 100_000
+    spans = [{**SPAN, "lane": lane, "name": evil} for lane in ("training", "communication", "wire")]
+    (tmp_path / "rank0.json").write_text(json.dumps({**CONTENT, "spans": spans}))
+    assert trace("-o", tmp_path / "out", tmp_path) == 0
+    assert "\x1b" not in capsys.readouterr().out
+    os.mkfifo(tmp_path / "rank1.json")
+    assert trace("-o", tmp_path / "out", tmp_path) == 2
+    assert "rank1.json is a FIFO" in capsys.readouterr().err

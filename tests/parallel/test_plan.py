@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,11 @@ def test_a_plan_survives_its_file(plan: Plan, tmp_path: Path) -> None:
         ({"stages": [["a"], ["a"]]}, "'a' is in two stages"),
         ({"stages": "a"}, "stages is 'a'"),
         ({"speed": 11}, "'speed'"),
+        ({"schedule": 5}, "schedule is 5, wanted a string"),
+        ({"recompute": 1}, "recompute is 1, wanted true or false"),
+        ({"compression": []}, "compression is a list, wanted null or a string"),
+        ({"microbatches": 10**30}, "microbatches is an integer beyond 64 bits"),
+        ({"\x1b]0;owned\x07": 1}, r"\\x1b\]0;owned\\x07"),
     ],
 )
 def test_a_wrong_plan_is_refused(fields: dict[str, Any], told: str) -> None:
@@ -53,3 +59,27 @@ def test_a_wrong_plan_is_refused(fields: dict[str, Any], told: str) -> None:
 def test_what_is_no_plan_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="this plan is"):
         Plan.from_json(text)
+
+
+@pytest.mark.timeout(20)
+def test_errors_name_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    for text, told in (
+        ("[" * 100_000, "nested too deeply"),
+        ('{"mesh": {"dq": 2}}', "'dq'"),
+        ("\xff", "no valid|not valid"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=f"{path} is .*{told}"):
+            Plan.load(path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match=f"{path} is a FIFO"):
+        Plan.load(path)
+
+
+@pytest.mark.timeout(20)
+def test_many_modules_are_compared_at_once() -> None:
+    names = [str(number) for number in range(200_000)]
+    with pytest.raises(ValueError, match="'7' is in two stages"):
+        Plan.from_json(json.dumps({"stages": [names, ["7"]]}))

@@ -14,6 +14,7 @@ from pycomm import schedule
 from pycomm.cli.arguments import integer
 from pycomm.cli.plan.arguments import positive_size, rate, seconds, share, size, sizes
 from pycomm.cli.plan.report import print_calibration, print_ranking
+from pycomm.cli.terminal import complain
 from pycomm.schedule.choose import SIZES, rank_algorithms
 from pycomm.schedule.network import DEFAULT_NETWORK, NETWORKS, Network
 from pycomm.transport.choice import TRANSPORTS
@@ -122,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
             return _price_compression(arguments, network)
         ranking = rank_algorithms(arguments.ranks, network, sorted({*SIZES, arguments.bytes}))
     except ValueError as error:
-        print(f"pycomm plan: {error}", file=sys.stderr)
+        complain(f"pycomm plan: {error}")
         return 2
     print_ranking(ranking, arguments.bytes)
     return _draw("save_plot", "time against size", arguments, ranking, arguments.bytes)
@@ -136,7 +137,7 @@ def _place_layers(arguments: argparse.Namespace) -> int:
     try:
         return 0 if print_layers(arguments.layers, arguments.devices, arguments.memory) else 1
     except ValueError as error:
-        print(f"pycomm plan: {error}", file=sys.stderr)
+        complain(f"pycomm plan: {error}")
         return 2
 
 
@@ -149,7 +150,7 @@ def _plan_model(arguments: argparse.Namespace) -> int:
     try:
         return 0 if plan_model(arguments) else 1
     except (OSError, TypeError, ValueError) as error:
-        print(f"pycomm plan: {error}", file=sys.stderr)
+        complain(f"pycomm plan: {error}")
         return 2
 
 
@@ -174,7 +175,7 @@ def _scale(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--devices is {arguments.devices}, wanted at most {MOST_DEVICES} for --scaling")
         fits, points = scale(arguments)
     except ValueError as error:
-        print(f"pycomm plan: {error}", file=sys.stderr)
+        complain(f"pycomm plan: {error}")
         return 2
     shown = numbers(points, arguments.devices or MOST_DEVICES)
     return _draw("save_scaling", "throughput and efficiency", arguments, fits, points, shown)
@@ -192,7 +193,7 @@ def _draw(function: str, what: str, arguments: argparse.Namespace, *data: Any) -
     try:
         getattr(plot, function)(*data, arguments.plot)
     except OSError as error:
-        print(f"pycomm plan: no plot: {error}", file=sys.stderr)
+        complain(f"pycomm plan: no plot: {error}")
         return 1
     print(f"\nplot of {what}: {arguments.plot}")
     return 0
@@ -219,7 +220,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
                 _write(network, arguments.output)
     except ValueError as error:  # all ranks have it
         if dist.get_rank() == 0:
-            print(f"pycomm plan: {error}", file=sys.stderr)
+            complain(f"pycomm plan: {error}")
         return 2
     finally:
         dist.destroy_process_group()

@@ -8,6 +8,7 @@ from pycomm.cli.plan.report import size_text, time_text
 from pycomm.cli.table import print_table
 from pycomm.cost.planning import Priced, price
 from pycomm.schedule.network import Network
+from pycomm.untrusted import one_line
 
 _CLEARLY_FASTER = 0.8
 """Fraction of dense gradients' time that a method must stay below, to be worth its effect on the training."""
@@ -17,7 +18,7 @@ def print_compression(num_ranks: int, nbytes: float, network: Network) -> None:
     """Print the cost of every method on ``network``, and whether one pays."""
     priced = price(num_ranks, nbytes, network)
     dense = priced["dense"].seconds()
-    print(f"gradients of {size_text(nbytes)}, {num_ranks} ranks, network {network.name}")
+    print(f"gradients of {size_text(nbytes)}, {num_ranks} ranks, network {one_line(network.name)}")
     print("work measured on this machine, communication simulated, one after the other\n")
     header = ["method", "sent", "work", "link", "together", "x dense", "pays below"]
     rows = [

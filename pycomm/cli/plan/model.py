@@ -14,6 +14,7 @@ from pycomm.parallel.planning.candidates import Device, Task
 from pycomm.parallel.planning.choose import Option, Ranking, choose
 from pycomm.parallel.planning.profile import make_without_memory, profile
 from pycomm.parallel.planning.speed import measure_device
+from pycomm.untrusted import one_line
 
 _MOST_ROWS = 12
 
@@ -87,7 +88,7 @@ def _print_memory(option: Option) -> None:
 def _print_device(task: Task, measured: bool) -> None:
     how = "measured here (give --flops for other devices)" if measured else "as given"
     bandwidth = f", {size_text(task.device.bandwidth)}/s of memory" if math.isfinite(task.device.bandwidth) else ""
-    print(f"\ndevice: {task.device.flops / 1e9:.4g} GFLOP/s{bandwidth}, {how}; network {task.network.name}")
+    print(f"\ndevice: {task.device.flops / 1e9:.4g} GFLOP/s{bandwidth}, {how}; network {one_line(task.network.name)}")
 
 
 def _print_options(ranking: Ranking, task: Task) -> None:

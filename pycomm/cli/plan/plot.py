@@ -10,7 +10,9 @@ from matplotlib.figure import Figure
 
 from pycomm.parallel.planning.scaling import Fit
 from pycomm.schedule.choose import Ranking
+from pycomm.untrusted import one_line
 
+_LONGEST_NAME = 100  # characters
 _STYLES = ("-", "--", ":", "-.")
 
 
@@ -22,7 +24,7 @@ def save_plot(ranking: Ranking, nbytes: float, path: Path) -> None:
     axes = figure.subplots()
     for number, (name, _) in enumerate(ranking.at(nbytes)):
         sizes, times = ranking.curves[name]
-        axes.plot(sizes, times, _STYLES[number // 10 % len(_STYLES)], color=f"C{number % 10}", label=name)
+        axes.plot(sizes, times, _STYLES[number // 10 % len(_STYLES)], color=f"C{number % 10}", label=_plain(name))
     axes.axvline(nbytes, color="grey", linewidth=0.8)
     axes.set_xscale("log")
     axes.set_yscale("log")
@@ -30,8 +32,13 @@ def save_plot(ranking: Ranking, nbytes: float, path: Path) -> None:
     axes.set_ylabel(f"seconds, {'measured' if ranking.measured else 'simulated'}")
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize="small", title="fastest first")
-    figure.suptitle(f"all_reduce among {ranking.num_ranks} ranks, network {ranking.network.name}")
+    figure.suptitle(f"all_reduce among {ranking.num_ranks} ranks, network {_plain(ranking.network.name)}")
     figure.savefig(path, format="png")
+
+
+def _plain(name: str) -> str:
+    """Return a name that a file has given as matplotlib can draw it: short, of known letters, and no formula."""
+    return one_line(name[:_LONGEST_NAME]).encode("ascii", "replace").decode().replace("$", r"\$")
 
 
 def save_scaling(fits: Sequence[Fit], points: Mapping[int, float], devices: Sequence[int], path: Path) -> None:

@@ -6,6 +6,7 @@ from pycomm.cli.table import print_table
 from pycomm.schedule import by_name
 from pycomm.schedule.choose import Ranking
 from pycomm.schedule.network import Network
+from pycomm.untrusted import one_line
 
 _SMALL_BYTES = 1024.0  # only latency counts at this size
 
@@ -15,35 +16,41 @@ def print_ranking(ranking: Ranking, nbytes: float) -> None:
     network = ranking.network
     hosts = "one host" if network.per_host is None else f"{network.per_host} per host"
     source = "measured" if ranking.measured else "simulated"
-    print(
-        f"all_reduce of {size_text(nbytes)} among {ranking.num_ranks} ranks, {hosts}, network {network.name} ({source})"
-    )
+    name = one_line(network.name)
+    print(f"all_reduce of {size_text(nbytes)} among {ranking.num_ranks} ranks, {hosts}, network {name} ({source})")
     for name, link in (("within a host", network.within_host), ("between hosts", network.between_hosts)):
         print(f"  {name:13}  {_link_text(link.alpha, link.beta, link.gamma)}")
     order = ranking.at(nbytes)
     rows = []
     for name, seconds in order:
-        stats = None if name == "native" else by_name(name, ranking.num_ranks)
-        steps = "" if stats is None else str(sum(1 for _ in stats.rounds()))
         rate = f"{nbytes / seconds / 1e9:.3g}" if seconds > 0 else ""
         times = f"{seconds / order[0][1]:.2f}" if order[0][1] > 0 else ""
-        rows.append([name, steps, time_text(seconds), times, rate])
+        rows.append([one_line(name), _steps(name, ranking.num_ranks), time_text(seconds), times, rate])
     print()
     print_table(["algorithm", "steps", "time", "x best", "algbw GB/s"], rows, indent="  ")
     print("\nfastest, by size")
     for size, name in ranking.crossovers():
-        print(f"  from {size_text(size):>8}  {name}")
+        print(f"  from {size_text(size):>8}  {one_line(name)}")
     _print_masters(ranking)
+
+
+def _steps(name: str, num_ranks: int) -> str:
+    """Return how many steps an algorithm has; "" for the transport's own, and for what a file calls by another name."""
+    try:
+        return str(sum(1 for _ in by_name(name, num_ranks).rounds()))
+    except ValueError:
+        return ""
 
 
 def _print_masters(ranking: Ranking) -> None:
     """Print which group size is best for one master per group, for arrays so small that only latency counts."""
-    family = {name: ranking.seconds(name, _SMALL_BYTES) for name in ranking.curves if _is_masters(name)}
+    named = [name for name in ranking.curves if _is_masters(name) and _steps(name, ranking.num_ranks)]
+    family = {name: ranking.seconds(name, _SMALL_BYTES) for name in named}
     if len(family) < 2:
         return
     best = min(family.values())
     names = [name for name, seconds in family.items() if seconds <= 1.01 * best]
-    steps = sum(1 for _ in by_name(names[0], ranking.num_ranks).rounds())
+    steps = _steps(names[0], ranking.num_ranks)
     print(
         f"\nof those with one master per group, fastest for small arrays: {', '.join(names)}: "
         f"{steps} steps against the ring's {2 * (ranking.num_ranks - 1)}"
@@ -56,7 +63,7 @@ def _is_masters(name: str) -> bool:
 
 def print_calibration(network: Network) -> None:
     """Print the links and the times that were measured."""
-    print(f"\n{network.name}")
+    print(f"\n{one_line(network.name)}")
     print(f"  every collective  {time_text(network.overhead)} besides its messages")
     for name, link in (("within a host", network.within_host), ("between hosts", network.between_hosts)):
         print(f"  {name:16}  {_link_text(link.alpha, link.beta, link.gamma)}")

@@ -21,6 +21,7 @@ from pycomm.parallel.planning.scaling import (
     predict,
     read_points,
 )
+from pycomm.untrusted import one_line
 
 _PARAMETERS = {
     "constant": "e = {:.4g}",
@@ -52,7 +53,7 @@ def scale(arguments: argparse.Namespace) -> tuple[list[Fit], dict[int, float]]:
         raise ValueError("--scaling wants --points of measured throughputs, or --step, the seconds one device computes")
     print("throughput T = S N e: S of one device, N devices, e their efficiency\n")
     if network is not None:
-        print(f"communication: all_reduce of {size_text(arguments.bytes)}, network {network.name}")
+        print(f"communication: all_reduce of {size_text(arguments.bytes)}, network {one_line(network.name)}")
     if arguments.points is None:
         measured = " (as measured)" if len(points) > 1 else ""
         hidden = f"{100 * arguments.overlap:g} % of communication{measured} hidden"

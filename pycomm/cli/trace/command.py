@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pycomm.cli.arguments import integer
+from pycomm.cli.terminal import complain, say
 from pycomm.reducer.step_trace import DEFAULT_STEP, FOLDER, STEP
 
 _DESCRIPTION = f"""\
@@ -67,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             traces = timeline.read_traces(folder.glob("rank*.json"))
         except timeline.NoTraceError as error:
-            print(f"pycomm trace: {error}", file=sys.stderr)
+            complain(f"pycomm trace: {error}")
             return 2
     if not traces:
         print(f"pycomm trace: no rank has come to step {arguments.step} of an attached optimizer", file=sys.stderr)
@@ -75,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     picture, events = pictures
     timeline.save_picture(traces, picture)
     timeline.save_json(traces, events)
-    print("\n".join(timeline.summary(traces)))
+    say("\n".join(timeline.summary(traces)))
     print(f"written: {picture}, {events} (for chrome://tracing or ui.perfetto.dev)")
     return code if code in (0, _INTERRUPTED) else 1
 

@@ -12,6 +12,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from pycomm import untrusted
+from pycomm.untrusted import COUNT, ListOf, Number, OneOf
+
 LANES = ("training", "communication", "wire")
 _COLORS = {
     "forward": "#9ecae1",
@@ -22,6 +25,13 @@ _COLORS = {
     "communication": "#bcbddc",
     "wire": "#756bb1",
 }
+_OTHER_COLOR = "#969696"  # of what no version of pycomm has written so far
+_LARGEST = 16 << 20  # bytes: more spans than anybody could see in a picture
+_LONGEST_NAME = 100  # characters in the picture
+_SECONDS = Number(0, 1e11)
+_SPAN = {"lane": OneOf(*LANES), "name": str, "began": _SECONDS, "ended": _SECONDS}
+_NUMBER = Number(1, 2**31, whole=True)
+_SHAPE = {"rank": COUNT, "size": _NUMBER, "step": _NUMBER, "optimizer?": _NUMBER, "spans": ListOf(_SPAN)}
 
 
 class NoTraceError(ValueError):
@@ -58,13 +68,20 @@ def read_traces(paths: Iterable[Path]) -> list[RankTrace]:
 
 def _read(path: Path) -> RankTrace:
     try:
-        content = json.loads(path.read_text())
-        spans = [{key: span[key] for key in ("lane", "name", "began", "ended")} for span in content["spans"]]
-        return RankTrace(content["rank"], content["size"], content["step"], content.get("optimizer", 1), spans)
+        text = untrusted.read_file(path, most=_LARGEST)
     except OSError as error:
-        raise NoTraceError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise NoTraceError(f"{path} is no trace that pycomm has written") from error
+        raise NoTraceError(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise NoTraceError(str(error)) from error
+    try:
+        content = untrusted.printable(untrusted.parse(text, _SHAPE, "it"), _SHAPE)
+    except ValueError as error:
+        raise NoTraceError(f"{path} is no trace that pycomm has written: {error}") from error
+    spans = content["spans"]
+    if not spans or any(span["ended"] < span["began"] for span in spans):
+        what = "a span ends before it begins" if spans else "it has no spans"
+        raise NoTraceError(f"{path} is no trace that pycomm has written: {what}")
+    return RankTrace(content["rank"], content["size"], content["step"], content.get("optimizer", 1), spans)
 
 
 def save_json(traces: Sequence[RankTrace], path: Path) -> None:
@@ -98,15 +115,18 @@ def save_picture(traces: Sequence[RankTrace], path: Path) -> None:
                 used.add(color)
                 left, width = 1e3 * (span["began"] - start), 1e3 * (span["ended"] - span["began"])
                 overlay = span["name"] in ("wait", "unpack")
-                axes.barh(height, width, left=left, height=0.45 if overlay else 0.8, color=_COLORS[color], linewidth=0)
+                paint = _COLORS.get(color, _OTHER_COLOR)
+                axes.barh(height, width, left=left, height=0.45 if overlay else 0.8, color=paint, linewidth=0)
                 if lane == "communication":
-                    axes.text(left, height, span["name"].removeprefix("bucket "), fontsize=7, va="center", clip_on=True)
+                    name = span["name"].removeprefix("bucket ")[:_LONGEST_NAME].encode("ascii", "replace").decode()
+                    axes.text(left, height, name, fontsize=7, va="center", clip_on=True, parse_math=False)
     axes.set_yticks(range(len(rows)), [f"{trace.name} {lane}" for trace, lane in rows], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds")
     axes.grid(axis="x", alpha=0.3)
     patches = [Patch(color=color, label=name) for name, color in _COLORS.items() if name in used]
-    figure.legend(handles=patches, loc="outside upper center", ncols=len(patches), fontsize="small")
+    if patches:
+        figure.legend(handles=patches, loc="outside upper center", ncols=len(patches), fontsize="small")
     figure.savefig(path, format="png")
 
 

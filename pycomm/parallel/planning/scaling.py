@@ -17,7 +17,6 @@ Fits minimise the sum of the squares of relative errors: throughputs of 1 and of
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pycomm import checks
+from pycomm import checks, untrusted
 from pycomm.schedule import Network, rank_algorithms
 
 MOST_DEVICES = 4096
@@ -36,6 +35,7 @@ _GRID = 400  # parameters tried before the best is refined
 _SMALLEST = 1e-9  # parameter beside 0: what serial fraction or communication no measurement could show
 _LARGEST_RATE = 1e9  # of communication exposed, in units of its inverse
 _REFINEMENTS = 80
+_LARGEST_FILE = 1 << 20  # bytes, of points
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 Efficiency = Callable[[int, float], float]
@@ -204,8 +204,8 @@ def read_points(path: Path) -> dict[int, float]:
         ValueError: the file cannot be read, is no such JSON, or as from :func:`collected` and :func:`checked`.
     """
     try:
-        data = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
+        data = untrusted.read_json(path, untrusted.ANYTHING, most=_LARGEST_FILE)
+    except (OSError, ValueError) as error:
         raise ValueError(f"points file {path} cannot be read: {error}") from error
     if not isinstance(data, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in data):
         raise ValueError(f"points file {path} is {checks.shown(data)}, wanted [[devices, throughput], ...]")
