@@ -15,7 +15,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pycomm.horovod import meeting
 from pycomm.torch_internals import PrefixStore, Store
-from pycomm.transport.addresses import loopback
+from pycomm.transport.addresses import loopback, store_on_loopback
 
 _LAUNCHERS = (
     ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE", ("HOROVOD_GLOO_RENDEZVOUS_PORT",)),
@@ -84,7 +84,7 @@ def _store(rank: int, size: int, is_local: bool, job: tuple[str, ...], patience:
         return _store_by_address(rank, patience, lambda mine: meeting.through_horovodrun(server, mine, patience))
     if is_local:
         name = "/".join(os.environ.get(variable, "") for variable in job) or str(os.getppid())
-        return _store_by_address(rank, patience, lambda mine: meeting.on_this_host(name, mine, size, patience))
+        return _store_on_this_host(name, rank, size, patience)
     nodes = os.environ.get("SLURM_STEP_NODELIST", os.environ.get("SLURM_JOB_NODELIST", ""))
     if nodes and "SLURM_JOB_ID" in os.environ:
         port = _FIRST_PORT + _integer("SLURM_JOB_ID") % _PORTS
@@ -108,6 +108,13 @@ def _store_by_address(rank: int, patience: float, exchange: Callable[[str | None
     assert isinstance(store, TCPStore)
     exchange(f"{socket.gethostname()}:{store.port}")
     return store
+
+
+def _store_on_this_host(job: str, rank: int, size: int, patience: float) -> Store:
+    """Return the store that rank 0 serves on the loopback device, for the ranks of one host."""
+    store = store_on_loopback(timedelta(seconds=patience)) if rank == 0 else None
+    port = meeting.on_this_host(job, rank, "" if store is None else str(store.port), size, patience)
+    return store or _tcp(loopback(), int(port), False, patience)
 
 
 def _store_by_mpi(comm: Any, patience: float) -> Store | None:

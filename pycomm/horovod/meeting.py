@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import errno
+import functools
+import hashlib
 import http.client
 import os
 import socket
+import struct
 import threading
 import time
+from collections.abc import Callable, Iterator
+
+from pycomm.transport.authentication import own_folder, process_behind
 
 _POLL = 0.02  # seconds
+_TO_ANSWER = 5.0
+"""Seconds in which a process that has connected says which rank it is, or is told the address."""
+_RANK = struct.Struct("!I")
 _KEY = "/pycomm/address"
 
 
@@ -39,36 +50,74 @@ def _ask(server: tuple[str, int], method: str, content: str | None) -> str | Non
         return text if response.status == http.client.OK else None
 
 
-def on_this_host(job: str, mine: str | None, size: int, patience: float) -> str:
-    """Return rank 0's address, which is ``mine`` there, through a socket that only this host's processes see.
+def on_this_host(job: str, rank: int, mine: str, size: int, patience: float) -> str:
+    """Return rank 0's address, which is ``mine`` there, through a socket in a folder that is this user's alone.
 
     Args:
         job: what this job has and no other one of this user on this host.
-        mine: the address, on rank 0; it is told ``size - 1`` others, by a thread, or until ``patience`` is over.
+        rank: of this process.
+        mine: the address, on rank 0. A thread tells it all other ranks, until ``patience`` is over.
         size: number of ranks.
         patience: seconds.
 
     Raises:
         TimeoutError: rank 0 does not come.
+        ValueError: another process is rank 0 of the job.
+        PermissionError: there is no such folder.
     """
-    name = f"\0pycomm-horovod-{os.geteuid()}-{job}"
-    if mine is not None:
+    name = f"pycomm-horovod-{hashlib.sha256(job.encode()).hexdigest()[:32]}"
+    with _in_own_folder(name) as path:
+        if rank > 0:
+            return _ask_rank_0(path, job, rank, patience)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(name)
-        listener.listen(size)
-        listener.settimeout(patience)
-        threading.Thread(target=_tell, args=(listener, mine, size - 1), daemon=True).start()
-        return mine
+        try:
+            _bind(listener, path, job)
+            listener.listen(size)
+        except BaseException:
+            listener.close()
+            raise
+    file = own_folder() / name
+    remove = functools.partial(file.unlink, missing_ok=True)
+    atexit.register(remove)
+    until = time.monotonic() + patience
+    threading.Thread(target=_tell, args=(listener, mine, size, until, remove), daemon=True).start()
+    return mine
+
+
+@contextlib.contextmanager
+def _in_own_folder(name: str) -> Iterator[str]:
+    """Yield a path of the file ``name`` there that is short enough for a socket."""
+    descriptor = os.open(own_folder(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{name}"
+    finally:
+        os.close(descriptor)
+
+
+def _bind(listener: socket.socket, path: str, job: str) -> None:
+    try:
+        listener.bind(path)
+        return
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+        if other.connect_ex(path) == 0:
+            raise ValueError(f"another process is rank 0 of the job {job!r} on this host")
+    os.unlink(path)  # of a job that was killed
+    listener.bind(path)
+
+
+def _ask_rank_0(path: str, job: str, rank: int, patience: float) -> str:
     deadline = time.monotonic() + patience
     while True:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            try:
-                connection.connect(name)
-                answer = connection.recv(1024).decode()
-                if answer:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, contextlib.suppress(OSError):
+            connection.settimeout(_TO_ANSWER)
+            connection.connect(path)
+            if process_behind(connection) is not None:
+                connection.sendall(_RANK.pack(rank))
+                if answer := connection.recv(1024).decode():
                     return answer
-            except (ConnectionError, FileNotFoundError):
-                pass
         if time.monotonic() > deadline:
             raise TimeoutError(
                 f"rank 0 of the job {job!r} was not found on this host in {patience} s; set MASTER_ADDR and "
@@ -77,9 +126,18 @@ def on_this_host(job: str, mine: str | None, size: int, patience: float) -> str:
         time.sleep(_POLL)
 
 
-def _tell(listener: socket.socket, address: str, times: int) -> None:
-    with listener, contextlib.suppress(OSError):
-        for _ in range(times):
-            connection, _ = listener.accept()
-            with connection, contextlib.suppress(OSError):
+def _tell(listener: socket.socket, address: str, size: int, until: float, remove: Callable[[], None]) -> None:
+    """Tell each other rank the address, however often it asks, until all have asked."""
+    left = set(range(1, size))
+    with listener:
+        while left and (seconds := until - time.monotonic()) > 0:
+            listener.settimeout(seconds)
+            with contextlib.suppress(OSError, struct.error), listener.accept()[0] as connection:
+                if process_behind(connection) is None:
+                    continue
+                connection.settimeout(_TO_ANSWER)
+                (rank,) = _RANK.unpack(connection.recv(_RANK.size))
                 connection.sendall(address.encode())
+                left.discard(rank)
+        remove()
+    atexit.unregister(remove)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from pycomm.transport.addresses import family_of, loopback
+from pycomm.transport.addresses import loopback, store_on_loopback
 
 PATIENCE = timedelta(seconds=120)
 """For every wait of a rank for another: a rank that dies is noticed at once, this is for one that hangs."""
@@ -22,12 +20,8 @@ PATIENCE = timedelta(seconds=120)
 @contextlib.contextmanager
 def rendezvous() -> Iterator[int]:
     """Let ranks of this host find each other: yields the port for :func:`join`, which only this host can reach."""
-    with socket.create_server((loopback(), 0), family=family_of(loopback())) as server:
-        port = server.getsockname()[1]
-        # Without libuv, by which torch 2.4 takes no socket that listens already.
-        options: dict[str, Any] = {"wait_for_workers": False, "timeout": PATIENCE, "use_libuv": False}
-        store = TCPStore(loopback(), port, is_master=True, master_listen_fd=server.detach(), **options)
-    yield port
+    store = store_on_loopback(PATIENCE)
+    yield store.port
     del store
 
 

@@ -1,10 +1,14 @@
-"""Addresses of hosts, of IPv4 and of IPv6."""
+"""Addresses of hosts, of IPv4 and of IPv6, and what listens at that of the loopback device."""
 
 from __future__ import annotations
 
 import functools
 import ipaddress
 import socket
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 _DISCARD = 9  # a port; nothing is sent to it
 _LAST_PORT = 65535
@@ -79,3 +83,15 @@ def loopback() -> str:
         except OSError:
             continue
     raise OSError("this host has no loopback device: neither 127.0.0.1 nor ::1 can be bound")
+
+
+def store_on_loopback(patience: timedelta) -> TCPStore:
+    """Return a new store of torch that listens on the loopback device only, at a free port: its ``port``.
+
+    torch's own stores listen on all devices, whatever address they are given.
+    """
+    with socket.create_server((loopback(), 0), family=family_of(loopback())) as server:
+        port = server.getsockname()[1]
+        # Without libuv, by which torch 2.4 takes no socket that listens already.
+        options: dict[str, Any] = {"wait_for_workers": False, "timeout": patience, "use_libuv": False}
+        return TCPStore(loopback(), port, is_master=True, master_listen_fd=server.detach(), **options)

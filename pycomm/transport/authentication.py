@@ -8,6 +8,7 @@ another address, say by somebody who listens at the port of a server that has di
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import hmac
@@ -17,10 +18,13 @@ import secrets
 import select
 import socket
 import ssl
+import stat
 import struct
+import tempfile
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pycomm.untrusted import read_file
@@ -42,6 +46,36 @@ def process_behind(connection: socket.socket) -> int | None:
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _gid = _CREDENTIALS.unpack(raw)
     return pid if uid == os.geteuid() and pid > 0 else None
+
+
+def own_folder() -> Path:
+    """Return a folder of this user, made if need be, in which nobody else can read or write.
+
+    It is the one that the login session has made (``XDG_RUNTIME_DIR``), or ``pycomm-<user number>`` in the folder for
+    temporary files.
+
+    Raises:
+        PermissionError: the latter belongs to another user, or others may use it.
+    """
+    session = os.environ.get("XDG_RUNTIME_DIR", "")
+    if session and _is_private(session):
+        return Path(session)
+    folder = Path(tempfile.gettempdir(), f"pycomm-{os.geteuid()}")
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    if not _is_private(folder):
+        raise PermissionError(
+            f"{folder} is not for this user alone: remove it, or set XDG_RUNTIME_DIR"
+        )
+    return folder
+
+
+def _is_private(folder: str | Path) -> bool:
+    try:
+        status = os.lstat(folder)
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
 
 def secret() -> bytes | None:
