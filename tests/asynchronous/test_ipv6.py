@@ -47,7 +47,7 @@ def meet(port: int, size: int) -> None:
 def small() -> tuple[torch.optim.Optimizer, nn.Module]:
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
-    return torch.optim.SGD(model.parameters(), lr=0.1), model
+    return torch.optim.SGD(model.parameters(), lr=0.01), model
 
 
 def loss_of(model: nn.Module) -> torch.Tensor:
