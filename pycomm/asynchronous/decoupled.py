@@ -91,7 +91,7 @@ class Center:
         is_over = not self._thread.is_alive()
         self._door.close()
         self._memory.close()
-        if self._error is not None:
+        if is_over and self._error is not None:
             raise self._error
         if not is_over:
             what = f"the other ranks have not detached for {self._timeout:g} s"

@@ -1,0 +1,630 @@
+"""Who may come in to a server, and what strangers, impostors and workers that are out of their mind can do: nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pycomm
+from pycomm.asynchronous import wire
+from pycomm.asynchronous.memory import SharedMemory
+from pycomm.asynchronous.serving import Serving
+from pycomm.transport import authentication
+from tests.asynchronous.runs import model_of
+from tests.asynchronous.test_journal import SIZE, core_of
+from tests.hosts import on_hosts
+from tests.on_ranks import on_ranks
+
+KEY = b"a secret of the job"
+REAL = socket.create_connection
+
+
+@pytest.fixture
+def door() -> Iterator[wire.Door]:
+    made = wire.Door("127.0.0.1", KEY)
+    yield made
+    made.close()
+
+
+def come_in(door: wire.Door) -> None:
+    """Come in as a worker of another host does, and leave."""
+    with contextlib.closing(wire.connect(door.address, KEY)) as worker:
+        assert select_one(door.bell)
+        (inside,) = door.admitted()
+        wire.tell(worker, hello=1)
+        assert wire.hear(inside) == {"hello": 1}
+        inside.close()
+
+
+def select_one(bell: socket.socket) -> bool:
+    return bool(wire.readable([], bell, 10.0)[1])
+
+
+# Who may come in.
+
+
+@pytest.mark.timeout(60)
+def test_who_knows_the_secret_comes_in_and_nobody_else(door: wire.Door) -> None:
+    come_in(door)
+    with pytest.raises(OSError, match="it was refused there: PYCOMM_SECRET differs"):
+        wire.connect(door.address, b"another secret")
+    come_in(door)
+    assert not wire.readable([], door.bell, 0.0)[1]
+
+
+def answer(behave: Callable[[socket.socket], None]) -> tuple[str, int]:
+    """Listen as somebody else does at the port of a server that has died; return the address."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with listener, contextlib.suppress(OSError):
+            one, _ = listener.accept()
+            with one:
+                behave(one)
+
+    threading.Thread(target=serve, daemon=True).start()
+    address: tuple[str, int] = listener.getsockname()
+    return address
+
+
+def prove_nothing(one: socket.socket) -> None:
+    """Say what a server does, as far as that is possible without the secret."""
+    one.sendall(b"pycomm 1" + bytes(32))
+    one.recv(64, socket.MSG_WAITALL)
+    one.sendall(random.randbytes(32))
+
+
+def reflect(one: socket.socket) -> None:
+    """Say to the worker what it says itself."""
+    one.sendall(b"pycomm 1" + bytes(32))
+    one.sendall(one.recv(64, socket.MSG_WAITALL)[32:])
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("behave", "message"),
+    [
+        (lambda one: one.sendall(b"\0\0\0\5hello"), "the connection has ended before a proof|reset"),
+        (lambda one: one.sendall(b"HTTP/1.1 400 Bad Request\r\n" * 20), "another program answers there"),
+        (lambda one: one.sendall(random.randbytes(100_000)), "another program answers there"),
+        (lambda one: one.close(), "the connection has ended before a proof|reset"),
+        (lambda one: one.recv(1), r"no proof came in 0.3 s|ended before|reset"),
+        (lambda one: time.sleep(2), r"no proof came in 0.3 s"),
+        (prove_nothing, "who answers there does not know the secret"),
+        (reflect, "who answers there does not know the secret"),
+    ],
+)
+def test_a_foreign_answer_is_a_failed_attempt(
+    monkeypatch: pytest.MonkeyPatch, behave: Callable[[socket.socket], None], message: str
+) -> None:
+    monkeypatch.setattr(wire, "_TO_PROVE", 0.3)
+    with pytest.raises(OSError, match=rf"127.0.0.1:\d+: .*({message})"):
+        wire.connect(answer(behave), KEY)
+
+
+@pytest.mark.timeout(60)
+def test_the_proof_of_a_worker_is_of_no_use_at_another_address(door: wire.Door) -> None:
+    """A stranger holds the port of a server that has died, and passes everything on to another server of the job."""
+    passed = []
+
+    def relay(victim: socket.socket) -> None:
+        with REAL(door.address) as server:
+            for source, target, num_bytes in ((server, victim, 40), (victim, server, 64), (server, victim, 32)):
+                content = source.recv(num_bytes, socket.MSG_WAITALL)
+                passed.append(len(content))
+                target.sendall(content)
+
+    with pytest.raises(OSError, match="it was refused there"):
+        wire.connect(answer(relay), KEY)
+    assert passed == [40, 64, 32]
+    assert not wire.readable([], door.bell, 0.2)[1]
+    come_in(door)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_the_kernel_tells_users_apart_on_one_host(door: wire.Door) -> None:
+    """A stranger connects to the server's Unix socket; and a worker to the stranger's."""
+    ours, theirs = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        ended_well = False
+        try:
+            os.setgid(12345)
+            os.setuid(12345)
+            with socket.socket(socket.AF_UNIX) as one:
+                one.connect(door.name)
+                try:
+                    one.sendall(b"hello")
+                    ended_well = one.recv(1) == b""
+                except ConnectionError:
+                    ended_well = True
+            with socket.socket(socket.AF_UNIX) as one:
+                one.bind(door.name + b"-stranger")
+                one.listen()
+                theirs.send(b"!")
+                theirs.recv(1)
+        finally:
+            os._exit(0 if ended_well else 1)
+    assert ours.recv(1) == b"!"
+    with pytest.raises(ConnectionError, match="another user listens there"):
+        wire.connect_here(door.name + b"-stranger")
+    ours.send(b"!")
+    assert os.waitpid(child, 0)[1] == 0
+    assert not wire.readable([], door.bell, 0.2)[1]
+    ours.close()
+    theirs.close()
+
+
+# How many.
+
+
+@pytest.mark.timeout(60)
+def test_connections_that_prove_nothing_take_little(door: wire.Door) -> None:
+    before = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    flood = []
+    for _ in range(500):
+        one = socket.create_connection(door.address)
+        one.sendall(b"x")
+        flood.append(one)
+        assert threading.active_count() == before[0]
+    come_in(door)
+    held = len(os.listdir("/proc/self/fd")) - before[1] - len(flood)
+    assert held <= 64 + 1
+    for one in flood:
+        one.close()
+    come_in(door)
+
+
+@pytest.mark.timeout(60)
+def test_what_is_slow_to_prove_itself_is_turned_away(monkeypatch: pytest.MonkeyPatch, door: wire.Door) -> None:
+    """One byte now and then does not make more time."""
+    monkeypatch.setattr(wire, "_TO_PROVE", 0.5)
+    with socket.create_connection(door.address) as slow:
+        slow.settimeout(10.0)
+        assert len(slow.recv(40, socket.MSG_WAITALL)) == 40
+        until = time.monotonic() + 10.0
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() < until:
+                slow.sendall(b"x")
+                time.sleep(0.05)
+        assert time.monotonic() < until
+
+
+WITHOUT_DESCRIPTORS = """
+import os, resource, socket, sys, threading, time
+import encodings.idna
+from pycomm.asynchronous import wire
+door = wire.Door("127.0.0.1", b"a secret of the job")
+held = [socket.create_connection(door.address) for _ in range(10)]
+time.sleep(0.3)
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), hard))  # one more, for that of the list
+late = socket.socket()
+late.connect(door.address)  # there is no descriptor left to accept it with
+begun = time.process_time()
+time.sleep(1.0)
+spent = time.process_time() - begun
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+wire.connect(door.address, b"a secret of the job")
+print(spent < 0.5, len(door.admitted()))
+"""
+
+
+@pytest.mark.timeout(60)
+def test_without_a_descriptor_left_it_pauses_and_goes_on() -> None:
+    made = subprocess.run(
+        [sys.executable, "-c", WITHOUT_DESCRIPTORS], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert made.stdout.split() == ["True", "1"], made.stderr
+
+
+@pytest.mark.timeout(90)
+def test_random_bytes_are_no_proof(monkeypatch: pytest.MonkeyPatch, door: wire.Door) -> None:
+    """100,000 bytes, in connections of all lengths."""
+    monkeypatch.setattr(wire, "_TO_PROVE", 0.2)
+    rng, left = random.Random(0), 100_000
+    while left > 0:
+        content = rng.randbytes(rng.choice((1, 63, 64, 65, 200, 2000)))
+        left -= len(content)
+        with REAL(door.address) as one, contextlib.suppress(OSError):
+            one.sendall(content)
+    assert not wire.readable([], door.bell, 0.3)[1]
+    come_in(door)
+
+
+# What those that are inside may say.
+
+
+@dataclass
+class Server:
+    """Server in a thread of this process."""
+
+    door: wire.Door
+    serving: Serving
+    thread: threading.Thread
+
+    def connect(self) -> wire.Connection:
+        return wire.connect_here(self.door.name)
+
+    def worker(self, number: int, process: int = 0, **more: Any) -> wire.Connection:
+        connection = self.connect()
+        hello = {"worker": number, "life": f"life {number}", "host": "here", "process": process, "memory": None}
+        wire.tell(connection, ask="hello", **{**hello, **more})
+        assert connection.poll(10.0)
+        assert wire.hear(connection)["last"] == 0
+        return connection
+
+    def step(self, connection: wire.Connection, number: int) -> None:
+        wire.tell(connection, ask="pull", number=number)
+        wire.hear(connection, {"version": wire.ANYTHING})
+        wire.receive_array(connection, torch.empty(SIZE, dtype=torch.float64))
+        wire.tell(connection, ask="push", number=number, samples=1.0, rate=0.0)
+        wire.send_array(connection, torch.ones(SIZE, dtype=torch.float64))
+        assert wire.hear(connection) == {"pushed": number}
+
+    def end(self, *connections: wire.Connection) -> None:
+        for connection in connections:
+            wire.tell(connection, ask="close")
+            assert wire.hear(connection) == {"closed": True}
+            connection.close()
+        self.thread.join(20.0)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    with contextlib.ExitStack() as ended:
+
+        def start(*expected: int, mode: str = "async", timeout: float = 30.0) -> Server:
+            door, memory = wire.Door(), SharedMemory(SIZE * 8)
+            serving = Serving(core_of(mode), memory, door, "here", set(expected), timeout, 0)
+            thread = threading.Thread(target=serving.run, daemon=True)
+            thread.start()
+            ended.callback(memory.close)
+            ended.callback(door.close)
+            return Server(door, serving, thread)
+
+        yield start
+
+
+MALFORMED = [
+    {},
+    {"ask": None},
+    {"ask": "eval"},
+    {"ask": ["push"]},
+    {"ask": "hello", "worker": [1], "life": "x", "host": "here", "process": 0, "memory": None},
+    {"ask": "hello", "worker": -5, "life": "x", "host": "here", "process": 0, "memory": None},
+    {"ask": "hello", "worker": 1, "life": "x", "host": "here", "process": 0, "memory": "/etc/passwd"},
+    {"ask": "hello", "worker": 1, "life": {}, "host": "here", "process": 0, "memory": None},
+    {"ask": "push", "number": 1, "samples": float("nan"), "rate": 0.0},
+    {"ask": "push", "number": 1, "samples": 0.0, "rate": 0.0},
+    {"ask": "push", "number": 1, "samples": float("inf")},
+    {"ask": "push", "number": "1", "samples": 1.0},
+    {"ask": "push", "number": 10**30, "samples": 1.0},
+    {"ask": "push"},
+    {"ask": "pull", "number": None},
+    {"ask": "pull", "number": True},
+]
+
+
+@pytest.mark.timeout(90)
+def test_who_is_malformed_is_dropped_by_name_and_the_others_go_on(
+    serve: Callable[..., Server], caplog: pytest.LogCaptureFixture
+) -> None:
+    server = serve(1)
+    good = server.worker(1)
+    for number, message in enumerate(MALFORMED):
+        for is_known in (False, True):
+            connection = server.worker(100 + number) if is_known else server.connect()
+            with caplog.at_level(logging.WARNING, "pycomm"):
+                wire.tell(connection, **message)
+                with pytest.raises((EOFError, OSError)):
+                    wire.hear(connection)
+            connection.close()
+            until = time.monotonic() + 5.0
+            while is_known and f"worker {100 + number} is gone" not in caplog.text:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+        server.step(good, number + 1)
+    nested = b"[" * 100_000
+    for content in (nested, b"\xff\xfe", b"null", b"7" * 5000):
+        connection = server.worker(50)
+        connection.send_bytes(content)
+        with pytest.raises((EOFError, OSError)):
+            wire.hear(connection)
+        connection.close()
+    server.step(good, len(MALFORMED) + 1)
+    server.end(good)
+
+
+@pytest.mark.timeout(90)
+def test_whatever_a_worker_sends_ends_only_itself(serve: Callable[..., Server]) -> None:
+    """100,000 random bytes after the hello, and lengths of messages that nobody has room for."""
+    server, rng = serve(1), random.Random(1)
+    good = server.worker(1)
+    for number in range(100):
+        connection = server.worker(10 + number)
+        content = rng.randbytes(1000)
+        if number % 3 == 0:
+            content = struct.pack("!Q", rng.choice((2**62, 2**40, 1 << 21))) + content
+        if number % 3 == 1:  # a message of the right length, in which all is wrong
+            content = struct.pack("!Q", len(content)) + content
+        with contextlib.suppress(OSError):
+            connection._send(memoryview(content))
+        connection.close()
+    server.step(good, 1)
+    for size in (0, 1, SIZE * 8 - 1, SIZE * 8 + 1, 2**20 + 1):  # of an array
+        connection = server.worker(7)
+        wire.tell(connection, ask="push", number=1, samples=1.0, rate=0.0)
+        with contextlib.suppress(OSError):
+            connection.send_bytes(bytes(size))
+        with pytest.raises((EOFError, OSError)):
+            wire.hear(connection)
+        connection.close()
+    server.step(good, 2)
+    server.end(good)
+
+
+@pytest.mark.timeout(60)
+def test_who_says_nothing_does_not_hold_up_the_end(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pycomm.asynchronous.serving._TO_GREET", 0.5)
+    server = serve(1)
+    silent = server.connect()
+    good = server.worker(1)
+    server.step(good, 1)
+    server.end(good)
+    silent.close()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("is_here", [True, False], ids=["of this host", "of another host"])
+def test_a_stopped_worker_does_not_hold_up_the_end(serve: Callable[..., Server], is_here: bool) -> None:
+    server = serve(1, 2, mode="ssp", timeout=1.0)
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+        os._exit(0)
+    try:
+        os.kill(child, signal.SIGSTOP)
+        stopped = server.worker(2, process=child, host="here" if is_here else "there")
+        good = server.worker(1)
+        for number in range(1, 6):  # more than the other's staleness allows, until that one is left behind
+            server.step(good, number)
+        server.end(good)
+        stopped.close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+# The secret.
+
+
+@pytest.mark.timeout(20)
+def test_where_the_secret_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    for name in (authentication.SECRET, authentication.SECRET_FILE):
+        monkeypatch.delenv(name, raising=False)
+    assert authentication.Access.read() == authentication.Access()
+    monkeypatch.setenv("PYCOMM_SECRET", "too short")
+    with pytest.raises(ValueError, match="the secret in PYCOMM_SECRET has 9 characters, wanted at least 16"):
+        authentication.Access.read()
+    monkeypatch.setenv("PYCOMM_SECRET", "long enough, one hopes")
+    assert authentication.Access.read().key == b"long enough, one hopes"
+    monkeypatch.setenv("PYCOMM_SECRET_FILE", str(path))
+    with pytest.raises(ValueError, match="are both set"):
+        authentication.Access.read()
+    monkeypatch.delenv("PYCOMM_SECRET")
+    with pytest.raises(FileNotFoundError):
+        authentication.Access.read()
+    path.write_text("long enough, one hopes\n")
+    path.chmod(0o640)
+    with pytest.raises(ValueError, match="others may read it: chmod 600"):
+        authentication.Access.read()
+    path.chmod(0o600)
+    assert authentication.Access.read().key == b"long enough, one hopes"
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match="is a FIFO"):
+        authentication.Access.read()
+
+
+@on_ranks(2)
+def test_hosts_without_a_secret_are_an_error_of_all() -> None:
+    model = model_of()
+    with on_hosts("AB"), pytest.MonkeyPatch.context() as patch:
+        for secrets, message in (
+            (
+                ("", ""),
+                "are on different hosts, .* and have no secret .*: without one, servers listen on their own host",
+            ),
+            (
+                ("one secret of a job", "another secret of it"),
+                "the ranks disagree about PYCOMM_SECRET or certificates: f",
+            ),
+            (("", "the secret of one rank"), "the ranks disagree about PYCOMM_SECRET or certificates"),
+            (("short", "short"), "the secret in PYCOMM_SECRET has 5 characters"),
+        ):
+            patch.setenv("PYCOMM_SECRET", secrets[dist.get_rank()])
+            for call in (
+                lambda: pycomm.parameter_server(torch.optim.SGD(model.parameters(), 0.1), model, timeout=20),
+                lambda: pycomm.local_sgd(
+                    torch.optim.SGD(model.parameters(), 0.1),
+                    model,
+                    every=2,
+                    quorum=1,
+                    outer=pycomm.Nesterov(),
+                    timeout=20,
+                ),
+            ):
+                with pytest.raises(ValueError, match=message):
+                    call()
+
+
+@on_ranks(2)
+def test_the_secret_is_in_no_store() -> None:
+    """What travels to the store is seen by whoever can connect to its port."""
+    told: list[str] = []
+    model = model_of()
+    with on_hosts("AB"), pytest.MonkeyPatch.context() as patch:
+        real = dist.PrefixStore.set
+        patch.setattr(dist.PrefixStore, "set", lambda s, k, v: told.append(f"{k}={v}") or real(s, k, v))
+        with pycomm.parameter_server(torch.optim.SGD(model.parameters(), 0.1), model, timeout=20) as server:
+            if server.is_worker:
+                server.pull()
+        key = os.environ["PYCOMM_SECRET"]
+    assert any("lines/" in text for text in told)
+    assert not any(key in text or key.encode().hex() in text for text in told)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_wrong_timeout_on_one_rank_is_told_to_all(rank: int) -> None:
+    model, here = model_of(), dist.get_rank()
+
+    def server(timeout: Any) -> None:
+        pycomm.parameter_server(torch.optim.SGD(model.parameters(), 0.1), model, timeout=timeout).close()
+
+    def averager(timeout: Any) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        pycomm.local_sgd(optimizer, model, every=2, quorum=1, outer=pycomm.Nesterov(), timeout=timeout).detach()
+
+    for call in (server, averager):
+        for wrong in (-1, "ten", float("nan"), float("inf")):
+            message = "timeout is" if here == rank else f"rank {rank}: timeout is"
+            with pytest.raises(ValueError, match=message):
+                call(wrong if here == rank else 20)
+        call(20)
+
+
+# TLS.
+
+
+def named(path: Path) -> dict[str, str]:
+    """Return the variables that name the certificate, the key and the authority, whose names begin with ``path``."""
+    return dict(zip(authentication.TLS, (f"{path}.{end}" for end in ("crt", "key", "ca")), strict=True))
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> Callable[[str], dict[str, str]]:
+    """Return a function that makes an authority, and a certificate and its key by it."""
+
+    def run(*words: str) -> None:
+        subprocess.run(["openssl", *words], check=True, cwd=tmp_path, capture_output=True, timeout=30)
+
+    def make(name: str) -> dict[str, str]:
+        curve = "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"
+        run(
+            "req",
+            "-x509",
+            *curve,
+            "-keyout",
+            f"{name}.ca.key",
+            "-out",
+            f"{name}.ca",
+            "-subj",
+            f"/CN={name}",
+            "-days",
+            "9",
+        )
+        run("req", *curve, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", "/CN=rank")
+        signed = "-CA", f"{name}.ca", "-CAkey", f"{name}.ca.key", "-CAcreateserial", "-days", "9"
+        run("x509", "-req", "-in", f"{name}.csr", *signed, "-out", f"{name}.crt")
+        return dict(
+            zip(authentication.TLS, (str(tmp_path / f"{name}.{end}") for end in ("crt", "key", "ca")), strict=True)
+        )
+
+    return make
+
+
+def set_all(patch: pytest.MonkeyPatch, values: dict[str, str]) -> None:
+    for name, value in values.items():
+        patch.setenv(name, value)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates by openssl")
+def test_tls(monkeypatch: pytest.MonkeyPatch, certificates: Callable[[str], dict[str, str]], tmp_path: Path) -> None:
+    ours, theirs = certificates("ours"), certificates("theirs")
+    monkeypatch.setenv("PYCOMM_SECRET", KEY.decode())
+    set_all(monkeypatch, ours)
+    access = authentication.Access.read()
+    assert str(access).endswith("with TLS")
+    door = wire.Door("127.0.0.1", KEY, access.context(server=True))
+    worker = wire.connect(door.address, KEY, access.context(server=False))
+    assert select_one(door.bell)
+    (inside,) = door.admitted()
+    big = torch.randn(1_000_000)
+    out = torch.empty_like(big)
+    sending = threading.Thread(
+        target=lambda: (wire.tell(worker, a=1), wire.tell(worker, b=2), wire.send_array(worker, big))
+    )
+    sending.start()
+    assert wire.hear(inside) == {"a": 1}
+    assert wire.readable([inside], door.bell, 10.0)[0] == [inside], "what TLS has read ahead is seen"
+    assert wire.hear(inside) == {"b": 2}
+    wire.receive_array(inside, out)
+    sending.join()
+    assert torch.equal(out, big)
+    with pytest.raises(OSError, match="127.0.0.1"):  # in clear
+        wire.connect(door.address, KEY)
+    set_all(monkeypatch, {**theirs, authentication.TLS[2]: ours[authentication.TLS[2]]})
+    foreign = authentication.Access.read().context(server=False)
+    with pytest.raises(OSError, match="127.0.0.1"):  # it believes the server, which does not believe its certificate
+        wire.connect(door.address, KEY, foreign)
+    set_all(monkeypatch, theirs)
+    with pytest.raises(OSError, match="certificate verify failed"):
+        wire.connect(door.address, KEY, authentication.Access.read().context(server=False))
+    assert not wire.readable([], door.bell, 0.2)[1]
+    for one in (worker, inside, door):
+        one.close()
+    monkeypatch.delenv(authentication.TLS[1])
+    with pytest.raises(ValueError, match="PYCOMM_TLS_KEY must be set"):
+        authentication.Access.read()
+    (tmp_path / "no.key").write_text("no key")
+    monkeypatch.setenv(authentication.TLS[1], str(tmp_path / "no.key"))
+    with pytest.raises(OSError, match="no.key"):
+        authentication.Access.read()
+
+
+@on_ranks(2)
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates by openssl")
+def test_servers_and_workers_by_tls() -> None:
+    folder = Path(f"/dev/shm/pycomm-tls-{os.getppid()}")  # of both ranks
+    folder.mkdir(exist_ok=True)
+    try:
+        with on_hosts("AB"), pytest.MonkeyPatch.context() as patch:
+            make = certificates.__wrapped__(folder)  # type: ignore[attr-defined]
+            if dist.get_rank() == 0:
+                make("job")
+            dist.barrier()
+            set_all(patch, named(folder / "job"))
+            model = model_of()
+            with pycomm.parameter_server(torch.optim.SGD(model.parameters(), 0.1), model, timeout=20) as server:
+                for _ in range(3 if server.is_worker else 0):
+                    with server.step():
+                        model(torch.ones(1, 6, dtype=torch.float64)).sum().backward()
+        dist.barrier()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
