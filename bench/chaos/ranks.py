@@ -154,6 +154,7 @@ def _enter(setup: Setup) -> None:
     if setup.host:
         real = rendezvous.host_identity()
         rendezvous.host_identity = lambda: f"{setup.host}{real}"
+        os.environ["PYCOMM_SECRET"] = "what ranks of different hosts know"
     if setup.rank >= 0:
         host, _, port = setup.address.rpartition(":")
         patience = timedelta(seconds=60)

@@ -26,6 +26,7 @@ from pycomm.optim.parameters import optimizer_parameters, unwrapped
 from pycomm.reducer.agreement import agreed
 from pycomm.reducer.broadcast import check_same_lines, named_tensors, share_tensors, signature
 from pycomm.reducer.settings import checked_method
+from pycomm.transport.authentication import secret
 from pycomm.transport.choice import version
 from pycomm.transport.own_group import timeout_seconds
 
@@ -207,6 +208,8 @@ def _checked(optimizer: torch.optim.Optimizer, model: torch.nn.Module, request: 
     survives = options["on_failure"] == "shrink"
     if survives and next(iter(named.values())).device.type != "cpu":
         raise ValueError('on_failure="shrink" wants parameters in CPU memory')
+    if survives:
+        secret()  # by which newcomers are known: what is wrong with it is told to all ranks
     if options["join"] is not None and not survives:
         raise ValueError('join wants on_failure="shrink", as the ranks that are there have it')
     # Fragment i meets so many steps after the last meeting of all.

@@ -5,6 +5,7 @@ What is agreed there stays: a process that comes later, or in the place of one t
 
 from __future__ import annotations
 
+import ipaddress
 import itertools
 import json
 import os
@@ -72,6 +73,7 @@ class Meeting:
 
     def __init__(self, timeout: timedelta | float | None) -> None:
         number, self.timeout, self.access = next(_numbers), timeout_seconds(None), Access()
+        self._hosts: set[str] = set()  # of the ranks
         self._problem: Exception | None = None  # raised by compare(), when all have been told
         try:
             self.timeout, self.access = timeout_seconds(timeout), Access.read()
@@ -107,7 +109,7 @@ class Meeting:
             return
         mine = {"problem": "" if problem is None else _words(problem), "lines": list(lines)}
         self._store.set(f"lines/{self.rank}", json.dumps({**mine, **_safety(self.access)}))
-        everyones = [self._told_by(rank) for rank in range(self.size)]
+        everyones = self._told()
         self._store.set("begun", "")
         if problem is not None:
             raise ValueError(_words(problem)) from problem
@@ -119,18 +121,21 @@ class Meeting:
             _require_safe(told, everyones[0], rank)
 
     def _compare_with_first(self, lines: Sequence[str]) -> None:
-        first = self._told_by(0)
+        first = self._told()[0]
         _require_same([line for line in lines if not line.startswith("values")], first["lines"], "this process")
         _require_safe(_safety(self.access), first, self.worker)
 
-    def _told_by(self, rank: int) -> dict[str, Any]:
-        told: dict[str, Any] = parse(self._get(f"lines/{rank}", rank), _TOLD, f"what rank {rank} has told")
+    def _told(self) -> list[dict[str, Any]]:
+        """Return what all ranks have told."""
+        told = [parse(self._get(f"lines/{p}", p), _TOLD, f"what rank {p} has told") for p in range(self.size)]
+        self._hosts = {one["host"] for one in told} | {rendezvous.host_identity()}
         return told
 
     def open_door(self) -> Door:
-        """Return where workers come in; from other hosts only if there is a secret."""
-        key = self.access.key
-        return Door() if key is None else Door(self.own_address(), key, self.access.context(server=True))
+        """Return where workers come in: from other hosts only if there is a secret, and a way from them."""
+        key, address = self.access.key, self.own_address()
+        is_reached = len(self._hosts) > 1 or not ipaddress.ip_address(address.partition("%")[0]).is_loopback
+        return Door() if key is None or not is_reached else Door(address, key, self.access.context(server=True))
 
     def tell_address(self, server: int, door: Door) -> None:
         """Tell where ``server`` is."""

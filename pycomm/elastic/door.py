@@ -1,5 +1,8 @@
 """Door: where processes that come later ask to be let in, in the store of the process group.
 
+Whoever reaches the store can write a request there. So where the job has a secret, requests and answers are signed with
+it; without one, only processes of this user on the first rank's host are let in, and nobody from another host.
+
 A newcomer writes what it is: its processes, its version, and the lines by which ranks compare their settings and
 parameters. The first of the ranks looks now and then, on a thread of its own. If the newcomer fits, its number goes
 through the next commit of a step to all ranks, which open before their next step: they, and the newcomer, meet as
@@ -9,6 +12,8 @@ a new world.
 from __future__ import annotations
 
 import json
+import os
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,11 +24,28 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pycomm.errors import CommError
 from pycomm.torch_internals import PrefixStore, Store, root_store
+from pycomm.transport import processes, rendezvous
 from pycomm.transport.addresses import split_address
+from pycomm.transport.authentication import SECRET, Signer, secret
+from pycomm.untrusted import COUNT, ListOf, MapOf, OneOf, parse
 from pycomm.worker import Work, Worker
 
 _INTERVAL = 0.1  # seconds between two looks
 _POLL = 0.01  # seconds
+
+_PROCESS = {"host": str, "pid": COUNT, "start": COUNT}
+_REQUEST = {"process": _PROCESS, "lines": ListOf(ListOf(str, length=2)), "nonce": str, "proof": str}
+_INVITATION = {
+    "name": str,
+    "backends": str,
+    "ledger": ListOf(str, length=2),
+    "world": ListOf(COUNT),
+    "round": COUNT,
+    "epoch": COUNT,
+    "numbers": COUNT,
+    "processes": MapOf(_PROCESS),
+}
+_ANSWER = {"content": OneOf({"refused": str}, _INVITATION), "proof": str}
 
 T = TypeVar("T")
 
@@ -57,7 +79,8 @@ class Door:
 
     def __init__(self, store: Store, index: int | str, lines: Sequence[tuple[str, str]], host: str) -> None:
         self._store, self._index = _door(store, index), index
-        self._lines, self._host = lines, host
+        self._lines, self._host, self._signer = lines, host, Signer(secret())
+        self._nonces: dict[int, str] = {}  # of requests, by their numbers
         self._worker = Worker("pycomm-door")
         self._next = 1
         self._look: Work | None = None
@@ -84,12 +107,15 @@ class Door:
 
     def read(self, number: int) -> Request:
         """Return the request with that number."""
-        text = self._ask(lambda store: store.get(f"request/{number}"))
-        return Request(number, json.loads(text)["process"])
+        wanted = self._parsed(number)
+        self._nonces[number] = wanted["nonce"]
+        return Request(number, wanted["process"])
 
     def answer(self, number: int, content: dict[str, Any]) -> None:
         """Answer the request with that number."""
-        self._ask(lambda store: store.set(f"answer/{number}", json.dumps(content)))
+        proof = self._signer.sign("answer", *_bound(self._index, number, self._nonces.pop(number, ""), content))
+        text = json.dumps({"content": content, "proof": proof})
+        self._ask(lambda store: store.set(f"answer/{number}", text))
 
     def pass_by(self, number: int) -> None:
         """Look for later requests only."""
@@ -104,13 +130,36 @@ class Door:
         number = self._next
         if not self._ask(lambda store: store.check([f"request/{number}"])):
             return None
-        wanted = json.loads(self._ask(lambda store: store.get(f"request/{number}")))
-        problem = self._problem(wanted)
+        try:
+            wanted = self._parsed(number)
+            problem = self._who_is_wrong(number, wanted) or self._problem(wanted)
+        except ValueError as error:
+            problem = str(error)
         if not problem:
             return Request(number, wanted["process"])
         self._next += 1
         self.answer(number, {"refused": problem})
         return None
+
+    def _parsed(self, number: int) -> dict[str, Any]:
+        text = self._ask(lambda store: store.get(f"request/{number}"))
+        wanted: dict[str, Any] = parse(text, _REQUEST, "the request")
+        return wanted
+
+    def _who_is_wrong(self, number: int, wanted: dict[str, Any]) -> str:
+        """Return why nobody knows who asks; empty if it is known."""
+        self._nonces[number] = wanted["nonce"]
+        process = wanted["process"]
+        if self._signer.key is not None:
+            parts = _bound(self._index, number, wanted["nonce"], [process, wanted["lines"]])
+            return "" if self._signer.is_signed(wanted["proof"], "request", *parts) else f"it does not know {SECRET}"
+        if process["host"] != rendezvous.host_identity():
+            return (
+                f"it is not on the host of the first rank, or is of another user or container; set {SECRET} on all "
+                "ranks, by which processes of other hosts are known"
+            )
+        is_own = processes.start_of(process["pid"]) == process["start"] and _user_of(process["pid"]) == os.geteuid()
+        return "" if is_own else "it has ended, or belongs to another user"
 
     def _ask(self, question: Callable[[Store], T]) -> T:
         """Return what the store answers, over a new connection if the one that there was has broken."""
@@ -127,7 +176,7 @@ class Door:
     def _problem(self, wanted: dict[str, Any]) -> str:
         if self._host and wanted["process"]["host"] != self._host:
             return "the ranks agree in memory of their host, and this process is not on it, or may not share it"
-        theirs = [tuple(line) for line in wanted["lines"]]
+        theirs = [(kind, text) for kind, text in wanted["lines"]]
         for i in range(max(len(theirs), len(self._lines))):
             here, there = (lines[i] if i < len(lines) else ("", "nothing") for lines in (self._lines, theirs))
             if there[0] and there[0] != here[0]:  # one more of a kind
@@ -135,6 +184,18 @@ class Door:
             if here != there:
                 return f"{here[0]} is {there[1]!r} here, {here[1]!r} on the ranks"
         return ""
+
+
+def _bound(index: int | str, number: int, nonce: str, content: Any) -> list[str]:
+    """Return what is signed: ``content``, and what it belongs to."""
+    return [str(index), str(number), nonce, json.dumps(content, sort_keys=True)]
+
+
+def _user_of(pid: int) -> int:
+    try:
+        return os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return -1
 
 
 class Guest:
@@ -156,22 +217,33 @@ class Guest:
             )
         except RuntimeError as error:  # torch's DistNetworkError is one
             raise self._failed(f"no store listens at {address}: {error}") from error
-        self._door = _door(self.store, index)
+        self._door, self._signer = _door(self.store, index), Signer(secret())
 
     def ask(self, process: dict[str, Any], lines: Sequence[tuple[str, str]]) -> dict[str, Any]:
         """Return the ranks' answer, with the number of the request under "request".
 
         Raises:
-            ValueError: they refuse.
+            ValueError: they refuse, or do not know the secret that this process knows.
             CommError: they do not answer.
         """
-        number = self._door.add("requests", 1)
-        self._door.set(f"request/{number}", json.dumps({"process": process, "lines": list(lines)}))
+        number, nonce = self._door.add("requests", 1), secrets.token_hex(16)
+        wanted = [process, [list(line) for line in lines]]
+        proof = self._signer.sign("request", *_bound(self.index, number, nonce, wanted))
+        request = {"process": wanted[0], "lines": wanted[1], "nonce": nonce, "proof": proof}
+        self._door.set(f"request/{number}", json.dumps(request))
         while not self._door.check([f"answer/{number}"]):
             if time.monotonic() > self._deadline:
                 raise self._failed(f"the ranks that meet at {self._address} did not answer")
             time.sleep(_POLL)
-        answer: dict[str, Any] = json.loads(self._door.get(f"answer/{number}"))
+        told = parse(
+            self._door.get(f"answer/{number}"), _ANSWER, f"the answer of the ranks that meet at {self._address}"
+        )
+        answer: dict[str, Any] = told["content"]
+        parts = _bound(self.index, number, nonce, answer)
+        if self._signer.key is not None and not self._signer.is_signed(told["proof"], "answer", *parts):
+            raise ValueError(
+                f"who answers at {self._address} does not know {SECRET}: {answer.get('refused', 'refused')}"
+            )
         if "refused" in answer:
             raise ValueError(f"the ranks that meet at {self._address} refused this process: {answer['refused']}")
         return {**answer, "request": number}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from pycomm.errors import CommError
 from pycomm.torch_internals import PrefixStore, Store, root_store
 from pycomm.worker import Worker
 
+_PATH = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 _ANSWER = 10.0  # seconds for the store to answer
 
 _LOG = logging.getLogger("pycomm")
@@ -124,5 +126,11 @@ def shared_file(communicator: Communicator, name: str, otherwise: str) -> int:
 
 
 def open_file(path: str) -> int:
-    """Return a descriptor of another process's ledger, whose ``path`` that process told."""
-    return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    """Return a descriptor of another process's ledger, whose ``path`` that process told.
+
+    Raises:
+        OSError: it cannot be opened, or is something else.
+    """
+    if not _PATH.fullmatch(path):
+        raise OSError(f"{path[:80]!r} is no memory of a process")
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)

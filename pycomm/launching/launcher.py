@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,6 +19,7 @@ from pycomm.launching.failures import UNGUARDED, RankError
 from pycomm.launching.local_ranks import LocalRanks, is_being_started
 from pycomm.launching.meeting import rendezvous
 from pycomm.launching.running import Job, Tell, listen, run_rank
+from pycomm.transport.authentication import SECRET, SECRET_FILE
 
 _INSIDE = "PYCOMM_LAUNCHED"
 """In the environment that ranks give to what they start."""
@@ -57,7 +59,8 @@ def launch(
             rank: what that one writes, as it is (progress bars too); ``None``: nothing.
         threads: that torch uses in each rank, also OMP_NUM_THREADS there; ``None``: OMP_NUM_THREADS of
             ``environment``, if it is there, else cores // ranks, at least 1.
-        environment: variables that the ranks have besides this process's.
+        environment: variables that the ranks have besides this process's. They get a PYCOMM_SECRET of their own, by
+            which they know each other, unless there is one (or PYCOMM_SECRET_FILE) already.
         patience: limit of every wait of a rank for another, in seconds or as a ``timedelta``: of the process group. A
             rank that dies is noticed at once.
         timeout: limit of the whole call, or ``None``.
@@ -88,6 +91,8 @@ def launch(
     packed = cargo.pack("function, with args and kwargs,", call), cargo.interactive_sources()
     job = Job(_call, packed, backend, timedelta(seconds=checks.seconds_of(patience, "patience")), threads)
     variables.setdefault(_OMP, str(threads))
+    if not any(os.environ.get(name) or variables.get(name) for name in (SECRET, SECRET_FILE)):
+        variables[SECRET] = secrets.token_hex(32)
     try:
         with (
             rendezvous() as port,

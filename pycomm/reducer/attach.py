@@ -31,6 +31,7 @@ from pycomm.reducer.settings import NAMES, Settings, checked_settings
 from pycomm.reducer.sharded import check_sharding
 from pycomm.reducer.wrappers import refuse_wrapped, watch_constructions
 from pycomm.torch_internals import is_dtensor
+from pycomm.transport.authentication import secret
 from pycomm.transport.own_group import group_of, timeout_seconds
 
 
@@ -205,6 +206,7 @@ def _require_survivable(table: ParameterTable) -> None:
     """Raise TypeError or ValueError if ranks that go on without others could not keep or move these gradients."""
     if table.on_gpu:
         raise ValueError('on_failure="shrink" wants gradients in CPU memory, and these parameters are on a GPU')
+    secret()  # by which newcomers are known: what is wrong with it is told to all ranks
     for name, param in table.named():
         if is_dtensor(param):
             raise TypeError(

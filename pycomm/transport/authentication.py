@@ -64,9 +64,7 @@ def own_folder() -> Path:
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     if not _is_private(folder):
-        raise PermissionError(
-            f"{folder} is not for this user alone: remove it, or set XDG_RUNTIME_DIR"
-        )
+        raise PermissionError(f"{folder} is not for this user alone: remove it, or set XDG_RUNTIME_DIR")
     return folder
 
 
@@ -82,9 +80,8 @@ def secret() -> bytes | None:
     """Return the secret of this job, from ``PYCOMM_SECRET`` or the file ``PYCOMM_SECRET_FILE``; ``None`` without one.
 
     Raises:
-        ValueError: it is too short to be one, or both variables are set; or the file belongs to another user, can be
-            read by others, or is no regular file.
-        OSError: the file cannot be read.
+        ValueError: it is too short to be one, or both variables are set; or the file cannot be read, belongs to another
+            user, can be read by others, or is no regular file.
     """
     path, text = os.environ.get(SECRET_FILE), os.environ.get(SECRET)
     if path and text:
@@ -93,8 +90,12 @@ def secret() -> bytes | None:
         return None
     where, found = SECRET, os.fsencode(text or "")
     if path:
-        where, found = path, read_file(path, most=_LONGEST, own=True)
-        if os.stat(path).st_mode & 0o077:
+        try:
+            where, found = path, read_file(path, most=_LONGEST, own=True)
+            is_read_by_others = os.stat(path).st_mode & 0o077
+        except OSError as error:
+            raise ValueError(f"{SECRET_FILE} is {path!r}, which cannot be read: {error}") from error
+        if is_read_by_others:
             raise ValueError(f"{path} holds a secret, and others may read it: chmod 600 {path}")
     found = found.strip()
     if len(found) < _SHORTEST:
