@@ -3,7 +3,7 @@
 The driver starts every group once and lets them work in turns. Between turns a rank blocks in a read: it uses no core,
 whatever its communication library does while it waits. A rank holds one *worker*, an object made from its import name,
 whose methods the driver calls on all ranks of the group at once. Ranks are started here, by ``pycomm.launching``, or
-by a launcher such as MPI's: those connect over TCP, and a token in their environment keeps strangers out.
+by a launcher such as MPI's: those connect to a Unix socket, and the kernel tells that they are of the same user.
 
 Nothing stays behind: ranks end when the driver does, however that ended.
 """
@@ -11,21 +11,21 @@ Nothing stays behind: ranks end when the driver does, however that ended.
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
-import secrets
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from pycomm.cli.bench import worker as worker_module
 from pycomm.cli.bench.processes import kill_session
-from pycomm.cli.bench.worker import DRIVER, PATIENCE_SECONDS, TOKEN, Pipe, over, serve
+from pycomm.cli.bench.worker import DRIVER, PATIENCE_SECONDS, Pipe, serve
 from pycomm.launching import LocalRanks, RankError, join
+from pycomm.transport.authentication import process_behind
+from pycomm.transport.rendezvous import listen
 
 # Autograd allocates fresh gradients in every step. By default the allocator gives them back to the
 # kernel and gets zeroed pages again, which costs more than many a kernel and hides what is compared.
@@ -143,12 +143,11 @@ def _launched(
     """Have ``launcher`` start ranks, and wait for them to connect."""
     pipes: list[Pipe] = []
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        token = secrets.token_hex(16)
+        server = stack.enter_context(listen(size))
         # The ranks import what the driver imports, wherever that was started: by file, as `-m` would put the current
         # directory first, which may be a source tree without the extension.
         search = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        own = {DRIVER: str(server.getsockname()[1]), TOKEN: token, "PYTHONPATH": search}
+        own = {DRIVER: bytes(server.getsockname()).hex(), "PYTHONPATH": search}
         command = [*launcher, "-n", str(size), sys.executable, str(worker_module.__file__), worker]
         # A session of its own: Ctrl-C must reach the driver alone, which then ends its ranks in order.
         process = subprocess.Popen(
@@ -161,22 +160,22 @@ def _launched(
                 raise RankError(f"{name}: a process ended with status {process.returncode} before it connected")
             if time.monotonic() > deadline:
                 raise RankError(f"{name}: {len(pipes)} of {size} ranks came up in time")
-            pipes += _accept(server, token)
+            pipes += _accept(server)
         yield pipes
 
 
-def _accept(server: socket.socket, token: str) -> list[Pipe]:
-    """Return the pipe to a rank that connects, if one does now; strangers, who do not know ``token``, get none."""
+def _accept(server: socket.socket) -> list[Pipe]:
+    """Return the pipe to a rank that connects, if one does now; processes of other users get none."""
     server.settimeout(0.5)
     try:
-        pipe = over(server.accept()[0])
+        connection, _ = server.accept()
     except TimeoutError:
         return []
-    with contextlib.suppress(OSError, EOFError):
-        if pipe.poll(PATIENCE_SECONDS) and hmac.compare_digest(pipe.recv_bytes(len(token)), token.encode()):
-            return [pipe]
-    pipe.close()
-    return []
+    if process_behind(connection) is None:
+        connection.close()
+        return []
+    connection.setblocking(True)
+    return [Connection(connection.detach())]
 
 
 def _hang_up(process: subprocess.Popen[bytes], pipes: Sequence[Pipe]) -> None:

@@ -10,6 +10,7 @@ import importlib
 import os
 import select
 import socket
+import struct
 import sys
 import threading
 import time
@@ -20,7 +21,6 @@ from typing import Any, TypeAlias
 Pipe: TypeAlias = "Connection[Any, Any]"
 
 DRIVER = "PYCOMM_BENCH_DRIVER"
-TOKEN = "PYCOMM_BENCH_TOKEN"
 PATIENCE_SECONDS = 10.0
 
 
@@ -50,18 +50,14 @@ def _next(pipe: Pipe) -> Any:
 
 def answer_driver(worker_name: str) -> None:
     """Connect to the driver that the environment names, and serve it."""
-    stream = socket.create_connection(("127.0.0.1", int(os.environ[DRIVER])))
-    pipe = over(stream)
+    stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    stream.connect(bytes.fromhex(os.environ[DRIVER]))
+    _process, user, _group = struct.unpack("3i", stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if user != os.geteuid():  # what the driver says is unpickled
+        raise PermissionError("the driver has gone, and another user listens in its place")
+    pipe: Pipe = Connection(stream.detach())
     threading.Thread(target=_end_with_driver, args=(pipe.fileno(),), daemon=True).start()
-    pipe.send_bytes(os.environ.pop(TOKEN).encode())
     serve(pipe, worker_name)
-
-
-def over(stream: socket.socket) -> Pipe:
-    """Return a pipe that takes ``stream`` over."""
-    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    stream.setblocking(True)
-    return Connection(stream.detach())
 
 
 def _end_with_driver(descriptor: int) -> None:
