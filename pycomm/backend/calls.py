@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -16,20 +16,60 @@ from pycomm.backend.reduction import name_of
 from pycomm.backend.work import BackendWork
 from pycomm.errors import CommError
 
-T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 Tensors = Sequence[torch.Tensor]
 
 
-def by_device(operation: F) -> F:
-    """Hand calls of ``operation`` with tensors on GPUs to the group's side that has them."""
+class Planned(NamedTuple):
+    """What is to be run for a call.
+
+    Attributes:
+        name: name of the operation.
+        job: does it.
+        result: tensors that it writes.
+        opts: torch's options, which say whether the caller waits for it.
+    """
+
+    name: str
+    job: Job
+    result: Sequence[Any]
+    opts: Any
+
+
+def collective(operation: Callable[..., Planned]) -> Callable[..., Any]:
+    """Return the method that runs what ``operation`` plans, or hands the call to the group's side on GPUs.
+
+    If the call cannot be planned, the ranks that call the same are told.
+    """
+
+    @functools.wraps(operation)
+    def call(self: Calls, *args: Any, **kwargs: Any) -> Any:
+        try:
+            args = tuple(map(_arrived, args))
+            side = self.side_of(_device_of(args))
+            planned = operation(self, *args, **kwargs) if side is None else None
+        except Exception as error:
+            self.engine.channel.refuse_and_raise(error)
+        if side is not None:
+            return side.call(operation.__name__, *args, **kwargs)
+        assert planned is not None
+        work = self.run(planned)
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        return work
+
+    return call
+
+
+def message(operation: F) -> F:
+    """Hand calls of ``operation``, which only two ranks take part in, with a tensor on a GPU to that side."""
 
     @functools.wraps(operation)
     def call(self: Calls, *args: Any, **kwargs: Any) -> Any:
         args = tuple(map(_arrived, args))
-        device = _device_of(args)
-        if device is not None and device.type != "cpu":
-            return self.gpu_side(device).call(operation.__name__, *args, **kwargs)
+        side = self.side_of(_device_of(args))
+        if side is not None:
+            return side.call(operation.__name__, *args, **kwargs)
         work = operation(self, *args, **kwargs)
         if self._coalescing is not None:
             self._coalescing.append(work)
@@ -78,25 +118,13 @@ class Calls:
             self._gpu_side = GpuSide(self.engine, device)
         return self._gpu_side
 
-    # Arguments.
+    def side_of(self, device: torch.device | None) -> GpuSide | None:
+        """Return what operates on tensors of ``device``; ``None`` if that is this group itself, in CPU memory."""
+        return None if device is None or device.type == "cpu" else self.gpu_side(device)
 
-    def checked(self, check: Callable[[], T]) -> T:
-        """Return the result of ``check``; if it raises, tell the ranks that call the same operation."""
-        try:
-            return check()
-        except Exception as error:
-            self.engine.channel.refuse_and_raise(error)
-
-    def reduction(self, opts: Any) -> str:
-        """Return the name of the reduction that ``opts`` has."""
-        return "sum" if opts is None else self.checked(lambda: name_of(getattr(opts, "reduceOp", opts)))
-
-    def only(self, tensors: Any) -> Any:
-        """Return the one element of a list."""
-        return self.checked(lambda: _only(tensors))
-
-    def run(self, name: str, job: Job, result: Sequence[Any], opts: Any) -> BackendWork:
-        """Run ``job`` as an operation called ``name`` that writes ``result``; on this thread if ``opts`` say so."""
+    def run(self, planned: Planned) -> BackendWork:
+        """Run what is ``planned``; on this thread if the options say so."""
+        name, job, result, opts = planned
         timed = functools.partial(_timed, job, self.seconds(opts))
         return self.engine.run(name, timed, result, bool(getattr(opts, "asyncOp", True)))
 
@@ -107,11 +135,15 @@ class Calls:
         return seconds if seconds > 0 else self.engine.timeout
 
     def require_one_per_rank(self, operation: str, name: str, tensors: Sequence[Any]) -> None:
-        """Raise ValueError on every rank unless there are as many ``tensors`` as ranks."""
-        if len(tensors) == self.engine.size:
-            return
-        problem = f"{operation}: {name} has {len(tensors)} tensors, wanted one for each of {self.engine.size} ranks"
-        self.engine.channel.refuse_and_raise(ValueError(problem))
+        """Raise ValueError unless there are as many ``tensors`` as ranks."""
+        if len(tensors) != self.engine.size:
+            wanted = f"wanted one for each of {self.engine.size} ranks"
+            raise ValueError(f"{operation}: {name} has {len(tensors)} tensors, {wanted}")
+
+
+def reduction(opts: Any) -> str:
+    """Return the name of the reduction that ``opts`` has."""
+    return "sum" if opts is None else name_of(getattr(opts, "reduceOp", opts))
 
 
 def _timed(job: Job, seconds: float) -> None:
@@ -127,7 +159,7 @@ def _timed(job: Job, seconds: float) -> None:
         ) from error
 
 
-def _only(tensors: Any) -> Any:
+def only(tensors: Any) -> Any:
     """Return the one element of a list, which torch's calling convention has for several GPUs of a process."""
     if isinstance(tensors, torch.Tensor):
         return tensors

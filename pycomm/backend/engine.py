@@ -7,14 +7,18 @@ kind of torch class stands in front of it.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from pycomm.backend.agreement import prepared, require_same, require_same_dtypes
+from pycomm.backend.dense import Target, contiguous, require_writable, to_change, to_fill
 from pycomm.backend.in_backward import BackwardErrors
 from pycomm.backend.moved import MovedStorages
-from pycomm.backend.reduction import contiguous, filled, in_place, reducible
+from pycomm.backend.reduction import reducible
+from pycomm.backend.sparse import all_reduce_sparse
 from pycomm.backend.work import BackendWork, Collective, MessageWork, Reception
 from pycomm.channel import Channel
 from pycomm.transport.choice import choose_transport
@@ -80,24 +84,37 @@ class Engine:
 
     def all_reduce(self, tensor: torch.Tensor, op: str, timeout: float, in_backward: bool = False) -> None:
         """Reduce ``tensor`` over all ranks, in place; ``in_backward``: a backward pass has asked for it."""
+        if isinstance(tensor, torch.Tensor) and tensor.layout == torch.sparse_coo:
+            all_reduce_sparse(self.channel, tensor, op, timeout)
+            return
 
-        def change(dense: torch.Tensor) -> None:
-            memory = self._moved.reachable(dense, in_backward)
-            self._count(memory)
-            self.transport.all_reduce(*self._reducible(memory, op, timeout), timeout)
+        def prepare() -> tuple[Target, torch.Tensor, torch.Tensor, str]:
+            target = to_change(tensor)
+            memory = self._moved.reachable(target.dense, in_backward)
+            return target, memory, *reducible(memory, op)
 
-        if tensor.is_sparse:
-            self._all_reduce_sparse(tensor, op, timeout)
-        else:
-            in_place(tensor, change)
+        target, memory, array, name = prepared(self.transport, prepare, timeout)
+        self._count(memory)
+        self.transport.all_reduce(array, name, timeout)
+        target.finish()
 
     def all_reduce_coalesced(self, tensors: Sequence[torch.Tensor], op: str, timeout: float) -> None:
         """Reduce all ``tensors`` over all ranks, in place; those of one dtype travel together."""
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-            same = [tensor.detach() for tensor in tensors if tensor.dtype == dtype]
-            flat = self._flat_of(sum(tensor.numel() for tensor in same), dtype)
-            parts = torch.split(flat, [tensor.numel() for tensor in same])
-            views = [part.view(tensor.shape) for part, tensor in zip(parts, same, strict=True)]
+
+        def prepare() -> list[torch.Tensor]:
+            return [require_writable(tensor).detach() for tensor in tensors]
+
+        targets = prepared(self.transport, prepare, timeout)
+        counts: Counter[torch.dtype] = Counter()
+        for x in targets:
+            counts[x.dtype] += x.numel()
+        forms = ", ".join(f"{count} elements of {str(dtype)[6:]}" for dtype, count in counts.items())
+        require_same(self.channel, f"all_reduce_coalesced({forms})", timeout)
+        for dtype, count in counts.items():
+            same = [x for x in targets if x.dtype == dtype]
+            flat = self._flat_of(count, dtype)
+            parts = torch.split(flat, [x.numel() for x in same])
+            views = [part.view(x.shape) for part, x in zip(parts, same, strict=True)]
             torch._foreach_copy_(views, same)
             self.all_reduce(flat, op, timeout)
             torch._foreach_copy_(same, views)
@@ -109,105 +126,103 @@ class Engine:
             self._flat = self.transport.empty((max(num_bytes, 1),), torch.uint8)
         return self._flat[:num_bytes].view(dtype)
 
-    def _all_reduce_sparse(self, tensor: torch.Tensor, op: str, timeout: float) -> None:
-        """Sum COO tensors: every rank gathers the indices and values of all."""
-        if op != "sum":
-            raise ValueError(f"op is {op!r}, wanted 'sum' for a sparse tensor")
-        mine = tensor.detach().coalesce()
-        indices, values = mine.indices().contiguous(), mine.values().contiguous()
-        counts = torch.empty(self.size, dtype=torch.int64)
-        self.transport.all_gather(counts, torch.tensor([indices.shape[1]]), timeout)
-        lengths = counts.tolist()
-        all_indices = [torch.empty(indices.shape[0], n, dtype=torch.int64) for n in lengths]
-        all_values = [torch.empty(n, *values.shape[1:], dtype=values.dtype) for n in lengths]
-        self.transport.all_to_all_v(all_indices, [indices] * self.size, timeout)
-        self.transport.all_to_all_v(all_values, [values] * self.size, timeout)
-        total = torch.sparse_coo_tensor(torch.cat(all_indices, 1), torch.cat(all_values), tensor.shape)
-        with torch.no_grad():
-            tensor.copy_(total.coalesce())  # a detached one has indices of its own
-
     def reduce(self, tensor: torch.Tensor, dst: int, op: str, timeout: float) -> None:
         """Reduce ``tensor`` over all ranks into that of rank ``dst``."""
-        in_place(tensor, lambda dense: self._reduce_dense(dense, dst, op, timeout))
 
-    def _reduce_dense(self, dense: torch.Tensor, dst: int, op: str, timeout: float) -> None:
-        self._count(dense)
-        array, name = self._reducible(dense, op, timeout)
+        def prepare() -> tuple[Target, torch.Tensor, str]:
+            target = to_change(tensor)
+            return target, *reducible(target.dense, op)
+
+        target, array, name = prepared(self.transport, prepare, timeout)
+        self._count(target.dense)
         self.transport.reduce(array, dst, name, timeout)
+        target.finish()
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: str, timeout: float) -> None:
         """Reduce ``x`` over all ranks and write part ``rank`` of the result into ``out``."""
 
-        def fill(dense: torch.Tensor) -> None:
-            source, name = self._reducible(contiguous(x), op, timeout)
-            self._count(source)
-            self.transport.reduce_scatter(reducible(dense, op)[0], source, name, timeout)
+        def prepare() -> tuple[Target, torch.Tensor, torch.Tensor, str]:
+            target, (source, name) = to_fill(out), reducible(contiguous(x), op)
+            return target, reducible(target.dense, op)[0], source, name
 
-        filled(out, fill)
+        target, array, source, name = prepared(self.transport, prepare, timeout)
+        self._count(source)
+        self.transport.reduce_scatter(array, source, name, timeout)
+        target.finish()
 
     def reduce_scatter_parts(self, out: torch.Tensor, parts: Sequence[torch.Tensor], op: str, timeout: float) -> None:
         """Reduce ``parts[rank]`` over all ranks into ``out``; parts may differ in size."""
 
-        def fill(dense: torch.Tensor) -> None:
-            target, name = self._reducible(dense, op, timeout)
+        def prepare() -> tuple[Target, torch.Tensor, list[torch.Tensor], str]:
+            target = to_fill(out)
             sources = [reducible(contiguous(part), op)[0] for part in parts]
-            self._count(*sources)
-            self.transport.reduce_scatter_v(target, sources, name, timeout)
+            array, name = reducible(target.dense, op)
+            return target, array, sources, name
 
-        filled(out, fill)
+        target, array, sources, name = prepared(self.transport, prepare, timeout)
+        self._count(*sources)
+        self.transport.reduce_scatter_v(array, sources, name, timeout)
+        target.finish()
 
-    def _reducible(self, tensor: torch.Tensor, op: str, timeout: float) -> tuple[torch.Tensor, str]:
-        """Return what :func:`reducible` does; if it raises, tell the other ranks, which are about to compare."""
-        try:
-            return reducible(tensor, op)
-        except TypeError as error:
-            self.transport.refuse(str(error), timeout)
-            raise
+    def reduce_scatter_coalesced(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], op: str, timeout: float
+    ) -> None:
+        """Do what :meth:`reduce_scatter` does for several pairs."""
+        require_same(self.channel, f"reduce_scatter of {len(pairs)} tensors", timeout)
+        for out, x in pairs:
+            self.reduce_scatter(out, x, op, timeout)
 
     # Movements.
 
     def broadcast(self, tensor: torch.Tensor, src: int, timeout: float) -> None:
         """Overwrite ``tensor`` with that of rank ``src``."""
-
-        def change(dense: torch.Tensor) -> None:
-            self._count(dense)
-            self.transport.broadcast(dense, src, timeout)
-
-        in_place(tensor, change)
+        target = prepared(self.transport, lambda: to_change(tensor), timeout)
+        self._count(target.dense)
+        self.transport.broadcast(target.dense, src, timeout)
+        target.finish()
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, timeout: float) -> None:
         """Write the ``x`` of all ranks, in rank order, into ``out``."""
+        target, source = prepared(self.transport, lambda: (to_fill(out), contiguous(x)), timeout)
+        self._count(source)
+        self.transport.all_gather(target.dense, source, timeout)
+        target.finish()
 
-        def fill(dense: torch.Tensor) -> None:
-            source = contiguous(x)
-            self._count(source)
-            self.transport.all_gather(dense, source, timeout)
+    def all_gather_coalesced(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], timeout: float) -> None:
+        """Do what :meth:`all_gather` does for several pairs."""
+        require_same(self.channel, f"all_gather of {len(pairs)} tensors", timeout)
+        for out, x in pairs:
+            self.all_gather(out, x, timeout)
 
-        filled(out, fill)
+    def all_gather_lists(self, pairs: Sequence[tuple[Sequence[torch.Tensor], torch.Tensor]], timeout: float) -> None:
+        """Write, for each pair, the tensors of all ranks that are second in it into those that are first."""
+        require_same(self.channel, f"all_gather of {len(pairs)} tensors, to lists", timeout)
+        for outs, x in pairs:
+            self.exchange(outs, [x] * self.size, timeout)
 
     def exchange(self, outs: Sequence[torch.Tensor | None], xs: Sequence[torch.Tensor | None], timeout: float) -> None:
         """Send ``xs[p]`` to every rank p, and receive ``outs[p]`` from it; nothing where there is ``None``."""
-        dense: dict[int, torch.Tensor] = {}
-        for x in xs:
-            if x is not None and id(x) not in dense:
-                dense[id(x)] = contiguous(x)
-        sources = [None if x is None else dense[id(x)] for x in xs]
-        targets = [None if out is None else _writable(out) for out in outs]
-        self._count(*dense.values())
-        self.transport.all_to_all_v(targets, sources, timeout)
-        for out, target in zip(outs, targets, strict=True):
-            if out is not None and target is not None and target.data_ptr() != out.data_ptr():
-                out.detach().copy_(target)
+
+        def prepare() -> tuple[list[Target | None], list[torch.Tensor | None]]:
+            dense = {id(x): contiguous(x) for x in {id(x): x for x in xs if x is not None}.values()}
+            targets = [None if out is None else to_fill(out) for out in outs]
+            return targets, [None if x is None else dense[id(x)] for x in xs]
+
+        targets, sources = prepared(self.transport, prepare, timeout)
+        self._count(*{id(x): x for x in sources if x is not None}.values())
+        arrays = [None if target is None else target.dense for target in targets]
+        require_same_dtypes(self.channel, arrays, sources, timeout)
+        self.transport.all_to_all_v(arrays, sources, timeout)
+        for target in targets:
+            if target is not None:
+                target.finish()
 
     def all_to_all(self, out: torch.Tensor, x: torch.Tensor, timeout: float) -> None:
         """Send part p of ``x`` to rank p, where it becomes part ``rank`` of ``out``; all parts are equal."""
-
-        def fill(dense: torch.Tensor) -> None:
-            source = contiguous(x)
-            self._count(source)
-            self.transport.all_to_all(dense, source, timeout)
-
-        filled(out, fill)
+        target, source = prepared(self.transport, lambda: (to_fill(out), contiguous(x)), timeout)
+        self._count(source)
+        self.transport.all_to_all(target.dense, source, timeout)
+        target.finish()
 
     def barrier(self, timeout: float) -> None:
         """Wait for all ranks."""
@@ -222,13 +237,8 @@ class Engine:
 
     def receive(self, tensor: torch.Tensor, src: int | None, tag: int, timeout: float) -> MessageWork:
         """Receive ``tensor`` from rank ``src``, or from any rank if that is ``None``."""
-        target = _writable(tensor)
-        copies = target.data_ptr() != tensor.data_ptr()
-
-        def arrived() -> None:
-            tensor.detach().copy_(target)
-
-        reception = Reception(self.transport.receive(target, src, tag), timeout, arrived if copies else None)
+        target = to_fill(tensor)
+        reception = Reception(self.transport.receive(target.dense, src, tag), timeout, target.finish)
         return MessageWork(reception, [tensor], self.rank)
 
     def _count(self, *tensors: torch.Tensor) -> None:
@@ -244,11 +254,3 @@ class Engine:
     def _reaches(self, tensor: torch.Tensor) -> bool:
         memory = self.transport.host_memory
         return memory is not None and memory.offset_of(tensor.data_ptr(), tensor.nbytes) >= 0
-
-
-def _writable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return memory without gaps, of the shape of ``tensor``: its own if it has none."""
-    target = tensor.detach()
-    if target.is_contiguous() and not target.is_conj() and not target.is_neg():
-        return target
-    return torch.empty(target.shape, dtype=target.dtype)

@@ -19,7 +19,7 @@ from pycomm.torch_internals import Store
 from pycomm.transport.own_group import PYCOMM, Place
 
 
-class PycommProcessGroup(Reconfigurable, Operations, CommunicationMemory, dist.ProcessGroup):  # type: ignore[misc]
+class PycommProcessGroup(Reconfigurable, Operations, CommunicationMemory, dist.ProcessGroup):
     """Process group whose operations are pycomm's. Nothing else is registered under it, so nothing bypasses it."""
 
     def __init__(self, place: Place, timeout: float, empty: bool = False) -> None:

@@ -1,8 +1,7 @@
-"""Reductions in torch's words, and tensors of every kind as arrays that the transports can reduce or move."""
+"""Reductions in torch's words, and as the transports know them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,27 +51,3 @@ def reducible(tensor: torch.Tensor, op: str) -> tuple[torch.Tensor, str]:
             raise TypeError(f"op is {op!r}, which is not defined for a tensor of {tensor.dtype}")
         return torch.view_as_real(tensor.resolve_conj()), op
     return tensor, op
-
-
-def contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` without its graph, or a copy of it, as memory without gaps to read."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
-
-
-def in_place(tensor: torch.Tensor, change: Callable[[torch.Tensor], None]) -> None:
-    """Let ``change`` have the elements of ``tensor`` as memory without gaps, to read and to write."""
-    dense = contiguous(tensor)
-    change(dense)
-    if dense.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(dense)
-
-
-def filled(tensor: torch.Tensor, fill: Callable[[torch.Tensor], None]) -> None:
-    """Let ``fill`` write the elements of ``tensor`` into memory without gaps, of the same shape."""
-    target = tensor.detach()
-    if target.is_contiguous() and not target.is_conj() and not target.is_neg():
-        fill(target)
-        return
-    dense = torch.empty(target.shape, dtype=target.dtype)
-    fill(dense)
-    target.copy_(dense)

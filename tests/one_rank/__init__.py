@@ -1,0 +1,1 @@
+"""Public collective calls, each with wrong arguments that one rank gives alone."""
