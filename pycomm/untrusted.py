@@ -43,6 +43,14 @@ class ListOf:
 
 
 @dataclass(frozen=True)
+class PairOf:
+    """List of two items, of the shapes ``first`` and ``second``."""
+
+    first: Any
+    second: Any
+
+
+@dataclass(frozen=True)
 class MapOf:
     """Object with any keys that have the shape ``key``, whose values have all the shape ``value``."""
 
@@ -72,7 +80,7 @@ def parse(text: str | bytes, shape: Any, what: str) -> Any:
     Args:
         text: JSON, in UTF-8.
         shape: ``str``, ``bool`` or ``None``; a string or an int for that very value; :class:`Number`,
-            :class:`ListOf`, :class:`MapOf`, :class:`OneOf`, :data:`ANYTHING`; a dict for an object with those keys,
+            :class:`ListOf`, :class:`PairOf`, :class:`MapOf`, :class:`OneOf`, :data:`ANYTHING`; a dict for an object with those keys,
             of which those that end with "?" may be missing. Other keys of an object are not looked at.
         what: what errors call it: a path, "a message of worker 3".
 
@@ -105,6 +113,10 @@ def require(value: Any, shape: Any, what: str, where: str = "") -> None:
             raise _malformed(where, f"a list of {len(value)}", f"one of {shape.length}", what)
         for index, item in enumerate(value):
             require(item, shape.item, what, f"{where}[{index}]")
+    elif isinstance(shape, PairOf):
+        require(value, ListOf(ANYTHING, 2), what, where)
+        for index, inner in enumerate((shape.first, shape.second)):
+            require(value[index], inner, what, f"{where}[{index}]")
     elif isinstance(shape, MapOf):
         _require_kind(value, dict, "an object", what, where)
         for key, item in value.items():
@@ -127,6 +139,8 @@ def printable(value: Any, shape: Any) -> Any:
         return {name: printable(value[name], one) for name, one in inner.items() if name in value}
     if isinstance(shape, ListOf):
         return [printable(item, shape.item) for item in value]
+    if isinstance(shape, PairOf):
+        return [printable(value[0], shape.first), printable(value[1], shape.second)]
     if isinstance(shape, MapOf):
         return {printable(key, shape.key): printable(item, shape.value) for key, item in value.items()}
     return value
@@ -162,7 +176,7 @@ def _wanted(shape: Any) -> str:
         return " or ".join(_wanted(one) for one in shape.shapes)
     if isinstance(shape, dict | MapOf):
         return "an object"
-    if isinstance(shape, ListOf):
+    if isinstance(shape, ListOf | PairOf):
         return "a list"
     if isinstance(shape, type):
         return {str: "a string", bool: "true or false"}.get(shape, shape.__name__)

@@ -12,7 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from pycomm.untrusted import ANYTHING, ListOf, MapOf, open_file, parse, read_file, require
+from pycomm.untrusted import read_json as read_json_file
+
 _CHUNK_BYTES = 4 << 20
+_LARGEST_JSON = 1 << 30  # bytes
 
 
 class DamagedError(ValueError):
@@ -52,13 +56,11 @@ def read_json(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     Raises:
         DamagedError: the file is not that one.
     """
-    data = _read(path)
-    if len(data) != wanted["bytes"]:
-        raise DamagedError(f"{path} has {len(data)} bytes, wanted {wanted['bytes']}")
+    check_size(path, wanted["bytes"])
+    data = read_part(path)
     if _digest(data) != wanted["blake2b"]:
         raise DamagedError(f"{path} is not what was written: its checksum differs")
-    content: dict[str, Any] = json.loads(data)
-    return content
+    return parsed(data, MapOf(ANYTHING), path)
 
 
 def write_sealed(path: Path, content: dict[str, Any]) -> None:
@@ -68,15 +70,33 @@ def write_sealed(path: Path, content: dict[str, Any]) -> None:
 
 def read_sealed(path: Path) -> dict[str, Any]:
     """Return what :func:`write_sealed` has written. Raise DamagedError if the file is not whole."""
-    data = _read(path)
+    data = read_part(path)
+    outer = parsed(data, {"content": MapOf(ANYTHING), "checksum": str}, path)
+    content: dict[str, Any] = outer["content"]
     try:
-        outer = json.loads(data)
-        content, seal = outer["content"], outer["checksum"]
-    except (ValueError, KeyError, TypeError):  # a byte of it may have become anything
-        raise DamagedError(f"{path} is cut short, or is none of pycomm's") from None
-    if not isinstance(content, dict) or _seal_of(content) != seal or json.dumps(outer).encode() != data:
+        is_whole = _seal_of(content) == outer["checksum"] and json.dumps(outer).encode() == data
+    except RecursionError:  # a checksum that can be made has been made of less
+        is_whole = False
+    if not is_whole:
         raise DamagedError(f"{path} is not what was written: its checksum differs")
     return content
+
+
+def parsed(data: bytes, shape: Any, path: Path) -> dict[str, Any]:
+    """Return the JSON in ``data``, the content of ``path``. Raise DamagedError unless it has ``shape``."""
+    try:
+        found: dict[str, Any] = parse(data, shape, str(path))
+    except ValueError as error:  # a byte of it may have become anything
+        raise DamagedError(str(error)) from error
+    return found
+
+
+def checked(value: Any, shape: Any, what: str) -> None:
+    """Raise DamagedError unless ``value`` has ``shape``, see :func:`pycomm.untrusted.parse`."""
+    try:
+        require(value, shape, what)
+    except ValueError as error:
+        raise DamagedError(str(error)) from error
 
 
 def check_file(path: Path, wanted: dict[str, Any]) -> None:
@@ -84,22 +104,17 @@ def check_file(path: Path, wanted: dict[str, Any]) -> None:
     check_size(path, wanted["bytes"])
     crc = 0
     buffer = memoryview(bytearray(_CHUNK_BYTES))
-    try:
-        with open(path, "rb", buffering=0) as stream:
-            while count := stream.readinto(buffer):
-                crc = zlib.crc32(buffer[:count], crc)
-    except OSError as error:
-        raise DamagedError(f"{path} cannot be read: {error}") from error
+    with opened(path) as stream:
+        while count := stream.readinto(buffer):  # type: ignore[attr-defined]
+            crc = zlib.crc32(buffer[:count], crc)
     if crc != wanted["crc32"]:
         raise DamagedError(f"{path} is not what was written: its checksum differs")
 
 
 def check_size(path: Path, wanted: int) -> None:
     """Raise DamagedError unless ``path`` is a file of ``wanted`` bytes."""
-    try:
-        found = path.stat().st_size
-    except OSError as error:
-        raise DamagedError(f"{path} cannot be read: {error}") from error
+    with opened(path) as stream:
+        found = os.fstat(stream.fileno()).st_size
     if found != wanted:
         raise DamagedError(f"{path} has {found} bytes, wanted {wanted}")
 
@@ -150,18 +165,18 @@ class Reserve:
     On a full disk a file cannot be made any more, but one that is there can be written over and renamed.
     """
 
-    _BYTES = 4096
+    NUM_BYTES = 4096
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with open(path, "wb") as stream:
-            stream.write(b" " * self._BYTES)
+            stream.write(b" " * self.NUM_BYTES)
             stream.flush()
             os.fsync(stream.fileno())
 
     def tell(self, kind: str, text: str, name: str) -> None:
         """Rename the file to ``name``, with ``text`` in it; ``kind`` says which exception it is of."""
-        data = json.dumps([kind, text[:320]]).encode()[: self._BYTES].ljust(self._BYTES)
+        data = json.dumps([kind, text[:320]]).encode()[: self.NUM_BYTES].ljust(self.NUM_BYTES)
         with open(self.path, "r+b") as stream:
             stream.write(data)
         os.replace(self.path, self.path.with_name(name))
@@ -178,12 +193,12 @@ class Reserve:
 def told_in(path: Path) -> tuple[str, str] | None:
     """Return the kind and the text that a :class:`Reserve` has told under the name ``path``; ``None`` if it has not."""
     try:
-        kind, text = json.loads(path.read_bytes())
+        kind, text = read_json_file(path, ListOf(str, 2), most=Reserve.NUM_BYTES)
     except FileNotFoundError:
         return None
     except (OSError, ValueError):
         return "RuntimeError", f"{path} cannot be read"
-    return str(kind), str(text)
+    return kind, text
 
 
 @contextmanager
@@ -201,10 +216,25 @@ def summed(path: Path, sums: dict[str, Any]) -> Iterator[Summed]:
         sums[path.name] = {"bytes": found.num_bytes, "crc32": found.crc32}
 
 
-def _read(path: Path) -> bytes:
+def read_part(path: Path) -> bytes:
+    """Return the content of a file of JSON. Raise DamagedError if it cannot be read."""
     try:
-        return path.read_bytes()
+        return read_file(path, most=_LARGEST_JSON)
+    except (OSError, ValueError) as error:
+        raise DamagedError(f"{path} cannot be read: {error}") from error
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that others may have put there. What goes wrong with it is a DamagedError that names it."""
+    try:
+        with open_file(path) as stream:
+            yield stream
     except OSError as error:
+        raise DamagedError(f"{path} cannot be read: {error}") from error
+    except DamagedError:
+        raise
+    except ValueError as error:  # it is no regular file, or has a name that no file has
         raise DamagedError(f"{path} cannot be read: {error}") from error
 
 

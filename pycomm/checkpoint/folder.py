@@ -19,14 +19,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pycomm.checkpoint.files import DamagedError, check_file, check_size, read_json, read_sealed
+from pycomm.checkpoint.files import DamagedError, check_file, check_size, checked, read_json, read_sealed
+from pycomm.checkpoint.values import check_node
+from pycomm.untrusted import ANYTHING, COUNT, ListOf, MapOf, Number
 
 FORMAT = 1
 OWN, SHARED = "own", "shared"
 
-_NAME = re.compile(r"checkpoint-(\d{8,})")
+_NAME = re.compile(r"checkpoint-([0-9]{8}|[1-9][0-9]{8,17})")
 _WRITING = ".writing-"
 _REMOVING = ".removing-"
+
+_SUM = {"bytes": COUNT, "crc32": Number(0, 2**32 - 1, whole=True)}
+_PLACE = {"dtype": str, "shape": ListOf(COUNT), "stride": ListOf(COUNT), "file": str, "offset": COUNT, "length": COUNT}
+_INDEX = {"files": MapOf(_SUM), "tensors": MapOf(_PLACE)}
+_PART = {OWN: MapOf(ANYTHING), SHARED: MapOf(ANYTHING), "indexes": {OWN: _INDEX, SHARED: _INDEX}}
+_MANIFEST = {"format": COUNT, "parts": ListOf({"bytes": COUNT, "blake2b": str})}
 
 
 def numbers_in(folder: Path) -> list[int]:
@@ -88,14 +96,26 @@ class Checkpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         manifest = read_sealed(path / "manifest.json")
-        if manifest.get("format") != FORMAT:
-            raise ValueError(f"{path} has format {manifest.get('format')}, this pycomm reads {FORMAT}")
-        self.parts: list[dict[str, Any]] = [
-            read_json(part_of(path, rank) / "part.json", wanted) for rank, wanted in enumerate(manifest["parts"])
-        ]
+        checked(manifest, {"format": COUNT}, str(path / "manifest.json"))
+        if manifest["format"] != FORMAT:
+            raise ValueError(f"{path} has format {manifest['format']}, this pycomm reads {FORMAT}")
+        checked(manifest, _MANIFEST, str(path / "manifest.json"))
+        if not manifest["parts"]:
+            raise DamagedError(f"{path / 'manifest.json'} names no parts")
+        self.parts = [self._part(rank, wanted) for rank, wanted in enumerate(manifest["parts"])]
         for rank in range(self.world_size):
             for file, wanted in self._files(rank, (OWN, SHARED)):
                 check_size(file, wanted["bytes"])
+
+    def _part(self, rank: int, wanted: dict[str, Any]) -> dict[str, Any]:
+        """Return what a rank has saved besides tensors."""
+        path = part_of(self.path, rank) / "part.json"
+        part = read_json(path, wanted)
+        checked(part, _PART, str(path))
+        for kind in (OWN, SHARED):
+            for name, node in part[kind].items():
+                check_node(node, f"{path}: {name}")
+        return part
 
     @property
     def world_size(self) -> int:

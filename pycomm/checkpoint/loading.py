@@ -6,25 +6,37 @@ import copy
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pycomm.checkpoint import contents
-from pycomm.checkpoint.files import DamagedError
+from pycomm.checkpoint.files import DamagedError, checked
 from pycomm.checkpoint.folder import Checkpoint, numbers_in, whole
 from pycomm.checkpoint.generators import check_generators, restore_generators
 from pycomm.checkpoint.optimizers import check_optimizer, optimizer_state, restore_optimizer
 from pycomm.checkpoint.saving import settle
 from pycomm.checkpoint.together import exchanged, together
-from pycomm.communicator import Communicator
 from pycomm.optim.step_override import stepper_of
 from pycomm.reducer import Reducer
 from pycomm.reducer.checkpoint import select_state
+from pycomm.untrusted import ANYTHING, COUNT, ListOf, MapOf, OneOf, one_line
 
 _LOG = logging.getLogger("pycomm")
+
+_COMPRESSION = {"format": COUNT, "world_size?": COUNT, "steps?": COUNT, "ranks?": MapOf(ANYTHING)}
+_GROUP = {"params": ListOf(COUNT)}
+_OPTIMIZER = {
+    "class": str,
+    "names": ListOf(OneOf(None, str)),
+    "state_dict": {"state": MapOf(MapOf(ANYTHING, key=ANYTHING), key=ANYTHING), "param_groups": ListOf(_GROUP)},
+}
+
+_BARE = KeyError, IndexError, AttributeError, TypeError, AssertionError, RecursionError
+"""Errors that foreign objects raise when they are given what they do not expect."""
 
 Undo = list[Callable[[], Any]]
 
@@ -60,17 +72,23 @@ def load(path: str | os.PathLike[str], reducer: Reducer, /, **more: Any) -> dict
     communicator = reducer._communicator
     settle(reducer)
     together(communicator, "load a checkpoint", lambda: _check_call(reducer, more))
-    checkpoint = _last_whole(Path(path), communicator)
-    plan = together(communicator, f"load {checkpoint.path}", lambda: _Plan(checkpoint, reducer, more))
+    path, plan = _last_whole(Path(path), reducer, more)
     undo: Undo = []
     try:
-        together(communicator, f"load {checkpoint.path}", lambda: plan.restore(undo))
+        together(communicator, f"load {path}", lambda: plan.restore(undo))
     except Exception:
         for step in reversed(undo):
-            step()
+            _take_back(step)
         raise
     plan.finish()
     return plan.plain
+
+
+def _take_back(step: Callable[[], Any]) -> None:
+    try:
+        step()
+    except Exception as error:  # a foreign object may raise anything; the others are taken back all the same
+        _LOG.warning("what was loaded before the error could not be taken back: %s: %s", type(error).__name__, error)
 
 
 def _check_call(reducer: Reducer, more: Mapping[str, Any]) -> None:
@@ -85,34 +103,40 @@ def _check_call(reducer: Reducer, more: Mapping[str, Any]) -> None:
             )
 
 
-def _last_whole(folder: Path, communicator: Communicator) -> Checkpoint:
-    """Return the last checkpoint that all ranks find whole. Collective."""
+def _last_whole(folder: Path, reducer: Reducer, more: Mapping[str, Any]) -> tuple[Path, _Plan]:
+    """Return the last checkpoint that all ranks find whole, and what it has for this one. Collective."""
+    communicator = reducer._communicator
     numbers = exchanged(communicator, "load a checkpoint", lambda: numbers_in(folder))[0]
     if not numbers:
         raise FileNotFoundError(f"there is no checkpoint in {folder}")
     damages = []
     for number in reversed(numbers):
-        found: list[Checkpoint] = []
-        look = functools.partial(_damage, whole(folder, number), communicator, found)
-        everyones = exchanged(communicator, "load a checkpoint", look)
+        path, found = whole(folder, number), list[_Plan]()
+        look = functools.partial(_damage, path, reducer, more, found)
+        everyones = exchanged(communicator, f"load {path}", look)
         damage = next((each for each in everyones if each), None)
         if damage is None:
-            return found[0]
+            return path, found[0]
         damages.append(damage)
         if communicator.rank == 0:
-            _LOG.warning("checkpoint %d in %s is skipped: %s", number, folder, damage)
+            _LOG.warning("checkpoint %d in %s is skipped: %s", number, folder, one_line(damage))
     raise ValueError(f"no checkpoint in {folder} is whole: {'; '.join(damages)}")
 
 
-def _damage(path: Path, communicator: Communicator, found: list[Checkpoint]) -> str:
-    """Return what is wrong with a checkpoint; append it to ``found`` if nothing is."""
+def _damage(path: Path, reducer: Reducer, more: Mapping[str, Any], found: list[_Plan]) -> str:
+    """Return what is wrong with a checkpoint; append what it has for this rank to ``found`` if nothing is.
+
+    Raises:
+        ValueError: it is whole, and does not fit.
+    """
+    communicator = reducer._communicator
     try:
         checkpoint = Checkpoint(path)
         old, here = checkpoint.world_size, communicator.rank
         checkpoint.check({here} if old == communicator.size else set(range(old)))
+        found.append(_Plan(checkpoint, reducer, more))
     except DamagedError as error:
-        return str(error)
-    found.append(checkpoint)
+        return str(error) if str(path) in str(error) else f"{path}: {error}"
     return ""
 
 
@@ -124,6 +148,7 @@ class _Plan:
 
     Raises:
         ValueError: it does not fit.
+        DamagedError: it is none of a training.
     """
 
     def __init__(self, checkpoint: Checkpoint, reducer: Reducer, more: Mapping[str, Any]) -> None:
@@ -133,24 +158,27 @@ class _Plan:
 
         communicator = reducer._communicator
         saved = Saved(checkpoint, communicator.rank, communicator.size)
+        what = str(checkpoint.path)
         self._check_names(saved.names(contents.STATEFUL), bool(saved.names("loss_scaler")))
         self._parameters = contents.parameters_of(reducer)
         self._buffers = contents.buffers_of(reducer)
         self._modules = dict(contents.extra_states(reducer))
         self._scaler = contents.loss_scaler_of(reducer)
-        self._model = saved.value("model")
+        self._model = _of_shape(saved.value("model"), MapOf(torch.Tensor), f"{what}: model")
         _check_tensors("parameter", self._model, self._parameters)
-        self._saved_buffers = saved.value("buffers")
+        self._saved_buffers = _of_shape(saved.value("buffers"), MapOf(torch.Tensor), f"{what}: buffers")
         _check_tensors("buffer", self._saved_buffers, self._buffers)
-        self._extra = saved.value("extra")
+        self._extra = _of_shape(saved.value("extra"), MapOf(ANYTHING), f"{what}: extra")
         _check_keys("module with extra state", self._extra.keys(), self._modules.keys())
         here = optimizer_state(reducer)
-        optimizer = saved.value("optimizer", here)
+        optimizer = _of_shape(saved.value("optimizer", here), _OPTIMIZER, f"{what}: optimizer")
         check_optimizer(optimizer, here, stepper_of(reducer.optimizer).has_masters)
         self._optimizer = optimizer["state_dict"]
-        self._compression = saved.of_all("compression")
+        states = saved.of_all("compression")
+        self._compression = [_of_shape(each, _COMPRESSION, f"{what}: compression") for each in states]
         table, method = reducer._table, reducer._settings.compression
-        select_state(self._compression, reducer._engine.state(), method, communicator, True, table.labels())
+        with _named(f"{checkpoint.path}: compression", DamagedError):
+            select_state(self._compression, reducer._engine.state(), method, communicator, True, table.labels())
         self._generators = saved.value("generators") if saved.has_own else None
         if self._generators is not None:
             check_generators(self._generators)
@@ -168,22 +196,25 @@ class _Plan:
     def restore(self, undo: Undo) -> None:
         """Put everything in place that could still fail; ``undo`` gets what takes it back."""
         for name, state in self._states.items():
-            self._restore_one(self._more[name], state, undo)
+            self._restore_one(name, self._more[name], state, undo)
         if self._scaler is not None:
-            self._restore_one(self._scaler, self._scaler_state, undo)
+            self._restore_one("loss_scaler", self._scaler, self._scaler_state, undo)
         for name, module in self._modules.items():
             old = copy.deepcopy(module.get_extra_state())
             undo.append(functools.partial(module.set_extra_state, old))
-            module.set_extra_state(self._extra[name])
-        undone = restore_optimizer(self._reducer.optimizer, self._optimizer)
+            with _named(f"module {name!r}"):
+                module.set_extra_state(self._extra[name])
+        with _named("the optimizer"):
+            undone = restore_optimizer(self._reducer.optimizer, self._optimizer)
         if undone is not None:
             undo.append(undone)
 
     @staticmethod
-    def _restore_one(value: Any, state: Any, undo: Undo) -> None:
+    def _restore_one(name: str, value: Any, state: Any, undo: Undo) -> None:
         old = copy.deepcopy(contents.state_of(value))
         undo.append(lambda: contents.restore(value, old))
-        contents.restore(value, state)
+        with _named(name):
+            contents.restore(value, state)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -194,6 +225,20 @@ class _Plan:
         self._reducer.load_state_dict(self._compression)
         if self._generators is not None:
             restore_generators(self._generators, contents.device_of(self._reducer))
+
+
+@contextmanager
+def _named(what: str, kind: type[ValueError] = ValueError) -> Iterator[None]:
+    """Raise an error of ``kind`` that names ``what`` in the place of one that says nothing of it."""
+    try:
+        yield
+    except _BARE as error:
+        raise kind(f"{what} does not take what was saved: {type(error).__name__}: {error}") from error
+
+
+def _of_shape(value: Any, shape: Any, what: str) -> Any:
+    checked(value, shape, what)
+    return value
 
 
 def _check_tensors(what: str, saved: Mapping[str, torch.Tensor], here: Mapping[str, torch.Tensor]) -> None:

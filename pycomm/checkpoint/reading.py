@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from pycomm.checkpoint.files import DamagedError
 from pycomm.checkpoint.folder import OWN, SHARED, Checkpoint, part_of
 from pycomm.checkpoint.storage import read_tensors
 from pycomm.checkpoint.values import decode, positions_in
@@ -59,7 +60,10 @@ class Saved:
         return [self._value_of(name, rank) for rank in ([self._rank] if same else range(self._checkpoint.world_size))]
 
     def _value_of(self, name: str, rank: int, old: Any = None) -> Any:
-        return self._decoded(name, self._own(rank)[name], rank, old)
+        node = self._own(rank).get(name)
+        if node is None:
+            raise DamagedError(f"{part_of(self._checkpoint.path, rank)} has no {name}")
+        return self._decoded(name, node, rank, old)
 
     def _shared(self) -> dict[str, Any]:
         sections: dict[str, Any] = self._checkpoint.parts[0][SHARED]
@@ -80,8 +84,14 @@ class Saved:
         tensors: dict[int, torch.Tensor] = {}
         for writer in range(self._checkpoint.world_size) if rank is None else [rank]:
             kind = SHARED if rank is None else OWN
-            here = [each for each in names if rank is not None or self._writers[each] == writer]
+            here = [each for each in names if rank is not None or self._writers.get(each) == writer]
             index = self._index(writer, kind)
             found = read_tensors(part_of(self._checkpoint.path, writer) / kind, index, here)
             tensors.update({names[each]: tensor for each, tensor in found.items()})
-        return decode(node, [tensors[i] for i in positions], name, **({} if old is None else {"old": old}))
+        missing = next((each for each, i in names.items() if i not in tensors), None)
+        if missing is not None:
+            raise DamagedError(f"{self._checkpoint.path} has no place of {missing}")
+        try:
+            return decode(node, [tensors[i] for i in positions], name, **({} if old is None else {"old": old}))
+        except RecursionError:
+            raise DamagedError(f"{name} in {self._checkpoint.path} is nested too deeply to be read") from None

@@ -2,9 +2,9 @@
 
 torch's own ``save`` and ``load`` of checkpoints are not called. They gather pickled plans over the default process
 group, which is gone once ranks have been lost; and what they write last, ``.metadata``, is a pickle, as are values that
-are no tensors. So the steps that they consist of are taken here, through the public interfaces of planners, writers
-and readers, with this rank alone: what is where goes into JSON, and the reader loads tensors with
-``weights_only=True``.
+are no tensors. So the steps that writing consists of are taken here, through the public interfaces of planners and
+writers, with this rank alone. What is where goes into JSON; and files are read by
+:mod:`pycomm.checkpoint.torch_files`, which runs nothing and believes no size.
 """
 
 from __future__ import annotations
@@ -13,36 +13,19 @@ import io
 import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
-from pycomm.checkpoint.files import DamagedError, summed, sync_directory
+from pycomm.checkpoint.files import DamagedError, opened, summed, sync_directory
+from pycomm.checkpoint.torch_files import read_values
 from pycomm.checkpoint.values import dtype_called
 
 Index = dict[str, Any]
 """What is in one directory: ``files``, each with its size and checksum, and ``tensors``, each with its place."""
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Place of a tensor, with the names that torch's reader looks for."""
-
-    relative_path: str
-    offset: int
-    length: int
-    transform_descriptors: Sequence[str] | None = None
 
 
 class _SummingFileSystem(FileSystem):
@@ -88,28 +71,39 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> Index:
 
 
 def read_tensors(path: Path, index: Index, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Return the tensors ``names`` of the directory ``path``, in CPU memory."""
-    entries = {name: index["tensors"][name] for name in names}
-    if not entries:
-        return {}
-    state: dict[str, Any] = {
-        name: torch.empty_strided(entry["shape"], entry["stride"], dtype=dtype_called(entry["dtype"], name))
-        for name, entry in entries.items()
-    }
-    metadata = Metadata({}, storage_data={})
-    for name, entry in entries.items():
+    """Return the tensors ``names`` of the directory ``path``, in CPU memory.
+
+    Raises DamagedError if they are not what ``index`` says.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for name in names:
+        entry = index["tensors"].get(name)
+        if entry is None:
+            raise DamagedError(f"{path} has no place of {name}")
         if entry["file"] not in index["files"]:
             raise DamagedError(f"{path} has no checksum of the file of {name}")
-        start = torch.Size([0] * len(entry["shape"]))
-        chunk = ChunkStorageMetadata(start, torch.Size(entry["shape"]))
-        properties = TensorProperties(dtype=state[name].dtype)
-        metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, chunk.sizes, [chunk])
-        place = _Place(entry["file"], entry["offset"], entry["length"])
-        metadata.storage_data[MetadataIndex(name, start)] = place
-    reader = FileSystemReader(path)
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(state, metadata, True)
-    reader.set_up_storage_reader(metadata, True)
-    plan = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
-    reader.read_data(planner.finish_plan(reader.prepare_global_plan(plan)[0]), planner).wait()
-    return cast(dict[str, torch.Tensor], state)
+        found[name] = _read(path / entry["file"], entry, name)
+    return found
+
+
+def _read(path: Path, entry: dict[str, Any], name: str) -> torch.Tensor:
+    what, dtype = f"{path}: {name}", dtype_called(entry["dtype"], name)
+    with opened(path) as stream:
+        if entry["offset"] + entry["length"] > os.fstat(stream.fileno()).st_size:
+            raise DamagedError(f"{what} is beyond the file's end")
+        value = read_values(stream, entry["offset"], entry["length"], what)
+    if not isinstance(value, torch.Tensor) or value.dtype != dtype or list(value.shape) != entry["shape"]:
+        raise DamagedError(f"{what} is not of the shape and dtype that were saved")
+    if list(value.stride()) == entry["stride"] or not _is_dense(entry["shape"], entry["stride"]):
+        return value.detach()
+    return torch.empty_strided(entry["shape"], entry["stride"], dtype=dtype).copy_(value)
+
+
+def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Return whether elements lie one after the other, in some order of the dimensions."""
+    expected = 1
+    for step, length in sorted((s, n) for s, n in zip(stride, shape, strict=True) if n != 1):
+        if step != expected:
+            return False
+        expected *= length
+    return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,11 +12,31 @@ from typing import Any
 import numpy as np
 import torch
 
+from pycomm.checkpoint.files import DamagedError
+from pycomm.checks import shown
+from pycomm.untrusted import ANYTHING, COUNT, ListOf, OneOf, PairOf, require
+
 Node = list[Any]
 """Encoded value: its kind, followed by the fields of that kind."""
 
 _MISSING = object()
 _NUMBERS_AND_TEXT = (bool, int, float, str, type(None))
+_SCALAR = OneOf(None, bool, int, float, str)
+_FIELDS: dict[str, tuple[Any, ...]] = {
+    "tensor": (COUNT,),
+    "array": (COUNT, str, ListOf(COUNT)),
+    "value": (_SCALAR,),
+    "bytes": (str,),
+    "dtype": (str,),
+    "own": (str,),
+    **dict.fromkeys(("list", "tuple"), (ListOf(ANYTHING),)),
+    **dict.fromkeys(("dict", "counter"), (ListOf(PairOf(_SCALAR, ANYTHING)),)),
+}
+"""Fields of each kind of node."""
+
+_ARRAY_DTYPE = re.compile(r"[<>|=][biufcmMSUV][0-9]{1,9}(\[[0-9]{0,9}[a-zA-Z]{1,7}\])?")
+_LARGEST_KEY = 2**63  # integers beyond may be chosen so that a dict compares each of them with all
+_MOST_LARGE_KEYS = 1000
 
 
 def encode(value: Any, tensors: list[torch.Tensor], where: str, *, lenient: bool = False) -> Node:
@@ -74,7 +95,7 @@ def decode(node: Node, tensors: Sequence[torch.Tensor], where: str, old: Any = _
     if kind == "tensor":
         return tensors[content]
     if kind == "array":
-        return tensors[content].numpy().view(_array_dtype(node[2], where)).reshape(node[3])
+        return _array(tensors[content], node, where)
     if kind == "value":
         return content
     if kind == "bytes":
@@ -99,17 +120,56 @@ def decode(node: Node, tensors: Sequence[torch.Tensor], where: str, old: Any = _
 
 def dtype_called(name: str, where: str) -> torch.dtype:
     """Return torch's dtype of that name. Raise ValueError if it is none."""
-    found = getattr(torch, name, None)
+    found = vars(torch).get(name)  # without what the module imports if it is asked for
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{where} has dtype {name!r}, which torch does not have")
     return found
 
 
-def _array_dtype(name: str, where: str) -> np.dtype[Any]:
-    found = np.dtype(name)
-    if found.hasobject:  # pointers, from a file
-        raise ValueError(f"{where} has dtype {name!r}, wanted one of numbers")
-    return found
+def _array(content: torch.Tensor, node: Node, where: str) -> np.ndarray[Any, Any]:
+    name, shape = node[2], node[3]
+    if not _ARRAY_DTYPE.fullmatch(name):  # an object would be a pointer, from a file
+        raise DamagedError(f"{where} has dtype {name!r}, wanted one of numbers")
+    try:
+        flat: np.ndarray[Any, Any] = content.numpy()
+        return flat.view(np.dtype(name)).reshape(shape)
+    except (ValueError, TypeError) as error:
+        raise DamagedError(f"{where} is no array of shape {shape} and dtype {name!r}: {error}") from error
+
+
+def check_node(node: Any, where: str) -> None:
+    """Raise DamagedError unless ``node`` is one that :func:`encode` may have returned."""
+    positions: list[int] = []
+    try:
+        _check_node(node, positions)
+    except RecursionError:
+        raise DamagedError(f"{where} is nested too deeply to be read") from None
+    except ValueError as error:
+        raise DamagedError(f"{where} is malformed: {error}") from error
+    if sorted(positions) != list(range(len(positions))):
+        raise DamagedError(f"{where} is malformed: its tensors are not numbered")
+
+
+def _check_node(node: Any, positions: list[int]) -> None:
+    kind = node[0] if isinstance(node, list) and node and isinstance(node[0], str) else ""
+    shapes = _FIELDS.get(kind)
+    if shapes is None or len(node) != 1 + len(shapes):
+        raise ValueError(f"{shown(node)} is no value")
+    for field, shape in zip(node[1:], shapes, strict=True):
+        require(field, shape, kind)
+    content = node[1]
+    if kind in ("tensor", "array"):
+        positions.append(content)
+    elif kind in ("list", "tuple"):
+        for item in content:
+            _check_node(item, positions)
+    elif kind in ("dict", "counter"):
+        if sum(isinstance(key, int) and abs(key) >= _LARGEST_KEY for key, _ in content) > _MOST_LARGE_KEYS:
+            raise ValueError(f"it has more than {_MOST_LARGE_KEYS} keys beyond 64 bits")
+        for _, item in content:
+            _check_node(item, positions)
+    elif kind == "bytes":
+        base64.b64decode(content, validate=True)
 
 
 def positions_in(node: Node) -> list[int]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from pycomm.checkpoint.files import Reserve, sum_of, sync_directory, told_in, write_json, write_sealed
+from pycomm.checkpoint.files import Reserve, read_part, sum_of, sync_directory, told_in, write_json, write_sealed
 from pycomm.checkpoint.folder import FORMAT, OWN, SHARED, part_of, prune, unfinished, whole
 from pycomm.elastic.vitals import Vitals
 from pycomm.errors import CommError
@@ -269,7 +269,7 @@ def _fate(job: Job, rank: int) -> str | None:
 
 def _publish(job: Job) -> Path:
     """Make the checkpoint whole, and remove old ones; return its directory."""
-    parts = [sum_of((part_of(job.place, rank) / "part.json").read_bytes()) for rank in range(job.size)]
+    parts = [sum_of(read_part(part_of(job.place, rank) / "part.json")) for rank in range(job.size)]
     for rank in range(job.size):
         (part_of(job.place, rank) / "watching").unlink(missing_ok=True)
     write_sealed(job.place / "manifest.json", {"format": FORMAT, "torch": torch.__version__, "parts": parts})

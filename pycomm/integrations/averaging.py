@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from pycomm.checkpoint.together import exchanged, together
+from pycomm.checkpoint.torch_files import load_values
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression
 from pycomm.ddp import HookHandle, register
@@ -255,8 +256,8 @@ def _loaded(paths: Iterable[Path]) -> list[dict[str, Any]]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
+        state: dict[str, Any] = load_values(path)
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     return state
 

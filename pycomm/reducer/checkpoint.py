@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from pycomm.checks import shown
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression
 from pycomm.compression.base import State
@@ -14,6 +15,7 @@ from pycomm.reducer.parts import join_parts, select_parts
 
 _FORMAT = 3
 _KEYS = {"format", "method", "world_size", "steps", "ranks"}
+_SUMMED = torch.float16, torch.bfloat16, torch.float32, torch.float64
 CONTRIBUTIONS = ("residual", "velocity", "late")
 """Keys of state whose sum over the ranks counts; all other state is equal on all ranks."""
 
@@ -85,8 +87,8 @@ def _check_header(saved: Any, method: str, strict: bool) -> None:
         raise ValueError("state is not a Reducer.state_dict(): its 'ranks' are not numbered")
     for key, least in (("world_size", 1), ("steps", 0)):
         value = saved[key]
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"state[{key!r}] is {value!r}, wanted an int of at least {least}")
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
+            raise ValueError(f"state[{key!r}] is {shown(value)}, wanted an int of at least {least}")
     for rank, content in saved["ranks"].items():
         _check_content(f"state['ranks'][{rank!r}]", content)
     if strict and saved["method"] != method:
@@ -110,7 +112,7 @@ def _select_rank(ranks: list[tuple[int, State]], size: int, communicator: Commun
     numbers = sorted(rank for rank, _ in ranks)
     if size == communicator.size and numbers.count(communicator.rank) == 1:
         return dict(ranks)[communicator.rank]
-    if numbers == list(range(size)):
+    if len(numbers) == size and numbers == list(range(size)):
         return _reshard(ranks, communicator)
     raise ValueError(
         f"state is from rank(s) {numbers} of {size}, this is rank {communicator.rank} of {communicator.size}: pass the "
@@ -133,6 +135,8 @@ def _reshard(ranks: Sequence[tuple[int, State]], communicator: Communicator) -> 
                 part = tensor if is_mine else torch.zeros_like(tensor)
                 if key in slot and slot[key].shape != part.shape:
                     raise ValueError(f"state[{name!r}][{key!r}] has different shapes on different ranks")
+                if part.dtype not in _SUMMED:
+                    raise ValueError(f"state[{name!r}][{key!r}] has dtype {part.dtype}, of which there are no sums")
                 slot[key] = part if key not in slot else slot[key] + part
     return total
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 import pycomm
-from pycomm.checkpoint.files import write_sealed
+from pycomm.checkpoint.files import DamagedError, write_json, write_sealed
+from pycomm.checkpoint.generators import check_generators, generators_state
 from tests.checkpoint.training import Training, training
 from tests.on_ranks import on_ranks
 
@@ -140,3 +144,152 @@ def test_a_copy_of_the_folder_is_as_good(two: Path, run: Training, tmp_path_fact
     shutil.copytree(two, elsewhere)
     shutil.rmtree(two)
     assert load_step(elsewhere, run) == 2
+
+
+def with_part(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change what checkpoint 2 says of its rank, with checksums as if that had been written."""
+    place = folder / "checkpoint-00000002"
+    part = json.loads((place / "rank-0" / "part.json").read_bytes())
+    change(part)
+    wanted = write_json(place / "rank-0" / "part.json", part)
+    manifest = json.loads((place / "manifest.json").read_bytes())["content"]
+    write_sealed(place / "manifest.json", {**manifest, "parts": [wanted]})
+
+
+def entry(part: dict[str, Any]) -> dict[str, Any]:
+    """Return the place of some tensor that is read."""
+    found: dict[str, Any] = part["indexes"]["shared"]["tensors"]["model/0"]
+    return found
+
+
+PARTS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
+    (lambda part: part.update(own=[]), "part.json is malformed: own is a list, wanted an object"),
+    (lambda part: part["indexes"].pop("own"), "part.json is malformed: it has no 'indexes.own'"),
+    (
+        lambda part: part["indexes"]["own"]["files"].update(x={"bytes": -1, "crc32": 0}),
+        "bytes is -1, wanted an integer",
+    ),
+    (lambda part: part["indexes"]["own"]["files"].update({"../x": {"bytes": 1, "crc32": 0}}), "outside of itself"),
+    (lambda part: part["indexes"]["own"]["files"].update({"a\0": {"bytes": 1, "crc32": 0}}), "cannot be read"),
+    (lambda part: part["indexes"]["own"]["files"].update({"": {"bytes": 4096, "crc32": 0}}), "is a folder"),
+    (lambda part: part["shared"].update(model=["dict", [["a"]]]), "model is malformed"),
+    (lambda part: part["shared"].update(model=["dict", [[[], ["value", 1]]]]), "model is malformed"),
+    (lambda part: part["shared"].update(model=["nothing", 1]), "is no value"),
+    (lambda part: part["shared"].update(model=["value", 1]), "is malformed: it is 1, wanted an object"),
+    (lambda part: part["shared"].update(model=["tensor", 5]), "its tensors are not numbered"),
+    (lambda part: part["shared"].update(buffers=["bytes", "!"]), "buffers is malformed: .*base64"),
+    (lambda part: part["shared"].update(buffers=["array", 0, "O", [1]]), "no place of buffers/0|has dtype 'O'"),
+    (lambda part: part["shared"].pop("model"), "rank-0 has no model"),
+    (lambda part: part["shared"].update(optimizer=["dict", []]), "it has no 'class'"),
+    (lambda part: part["own"].update(compression=["value", None]), "it is null, wanted an object"),
+    (lambda part: part["own"].update(generators=["list", []]), "generators is malformed"),
+    (lambda part: part["indexes"]["shared"]["tensors"].pop("model/0"), "no place of model/0"),
+    (lambda part: entry(part).update(length=2**62), "beyond the file's end"),
+    (lambda part: entry(part).update(length=10), "is no archive of torch.save"),
+    (lambda part: entry(part).update(shape=[2**40]), "not of the shape and dtype"),
+    (lambda part: entry(part).update(dtype="float64"), "not of the shape and dtype"),
+    (lambda part: entry(part).update(file="elsewhere"), "no checksum of the file"),
+]
+
+
+@pytest.mark.timeout(120)
+def test_a_part_that_says_something_else(two: Path, run: Training, caplog: pytest.LogCaptureFixture) -> None:
+    """Its checksum is right: whoever made it up has made that, too."""
+    shutil.copytree(two / "checkpoint-00000002", two / "kept")
+    for change, says in PARTS:
+        caplog.clear()
+        with_part(two, change)
+        assert load_step(two, run) == 1, says
+        (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+        assert re.search(says, record.getMessage()), record.getMessage()
+        assert str(two / "checkpoint-00000002") in record.getMessage()
+        shutil.rmtree(two / "checkpoint-00000002")
+        shutil.copytree(two / "kept", two / "checkpoint-00000002")
+    assert load_step(two, run) == 2
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"parts": []},
+        {"format": 1, "parts": 5},
+        {"format": 1, "parts": []},
+        {"format": 1, "parts": [{"bytes": 1}]},
+        {"format": 1, "parts": [{"bytes": "1", "blake2b": ""}]},
+        {"format": [1], "parts": []},
+        {"format": True, "parts": []},
+    ],
+)
+def test_a_manifest_that_says_something_else(content: dict[str, Any], two: Path, run: Training) -> None:
+    write_sealed(two / "checkpoint-00000002" / "manifest.json", content)
+    assert load_step(two, run) == 1
+
+
+@pytest.mark.timeout(60)
+def test_what_is_no_file(two: Path, run: Training, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for path in files_of(two):
+        content = path.read_bytes()
+        for make in (os.mkfifo, os.mkdir, lambda p: p.symlink_to("/dev/zero"), lambda p: p.symlink_to(p)):
+            caplog.clear()
+            path.unlink()
+            make(path)
+            assert load_step(two, run) == 1, path
+            assert str(path) in caplog.text
+            os.rmdir(path) if path.is_dir() else path.unlink()
+            path.write_bytes(content)
+    pycomm.save(two, run.reducer, keep=9, **run.more).wait()
+    os.replace(two / "checkpoint-00000003", two / "kept")
+    os.mkfifo(two / "checkpoint-00000003")
+    assert load_step(two, run) == 2
+
+
+@pytest.mark.timeout(60)
+def test_old_ones_are_removed_although_one_is_no_checkpoint(two: Path, run: Training) -> None:
+    """What looks through them is the thread that writes."""
+    manifest = two / "checkpoint-00000002" / "manifest.json"
+    manifest.unlink()
+    os.mkfifo(manifest)
+    pycomm.save(two, run.reducer, keep=2, **run.more).wait(30)
+    assert sorted(path.name[-1] for path in two.iterdir()) == ["1", "2", "3"]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda state: state["state"].update(pos=10**6), "numpy's generator is at"),
+        (lambda state: state["state"].update(pos="1"), "numpy's generator is at"),
+        (lambda state: state["state"].update(key=np.zeros(3, np.uint32)), "malformed"),
+        (lambda state: state["state"].pop("key"), "malformed"),
+    ],
+)
+def test_generators_that_would_read_beyond_their_memory(change: Callable[[Any], Any], says: str) -> None:
+    state = generators_state(torch.device("cpu"))
+    check_generators(state)
+    change(state["numpy"])
+    with pytest.raises(DamagedError, match=says):
+        check_generators(state)
+
+
+class Plain:
+    """Object whose state is taken as it comes."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"a": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.a = state["b"]
+
+
+@pytest.mark.timeout(60)
+def test_an_object_that_does_not_take_its_state_is_named(
+    one_rank_group: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with training("sgd", "dense") as run:
+        pycomm.save(tmp_path, run.reducer, mine=Plain()).wait()
+        before = run.digest()
+        with pytest.raises(ValueError, match="mine does not take what was saved: KeyError: 'b'"):
+            pycomm.load(tmp_path, run.reducer, mine=Plain())
+        assert run.digest() == before
+        assert "could not be taken back: KeyError" in caplog.text  # as it does not take its own state either

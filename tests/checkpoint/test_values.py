@@ -11,7 +11,7 @@ import torch
 
 from pycomm.checkpoint.files import DamagedError, Reserve, told_in
 from pycomm.checkpoint.storage import read_tensors, write_tensors
-from pycomm.checkpoint.values import decode, encode, lines_of, positions_in
+from pycomm.checkpoint.values import check_node, decode, encode, lines_of, positions_in
 
 
 def test_there_and_back() -> None:
@@ -45,6 +45,37 @@ def test_nodes_that_are_wrong(node: list[Any], says: str) -> None:
         decode(node, [torch.zeros(8, dtype=torch.uint8)], "it")
 
 
+def deep(levels: int) -> list[Any]:
+    node: list[Any] = ["value", 1]
+    for _ in range(levels):
+        node = ["list", [node]]
+    return node
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("node", "says"),
+    [
+        ([], "is no value"),
+        (["list"], "is no value"),
+        (["value", 1, 2], "is no value"),
+        (["list", [["value", []]]], "value is malformed"),
+        (["tuple", {}], "it is an object, wanted a list"),
+        (["dict", [[{}, ["value", 1]]]], "an object, wanted null or"),
+        (["dict", [[10**30 + i, ["value", 1]] for i in range(2000)]], "keys beyond 64 bits"),
+        (["list", [["tensor", 0], ["tensor", 0]]], "its tensors are not numbered"),
+        (["tensor", 10**9], "its tensors are not numbered"),
+        (["array", 0, 3, [1]], "array is malformed"),
+        (["bytes", "a"], "it is malformed"),
+        (deep(5000), "it is nested too deeply"),
+    ],
+)
+def test_nodes_that_nobody_has_written(node: list[Any], says: str) -> None:
+    check_node(deep(50), "it")
+    with pytest.raises(DamagedError, match=says):
+        check_node(node, "it")
+
+
 def test_an_index_of_other_files(tmp_path: Path) -> None:
     index = write_tensors(tmp_path / "own", {"x": torch.ones(3)})
     assert torch.equal(read_tensors(tmp_path / "own", index, ["x"])["x"], torch.ones(3))
@@ -63,7 +94,7 @@ def test_a_pickle_in_a_file_is_not_run(tmp_path: Path) -> None:
 
     torch.save(Evil(), tmp_path / "own" / name)
     index["tensors"]["x"].update(offset=0, length=(tmp_path / "own" / name).stat().st_size)
-    with pytest.raises(Exception, match="Weights only load failed"):
+    with pytest.raises(DamagedError, match="holds something else than plain values"):
         read_tensors(tmp_path / "own", index, ["x"])
     assert not (tmp_path / "run").exists()
 
