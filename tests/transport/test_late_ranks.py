@@ -227,12 +227,15 @@ def test_the_thread_ends_with_what_it_looks_at() -> None:
     def threads() -> list[str]:
         return [thread.name for thread in threading.enumerate() if thread.name.startswith("pycomm-late-ranks")]
 
-    before = threads()
+    until = time.monotonic() + 20.0
+    while threads():  # those of tests before may end a little later
+        assert time.monotonic() < until
+        time.sleep(0.05)
     training = Training()
     assert len(threads()) == 1
     training.step(0)
     training.reducer.detach()
-    assert threads() == before == []
+    assert threads() == []
 
 
 @on_ranks(2)
