@@ -132,7 +132,7 @@ def made_of(backend: str, seconds: float) -> Any:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "pycomm"])
-@on_ranks(2)
+@on_ranks(2, fresh=True)
 def test_every_kind_of_group_tells(backend: str) -> None:
     group = made_of(backend, 77.5)
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
