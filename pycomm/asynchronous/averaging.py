@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -252,7 +253,7 @@ def _average(
         try:
             optimizer = unwrapped(optimizer)
             outcome = _checked(optimizer, model, request)
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # a foreign object may raise anything
             outcome = error
         settings = agreed(communicator, outcome)
         lines = settings.lines(optimizer)
@@ -275,21 +276,40 @@ def _decouple(
     process_group: dist.ProcessGroup | None,
     timeout: timedelta | float | None,
 ) -> DecoupledAverager:
-    meeting, problem, lines, method = Meeting(timeout), None, list[str](), None
-    every, outer, quorum = (options[name] for name in ("every", "outer", "quorum"))
+    outcome: tuple[torch.optim.Optimizer, dict[str, torch.Tensor], Compression | None] | Exception
     try:
-        optimizer, named = unwrapped(optimizer), checked_parameters(unwrapped(optimizer), model, every)
-        _require_decoupled({**options, "process_group": process_group}, meeting.size)
-        method = _named_method(options["compression"])
-        if next(iter(named.values())).device.type != "cpu":
-            raise ValueError("ranks that meet one by one want parameters in CPU memory")
-        lines = [f"pycomm {version()}", f"every={every}", f"outer={outer!r}", f"quorum={quorum}", f"{method!r}"]
-        lines += [f"{name}: {signature(p)}" for name, p in named.items()]
+        outcome = _checked_decoupled(optimizer, model, options, process_group)
     except Exception as error:  # a foreign object may raise anything
-        problem = error
-    meeting.compare(lines, problem)
+        outcome = error
+    if dist.is_initialized():  # a rank without a quorum opens a communicator, too
+        with Communicator(timeout=timeout) as communicator:
+            outcome = agreed(communicator, outcome)
+            check_same_lines(communicator, ["ranks meet one by one"], "setting")
+    meeting, every, outer, quorum = Meeting(timeout), *(options[name] for name in ("every", "outer", "quorum"))
+    if isinstance(outcome, Exception):
+        meeting.compare([], outcome)  # raises it, on all ranks
+    assert not isinstance(outcome, Exception)
+    optimizer, named, method = outcome
+    lines = [f"pycomm {version()}", f"every={every}", f"outer={outer!r}", f"quorum={quorum}", f"{method!r}"]
+    meeting.compare([*lines, *(f"{name}: {signature(p)}" for name, p in named.items())])
     loop = Loop(Known(model, optimizer, named, "local_sgd()"), model, optimizer)
     return DecoupledAverager(meeting, optimizer, named, Pace(every, quorum, outer, method, meeting.timeout), loop)
+
+
+def _checked_decoupled(
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    options: Mapping[str, Any],
+    process_group: dist.ProcessGroup | None,
+) -> tuple[torch.optim.Optimizer, dict[str, torch.Tensor], Compression | None]:
+    """Return the optimizer, the parameters by name and the method. Raise TypeError or ValueError if one is wrong."""
+    optimizer = unwrapped(optimizer)
+    named = checked_parameters(optimizer, model, options["every"])
+    size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    _require_decoupled({**options, "process_group": process_group}, size)
+    if next(iter(named.values())).device.type != "cpu":
+        raise ValueError("ranks that meet one by one want parameters in CPU memory")
+    return optimizer, named, _named_method(options["compression"])
 
 
 def _require_decoupled(options: Mapping[str, Any], num_ranks: int) -> None:

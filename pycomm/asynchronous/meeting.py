@@ -57,8 +57,7 @@ class Meeting:
     """Meeting of the ranks.
 
     Args:
-        timeout: limit of every wait for a rank; seconds or ``timedelta``, ``None`` for the process group's own. What is
-            wrong with it, or with the secret, is raised by :meth:`compare`, on all ranks.
+        timeout: limit of every wait for a rank; seconds or ``timedelta``, ``None`` for the process group's own.
 
     Attributes:
         rank, size: of the process group, or of torchrun's environment variables.
@@ -74,7 +73,7 @@ class Meeting:
     def __init__(self, timeout: timedelta | float | None) -> None:
         number, self.timeout, self.access = next(_numbers), timeout_seconds(None), Access()
         self._hosts: set[str] = set()  # of the ranks
-        self._problem: Exception | None = None  # raised by compare(), when all have been told
+        self._problem: Exception | None = None  # of the timeout or the secret, raised by compare()
         try:
             self.timeout, self.access = timeout_seconds(timeout), Access.read()
         except (TypeError, ValueError, OSError) as error:

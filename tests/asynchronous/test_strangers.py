@@ -511,10 +511,22 @@ def test_a_wrong_timeout_on_one_rank_is_told_to_all(rank: int) -> None:
 
     for call in (server, averager):
         for wrong in (-1, "ten", float("nan"), float("inf")):
-            message = "timeout is" if here == rank else f"rank {rank}: timeout is"
-            with pytest.raises(ValueError, match=message):
+            message = "timeout is" if here == rank else f"rank {rank}.*: timeout is"
+            with pytest.raises((TypeError, ValueError), match=message):
                 call(wrong if here == rank else 20)
         call(20)
+
+
+@on_ranks(2)
+def test_a_quorum_on_one_rank_is_told_to_all() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    quorum = {"quorum": 1, "outer": pycomm.Nesterov()}
+    for options in ({}, {"outer": pycomm.Nesterov()}, {"on_failure": "shrink"}):
+        mine: dict[str, Any] = quorum if dist.get_rank() == 0 else options
+        with pytest.raises(ValueError, match="the ranks disagree: setting 0 is .*'ranks meet one by one' on rank 0"):
+            pycomm.local_sgd(optimizer, model, every=2, timeout=20, **mine)
+    pycomm.local_sgd(optimizer, model, every=2, timeout=20, **quorum).detach()
 
 
 # TLS.
