@@ -26,11 +26,25 @@ def slow(session: nox.Session) -> None:
 
     All of torch's own suite and the faults put into it, chaos, the emulator without one barrier after another, hosts
     made of network namespaces, schedules on up to eight ranks and over up to 1025, the limits of all kernels' machine
-    code, calibration, inductor, the longer benches, and all examples but one. Those that want the sanitized, emulated
-    build are skipped here: `nox -s sanitize -- -m slow`.
+    code, calibration, inductor, the longer benches, 200 ends of processes of each kind, and all examples but one. Those
+    that want the sanitized, emulated build are skipped here: `nox -s sanitize -- -m slow`.
     """
     session.install("-c", "constraints.txt", ".[demo,test]")
     session.run("pytest", "-m", "slow", "--durations=25", *session.posargs)
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """Random operations of the backend against Gloo, random trainings against one process: ten minutes for each test.
+
+    Another seed each time: PYCOMM_FUZZ_SEED is printed, and repeats a run.
+    """
+    session.install("-c", "constraints.txt", ".[demo,test]")
+    seed = os.environ.get("PYCOMM_FUZZ_SEED", str(int(time.time())))
+    session.log(f"PYCOMM_FUZZ_SEED={seed}")
+    seconds = os.environ.get("PYCOMM_FUZZ_SECONDS", "600")
+    files = session.posargs or ("tests/backend/test_differential.py", "tests/reducer/test_differential.py")
+    session.run("pytest", *files, env={"PYCOMM_FUZZ_SEED": seed, "PYCOMM_FUZZ_SECONDS": seconds})
 
 
 @nox.session
