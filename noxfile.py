@@ -34,20 +34,6 @@ def slow(session: nox.Session) -> None:
 
 
 @nox.session
-def fuzz(session: nox.Session) -> None:
-    """Random operations of the backend against Gloo, random trainings against one process: ten minutes for each test.
-
-    Another seed each time: PYCOMM_FUZZ_SEED is printed, and repeats a run.
-    """
-    session.install("-c", "constraints.txt", ".[demo,test]")
-    seed = os.environ.get("PYCOMM_FUZZ_SEED", str(int(time.time())))
-    session.log(f"PYCOMM_FUZZ_SEED={seed}")
-    seconds = os.environ.get("PYCOMM_FUZZ_SECONDS", "600")
-    files = session.posargs or ("tests/backend/test_differential.py", "tests/reducer/test_differential.py")
-    session.run("pytest", *files, env={"PYCOMM_FUZZ_SEED": seed, "PYCOMM_FUZZ_SECONDS": seconds})
-
-
-@nox.session
 def frameworks(session: nox.Session) -> None:
     """Trainers and optimizers of other libraries, the long runs too; without the extra these tests skip themselves."""
     session.install("-c", "constraints.txt", ".[test,frameworks]")
@@ -109,10 +95,18 @@ def sanitize(session: nox.Session) -> None:
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
-    """The long run of the fuzzes: 100,000 calls of the kernels and 10,000 of collectives, right ones and wrong ones."""
+    """The long run of the fuzzes: 100,000 calls of the kernels and 10,000 of collectives, right ones and wrong ones.
+
+    And, for ten minutes each, random operations of the backend against Gloo and random trainings against one process;
+    another seed each time, which is printed: PYCOMM_FUZZ_SEED repeats a run.
+    """
     session.install("-c", "constraints.txt", ".[test]")
     session.run("python", "-m", "tests.kernels.fuzz", "--calls", "100000", *session.posargs)
     session.run("python", "-m", "tests.transport.fuzz", "--calls", "10000", *session.posargs)
+    seed = os.environ.get("PYCOMM_FUZZ_SEED", str(int(time.time())))
+    session.log(f"PYCOMM_FUZZ_SEED={seed}")
+    long = {"PYCOMM_FUZZ_SEED": seed, "PYCOMM_FUZZ_SECONDS": os.environ.get("PYCOMM_FUZZ_SECONDS", "600")}
+    session.run("pytest", "tests/backend/test_differential.py", "tests/reducer/test_differential.py", env=long)
 
 
 @nox.session
