@@ -10,6 +10,7 @@ import torch
 from pycomm.asynchronous.compensation import Compensator
 from pycomm.asynchronous.modes import Mode
 from pycomm.asynchronous.packing import Unpackers
+from pycomm.asynchronous.states import Wanted
 from pycomm.asynchronous.updates import ShardOptimizer
 
 
@@ -91,7 +92,10 @@ class Core:
 
     @torch.no_grad()
     def push(self, worker: int, number: int, samples: float, gradient: torch.Tensor) -> None:
-        """Take the push of ``worker`` with that ``number``: once, however often it comes."""
+        """Take the push of ``worker`` with that ``number``: once, however often it comes.
+
+        The worker must take part.
+        """
         if number <= self._last[worker]:
             self.counts["duplicates"] += 1
             return
@@ -129,12 +133,19 @@ class Core:
             "pulled": dict(self._pulled),
         }
 
+    def wanted(self) -> Wanted:
+        """Return what :meth:`load_state` takes."""
+        memory = self.shard.memory
+        size = None if self.unpackers is not None else len(memory) * self.wire.itemsize
+        groups, mode = self.shard.group_sizes(), self.mode.state().keys()
+        return Wanted(self._settings, len(memory), memory.dtype, groups, mode, size)
+
     def load_state(self, state: dict[str, Any]) -> None:
         """Take back what :meth:`state` gave. Raises ValueError if it is of another model, optimizer, or settings."""
-        if state["settings"] != self._settings:
-            raise ValueError(f"the checkpoint is of a server with {state['settings']}, this one has {self._settings}")
+        self.wanted().check(state, "the state")
         self.shard.load_state(state["shard"])
         self.mode.load_state(state["mode"])
         self._compensator.load_state(state["compensator"])
         self.staleness, self.counts = Counter(state["staleness"]), Counter(state["counts"])
-        self._lives, self._last, self._pulled = state["lives"], state["last"], state["pulled"]
+        self._lives, self._last = dict(state["lives"]), dict(state["last"])
+        self._pulled = dict(state["pulled"])

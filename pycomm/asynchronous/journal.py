@@ -7,21 +7,22 @@ loses power may lose the last seconds.
 
 from __future__ import annotations
 
-import contextlib
-import json
+import logging
 import os
-import struct
-import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
 from pycomm.asynchronous.core import Core
-from pycomm.asynchronous.wire import as_array, bytes_of
+from pycomm.asynchronous.events import BEGIN, happen, packed
+from pycomm.asynchronous.recovery import Recovery, checkpoint_of, earlier, journal_of
+from pycomm.asynchronous.wire import bytes_of
+from pycomm.untrusted import create_file
 
-_HEAD = struct.Struct("<IIQ")  # bytes of the text, checksum of it and of the data, bytes of the data
+__all__ = ["Journal", "happen"]
+
+_LOG = logging.getLogger("pycomm")
 _LEAST_BYTES = 64 << 20
 _TIMES_SHARD = 8
 """A checkpoint is due when the journal is that many times as large as the shard, and so large at least."""
@@ -33,42 +34,25 @@ class Journal:
     Args:
         folder: of this server alone.
         core: what happens to; everything that the folder tells happens to it first.
+        recovery: what the folder tells, if that is known.
 
     Raises:
-        ValueError: the folder is of another model or optimizer, or of other settings.
-        OSError: it cannot be written.
+        ValueError, OSError: as from :class:`Recovery`; or the optimizer does not take what was saved of it.
     """
 
-    def __init__(self, folder: Path, core: Core) -> None:
+    def __init__(self, folder: Path, core: Core, recovery: Recovery | None = None) -> None:
+        recovery = recovery or Recovery(folder, core.wanted())
+        recovery.happen_to(core)
         self._folder, self._core = folder, core
         self._file: BinaryIO | None = None
-        folder.mkdir(parents=True, exist_ok=True)
-        self._number = self._recover()
-
-    def _checkpoints(self) -> list[int]:
-        return sorted(int(path.stem.removeprefix("checkpoint-")) for path in self._folder.glob("checkpoint-*.pt"))
-
-    def _recover(self) -> int:
-        found = self._checkpoints()
-        if not found:
-            return 0
-        number = found[-1]
-        self._core.load_state(torch.load(self._path("checkpoint", number), weights_only=True))
-        for event, data in _events(self._path("journal", number)):
-            happen(self._core, event, as_array(data))
-        return number
-
-    def _path(self, kind: str, number: int) -> Path:
-        return self._folder / f"{kind}-{number}{'.pt' if kind == 'checkpoint' else ''}"
+        self._base, self._number, self._end = recovery.base, recovery.last, recovery.end
+        self._workers = set(core.mode.workers)
 
     def write(self, event: dict[str, Any], sent: torch.Tensor | None = None) -> None:
         """Write what is about to happen, with what a push has brought."""
         assert self._file is not None
-        text = json.dumps(event).encode()
-        data = memoryview(b"") if sent is None else bytes_of(sent)
-        self._file.write(_HEAD.pack(len(text), zlib.crc32(data, zlib.crc32(text)), len(data)))
-        self._file.write(text)
-        self._file.write(data)
+        for part in packed(event, memoryview(b"") if sent is None else bytes_of(sent)):
+            self._file.write(part)
         self._file.flush()
 
     def is_long(self) -> bool:
@@ -77,49 +61,36 @@ class Journal:
         return self._file.tell() > max(_LEAST_BYTES, _TIMES_SHARD * self._core.shard.memory.nbytes)
 
     def checkpoint(self) -> None:
-        """Write a checkpoint, and begin the journal anew."""
+        """Write a checkpoint, and begin the journal anew. The checkpoint before stays, in case this one is damaged."""
+        begin = self._beginning()
         self.close()
-        self._number += 1
-        temporary = self._folder / "unfinished"
-        with temporary.open("wb") as file:
+        number, unfinished = self._number + 1, self._folder / "unfinished"
+        with create_file(unfinished) as file:
             torch.save(self._core.state(), file)
             file.flush()
             os.fsync(file.fileno())
-        self._file = self._path("journal", self._number).open("wb")  # before the checkpoint that it belongs to
-        temporary.replace(self._path("checkpoint", self._number))
-        for number in self._checkpoints()[:-1]:
-            for kind in ("checkpoint", "journal"):
-                with contextlib.suppress(FileNotFoundError):
-                    self._path(kind, number).unlink()
+        self._file = create_file(journal_of(self._folder, number))  # before the checkpoint that it belongs to
+        self.write(begin)
+        unfinished.replace(checkpoint_of(self._folder, number))
+        for path in earlier(self._folder, self._base):
+            try:
+                path.unlink()
+            except OSError as error:
+                _LOG.warning("an old file could not be removed: %s", error)
+        self._base = self._number = number
+
+    def _beginning(self) -> dict[str, Any]:
+        """Return how the next checkpoint follows from the journal so far.
+
+        Workers leave and join without an event where a server begins again.
+        """
+        end, before, now = self._end, self._workers, self._core.mode.workers
+        if self._file is not None:
+            end, before = self._file.tell(), now
+        changes = {"left": sorted(before - now), "joined": sorted(now - before)}
+        return {"event": BEGIN, "journal": self._number, "bytes": end, **changes}
 
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
             self._file.close()
-
-
-def _events(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Yield what is written in the journal at ``path``, up to where it was cut short."""
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-        while len(head := file.read(_HEAD.size)) == _HEAD.size:
-            num_text, checksum, num_data = _HEAD.unpack(head)
-            text, data = file.read(num_text), file.read(num_data)
-            is_whole = num_text > 0 and len(data) == num_data  # after a power cut, zeros may be left where it ends
-            if not is_whole or zlib.crc32(data, zlib.crc32(text)) != checksum:
-                return
-            yield json.loads(text), data
-
-
-def happen(core: Core, event: dict[str, Any], sent: torch.Tensor) -> None:
-    """Let ``event`` happen to ``core``; ``sent`` is what a push has brought."""
-    worker = event["worker"]
-    match event["event"]:
-        case "join":
-            core.join(worker, event["life"])
-        case "leave":
-            core.leave(worker)
-        case "pull":
-            core.pull(worker)
-        case "push":
-            gradient = core.gradient_of(worker, event["number"], sent)
-            core.push(worker, event["number"], event["samples"], gradient)

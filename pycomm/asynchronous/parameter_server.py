@@ -15,15 +15,14 @@ import torch
 
 from pycomm.asynchronous.compensation import Compensator, DelayCompensation
 from pycomm.asynchronous.core import Core
-from pycomm.asynchronous.journal import Journal
 from pycomm.asynchronous.meeting import Meeting
 from pycomm.asynchronous.memory import SharedMemory
 from pycomm.asynchronous.modes import mode_of
 from pycomm.asynchronous.packing import Packer, Unpackers
+from pycomm.asynchronous.server_files import ServerFiles, wanted_by
 from pycomm.asynchronous.serving import Serving
 from pycomm.asynchronous.settings import Settings, checked_parameters, checked_settings, lines_of
 from pycomm.asynchronous.shards import Piece, cut, shard_dtype
-from pycomm.asynchronous.trace import Replay, Trace
 from pycomm.asynchronous.trained import Trained
 from pycomm.asynchronous.updates import ShardOptimizer, is_elementwise
 from pycomm.asynchronous.worker import ServerLink
@@ -86,7 +85,7 @@ def parameter_server(
     Raises:
         RuntimeError: there is neither a process group nor what torchrun sets.
         TypeError, ValueError: an argument is wrong, or the ranks differ in them, in names, shapes, dtypes or values of
-            parameters: on every rank.
+            parameters: on every rank. Or a server cannot open one of its files, or it is damaged: the error names it.
         CommError: a rank did not come.
     """
     settings_of = functools.partial(
@@ -113,16 +112,34 @@ def _meet(
 ) -> ParameterServer:
     """Return the handle of ranks that agree. What is wrong on one of them is raised when all have been told."""
     meeting, lines, problem = Meeting(timeout), list[str](), None
+    files: ServerFiles | None = None
     try:
         optimizer = unwrapped(optimizer)
         settings, named = settings_of(meeting.size, timeout=meeting.timeout), checked_parameters(optimizer, model)
         if settings.compression is not None:
             settings.compression.check(optimizer)
         lines = lines_of(settings, optimizer, named)
+        shards = _shards_of(settings, optimizer, list(named.values()))
+        if 0 <= meeting.rank < settings.servers:
+            dtype = next(iter(named.values())).dtype
+            files = ServerFiles(settings, meeting.rank, wanted_by(settings, optimizer, shards[meeting.rank], dtype))
     except Exception as error:  # a foreign object may raise anything
         problem = error
-    meeting.compare(lines, problem)
-    return ParameterServer(meeting, settings, optimizer, model, named)
+    try:
+        meeting.compare(lines, problem)
+        return ParameterServer(meeting, settings, optimizer, model, named, shards, files)
+    except BaseException:
+        if files is not None:
+            files.close()
+        raise
+
+
+def _shards_of(
+    settings: Settings, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
+) -> list[list[Piece]]:
+    """Return the pieces of the parameters that each server holds."""
+    anywhere = is_elementwise(optimizer) and settings.compression is None  # whose methods look at shapes
+    return cut([p.numel() for p in params], settings.servers, anywhere=anywhere)
 
 
 class ParameterServer:
@@ -139,12 +156,12 @@ class ParameterServer:
         optimizer: torch.optim.Optimizer,
         model: torch.nn.Module,
         named: dict[str, torch.Tensor],
+        shards: list[list[Piece]],
+        files: ServerFiles | None,
     ) -> None:
         self._meeting, self._settings, self._optimizer = meeting, settings, optimizer
-        self._params, self._names = list(named.values()), list(named)
-        anywhere = is_elementwise(optimizer) and settings.compression is None  # whose methods look at shapes
-        self._shards = cut([p.numel() for p in self._params], settings.servers, anywhere=anywhere)
-        self.is_worker = not 0 <= meeting.rank < settings.servers
+        self._params, self._names, self._shards = list(named.values()), list(named), shards
+        self.is_worker, self._files = files is None, files
         self._links: list[ServerLink] = []
         self._has_pulled = self._is_closed = False
         self._num_steps = 0
@@ -308,26 +325,21 @@ class ParameterServer:
         return Core(shard, mode, compensator, wire, unpackers, settings.of_updates()), memory
 
     def _serve(self) -> None:
-        settings, meeting, core = self._settings, self._meeting, self._core
-        suffix = f".{meeting.rank}"
+        settings, meeting, core, files = self._settings, self._meeting, self._core, self._files
+        assert files is not None
         with contextlib.ExitStack() as opened:
-            journal = trace = replay = None
-            if settings.checkpoint is not None:
-                journal = Journal(settings.checkpoint / f"server-{meeting.rank}", core)
-                opened.callback(journal.close)
-            if settings.trace is not None:
-                trace = Trace(settings.trace.with_name(settings.trace.name + suffix))
-                opened.callback(trace.close)
-            if settings.replay is not None:
-                replay = Replay(settings.replay.with_name(settings.replay.name + suffix))
+            opened.callback(files.close)
+            journal = files.journal(core)
+            if files.trace is not None:
+                files.trace.begin()
             door = meeting.open_door()
             opened.callback(door.close)
             expected = core.mode.workers if meeting.is_late else range(settings.servers, meeting.size)
             serving = Serving(
                 *(core, self._memory, door, rendezvous.host_identity(), set(expected), settings.timeout, meeting.rank),
                 journal=journal,
-                trace=trace,
-                replay=replay,
+                trace=files.trace,
+                replay=files.replay,
             )
             meeting.tell_address(meeting.rank, door)
             try:

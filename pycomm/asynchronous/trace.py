@@ -4,21 +4,35 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
+
+from pycomm.untrusted import COUNT, OneOf, open_output, parse, read_file
 
 KEYS = ("event", "worker", "number")
 """What tells an event from the others of its worker."""
 
+_EVENT = {"event": OneOf("pull", "push", "leave"), "worker": COUNT, "number?": COUNT}
+_LARGEST = 1 << 30  # bytes
+
 
 class Trace:
-    """Trace that is written to ``path``, an event a line."""
+    """Trace that is written to ``path``, an event a line. What was in that file stays until :meth:`begin`.
+
+    Raises:
+        ValueError: it is no regular file.
+        OSError: it cannot be written.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file: TextIO = path.open("w")
+        self._file = open_output(path)
+
+    def begin(self) -> None:
+        """Begin the trace, in an empty file."""
+        self._file.truncate(0)
 
     def write(self, event: dict[str, Any]) -> None:
         """Write what is about to happen."""
-        self._file.write(json.dumps({key: event[key] for key in KEYS if key in event}) + "\n")
+        self._file.write(json.dumps({key: event[key] for key in KEYS if key in event}).encode() + b"\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -36,11 +50,11 @@ class Replay:
 
     def __init__(self, path: Path) -> None:
         try:
-            self._events = [json.loads(line) for line in path.read_text().splitlines()]
-            if not all(isinstance(event, dict) and {"event", "worker"} <= event.keys() for event in self._events):
-                raise ValueError("its lines are no events")
+            lines = read_file(path, most=_LARGEST).splitlines()
+            events = [parse(line, _EVENT, f"line {number}") for number, line in enumerate(lines, 1)]
         except ValueError as error:
             raise ValueError(f"replay={str(path)!r} is no trace: {error}") from error
+        self._events = [{key: event[key] for key in KEYS if key in event} for event in events]
         self._next = 0
 
     def is_next(self, event: dict[str, Any]) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bisect
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +23,25 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether ``optimizer`` is known to update each element by itself: then parameters may be cut anywhere."""
     kind = type(optimizer)
     return any(kind is getattr(torch.optim, name, None) for name in _ELEMENTWISE)
+
+
+def group_sizes(optimizer: torch.optim.Optimizer, pieces: Sequence[Piece]) -> tuple[int, ...]:
+    """Return how many parameters a :class:`ShardOptimizer` of ``pieces`` has in each of its groups."""
+    ends = list(itertools.accumulate(len(group["params"]) for group in optimizer.param_groups))
+    indices = sorted(piece.index for piece in pieces)
+    return tuple(
+        bisect.bisect_left(indices, end) - bisect.bisect_left(indices, begin)
+        for begin, end in itertools.pairwise([0, *ends])
+    )
+
+
+@contextlib.contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Name what does not take its state: a foreign object may raise anything."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{what} does not take what was saved: {type(error).__name__}: {error}") from error
 
 
 @dataclass
@@ -158,6 +180,10 @@ class ShardOptimizer:
         """Step ``scheduler`` after each update, or each time that so many ``samples`` more were counted."""
         self._schedules.append(_Schedule(scheduler, samples))
 
+    def group_sizes(self) -> tuple[int, ...]:
+        """Return the number of parameters in each of the optimizer's groups."""
+        return tuple(len(group["params"]) for group in self._optimizer.param_groups)
+
     def state(self) -> dict[str, Any]:
         """Return what a server that begins again has to know."""
         return {
@@ -180,15 +206,15 @@ class ShardOptimizer:
         Raises:
             ValueError: it is of another model or optimizer.
         """
-        if state["memory"].shape != self.memory.shape or state["memory"].dtype != self.memory.dtype:
-            raise ValueError(f"the checkpoint has {len(state['memory'])} elements of this shard's {len(self.memory)}")
-        self.take_back(state["memory"], state["optimizer"])
-        self.num_updates, self._sum = state["updates"], state["sum"]
-        self._count, self._weight, self._samples, self._all_samples = state["collected"]
         if len(state["schedules"]) != len(self._schedules):
             raise ValueError(
                 f"the checkpoint has {len(state['schedules'])} schedules, this server {len(self._schedules)}"
             )
+        with _named("the optimizer"):
+            self.take_back(state["memory"], state["optimizer"])
+        self.num_updates, self._sum = state["updates"], state["sum"]
+        self._count, self._weight, self._samples, self._all_samples = state["collected"]
         for each, (own, num_steps) in zip(self._schedules, state["schedules"], strict=True):
-            each.scheduler.load_state_dict(own)
+            with _named(f"a {type(each.scheduler).__name__}"):
+                each.scheduler.load_state_dict(own)
             each.num_steps = num_steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -258,9 +259,42 @@ def test_a_checkpoint_of_other_settings_is_refused(
     new_ranks: Pools, tmp_path: Path, options: dict[str, Any], again: dict[str, Any], said: str
 ) -> None:
     server, worker = new_ranks(2).run(serve_with, str(tmp_path), options, again, timeout=TIMEOUT)
-    assert server.startswith("ValueError: the checkpoint is of a server with")
+    path = tmp_path / "server-0" / "checkpoint-2.pt"
+    assert server.startswith(f"ValueError: {path}: the checkpoint is of a server with")
     assert said in server
-    assert worker.startswith("CommError")
+    assert worker == server.replace(str(path), f"rank 0: {path}")
+
+
+def refused(options: dict[str, Any]) -> str:
+    """Return what is said of the files that a server has, and how long that took."""
+    begun = time.monotonic()
+    try:
+        make(options)
+    except ValueError as error:
+        return f"{error} after {time.monotonic() - begun:.0f} s"
+    return "nothing"
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("name", ["trace", "replay", "checkpoint"])
+def test_files_that_cannot_be_opened_are_told_to_all(new_ranks: Pools, tmp_path: Path, name: str) -> None:
+    """At once: nobody waits for a server that will never serve."""
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "inside"
+    server, worker = new_ranks(2).run(refused, {name: str(path)}, timeout=TIMEOUT)
+    for told in (server, worker):
+        assert re.search(rf"Not a directory: '{path}.*' after [0-5] s", told)
+    assert worker.startswith("rank 0: ")
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("name", ["trace.0", "replay.0", "server-0/journal-1", "server-0/checkpoint-1.pt"])
+def test_files_that_block_are_told_to_all(new_ranks: Pools, tmp_path: Path, name: str) -> None:
+    (tmp_path / "server-0").mkdir()
+    os.mkfifo(tmp_path / name)
+    argument = {"checkpoint": str(tmp_path)} if "/" in name else {name[:-2]: str(tmp_path / name[:-2])}
+    for told in new_ranks(2).run(refused, argument, timeout=TIMEOUT):
+        assert re.search(rf"{tmp_path / name}\b.* after [0-5] s", told)
 
 
 def make(options: dict[str, Any]) -> None:
