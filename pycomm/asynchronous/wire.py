@@ -366,6 +366,10 @@ class Door:
         visitor.close()
 
     def _admit(self, one: socket.socket) -> None:
-        self._inside.put(Connection(one))
+        try:
+            self._inside.put(Connection(one))
+        except OSError:  # it has ended already
+            one.close()
+            return
         with contextlib.suppress(BlockingIOError):  # the bell is readable already
             self._ring.send(b"!")
