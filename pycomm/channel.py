@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from pycomm import threads
 from pycomm.errors import CommError
 from pycomm.execute.gpu_program import run_on_gpu
 from pycomm.execute.runner import runner_for
@@ -257,7 +258,7 @@ class Channel:
         for companion in self.companions:
             companion.close(reason)
         if self.worker.idle() or not self.transport.interruptible:
-            self.worker.stop(patience)
+            self.worker.stop(min(patience, threads.EXIT_PATIENCE) if threads.is_exiting() else patience)
         for queue in self._gpus.values():
             queue.close()
         self._gpus.clear()

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
-_LAST_PATIENCE = 5.0  # seconds, at the end of the process, for threads that have been stopped
-
-_stopped: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+from pycomm import threads
 
 
 class Work:
@@ -122,8 +120,8 @@ class Worker:
             if self._thread is None:
                 # With a new queue: if a signal handler raises in start(), the thread it leaves behind gets no jobs.
                 jobs: SimpleQueue[Work | None] = SimpleQueue()
-                thread = threading.Thread(target=self._loop, args=(jobs,), name=self._name, daemon=True)
-                thread.start()
+                run, end = functools.partial(self._loop, jobs), functools.partial(self._end_with_process, jobs)
+                thread = threads.start(run, self._name, end)
                 self._jobs, self._thread = jobs, thread
             self._unfinished.append(work)
             self._jobs.put(work)
@@ -155,8 +153,11 @@ class Worker:
             if self._thread is not None and not stopped:
                 self._jobs.put(None)
         if self._thread is not None and not self.is_current():
-            _stopped.add(self._thread)
             self._thread.join(patience)
+
+    def _end_with_process(self, jobs: SimpleQueue[Work | None]) -> None:
+        self._refusal = self._refusal or "the process ends"
+        jobs.put(None)
 
     def _loop(self, jobs: SimpleQueue[Work | None]) -> None:
         while (work := jobs.get()) is not None:
@@ -179,21 +180,6 @@ class Worker:
 
 
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
-
-
-def _wait_for_stopped() -> None:
-    """Wait at the interpreter's exit for threads that nobody has waited for when they were stopped.
-
-    A daemon thread that comes out of torch's code when the interpreter has ended takes the process along: "terminate
-    called without an active exception".
-    """
-    deadline = time.monotonic() + _LAST_PATIENCE
-    for thread in list(_stopped):
-        thread.join(max(0.0, deadline - time.monotonic()))
-
-
-# Those of objects made later, which close communicators, are called before this one.
-_at_exit = weakref.finalize(Worker, _wait_for_stopped)
 
 
 def _reset_workers_in_child() -> None:

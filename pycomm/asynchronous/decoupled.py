@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pycomm import threads
 from pycomm.asynchronous.averager import Averager
 from pycomm.asynchronous.compensation import Compensator
 from pycomm.asynchronous.core import Core
@@ -72,8 +72,7 @@ class Center:
         meeting.tell_address(0, self._door)
         self._timeout = pace.timeout
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._serve, name="pycomm-center", daemon=True)
-        self._thread.start()
+        self._thread = threads.start(self._serve, "pycomm-center", self.serving.stopped.set)
 
     def _serve(self) -> None:
         try:

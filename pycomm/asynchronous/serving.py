@@ -121,6 +121,7 @@ class Serving:
 
     Attributes:
         lock: held while anything happens to ``core``.
+        stopped: set by another thread, so that :meth:`run` returns soon, whoever is left.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class Serving:
         self._workers: dict[Connection, _Worker] = {}
         self._queue: list[tuple[_Worker, Message]] = []  # what was asked, in order
         self._begun = time.monotonic()
-        self.lock = threading.RLock()
+        self.lock, self.stopped = threading.RLock(), threading.Event()
         self._served = 0 if self._expected else 1  # nobody is to come to a server that goes on when all have ended
         self._away: dict[int, float] = {}  # workers that may come again, and until when
         for number in core.mode.workers - self._expected:  # of an earlier run
@@ -165,7 +166,7 @@ class Serving:
                 connection.close()
 
     def _serve(self) -> None:
-        while self._expected or self._workers or self._away:
+        while not self.stopped.is_set() and (self._expected or self._workers or self._away):
             seconds = min(_TICK, self._core.mode.seconds_left())
             ready, has_come = readable(self._workers, self._door.bell, seconds)
             for connection in ready:
@@ -176,7 +177,7 @@ class Serving:
             with self.lock:
                 self._lose_patience()
                 self._work()
-        if self._served == 0:
+        if self._served == 0 and not self.stopped.is_set():
             what = f"no worker came in {self._timeout:g} s"
             raise CommError.during("serve", what, rank=self._rank, elapsed=self._timeout)
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from pycomm import threads
 from pycomm.errors import CommError
 from pycomm.torch_internals import TorchWork
 from pycomm.transport.base import Receipt
@@ -186,7 +187,7 @@ class Reception:
             self.ends_within(None)
             callback()
 
-        threading.Thread(target=receive, name="pycomm-receive", daemon=True).start()
+        threads.start(receive, "pycomm-receive")
 
 
 class MessageWork(BackendWork):

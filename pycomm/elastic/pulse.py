@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 
+from pycomm import threads
 from pycomm.torch_internals import PrefixStore, Store
 
 PATIENCE = 3.0
@@ -27,7 +28,7 @@ class Pulse:
         self.patience = PATIENCE + 2 * self._interval
         self._round = 1
         self._stopped = threading.Event()
-        threading.Thread(target=self._run, name=f"pycomm-pulse-{me}", daemon=True).start()
+        threads.start(self._run, f"pycomm-pulse-{me}", self.stop)
 
     def expect(self, number: int) -> None:
         """Look for calls of the round with that number from now on."""

@@ -13,6 +13,7 @@ import gc
 import threading
 from collections.abc import Iterator
 
+from pycomm import threads
 from pycomm.horovod.engine import Engine, internal_error
 from pycomm.horovod.state import world
 from pycomm.reducer.reducer import Reducer
@@ -61,6 +62,4 @@ def _start(reducer: Reducer, engine: Engine, counts: list[int], errors: list[Bas
             errors.append(error)
             engine.close(f"a reduction of gradients failed while this rank had joined: {error}")
 
-    thread = threading.Thread(target=stay, name="pycomm-horovod-joined", daemon=True)
-    thread.start()
-    return thread
+    return threads.start(stay, "pycomm-horovod-joined")

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+from pycomm import threads
 from pycomm.communicator import Communicator
 from pycomm.errors import CommError
 from pycomm.horovod.coordinator import Response, full_name
@@ -139,8 +140,7 @@ class Engine:
 
     def _start_thread(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name=f"pycomm-horovod-{self._name}", daemon=True)
-            self._thread.start()
+            self._thread = threads.start(self._loop, f"pycomm-horovod-{self._name}", self._end_with_process)
 
     # Rounds. Whoever calls these has acquired the lock on driving.
 
@@ -240,6 +240,10 @@ class Engine:
         self._wake.set()
         if first:
             self.communicator.close(reason)
+
+    def _end_with_process(self) -> None:
+        reason = "the process ends"
+        self._end(HorovodInternalError(reason), reason)
 
 
 def _same(a: Request, b: Request) -> bool:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 
+from pycomm import threads
 from pycomm.horovod.coordinator import full_name
 from pycomm.horovod.requests import Key, Request
 
@@ -50,8 +51,7 @@ class StallWatch:
             return
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._watch, name="pycomm-horovod-stalls", daemon=True)
-                self._thread.start()
+                self._thread = threads.start(self._watch, "pycomm-horovod-stalls", self._closing.set)
 
     def close(self) -> None:
         """Watch no more, and wait for the thread. Idempotent."""

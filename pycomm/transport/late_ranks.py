@@ -24,6 +24,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from pycomm import threads
 from pycomm.recorder import Recorder
 from pycomm.torch_internals import PrefixStore
 from pycomm.worker import Work, Worker
@@ -158,11 +159,8 @@ class LateRankWatch:
         with self._lock:
             self._groups[recorder] = _Group()
             if self._thread is None:
-                self._closing = threading.Event()
-                self._thread = threading.Thread(
-                    target=self._run, args=(self._closing,), name="pycomm-late-ranks", daemon=True
-                )
-                self._thread.start()
+                self._closing = closing = threading.Event()
+                self._thread = threads.start(lambda: self._run(closing), "pycomm-late-ranks", closing.set)
 
     def forget(self, recorder: Recorder) -> None:
         """Look at its operations no more; wait for the thread if there is nothing else to look at. Idempotent."""
@@ -376,6 +374,4 @@ _watch = LateRankWatch()
 add, forget = _watch.add, _watch.forget
 add_reductions, forget_reductions = _watch.add_reductions, _watch.forget_reductions
 
-# After those of objects made later, which close communicators: no thread must log, or be in torch's code, at the end.
-_at_exit = weakref.finalize(LateRankWatch, _watch.close)
 os.register_at_fork(after_in_child=lambda: _watch.__init__())  # type: ignore[misc]

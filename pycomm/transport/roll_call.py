@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
+from pycomm import threads
 from pycomm.torch_internals import PrefixStore, Store
 from pycomm.transport.processes import fate_of
 from pycomm.worker import Worker
@@ -86,7 +87,7 @@ class RollCall:
         give_up = time.monotonic() + _GRACE
         notes: dict[int, dict[str, Any]] = {}
         done: set[int] = set()
-        while time.monotonic() < give_up:
+        while time.monotonic() < give_up and not threads.is_exiting():
             notes = self._notes()
             done = {p for p, note in notes.items() if _int(note.get("finished")) >= operation}
             found = self._dead(done) or self._blamed({p: note for p, note in notes.items() if p not in done})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +25,9 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 # long as its ring, since each step of a ring waits for a process to wake up.
 DIRECT_RANKS = 16
 _DIRECT_BYTES = 256 << 10
+NUM_FREE_TAGS = 64
+"""So many of the largest tags are those of no message."""
+_FIRST_FREE_TAG = 2**31 - NUM_FREE_TAGS
 
 
 class TorchGroup:
@@ -33,6 +37,7 @@ class TorchGroup:
 
     Attributes:
         rank, size: rank of this process, and number of ranks.
+        is_gloo: whether its messages go over Gloo.
         begun, finished: numbers of operations begun and finished; all ranks count alike.
         on_failure: called once, with the reason, when an operation has failed and the other ranks have been told.
     """
@@ -45,9 +50,11 @@ class TorchGroup:
         self._broken = ""  # the reason, once an operation has failed
         self._broken_by: int | None = None
         self.on_failure: Callable[[str], None] | None = None
+        self._waits: list[Any] = []  # works for which threads wait
         self.begun = self.finished = 0
         self.rank = group.rank()
         self.size = group.size()
+        self.is_gloo = dist.get_backend(group) == dist.Backend.GLOO
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -102,13 +109,27 @@ class TorchGroup:
             peers = [p for p in range(self.size) if p != self.rank]
             self.exchange([(p, x) for p in peers], [(p, by_rank[p]) for p in peers], timeout, operation)
 
-    def wait(self, operation: str, work: Any, timeout: float, peer: int | None = None) -> None:
-        """Wait for ``work`` of ``operation`` for at most ``timeout`` seconds; raise CommError if it fails."""
-        start = time.monotonic()
+    def wait(
+        self, operation: str, work: Any, timeout: float, peer: int | None = None, since: float | None = None
+    ) -> None:
+        """Wait for ``work`` of ``operation`` for at most ``timeout`` seconds; raise CommError if it fails.
+
+        ``since``: when the wait has begun, on the monotonic clock, if that was not now.
+        """
+        start = time.monotonic() if since is None else since
         try:
-            work.wait(timedelta(seconds=timeout))
+            self._wait_until_closed(work, timeout)
         except RuntimeError as error:
             raise self.fail_with_culprit(operation, peer, error, time.monotonic() - start) from error
+
+    def _wait_until_closed(self, work: Any, timeout: float) -> None:
+        self._waits.append(work)
+        try:
+            if self._own is None:  # by a thread that may not have seen this wait
+                raise RuntimeError("the connections were closed")
+            work.wait(timedelta(seconds=timeout))
+        finally:
+            self._waits.remove(work)
 
     def begin(self, operation: str, start: Callable[[], T], peer: int | None = None) -> T:
         """Return the result of ``start``, which begins a part of ``operation``; raise CommError if it fails."""
@@ -119,6 +140,9 @@ class TorchGroup:
 
     def fail_with_culprit(self, operation: str, peer: int | None, error: Exception, elapsed: float) -> CommError:
         """Mark the group as broken by the rank that caused ``error``, possibly ``peer``; return the error to raise."""
+        if self._closed:
+            what = f"the communicator was closed meanwhile, after {elapsed:.2f} s"
+            return self._error(what, operation, peer, elapsed)
         culprit, what = self._roll_call.culprit(peer, self.begun)
         where = "shared memory" if isinstance(error, CommError) else "torch.distributed"
         return self.fail(operation, culprit, f"{what or 'failed'}; {where}: {error}", elapsed)
@@ -143,10 +167,23 @@ class TorchGroup:
         return self._roll_call.refusal_of(rank, self.begun)
 
     def sever(self) -> None:
-        """Close the connections of a broken group, so that ranks that wait for this one notice."""
+        """Close the connections, so that ranks that wait for this one notice; end the waits of other threads."""
         group, self._own = self._own, None
         if group is not None:
+            if self._waits and self.is_gloo:
+                self._end_waits(group)
             destroy_group(group)
+
+    def _end_waits(self, group: dist.ProcessGroup) -> None:
+        """Have all waits in ``group`` fail: torch's ``abort()`` does nothing over Gloo.
+
+        A receive that times out closes Gloo's connections, and lets all that waits for them know. A group has several
+        sets of them, one for each interface, among which the tag of a message chooses.
+        """
+        num_sets = os.environ.get("GLOO_SOCKET_IFNAME", "").count(",") + 1
+        for tag in range(_FIRST_FREE_TAG, _FIRST_FREE_TAG + min(num_sets, NUM_FREE_TAGS)):
+            with contextlib.suppress(RuntimeError):  # the timeout, or they are closed already
+                group.recv([torch.empty(1)], 0 if self.rank > 0 else 1, tag).wait(timedelta(milliseconds=1))
 
     def close(self, reason: str) -> None:
         """Destroy the group, and tell ranks that still wait for this one the ``reason``."""

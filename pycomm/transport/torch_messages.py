@@ -25,12 +25,14 @@ from pycomm import checks
 from pycomm.errors import CommError
 from pycomm.transport.buffering import VARIABLE, buffer_limit
 from pycomm.transport.host_tensors import require, tensor_of
-from pycomm.transport.torch_group import TorchGroup
+from pycomm.transport.torch_group import NUM_FREE_TAGS, TorchGroup
 
 TAG_END = 1 << 30
 """Tags are smaller. One more is the header's, as 0 is that of schedules' messages; the upper half are payloads'."""
-_NUM_PAYLOAD_TAGS = TAG_END - 1
+_NUM_PAYLOAD_TAGS = TAG_END - 1 - NUM_FREE_TAGS
 _HEADER_LENGTH = 5
+_NOT_YET = -1  # in a header that has not come; numbers in one that has are not negative
+_LONGEST_PAUSE = 1e-3  # seconds between two looks whether it has come
 
 
 @dataclass
@@ -165,10 +167,21 @@ class TorchMessages:
 
     def _post(self, src: int | None, tag: int) -> _Posted:
         group = self._group.group
-        header = torch.empty(_HEADER_LENGTH, dtype=torch.int64)
+        header = torch.full((_HEADER_LENGTH,), _NOT_YET)
         source = None if src is None else dist.get_global_rank(group, src)
         work = self._group.begin("recv", lambda: dist.irecv(header, source, group, tag=tag + 1), src)
         return _Posted(work, header)
+
+    def _await_any(self, header: torch.Tensor, timeout: float) -> None:
+        """Return once a header has begun to come from any rank, or nearly after ``timeout``.
+
+        Nothing ends a wait of Gloo's for any rank before its timeout, not even that all connections are closed. So this
+        looks at the header's last number instead.
+        """
+        last, start = header.numpy()[-1:], time.monotonic()
+        while last[0] == _NOT_YET and (waited := time.monotonic() - start) < timeout:
+            _ = self._group.group  # raises if it has been closed
+            time.sleep(min(_LONGEST_PAUSE, waited / 8))
 
     def _leave(self, src: int | None, tag: int, posted: _Posted) -> None:
         """Leave a posted receive, which cannot be withdrawn, to the next one of the same kind."""
@@ -177,7 +190,11 @@ class TorchMessages:
 
     def _take(self, receipt: TorchReceipt, posted: _Posted, timeout: float) -> tuple[int, ValueError | None]:
         """Wait for a header and its payload; return the source, and what was wrong with the size."""
-        self._group.wait("recv", posted.work, timeout, receipt.src)
+        start, left = time.monotonic(), timeout
+        if receipt.src is None and self._group.is_gloo:
+            self._await_any(posted.header, timeout)
+            left = max(0.001, start + timeout - time.monotonic())
+        self._group.wait("recv", posted.work, left, receipt.src, since=start)
         num_bytes, width, number, src, taken = posted.header.tolist()
         group, array = self._group.group, receipt.array
         out = tensor_of(array).view(torch.uint8)
