@@ -1,0 +1,311 @@
+"""Ranks of tests/test_exits.py: they end while a thread of pycomm's waits, and the interpreter with them.
+
+    python -m tests.exits PORT
+
+Each line of the input asks for one run: which threads wait, how the ranks end, and how often that is done. The ranks of
+a run are forked from this process, which has imported what they need, and leave it as a script leaves: by its last
+line, by ``sys.exit`` or by an exception. They meet in the store that listens at PORT.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import IO, Any
+
+import torch
+import torch._dynamo  # which optimizers import
+import torch.distributed as dist
+
+import pycomm
+import pycomm.horovod as hvd
+from pycomm.elastic import door, pulse
+from pycomm.launching.meeting import connect
+from pycomm.torch_internals import PrefixStore, Store
+from pycomm.transport import late_ranks, rendezvous
+from pycomm.worker import Worker
+from tests.chaos.ranks import PR_SET_PDEATHSIG
+
+ENDS = {"return": 0, "exit": 3, "raise": 1}
+"""Ways to end, and their exit codes."""
+BUSY = 0.3
+"""Seconds for which a thread asks the store again and again, as an answer takes too short to end a process in it."""
+LONGEST = 30.0
+"""Seconds after which a rank is killed."""
+
+_kept: list[Any] = []  # so that nothing is closed before the interpreter's end
+
+
+@dataclass(frozen=True)
+class Request:
+    """Runs that are asked for: of ``kind``, in each of which the ranks ``end`` in that way."""
+
+    kind: str
+    end: str
+    runs: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank has ended.
+
+    Attributes:
+        code: its exit code; the negative number of a signal.
+        seconds: from the script's end to the process's.
+        errors: what it has written to stderr.
+    """
+
+    code: int
+    seconds: float
+    errors: str
+
+
+@dataclass(frozen=True)
+class Here:
+    """What a rank knows of itself.
+
+    Attributes:
+        first_ends: read by the others, a descriptor that comes to its end with the first rank's process.
+        port: where the store listens.
+    """
+
+    rank: int
+    size: int
+    first_ends: int
+    port: int
+
+
+def _join(here: Here, backend: str, store: Store) -> None:
+    dist.init_process_group(
+        backend, store=store, rank=here.rank, world_size=here.size, timeout=timedelta(seconds=LONGEST)
+    )
+    dist.all_reduce(torch.ones(3))
+
+
+def _reduce_alone(here: Here) -> None:
+    """The communication thread is in a collective to which nobody comes."""
+    communicator = pycomm.Communicator()
+    communicator.all_reduce(torch.ones(3))
+    if here.rank == 0:
+        _kept.append(communicator.all_reduce(torch.ones(3), async_op=True))
+    _kept.append(communicator)
+
+
+def _reduce_alone_for_long(here: Here) -> None:
+    """The others are there until the first rank has ended."""
+    _reduce_alone(here)
+    if here.rank > 0:
+        os.read(here.first_ends, 1)
+
+
+def _receive(here: Here, any_source: bool = False) -> None:
+    """Threads wait for messages that nobody sends."""
+    works = [dist.irecv(torch.ones(3), None if any_source else (here.rank + 1) % here.size, tag=tag) for tag in (0, 1)]
+    _kept.extend(work.get_future() for work in works)  # type: ignore[union-attr]
+
+
+def _ask_one_that_never_answers(here: Here) -> None:
+    """A thread waits for a store, which nothing can interrupt."""
+    _kept.append(ledger := Worker("pycomm-ledger"))
+    ledger.submit(lambda: connect(here.port).get("a key that nobody sets"))
+
+
+def _receive_from_any(here: Here) -> None:
+    _receive(here, any_source=True)
+
+
+def _receive_for_long(here: Here) -> None:
+    _receive(here)
+    if here.rank > 0:
+        os.read(here.first_ends, 1)
+
+
+def _wait_in_callbacks(here: Here) -> None:
+    """Nobody waits for an operation, on whose end others follow on the communication thread."""
+    for _ in range(3):
+        work: Any = dist.all_reduce(torch.ones(1000), async_op=True)
+        _kept.append(work.get_future().then(lambda _: dist.all_reduce(torch.ones(3))))
+
+
+def _train(attach: Callable[..., Any], steps: int, **options: Any) -> None:
+    model = torch.nn.Linear(512, 512)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    _kept.extend([model, attach(optimizer, model, timeout=LONGEST, **options)])
+    dist.barrier()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(3, 512)).sum().backward()
+        optimizer.step()
+
+
+def _pulse(_: Here) -> None:
+    """The pulse of an elastic run looks for calls all the time."""
+    pulse._INTERVAL, pulse._LOOKS_PER_SECOND = 0.0, float("inf")
+    _train(pycomm.attach, steps=3, on_failure="shrink")
+
+
+def _door(_: Here) -> None:
+    """The door of an elastic run looks for newcomers all the time."""
+    look = door.Door._read
+
+    def look_for_long(self: door.Door) -> door.Request | None:
+        end = time.monotonic() + BUSY
+        while time.monotonic() < end:
+            look(self)
+        return None
+
+    door._INTERVAL = 0.0
+    door.Door._read = look_for_long  # type: ignore[method-assign]
+    _train(pycomm.attach, steps=3, on_failure="shrink")
+
+
+def _center(here: Here) -> None:
+    """The first rank serves the others, who come again and again until it has ended."""
+    with contextlib.suppress(pycomm.CommError):
+        steps = 3 if here.rank == 0 else 10**6
+        _train(pycomm.local_sgd, steps=steps, every=1, outer=pycomm.DelayedNesterov())
+
+
+def _late_ranks(here: Here) -> None:
+    """The watch over late ranks asks for them all the time."""
+    late_ranks.NAMED_AFTER = late_ranks.NAMED_AGAIN = 1e-3
+    _reduce_alone(here)
+    time.sleep(0.05)
+
+
+def _horovod(here: Here) -> None:
+    """Horovod's thread waits for a rank that does not come."""
+    hvd.init()
+    hvd.allreduce(torch.ones(3))
+    if here.rank == 0:
+        _kept.append(hvd.allreduce_async(torch.ones(3), name="alone"))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Kind of thread: ranks ``prepare`` it, on ``backend``, each on the host of its letter."""
+
+    prepare: Callable[[Here], None]
+    backend: str = "gloo"
+    hosts: str = "ab"
+
+
+KINDS = {
+    "collective, shared memory": Kind(_reduce_alone, hosts="aa"),
+    "collective, torch": Kind(_reduce_alone),
+    "collective, hierarchical": Kind(_reduce_alone, hosts="aab"),
+    "receive, shared memory": Kind(_receive, "pycomm", "aa"),
+    "receive, torch": Kind(_receive, "pycomm"),
+    "receive, hierarchical": Kind(_receive, "pycomm", "aab"),
+    "receive from any rank": Kind(_receive_from_any, "pycomm", "abc"),
+    "callbacks, shared memory": Kind(_wait_in_callbacks, "pycomm", "aa"),
+    "callbacks, torch": Kind(_wait_in_callbacks, "pycomm"),
+    "pulse": Kind(_pulse),
+    "door": Kind(_door),
+    "center": Kind(_center),
+    "late ranks": Kind(_late_ranks),
+    "horovod, shared memory": Kind(_horovod, hosts="aa"),
+    "horovod, torch": Kind(_horovod),
+}
+"""Threads that come back from their waits while the process ends."""
+IN_VAIN = {
+    "collective, in vain": Kind(_reduce_alone_for_long),
+    "receive, in vain": Kind(_receive_for_long, "pycomm"),
+    "store, in vain": Kind(_ask_one_that_never_answers),
+}
+"""Threads for whose waits nobody does anything until the process has ended."""
+
+
+def _be_rank(here: Here, request: Request, number: int) -> None:
+    """Be a rank until the end of its script, however that ends."""
+    kind = (KINDS | IN_VAIN)[request.kind]
+    torch.set_num_threads(1)
+    store = PrefixStore(f"run-{number}", connect(here.port))
+    host = f"{kind.hosts[here.rank]}{rendezvous.host_identity()}"
+    rendezvous.host_identity = lambda: host
+    os.environ["PYCOMM_SECRET"] = "what ranks of different hosts know"
+    _join(here, kind.backend, store)
+    kind.prepare(here)
+    print(f"ends {time.monotonic()}", file=sys.stderr, flush=True)
+    if request.end == "exit":
+        sys.exit(ENDS["exit"])
+    if request.end == "raise":
+        raise LookupError("the script's own error")
+
+
+Process = tuple[int, IO[bytes]]
+"""Number of a rank's process, and what it writes to stderr."""
+
+
+def _fork_ranks(size: int, port: int) -> tuple[Here | None, list[Process]]:
+    """Return, in a rank's process, what it knows of itself; else the processes' numbers, and what they write."""
+    first_ends, ends_with_first = os.pipe()
+    processes: list[Process] = []
+    for rank in range(size):
+        errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed when it has been read)
+        pid = os.fork()
+        if pid == 0:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            os.dup2(errors.fileno(), 2)
+            if rank > 0:
+                os.close(ends_with_first)
+            return Here(rank, size, first_ends, port), []
+        processes.append((pid, errors))
+    os.close(ends_with_first)
+    os.close(first_ends)
+    return None, processes
+
+
+def _wait(pid: int, deadline: float) -> tuple[int, float]:
+    """Return the exit code, and when it was there; the process is killed at the deadline."""
+    while True:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status), time.monotonic()
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(2e-3)
+
+
+def _ended(pid: int, errors: IO[bytes], deadline: float) -> Ended:
+    code, when = _wait(pid, deadline)
+    errors.seek(0)
+    text = errors.read().decode(errors="replace")
+    marks = [line.split()[1] for line in text.splitlines() if line.startswith("ends ")]
+    return Ended(code, when - float(marks[0]) if marks else float("nan"), text)
+
+
+def _requests() -> Iterator[Request]:
+    for line in sys.stdin:
+        yield Request(**json.loads(line))
+
+
+def main() -> None:
+    """Do what is asked for; in a rank's process, return or raise as its script does."""
+    port, number = int(sys.argv[1]), 0
+    gc.collect()
+    gc.freeze()  # what is imported is not collected at each rank's end, which takes half as long
+    for request in _requests():
+        for _ in range(request.runs):
+            number += 1
+            here, processes = _fork_ranks(len((KINDS | IN_VAIN)[request.kind].hosts), port)
+            if here is not None:
+                return _be_rank(here, request, number)
+            deadline = time.monotonic() + LONGEST
+            for pid, errors in processes:
+                print(json.dumps(asdict(_ended(pid, errors, deadline))), flush=True)
+                errors.close()
+
+
+if __name__ == "__main__":
+    main()

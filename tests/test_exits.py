@@ -1,0 +1,93 @@
+"""Processes that end while threads of pycomm wait: soon, with their own exit code, and without aborting.
+
+A daemon thread that comes out of C++ when the interpreter has been torn down aborts the process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from pycomm import threads
+from pycomm.launching.meeting import rendezvous
+from tests.exits import ENDS, IN_VAIN, KINDS, Ended, Request
+from tests.ranks import SLOWER
+
+ROOT = Path(__file__).parent.parent
+ABORTED = ("terminate called", "Fatal Python error", "Segmentation fault")
+MANY = 200
+TEARDOWN = 6.0
+"""Seconds that the end of an interpreter takes at most, on a busy machine."""
+
+
+class Script:
+    """Process that forks ranks; see :mod:`tests.exits`."""
+
+    def __init__(self, port: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.exits", str(port)],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, request: Request) -> Iterator[list[Ended]]:
+        """Yield how the ranks have ended, run by run."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps(asdict(request)), file=self._process.stdin, flush=True)
+        size = len((KINDS | IN_VAIN)[request.kind].hosts)
+        for _ in range(request.runs):
+            yield [Ended(**json.loads(line)) for line in itertools.islice(self._process.stdout, size)]
+
+    def close(self) -> None:
+        """End it, and with it the ranks."""
+        self._process.kill()
+        self._process.communicate()
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[Script]:
+    with rendezvous() as port:
+        started = Script(port)
+        yield started
+        started.close()
+
+
+def ends_well(script: Script, request: Request) -> float:
+    """Check all ranks of all runs; return the longest time that one has taken from its script's end to its own."""
+    longest = 0.0
+    for run, ranks in enumerate(script.run(request)):
+        for rank, ended in enumerate(ranks):
+            where = f"rank {rank} of run {run} (exit code {ended.code})"
+            assert not any(word in ended.errors for word in ABORTED), f"{where} aborted:\n{ended.errors}"
+            assert ended.code == ENDS[request.end], f"{where} ended otherwise:\n{ended.errors}"
+            longest = max(longest, ended.seconds)
+    return longest
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_end_while_a_thread_waits(script: Script, kind: str) -> None:
+    for end in ENDS:
+        ends_well(script, Request(kind, end, runs=1))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_end_many_times_while_a_thread_waits(script: Script, kind: str, end: str) -> None:
+    ends_well(script, Request(kind, end, runs=MANY))
+
+
+@pytest.mark.parametrize("kind", IN_VAIN)
+def test_a_wait_in_vain_does_not_keep_a_rank(script: Script, kind: str) -> None:
+    assert ends_well(script, Request(kind, "return", runs=1)) < (threads.EXIT_PATIENCE + TEARDOWN) * SLOWER
