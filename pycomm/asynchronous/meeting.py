@@ -5,12 +5,13 @@ What is agreed there stays: a process that comes later, or in the place of one t
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import itertools
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -25,15 +26,17 @@ from pycomm.transport import rendezvous
 from pycomm.transport.addresses import address_towards, loopback
 from pycomm.transport.authentication import SECRET, SECRET_FILE, Access
 from pycomm.transport.own_group import timeout_seconds
-from pycomm.untrusted import ListOf, Number, parse
+from pycomm.untrusted import ListOf, Number, OneOf, parse
 
 _POLL = 0.01  # seconds
+_PATIENCE = 5.0  # seconds for others to read what is wrong
 _numbers = itertools.count()
 """Of the parameter servers of this process: the n-th call of one rank meets the n-th of the others."""
 
 _VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 _LAST_PORT = 65535
 _PLACE = {"host": str, "name": str, "address": str, "port": Number(0, _LAST_PORT, whole=True)}
+_FAILURE = {"failure": str}
 _TOLD = {"problem": str, "lines": ListOf(str), "host": str, "secret": str}
 
 
@@ -110,14 +113,20 @@ class Meeting:
         self._store.set(f"lines/{self.rank}", json.dumps({**mine, **_safety(self.access)}))
         everyones = self._told()
         self._store.set("begun", "")
-        if problem is not None:
-            raise ValueError(_words(problem)) from problem
-        for rank, told in enumerate(everyones):
-            if told["problem"]:
-                raise ValueError(f"rank {rank}: {told['problem']}")
-        for rank, told in enumerate(everyones):
-            _require_same(told["lines"], everyones[0]["lines"], f"rank {rank}")
-            _require_safe(told, everyones[0], rank)
+        self._store.add("read", 1)
+        try:
+            if problem is not None:
+                raise ValueError(_words(problem)) from problem
+            for rank, told in enumerate(everyones):
+                if told["problem"]:
+                    raise ValueError(f"rank {rank}: {told['problem']}")
+            for rank, told in enumerate(everyones):
+                _require_same(told["lines"], everyones[0]["lines"], f"rank {rank}")
+                _require_safe(told, everyones[0], rank)
+        except ValueError:
+            if self.rank == 0:
+                self._await("read", self.size)
+            raise
 
     def _compare_with_first(self, lines: Sequence[str]) -> None:
         first = self._told()[0]
@@ -141,16 +150,44 @@ class Meeting:
         place = Place(rendezvous.host_identity(), door.name.hex(), *door.address)
         self._store.set(f"server/{server}", json.dumps(asdict(place)))
 
+    @contextlib.contextmanager
+    def telling(self, server: int, num_workers: int) -> Iterator[None]:
+        """Tell ``num_workers``, who wait for ``server``, of an error inside, because of which it will not come."""
+        try:
+            yield
+        except Exception as error:
+            if not self.is_late:  # else they wait for one that takes its place
+                self._store.set(f"server/{server}", json.dumps({"failure": _words(error)}))
+                self._await(f"heard/{server}", num_workers)
+            raise
+
+    def _await(self, key: str, count: int) -> None:
+        """Wait until ``key`` is ``count``: with this process the store may go in which others find what is wrong."""
+        start = time.monotonic()
+        with contextlib.suppress(RuntimeError):  # the store is gone: torch's DistNetworkError is one
+            while self._store.add(key, 0) < count and time.monotonic() - start < _PATIENCE:
+                time.sleep(_POLL)
+
     def address_of(self, server: int) -> Place | None:
-        """Return where ``server`` is, or was last; ``None`` if that is not known yet."""
+        """Return where ``server`` is, or was last; ``None`` if that is not known yet.
+
+        Raises:
+            CommError: it has said that it will not come, or the store is gone.
+        """
         try:
             if not self._store.check([f"server/{server}"]):
                 return None
             text = self._store.get(f"server/{server}")
+            found = parse(text, OneOf(_PLACE, _FAILURE), f"the address of server {server}")
+            if "failure" in found:
+                self._store.add(f"heard/{server}", 1)
+                what = f"server {server} could not begin: {found['failure']}"
+                raise CommError.during("find a server", what, rank=self.worker, peer=server)
+        except CommError:
+            raise
         except RuntimeError as error:  # torch's DistNetworkError is one
             what = f"the store in which servers say where they are is gone: {error}"
             raise CommError.during("find a server", what, rank=self.worker, peer=server) from error
-        found = parse(text, _PLACE, f"the address of server {server}")
         return Place(**{name: found[name] for name in _PLACE})
 
     def own_address(self) -> str:

@@ -19,12 +19,12 @@ from pycomm.asynchronous.meeting import Meeting
 from pycomm.asynchronous.memory import SharedMemory
 from pycomm.asynchronous.modes import mode_of
 from pycomm.asynchronous.packing import Packer, Unpackers
-from pycomm.asynchronous.server_files import ServerFiles, wanted_by
+from pycomm.asynchronous.server_files import ServerFiles, shards_of, wanted_by
 from pycomm.asynchronous.serving import Serving
 from pycomm.asynchronous.settings import Settings, checked_parameters, checked_settings, lines_of
-from pycomm.asynchronous.shards import Piece, cut, shard_dtype
+from pycomm.asynchronous.shards import Piece, shard_dtype
 from pycomm.asynchronous.trained import Trained
-from pycomm.asynchronous.updates import ShardOptimizer, is_elementwise
+from pycomm.asynchronous.updates import ShardOptimizer
 from pycomm.asynchronous.worker import ServerLink
 from pycomm.checks import bounded, positive
 from pycomm.compression import Compression
@@ -119,10 +119,11 @@ def _meet(
         if settings.compression is not None:
             settings.compression.check(optimizer)
         lines = lines_of(settings, optimizer, named)
-        shards = _shards_of(settings, optimizer, list(named.values()))
+        shards = shards_of(settings, optimizer, list(named.values()))
         if 0 <= meeting.rank < settings.servers:
             dtype = next(iter(named.values())).dtype
-            files = ServerFiles(settings, meeting.rank, wanted_by(settings, optimizer, shards[meeting.rank], dtype))
+            wanted = wanted_by(settings, optimizer, shards[meeting.rank], dtype)
+            files = ServerFiles(settings, meeting.rank, wanted)
     except Exception as error:  # a foreign object may raise anything
         problem = error
     try:
@@ -132,14 +133,6 @@ def _meet(
         if files is not None:
             files.close()
         raise
-
-
-def _shards_of(
-    settings: Settings, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
-) -> list[list[Piece]]:
-    """Return the pieces of the parameters that each server holds."""
-    anywhere = is_elementwise(optimizer) and settings.compression is None  # whose methods look at shapes
-    return cut([p.numel() for p in params], settings.servers, anywhere=anywhere)
 
 
 class ParameterServer:
@@ -329,18 +322,17 @@ class ParameterServer:
         assert files is not None
         with contextlib.ExitStack() as opened:
             opened.callback(files.close)
-            journal = files.journal(core)
-            if files.trace is not None:
-                files.trace.begin()
-            door = meeting.open_door()
-            opened.callback(door.close)
-            expected = core.mode.workers if meeting.is_late else range(settings.servers, meeting.size)
-            serving = Serving(
-                *(core, self._memory, door, rendezvous.host_identity(), set(expected), settings.timeout, meeting.rank),
-                journal=journal,
-                trace=files.trace,
-                replay=files.replay,
-            )
+            with meeting.telling(meeting.rank, meeting.size - settings.servers):
+                journal = files.begin(core)
+                door = meeting.open_door()
+                opened.callback(door.close)
+                expected = set(core.mode.workers if meeting.is_late else range(settings.servers, meeting.size))
+                serving = Serving(
+                    *(core, self._memory, door, rendezvous.host_identity(), expected, settings.timeout, meeting.rank),
+                    journal=journal,
+                    trace=files.trace,
+                    replay=files.replay,
+                )
             meeting.tell_address(meeting.rank, door)
             try:
                 serving.run()

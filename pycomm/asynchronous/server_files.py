@@ -13,10 +13,10 @@ from pycomm.asynchronous.journal import Journal
 from pycomm.asynchronous.modes import mode_of
 from pycomm.asynchronous.recovery import Recovery
 from pycomm.asynchronous.settings import Settings
-from pycomm.asynchronous.shards import Piece, shard_dtype
+from pycomm.asynchronous.shards import Piece, cut, shard_dtype
 from pycomm.asynchronous.states import Wanted
 from pycomm.asynchronous.trace import Replay, Trace
-from pycomm.asynchronous.updates import group_sizes
+from pycomm.asynchronous.updates import group_sizes, is_elementwise
 
 
 class ServerFiles:
@@ -52,11 +52,13 @@ class ServerFiles:
                 opened.callback(self.trace.close)
             self._opened = opened.pop_all()
 
-    def journal(self, core: Core) -> Journal | None:
+    def begin(self, core: Core) -> Journal | None:
         """Let happen to ``core`` what the folder tells; return the journal that goes on, if there is to be one.
 
         Raises as :class:`Journal`.
         """
+        if self.trace is not None:
+            self.trace.begin()
         if self._folder is None:
             return None
         journal = Journal(self._folder, core, self._recovery)
@@ -70,6 +72,14 @@ class ServerFiles:
 
 def _numbered(path: Path, server: int) -> Path:
     return path.with_name(f"{path.name}.{server}")
+
+
+def shards_of(
+    settings: Settings, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
+) -> list[list[Piece]]:
+    """Return the pieces of the parameters that each server holds."""
+    anywhere = is_elementwise(optimizer) and settings.compression is None  # whose methods look at shapes
+    return cut([p.numel() for p in params], settings.servers, anywhere=anywhere)
 
 
 def wanted_by(

@@ -287,6 +287,30 @@ def test_files_that_cannot_be_opened_are_told_to_all(new_ranks: Pools, tmp_path:
     assert worker.startswith("rank 0: ")
 
 
+def serve_schedule(folder: str, with_schedule: bool) -> str:
+    """Serve with a schedule or without; return what is said, and how long that took."""
+    begun = time.monotonic()
+    model = model_of(torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    try:
+        with pycomm.parameter_server(optimizer, model, checkpoint=folder, timeout=60) as server:
+            if with_schedule and not server.is_worker:
+                server.schedule(torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    except (ValueError, pycomm.CommError) as error:
+        return f"{error} after {time.monotonic() - begun:.0f} s"
+    return "nothing"
+
+
+@pytest.mark.timeout(100)
+def test_a_server_that_cannot_begin_tells_its_workers(new_ranks: Pools, tmp_path: Path) -> None:
+    """Which schedules it has is known only when it serves."""
+    assert new_ranks(2).run(serve_schedule, str(tmp_path), True, timeout=TIMEOUT) == ["nothing", "nothing"]
+    server, worker = new_ranks(2).run(serve_schedule, str(tmp_path), False, timeout=TIMEOUT)
+    for told in (server, worker):
+        assert re.search(r"checkpoint-2.pt: the checkpoint has 1 schedules, this server 0 after [0-9] s", told)
+    assert "server 0 could not begin" in worker
+
+
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("name", ["trace.0", "replay.0", "server-0/journal-1", "server-0/checkpoint-1.pt"])
 def test_files_that_block_are_told_to_all(new_ranks: Pools, tmp_path: Path, name: str) -> None:
