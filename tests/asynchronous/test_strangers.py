@@ -29,7 +29,7 @@ from pycomm.asynchronous.memory import SharedMemory
 from pycomm.asynchronous.serving import Serving
 from pycomm.transport import authentication
 from tests.asynchronous.runs import model_of
-from tests.asynchronous.test_journal import SIZE, core_of
+from tests.asynchronous.stories import SIZE, core_of
 from tests.hosts import on_hosts
 from tests.on_ranks import on_ranks
 

@@ -22,6 +22,7 @@ from tests.on_ranks import on_ranks
 
 SECONDS = float(os.environ.get("PYCOMM_FUZZ_SECONDS", "6"))
 SEED = int(os.environ.get("PYCOMM_FUZZ_SEED", "0"))
+pytestmark = pytest.mark.timeout(math.ceil(SECONDS) + 90)
 FLOATS = torch.float32, torch.float64, torch.float16, torch.bfloat16
 WHOLES = torch.int8, torch.uint8, torch.int32, torch.int64
 COUNTS = 1, 2, 3, 7, 64, 1000, 4099, 70_000

@@ -25,6 +25,7 @@ from tests.reducer.attaching import attached
 
 SECONDS = float(os.environ.get("PYCOMM_FUZZ_SECONDS", "8"))
 SEED = int(os.environ.get("PYCOMM_FUZZ_SEED", "0"))
+pytestmark = pytest.mark.timeout(math.ceil(SECONDS) + 90)
 STEPS, INPUTS, OUTPUTS = 4, 5, 3
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
