@@ -234,6 +234,8 @@ class Channel:
                 :meth:`skip_checks` they would mistake the refusal for data.
         """
 
+        self.farewell = lambda: reason  # whoever closes it first, such as a finalizer
+
         def leave() -> None:
             if in_step and not self.transport.interruptible and not self._gpus:  # closing alone would not tell them
                 with contextlib.suppress(Exception):  # they may already have left

@@ -16,7 +16,6 @@ import select
 import socket
 import ssl
 import struct
-import threading
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 
+from pycomm import threads
 from pycomm.transport.addresses import family_of, join_address
 from pycomm.transport.authentication import Proof, Step, process_behind, prove_as_client
 from pycomm.untrusted import ANYTHING, MapOf, parse
@@ -269,8 +269,7 @@ class Door:
             self._ring.setblocking(False)
             self._visitors: dict[int, _Visitor] = {}  # by descriptor, the oldest first
             self._events: dict[int, int] = {}  # what each waits for
-            self._thread = threading.Thread(target=self._let_in, name="pycomm-server-door", daemon=True)
-            self._thread.start()
+            self._thread = threads.start(self._let_in, "pycomm-server-door", self._close.close)
             on_error.pop_all()
 
     def admitted(self) -> list[Connection]:

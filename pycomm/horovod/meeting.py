@@ -11,10 +11,10 @@ import http.client
 import os
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator
 
+from pycomm import threads
 from pycomm.transport.authentication import own_folder, process_behind
 
 _POLL = 0.02  # seconds
@@ -80,7 +80,8 @@ def on_this_host(job: str, rank: int, mine: str, size: int, patience: float) -> 
     remove = functools.partial(file.unlink, missing_ok=True)
     atexit.register(remove)
     until = time.monotonic() + patience
-    threading.Thread(target=_tell, args=(listener, mine, size, until, remove), daemon=True).start()
+    tell = functools.partial(_tell, listener, mine, size, until, remove)
+    threads.start(tell, "pycomm-horovod-meeting", functools.partial(listener.shutdown, socket.SHUT_RDWR))
     return mine
 
 
@@ -132,7 +133,11 @@ def _tell(listener: socket.socket, address: str, size: int, until: float, remove
     with listener:
         while left and (seconds := until - time.monotonic()) > 0:
             listener.settimeout(seconds)
-            with contextlib.suppress(OSError, struct.error), listener.accept()[0] as connection:
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # the time is over, or the process ends
+                break
+            with connection, contextlib.suppress(OSError, struct.error):
                 if process_behind(connection) is None:
                     continue
                 connection.settimeout(_TO_ANSWER)
