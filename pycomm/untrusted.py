@@ -12,6 +12,7 @@ import json
 import math
 import os
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -41,6 +42,14 @@ class ListOf:
     item: Any
     length: int | None = None
 
+    def require_of(self, value: Any, what: str, where: str) -> None:
+        """Raise ValueError unless ``value`` is one, see :func:`require`."""
+        _require_kind(value, list, "a list", what, where)
+        if self.length not in (None, len(value)):
+            raise _malformed(where, f"a list of {len(value)}", f"one of {self.length}", what)
+        for index, item in enumerate(value):
+            require(item, self.item, what, f"{where}[{index}]")
+
 
 @dataclass(frozen=True)
 class PairOf:
@@ -49,6 +58,12 @@ class PairOf:
     first: Any
     second: Any
 
+    def require_of(self, value: Any, what: str, where: str) -> None:
+        """Raise ValueError unless ``value`` is one, see :func:`require`."""
+        ListOf(ANYTHING, 2).require_of(value, what, where)
+        for index, inner in enumerate((self.first, self.second)):
+            require(value[index], inner, what, f"{where}[{index}]")
+
 
 @dataclass(frozen=True)
 class MapOf:
@@ -56,6 +71,14 @@ class MapOf:
 
     value: Any
     key: Any = str
+
+    def require_of(self, value: Any, what: str, where: str) -> None:
+        """Raise ValueError unless ``value`` is one, see :func:`require`."""
+        _require_kind(value, dict, "an object", what, where)
+        for key, item in value.items():
+            if not _has(key, self.key):
+                raise _malformed(f"a key of {where or 'it'}", _shown(key), _wanted(self.key), what)
+            require(item, self.value, what, f"{where}[{_shown(key)}]")
 
 
 @dataclass(frozen=True)
@@ -80,8 +103,8 @@ def parse(text: str | bytes, shape: Any, what: str) -> Any:
     Args:
         text: JSON, in UTF-8.
         shape: ``str``, ``bool`` or ``None``; a string or an int for that very value; :class:`Number`,
-            :class:`ListOf`, :class:`PairOf`, :class:`MapOf`, :class:`OneOf`, :data:`ANYTHING`; a dict for an object with those keys,
-            of which those that end with "?" may be missing. Other keys of an object are not looked at.
+            :class:`ListOf`, :class:`PairOf`, :class:`MapOf`, :class:`OneOf`, :data:`ANYTHING`; a dict for an object
+            with those keys, of which those that end with "?" may be missing. Other keys are not looked at.
         what: what errors call it: a path, "a message of worker 3".
 
     Raises:
@@ -100,31 +123,21 @@ def parse(text: str | bytes, shape: Any, what: str) -> Any:
 def require(value: Any, shape: Any, what: str, where: str = "") -> None:
     """Raise ValueError unless ``value`` has ``shape``, see :func:`parse`; ``where`` is the place of it in ``what``."""
     if isinstance(shape, dict):
-        _require_kind(value, dict, "an object", what, where)
-        for key, inner in shape.items():
-            name = key.removesuffix("?")
-            if name in value:
-                require(value[name], inner, what, f"{where}.{name}".lstrip("."))
-            elif name == key:
-                raise ValueError(f"{what} is malformed: it has no {f'{where}.{name}'.lstrip('.')!r}")
-    elif isinstance(shape, ListOf):
-        _require_kind(value, list, "a list", what, where)
-        if shape.length not in (None, len(value)):
-            raise _malformed(where, f"a list of {len(value)}", f"one of {shape.length}", what)
-        for index, item in enumerate(value):
-            require(item, shape.item, what, f"{where}[{index}]")
-    elif isinstance(shape, PairOf):
-        require(value, ListOf(ANYTHING, 2), what, where)
-        for index, inner in enumerate((shape.first, shape.second)):
-            require(value[index], inner, what, f"{where}[{index}]")
-    elif isinstance(shape, MapOf):
-        _require_kind(value, dict, "an object", what, where)
-        for key, item in value.items():
-            if not _has(key, shape.key):
-                raise _malformed(f"a key of {where or 'it'}", _shown(key), _wanted(shape.key), what)
-            require(item, shape.value, what, f"{where}[{_shown(key)}]")
+        _require_object(value, shape, what, where)
+    elif isinstance(shape, ListOf | PairOf | MapOf):
+        shape.require_of(value, what, where)
     elif not _is(value, shape):
         raise _malformed(where, _shown(value), _wanted(shape), what)
+
+
+def _require_object(value: Any, shape: dict[str, Any], what: str, where: str) -> None:
+    _require_kind(value, dict, "an object", what, where)
+    for key, inner in shape.items():
+        name = key.removesuffix("?")
+        if name in value:
+            require(value[name], inner, what, f"{where}.{name}".lstrip("."))
+        elif name == key:
+            raise ValueError(f"{what} is malformed: it has no {f'{where}.{name}'.lstrip('.')!r}")
 
 
 def printable(value: Any, shape: Any) -> Any:
@@ -240,6 +253,18 @@ def open_file(path: str | Path, *, own: bool = False) -> BinaryIO:
         raise
 
 
+@contextlib.contextmanager
+def reading(path: str | Path, *, own: bool = False) -> Iterator[BinaryIO]:
+    """Open a file for reading, see :func:`open_file`; an error of reading, which does not say of what, names it too."""
+    with open_file(path, own=own) as file:
+        try:
+            yield file
+        except OSError as error:
+            if error.filename is not None or error.errno is None:
+                raise
+            raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def open_output(path: str | Path) -> BinaryIO:
     """Open a regular file for writing, which is made if it is not there. What was in it stays until it is cut.
 
@@ -273,14 +298,12 @@ def _opened(path: str | Path, flags: int) -> int:
 
 def read_file(path: str | Path, *, most: int, own: bool = False) -> bytes:
     """Return the content of a regular file of at most ``most`` bytes; see :func:`open_file`."""
-    with open_file(path, own=own) as file:
-        try:
-            content = file.read(most + 1)
-        except OSError as error:  # which does not say of what
-            raise OSError(error.errno, error.strerror, str(path)) from error
+    with reading(path, own=own) as file:
+        is_larger = os.fstat(file.fileno()).st_size > most
+        content = b"" if is_larger else file.read(most + 1)
     if content is None:  # a file of the kernel's, of which there is nothing to read at present
         raise ValueError(f"{path} has nothing to read, wanted a regular file")
-    if len(content) > most:
+    if is_larger or len(content) > most:
         raise ValueError(f"{path} has more than {most} bytes")
     return content
 

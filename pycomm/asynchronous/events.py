@@ -15,7 +15,7 @@ import torch
 
 from pycomm.asynchronous.core import Core
 from pycomm.asynchronous.states import Wanted
-from pycomm.untrusted import COUNT, ListOf, Number, OneOf, open_file, parse
+from pycomm.untrusted import COUNT, ListOf, Number, OneOf, parse, reading
 
 _HEAD = struct.Struct("<IIQ")  # bytes of the text, checksum of it and of the data, bytes of the data
 _LONGEST_TEXT = 2 << 20  # bytes
@@ -69,7 +69,7 @@ def read_events(path: Path, wanted: Wanted) -> Iterator[Event]:
         ValueError: an event is none, although its checksum is right; or the file is no regular one. It is named.
         OSError: it cannot be read.
     """
-    with open_file(path) as file:
+    with reading(path) as file:
         size = os.fstat(file.fileno()).st_size
         begin = 0
         while (found := _next(file, size - begin, wanted)) is not None:

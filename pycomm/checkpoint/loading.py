@@ -75,13 +75,31 @@ def load(path: str | os.PathLike[str], reducer: Reducer, /, **more: Any) -> dict
     path, plan = _last_whole(Path(path), reducer, more)
     undo: Undo = []
     try:
-        together(communicator, f"load {path}", lambda: plan.restore(undo))
+        together(communicator, f"load {path}", lambda: _restore(path, plan, undo))
     except Exception:
         for step in reversed(undo):
             _take_back(step)
         raise
     plan.finish()
     return plan.plain
+
+
+def _restore(path: Path, plan: _Plan, undo: Undo) -> None:
+    with _of(path):
+        plan.restore(undo)
+
+
+@contextmanager
+def _of(path: Path) -> Iterator[None]:
+    """Name the checkpoint in an error that does not fit it."""
+    try:
+        yield
+    except DamagedError:
+        raise
+    except ValueError as error:
+        if str(path) in str(error):
+            raise
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _take_back(step: Callable[[], Any]) -> None:
@@ -134,7 +152,8 @@ def _damage(path: Path, reducer: Reducer, more: Mapping[str, Any], found: list[_
         checkpoint = Checkpoint(path)
         old, here = checkpoint.world_size, communicator.rank
         checkpoint.check({here} if old == communicator.size else set(range(old)))
-        found.append(_Plan(checkpoint, reducer, more))
+        with _of(path):
+            found.append(_Plan(checkpoint, reducer, more))
     except DamagedError as error:
         return str(error) if str(path) in str(error) else f"{path}: {error}"
     return ""

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from pycomm.checkpoint.files import DamagedError
+from pycomm.checks import shown
 from pycomm.optim.master_state import KEY
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.step_override import stepper_of
@@ -30,21 +32,34 @@ def optimizer_state(reducer: Reducer) -> dict[str, Any]:
 
 
 def check_optimizer(saved: dict[str, Any], here: dict[str, Any], has_masters: bool) -> None:
-    """Raise ValueError if ``saved`` is of another optimizer than ``here``; both are of :func:`optimizer_state`."""
+    """Raise ValueError if ``saved`` is of another optimizer than ``here``; both are of :func:`optimizer_state`.
+
+    DamagedError if an option of it is of another kind.
+    """
     if saved["class"] != here["class"]:
         raise ValueError(f"it was saved with a {saved['class']}, and the optimizer here is a {here['class']}")
     groups, now = ([g["params"] for g in each["state_dict"]["param_groups"]] for each in (saved, here))
     if groups != now:
         sizes, found = [len(group) for group in groups], [len(group) for group in now]
         raise ValueError(f"the optimizer had parameter groups of {sizes} parameters, and has {found} here")
+    for group, now_ in zip(saved["state_dict"]["param_groups"], here["state_dict"]["param_groups"], strict=True):
+        for key in group.keys() & now_.keys():
+            if _kind(group[key]) != _kind(now_[key]) and None not in (_kind(group[key]), _kind(now_[key])):
+                raise DamagedError(f"the optimizer's {key} was {shown(group[key])}, and is {shown(now_[key])} here")
     for i, (name, wanted) in enumerate(zip(saved["names"], here["names"], strict=True)):
         if name != wanted:
             raise ValueError(f"parameter {i} of the optimizer was {name!r}, and is {wanted!r} here")
     had_masters = any(KEY in entry for entry in saved["state_dict"]["state"].values())
     has_masters = has_masters and any(KEY in entry for entry in here["state_dict"]["state"].values())
     if had_masters != has_masters:
-        there, now_ = ("with", "without") if had_masters else ("without", "with")
-        raise ValueError(f"it was saved {there} pycomm.master_weights, and the optimizer here is {now_}")
+        there, at_present = ("with", "without") if had_masters else ("without", "with")
+        raise ValueError(f"it was saved {there} pycomm.master_weights, and the optimizer here is {at_present}")
+
+
+def _kind(option: Any) -> str | None:
+    """Return what kind of a value an option of an optimizer is; ``None`` for none, and for foreign objects."""
+    kinds = ((bool, "flag"), ((int, float, torch.Tensor), "number"), (str, "text"), ((list, tuple), "list"))
+    return next((name for kind, name in kinds if isinstance(option, kind)), None)
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Callable[[], Any] | None:
