@@ -26,7 +26,7 @@ from pycomm.untrusted import ANYTHING, COUNT, ListOf, MapOf, Number
 FORMAT = 1
 OWN, SHARED = "own", "shared"
 
-_NAME = re.compile(r"checkpoint-([0-9]{8}|[1-9][0-9]{8,17})")
+_NAME = re.compile(r"checkpoint-([0-9]{8}|[1-9][0-9]{8,})")
 _WRITING = ".writing-"
 _REMOVING = ".removing-"
 
@@ -64,7 +64,15 @@ def remove_unfinished(folder: Path) -> None:
     """Remove what earlier processes have left unfinished."""
     for entry in list(folder.iterdir()):
         if entry.name.startswith((_WRITING, _REMOVING)):
-            shutil.rmtree(entry)
+            _remove(entry)
+
+
+def _remove(path: Path) -> None:
+    """Remove what is at ``path``: a directory with all that is in it, but of a link only the link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def prune(folder: Path, keep: int) -> None:
@@ -74,7 +82,7 @@ def prune(folder: Path, keep: int) -> None:
         if newer >= keep:
             aside = folder / f"{_REMOVING}{number:08d}"
             whole(folder, number).rename(aside)  # at once, so that there is never half a checkpoint of that name
-            shutil.rmtree(aside)
+            _remove(aside)
             continue
         with contextlib.suppress(DamagedError, ValueError):
             Checkpoint(whole(folder, number))

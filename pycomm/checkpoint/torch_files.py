@@ -11,6 +11,7 @@ size, and older ones believe what a file says of the size of its parts.
 from __future__ import annotations
 
 import math
+import os
 import pickletools
 import sys
 from collections import Counter, OrderedDict
@@ -23,7 +24,7 @@ import torch
 
 from pycomm.checkpoint.archive import Archive
 from pycomm.checkpoint.files import DamagedError
-from pycomm.untrusted import open_file
+from pycomm.untrusted import reading
 
 _LARGEST_PROGRAM = 16 << 20  # bytes
 _MOST_DIMENSIONS = 64
@@ -77,11 +78,8 @@ def load_values(path: str | Path) -> Any:
         OSError: it cannot be read.
     """
     try:
-        with open_file(path) as stream:
-            size = stream.seek(0, 2)
-            return read_values(stream, 0, size, str(path))
-    except OSError as error:
-        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+        with reading(path) as stream:
+            return read_values(stream, 0, stream.seek(0, os.SEEK_END), str(path))
     except DamagedError:
         raise
     except ValueError as error:  # it is no regular file

@@ -245,6 +245,18 @@ def test_what_is_no_file(two: Path, run: Training, tmp_path: Path, caplog: pytes
 
 
 @pytest.mark.timeout(60)
+def test_what_is_no_directory_is_removed_as_it_is(two: Path, run: Training, tmp_path_factory: Any) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "file").touch()
+    for name in (".writing-1", ".removing-1", "checkpoint-00000000"):
+        (two / name).symlink_to(elsewhere)
+    os.mkfifo(two / ".writing-2")
+    pycomm.save(two, run.reducer, keep=1, **run.more).wait(30)
+    assert [path.name for path in two.iterdir()] == ["checkpoint-00000003"]
+    assert (elsewhere / "file").exists()
+
+
+@pytest.mark.timeout(60)
 def test_old_ones_are_removed_although_one_is_no_checkpoint(two: Path, run: Training) -> None:
     """What looks through them is the thread that writes."""
     manifest = two / "checkpoint-00000002" / "manifest.json"
