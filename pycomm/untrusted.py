@@ -177,6 +177,8 @@ def _is_within(value: float, shape: Number) -> bool:
 
 
 def _has(value: Any, shape: Any) -> bool:
+    if not isinstance(shape, dict | ListOf | PairOf | MapOf):
+        return _is(value, shape)
     try:
         require(value, shape, "it")
     except ValueError:

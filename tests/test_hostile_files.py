@@ -6,6 +6,7 @@ Each reader gets good files that were damaged in some way, by a seed that an err
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import random
@@ -29,7 +30,7 @@ from pycomm.asynchronous.journal import Journal
 from pycomm.asynchronous.trace import Replay
 from pycomm.checkpoint.files import Reserve, told_in, write_json, write_sealed
 from pycomm.checkpoint.torch_files import load_values
-from pycomm.cli.main import main
+from pycomm.cli.main import build_parser
 from pycomm.monitoring.writers import CsvWriter
 from pycomm.parallel import Plan
 from pycomm.parallel.planning.scaling import read_points
@@ -123,11 +124,15 @@ def json_reader(path: Path, content: str, read: Callable[[Path], Any]) -> Reader
     return Reader(lambda: read(path), path.parent, {path: other_json(content.encode())})
 
 
+parser = functools.cache(build_parser)  # which takes longer than most files
+
+
 def run_command(path: Path, *arguments: str) -> str:
     """Run a command of pycomm on ``path``: what it prints has no control characters, and an error names the file."""
     out, err = io.StringIO(), io.StringIO()
+    parsed = parser().parse_args(arguments)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main([*arguments])
+        code = parsed.run(parsed)
     printed = out.getvalue() + err.getvalue()
     assert printed.replace("\n", "").isprintable(), f"{printed!r}"
     if code == 0:
