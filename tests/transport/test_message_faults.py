@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import cast
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from pycomm import CommError, Communicator
 from pycomm.transport.shared_memory import SharedMemoryTransport
@@ -164,28 +167,38 @@ def test_a_timeout_says_whom_it_waited_for_and_breaks_nothing() -> None:
     communicator.close()
 
 
-@on_ranks(2)
-def test_closing_ends_the_waits_of_other_threads() -> None:
-    communicator = Communicator(timeout=TIMEOUT)
+@pytest.mark.parametrize("transport", ["shared_memory", "torch"])
+@on_ranks(2, 3)
+def test_closing_ends_the_waits_of_other_threads(transport: str) -> None:
+    """For messages of one rank and of any, and for a collective to which the others do not come."""
+    communicator = Communicator(timeout=TIMEOUT, transport=transport)
     said: list[str] = []
 
-    def wait(src: int | None) -> None:
+    def wait(operation: Callable[[], object]) -> None:
         with pytest.raises(CommError) as caught:
-            communicator.recv(torch.empty(3), src)
+            operation()
         said.append(str(caught.value))
 
-    threads = [threading.Thread(target=wait, args=(src,)) for src in (None, 1 - communicator.rank)]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.3)
-    communicator.barrier()
-    started = time.monotonic()
+    if communicator.rank == 0:
+        x = torch.zeros(3)
+        waits: list[Callable[[], object]] = [
+            functools.partial(communicator.recv, x.clone(), src) for src in (None, communicator.size - 1)
+        ]
+        if transport == "torch":  # over shared memory nobody else may call it meanwhile
+            waits.append(functools.partial(transport_of(communicator).all_reduce, x.clone(), "sum", TIMEOUT))
+        threads = [threading.Thread(target=wait, args=(operation,)) for operation in waits]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.3)
+        started = time.monotonic()
+        communicator.close()
+        for thread in threads:
+            thread.join()
+        assert time.monotonic() - started < 3
+        assert len(said) == len(waits)
+        assert all("closed" in text for text in said), said
+    dist.barrier()
     communicator.close()
-    for thread in threads:
-        thread.join()
-    assert time.monotonic() - started < 3
-    assert len(said) == 2
-    assert all("closed" in text for text in said), said
 
 
 @on_ranks(2)
