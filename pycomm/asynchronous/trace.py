@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
-from pycomm.untrusted import COUNT, OneOf, open_output, parse, read_file
+from pycomm.untrusted import COUNT, OneOf, open_output, parse, reading
 
 KEYS = ("event", "worker", "number")
 """What tells an event from the others of its worker."""
 
 _EVENT = {"event": OneOf("pull", "push", "leave"), "worker": COUNT, "number?": COUNT}
-_LARGEST = 1 << 30  # bytes
+_LARGEST = 512 << 20  # bytes: ten million events
 
 
 class Trace:
@@ -49,20 +50,24 @@ class Replay:
     """
 
     def __init__(self, path: Path) -> None:
-        try:
-            lines = read_file(path, most=_LARGEST).splitlines()
-            events = [parse(line, _EVENT, f"line {number}") for number, line in enumerate(lines, 1)]
-        except ValueError as error:
-            raise ValueError(f"replay={str(path)!r} is no trace: {error}") from error
-        self._events = [{key: event[key] for key in KEYS if key in event} for event in events]
+        with reading(path) as file:
+            if os.fstat(file.fileno()).st_size > _LARGEST:
+                raise ValueError(f"replay={str(path)!r} has more than {_LARGEST} bytes")
+            try:
+                self._events = [_order(parse(line, _EVENT, f"line {n}")) for n, line in enumerate(file, 1)]
+            except ValueError as error:
+                raise ValueError(f"replay={str(path)!r} is no trace: {error}") from error
         self._next = 0
 
     def is_next(self, event: dict[str, Any]) -> bool:
         """Return whether ``event`` is the one to happen now. After the last one, any is."""
-        if self._next >= len(self._events):
-            return True
-        return bool({key: event[key] for key in KEYS if key in event} == self._events[self._next])
+        return self._next >= len(self._events) or _order(event) == self._events[self._next]
 
     def advance(self) -> None:
         """Note that the next event has happened."""
         self._next += 1
+
+
+def _order(event: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what tells ``event`` from the others."""
+    return tuple(event.get(key) for key in KEYS)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,16 @@ def prune(folder: Path, keep: int) -> None:
             newer += 1
 
 
+def _check_sizes(index: dict[str, Any], path: Path) -> None:
+    """Raise DamagedError if the tensors in ``index`` together are larger than their files: many may name one place."""
+    sizes: Counter[str] = Counter()
+    for entry in index["tensors"].values():
+        sizes[entry["file"]] += entry["length"]
+    for name, wanted in index["files"].items():
+        if sizes[name] > wanted["bytes"]:
+            raise DamagedError(f"{path} says that {name} has {sizes[name]} bytes of tensors in {wanted['bytes']}")
+
+
 class Checkpoint:
     """Checkpoint on disk. Making one reads its manifest and parts, and compares the files' sizes.
 
@@ -123,6 +134,7 @@ class Checkpoint:
         for kind in (OWN, SHARED):
             for name, node in part[kind].items():
                 check_node(node, f"{path}: {name}")
+            _check_sizes(part["indexes"][kind], path)
         return part
 
     @property

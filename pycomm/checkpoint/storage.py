@@ -94,6 +94,8 @@ def _read(path: Path, entry: dict[str, Any], name: str) -> torch.Tensor:
         value = read_values(stream, entry["offset"], entry["length"], what)
     if not isinstance(value, torch.Tensor) or value.dtype != dtype or list(value.shape) != entry["shape"]:
         raise DamagedError(f"{what} is not of the shape and dtype that were saved")
+    if value.numel() * dtype.itemsize > entry["length"]:
+        raise DamagedError(f"{what} has more elements than its file has room for")
     if list(value.stride()) == entry["stride"] or not _is_dense(entry["shape"], entry["stride"]):
         return value.detach()
     return torch.empty_strided(entry["shape"], entry["stride"], dtype=dtype).copy_(value)

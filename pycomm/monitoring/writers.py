@@ -55,7 +55,7 @@ def _require_columns(path: Path) -> None:
     """Raise ValueError if there is a file at ``path`` whose first line is not that of rows."""
     if not path.exists():
         return
-    with untrusted.open_file(path) as file:
+    with untrusted.reading(path) as file:
         first = file.readline(_LONGEST_LINE).decode(errors="replace")
     try:
         names = next(csv.reader([first] if first else []), None)

@@ -140,7 +140,7 @@ def _from_dict(data: Any) -> Network:
         raise ValueError(f"measured is {shown(measured)}, wanted algorithm: [[bytes, seconds], ...]") from error
     if any(len(name) > _LONGEST_NAME for name in curves):
         raise ValueError(f"measured has a name of more than {_LONGEST_NAME} characters")
-    return Network(
+    found = Network(
         name=data["name"],
         within_host=_link(data, "within_host"),
         between_hosts=_link(data, "between_hosts"),
@@ -150,12 +150,16 @@ def _from_dict(data: Any) -> Network:
         overhead=data.get("overhead", 0.0),
         transport=data.get("transport", ""),
     )
+    # What has been checked: of integers that are larger than its own numpy would make objects.
+    floats = {name: tuple((float(x), float(y)) for x, y in curve) for name, curve in found.measured.items()}
+    return replace(found, measured=floats, overhead=float(found.overhead))
 
 
 def _link(data: dict[str, Any], key: str) -> Link:
     _require_entries(data[key], _KEYS, (), f"{key}.")
     try:
-        return Link(**data[key])
+        link = Link(**data[key])
+        return Link(**{name: float(getattr(link, name)) for name in _KEYS})
     except ValueError as error:
         raise ValueError(f"{key}.{error}") from error
 

@@ -184,7 +184,12 @@ PARTS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda part: part["own"].update(compression=["value", None]), "it is null, wanted an object"),
     (lambda part: part["own"].update(generators=["list", []]), "generators is malformed"),
     (lambda part: part["indexes"]["shared"]["tensors"].pop("model/0"), "no place of model/0"),
-    (lambda part: entry(part).update(length=2**62), "beyond the file's end"),
+    (lambda part: entry(part).update(length=2**62), "bytes of tensors in"),
+    (
+        lambda part: part["indexes"]["shared"]["tensors"].update({str(i): entry(part) for i in range(99)}),
+        "of tensors in",
+    ),
+    (lambda part: entry(part).update(offset=2**62), "beyond the file's end"),
     (lambda part: entry(part).update(length=10), "is no archive of torch.save"),
     (lambda part: entry(part).update(shape=[2**40]), "not of the shape and dtype"),
     (lambda part: entry(part).update(dtype="float64"), "not of the shape and dtype"),

@@ -12,7 +12,7 @@ from pycomm.recorder import FORMAT
 from pycomm.untrusted import COUNT, INTEGER, ListOf, Number, OneOf
 
 _MESSAGES = frozenset(("send", "receive", "recv"))
-_LARGEST = 64 << 20  # bytes: some hundred times what a process with many groups writes
+_LARGEST = 32 << 20  # bytes: what a process with some hundred groups writes
 
 _SECONDS = Number(0, 1e11)  # what can be written as a time of day
 _TEXT = OneOf(None, str)
