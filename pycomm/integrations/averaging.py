@@ -23,9 +23,11 @@ from pycomm.optim.parameters import unwrapped
 from pycomm.reducer import Reducer, StopRequest, attach
 from pycomm.reducer.damage import name_ranks
 from pycomm.torch_internals import uncompiled
+from pycomm.untrusted import create_file
 
 _LOG = logging.getLogger("pycomm")
 
+_MOST_NAMED = 8  # missing files in an error
 _FILE = re.compile(r"(?P<prefix>.*)-(?P<rank>\d+)-of-(?P<size>\d+)\.pt")
 
 _NOTHING: Mapping[str, Any] = {
@@ -182,10 +184,16 @@ class Averaging:
                 _LOG.warning("%s was saved without pycomm: compression begins without residuals", folder)
             return False
         chosen = [rank] if sizes[0] == own_size else range(sizes[0])
-        paths = [_path(Path(folder), prefix, number, sizes[0]) for number in chosen]
+        paths = (_path(Path(folder), prefix, number, sizes[0]) for number in chosen)
         states = together(communicator, "load pycomm's state", lambda: _loaded(paths))
-        together(communicator, "load pycomm's state", lambda: self.load_state_dict(states))
+        together(communicator, "load pycomm's state", lambda: self._take(states, folder))
         return True
+
+    def _take(self, states: list[dict[str, Any]], folder: str | os.PathLike[str]) -> None:
+        try:
+            self.load_state_dict(states)
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(folder)} has pycomm's state of something else: {error}") from error
 
     @property
     def _method(self) -> Compression | None:
@@ -205,7 +213,8 @@ class Averaging:
         folder.mkdir(parents=True, exist_ok=True)
         path = _path(folder, prefix, rank, size)
         partial = path.with_suffix(".partial")
-        torch.save(self.state_dict(), partial)
+        with create_file(partial) as file:
+            torch.save(self.state_dict(), file)
         os.replace(partial, path)
 
     def _remove_others(self, folder: Path, prefix: str) -> None:
@@ -247,11 +256,16 @@ def _refuse_parted(sizes: list[int], folder: str | os.PathLike[str]) -> None:
 
 def _loaded(paths: Iterable[Path]) -> list[dict[str, Any]]:
     """Return the states in ``paths``, of which none may be missing or damaged."""
-    missing = [path for path in paths if not path.is_file()]
+    found: list[Path] = []
+    missing: list[Path] = []
+    for path in paths:  # a name may speak of more ranks than there ever were
+        (found if path.is_file() else missing).append(path)
+        if len(missing) == _MOST_NAMED:
+            break
     if missing:
         names = ", ".join(path.name for path in missing)
         raise ValueError(f"{missing[0].parent} has pycomm's state of some ranks only: {names} is missing")
-    return [_read(path) for path in paths]
+    return [_read(path) for path in found]
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -143,6 +144,26 @@ def test_files_that_are_stale_missing_or_damaged(tmp_path: Path) -> None:
     plain.save(tmp_path)
     assert len(list(tmp_path.iterdir())) == 1, "without compression there is nothing to keep"
     plain.detach()
+
+
+@pytest.mark.timeout(60)
+def test_files_that_nobody_has_saved(one_rank_group: None, tmp_path: Path) -> None:
+    outer, optimizer, made = averaging()
+    train(outer, optimizer, range(1))
+    (tmp_path / "pycomm-0-of-99999999999.pt").touch()  # a name for which nobody looks through so many
+    with pytest.raises(ValueError, match="of some ranks only: pycomm-1-of-99999999999.pt, .* is missing"):
+        made.load(tmp_path)
+    (tmp_path / "pycomm-0-of-1.pt").symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match="of some ranks only: pycomm-0-of-1.pt is missing"):
+        made.load(tmp_path)
+    os.mkfifo(tmp_path / "pycomm-0-of-1.partial")
+    made.save(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["pycomm-0-of-1.pt"]
+    assert made.load(tmp_path)
+    torch.save({"format": 3}, tmp_path / "pycomm-0-of-1.pt")
+    with pytest.raises(ValueError, match=f"{tmp_path} has pycomm's state of something else: state is neither"):
+        made.load(tmp_path)
+    made.detach()
 
 
 @on_ranks(2)
