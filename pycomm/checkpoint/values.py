@@ -152,6 +152,8 @@ def check_node(node: Any, where: str) -> None:
 
 def _check_node(node: Any, positions: list[int]) -> None:
     kind = node[0] if isinstance(node, list) and node and isinstance(node[0], str) else ""
+    if kind == "value" and len(node) == 2 and isinstance(node[1], _NUMBERS_AND_TEXT):
+        return  # as nearly all of them are
     shapes = _FIELDS.get(kind)
     if shapes is None or len(node) != 1 + len(shapes):
         raise ValueError(f"{shown(node)} is no value")
