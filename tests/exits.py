@@ -35,12 +35,13 @@ from pycomm.torch_internals import PrefixStore, Store
 from pycomm.transport import late_ranks, rendezvous
 from pycomm.worker import Worker
 from tests.chaos.ranks import PR_SET_PDEATHSIG
+from tests.ranks import SLOWER
 
 ENDS = {"return": 0, "exit": 3, "raise": 1}
 """Ways to end, and their exit codes."""
 BUSY = 0.3
 """Seconds for which a thread asks the store again and again, as an answer takes too short to end a process in it."""
-LONGEST = 30.0
+LONGEST = 30.0 * SLOWER
 """Seconds after which a rank is killed."""
 
 _kept: list[Any] = []  # so that nothing is closed before the interpreter's end
@@ -60,11 +61,14 @@ class Ended:
     """How a rank has ended.
 
     Attributes:
+        run: number of the run, of all that were asked for.
         code: its exit code; the negative number of a signal.
         seconds: from the script's end to the process's.
-        errors: what it has written to stderr.
+        errors: what it has written.
     """
 
+    run: int
+    rank: int
     code: int
     seconds: float
     errors: str
@@ -244,7 +248,7 @@ def _be_rank(here: Here, request: Request, number: int) -> None:
 
 
 Process = tuple[int, IO[bytes]]
-"""Number of a rank's process, and what it writes to stderr."""
+"""Number of a rank's process, and what it writes."""
 
 
 def _fork_ranks(size: int, port: int) -> tuple[Here | None, list[Process]]:
@@ -256,7 +260,8 @@ def _fork_ranks(size: int, port: int) -> tuple[Here | None, list[Process]]:
         pid = os.fork()
         if pid == 0:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            os.dup2(errors.fileno(), 2)
+            for output in (1, 2):
+                os.dup2(errors.fileno(), output)
             if rank > 0:
                 os.close(ends_with_first)
             return Here(rank, size, first_ends, port), []
@@ -277,12 +282,15 @@ def _wait(pid: int, deadline: float) -> tuple[int, float]:
         time.sleep(2e-3)
 
 
-def _ended(pid: int, errors: IO[bytes], deadline: float) -> Ended:
+def _ended(number: int, rank: int, process: Process, deadline: float) -> Ended:
+    """Return how a rank has ended, once it has."""
+    pid, errors = process
     code, when = _wait(pid, deadline)
     errors.seek(0)
     text = errors.read().decode(errors="replace")
     marks = [line.split()[1] for line in text.splitlines() if line.startswith("ends ")]
-    return Ended(code, when - float(marks[0]) if marks else float("nan"), text)
+    errors.close()
+    return Ended(number, rank, code, when - float(marks[0]) if marks else float("nan"), text)
 
 
 def _requests() -> Iterator[Request]:
@@ -302,9 +310,8 @@ def main() -> None:
             if here is not None:
                 return _be_rank(here, request, number)
             deadline = time.monotonic() + LONGEST
-            for pid, errors in processes:
-                print(json.dumps(asdict(_ended(pid, errors, deadline))), flush=True)
-                errors.close()
+            for rank, process in enumerate(processes):
+                print(json.dumps(asdict(_ended(number, rank, process, deadline))), flush=True)
 
 
 if __name__ == "__main__":
