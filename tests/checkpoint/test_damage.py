@@ -190,7 +190,7 @@ PARTS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
         "of tensors in",
     ),
     (lambda part: entry(part).update(offset=2**62), "beyond the file's end"),
-    (lambda part: entry(part).update(length=10), "is no archive of torch.save"),
+    (lambda part: entry(part).update(length=10), "is damaged, or holds more"),
     (lambda part: entry(part).update(shape=[2**40]), "not of the shape and dtype"),
     (lambda part: entry(part).update(dtype="float64"), "not of the shape and dtype"),
     (lambda part: entry(part).update(file="elsewhere"), "no checksum of the file"),
