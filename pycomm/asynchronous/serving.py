@@ -8,7 +8,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -237,7 +237,8 @@ class Serving:
         now = time.monotonic()
         for worker in [w for w in self._workers.values() if w.since and now - w.since > _TO_READ]:
             self._lose(worker, TimeoutError(f"it has read parameters for {_TO_READ:g} s"))
-        for worker in [w for w in self._workers.values() if self._is_silent(w, now)]:
+        queue, everyone = self._queue, self._workers.values()
+        for worker in [w for w in everyone if _is_silent(w, now, self._timeout, queue, everyone)]:
             self._lose(worker, TimeoutError(f"it has said nothing for {now - worker.heard:.3g} s"))
         for number in [number for number, until in self._away.items() if now > until]:
             del self._away[number]
@@ -246,19 +247,6 @@ class Serving:
                 _LOG.warning("worker %d has not come", number)
                 self._leave({"event": "leave", "worker": number})
             self._expected.clear()
-
-    def _is_silent(self, worker: _Worker, now: float) -> bool:
-        """Return whether ``worker`` is waited for in vain: it is stopped, or on another host, and has said nothing.
-
-        One that takes long for a step is no hindrance, unless others wait for it, or it is the last.
-        """
-        if worker.number < 0:
-            return now - worker.heard > _TO_GREET
-        if now - worker.heard <= self._timeout or any(w is worker for w, _ in self._queue):
-            return False
-        if worker.process:
-            return bool(processes.fate_of(worker.process))
-        return bool(self._queue) or all(now - w.heard > self._timeout for w in self._workers.values())
 
     # What was asked.
 
@@ -361,6 +349,22 @@ class Serving:
             "staleness": {str(value): count for value, count in sorted(self._core.staleness.items())},
             "workers": sorted(self._core.mode.workers),
         }
+
+
+def _is_silent(
+    worker: _Worker, now: float, timeout: float, queue: list[tuple[_Worker, Message]], everyone: Collection[_Worker]
+) -> bool:
+    """Return whether ``worker`` is waited for in vain: it is stopped, or on another host, and has said nothing.
+
+    One that takes long for a step is no hindrance, unless others wait for it, or it is the last.
+    """
+    if worker.number < 0:
+        return now - worker.heard > _TO_GREET
+    if now - worker.heard <= timeout or any(w is worker for w, _ in queue):
+        return False
+    if worker.process:
+        return bool(processes.fate_of(worker.process))
+    return bool(queue) or all(now - w.heard > timeout for w in everyone)
 
 
 def _checked(message: Message, worker: _Worker) -> Message:

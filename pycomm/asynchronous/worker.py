@@ -222,7 +222,7 @@ class ServerLink:
             place = self._find()
             if place is not None and (error is None or self._comes_back):
                 try:
-                    self._greet(self._connect(place))
+                    self._greet(_connected(place, self._host, self._access))
                     return
                 except _LOST as another:
                     last = str(another) or type(another).__name__
@@ -234,14 +234,6 @@ class ServerLink:
                 where = f"; its last checkpoint is in {self._comes_back}" if self._comes_back else ""
                 raise self._error(f"it cannot be reached ({last}){where}", start) from error
             time.sleep(_RETRY)
-
-    def _connect(self, place: Place) -> Connection:
-        if place.host == self._host:
-            return connect_here(bytes.fromhex(place.name))
-        key = self._access.key
-        if key is None or not place.address:
-            raise OSError("it is on another host, and there is no secret: see PYCOMM_SECRET")
-        return connect((place.address, place.port), key, self._access.context(server=False))
 
     def _greet(self, connection: Connection) -> None:
         self._connection = connection
@@ -286,3 +278,12 @@ class ServerLink:
         return CommError.during(
             "use a server", f"server {self._server}: {what}", rank=self._worker, peer=self._server, elapsed=elapsed
         )
+
+
+def _connected(place: Place, host: str, access: Access) -> Connection:
+    """Return a connection to the server at ``place``, from this ``host``. Raises OSError if there is none."""
+    if place.host == host:
+        return connect_here(bytes.fromhex(place.name))
+    if access.key is None or not place.address:
+        raise OSError("it is on another host, and there is no secret: see PYCOMM_SECRET")
+    return connect((place.address, place.port), access.key, access.context(server=False))
