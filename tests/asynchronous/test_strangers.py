@@ -39,15 +39,11 @@ def door() -> Iterator[wire.Door]:
 def come_in(door: wire.Door) -> None:
     """Come in as a worker of another host does, and leave."""
     with contextlib.closing(wire.connect(door.address, KEY)) as worker:
-        assert has_come(door.bell)
+        assert wire.readable([], door.bell, 10.0)[1]
         (inside,) = door.admitted()
         wire.tell(worker, hello=1)
         assert wire.hear(inside) == {"hello": 1}
         inside.close()
-
-
-def has_come(bell: socket.socket) -> bool:
-    return bool(wire.readable([], bell, 10.0)[1])
 
 
 # Who may come in.
@@ -253,11 +249,8 @@ class Server:
     serving: Serving
     thread: threading.Thread
 
-    def connect(self) -> wire.Connection:
-        return wire.connect_here(self.door.name)
-
     def worker(self, number: int, process: int = 0, **more: Any) -> wire.Connection:
-        connection = self.connect()
+        connection = wire.connect_here(self.door.name)
         hello = {"worker": number, "life": f"life {number}", "host": "here", "process": process, "memory": None}
         wire.tell(connection, ask="hello", **{**hello, **more})
         assert connection.poll(10.0)
@@ -325,7 +318,7 @@ def test_who_is_malformed_is_dropped_by_name_and_the_others_go_on(
     good = server.worker(1)
     for number, message in enumerate(MALFORMED):
         for is_known in (False, True):
-            connection = server.worker(100 + number) if is_known else server.connect()
+            connection = server.worker(100 + number) if is_known else wire.connect_here(server.door.name)
             with caplog.at_level(logging.WARNING, "pycomm"):
                 wire.tell(connection, **message)
                 with pytest.raises((EOFError, OSError)):
@@ -381,7 +374,7 @@ def test_who_says_nothing_does_not_hold_up_the_end(
 ) -> None:
     monkeypatch.setattr("pycomm.asynchronous.serving._TO_GREET", 0.5)
     server = serve(1)
-    silent = server.connect()
+    silent = wire.connect_here(server.door.name)
     good = server.worker(1)
     server.step(good, 1)
     server.end(good)
