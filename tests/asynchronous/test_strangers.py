@@ -174,8 +174,7 @@ def test_connections_that_prove_nothing_take_little(door: wire.Door) -> None:
         flood.append(one)
         assert [thread.name for thread in threading.enumerate() if "pycomm" in thread.name] == ["pycomm-server-door"]
     come_in(door)
-    held = len(os.listdir("/proc/self/fd")) - before - len(flood)
-    assert held <= 64 + 1
+    assert len(os.listdir("/proc/self/fd")) - before - len(flood) <= 64 + 1
     for one in flood:
         one.close()
     come_in(door)
@@ -314,8 +313,7 @@ MALFORMED = [
 def test_who_is_malformed_is_dropped_by_name_and_the_others_go_on(
     serve: Callable[..., Server], caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = serve(1)
-    good = server.worker(1)
+    good = (server := serve(1)).worker(1)
     for number, message in enumerate(MALFORMED):
         for is_known in (False, True):
             connection = server.worker(100 + number) if is_known else wire.connect_here(server.door.name)
