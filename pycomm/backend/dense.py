@@ -85,4 +85,4 @@ def _require_plain(tensor: Any) -> None:
     if not tensor.is_cpu:
         raise TypeError(f"a tensor is on {tensor.device}, wanted it on the CPU, as another one of this call is")
     if tensor.numel() > 0 and tensor.data_ptr() == 0:
-        raise ValueError(f"a tensor of shape {list(tensor.shape)} has no memory: its storage was freed, or it is a fake")
+        raise ValueError(f"a tensor of shape {list(tensor.shape)} has no memory: it is fake, or was freed")

@@ -67,9 +67,9 @@ class Engine:
         self.channel.enqueue(job)
         return BackendWork(None, result, name, self.rank)
 
-    def abort(self) -> None:
-        """End operations in progress with an error, here and on the ranks that wait for this one."""
-        self.channel.close("it aborted its process group")
+    def abort(self, reason: str) -> None:
+        """End operations in progress with an error, here and on the ranks that wait for this one: the ``reason``."""
+        self.channel.close(reason)
 
     def stats(self) -> dict[str, Any]:
         """Return what :func:`pycomm.backend.stats` does."""

@@ -49,11 +49,11 @@ class Life(Calls):
             place.backends,
         )
 
-    def abort(self) -> None:
-        """End operations in progress with an error, here and on the ranks that wait for this one."""
+    def abort(self, reason: str = "it aborted its process group") -> None:
+        """End operations in progress with an error, here and on the ranks that wait for this one: the ``reason``."""
         if self._gpu_side is not None:
             self._gpu_side.call("abort")
-        self.engine.abort()
+        self.engine.abort(reason)
 
     def shutdown(self) -> None:
         """Release everything. Peers that still wait for this rank get a CommError."""

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from pycomm.parallel.functional import all_gather, copy_to_group, gather_from_group, reduce_from_group
-from pycomm.parallel.functional.announce import (
-    Call,
-    announce,
-    checked,
-    exchange_rows,
-    require_tensor,
-)
-from pycomm.parallel.functional.collectives import GroupLike
+from pycomm.checks import integer
+from pycomm.parallel.functional import all_gather, copy_to_group, reduce_from_group
+from pycomm.parallel.functional.announce import MOST_DIMENSIONS, agreed_rows, number_of, require_tensor
+from pycomm.parallel.functional.replicated import gather_along
+from pycomm.parallel.groups import GroupLike, agree, attempt, found
 from pycomm.transport.own_group import group_of
 
 _COMBINATIONS = ("list", "concatenate", "sum", "own")
-_MOST_DIMENSIONS = 12
 
 
 class Branches(nn.Module):
@@ -61,40 +57,67 @@ class Branches(nn.Module):
         dim: int = -1,
     ) -> None:
         super().__init__()
-        self._group = group_of(group)  # not part of the state
-        error = _wrong(make_branches, combine, dim, self._group.size())
-        settings = [1, 0, 0] if error else [0, _COMBINATIONS.index(combine), dim]
-        rows = exchange_rows(torch.tensor(settings), self._group, torch.device("cpu"))
-        if error is not None:
-            raise error
-        for rank, row in enumerate(rows):
-            if row[0]:
-                raise ValueError(f"rank {rank} gave Branches a wrong argument")
-            if row != rows[0]:
-                raise ValueError(f"rank {rank} combines branches in another way, or along another dim, than rank 0")
+        self._group, problem = found(lambda: group_of(group))  # not part of the state
+        size, rank = self._group.size(), self._group.rank()
+        given = attempt(lambda: _checked(make_branches, combine, dim, size), problem)
+        makers = agree(self._group, given, "make these branches", lambda _: [f"combine = {combine!r}", f"dim = {dim}"])
         self.combine, self.dim = combine, dim
-        made = [make() for make in make_branches]
-        self.own = nn.ModuleDict({str(self._group.rank()): made[self._group.rank()]})
+        made = agree(self._group, attempt(lambda: [_made(make) for make in makers]), "make its branches")
+        self.own = nn.ModuleDict({str(rank): made[rank]})
 
     def forward(self, *inputs: Any) -> Any:
         """Return the outputs of the branches, combined; tensors in ``inputs`` are the same on all ranks.
 
         Raises:
-            TypeError, ValueError: a branch returns no tensor, or tensors that cannot be combined (on every rank).
+            TypeError, ValueError: the ranks' inputs differ in shape or dtype, or in whether they need a gradient; a
+                branch fails, or returns no tensor, or tensors that cannot be combined (on every rank).
+        """
+        made = attempt(lambda: self._own_output(inputs))
+        out, numbers, form = (None, made, "") if isinstance(made, Exception) else made
+        device = out.device if isinstance(out, torch.Tensor) else torch.device("cpu")
+        rows = agreed_rows(self._group, numbers, 2 + MOST_DIMENSIONS, "compute its branch", device, form)
+        if self.combine == "own":
+            return out
+        assert isinstance(out, torch.Tensor)
+        shapes = [row[2 : 2 + row[1]] for row in rows]
+        self._require_fit(shapes, [row[0] for row in rows])
+        if self.combine == "sum":
+            return reduce_from_group(out, self._group)
+        if self.combine == "list":
+            whole = gather_along(out.flatten(), 0, [math.prod(shape) for shape in shapes], self._group)
+            parts = torch.split(whole, [math.prod(shape) for shape in shapes])
+            return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
+        dim = self.dim % out.dim()
+        return gather_along(out, dim, [shape[dim] for shape in shapes], self._group)
+
+    def _own_output(self, inputs: Sequence[Any]) -> tuple[Any, list[int], str]:
+        """Return what this rank's branch makes of ``inputs``, dtype and shape of it as numbers, and the inputs' form.
+
+        Raises:
+            TypeError, ValueError: that cannot be combined. Branches raise errors of their own, too.
         """
         shared = [copy_to_group(x, self._group) if _has_gradient(x) else x for x in inputs]
         (branch,) = self.own.values()
         out = branch(*shared)
         if self.combine == "own":
-            return out
-        if self.combine == "list":
-            return _gathered_list(out, self._group)
-        device = out.device if isinstance(out, torch.Tensor) else torch.device("cpu")
-        if self.combine == "sum":
-            announce("all_reduce", checked(lambda: _call("all_reduce", out, None)), self._group, device)
-            return reduce_from_group(out, self._group)
-        announce("all_gather", checked(lambda: _call("all_gather", out, self.dim)), self._group, device)
-        return gather_from_group(out, self.dim, self._group)
+            return out, [], _form_of(inputs)
+        if not isinstance(out, torch.Tensor):
+            raise TypeError(f"a branch returned a {type(out).__name__}, wanted a tensor")
+        require_tensor(out, self.dim if self.combine == "concatenate" else None)
+        return out, [number_of(out.dtype), out.dim(), *out.shape], _form_of(inputs)
+
+    def _require_fit(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[int]) -> None:
+        """Raise ValueError unless the outputs of all branches can be combined."""
+        for rank, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
+            if dtype != dtypes[0]:
+                raise ValueError(f"branch {rank} has another dtype than branch 0")
+            free = self.dim % len(shape) if self.combine == "concatenate" and shape else None
+            pairs = list(itertools.zip_longest(shapes[0], shape))
+            if self.combine != "list" and any(a != b for d, (a, b) in enumerate(pairs) if d != free):
+                raise ValueError(
+                    f"branches cannot be combined by {self.combine!r}: branch 0 has the shape {shapes[0]}, branch "
+                    f"{rank} {shape}"
+                )
 
     def extra_repr(self) -> str:
         """Return the settings, for ``print(model)``."""
@@ -126,38 +149,34 @@ class Exchange(nn.Module):
         return all_gather(x, self.dim, self._group)
 
 
-def _gathered_list(out: Any, group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
-    """Return the tensors of all ranks, of any shapes but one dtype."""
-    call = checked(lambda: _call("all_gather", out.flatten() if isinstance(out, torch.Tensor) else out, 0))
-    announce("all_gather", call, group, out.device if isinstance(out, torch.Tensor) else torch.device("cpu"))
-    mine = torch.zeros(1 + _MOST_DIMENSIONS, dtype=torch.int64)
-    mine[: 1 + out.dim()] = torch.tensor([out.dim(), *out.shape])
-    shapes = [row[1 : 1 + row[0]] for row in exchange_rows(mine, group, out.device)]
-    whole = gather_from_group(out.flatten(), 0, group)
-    parts = torch.split(whole, [torch.Size(shape).numel() for shape in shapes])
-    return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
+def _form_of(inputs: Sequence[Any]) -> str:
+    """Return what ranks must have alike of ``inputs``: otherwise some would wait in backward, and others not."""
+    return ", ".join(_form(x) if isinstance(x, torch.Tensor) else "no tensor" for x in inputs)
 
 
-def _call(name: str, out: Any, dim: int | None) -> Call:
-    if not isinstance(out, torch.Tensor):
-        raise TypeError(f"a branch returned a {type(out).__name__}, wanted a tensor")
-    free = None if dim is None else require_tensor(out, dim)
-    require_tensor(out)
-    return Call(name, out, argument=free or 0, free_dim=free)
+def _form(x: torch.Tensor) -> str:
+    shape = "nested" if x.is_nested else list(x.shape)
+    return f"{shape} {x.dtype} {x.layout} on {x.device.type}{', needs a gradient' if x.requires_grad else ''}"
 
 
 def _has_gradient(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.requires_grad
 
 
-def _wrong(make_branches: Any, combine: Any, dim: Any, ranks: int) -> Exception | None:
-    """Return the error in the arguments of Branches; ``None`` if there is none."""
+def _checked(make_branches: Any, combine: Any, dim: Any, ranks: int) -> list[Callable[[], nn.Module]]:
+    """Return ``make_branches`` as a list. Raises TypeError or ValueError if an argument of Branches is wrong."""
     if not isinstance(make_branches, Sequence) or not all(callable(make) for make in make_branches):
-        return TypeError("make_branches is no sequence of functions without arguments")
+        raise TypeError("make_branches is no sequence of functions without arguments")
     if len(make_branches) != ranks:
-        return ValueError(f"make_branches has {len(make_branches)} branches, wanted one for each of {ranks} ranks")
-    if combine not in _COMBINATIONS:
-        return ValueError(f"combine is {combine!r}, wanted one of {', '.join(_COMBINATIONS)}")
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        return TypeError(f"dim is {dim!r}, wanted an int")
-    return None
+        raise ValueError(f"make_branches has {len(make_branches)} branches, wanted one for each of {ranks} ranks")
+    if not isinstance(combine, str) or combine not in _COMBINATIONS:
+        raise ValueError(f"combine is {combine!r}, wanted one of {', '.join(_COMBINATIONS)}")
+    integer("dim", dim, -MOST_DIMENSIONS, MOST_DIMENSIONS - 1)
+    return list(make_branches)
+
+
+def _made(make: Callable[[], nn.Module]) -> nn.Module:
+    made = make()
+    if not isinstance(made, nn.Module):
+        raise TypeError(f"make_branches made a {type(made).__name__}, wanted a torch.nn.Module")
+    return made

@@ -6,15 +6,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd import Function
 
 from pycomm.checks import bounded, count, flag
 from pycomm.parallel.functional import all_to_all
-from pycomm.parallel.functional.announce import exchange_rows
-from pycomm.parallel.functional.collectives import GroupLike
-from pycomm.parallel.routing import capacity_of, choose, counts_of, route
+from pycomm.parallel.functional.announce import agreed_rows, fail_together, require_tensor
+from pycomm.parallel.groups import GroupLike, agree, attempt, found
+from pycomm.parallel.routing import Choices, Route, capacity_of, choose, counts_of, route
 from pycomm.transport.own_group import group_of
 
 
@@ -88,36 +87,27 @@ class Experts(nn.Module):
         average: bool = True,
     ) -> None:
         super().__init__()
-        self._group = group_of(group)  # not part of the state
-        error = _wrong(experts, width, top_k, capacity_factor, average, self._group.size())
-        settings = [experts, width, top_k, _millionths(capacity_factor), average]
-        rows = _exchange([0] * 5 if error else settings, error, self._group, torch.device("cpu"))
-        if any(row != rows[0] for row in rows):
-            raise ValueError(f"the ranks disagree on the experts' number, width, top_k, capacity and average: {rows}")
-        self.num_experts, self.width, self.top_k = experts, width, top_k
-        self.capacity_factor, self.average = capacity_factor, average
-        share, rank = experts // self._group.size(), self._group.rank()
-        self.gate = nn.Linear(width, experts, bias=False)
-        self.own = nn.ModuleDict()
-        for number in range(experts):
-            made = make_expert()
-            if number // share == rank:
-                self.own[str(number)] = made
+        self._group, problem = found(lambda: group_of(group))  # not part of the state
+        size, rank = self._group.size(), self._group.rank()
+        given = _Settings(experts, width, top_k, capacity_factor, average)
+        settings = agree(
+            self._group, attempt(lambda: given.checked(size), problem), "make this layer of experts", _Settings.lines
+        )
+        self.num_experts, self.width, self.top_k, self.capacity_factor, self.average = settings
+        share = self.num_experts // size
+        made = attempt(lambda: _made(make_expert, settings))
+        self.gate, modules = agree(self._group, made, "make its experts")
+        self.own = nn.ModuleDict({str(n): each for n, each in enumerate(modules) if n // share == rank})
 
     def forward(self, x: torch.Tensor) -> ExpertsOutput:
         """Send the tokens ``x`` of shape ``(..., width)`` through their experts.
 
         Raises:
-            TypeError, ValueError: ``x`` is no floating-point tensor of this width, here or on another rank (on
-                every rank).
+            TypeError, ValueError: ``x`` is no floating-point tensor of this width and the gate's dtype, or an expert
+                fails, here or on another rank (on every rank; here that is the expert's own error).
         """
-        size, rank = self._group.size(), self._group.rank()
-        error = self._wrong_input(x)
-        weight = self.gate.weight
-        tokens = weight.new_empty(0, self.width) if error else x.reshape(-1, self.width)
-        chosen = choose(self.gate(tokens), self.top_k)
-        counts = counts_of(chosen.experts.cpu(), self.num_experts)
-        rows = _exchange([tokens.shape[0], *counts.flatten().tolist()], error, self._group, weight.device)
+        size, rank, device = self._group.size(), self._group.rank(), self.gate.weight.device
+        tokens, chosen, rows = self._exchange_counts(attempt(lambda: self._chosen(x)), device)
         all_counts = torch.tensor([row[1:] for row in rows]).view(size, self.top_k, self.num_experts)
         total = sum(row[0] for row in rows)
         capacity = capacity_of(total, self.top_k, self.num_experts, self.capacity_factor)
@@ -125,9 +115,9 @@ class Experts(nn.Module):
         places = way.places.to(tokens.device)
         sources = places % max(tokens.shape[0], 1)
         received = all_to_all(tokens.index_select(0, sources), way.sends, self._group)
-        by_expert = way.by_expert.to(tokens.device)
-        computed = self._compute(received.index_select(0, by_expert), way.rows)
-        computed = computed.index_select(0, by_expert.argsort())
+        computed = attempt(lambda: self._compute(received, way))
+        if isinstance(computed, Exception):
+            fail_together("all_to_all", computed, self._group, device)
         returned = all_to_all(computed, way.receives, self._group)
         weights = chosen.weights.t().reshape(-1).index_select(0, places)
         out = returned.new_zeros(tokens.shape[0], returned.shape[-1])
@@ -142,22 +132,50 @@ class Experts(nn.Module):
         """Return the settings, for ``print(model)``."""
         return f"experts={self.num_experts}, top_k={self.top_k}, capacity_factor={self.capacity_factor}"
 
-    def _compute(self, rows: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-        """Return what this rank's experts make of ``rows``, which lie one expert's after the other's."""
+    def _chosen(self, x: Any) -> tuple[torch.Tensor, Choices, list[int]]:
+        """Return the tokens in ``x``, what the gate chooses for them, and how many, and how many for each expert.
+
+        Raises:
+            TypeError, ValueError: ``x`` is no tensor of tokens. The gate raises other errors, of a wrong dtype too.
+        """
+        if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+            kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+            raise TypeError(f"x is a {kind}, wanted a floating-point tensor")
+        require_tensor(x)
+        if x.dim() == 0 or x.shape[-1] != self.width:
+            raise ValueError(f"x has the shape {list(x.shape)}, wanted (..., {self.width})")
+        tokens = x.reshape(-1, self.width)
+        chosen = choose(self.gate(tokens), self.top_k)
+        counts = counts_of(chosen.experts.cpu(), self.num_experts)
+        return tokens, chosen, [tokens.shape[0], *counts.flatten().tolist()]
+
+    def _exchange_counts(
+        self, made: tuple[torch.Tensor, Choices, list[int]] | Exception, device: torch.device
+    ) -> tuple[torch.Tensor, Choices, list[list[int]]]:
+        """Return what :meth:`_chosen` does, with the counts of all ranks in the place of this one's."""
+        counts = made if isinstance(made, Exception) else made[2]
+        form = "" if isinstance(made, Exception) else f"tokens of {made[0].dtype}"
+        width = 1 + self.top_k * self.num_experts
+        rows = agreed_rows(self._group, counts, width, "send its tokens to experts", device, form)
+        assert not isinstance(made, Exception)
+        return made[0], made[1], rows
+
+    def _compute(self, received: torch.Tensor, way: Route) -> torch.Tensor:
+        """Return what this rank's experts make of the tokens that it has received, in their order."""
+        by_expert = way.by_expert.to(received.device)
         size = self._group.size() if self.average else 1
         # The gradients that come back are of all ranks' losses: divided for the experts' own parameters, then
         # multiplied again for what goes on to the tokens.
-        parts = torch.split(_scale_gradient(rows, size), lengths)
+        parts = torch.split(_scale_gradient(received.index_select(0, by_expert), size), way.rows)
         made = [expert(part) for expert, part in zip(self.own.values(), parts, strict=True)]
-        return _scale_gradient(torch.cat(made), 1 / size)
-
-    def _wrong_input(self, x: Any) -> Exception | None:
-        if not isinstance(x, torch.Tensor) or not x.is_floating_point():
-            kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
-            return TypeError(f"x is a {kind}, wanted a floating-point tensor")
-        if x.dim() == 0 or x.shape[-1] != self.width:
-            return ValueError(f"x has the shape {list(x.shape)}, wanted (..., {self.width})")
-        return None
+        for number, each, part in zip(self.own, made, parts, strict=True):
+            require_tensor(each)
+            if each.dim() != 2 or each.shape[0] != part.shape[0]:
+                raise ValueError(
+                    f"expert {number} returned the shape {list(each.shape)} for {part.shape[0]} tokens, wanted "
+                    "(tokens, features)"
+                )
+        return _scale_gradient(torch.cat(made), 1 / size).index_select(0, by_expert.argsort())
 
 
 def parameters_by_group(
@@ -193,34 +211,42 @@ def _scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
     return out
 
 
-def _wrong(experts: Any, width: Any, top_k: Any, capacity_factor: Any, average: Any, ranks: int) -> Exception | None:
-    """Return the error in the arguments of a layer; ``None`` if there is none."""
-    try:
-        if count("experts", experts, 1) % ranks:
+class _Settings(NamedTuple):
+    """Arguments of a layer, which must be equal on all ranks."""
+
+    experts: Any
+    width: Any
+    top_k: Any
+    capacity_factor: Any
+    average: Any
+
+    def checked(self, ranks: int) -> _Settings:
+        """Return them as plain numbers. Raises TypeError or ValueError if they are wrong."""
+        experts = count("experts", self.experts, 1)
+        if experts % ranks:
             raise ValueError(f"experts is {experts}, which {ranks} ranks cannot share evenly")
-        count("width", width, 1)
-        if count("top_k", top_k, 1) > experts:
+        top_k, factor = count("top_k", self.top_k, 1), self.capacity_factor
+        if top_k > experts:
             raise ValueError(f"top_k is {top_k}, wanted at most the {experts} experts")
-        if capacity_factor is not None:
-            bounded("capacity_factor", capacity_factor, "a number above 0 and below 1e6", lambda f: 1e-6 <= f < 1e6)
-        flag("average", average)
-    except (TypeError, ValueError) as error:
-        return error
-    return None
+        if factor is not None:
+            factor = bounded("capacity_factor", factor, "a number above 0 and below 1e6", lambda f: 1e-6 <= f < 1e6)
+        flag("average", self.average)
+        return _Settings(experts, count("width", self.width, 1), top_k, factor, self.average)
+
+    def lines(self) -> list[str]:
+        """Return a line for each."""
+        return [f"{name} = {value}" for name, value in self._asdict().items()]
 
 
-def _millionths(factor: float | None) -> int:
-    return -1 if factor is None else round(factor * 1e6)
+def _made(make_expert: Callable[[], nn.Module], settings: _Settings) -> tuple[nn.Linear, list[nn.Module]]:
+    """Return the gate and all experts.
 
-
-def _exchange(
-    mine: list[int], error: Exception | None, group: dist.ProcessGroup, device: torch.device
-) -> list[list[int]]:
-    """Return the numbers of every rank, or raise if a rank has an error."""
-    rows = exchange_rows(torch.tensor([int(error is not None), *mine]), group, device)
-    if error is not None:
-        raise error
-    for rank, row in enumerate(rows):
-        if row[0]:
-            raise ValueError(f"rank {rank} gave this layer of experts a wrong argument")
-    return [row[1:] for row in rows]
+    Raises:
+        TypeError: what ``make_expert`` makes is no module. It raises errors of its own, too.
+    """
+    gate = nn.Linear(settings.width, settings.experts, bias=False)
+    made = [make_expert() for _ in range(settings.experts)]
+    for each in made:
+        if not isinstance(each, nn.Module):
+            raise TypeError(f"make_expert made a {type(each).__name__}, wanted a torch.nn.Module")
+    return gate, made

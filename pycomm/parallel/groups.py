@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from pycomm.backend.operations import Operations
+from pycomm.errors import CommError
+from pycomm.torch_internals import backend_of, has_default_group_only
 from pycomm.transport.own_group import group_of
+
+GroupLike = dist.ProcessGroup | DeviceMesh | None
 
 _T = TypeVar("_T")
 
 
-def group_along(mesh: DeviceMesh | dist.ProcessGroup | None, dimension: str) -> dist.ProcessGroup:
+def group_along(mesh: GroupLike, dimension: str) -> dist.ProcessGroup:
     """Return the group of ``mesh`` along ``dimension``, of a mesh of one dimension, or itself if it is a group.
 
     Raises:
@@ -30,6 +35,21 @@ def group_along(mesh: DeviceMesh | dist.ProcessGroup | None, dimension: str) -> 
             raise ValueError(f"mesh has the dimensions {', '.join(names)}, wanted {dimension!r} among them")
         mesh = mesh[dimension]
     return group_of(mesh)
+
+
+def found(find: Callable[[], dist.ProcessGroup]) -> tuple[dist.ProcessGroup, Exception | None]:
+    """Return the group that ``find`` finds; if it raises, the group to tell that to, and the error.
+
+    That can only be the default group, where there is no other. Where there are several, the error is raised: nobody
+    knows in which of them the other ranks are.
+    """
+    try:
+        return find(), None
+    except Exception as error:
+        world = dist.group.WORLD
+        if world is None or not has_default_group_only():
+            raise
+        return world, error
 
 
 def cpu_or(group: dist.ProcessGroup, device: torch.device) -> torch.device:
@@ -52,13 +72,32 @@ def all_gather_text(text: str, group: dist.ProcessGroup | None = None) -> list[s
     return [bytes(each[: count - 1].tolist()).decode() for each, count in zip(everyone, counts, strict=True)]
 
 
+def attempt(make: Callable[[], _T], problem: Exception | None = None) -> _T | Exception:
+    """Return what ``make`` makes, or the error that it raises: the other ranks have to be told first.
+
+    ``problem`` is returned instead, if there is one already.
+
+    Raises:
+        CommError: of a rank that is lost, which nobody has to be told.
+    """
+    if problem is not None:
+        return problem
+    try:
+        return make()
+    except CommError:
+        raise
+    except Exception as error:
+        return error
+
+
 def agree(
     group: dist.ProcessGroup, outcome: _T | Exception, what: str, lines: Callable[[_T], list[str]] = lambda _: []
 ) -> _T:
     """Return this rank's outcome if every rank of ``group`` succeeded, with the same ``lines``. Collective.
 
     Args:
-        outcome: the result of this rank, or its error.
+        group: the ranks.
+        outcome: the result of this rank, or its error: see :func:`attempt`.
         what: what the ranks are about to do, for the message about another rank, which "could not" do it.
         lines: description of the result, which must be the same on all ranks.
 
@@ -66,11 +105,15 @@ def agree(
         ValueError: on every rank: another rank had an error, or another description, of which the first
             line that differs is named. This rank's own error is raised as it is.
     """
-    problem = str(outcome) or type(outcome).__name__ if isinstance(outcome, Exception) else ""
-    own = [] if isinstance(outcome, Exception) else lines(outcome)
-    everyone = [json.loads(text) for text in all_gather_text(json.dumps([problem, own]), group)]
+    own: list[str] | Exception
+    own = outcome if isinstance(outcome, Exception) else attempt(lambda: lines(outcome))
+    problem = text_of(own) if isinstance(own, Exception) else ""
+    mine = json.dumps([problem, [] if isinstance(own, Exception) else own])
+    everyone = [json.loads(text) for text in all_gather_text(mine, group)]
     if isinstance(outcome, Exception):
         raise outcome
+    if isinstance(own, Exception):
+        raise own
     for rank, (problem, _) in enumerate(everyone):
         if problem:
             raise ValueError(f"rank {rank} could not {what}: {problem}")
@@ -80,3 +123,37 @@ def agree(
             first, other = next(((a, b) for a, b in pairs if a != b), ("more", "less"))
             raise ValueError(f"the ranks would not {what} alike: rank 0 has {first!r}, rank {rank} {other!r}")
     return outcome
+
+
+def refuse(group: dist.ProcessGroup, error: Exception) -> NoReturn:
+    """Raise ``error``, which this rank has in the place of the next collective of ``group``, once others know of it.
+
+    They do on the backend "pycomm", where this stands in for the collective that they call.
+    """
+    backend = None if isinstance(error, CommError) else backend_of(group, torch.device("cpu"))
+    if isinstance(backend, Operations):
+        backend.engine.channel.refuse(text_of(error))
+    raise error
+
+
+def told(group: dist.ProcessGroup, make: Callable[[], _T]) -> _T:
+    """Return what ``make`` makes; if it raises, so does the next collective of ``group`` on the other ranks.
+
+    As far as :func:`refuse` can bring that about. ``make`` calls no collective itself.
+    """
+    made = attempt(make)
+    if isinstance(made, Exception):
+        refuse(group, made)
+    return made
+
+
+def text_of(error: BaseException) -> str:
+    """Return what ``error`` says, and what has caused it, for other ranks."""
+    cause: BaseException | None = error
+    try:
+        text = str(error) or type(error).__name__
+        while not isinstance(cause, CommError) and cause is not None and cause.__cause__ is not None:
+            cause = cause.__cause__
+        return text if cause is error or isinstance(error, CommError) else f"{text.strip()}: {cause}"
+    except Exception:  # a foreign one may raise anything
+        return type(error).__name__

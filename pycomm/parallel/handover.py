@@ -29,17 +29,25 @@ def averaged_once(module: nn.Module) -> Iterator[None]:
     A pipeline runs a backward pass per stage and microbatch, and with a table that splits the weights' gradients off,
     torch stores these without autograd's hooks. So the passes inside are this rank's own, and what they leave is
     handed to autograd again in one pass at the end, which :func:`pycomm.attach` sees as any other. Gradients that were
-    there before are set aside meanwhile, as torch divides whatever it finds by the number of microbatches.
+    there before are set aside meanwhile, as torch divides whatever it finds by the number of microbatches. After an
+    error they are what they were.
     """
     parameters = [p for p in module.parameters() if p.requires_grad]
     reducers = attached_to(parameters)
     before = [(p, p.grad) for p in parameters if p.grad is not None]
     for p, _ in before:
         p.grad = None
-    with contextlib.ExitStack() as stack:
-        for reducer in reducers:
-            stack.enter_context(reducer.paused())
-        yield
+    try:
+        with contextlib.ExitStack() as stack:
+            for reducer in reducers:
+                stack.enter_context(reducer.paused())
+            yield
+    except BaseException:
+        for p in parameters:
+            p.grad = None
+        for p, grad in before:
+            p.grad = grad
+        raise
     averaged = {id(p) for p in parameters if any(reducer.knows(p) for reducer in reducers)}
     arrived = [(p, p.grad) for p in parameters if p.grad is not None and id(p) in averaged]
     for p, _ in arrived:

@@ -6,13 +6,14 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from pycomm.checks import count, flag
-from pycomm.parallel.groups import agree, all_gather_text
+from pycomm.checks import count, flag, instance
+from pycomm.parallel.groups import agree, all_gather_text, attempt
 from pycomm.parallel.plan import DIMENSIONS
 from pycomm.transport.own_group import group_of
 from pycomm.transport.rendezvous import host_identity
@@ -74,7 +75,8 @@ def mesh(
             "torch.distributed is not initialised: call torch.distributed.init_process_group() first "
             "(under torchrun, or with rank and world_size)"
         )
-    request = _checked({"pp": pp, "dp": dp, "ep": ep, "tp": tp}, device_type, tp_between_hosts)
+    sizes_given = {"pp": pp, "dp": dp, "ep": ep, "tp": tp}
+    request = attempt(lambda: _checked(sizes_given, device_type, tp_between_hosts))
     world = group_of(None)
     agreed = agree(world, request, "make this mesh", _Request.lines)
     hosts = all_gather_text(host_identity(), world)
@@ -116,8 +118,21 @@ def group_over(mesh: DeviceMesh, *dimensions: str) -> dist.ProcessGroup:
     rising order; it is the default group itself if it has all ranks.
 
     Raises:
-        ValueError: ``mesh`` lacks a dimension, or one is named twice.
+        TypeError, ValueError: ``mesh`` is none, lacks a dimension, or one is named twice; or the ranks ask for
+            different groups. On every rank.
     """
+    made_of = attempt(lambda: _rows(mesh, dimensions))
+    rows = agree(group_of(None), made_of, "make this group", lambda each: [str(each)])
+    if len(rows) == 1:
+        return group_of(None)
+    rank = dist.get_rank()
+    made: list[dist.ProcessGroup] = [dist.new_group(row) for row in rows]
+    return next(group for group, row in zip(made, rows, strict=True) if rank in row)
+
+
+def _rows(mesh: Any, dimensions: Sequence[str]) -> list[list[int]]:
+    """Return the ranks of each group over ``dimensions``. Raises TypeError or ValueError if there is none."""
+    instance("mesh", mesh, DeviceMesh)
     names = mesh.mesh_dim_names or ()
     for name in dimensions:
         if name not in names or dimensions.count(name) > 1:
@@ -127,30 +142,23 @@ def group_over(mesh: DeviceMesh, *dimensions: str) -> dist.ProcessGroup:
     chosen = [names.index(name) for name in dimensions]
     others = [i for i in range(len(names)) if i not in chosen]
     size = math.prod(mesh.mesh.shape[i] for i in chosen)
-    if size == dist.get_world_size():
-        return group_of(None)
-    rows = mesh.mesh.permute(*others, *chosen).reshape(-1, size).tolist()
-    rank = dist.get_rank()
-    made: list[dist.ProcessGroup] = [dist.new_group(row) for row in rows]
-    return next(group for group, row in zip(made, rows, strict=True) if rank in row)
+    rows: list[list[int]] = mesh.mesh.permute(*others, *chosen).reshape(-1, size).tolist()
+    return rows
 
 
-def _checked(sizes: dict[str, int | None], device_type: str | None, between: bool) -> _Request | Exception:
-    """Return this rank's request, or the error that it is: the other ranks have to be told first."""
-    try:
-        given = tuple((name, count(name, sizes[name], 1)) for name in DIMENSIONS if sizes[name] is not None)
-        if not given:
-            raise ValueError(f"no dimension was given, wanted some of {', '.join(DIMENSIONS)}")
-        product, world = math.prod(size for _, size in given), dist.get_world_size()
-        if product != world:
-            said = " x ".join(f"{name}={size}" for name, size in given)
-            raise ValueError(f"{said} makes {product} ranks, but the world has {world}")
-        flag("tp_between_hosts", between)
-        if device_type is None:
-            served = "cuda" in str(dist.get_backend_config(group_of(None)))
-            device_type = "cuda" if served and torch.cuda.is_available() else "cpu"
-        if device_type not in ("cpu", "cuda"):
-            raise ValueError(f"device_type is {device_type!r}, wanted 'cpu' or 'cuda'")
-        return _Request(given, device_type, between)
-    except (TypeError, ValueError) as error:
-        return error
+def _checked(sizes: dict[str, int | None], device_type: str | None, between: bool) -> _Request:
+    """Return this rank's request. Raises TypeError or ValueError if it cannot be."""
+    given = tuple((name, count(name, sizes[name], 1)) for name in DIMENSIONS if sizes[name] is not None)
+    if not given:
+        raise ValueError(f"no dimension was given, wanted some of {', '.join(DIMENSIONS)}")
+    product, world = math.prod(size for _, size in given), dist.get_world_size()
+    if product != world:
+        said = " x ".join(f"{name}={size}" for name, size in given)
+        raise ValueError(f"{said} makes {product} ranks, but the world has {world}")
+    flag("tp_between_hosts", between)
+    if device_type is None:
+        served = "cuda" in str(dist.get_backend_config(group_of(None)))
+        device_type = "cuda" if served and torch.cuda.is_available() else "cpu"
+    if device_type not in ("cpu", "cuda"):
+        raise ValueError(f"device_type is {device_type!r}, wanted 'cpu' or 'cuda'")
+    return _Request(given, device_type, between)

@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm.optim.shards import note_stages
 from pycomm.parallel.cut import require_parameters_apart
-from pycomm.parallel.groups import agree, cpu_or, group_along
+from pycomm.parallel.groups import agree, attempt, cpu_or, found, group_along, text_of
 from pycomm.parallel.handover import averaged_once, left_over
+from pycomm.parallel.own_messages import OwnMessages
 from pycomm.parallel.routes import Route, Routed, Skip, chain
 from pycomm.parallel.stage import TaggedStage
 from pycomm.schedule import pipeline as tables
@@ -62,7 +63,7 @@ class Pipeline:
         ValueError: on every rank: ranks ask for different pipelines; the table is wrong or cannot be had for so many
             stages; a stage has no parameters, shares one with another stage, or is missing; a skip goes backward, or
             two stages give the same tensor.
-        TypeError: on every rank: a stage is no module, or ``schedule`` neither a name nor a table.
+        TypeError: on every rank: a stage is no module, ``schedule`` neither a name nor a table, ``loss`` no function.
         RuntimeError: torch.distributed is not initialised.
     """
 
@@ -76,30 +77,35 @@ class Pipeline:
         loss: Callable[..., torch.Tensor] | None = None,
         skips: Iterable[Skip] = (),
     ) -> None:
-        group = group_along(mesh, "pp")
-        try:
-            made: _Prepared | Exception = _Prepared(
-                stages, group, schedule, microbatches, list(skips), loss is not None
-            )
-        except (TypeError, ValueError) as error:
-            made = error
-        prepared = agree(group, made, "make this pipeline", _Prepared.lines)
-        self.table, self.stages = prepared.table, prepared.mine
+        group, problem = found(lambda: group_along(mesh, "pp"))
+        made = attempt(lambda: _Prepared(stages, group, schedule, microbatches, list(skips), loss), problem)
+        self._prepared = agree(group, made, "make this pipeline", _Prepared.lines)
+        self.table, self.stages = self._prepared.table, self._prepared.mine
         self.module = nn.ModuleDict({str(number): module for number, module in self.stages.items()})
         note_stages(self.module, group)
         self._group = group
         self._first, self._last = 0 in self.stages, self.table.num_stages - 1 in self.stages
-        device = next(self.module.parameters()).device
-        self._flags = cpu_or(group, device)
+        self._device = next(self.module.parameters()).device
+        self._flags = cpu_or(group, self._device)
+        self._ended_by = ""
+        self._begin()
+
+    def _begin(self) -> None:
+        """Make the runtime, and a group for its messages. Collective."""
+        self._messages = OwnMessages(self._group)
+        self._shapes: list[torch.Size] | None = None  # of the last batch
+        made = attempt(self._make_runtime)
+        self._runtime = agree(self._group, made, "run this pipeline")
+        self._ended_by = ""
+
+    def _make_runtime(self) -> Any:
+        prepared, table = self._prepared, self.table
         wrapped = [
-            TaggedStage(prepared.routed(number), number, self.table.num_stages, device, group=group)
+            TaggedStage(prepared.routed(number), number, table.num_stages, self._device, group=self._messages.group)
             for number in sorted(self.stages)
         ]
-        rows = {rank: _cells_of(self.table, rank) for rank in range(self.table.num_ranks)}
-        self._has_loss = loss is not None
-        self._shapes: list[torch.Size] | None = None  # of the last batch
-        self._ended_by = ""
-        self._runtime = pipeline_runtime(wrapped, rows, self.table.num_microbatches, loss)
+        rows = {rank: _cells_of(table, rank) for rank in range(table.num_ranks)}
+        return pipeline_runtime(wrapped, rows, table.num_microbatches, prepared.loss)
 
     def step(self, *inputs: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor | None:
         """Run a batch forward and backward; gradients are in ``.grad`` when this returns.
@@ -114,16 +120,14 @@ class Pipeline:
         Raises:
             ValueError: on every rank: a batch does not divide by the microbatches, is no tensor, or is missing where it
                 is needed; inputs and targets differ in length; an averaged gradient of the last step is still there.
-            RuntimeError: the pipeline has no loss, or an earlier step ended with an error.
-            CommError: another rank has failed; if its process goes on, that is known at the timeout.
+            RuntimeError: the pipeline has no loss.
+            CommError: another rank has failed. If one fails in its last backward pass, those that have ended the step
+                do not hear of it. The next call begins anew on all ranks; gradients are as before this one.
         """
-        if not self._has_loss:
+        if self._prepared.loss is None:
             raise RuntimeError("this pipeline has no loss, wanted one for step(): Pipeline(..., loss=function)")
         targets = () if target is None else (target,)
-        problem = self._problem("inputs", inputs, self._first) or self._problem("target", targets, self._last)
-        if not problem and inputs and targets and len(inputs[0]) != len(targets[0]):
-            problem = f"inputs has a batch of {len(inputs[0])}, target one of {len(targets[0])}"
-        self._agree_on(problem or left_over(self.module), inputs)
+        self._agree_on(lambda: self._problem_of_step(inputs, targets), inputs)
         losses: list[torch.Tensor] = []
         with self._ending(), averaged_once(self.module):
             self._runtime.step(
@@ -139,53 +143,83 @@ class Pipeline:
         """Run a batch forward only, in microbatches; return the model's output on the rank with the last stage.
 
         Raises:
-            ValueError: on every rank: a batch does not divide by the microbatches, or the first stage's rank has none.
+            ValueError: on every rank: a batch does not divide by the microbatches, or the first stage's rank has none;
+                or another rank has failed.
+            CommError: another rank is lost.
         """
-        self._agree_on(self._problem("inputs", inputs, self._first), inputs)
-        with self._ending():
-            return run_forward(self._runtime, *(inputs if self._first else ()))
+        self._agree_on(lambda: self._problem("inputs", inputs, self._first), inputs)
+        outcome: Any
+        try:
+            with self._ending():
+                outcome = run_forward(self._runtime, *(inputs if self._first else ()))
+        except Exception as error:
+            outcome = error
+        (failed,) = self._any(isinstance(outcome, Exception))
+        if failed:  # stages before the one that has failed have ended well
+            agree(self._group, outcome, "evaluate this batch")
+        return outcome
 
-    def _problem(self, what: str, tensors: tuple[torch.Tensor, ...], wanted: bool) -> str:
-        """Return what is wrong with this rank's part of a batch; "" if nothing is."""
+    def _problem_of_step(self, inputs: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor, ...]) -> str:
+        """Return what is wrong with this rank's part of a batch, or with gradients that are left; "" if nothing is."""
+        problem = self._problem("inputs", inputs, self._first) or self._problem("target", targets, self._last)
+        if not problem and inputs and targets and len(inputs[0]) != len(targets[0]):
+            problem = f"inputs has a batch of {len(inputs[0])}, target one of {len(targets[0])}"
+        return problem or left_over(self.module)
+
+    def _problem(self, what: str, tensors: tuple[Any, ...], wanted: bool) -> str:
+        """Return what is wrong with a part of a batch that this rank has; "" if nothing is."""
         count = self.table.num_microbatches
-        wrong = next((type(each).__name__ for each in tensors if not isinstance(each, torch.Tensor)), "")
-        if wrong:
-            return f"{what} is {wrong}, wanted a tensor"
         if wanted and not tensors:
             return f"{what} is missing on the rank with the {'first' if what == 'inputs' else 'last'} stage"
         for tensor in tensors:
+            if not isinstance(tensor, torch.Tensor):
+                return f"{what} is {type(tensor).__name__}, wanted a tensor"
+            if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
+                form = "nested" if tensor.is_nested else f"in layout {tensor.layout}, on {tensor.device}"
+                return f"{what} is {form}, wanted a dense tensor that has values"
             size = tensor.shape[0] if tensor.dim() else 0
             if size % count or size == 0:
                 return f"{what} has a batch of {size}, wanted one that divides into {count} microbatches"
         return ""
 
-    def _agree_on(self, problem: str, inputs: tuple[torch.Tensor, ...]) -> None:
+    def _agree_on(self, problem_of: Callable[[], str], inputs: tuple[torch.Tensor, ...]) -> None:
         """Raise ValueError on every rank if one has a problem: the others would wait for what it does not send.
 
-        Otherwise prepare all ranks for other shapes than those of the last batch, if one sees such.
+        Otherwise begin anew if a step of any rank has ended with an error, or prepare all ranks for other shapes than
+        those of the last batch, if one sees such.
         """
-        if self._ended_by:
+        if self._ended_by and not self._messages.can_end:
             raise RuntimeError(
                 f"an earlier step of this pipeline ended with an error, make a new one: {self._ended_by}"
             )
+        text = attempt(problem_of)
+        problem = text if isinstance(text, Exception) else ValueError(text) if text else None
         shapes = None if problem else [each.shape for each in inputs]
         changed = bool(shapes) and self._shapes is not None and shapes != self._shapes
-        flags = torch.tensor([bool(problem), changed], dtype=torch.int32, device=self._flags)
-        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
-        failed, other_shapes = flags.tolist()
+        failed, has_changed, has_ended = self._any(problem is not None, changed, bool(self._ended_by))
         if failed:
-            agree(self._group, ValueError(problem) if problem else None, "take this batch")
-        self._shapes = shapes or self._shapes
-        if other_shapes:
+            agree(self._group, problem, "take this batch")
+        if has_ended:
+            self._messages.end("a step of its pipeline ended with an error")
+            self._begin()
+        elif has_changed:
             forget_shapes(self._runtime)
+        self._shapes = shapes or self._shapes
+
+    def _any(self, *flags: bool) -> list[bool]:
+        """Return which of ``flags`` are true on any rank. Collective."""
+        numbers = torch.tensor(flags, dtype=torch.int32, device=self._flags)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group)
+        return [bool(number) for number in numbers.tolist()]
 
     @contextlib.contextmanager
     def _ending(self) -> Iterator[None]:
-        """Note an error, after which messages of the step may still be under way."""
+        """Tell the others of an error, after which messages of the step may still be under way."""
         try:
             yield
         except BaseException as error:
-            self._ended_by = str(error) or type(error).__name__
+            self._ended_by = text_of(error)
+            self._messages.end(f"its step of the pipeline failed: {self._ended_by}")
             raise
 
 
@@ -199,8 +233,10 @@ class _Prepared:
         schedule: str | tables.Pipeline,
         microbatches: int | None,
         skips: Sequence[Skip],
-        has_loss: bool,
+        loss: Callable[..., torch.Tensor] | None,
     ) -> None:
+        if loss is not None and not callable(loss):
+            raise TypeError(f"loss is {loss!r}, wanted a function of the output and the targets, or None")
         given = dict(stages) if isinstance(stages, Mapping) else dict(enumerate(stages))
         for number, module in given.items():
             if not isinstance(module, nn.Module):
@@ -215,7 +251,7 @@ class _Prepared:
             raise ValueError(f"stages has no module for stage {missing[0]}, which the table gives to this rank")
         require_parameters_apart(given)
         self.mine = {number: given[number] for number in mine}
-        self._skips, self._has_loss = list(skips), has_loss
+        self._skips, self.loss = list(skips), loss
         self._routes: list[Route] | None = chain(self.table.num_stages, skips) if skips else None
 
     def _table_for(self, ranks: int, schedule: str | tables.Pipeline, microbatches: int | None) -> tables.Pipeline:
@@ -246,7 +282,7 @@ class _Prepared:
 
     def lines(self) -> list[str]:
         """Return what all ranks must have alike."""
-        return [*tables.to_csv(self.table).splitlines(), f"skips: {self._skips}", f"loss: {self._has_loss}"]
+        return [*tables.to_csv(self.table).splitlines(), f"skips: {self._skips}", f"loss: {self.loss is not None}"]
 
 
 def _cells_of(table: tables.Pipeline, rank: int) -> list[tuple[int, str, int]]:

@@ -19,11 +19,13 @@ from pycomm.communicator import Communicator
 from pycomm.parallel import auto
 from pycomm.parallel.attention import let_attention_be_split
 from pycomm.parallel.fits import check_module, padding
+from pycomm.parallel.groups import attempt, found
 from pycomm.parallel.layouts import WHOLE, layouts_of
 from pycomm.parallel.plan import STYLES, Plan
 from pycomm.parallel.styles import parallel_style
 from pycomm.reducer.agreement import agreed
 from pycomm.reducer.broadcast import broadcast_tensors, check_same_lines
+from pycomm.transport.own_group import group_of
 
 _LOG = logging.getLogger("pycomm")
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -66,9 +68,10 @@ def split(
             sizes do not divide, or the ranks differ (on every rank, with the model untouched).
         OSError: the file of the plan cannot be read (on that rank; the others get a ValueError).
     """
-    tp = _dimension(mesh)
-    with Communicator(tp) as communicator:
-        styles = agreed(communicator, _checked(model, tp, plan), "split the model")
+    ranks, problem = found(lambda: group_of(_dimension(mesh)))
+    with Communicator(ranks) as communicator:
+        checked = attempt(lambda: _checked(model, ranks.size(), plan), problem)
+        styles = agreed(communicator, checked, "split the model")
         lines = [f"{name}: {style}" for name, style in sorted(styles.items())]
         check_same_lines(communicator, lines, "style")
         params = list(model.named_parameters()) + list(model.named_buffers())
@@ -76,6 +79,7 @@ def split(
         whole = [t for t in _left_whole(model, styles) if not t.is_meta]
         broadcast_tensors(communicator, whole, 0)
     let_attention_be_split()
+    tp = _dimension(mesh)
     names = {name: style for name, style in styles.items() if isinstance(style, str)}
     layouts = layouts_of(model, names)
     shared = _shared(model)
@@ -102,26 +106,22 @@ def _dimension(mesh: DeviceMesh) -> DeviceMesh:
     return mesh
 
 
-def _checked(model: Any, tp: DeviceMesh, plan: Any) -> Styles | Exception:
-    """Return the style of each module, or the error in the arguments: the other ranks have to be told first."""
-    try:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model is a {type(model).__name__}, wanted a torch.nn.Module")
-        devices = tp.size()
-        styles = _resolved(model, _mapping(model, devices, plan))
-        uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
-        for name, style in styles.items():
-            module = model.get_submodule(name)
-            if uses[id(module)] > 1:
-                raise ValueError(f"module {name!r} is in the model {uses[id(module)]} times, which is not split")
-            if any(isinstance(param, DTensor) for param in module.parameters()):
-                raise ValueError(f"module {name!r} is split already")
-            if isinstance(style, str):
-                check_module(model, name, style, devices)
-        _check_shared(model, styles)
-        return styles
-    except (TypeError, ValueError, OSError) as error:
-        return error
+def _checked(model: Any, devices: int, plan: Any) -> Styles:
+    """Return the style of each module. Raises TypeError, ValueError or OSError if an argument is wrong."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, wanted a torch.nn.Module")
+    styles = _resolved(model, _mapping(model, devices, plan))
+    uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    for name, style in styles.items():
+        module = model.get_submodule(name)
+        if uses[id(module)] > 1:
+            raise ValueError(f"module {name!r} is in the model {uses[id(module)]} times, which is not split")
+        if any(isinstance(param, DTensor) for param in module.parameters()):
+            raise ValueError(f"module {name!r} is split already")
+        if isinstance(style, str):
+            check_module(model, name, style, devices)
+    _check_shared(model, styles)
+    return styles
 
 
 def _mapping(model: nn.Module, devices: int, plan: Any) -> Mapping[str, Any]:
@@ -149,6 +149,8 @@ def _resolved(model: nn.Module, plan: Mapping[str, Any]) -> Styles:
     names = [name for name, _ in model.named_modules() if name]
     found: Styles = {}
     for pattern, style in plan.items():
+        if not isinstance(pattern, str):
+            raise TypeError(f"plan has the key {pattern!r}, wanted a name of a module, or a pattern")
         if not isinstance(style, ParallelStyle) and style not in STYLES:
             raise ValueError(f"style of {pattern!r} is {style!r}, wanted one of {', '.join(STYLES)}, or torch's")
         matching = [name for name in names if _matches(name, pattern)]

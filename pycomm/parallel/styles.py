@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -12,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from pycomm.parallel.chains import CONVOLUTIONS, outputs
 from pycomm.parallel.functional import copy_to_group, gather_from_group, reduce_from_group, scatter_to_group
+from pycomm.parallel.groups import told
 from pycomm.parallel.layouts import PART, SHARDED
 from pycomm.torch_internals import convolve
 
@@ -90,13 +92,15 @@ class _Columns:
         """Return this rank's outputs, or all, of the replicated ``x``."""
         mesh = self.weight.device_mesh
         whole = x.full_tensor() if isinstance(x, DTensor) else x
-        shared = copy_to_group(whole, mesh.get_group())
-        own = _computed(self, shared, self.weight.to_local(), _local(self.bias))
+        group = mesh.get_group()
+        own = told(
+            group, lambda: _computed(self, copy_to_group(whole, group), self.weight.to_local(), _local(self.bias))
+        )
         if self.layout == PART:
             return own
         if self.layout == SHARDED:
             return DTensor.from_local(own, mesh, [Shard(own.dim() - 1)], run_check=False)
-        return gather_from_group(own, _dim(self), mesh.get_group(), even=True)
+        return gather_from_group(own, _dim(self), group, even=True)
 
 
 class _Rows:
@@ -115,8 +119,8 @@ class _Rows:
             wanted = (Shard(x.dim() - 1),)
             part = (x if x.placements == wanted else x.redistribute(mesh, wanted)).to_local()
         else:
-            part = x if self.layout == PART else scatter_to_group(x, _dim(self), group)
-        whole = reduce_from_group(_computed(self, part, self.weight.to_local(), None), group)
+            part = x if self.layout == PART else told(group, lambda: scatter_to_group(x, _dim(self), group))
+        whole = reduce_from_group(told(group, lambda: _computed(self, part, self.weight.to_local(), None)), group)
         bias = _local(self.bias)  # added once, not by every rank
         return whole if bias is None else whole + bias.view(-1, *(1,) * (-1 - _dim(self)))
 
@@ -191,6 +195,11 @@ class _SequenceNorm:
         """Return the norm of the replicated ``x``, of shape ``(..., sequence, features)``."""
         group = self.weight.device_mesh.get_group()
         whole: Any = x.full_tensor() if isinstance(x, DTensor) else x
+        normed = told(group, lambda: self._own_part(whole, group))
+        return gather_from_group(normed, -2, group, even=whole.shape[-2] % group.size() == 0)
+
+    def _own_part(self, whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """Return the norm of this rank's part."""
         if whole.dim() < 2:
             raise ValueError(f"x has the shape {list(whole.shape)}, wanted (..., sequence, features)")
         part = scatter_to_group(whole, -2, group)
@@ -199,7 +208,7 @@ class _SequenceNorm:
             name: copy_to_group(cast(DTensor, param).to_local(), group)
             for name, param in cast(nn.Module, self).named_parameters(recurse=False)
         }
-        return gather_from_group(self._norm(part, own), -2, group, even=whole.shape[-2] % group.size() == 0)
+        return self._norm(part, own)
 
     def _norm(self, x: torch.Tensor, own: dict[str, torch.Tensor]) -> torch.Tensor:
         raise NotImplementedError

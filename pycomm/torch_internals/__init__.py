@@ -19,6 +19,7 @@ from pycomm.torch_internals.autograd import (
 from pycomm.torch_internals.dtensors import Sharded, dtensor_around, is_dtensor, local_of
 from pycomm.torch_internals.groups import (
     backend_of,
+    has_default_group_only,
     has_joined_gloo,
     make_process_group,
     number_process_group,
@@ -104,6 +105,7 @@ __all__ = [
     "fake_tensors",
     "forward_pre_hooks",
     "has_compiled",
+    "has_default_group_only",
     "has_joined_gloo",
     "has_scripted",
     "is_dtensor",

@@ -120,6 +120,11 @@ def number_process_group(made: dist.ProcessGroup, ranks: Sequence[int]) -> None:
     distributed_c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
 
 
+def has_default_group_only() -> bool:
+    """Return whether this process has been in one group only: the default one."""
+    return len(distributed_c10d._world.pg_map) == 1
+
+
 def owns_process_group(group: dist.ProcessGroup) -> bool:
     """Return whether torch still has ``group``: ``destroy_process_group()`` takes all groups with it.
 

@@ -178,12 +178,12 @@ def test_wrong_arguments_are_refused_on_every_rank() -> None:
     ]
     for arguments, told in wrong:
         given = {"experts": 4, "width": 2, **(arguments if rank else {})}
-        with pytest.raises((TypeError, ValueError), match=told if rank else "rank 1 gave this layer"):
+        with pytest.raises((TypeError, ValueError), match=told if rank else "rank 1 could not (make|send)"):
             parallel.Experts(lambda: nn.Linear(2, 2), **given)
-    with pytest.raises(ValueError, match="the ranks disagree on the experts"):
+    with pytest.raises(ValueError, match="alike: rank 0 has 'top_k = 1', rank 1 'top_k = 2'"):
         parallel.Experts(lambda: nn.Linear(2, 2), 4, 2, top_k=1 + rank)
     layer = parallel.Experts(lambda: nn.Linear(2, 2), 4, 2)
     for x, told in ((torch.ones(3, 3), r"x has the shape \[3, 3\]"), (torch.ones(3, 2).long(), "x is a torch.int64")):
-        with pytest.raises((TypeError, ValueError), match=told if rank else "rank 1 gave this layer"):
+        with pytest.raises((TypeError, ValueError), match=told if rank else "rank 1 could not (make|send)"):
             layer(x if rank else torch.ones(3, 2))
     assert layer(torch.ones(2, 2)).output.shape == (2, 2)

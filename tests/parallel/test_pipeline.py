@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from pycomm.parallel import Pipeline, cut
 from pycomm.schedule import pipeline as tables
 from tests.backend.worlds import on_world
 from tests.parallel.test_cut import Shortcut
+from tests.ranks import SLOWER
 
 WIDTH = 4
 EXACT: Any = {"rtol": 0, "atol": 1e-12}
@@ -150,6 +152,7 @@ def test_wrong_pipelines_are_refused_on_every_rank() -> None:
     refused("stage 1 has no parameters", [a, nn.Tanh()], microbatches=2)
     refused("is used by stage 0 and by stage 1", [a, a], microbatches=2)
     refused("stage 1 is str", [a, "b"], microbatches=2, kind=TypeError)
+    refused("loss is 5, wanted a function", [a, b], microbatches=2, loss=5, kind=TypeError)
     refused("microbatches is missing", [a, b])
     refused("microbatches", [a, b], microbatches=0)
     refused("schedule|name", [a, b], "fastest", microbatches=2)
@@ -188,6 +191,52 @@ def test_wrong_batches_are_refused() -> None:
         pipeline.step(whole, target={} if dist.get_rank() else target)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="inputs has a batch of 6, target one of 3"):
         pipeline.step(whole, target=target[:3])
+
+
+class Failing(nn.Linear):
+    """Stage that fails where it is told to: with ``fails`` in forward or in backward."""
+
+    fails = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails == "forward":
+            raise ValueError("this stage fails")
+        y = super().forward(x)
+        if self.fails == "backward" and y.requires_grad:
+            y.register_hook(lambda _: 1 / 0)
+        return y
+
+
+@pytest.mark.parametrize(("failing", "where"), [(0, "forward"), (1, "forward"), (2, "forward"), (2, "backward")])
+@on_world(3, timeout=40)
+def test_all_hear_of_a_stage_that_fails_and_the_next_step_works(failing: int, where: str) -> None:
+    torch.manual_seed(0)
+    stages = [Failing(WIDTH, WIDTH).double() for _ in range(3)]
+    whole = copy.deepcopy(nn.Sequential(*stages))
+    pipeline = Pipeline(stages, None, microbatches=3, loss=loss_of)
+    x, y = batch(6)
+    loss_of(whole(x), y).backward()
+    pipeline.step(x, target=y)
+    stages[failing].fails = where
+    rank, start = dist.get_rank(), time.monotonic()
+    for _ in range(2):
+        with pytest.raises((RuntimeError, ValueError, ZeroDivisionError)) as caught:  # torch wraps the first kind
+            pipeline.step(x, target=y)
+        assert (rank == failing) != isinstance(caught.value, pycomm.CommError)
+        assert rank == failing or f"rank {failing}: its step of the pipeline failed: " in str(caught.value)
+        same_gradients(pipeline, whole)  # as they were before
+    if where == "forward":
+        with pytest.raises(
+            (ValueError, RuntimeError), match="Stage|stage fails" if rank == failing else "this stage fails"
+        ):
+            pipeline.evaluate(x)
+    stages[failing].fails = ""
+    other = Pipeline(stages, None, microbatches=2, loss=loss_of)  # a new one is made as well
+    for each in (pipeline, other):
+        pipeline.module.zero_grad()
+        each.step(x, target=y)
+        same_gradients(pipeline, whole)
+    assert time.monotonic() - start < 10.0 * SLOWER, "waited for a timeout"
 
 
 @on_world(2)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from pycomm.parallel.functional.moves import all_gather_single
+from pycomm.parallel.groups import agree
 from pycomm.torch_internals import backend_of
 
 _DTYPES = (
@@ -17,9 +19,9 @@ _DTYPES = (
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
 _NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce")
-_MOST_DIMENSIONS = 12
+MOST_DIMENSIONS = 12
+"""Most that a tensor may have which travels."""
 _HEADER = 6  # operation, whether it is wrong, dtype, whether it needs a gradient, argument, dimensions
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -55,21 +57,13 @@ class Heard(NamedTuple):
     sizes: list[list[int]]
 
 
-def checked(make: Callable[[], _T]) -> _T | Exception:
-    """Return what ``make`` makes, or the error in its arguments: the other ranks have to be told first."""
-    try:
-        return make()
-    except (TypeError, ValueError) as error:
-        return error
-
-
 def announce(name: str, call: Call | Exception, group: dist.ProcessGroup, device: torch.device) -> Heard:
     """Tell the ranks of ``group`` what this one calls, and return what they call.
 
     Raises:
         TypeError, ValueError: the arguments of this rank are wrong, or those of another, or they differ.
     """
-    mine = torch.zeros(_HEADER + _MOST_DIMENSIONS + group.size(), dtype=torch.int64)
+    mine = torch.zeros(_HEADER + MOST_DIMENSIONS + group.size(), dtype=torch.int64)
     mine[0] = _NAMES.index(name)
     if isinstance(call, Exception):
         mine[1] = 1
@@ -77,21 +71,29 @@ def announce(name: str, call: Call | Exception, group: dist.ProcessGroup, device
         needs = torch.is_grad_enabled() and call.x.requires_grad
         mine[2:_HEADER] = torch.tensor([_DTYPES.index(call.x.dtype), needs, call.argument, call.x.dim()])
         mine[_HEADER : _HEADER + call.x.dim()] = torch.tensor(call.x.shape)
-        mine[_HEADER + _MOST_DIMENSIONS :] = -1 if call.sizes is None else torch.tensor(call.sizes)
+        mine[_HEADER + MOST_DIMENSIONS :] = -1 if call.sizes is None else torch.tensor(call.sizes)
     rows = exchange_rows(mine, group, device)
-    if isinstance(call, Exception):
-        raise call
+    if any(row[1] for row in rows):
+        agree(group, call, f"call {name}")
+    assert not isinstance(call, Exception)
     _compare(rows, call)
     lengths = [0 if call.free_dim is None else row[_HEADER + call.free_dim] for row in rows]
-    return Heard(any(row[3] for row in rows), lengths, [row[_HEADER + _MOST_DIMENSIONS :] for row in rows])
+    return Heard(any(row[3] for row in rows), lengths, [row[_HEADER + MOST_DIMENSIONS :] for row in rows])
+
+
+def fail_together(name: str, error: Exception, group: dist.ProcessGroup, device: torch.device) -> NoReturn:
+    """Raise ``error``, for which this rank cannot call ``name``; the ranks that do get a ValueError."""
+    announce(name, error, group, device)
+    raise error
 
 
 def exchange_rows(mine: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
     """Return the row of whole numbers of every rank of ``group``; all rows are as long as ``mine``.
 
-    Over the CPU if the group has a backend for it, otherwise over ``device``.
+    Over the CPU if the group has a backend for it, otherwise over ``device``, or the present GPU if that is none.
     """
-    place = torch.device("cpu") if backend_of(group, torch.device("cpu")) is not None else device
+    elsewhere = device if device.type != "cpu" else torch.device("cuda")
+    place = torch.device("cpu") if backend_of(group, torch.device("cpu")) is not None else elsewhere
     mine = mine.to(place)
     gathered = torch.empty(group.size() * mine.numel(), dtype=mine.dtype, device=place)
     all_gather_single(gathered, mine, group=group)
@@ -99,8 +101,42 @@ def exchange_rows(mine: torch.Tensor, group: dist.ProcessGroup, device: torch.de
     return rows
 
 
-def require_tensor(x: object, dim: int | None = None) -> int:
-    """Return ``dim`` counted from the front; 0 if it is ``None``.
+def agreed_rows(
+    group: dist.ProcessGroup,
+    outcome: Sequence[int] | Exception,
+    width: int,
+    what: str,
+    device: torch.device,
+    same: str = "",
+) -> list[list[int]]:
+    """Return the numbers of every rank of ``group``: one message, unless a rank has an error. Collective.
+
+    Args:
+        group: the ranks.
+        outcome: numbers of this rank, at most ``width``, or its error.
+        width: length of every rank's row, which is filled up with zeros.
+        what: what the ranks are about to do, as for :func:`pycomm.parallel.groups.agree`.
+        device: as for :func:`exchange_rows`.
+        same: text that must be the same on all ranks.
+
+    Raises:
+        ValueError: on every rank: another rank had an error, or another text. This rank's own error is raised as it is.
+    """
+    mine = torch.zeros(2 + width, dtype=torch.int64)
+    if isinstance(outcome, Exception):
+        mine[0] = 1
+    else:
+        digest = hashlib.blake2b(same.encode("utf-8", "replace"), digest_size=8).digest()
+        mine[1] = int.from_bytes(digest, "little", signed=True)
+        mine[2 : 2 + len(outcome)] = torch.tensor(list(outcome), dtype=torch.int64)
+    rows = exchange_rows(mine, group, device)
+    if any(row[0] or row[1] != rows[0][1] for row in rows):
+        agree(group, outcome, what, lambda _: [same])
+    return [row[2:] for row in rows]
+
+
+def require_tensor(x: object, dim: int | None = None, *, has_values: bool = True) -> int:
+    """Return ``dim`` counted from the front; 0 if it is ``None``. ``has_values``: whether those of ``x`` are needed.
 
     Raises:
         TypeError, ValueError: ``x`` is no tensor that can travel, or has no such dimension.
@@ -109,10 +145,12 @@ def require_tensor(x: object, dim: int | None = None) -> int:
         raise TypeError(f"x is a {type(x).__name__}, wanted a tensor")
     if x.dtype not in _DTYPES:
         raise TypeError(f"x has the dtype {x.dtype}, wanted one of {', '.join(map(str, _DTYPES))}")
-    if x.layout != torch.strided:
-        raise TypeError(f"x has the layout {x.layout}, wanted a dense tensor")
-    if x.dim() > _MOST_DIMENSIONS:
-        raise ValueError(f"x has {x.dim()} dimensions, wanted at most {_MOST_DIMENSIONS}")
+    if x.layout != torch.strided or x.is_nested:
+        raise TypeError(f"x {'is nested' if x.is_nested else f'has the layout {x.layout}'}, wanted a dense tensor")
+    if has_values and x.is_meta:
+        raise TypeError("x is on the device meta, where it has no values")
+    if x.dim() > MOST_DIMENSIONS:
+        raise ValueError(f"x has {x.dim()} dimensions, wanted at most {MOST_DIMENSIONS}")
     if dim is None:
         return 0
     if isinstance(dim, bool) or not isinstance(dim, int):
@@ -122,10 +160,19 @@ def require_tensor(x: object, dim: int | None = None) -> int:
     return dim % x.dim()
 
 
+def require_dim(x: object, dim: object) -> int:
+    """Return ``dim`` counted from the front. Raises TypeError or ValueError as :func:`require_tensor`."""
+    if dim is None:
+        raise TypeError("dim is None, wanted an int")
+    return require_tensor(x, dim)  # type: ignore[arg-type]
+
+
+def number_of(dtype: torch.dtype) -> int:
+    """Return the number that stands for ``dtype``, one that :func:`require_tensor` takes, in announcements."""
+    return _DTYPES.index(dtype)
+
+
 def _compare(rows: Sequence[Sequence[int]], call: Call) -> None:
-    for rank, row in enumerate(rows):
-        if row[1]:
-            raise ValueError(f"rank {rank} gave {_NAMES[row[0]]} a wrong argument")
     first = rows[0]
     for rank, row in enumerate(rows):
         for index, what in ((0, "function"), (2, "dtype"), (5, "number of dimensions"), (4, "argument")):

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd import Function
-from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm.checks import count, length
 from pycomm.parallel.functional import moves
-from pycomm.parallel.functional.announce import Call, Heard, announce, checked, require_tensor
+from pycomm.parallel.functional.announce import Call, Heard, announce, require_dim, require_tensor
+from pycomm.parallel.groups import GroupLike, attempt, found
 from pycomm.transport.own_group import group_of
 
-GroupLike = dist.ProcessGroup | DeviceMesh | None
 _OPS = ("sum", "mean")
 
 
@@ -39,9 +38,9 @@ def all_reduce(x: torch.Tensor, op: str = "sum", group: GroupLike = None) -> tor
             raise TypeError(f"x has the dtype {x.dtype}, of which there is no mean")
         return Call("all_reduce", x, argument=_OPS.index(op))
 
-    found, heard = _agreed("all_reduce", checked(call), x, group)
-    out = _AllReduce.apply(_tied(x, heard), found)  # type: ignore[no-untyped-call]
-    return _tensor(out / found.size() if op == "mean" else out)
+    ranks, heard = _agreed("all_reduce", call, x, group)
+    out = _AllReduce.apply(_tied(x, heard), ranks)  # type: ignore[no-untyped-call]
+    return _tensor(out / ranks.size() if op == "mean" else out)
 
 
 def all_gather(x: torch.Tensor, dim: int = 0, group: GroupLike = None) -> torch.Tensor:
@@ -57,11 +56,11 @@ def all_gather(x: torch.Tensor, dim: int = 0, group: GroupLike = None) -> torch.
     """
 
     def call() -> Call:
-        d = require_tensor(x, dim)
+        d = require_dim(x, dim)
         return Call("all_gather", x, argument=d, free_dim=d)
 
-    found, heard = _agreed("all_gather", checked(call), x, group)
-    return _tensor(_AllGather.apply(_tied(x, heard), dim % x.dim(), heard.lengths, found))  # type: ignore[no-untyped-call]
+    ranks, heard = _agreed("all_gather", call, x, group)
+    return _tensor(_AllGather.apply(_tied(x, heard), dim % x.dim(), heard.lengths, ranks))  # type: ignore[no-untyped-call]
 
 
 def reduce_scatter(
@@ -80,14 +79,14 @@ def reduce_scatter(
     """
 
     def call() -> Call:
-        d = require_tensor(x, dim)
+        d = require_dim(x, dim)
         return Call("reduce_scatter", x, argument=d, sizes=_cut("sizes", sizes, x.shape[d], group_of(group).size()))
 
-    found, heard = _agreed("reduce_scatter", checked(call), x, group)
+    ranks, heard = _agreed("reduce_scatter", call, x, group)
     if any(row != heard.sizes[0] for row in heard.sizes):
         raise ValueError(f"the ranks disagree on sizes: {heard.sizes}")
-    own = found.rank()
-    return _tensor(_ReduceScatter.apply(_tied(x, heard), dim % x.dim(), heard.sizes[own], found))  # type: ignore[no-untyped-call]
+    own = ranks.rank()
+    return _tensor(_ReduceScatter.apply(_tied(x, heard), dim % x.dim(), heard.sizes[own], ranks))  # type: ignore[no-untyped-call]
 
 
 def all_to_all(x: torch.Tensor, sizes: Sequence[int] | None = None, group: GroupLike = None) -> torch.Tensor:
@@ -107,10 +106,10 @@ def all_to_all(x: torch.Tensor, sizes: Sequence[int] | None = None, group: Group
         require_tensor(x, 0)
         return Call("all_to_all", x, sizes=_cut("sizes", sizes, x.shape[0], group_of(group).size()), free_dim=0)
 
-    found, heard = _agreed("all_to_all", checked(call), x, group)
-    own = found.rank()
+    ranks, heard = _agreed("all_to_all", call, x, group)
+    own = ranks.rank()
     receives = [row[own] for row in heard.sizes]
-    return _tensor(_AllToAll.apply(_tied(x, heard), heard.sizes[own], receives, found))  # type: ignore[no-untyped-call]
+    return _tensor(_AllToAll.apply(_tied(x, heard), heard.sizes[own], receives, ranks))  # type: ignore[no-untyped-call]
 
 
 def broadcast(x: torch.Tensor, src: int, group: GroupLike = None) -> torch.Tensor:
@@ -124,8 +123,8 @@ def broadcast(x: torch.Tensor, src: int, group: GroupLike = None) -> torch.Tenso
     Raises:
         TypeError, ValueError: as from :func:`all_reduce`; or there is no such rank.
     """
-    found, heard = _agreed("broadcast", checked(lambda: _rooted("broadcast", "src", x, src, group)), x, group)
-    return _tensor(_Broadcast.apply(_tied(x, heard), src, found))  # type: ignore[no-untyped-call]
+    ranks, heard = _agreed("broadcast", lambda: _rooted("broadcast", "src", x, src, group), x, group)
+    return _tensor(_Broadcast.apply(_tied(x, heard), src, ranks))  # type: ignore[no-untyped-call]
 
 
 def reduce(x: torch.Tensor, dst: int, group: GroupLike = None) -> torch.Tensor:
@@ -142,8 +141,8 @@ def reduce(x: torch.Tensor, dst: int, group: GroupLike = None) -> torch.Tensor:
     Raises:
         TypeError, ValueError: as from :func:`all_reduce`; or there is no such rank.
     """
-    found, heard = _agreed("reduce", checked(lambda: _rooted("reduce", "dst", x, dst, group)), x, group)
-    return _tensor(_Reduce.apply(_tied(x, heard), dst, found))  # type: ignore[no-untyped-call]
+    ranks, heard = _agreed("reduce", lambda: _rooted("reduce", "dst", x, dst, group), x, group)
+    return _tensor(_Reduce.apply(_tied(x, heard), dst, ranks))  # type: ignore[no-untyped-call]
 
 
 class _AllReduce(Function):
@@ -214,10 +213,10 @@ class _Reduce(Function):
         return _Broadcast.apply(grad, *ctx.given), None, None  # type: ignore[no-untyped-call]
 
 
-def _agreed(name: str, call: Call | Exception, x: Any, group: GroupLike) -> tuple[dist.ProcessGroup, Heard]:
-    found = group_of(group)
+def _agreed(name: str, call: Callable[[], Call], x: Any, group: GroupLike) -> tuple[dist.ProcessGroup, Heard]:
+    ranks, problem = found(lambda: group_of(group))
     device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
-    return found, announce(name, call, found, device)
+    return ranks, announce(name, attempt(call, problem), ranks, device)
 
 
 def _tied(x: torch.Tensor, heard: Heard) -> torch.Tensor:

@@ -28,7 +28,7 @@ from torch.autograd import Function
 
 from pycomm.checks import count
 from pycomm.parallel.functional.announce import require_tensor
-from pycomm.parallel.functional.collectives import GroupLike
+from pycomm.parallel.groups import GroupLike
 from pycomm.transport.own_group import group_of
 
 _TAGS = 2**14
@@ -73,7 +73,7 @@ def recv(
     Raises:
         TypeError, ValueError: an argument is wrong (on this rank).
     """
-    require_tensor(like)
+    require_tensor(like, has_values=False)
     if token is not None:
         require_tensor(token)
     found = _checked("src", src, tag, group)

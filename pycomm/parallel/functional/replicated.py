@@ -2,7 +2,8 @@
 
 Megatron-LM (Shoeybi et al., arXiv:1909.08053, section 3) puts them around the layers that are split. Gradients of
 replicated tensors are themselves replicated here, which is where they differ from the collectives of the sum of
-all ranks' losses. They announce nothing: the ranks of a split layer run the same code.
+all ranks' losses. They announce nothing, as the ranks of a split layer run the same code; but on the backend "pycomm"
+the others hear of an error in one rank's arguments all the same.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import torch.distributed as dist
 from torch.autograd import Function
 
 from pycomm.parallel.functional import moves
-from pycomm.parallel.functional.announce import exchange_rows, require_tensor
-from pycomm.parallel.functional.collectives import GroupLike
+from pycomm.parallel.functional.announce import exchange_rows, require_dim, require_tensor
+from pycomm.parallel.groups import GroupLike, told
 from pycomm.transport.own_group import group_of
 
 
@@ -33,8 +34,9 @@ def reduce_from_group(x: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
 
     Megatron's g: behind a layer that is split by rows.
     """
-    require_tensor(x)
-    return _result(_Sum.apply(x, group_of(group)))  # type: ignore[no-untyped-call]
+    ranks = group_of(group)
+    told(ranks, lambda: require_tensor(x))
+    return _result(_Sum.apply(x, ranks))  # type: ignore[no-untyped-call]
 
 
 def scatter_to_group(x: torch.Tensor, dim: int = -1, group: GroupLike = None) -> torch.Tensor:
@@ -42,7 +44,7 @@ def scatter_to_group(x: torch.Tensor, dim: int = -1, group: GroupLike = None) ->
 
     Parts are equal, or as ``torch.chunk`` makes them, but exactly one per rank: the last ones may be empty.
     """
-    dim, found = require_tensor(x, dim), group_of(group)
+    dim, found = require_dim(x, dim), group_of(group)
     part = -(-x.shape[dim] // found.size())
     lengths = [max(0, min(part, x.shape[dim] - part * rank)) for rank in range(found.size())]
     return _result(_Scatter.apply(x, dim, lengths, found))  # type: ignore[no-untyped-call]
@@ -57,11 +59,20 @@ def gather_from_group(x: torch.Tensor, dim: int = -1, group: GroupLike = None, *
         group: a group, a one-dimensional ``DeviceMesh``, or ``None`` for the default group.
         even: whether the lengths are known to be equal, so that the ranks need not tell them to each other first.
     """
-    dim, found = require_tensor(x, dim), group_of(group)
-    lengths = [x.shape[dim]] * found.size()
+    ranks = group_of(group)
+    dim = told(ranks, lambda: require_dim(x, dim))
+    lengths = [x.shape[dim]] * ranks.size()
     if not even:
-        lengths = [row[0] for row in exchange_rows(torch.tensor([x.shape[dim]]), found, x.device)]
-    return _result(_Gather.apply(x, dim, lengths, found))  # type: ignore[no-untyped-call]
+        lengths = [row[0] for row in exchange_rows(torch.tensor([x.shape[dim]]), ranks, x.device)]
+    return _result(_Gather.apply(x, dim, lengths, ranks))  # type: ignore[no-untyped-call]
+
+
+def gather_along(x: torch.Tensor, dim: int, lengths: list[int], ranks: dist.ProcessGroup) -> torch.Tensor:
+    """Do the work of :func:`gather_from_group` where the ranks know already how long their tensors are along ``dim``.
+
+    ``dim`` is counted from the front.
+    """
+    return _result(_Gather.apply(x, dim, lengths, ranks))  # type: ignore[no-untyped-call]
 
 
 class _Copy(Function):

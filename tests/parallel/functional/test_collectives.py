@@ -136,7 +136,7 @@ def test_wrong_arguments_are_refused_on_every_rank(backend: str) -> None:
             arguments = {"x": torch.ones(2, 2), **right.get(name, {})}
             if rank == 1:
                 arguments.update(wrong)
-            with pytest.raises((TypeError, ValueError), match=told if rank else f"rank 1 gave {name} a wrong argument"):
+            with pytest.raises((TypeError, ValueError), match=told if rank else f"rank 1 could not call {name}: "):
                 getattr(functional, name)(**arguments)
         for x, told in (
             (torch.ones(2, rank + 2), "disagree on the shape for all_gather: .2, 2. on rank 0, .2, 3. on rank 1"),
