@@ -1,8 +1,9 @@
 """Values that ``torch.save`` has written, read by torch with ``weights_only=True``: nothing that a file holds is run.
 
-torch looks at no checksum, and older ones make memory of the size that a value says, whatever part it lies in. So parts
-are compared with their checksums before, and memory with the parts afterwards. Only plain values are taken, and not
-more of them than somebody can go through.
+torch looks at no checksum, makes bytes and tensors of any size if it is told to, and older ones make memory of the size
+that a value says, whatever part it lies in. So before, parts are compared with their checksums, and the program that
+makes the value is looked through: it may name what makes plain values, and nothing else. Afterwards memory is compared
+with the parts, and the value must not have more parts than somebody can go through.
 """
 
 from __future__ import annotations
@@ -23,9 +24,18 @@ from pycomm.checkpoint.files import DamagedError
 from pycomm.untrusted import reading
 
 _CHUNK_BYTES = 4 << 20
-_MOST_PARTS, _DEEPEST = 1 << 18, 100
-"""Values in a file, and how deep they are nested."""
-_NAME = re.compile(r"[\w.]{1,80} [\w.]{1,80}")
+_PROTOCOL = 2  # which names what it calls as it is
+_LARGEST_PROGRAM = 64 << 20  # bytes; of an archive's directory too
+_DEEPEST = 100  # lists in lists
+_MOST_LARGE, _LARGE = 1000, 2**63
+"""Integers beyond 64 bits: keys may be chosen among them so that a dict compares each of them with all others."""
+
+_NAME = re.compile(
+    r"torch\._utils _rebuild_(tensor_v2|tensor_v3|parameter)|torch \w{1,40}Storage|torch\.storage UntypedStorage"
+    r"|torch Size|collections (OrderedDict|Counter)|_codecs encode|(__builtin__|builtins) (set|bytes|complex)"
+)
+"""What the program of a plain value names, besides dtypes."""
+
 _MOST_EXPANDED = 1 << 24
 """Elements of a tensor that has more of them than its memory, as :meth:`torch.Tensor.expand` makes it."""
 
@@ -53,10 +63,9 @@ def read_values(stream: BinaryIO, begin: int, size: int, what: str) -> Any:
     """
     window = _Window(stream, begin, size)
     try:
-        sizes = _check_parts(window, size)
-        window.seek(0)
+        sizes, most = _check_parts(_Window(stream, begin, size, _LARGEST_PROGRAM), size)
         value = torch.load(window, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
-        _require_plain(value, sizes)
+        _require_plain(value, sizes, most)
     except Exception as error:  # of what a file may make it raise there is no list
         raise DamagedError(f"{what} is damaged, or holds more than plain values: {_words(error)}") from error
     return value
@@ -69,8 +78,13 @@ def _words(error: Exception) -> str:
     return told.partition(". Please")[0] or type(error).__name__
 
 
-def _check_parts(window: _Window, size: int) -> Counter[int]:
-    """Raise an error unless all parts of the archive are there as they were written; return the sizes of memory."""
+def _check_parts(window: _Window, size: int) -> tuple[Counter[int], int]:
+    """Raise an error unless all parts of the archive are there as they were written, and make plain values.
+
+    Returns:
+        The sizes of memory, and how many values there may be.
+    """
+    most = 1000
     with zipfile.ZipFile(window) as archive:
         parts = archive.infolist()
         if any(part.compress_type != zipfile.ZIP_STORED for part in parts) or sum(p.file_size for p in parts) > size:
@@ -79,23 +93,36 @@ def _check_parts(window: _Window, size: int) -> Counter[int]:
             if part.CRC == 0:  # torch leaves checksums out if it is told to
                 part.CRC = None  # type: ignore[assignment]
             with archive.open(part) as content:
-                program = content.read() if part.filename.endswith("/data.pkl") else b""
+                is_program = part.filename.endswith("/data.pkl") and part.file_size <= _LARGEST_PROGRAM
+                program = content.read() if is_program else b""
                 while content.read(_CHUNK_BYTES):  # compares the checksum at the end
                     pass
-            _check_names(program)
-        return Counter(part.file_size for part in parts if "/data/" in part.filename and part.file_size > 0)
+            most += 4 * _check_program(program)
+        return Counter(part.file_size for part in parts if "/data/" in part.filename and part.file_size > 0), most
 
 
-def _check_names(program: bytes) -> None:
-    """Raise an error unless names of functions and classes are such; torch takes very long to refuse a long one."""
+def _check_program(program: bytes) -> int:
+    """Raise an error unless ``program`` makes plain values; return the number of its instructions."""
+    count = num_large = 0
     for instruction, argument, _ in pickletools.genops(program) if program else ():
-        name = str(argument)
-        if instruction.name == "GLOBAL" and not _NAME.fullmatch(name):
-            raise ValueError(f"it calls {name[:80]!r}")
+        count += 1
+        if instruction.name == "GLOBAL" and not _is_plain(str(argument)):
+            raise ValueError(f"it calls {str(argument)[:80]!r}")
+        if instruction.name == "STACK_GLOBAL" or (instruction.name == "PROTO" and argument != _PROTOCOL):
+            raise ValueError("it is not in the form in which torch.save writes")
+        num_large += isinstance(argument, int) and not -_LARGE <= argument < _LARGE
+        if num_large > _MOST_LARGE:
+            raise ValueError(f"it has more than {_MOST_LARGE} integers beyond 64 bits")
+    return count
 
 
-def _require_plain(value: Any, sizes: Counter[int]) -> None:
-    """Raise an error unless ``value`` is finite, and has nothing but plain values in it, whose memory has these sizes.
+def _is_plain(name: str) -> bool:
+    module, _, inner = name.partition(" ")
+    return bool(_NAME.fullmatch(name)) or (module == "torch" and isinstance(vars(torch).get(inner), torch.dtype))
+
+
+def _require_plain(value: Any, sizes: Counter[int], most: int) -> None:
+    """Raise an error unless ``value`` is finite, of at most ``most`` parts, in whose memory there are these sizes.
 
     A list may be in another one many times, or in itself: who goes through it would never end.
     """
@@ -104,8 +131,8 @@ def _require_plain(value: Any, sizes: Counter[int]) -> None:
     while stack:
         one, depth = stack.pop()
         count += 1
-        if depth > _DEEPEST or count > _MOST_PARTS:
-            raise ValueError(f"it is nested more than {_DEEPEST} levels deep, or has more than {_MOST_PARTS} parts")
+        if depth > _DEEPEST or count > most:
+            raise ValueError(f"it is nested more than {_DEEPEST} levels deep, or has more than {most} parts")
         if isinstance(one, torch.Tensor):
             _require_dense(one)
             memory[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
@@ -128,11 +155,18 @@ def _parts_of(value: Any) -> Iterator[Any]:
 
 
 class _Window(io.RawIOBase):
-    """Part of a file."""
+    """Part of a file, of which at most ``most`` bytes are read at once, if that is given."""
 
-    def __init__(self, stream: BinaryIO, begin: int, size: int) -> None:
+    def __init__(self, stream: BinaryIO, begin: int, size: int, most: int | None = None) -> None:
         super().__init__()
-        self._stream, self._begin, self._size, self._at = stream, begin, size, 0
+        self._stream, self._begin, self._size, self._at, self._most = stream, begin, size, 0, most
+
+    def read(self, size: int = -1, /) -> bytes:
+        left = max(0, self._size - self._at)
+        count = left if size < 0 else min(size, left)
+        if self._most is not None and count > self._most:
+            raise OSError(f"it has {count} bytes where {self._most} are enough")
+        return super().read(count) or b""
 
     def readable(self) -> bool:
         return True
