@@ -67,11 +67,11 @@ from pycomm.horovod.operations import (
     grouped_reducescatter_async,
     join,
     reducescatter_async,
-    sparse_allreduce_async,
 )
 from pycomm.horovod.optimizer import DistributedOptimizer
 from pycomm.horovod.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from pycomm.horovod.reduce_ops import Adasum, Average, Max, Min, Product, Sum
+from pycomm.horovod.sparse_reduction import sparse_allreduce_async
 from pycomm.horovod.sync_batch_norm import SyncBatchNorm
 from pycomm.horovod.util import check_extension
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ class Arguments:
         groups: parameters that are reduced together.
         sparse_as_dense: whether sparse gradients are made dense on their way.
         process_set: the ranks.
+        sparse: those of ``named`` whose gradients are sparse.
         loss_scaler: that the loss is scaled by.
     """
 
@@ -37,6 +38,7 @@ class Arguments:
     groups: int | Sequence[Sequence[torch.Tensor]] | None
     sparse_as_dense: bool
     process_set: ProcessSet
+    sparse: Collection[torch.Tensor] = ()
     loss_scaler: Any = None
 
 

@@ -54,12 +54,12 @@ def init(comm: Sequence[int] | Any = None, process_sets: Sequence[ProcessSet] | 
         if process_sets and not isinstance(process_sets, str):
             raise ValueError("process_sets: Horovod is initialized already; call add_process_set()")
         return
-    sets = _checked_sets(process_sets)
     owns_group = not (dist.is_available() and dist.is_initialized())
+    problem, sets = _checked_sets(process_sets)
     if owns_group:
         _make_group(comm)
-    elif comm is not None and not _is_everybody(comm):
-        raise ValueError("comm: torch.distributed is initialised already, and its default group is the world")
+    else:
+        problem = problem or _problem_of(comm)
     try:
         here = _open_world(owns_group)
     except BaseException:
@@ -67,7 +67,7 @@ def init(comm: Sequence[int] | Any = None, process_sets: Sequence[ProcessSet] | 
             dist.destroy_process_group()
         raise
     try:
-        open_sets(sets, here)
+        open_sets(sets, here, problem)
     except BaseException:
         shutdown()
         raise
@@ -128,16 +128,31 @@ def is_initialized() -> bool:
     return known_world() is not None
 
 
-def _checked_sets(process_sets: Sequence[ProcessSet] | str | None) -> list[ProcessSet]:
+def _checked_sets(process_sets: Any) -> tuple[Exception | None, list[ProcessSet]]:
+    """Return what is wrong with ``process_sets``, which the other ranks have to be told first, and the sets."""
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
-            raise ValueError(f"process_sets is {process_sets!r}, wanted a list of ProcessSet objects or 'dynamic'")
-        return []
-    sets = list(process_sets or ())
+            text = f"process_sets is {process_sets!r}, wanted a list of ProcessSet objects or 'dynamic'"
+            return ValueError(text), []
+        return None, []
+    try:
+        sets = list(process_sets or ())
+    except Exception as error:  # a foreign object may raise anything
+        return error, []
     for made in sets:
         if not isinstance(made, ProcessSet):
-            raise TypeError(f"process_sets has a {type(made).__name__}, wanted ProcessSet objects")
-    return sets
+            return TypeError(f"process_sets has a {type(made).__name__}, wanted ProcessSet objects"), []
+    return None, sets
+
+
+def _problem_of(comm: Any) -> Exception | None:
+    """Return what is wrong with ``comm`` where torch's default group is the world already."""
+    try:
+        if comm is None or _is_everybody(comm):
+            return None
+    except Exception as error:  # a foreign object may raise anything
+        return error
+    return ValueError("comm: torch.distributed is initialised already, and its default group is the world")
 
 
 def _is_everybody(comm: Any) -> bool:

@@ -11,10 +11,11 @@ import pycomm.compression as methods
 from pycomm.horovod.arguments import Arguments
 from pycomm.horovod.compression import Compression
 from pycomm.horovod.handles import synchronize
-from pycomm.horovod.operations import grouped_allreduce_async_, sparse_allreduce_async
+from pycomm.horovod.operations import grouped_allreduce_async_
 from pycomm.horovod.pieces import pieces
 from pycomm.horovod.process_sets import members_of
 from pycomm.horovod.reduce_ops import Adasum, Average, Sum
+from pycomm.horovod.sparse_reduction import sparse_allreduce_async
 from pycomm.reducer import broadcast_optimizer_state, broadcast_parameters
 from pycomm.reducer.wrappers import refuse_wrapped
 

@@ -21,10 +21,14 @@ def check_tensor(tensor: Any) -> None:
     """Raise TypeError unless ``tensor`` is a dense tensor."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"tensor is a {type(tensor).__name__}, wanted a torch.Tensor")
+    if tensor.is_nested or tensor.is_quantized:
+        raise TypeError(f"tensor is {'nested' if tensor.is_nested else 'quantised'}, wanted a dense one")
     if tensor.layout != torch.strided:
         raise TypeError(f"tensor has layout {tensor.layout}; pass sparse tensors to sparse_allreduce_async()")
     if tensor.device.type not in ("cpu", "cuda"):
         raise TypeError(f"tensor is on {tensor.device}, wanted one on the CPU or on a GPU")
+    if tensor.is_cpu and tensor.numel() > 0 and tensor.data_ptr() == 0:
+        raise ValueError(f"tensor of shape {list(tensor.shape)} has no memory: it is fake, or was freed")
 
 
 def check_tensors(tensors: Any) -> None:
@@ -35,6 +39,14 @@ def check_tensors(tensors: Any) -> None:
         raise ValueError("tensors is empty, wanted one tensor or more")
     for tensor in tensors:
         check_tensor(tensor)
+
+
+def check_writable(tensors: Sequence[torch.Tensor]) -> None:
+    """Raise ValueError if several elements of one of ``tensors`` are one place in memory: torch cannot write there."""
+    for tensor in tensors:
+        places = zip(tensor.stride(), tensor.shape, strict=True)
+        if tensor.numel() > 0 and any(stride == 0 and length > 1 for stride, length in places):
+            raise ValueError(f"tensor of shape {list(tensor.shape)} is expanded, and cannot be written to: clone it")
 
 
 def check_rows(tensors: Sequence[torch.Tensor], kind: str) -> None:

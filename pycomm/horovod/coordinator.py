@@ -162,6 +162,8 @@ class Coordinator:
         first = signatures[min(signatures)]
         absent = tuple(rank for rank in range(self._size) if rank not in signatures)
         error = _difference(key, signatures) or (_unjoinable(key, first, absent) if absent else "")
+        if error:  # of a join: nobody has joined
+            self._joined = {rank: joined for rank, joined in self._joined.items() if joined != key}
         return Response(key, first, error, absent, self._last if kind_of(first) == JOIN else -1)
 
 

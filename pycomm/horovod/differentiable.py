@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pycomm.horovod.compression import Compression
-from pycomm.horovod.handles import grouped, single
+from pycomm.horovod.handles import Submission, grouped, single
 from pycomm.horovod.operations import (
     Tensors,
     received_of,
@@ -25,6 +25,7 @@ from pycomm.horovod.operations import (
 )
 from pycomm.horovod.process_sets import ProcessSet, global_process_set
 from pycomm.horovod.reduce_ops import Average, Sum, checked_op
+from pycomm.horovod.requests import ALLREDUCE, REDUCESCATTER
 from pycomm.horovod.state import world
 
 Settings = tuple[str | None, Any, tuple[float, float], ProcessSet]
@@ -32,9 +33,12 @@ Settings = tuple[str | None, Any, tuple[float, float], ProcessSet]
 
 
 def _differentiates(tensors: Any) -> bool:
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or not isinstance(tensors, Sequence):
         return False
-    return any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors)
+    try:
+        return any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors)
+    except Exception:  # a foreign object may raise anything; so it does again where the other ranks can be told
+        return False
 
 
 def _reduce(tensors: Any, settings: Settings) -> tuple[torch.Tensor, ...]:
@@ -56,9 +60,27 @@ class _AllReduce(torch.autograd.Function):
 _all_reduce: Any = _AllReduce.apply
 
 
+def _chosen(op: Any, average: bool | None = None) -> Any:
+    """Return the reduction, or the error that the arguments are, which is raised where the other ranks can be told."""
+    try:
+        return checked_op(op, average)
+    except Exception as error:  # a foreign object may raise anything
+        return error
+
+
+def _compressed(kind: str, tensors: Any, compression: Any, settings: Settings) -> list[tuple[torch.Tensor, Any]]:
+    """Return the compressed tensors, each with what undoes it. An error is one of the operation, on all ranks."""
+    try:
+        return [compression.compress(tensor) for tensor in tensors]
+    except Exception:  # users write compressions
+        name, _, _, process_set = settings
+        with Submission(kind, name, process_set):
+            raise
+
+
 def _all_reduced(tensors: Any, compression: Any, settings: Settings) -> list[torch.Tensor]:
     if compression is not Compression.none:
-        pairs = [compression.compress(tensor) for tensor in tensors]
+        pairs = _compressed(ALLREDUCE, tensors, compression, settings)
         reduced = _all_reduced([tensor for tensor, _ in pairs], Compression.none, settings)
         return [compression.decompress(x, context) for x, (_, context) in zip(reduced, pairs, strict=True)]
     if _differentiates(tensors):
@@ -93,7 +115,7 @@ def allreduce(
         HorovodInternalError: a rank is lost.
         ValueError: before ``init()``; or an operation of that name is not done yet.
     """
-    settings = (name, checked_op(op, average), (prescale_factor, postscale_factor), process_set)
+    settings = (name, _chosen(op, average), (prescale_factor, postscale_factor), process_set)
     return _all_reduced([tensor], compression, settings)[0]
 
 
@@ -108,7 +130,7 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Return the reductions of ``tensors`` over the ranks, of all or of none. See :func:`allreduce`."""
-    settings = (name, checked_op(op, average), (prescale_factor, postscale_factor), process_set)
+    settings = (name, _chosen(op, average), (prescale_factor, postscale_factor), process_set)
     return _all_reduced(tensors, compression, settings)
 
 
@@ -254,7 +276,7 @@ _reduce_scatter: Any = _ReduceScatter.apply
 
 def _reduce_scattered(tensors: Any, compression: Any, settings: Settings) -> list[torch.Tensor]:
     if compression is not Compression.none:
-        pairs = [compression.compress(tensor) for tensor in tensors]
+        pairs = _compressed(REDUCESCATTER, tensors, compression, settings)
         reduced = _reduce_scattered([tensor for tensor, _ in pairs], Compression.none, settings)
         return [compression.decompress(x, context) for x, (_, context) in zip(reduced, pairs, strict=True)]
     if _differentiates(tensors):
@@ -276,7 +298,7 @@ def reducescatter(
     Of n rows, each of P ranks gets n // P, the first n % P ranks one more. Arguments and errors: as of
     :func:`allreduce`, without Adasum.
     """
-    settings = (name, checked_op(op), (prescale_factor, postscale_factor), process_set)
+    settings = (name, _chosen(op), (prescale_factor, postscale_factor), process_set)
     return _reduce_scattered([tensor], compression, settings)[0]
 
 
@@ -290,5 +312,5 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Return this rank's rows of the reductions of ``tensors`` over the ranks. See :func:`reducescatter`."""
-    settings = (name, checked_op(op), (prescale_factor, postscale_factor), process_set)
+    settings = (name, _chosen(op), (prescale_factor, postscale_factor), process_set)
     return _reduce_scattered(tensors, compression, settings)

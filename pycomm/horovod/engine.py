@@ -9,6 +9,7 @@ else is asked for, as Horovod does: it travels together then.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -103,6 +104,16 @@ class Engine:
     def knows(self, key: Key) -> bool:
         """Return whether this rank has asked for the operation ``key``, which is not done yet."""
         return key in self._outstanding
+
+    def await_refusal(self, key: Key) -> None:
+        """Return once the other ranks know that this one has refused the operation ``key``, if it has.
+
+        They may call the next one of that name already.
+        """
+        refused = self._outstanding.get(key)
+        if refused is not None and refused.refusal:
+            with contextlib.suppress(HorovodInternalError):  # what it has been refused for
+                self.wait(refused)
 
     def wait(self, request: Request) -> None:
         """Return once ``request`` has ended; take part in rounds meanwhile. Raises its error."""

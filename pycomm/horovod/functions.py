@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from pycomm.horovod.agreement import agreed, attempt
+from pycomm.horovod.checks import check_root, check_tensor
 from pycomm.horovod.differentiable import allgather
 from pycomm.horovod.errors import InvalidRequestError
-from pycomm.horovod.handles import synchronize
+from pycomm.horovod.handles import synchronize_all
 from pycomm.horovod.objects import from_tensors, to_tensors
 from pycomm.horovod.operations import broadcast_, broadcast_async_
 from pycomm.horovod.process_sets import ProcessSet, global_process_set, members_of
@@ -17,6 +19,8 @@ from pycomm.horovod.state import world
 from pycomm.optim.parameters import checked_optimizer
 from pycomm.reducer.broadcast import restructure_state
 from pycomm.reducer.plain_state import encode
+
+_NOTHING = (torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8))
 
 
 def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = global_process_set) -> None:
@@ -30,15 +34,29 @@ def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = 
 
     Raises:
         TypeError: ``params`` is something else.
-        InvalidRequestError: shapes or dtypes differ (on every rank).
+        InvalidRequestError: names, shapes or dtypes differ, or another rank cannot take part (on every rank).
     """
-    handles = []
-    for name, tensor in _named(params):
-        if isinstance(tensor, torch.Tensor):
-            with torch.no_grad():
-                handles.append(broadcast_async_(tensor, root_rank, name, process_set))
-    for handle in handles:
-        synchronize(handle)
+
+    def checked() -> list[tuple[str | None, torch.Tensor]]:
+        check_root(root_rank, members_of(process_set))
+        return _tensors_in(params)
+
+    def lines(tensors: Sequence[tuple[str | None, torch.Tensor]]) -> list[str]:
+        return [f"root_rank={root_rank}", *(f"{name}: {list(x.shape)} {x.dtype}" for name, x in tensors)]
+
+    tensors = agreed(attempt(checked), "broadcast_parameters", process_set, lines)
+    with torch.no_grad():
+        handles = [broadcast_async_(tensor, root_rank, name, process_set) for name, tensor in tensors]
+    synchronize_all(handles)
+
+
+def _tensors_in(params: Any) -> list[tuple[str | None, torch.Tensor]]:
+    found = [(name, tensor) for name, tensor in _named(params) if isinstance(tensor, torch.Tensor)]
+    for name, tensor in found:
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"params has the name {name!r}, wanted strings")
+        check_tensor(tensor)
+    return found
 
 
 def _named(params: Any) -> list[tuple[str | None, Any]]:
@@ -70,23 +88,25 @@ def broadcast_optimizer_state(
         TypeError: ``optimizer`` is none.
         ValueError: parameter groups differ in number or size (on every rank).
     """
-    optimizer = checked_optimizer(optimizer)
-    here = world()
+    what, here = "broadcast_optimizer_state", world()
+    optimizer = agreed(attempt(lambda: checked_optimizer(optimizer)), what, global_process_set)
     params = [p for group in optimizer.param_groups for p in group["params"]]
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     tensors: list[torch.Tensor] = []
-    nodes: Any = None
-    if here.rank == root_rank:
+
+    def encoded() -> Any:
+        if here.rank != check_root(root_rank, here.sets[0]):
+            return None
         entries = [dict(optimizer.state.get(p, {})) for p in params]
         groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-        nodes = [encode(entry, tensors) for entry in [*entries, *groups]]
+        return [encode(entry, tensors) for entry in [*entries, *groups]]
+
+    nodes = agreed(attempt(encoded), what, global_process_set, lambda _: [f"root_rank={root_rank}"])
     theirs, nodes = broadcast_object((sizes, nodes), root_rank, name="optimizer_state")
     problem = "" if theirs == sizes else f"its parameter groups have {sizes} parameters, those of {root_rank} {theirs}"
     if here.rank != root_rank and not problem:
-        try:
-            tensors = restructure_state(optimizer, params, nodes)
-        except ValueError as error:
-            problem = str(error)
+        made = attempt(lambda: restructure_state(optimizer, params, nodes))
+        problem, tensors = (str(made), []) if isinstance(made, Exception) else ("", made)
     for rank, text in enumerate(allgather_object(problem, name="optimizer_state.problem")):
         if text:
             raise ValueError(f"the optimizer state of rank {root_rank} does not fit rank {rank}: {text}")
@@ -110,21 +130,15 @@ def broadcast_object(
         process_set: the ranks.
 
     Raises:
-        TypeError: ``obj`` has something else in it; other ranks get an InvalidRequestError.
+        TypeError, ValueError: ``obj`` has something else in it, or itself; other ranks get an InvalidRequestError.
     """
-    members_of(process_set)
-    is_root = world().rank == root_rank
-    text = content = torch.empty(0, dtype=torch.uint8)
-    problem: TypeError | None = None
-    if is_root:
-        try:
-            text, content = to_tensors(obj, "obj")
-        except TypeError as error:
-            problem = error
-    sizes = torch.tensor([-1 if problem else text.numel(), content.numel()])
+    is_root = type(root_rank) is int and world().rank == root_rank
+    packed = attempt(lambda: to_tensors(obj, "obj")) if is_root else _NOTHING
+    text, content = _NOTHING if isinstance(packed, Exception) else packed
+    sizes = torch.tensor([-1 if isinstance(packed, Exception) else text.numel(), content.numel()])
     broadcast_(sizes, root_rank, _part(name, "sizes"), process_set)
-    if problem is not None:
-        raise problem
+    if isinstance(packed, Exception):
+        raise packed
     if sizes[0] < 0:
         raise InvalidRequestError(f"obj of rank {root_rank} cannot be sent; the error there says what is in it")
     both = torch.cat([text, content]) if is_root else torch.empty(int(sizes.sum()), dtype=torch.uint8)
@@ -134,16 +148,12 @@ def broadcast_object(
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Return the ``obj`` of all ranks, in rank order. What can be sent, and errors: as of :func:`broadcast_object`."""
-    text = content = torch.empty(0, dtype=torch.uint8)
-    problem: TypeError | None = None
-    try:
-        text, content = to_tensors(obj, "obj")
-    except TypeError as error:
-        problem = error
-    mine = torch.tensor([[-1 if problem else text.numel(), content.numel()]])
+    packed = attempt(lambda: to_tensors(obj, "obj"))
+    text, content = _NOTHING if isinstance(packed, Exception) else packed
+    mine = torch.tensor([[-1 if isinstance(packed, Exception) else text.numel(), content.numel()]])
     sizes = allgather(mine, _part(name, "sizes"), process_set).tolist()
-    if problem is not None:
-        raise problem
+    if isinstance(packed, Exception):
+        raise packed
     for rank, (length, _) in enumerate(sizes):
         if length < 0:
             raise InvalidRequestError(
@@ -154,5 +164,5 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     return [from_tensors(part[:n], part[n:], "obj") for part, (n, _) in zip(parts, sizes, strict=True)]
 
 
-def _part(name: str | None, part: str) -> str | None:
-    return None if name is None else f"{name}.{part}"
+def _part(name: Any, part: str) -> Any:
+    return f"{name}.{part}" if isinstance(name, str) else name  # what is no name is an error of the operation

@@ -7,9 +7,10 @@ from typing import Any, NoReturn
 
 import torch
 
+from pycomm.checks import shown
 from pycomm.horovod.checks import check_tensors
 from pycomm.horovod.engine import Engine
-from pycomm.horovod.errors import InvalidRequestError
+from pycomm.horovod.errors import HorovodInternalError, InvalidRequestError
 from pycomm.horovod.process_sets import ProcessSet, members_of, require_included
 from pycomm.horovod.requests import Request, Terms
 from pycomm.horovod.state import Members, world
@@ -26,29 +27,45 @@ class Submission:
         process_set: whose ranks it is for.
 
     Raises:
-        TypeError, ValueError: there is no such set, or this rank is not in it; the other ranks are not told.
+        TypeError, ValueError: there is no such set, or this rank is not in it. The other ranks are told if there is
+            only one set; otherwise nobody knows which of them they use.
     """
 
-    def __init__(self, kind: str, name: str | None, process_set: ProcessSet) -> None:
+    def __init__(self, kind: str, name: Any, process_set: ProcessSet) -> None:
+        self._problem: Exception | None = None
         if name is not None and not isinstance(name, str):
-            raise TypeError(f"name is {name!r}, wanted a string")
-        self.members: Members = members_of(process_set)
-        require_included(process_set, self.members)
+            self._problem, name = TypeError(f"name is {shown(name)}, wanted a string"), None
+        self.members: Members = self._members_of(process_set)
         self.kind = kind
         self.key = self.members.key(kind, name)
         assert self.members.engine is not None
         self.engine: Engine = self.members.engine
         self.request: Request | None = None
 
+    def _members_of(self, process_set: ProcessSet) -> Members:
+        try:
+            members = members_of(process_set)
+            require_included(process_set, members)
+            return members
+        except Exception as error:
+            sets = world().sets
+            if len(sets) > 1:
+                raise
+            self._problem = error
+            return sets[0]
+
     def __enter__(self) -> Submission:
+        if self._problem is not None:
+            self._refuse(self._problem)
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Tell the others about a mistake in the arguments, for which they would wait in vain."""
-        if isinstance(error, TypeError | ValueError | NotImplementedError) and self.request is None:
+        if isinstance(error, Exception) and not isinstance(error, HorovodInternalError) and self.request is None:
             self._refuse(error)
 
     def _refuse(self, error: Exception) -> NoReturn:
+        self.engine.await_refusal(self.key)
         refusal = Request(self.key, Terms(self.kind), refusal=f"cannot take part: {error}")
         if not self.engine.knows(self.key):
             self.engine.submit([refusal])
@@ -61,6 +78,7 @@ class Submission:
         self.request = request
         if any(not tensor.is_cpu for tensor in request.tensors):
             request.ready = [torch.cuda.current_stream(t.device).record_event() for t in request.tensors if t.is_cuda]
+        self.engine.await_refusal(request.key)
         self.engine.submit([request], wake)
 
     def handle(self, finish: Finish) -> int:
@@ -113,6 +131,19 @@ def synchronize(handle: int | Callable[[], Any]) -> Any:
     request, engine, finish = found
     engine.wait(request)
     return finish(request)
+
+
+def synchronize_all(handles: Sequence[int]) -> list[Any]:
+    """Wait for all of these operations, and return their results; then raise the first error, if there is one."""
+    results, errors = [], []
+    for handle in handles:
+        try:
+            results.append(synchronize(handle))
+        except HorovodInternalError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return results
 
 
 def single(request: Request) -> torch.Tensor:

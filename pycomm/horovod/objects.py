@@ -12,6 +12,8 @@ from pycomm.checkpoint import values
 
 _SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 _MAPPINGS: dict[str, type] = {"dict": dict, "ordered": OrderedDict}
+_DEEPEST = 100
+_LEVELS_OF_NODES = 4  # at most, of one level of a value
 _KIND_OF = {kind: name for name, kind in (_SEQUENCES | _MAPPINGS).items()}
 
 
@@ -19,10 +21,17 @@ def to_tensors(value: Any, where: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``value`` as two tensors of bytes: a description, and what its tensors and arrays hold.
 
     Raises:
-        TypeError: there is something else in it.
+        TypeError, ValueError: there is something else in it; or it is nested too deeply, or contains itself.
     """
     tensors: list[torch.Tensor] = []
-    node = _encode(value, tensors, where)
+    try:
+        node = _encode(value, tensors, where)
+    except RecursionError:
+        raise ValueError(f"{where} contains itself, or is nested too deeply: {_DEEPEST} levels can be sent") from None
+    _require_shallow(node, where)
+    for tensor in tensors:
+        if tensor.is_cpu and tensor.numel() > 0 and tensor.data_ptr() == 0:
+            raise ValueError(f"{where} has a tensor of shape {list(tensor.shape)} without memory: it was freed")
     forms = [[str(t.dtype).removeprefix("torch."), list(t.shape), str(t.device)] for t in tensors]
     text = json.dumps([node, forms]).encode()
     contents = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in tensors if t.numel()]
@@ -64,6 +73,15 @@ def _encode(value: Any, tensors: list[torch.Tensor], where: str) -> list[Any]:
             "arrays, and lists, tuples, sets and dicts of them: nothing that another rank has sent is unpickled; send "
             "what the object is made of, such as its state_dict()"
         ) from error
+
+
+def _require_shallow(node: Any, where: str) -> None:
+    """Raise ValueError if there are so many levels that other ranks, in calls of their own, may not come to the end."""
+    level, depth = [node], 0
+    while level := [part for each in level if isinstance(each, list) for part in each]:
+        depth += 1
+        if depth > _LEVELS_OF_NODES * _DEEPEST:
+            raise ValueError(f"{where} is nested too deeply: {_DEEPEST} levels can be sent")
 
 
 def _decode(node: list[Any], tensors: list[torch.Tensor], where: str) -> Any:

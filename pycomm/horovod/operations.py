@@ -19,7 +19,6 @@ from pycomm.horovod.handles import (
     empty_like,
     grouped,
     single,
-    synchronize,
 )
 from pycomm.horovod.process_sets import ProcessSet, global_process_set
 from pycomm.horovod.reduce_ops import NAMES, Adasum, Average, checked_op
@@ -59,6 +58,8 @@ def submit_allreduce(
         before = checks.check_factor("prescale_factor", factors[0])
         after = checks.check_factor("postscale_factor", factors[1])
         terms = terms_of(ALLREDUCE, NAMES[chosen], before, after)
+        if in_place:
+            checks.check_writable(xs)
         outputs: list[torch.Tensor | None] = [*xs] if in_place else empty_like(xs)
         submission.submit(Request(submission.key, terms, xs, outputs), wake)
     return submission
@@ -150,12 +151,14 @@ def grouped_allreduce_(
     return grouped(waited(made))
 
 
-def submit_allgather(tensors: Any, name: str | None, process_set: ProcessSet, wake: bool = True) -> Submission:
-    """Submit an allgather of all ``tensors``, each by itself."""
+def submit_allgather(
+    tensors: Any, name: str | None, process_set: ProcessSet, wake: bool = True, detail: str = ""
+) -> Submission:
+    """Submit an allgather of all ``tensors``, each by itself. ``detail``: what else must be the same on all ranks."""
     with Submission(ALLGATHER, name, process_set) as submission:
         xs = checked_tensors(tensors)
         checks.check_rows(xs, ALLGATHER)
-        submission.submit(Request(submission.key, Terms(ALLGATHER), xs, [None] * len(xs)), wake)
+        submission.submit(Request(submission.key, Terms(ALLGATHER, detail=detail), xs, [None] * len(xs)), wake)
     return submission
 
 
@@ -178,6 +181,8 @@ def submit_broadcast(
     with Submission(BROADCAST, name, process_set) as submission:
         checks.check_tensor(tensor)
         terms = Terms(BROADCAST, root=checks.check_root(root_rank, submission.members))
+        if in_place:
+            checks.check_writable([tensor])
         outputs: list[torch.Tensor | None] = [tensor] if in_place else empty_like([tensor])
         submission.submit(Request(submission.key, terms, [tensor], outputs), wake)
     return submission
@@ -305,9 +310,9 @@ def join(device: int = -1) -> int:
     Returns:
         The rank that came last; the same on all ranks.
     """
-    if not isinstance(device, int):
-        raise TypeError(f"device is {device!r}, wanted the number of a GPU, or -1")
     with Submission(JOIN, None, global_process_set) as submission:
+        if not isinstance(device, int):
+            raise TypeError(f"device is {device!r}, wanted the number of a GPU, or -1")
         submission.submit(Request(submission.key, Terms(JOIN)), wake=False)
     with absence(submission.engine) as counts:
         last = int(waited(submission).result)
@@ -333,43 +338,3 @@ def waited(submission: Submission) -> Request:
     assert submission.request is not None
     submission.engine.wait(submission.request)
     return submission.request
-
-
-class SparseHandle:
-    """Handle of a sparse allreduce: call it, or pass it to ``synchronize``, for the sum or average, a COO tensor."""
-
-    def __init__(self, tensor: torch.Tensor, handles: tuple[int, int], divisor: int) -> None:
-        self.handles, self._shape, self._divisor = handles, tensor.shape, divisor
-
-    def __call__(self) -> torch.Tensor:
-        indices, values = map(synchronize, self.handles)
-        return torch.sparse_coo_tensor(
-            indices.t(), values / self._divisor if self._divisor > 1 else values, self._shape
-        )
-
-
-def sparse_allreduce_async(
-    tensor: torch.Tensor, name: str | None, op: Any, process_set: ProcessSet = global_process_set
-) -> SparseHandle:
-    """Begin to sum or average the COO ``tensor`` of all ranks, each of which gets the entries of all.
-
-    Args:
-        tensor: sparse, in COO form; its shape is the same on all ranks, its entries need not be.
-        name: of the operation.
-        op: ``Sum`` or ``Average``.
-        process_set: the ranks.
-
-    Raises:
-        TypeError, ValueError: ``tensor`` is not sparse, or ``op`` is another one.
-    """
-    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.sparse_coo:
-        raise TypeError("tensor: wanted a sparse tensor in COO form; pass dense ones to allreduce_async()")
-    chosen = checked_op(op)
-    if NAMES[chosen] not in ("sum", "mean"):
-        raise ValueError(f"op is {chosen.name}, wanted Sum or Average of sparse tensors")
-    mine = tensor.detach().coalesce()
-    label = name if name is not None else "sparse.noname"
-    indices = allgather_async(mine.indices().t().contiguous(), f"{label}.indices", process_set)
-    values = allgather_async(mine.values(), f"{label}.values", process_set)
-    size = process_set.size() or 1
-    return SparseHandle(tensor, (indices, values), size if chosen == Average else 1)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 import pycomm.compression as methods
 from pycomm.horovod import by_attach, by_name
+from pycomm.horovod.agreement import agreed, attempt
 from pycomm.horovod.arguments import Arguments, named_parameters_of, require_groups
 from pycomm.horovod.compression import Compression
 from pycomm.horovod.errors import HorovodInternalError
@@ -72,9 +73,8 @@ class Control:
         arguments = self._arguments
         if arguments.op == Adasum and world().size > 1:
             return by_name.DeltaAveraging(optimizer, arguments)
-        sparse = sparse_parameters(optimizer, arguments.named)
-        if sparse or by_name.is_needed(arguments):
-            return by_name.NamedAveraging(optimizer, arguments, sparse)
+        if arguments.sparse or by_name.is_needed(arguments):
+            return by_name.NamedAveraging(optimizer, arguments, set(arguments.sparse))
         return by_attach.AttachedAveraging(optimizer, arguments)
 
     def end(self) -> None:
@@ -215,34 +215,96 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         TypeError, ValueError: an argument is wrong; a parameter has no name, or two have one; the optimizer is wrapped
             already, or another wrapper averages its parameters; or the ranks disagree (on every rank).
     """
+    if isinstance(num_groups, int) and num_groups:
+        warnings.warn("num_groups= has been replaced by groups=", DeprecationWarning, stacklevel=2)
+    ranks, misplaced = _set_of(process_set)
+
+    def checked() -> tuple[torch.optim.Optimizer, Arguments]:
+        if misplaced is not None:
+            raise misplaced
+        return _checked(
+            *(optimizer, named_parameters, compression, backward_passes_per_step, op, gradient_predivide_factor),
+            *(num_groups or None if groups is None else groups, sparse_as_dense, process_set, loss_scaler, unknown),
+        )
+
+    outcome = attempt(checked)
+    if ranks.included():
+        outcome = agreed(outcome, "DistributedOptimizer", ranks, lambda made: _lines(made[1]))
+    if isinstance(outcome, Exception):
+        raise outcome
+    inner, arguments = outcome
+    known = control_of(inner)
+    if known is not None:
+        known.remove()
+    control = Control(inner, arguments)
+    for each in {id(inner): inner, id(optimizer): optimizer}.values():  # a trainer's proxy, and what is inside it
+        _install(each, control, arguments)
+    return optimizer
+
+
+def _set_of(process_set: Any) -> tuple[ProcessSet, Exception | None]:
+    """Return the set whose ranks have to agree, and what is wrong with ``process_set``.
+
+    Raises:
+        TypeError, ValueError: it is none that is in use, and nobody knows in which of several the others are.
+    """
+    try:
+        members_of(process_set)
+        return process_set, None
+    except Exception as error:
+        if len(world().sets) > 1:
+            raise
+        return global_process_set, error
+
+
+def _checked(
+    optimizer: Any,
+    named_parameters: Any,
+    compression: Any,
+    passes: Any,
+    op: Any,
+    factor: Any,
+    groups: Any,
+    sparse_as_dense: Any,
+    process_set: ProcessSet,
+    loss_scaler: Any,
+    unknown: Mapping[str, Any],
+) -> tuple[torch.optim.Optimizer, Arguments]:
+    """Return the optimizer inside ``optimizer``, and the arguments. Raises TypeError or ValueError if one is wrong."""
     if unknown:
         raise TypeError(
             f"DistributedOptimizer() has no argument {sorted(unknown)[0]!r}: leave it out; see pycomm.attach for what "
             "else there is"
         )
-    given, optimizer = optimizer, checked_optimizer(optimizer)
-    named = named_parameters_of(optimizer, named_parameters)
-    known = control_of(optimizer)
+    inner = checked_optimizer(optimizer)
+    named = named_parameters_of(inner, named_parameters)
+    known = control_of(inner)
     if known is not None and not known.has_ended:
         raise ValueError("optimizer has been passed to DistributedOptimizer before: leave one of the two calls out")
-    if known is not None:
-        known.remove()
-    if num_groups:
-        warnings.warn("num_groups= has been replaced by groups=", DeprecationWarning, stacklevel=2)
-    groups = num_groups or None if groups is None else groups
     require_groups(groups)
-    _require_passes(backward_passes_per_step)
+    _require_passes(passes)
     chosen = checked_op(op)
-    _require_factor(gradient_predivide_factor, chosen)
-    members_of(process_set)
+    _require_factor(factor, chosen)
     _require_compression(compression)
-    arguments = Arguments(
-        named, compression, backward_passes_per_step, chosen, groups, bool(sparse_as_dense), process_set, loss_scaler
+    sparse = sparse_parameters(inner, named)
+    return inner, Arguments(
+        named, compression, passes, chosen, groups, bool(sparse_as_dense), process_set, sparse, loss_scaler
     )
-    control = Control(optimizer, arguments)
-    for each in {id(optimizer): optimizer, id(given): given}.values():  # a trainer's proxy, and what is inside it
-        _install(each, control, arguments)
-    return given
+
+
+def _lines(arguments: Arguments) -> list[str]:
+    """Return what the ranks must have alike, so that their gradients go the same way."""
+    compression = arguments.compression
+    groups = arguments.groups
+    return [
+        f"op={arguments.op.name}",
+        f"backward_passes_per_step={arguments.passes}",
+        f"compression={getattr(compression, '__name__', None) or type(compression).__name__}",
+        f"groups={[len(group) for group in groups] if isinstance(groups, list) else groups}",
+        f"sparse_as_dense={arguments.sparse_as_dense}",
+        f"{len(arguments.sparse)} sparse parameters",
+        *(f"{name}: {list(param.shape)} {param.dtype}" for name, param in arguments.named),
+    ]
 
 
 def _install(optimizer: Any, control: Control, arguments: Arguments) -> None:

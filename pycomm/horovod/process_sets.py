@@ -5,12 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
 from pycomm.communicator import Communicator
 from pycomm.horovod.engine import Engine
+from pycomm.horovod.errors import InvalidRequestError
 from pycomm.horovod.requests import BARRIER, Request, Terms
 from pycomm.horovod.settings import cycle_seconds, meeting_seconds, stall_check_seconds
 from pycomm.horovod.state import Members, World, known_world, world
@@ -114,21 +115,31 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
             ones (on every rank).
     """
     here = world()
-    made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    _require_new(made, here)
+    made: ProcessSet | Exception
+    try:
+        made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+        _require_new(made, here)
+    except Exception as error:  # a foreign object may raise anything
+        made = error
+    if isinstance(made, Exception):
+        agree("add_process_set", made)
+        raise made
     agree(f"add_process_set ranks={made.ranks}")
     _open(made, here)
     return made
 
 
-def open_sets(process_sets: Sequence[ProcessSet], here: World) -> None:
-    """Put ``process_sets`` to use. Collective."""
+def open_sets(process_sets: Sequence[ProcessSet], here: World, problem: Exception | None = None) -> None:
+    """Put ``process_sets`` to use. Collective.
+
+    ``problem``: error in this rank's arguments, which is raised once the others have been told.
+    """
+    agree(f"init process_sets={[made.ranks for made in process_sets]}", problem)
     for i, made in enumerate(process_sets):
-        try:
+        try:  # which comes to the same on all ranks
             _require_new(made, here)
         except ValueError as error:
             raise ValueError(f"process_sets[{i}]: {error}") from error
-        agree(f"init process_sets[{i}] ranks={made.ranks}")
         _open(made, here)
 
 
@@ -137,11 +148,15 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
     Its operations must have ended. The set of all ranks cannot be removed.
     """
-    here = world()
-    if process_set.process_set_id in (None, 0) or process_set.process_set_id not in here.sets:
+    here, given = world(), cast(object, process_set)
+    if not isinstance(given, ProcessSet):
+        agree("remove_process_set", TypeError(f"process_set is a {type(given).__name__}, wanted a ProcessSet"))
+    number = process_set.process_set_id or 0
+    is_in_use = number > 0 and number in here.sets
+    agree(f"remove_process_set {process_set.ranks if is_in_use else 'that is not in use'}")
+    if not is_in_use:
         return False
-    agree(f"remove_process_set ranks={process_set.ranks}")
-    members = here.sets.pop(process_set.process_set_id)
+    members = here.sets.pop(number)
     process_set.process_set_id = None
     close_members(members, "its process set was removed")
     if members.group is not None:
@@ -155,14 +170,25 @@ def close_members(members: Members, reason: str) -> None:
         members.engine.close(reason)
 
 
-def agree(what: str) -> None:
-    """Wait for all ranks to do the same. Raises InvalidRequestError on every rank if they do something else."""
+def agree(what: str, problem: Exception | None = None) -> None:
+    """Wait for all ranks to do the same.
+
+    Raises:
+        InvalidRequestError: on every rank: they do something else, or another one has a ``problem``. This rank's own is
+            raised as it is.
+    """
     here = world()
     everybody = here.sets[0]
     assert everybody.engine is not None
-    request = Request(everybody.key("process_sets", None), Terms(BARRIER, detail=what))
+    refusal = "" if problem is None else f"cannot take part: {problem}"
+    request = Request(everybody.key("process_sets", None), Terms(BARRIER, detail=what), refusal=refusal)
     everybody.engine.submit([request], wake=False)
-    everybody.engine.wait(request)
+    try:
+        everybody.engine.wait(request)
+    except InvalidRequestError:
+        if problem is not None:
+            raise problem from None
+        raise
 
 
 def _require_new(process_set: ProcessSet, here: World) -> None:

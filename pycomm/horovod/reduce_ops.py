@@ -29,8 +29,10 @@ def checked_op(op: Any, average: bool | None = None) -> ReduceOp:
     """Return the reduction that the arguments ``op`` and ``average``, which it has replaced, stand for.
 
     Raises:
-        ValueError: ``op`` is none, or both are given.
+        ValueError: ``op`` is none, or both are given. An error in the place of ``op`` is raised.
     """
+    if isinstance(op, Exception):
+        raise op
     if average is None and type(op) is ReduceOp:
         return op
     if op is not None and average is not None:
@@ -42,6 +44,6 @@ def checked_op(op: Any, average: bool | None = None) -> ReduceOp:
         return Average
     try:
         return ReduceOp(op)
-    except ValueError:
+    except (ValueError, TypeError):
         wanted = ", ".join(f"hvd.{each.name}" for each in ReduceOp)
         raise ValueError(f"op is {op!r}, wanted one of {wanted}") from None

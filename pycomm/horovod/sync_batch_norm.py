@@ -6,8 +6,12 @@ from typing import Any
 
 import torch
 
+from pycomm.horovod.checks import check_tensor
 from pycomm.horovod.differentiable import allgather, allreduce
+from pycomm.horovod.handles import Submission
+from pycomm.horovod.process_sets import global_process_set
 from pycomm.horovod.reduce_ops import Sum
+from pycomm.horovod.requests import ALLGATHER
 from pycomm.horovod.state import world
 
 
@@ -28,10 +32,9 @@ class SyncBatchNorm(torch.nn.BatchNorm1d):
         if alone:
             normalized: torch.Tensor = super().forward(input)
             return normalized
-        self._check_input_dim(input)
+        made, mean, variance, count = _normalize(input, self.weight, self.bias, self.eps)
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-        made, mean, variance, count = _normalize(input, self.weight, self.bias, self.eps)
         self._track(mean, variance, count)
         return made  # type: ignore[no-any-return]
 
@@ -51,15 +54,36 @@ def _of_features(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return x.reshape(1, -1, *[1] * (like.dim() - 2))
 
 
+def _statistics(x: torch.Tensor, weight: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return ``x`` in the precision of the computation, its mean, and both with what other ranks need of this one.
+
+    Raises:
+        TypeError, ValueError: ``x`` is no batch of as many features as there are weights.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"input is a {type(x).__name__}, wanted a tensor")
+    if x.dim() < 2:
+        raise ValueError(f"input has {x.dim()} dimensions, wanted at least 2: samples and features")
+    if weight is not None and x.shape[1] != len(weight):
+        raise ValueError(f"input has {x.shape[1]} features, wanted {len(weight)}")
+    check_tensor(x)
+    dims = [d for d in range(x.dim()) if d != 1]
+    wide = x if x.dtype == torch.float64 else x.float()
+    count = x.numel() // max(x.shape[1], 1)
+    mean = wide.mean(dims) if count else wide.new_zeros(x.shape[1])
+    deviations = ((wide - _of_features(mean, x)) ** 2).sum(dims)
+    return wide, mean, torch.cat([mean, deviations, mean.new_tensor([count])])
+
+
 class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: Any, eps: float) -> Any:
-        dims = [d for d in range(x.dim()) if d != 1]
-        wide = x if x.dtype == torch.float64 else x.float()
-        count = x.numel() // max(x.shape[1], 1)
-        mean = wide.mean(dims) if count else wide.new_zeros(x.shape[1])
-        deviations = ((wide - _of_features(mean, x)) ** 2).sum(dims)
-        rows = allgather(torch.cat([mean, deviations, mean.new_tensor([count])]).unsqueeze(0))
+        try:
+            wide, mean, mine = _statistics(x, weight)
+        except Exception:
+            with Submission(ALLGATHER, None, global_process_set):  # which the other ranks are about to call
+                raise
+        rows = allgather(mine.unsqueeze(0))
         means, sums, counts = rows[:, : len(mean)], rows[:, len(mean) : -1], rows[:, -1:]
         total = counts.sum()
         mean = (means * counts).sum(0) / total
