@@ -20,9 +20,13 @@ from pycomm.schedule.program import Program
 from pycomm.schedule.table import Table
 from pycomm.transport.choice import TRANSPORTS, choose_transport
 from pycomm.transport.gpu import GpuWork, gpu_of
-from pycomm.transport.own_group import Place, group_of, place_of, timeout_seconds
+from pycomm.transport.own_group import Place, found_group, group_of, place_of, timeout_seconds
 from pycomm.worker import Work
 
+_NOT_INITIALISED = (
+    "torch.distributed is not initialised: call torch.distributed.init_process_group() first (under torchrun, or with "
+    "rank and world_size)"
+)
 _NCCL_ALGORITHMS = ("auto", "native", "ring")
 
 
@@ -84,16 +88,14 @@ class Communicator(PointToPoint):
         seconds, problem = _check_arguments(timeout, transport)
         self._network = network
         if not dist.is_available() or not dist.is_initialized():
-            raise problem or RuntimeError(
-                "torch.distributed is not initialised: call torch.distributed.init_process_group() first "
-                "(under torchrun, or with rank and world_size)"
-            )
-        self._timeout = timeout_seconds(seconds, process_group)
-        self._open(place_of(group_of(process_group)), transport, problem)
+            raise problem or RuntimeError(_NOT_INITIALISED)
+        group, misplaced = found_group(lambda: group_of(process_group))
+        self._timeout = timeout_seconds(seconds, group)
+        self._open(place_of(group), transport, problem or misplaced)
 
     def _open(self, place: Place, transport: str, problem: Exception | None = None) -> None:
         """Meet the other ranks at ``place``; see :func:`choose_transport`."""
-        transport_used = choose_transport(place, transport, self._timeout, problem)
+        transport_used = choose_transport(place, "auto" if problem else transport, self._timeout, problem)
         super().__init__(Channel(transport_used, self._timeout))
         self.place = place
         """Internal: where its ranks have met."""
@@ -301,6 +303,6 @@ def _check_arguments(timeout: timedelta | float | None, transport: str) -> tuple
         seconds = None if timeout is None else seconds_of(timeout)
         if transport not in TRANSPORTS:
             raise ValueError(f"transport is {transport!r}, wanted one of {', '.join(TRANSPORTS)}")
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # a foreign object may raise anything
         return seconds, error
     return seconds, None

@@ -1,8 +1,16 @@
-"""Exceptions that pycomm defines. The user's own mistakes are ``ValueError`` and ``TypeError``."""
+"""Exceptions that pycomm defines, and errors that other ranks have to be told.
+
+The user's own mistakes are ``ValueError`` and ``TypeError``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch.distributed as dist
+
+_T = TypeVar("_T")
 
 
 class CommError(dist.DistBackendError):
@@ -41,3 +49,35 @@ class CommError(dist.DistBackendError):
 
 def _rebuild(message: str, rank: int, peer: int | None, operation: str, elapsed: float) -> CommError:
     return CommError(message, rank=rank, peer=peer, operation=operation, elapsed=elapsed)
+
+
+def attempt(make: Callable[[], _T], problem: Exception | None = None) -> _T | Exception:
+    """Return what ``make`` makes, or the error that it raises: other ranks have to be told before it goes on.
+
+    ``problem`` is returned instead, if there is one already.
+
+    Raises:
+        CommError: of a rank that is lost, which nobody has to be told.
+    """
+    if problem is not None:
+        return problem
+    try:
+        return make()
+    except CommError:
+        raise
+    except Exception as error:  # what users pass may raise anything
+        return error
+
+
+def text_of(error: BaseException) -> str:
+    """Return what ``error`` says, and what has caused it, for other ranks."""
+    cause: BaseException | None = error
+    try:
+        text = str(error) or type(error).__name__
+        while not isinstance(cause, CommError) and cause is not None and cause.__cause__ is not None:
+            cause = cause.__cause__
+        if cause is not error and not isinstance(error, CommError):
+            text = f"{text.strip()}: {cause}"
+    except Exception:  # a foreign one may raise anything
+        text = type(error).__name__
+    return text.encode("utf-8", "replace").decode()  # without lone surrogates, which cannot be sent

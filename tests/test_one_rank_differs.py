@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.on_ranks import on_ranks
-from tests.one_rank import backend_calls, horovod_calls, parallel_calls
+from tests.one_rank import backend_calls, horovod_calls, parallel_calls, training_calls
 from tests.one_rank.calls import Call, check_call
 
-CALLS: dict[str, Call] = {**backend_calls.CALLS, **parallel_calls.CALLS, **horovod_calls.CALLS}
+CALLS: dict[str, Call] = {**backend_calls.CALLS, **parallel_calls.CALLS, **horovod_calls.CALLS, **training_calls.CALLS}
 """Add a call here by adding it to one of the tables in tests/one_rank."""
 
 

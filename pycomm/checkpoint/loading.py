@@ -71,11 +71,11 @@ def load(path: str | os.PathLike[str], reducer: Reducer, /, **more: Any) -> dict
     reducer._engine.stand_down()
     communicator = reducer._communicator
     settle(reducer)
-    together(communicator, "load a checkpoint", lambda: _check_call(reducer, more))
-    path, plan = _last_whole(Path(path), reducer, more)
+    folder = together(communicator, "load a checkpoint", lambda: _checked_folder(path, reducer, more))
+    found, plan = _last_whole(folder, reducer, more)
     undo: Undo = []
     try:
-        together(communicator, f"load {path}", lambda: _restore(path, plan, undo))
+        together(communicator, f"load {found}", lambda: _restore(found, plan, undo))
     except Exception:
         for step in reversed(undo):
             _take_back(step)
@@ -109,7 +109,8 @@ def _take_back(step: Callable[[], Any]) -> None:
         _LOG.warning("what was loaded before the error could not be taken back: %s: %s", type(error).__name__, error)
 
 
-def _check_call(reducer: Reducer, more: Mapping[str, Any]) -> None:
+def _checked_folder(path: str | os.PathLike[str], reducer: Reducer, more: Mapping[str, Any]) -> Path:
+    """Return the directory. Raises TypeError or RuntimeError if it is none, or nothing can be loaded now."""
     if reducer._window.is_open:
         raise RuntimeError("load inside an accumulation window: call flush() and step first")
     contents.refuse_parts(contents.parameters_of(reducer) | contents.buffers_of(reducer))
@@ -119,14 +120,18 @@ def _check_call(reducer: Reducer, more: Mapping[str, Any]) -> None:
                 f"{name} is a {type(value).__name__}, wanted an object with state_dict() and load_state_dict(): "
                 "plain values are returned"
             )
+    return Path(path)
 
 
 def _last_whole(folder: Path, reducer: Reducer, more: Mapping[str, Any]) -> tuple[Path, _Plan]:
     """Return the last checkpoint that all ranks find whole, and what it has for this one. Collective."""
     communicator = reducer._communicator
-    numbers = exchanged(communicator, "load a checkpoint", lambda: numbers_in(folder))[0]
-    if not numbers:
-        raise FileNotFoundError(f"there is no checkpoint in {folder}")
+    listed = exchanged(communicator, "load a checkpoint", lambda: [one_line(str(folder)), numbers_in(folder)])
+    for rank, (where, numbers) in enumerate(listed):
+        if not numbers:
+            finder = f" on rank {rank}" if any(found for _, found in listed) else ""
+            raise FileNotFoundError(f"there is no checkpoint in {where}{finder}")
+    numbers = listed[0][1]
     damages = []
     for number in reversed(numbers):
         path, found = whole(folder, number), list[_Plan]()

@@ -96,10 +96,10 @@ def _prepare(
     """Return all that is to be written by this rank. Collective."""
     reducer._engine.stand_down()
     communicator = reducer._communicator
-    sections, shared = _agree(reducer, keep, more, error)
+    folder, sections, shared = _agree(path, reducer, keep, more, error)
     if not reducer._settings.survives:  # else the next reductions find whose differ, and go on without them
         reducer._engine.comparison.replicas.compare(reducer._engine.progress.num_reductions)
-    job = _open(Path(path), reducer, communicator, keep)
+    job = _open(folder, reducer, communicator, keep)
     job.part = {
         "own": {s.name: s.node for s in sections if s.name not in shared},
         "shared": {s.name: s.node for s in sections if s.name in shared} if job.rank == 0 else {},
@@ -115,14 +115,16 @@ def _prepare(
 
 
 def _agree(
-    reducer: Reducer, keep: int, more: Mapping[str, Any], error: BaseException | None
-) -> tuple[list[Section], set[str]]:
-    """Return the sections of this rank, and the names of those that are the same on all. Collective."""
+    path: str | os.PathLike[str], reducer: Reducer, keep: int, more: Mapping[str, Any], error: BaseException | None
+) -> tuple[Path, list[Section], set[str]]:
+    """Return the directory, the sections of this rank, and the names of those that are the same on all. Collective."""
     sections: list[Section] = []
+    folders: list[Path] = []
 
     def look() -> dict[str, Any]:
         if error is not None:
             raise error
+        folders.append(Path(path))
         checks.count("keep", keep, 1)
         if reducer._window.is_open:
             raise RuntimeError("save inside an accumulation window: call flush() and step first, or save later")
@@ -142,7 +144,7 @@ def _agree(
     for name, digest in mine["digests"].items():
         if all(other["digests"][name] == digest for other in everyones):
             shared.add(name)
-    return sections, shared
+    return folders[0], sections, shared
 
 
 def _lines(sections: list[Section]) -> list[str]:

@@ -8,26 +8,13 @@ from typing import TypeVar
 
 import torch
 
-from pycomm.horovod.errors import HorovodInternalError, InvalidRequestError
+from pycomm.errors import attempt, text_of
+from pycomm.horovod.errors import InvalidRequestError
 from pycomm.horovod.handles import single
 from pycomm.horovod.operations import submit_allgather, waited
 from pycomm.horovod.process_sets import ProcessSet
 
 T = TypeVar("T")
-
-
-def attempt(make: Callable[[], T]) -> T | Exception:
-    """Return what ``make`` makes, or the error that it raises: the other ranks have to be told first.
-
-    Raises:
-        HorovodInternalError: of an operation, which the ranks have in common.
-    """
-    try:
-        return make()
-    except HorovodInternalError:
-        raise
-    except Exception as error:  # what users pass may raise anything
-        return error
 
 
 def agreed(
@@ -46,7 +33,7 @@ def agreed(
             that differs is named. This rank's own error is raised as it is.
     """
     own = outcome if isinstance(outcome, Exception) else attempt(lambda: list(lines(outcome)))
-    said = [str(own) or type(own).__name__, []] if isinstance(own, Exception) else ["", own]
+    said = [text_of(own), []] if isinstance(own, Exception) else ["", own]
     mine = torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
     request = waited(submit_allgather([mine], f"agreement on {what}", process_set, wake=False))
     everyone = [json.loads(part.numpy().tobytes()) for part in torch.split(single(request), request.parts[0])]

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from pycomm.horovod.agreement import agreed, attempt
+from pycomm.errors import attempt
+from pycomm.horovod.agreement import agreed
 from pycomm.horovod.checks import check_root, check_tensor
 from pycomm.horovod.differentiable import allgather
 from pycomm.horovod.errors import InvalidRequestError

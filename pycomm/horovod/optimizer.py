@@ -11,8 +11,9 @@ from typing import Any, Protocol
 import torch
 
 import pycomm.compression as methods
+from pycomm.errors import attempt
 from pycomm.horovod import by_attach, by_name
-from pycomm.horovod.agreement import agreed, attempt
+from pycomm.horovod.agreement import agreed
 from pycomm.horovod.arguments import Arguments, named_parameters_of, require_groups
 from pycomm.horovod.compression import Compression
 from pycomm.horovod.errors import HorovodInternalError

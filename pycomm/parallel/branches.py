@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from pycomm.checks import integer
+from pycomm.errors import attempt
 from pycomm.parallel.functional import all_gather, copy_to_group, reduce_from_group
 from pycomm.parallel.functional.announce import MOST_DIMENSIONS, agreed_rows, number_of, require_tensor
 from pycomm.parallel.functional.replicated import gather_along
-from pycomm.parallel.groups import GroupLike, agree, attempt, found
-from pycomm.transport.own_group import group_of
+from pycomm.parallel.groups import GroupLike, agree
+from pycomm.transport.own_group import found_group, group_of
 
 _COMBINATIONS = ("list", "concatenate", "sum", "own")
 
@@ -57,7 +58,7 @@ class Branches(nn.Module):
         dim: int = -1,
     ) -> None:
         super().__init__()
-        self._group, problem = found(lambda: group_of(group))  # not part of the state
+        self._group, problem = found_group(lambda: group_of(group))  # not part of the state
         size, rank = self._group.size(), self._group.rank()
         given = attempt(lambda: _checked(make_branches, combine, dim, size), problem)
         makers = agree(self._group, given, "make these branches", lambda _: [f"combine = {combine!r}", f"dim = {dim}"])

@@ -10,11 +10,12 @@ from torch import nn
 from torch.autograd import Function
 
 from pycomm.checks import bounded, count, flag
+from pycomm.errors import attempt
 from pycomm.parallel.functional import all_to_all
 from pycomm.parallel.functional.announce import agreed_rows, fail_together, require_tensor
-from pycomm.parallel.groups import GroupLike, agree, attempt, found
+from pycomm.parallel.groups import GroupLike, agree
 from pycomm.parallel.routing import Choices, Route, capacity_of, choose, counts_of, route
-from pycomm.transport.own_group import group_of
+from pycomm.transport.own_group import found_group, group_of
 
 
 class ExpertsOutput(NamedTuple):
@@ -87,7 +88,7 @@ class Experts(nn.Module):
         average: bool = True,
     ) -> None:
         super().__init__()
-        self._group, problem = found(lambda: group_of(group))  # not part of the state
+        self._group, problem = found_group(lambda: group_of(group))  # not part of the state
         size, rank = self._group.size(), self._group.rank()
         given = _Settings(experts, width, top_k, capacity_factor, average)
         settings = agree(

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm.backend.operations import Operations
-from pycomm.errors import CommError
-from pycomm.torch_internals import backend_of, has_default_group_only
+from pycomm.errors import CommError, attempt, text_of
+from pycomm.torch_internals import backend_of
 from pycomm.transport.own_group import group_of
 
 GroupLike = dist.ProcessGroup | DeviceMesh | None
@@ -37,21 +37,6 @@ def group_along(mesh: GroupLike, dimension: str) -> dist.ProcessGroup:
     return group_of(mesh)
 
 
-def found(find: Callable[[], dist.ProcessGroup]) -> tuple[dist.ProcessGroup, Exception | None]:
-    """Return the group that ``find`` finds; if it raises, the group to tell that to, and the error.
-
-    That can only be the default group, where there is no other. Where there are several, the error is raised: nobody
-    knows in which of them the other ranks are.
-    """
-    try:
-        return find(), None
-    except Exception as error:
-        world = dist.group.WORLD
-        if world is None or not has_default_group_only():
-            raise
-        return world, error
-
-
 def cpu_or(group: dist.ProcessGroup, device: torch.device) -> torch.device:
     """Return the CPU if ``group`` takes tensors in its memory, so that no GPU is waited for; else ``device``."""
     return torch.device("cpu") if "cpu:" in str(dist.get_backend_config(group)) else device
@@ -70,24 +55,6 @@ def all_gather_text(text: str, group: dist.ProcessGroup | None = None) -> list[s
     everyone = [torch.zeros_like(padded) for _ in counts]
     dist.all_gather(everyone, padded, group=ranks)
     return [bytes(each[: count - 1].tolist()).decode() for each, count in zip(everyone, counts, strict=True)]
-
-
-def attempt(make: Callable[[], _T], problem: Exception | None = None) -> _T | Exception:
-    """Return what ``make`` makes, or the error that it raises: the other ranks have to be told first.
-
-    ``problem`` is returned instead, if there is one already.
-
-    Raises:
-        CommError: of a rank that is lost, which nobody has to be told.
-    """
-    if problem is not None:
-        return problem
-    try:
-        return make()
-    except CommError:
-        raise
-    except Exception as error:
-        return error
 
 
 def agree(
@@ -145,15 +112,3 @@ def told(group: dist.ProcessGroup, make: Callable[[], _T]) -> _T:
     if isinstance(made, Exception):
         refuse(group, made)
     return made
-
-
-def text_of(error: BaseException) -> str:
-    """Return what ``error`` says, and what has caused it, for other ranks."""
-    cause: BaseException | None = error
-    try:
-        text = str(error) or type(error).__name__
-        while not isinstance(cause, CommError) and cause is not None and cause.__cause__ is not None:
-            cause = cause.__cause__
-        return text if cause is error or isinstance(error, CommError) else f"{text.strip()}: {cause}"
-    except Exception:  # a foreign one may raise anything
-        return type(error).__name__

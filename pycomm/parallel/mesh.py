@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm.checks import count, flag, instance
-from pycomm.parallel.groups import agree, all_gather_text, attempt
+from pycomm.errors import attempt
+from pycomm.parallel.groups import agree, all_gather_text
 from pycomm.parallel.plan import DIMENSIONS
 from pycomm.transport.own_group import group_of
 from pycomm.transport.rendezvous import host_identity

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from pycomm.errors import attempt, text_of
 from pycomm.optim.shards import note_stages
 from pycomm.parallel.cut import require_parameters_apart
-from pycomm.parallel.groups import agree, attempt, cpu_or, found, group_along, text_of
+from pycomm.parallel.groups import agree, cpu_or, group_along
 from pycomm.parallel.handover import averaged_once, left_over
 from pycomm.parallel.own_messages import OwnMessages
 from pycomm.parallel.routes import Route, Routed, Skip, chain
@@ -21,6 +22,7 @@ from pycomm.parallel.stage import TaggedStage
 from pycomm.schedule import pipeline as tables
 from pycomm.schedule.pipeline.table import LETTERS
 from pycomm.torch_internals.pipelines import forget_shapes, pipeline_runtime, run_forward
+from pycomm.transport.own_group import found_group
 
 
 class Pipeline:
@@ -77,7 +79,7 @@ class Pipeline:
         loss: Callable[..., torch.Tensor] | None = None,
         skips: Iterable[Skip] = (),
     ) -> None:
-        group, problem = found(lambda: group_along(mesh, "pp"))
+        group, problem = found_group(lambda: group_along(mesh, "pp"))
         made = attempt(lambda: _Prepared(stages, group, schedule, microbatches, list(skips), loss), problem)
         self._prepared = agree(group, made, "make this pipeline", _Prepared.lines)
         self.table, self.stages = self._prepared.table, self._prepared.mine

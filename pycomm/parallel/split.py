@@ -16,16 +16,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from pycomm.communicator import Communicator
+from pycomm.errors import attempt
 from pycomm.parallel import auto
 from pycomm.parallel.attention import let_attention_be_split
 from pycomm.parallel.fits import check_module, padding
-from pycomm.parallel.groups import attempt, found
 from pycomm.parallel.layouts import WHOLE, layouts_of
 from pycomm.parallel.plan import STYLES, Plan
 from pycomm.parallel.styles import parallel_style
 from pycomm.reducer.agreement import agreed
 from pycomm.reducer.broadcast import broadcast_tensors, check_same_lines
-from pycomm.transport.own_group import group_of
+from pycomm.transport.own_group import found_group, group_of
 
 _LOG = logging.getLogger("pycomm")
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -68,7 +68,7 @@ def split(
             sizes do not divide, or the ranks differ (on every rank, with the model untouched).
         OSError: the file of the plan cannot be read (on that rank; the others get a ValueError).
     """
-    ranks, problem = found(lambda: group_of(_dimension(mesh)))
+    ranks, problem = found_group(lambda: group_of(_dimension(mesh)))
     with Communicator(ranks) as communicator:
         checked = attempt(lambda: _checked(model, ranks.size(), plan), problem)
         styles = agreed(communicator, checked, "split the model")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from pycomm.communicator import Communicator
-from pycomm.errors import CommError
+from pycomm.errors import CommError, text_of
 
 _T = TypeVar("_T")
 
@@ -20,7 +20,7 @@ def agreed(communicator: Communicator, outcome: _T | Exception, what: str = "att
     """
     if isinstance(outcome, CommError):
         raise outcome  # the other ranks cannot be told
-    problem = str(outcome) or type(outcome).__name__ if isinstance(outcome, Exception) else ""
+    problem = text_of(outcome) if isinstance(outcome, Exception) else ""
     problems = [text.decode() for text in communicator.channel.all_gather_bytes(problem.encode())]
     if isinstance(outcome, Exception):
         raise outcome

@@ -6,12 +6,13 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from pycomm.checks import shown
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression
 from pycomm.optim.attached import refuse_second_attach, register
@@ -24,6 +25,7 @@ from pycomm.reducer.engine import Engine
 from pycomm.reducer.joining import join as join_ranks
 from pycomm.reducer.joining import surviving_engine
 from pycomm.reducer.lanes import open_lanes
+from pycomm.reducer.newcomers import checked_carry
 from pycomm.reducer.parameters import ParameterTable, table_of
 from pycomm.reducer.partition.opening import open_partition, require_reachable, require_shardable, settings_lines
 from pycomm.reducer.reducer import Reducer
@@ -32,7 +34,7 @@ from pycomm.reducer.sharded import check_sharding
 from pycomm.reducer.wrappers import refuse_wrapped, watch_constructions
 from pycomm.torch_internals import is_dtensor
 from pycomm.transport.authentication import secret
-from pycomm.transport.own_group import group_of, timeout_seconds
+from pycomm.transport.own_group import timeout_seconds
 
 
 def attach(
@@ -155,17 +157,30 @@ def attach(
     """
     given = locals()
     settings = functools.partial(checked_settings, model_or_named_parameters, **{name: given[name] for name in NAMES})
-    request = _check_request(settings, optimizer, model_or_named_parameters, ignore)
-    return _attach_all(request, process_group, timeout, carry or {}, join)
+    request = _check_request(settings, optimizer, model_or_named_parameters, ignore, carry)
+    return _attach_all(request, process_group, timeout, join)
 
 
-_Request = tuple[Settings, ParameterTable, AttachedTensors] | Exception
+class _Attached(NamedTuple):
+    """What is attached, on this rank: settings, parameters, all tensors beside them, and what newcomers get as well."""
+
+    settings: Settings
+    table: ParameterTable
+    tensors: AttachedTensors
+    carry: Mapping[str, Any]
+
+    def lines(self) -> list[str]:
+        """Return what the ranks must have set alike."""
+        return [*self.settings.lines(), f"carry={sorted(self.carry)}"]
+
+
+_Request = _Attached | Exception
 
 
 def _check_request(
-    settings_of: Callable[[], Settings], optimizer: Any, model_or_named_parameters: Any, ignore: Any
+    settings_of: Callable[[], Settings], optimizer: Any, model_or_named_parameters: Any, ignore: Any, carry: Any
 ) -> _Request:
-    """Return the settings, the parameters and all tensors beside them, or the error that they cause.
+    """Return what is to be attached, or the error that it causes.
 
     The error is not raised yet: the other ranks are about to meet this one, and have to be told first.
     """
@@ -184,8 +199,10 @@ def _check_request(
         if settings.shard is not None:
             require_shardable(table, settings.shard)
         _check_ignored(table, settings)
-        return settings, table, AttachedTensors(table)
-    except (TypeError, ValueError) as error:
+        made = _Attached(settings, table, AttachedTensors(table), checked_carry(carry))
+        made.lines()  # which a method of the user's own may make fail
+        return made
+    except Exception as error:  # what users pass may raise anything
         return error
 
 
@@ -219,17 +236,20 @@ def _attach_all(
     request: _Request,
     process_group: dist.ProcessGroup | DeviceMesh | None,
     timeout: timedelta | float | None,
-    carry: Mapping[str, Any],
-    join: str | None,
+    join: Any,
 ) -> Reducer:
     """Attach on all ranks together, or on none of them; nothing is left behind then. ``join``: of ranks to join."""
     if timeout is (attach.__kwdefaults__ or {}).get("timeout"):
         timeout = None  # a default, whichever one attach declares, does not overrule the group's
+    if join is not None and not isinstance(join, str):
+        request, join = TypeError(f"join is {shown(join)}, wanted an address, or None"), None
     if join is not None:
-        return _join(request, join, carry, timeout)
+        return _join(request, join, timeout)
     communicator = Communicator(process_group, timeout)
     try:
-        settings, table, tensors = agreed(communicator, _check_ranks(request, process_group))
+        attached = agreed(communicator, _check_ranks(request, communicator.place.ranks))
+        settings, table, tensors, carry = attached
+        check_same_lines(communicator, attached.lines(), "setting")
         _make_equal(communicator, table, settings, tensors)
         lanes = open_lanes(communicator, settings, table.on_gpu)
         if settings.shard is not None:
@@ -240,25 +260,25 @@ def _attach_all(
         raise
 
 
-def _join(request: _Request, address: str, carry: Mapping[str, Any], timeout: timedelta | float | None) -> Reducer:
+def _join(request: _Request, address: str, timeout: timedelta | float | None) -> Reducer:
     """Attach as one more rank of those that are there already."""
     if isinstance(request, Exception):
         raise request
-    settings, table, _ = request
+    settings, table, _, carry = request
     if not settings.survives:
         raise ValueError('join wants on_failure="shrink", as the ranks that are there have it')
     return join_ranks(address, table, settings, carry, timeout_seconds(timeout))
 
 
-def _check_ranks(request: _Request, process_group: dist.ProcessGroup | DeviceMesh | None) -> _Request:
-    """Return ``request``, or the error that it causes with the ranks of ``process_group``.
+def _check_ranks(request: _Request, ranks: Sequence[int]) -> _Request:
+    """Return ``request``, or the error that it causes with these global ranks.
 
     Those of a DTensor that is laid over them, or too few of them.
     """
     if isinstance(request, Exception):
         return request
-    settings, table, _ = request
-    table.ranks = tuple(dist.get_process_group_ranks(group_of(process_group)))
+    settings, table = request.settings, request.table
+    table.ranks = tuple(ranks)
     try:
         check_sharding(dict(table.named()), table.ranks)
         if 0 < len(table.ranks) <= settings.backup:
@@ -299,7 +319,6 @@ def _make_equal(
     communicator: Communicator, table: ParameterTable, settings: Settings, tensors: AttachedTensors
 ) -> None:
     """Raise ValueError if the ranks' settings or tensors do not match; then copy rank 0's state to all ranks."""
-    check_same_lines(communicator, settings.lines(), "setting")
     if settings.shard is not None:
         check_same_lines(communicator, settings_lines(table.optimizer), "parameter group")
     communicator.all_reduce(

@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 
 from pycomm.communicator import Communicator
+from pycomm.errors import attempt
 from pycomm.optim.parameters import checked_optimizer
 from pycomm.reducer.agreement import agreed
 from pycomm.reducer.parts import part_of
 from pycomm.reducer.plain_state import Node, decode, encode
 from pycomm.reducer.tensor_memory import Memory, digests_of, look_at, memory_of
 from pycomm.torch_internals import is_dtensor
+from pycomm.transport.host_tensors import rank_of
 
 _CHUNK_BYTES = 32 << 20
 
@@ -40,13 +42,15 @@ def broadcast_parameters(
         process_group: the default group if ``None``.
 
     Raises:
-        TypeError: ``model_or_state_dict`` is neither a module nor a mapping.
+        TypeError: ``model_or_state_dict`` is neither a module nor a mapping (on every rank).
         ValueError: names, shapes or dtypes differ between ranks (on every rank, naming the first
             difference), or contents do that cannot be overwritten, or ``src`` is not a rank of the group.
     """
-    tensors = named_tensors(model_or_state_dict)
     with Communicator(process_group) as communicator:
-        share_tensors(communicator, tensors, src)
+        outcome = attempt(lambda: (named_tensors(model_or_state_dict), rank_of(src, "src", communicator.size)))
+        tensors, root = agreed(communicator, outcome, "copy parameters")
+        check_same_lines(communicator, [f"src={root}"], "argument")
+        share_tensors(communicator, tensors, root)
 
 
 def broadcast_optimizer_state(
@@ -71,13 +75,11 @@ def broadcast_optimizer_state(
         ValueError: the parameter groups differ in number or size, or a rank lacks an object that cannot
             be sent.
     """
-    outcome: torch.optim.Optimizer | Exception
-    try:
-        outcome = checked_optimizer(optimizer)
-    except TypeError as error:
-        outcome = error
     with Communicator(process_group) as communicator:
-        broadcast_state(communicator, agreed(communicator, outcome, "copy the optimizer's state"), src)
+        outcome = attempt(lambda: (checked_optimizer(optimizer), rank_of(src, "src", communicator.size)))
+        inner, root = agreed(communicator, outcome, "copy the optimizer's state")
+        check_same_lines(communicator, [f"src={root}"], "argument")
+        broadcast_state(communicator, inner, root)
 
 
 def named_tensors(model_or_state_dict: torch.nn.Module | Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -99,13 +101,12 @@ def share_tensors(communicator: Communicator, named: Mapping[str, torch.Tensor],
         TypeError, ValueError: a tensor has no shape yet; the ranks' tensors differ in names, order, shapes, dtypes or
             kinds; or contents do that cannot be sent. On every rank, naming the first difference.
     """
-    outcome: dict[str, Memory] | Exception
-    try:
-        outcome = {name: look_at(name, tensor) for name, tensor in named.items()}
-    except TypeError as error:
-        outcome = error
-    memories = agreed(communicator, outcome, "take part")
-    lines = [line_of(name, tensor, memories[name], marks_frozen=False) for name, tensor in named.items()]
+
+    def look() -> tuple[dict[str, Memory], list[str]]:
+        memories = {name: look_at(name, tensor) for name, tensor in named.items()}
+        return memories, [line_of(name, x, memories[name], marks_frozen=False) for name, x in named.items()]
+
+    memories, lines = agreed(communicator, attempt(look), "take part")
     check_same_lines(communicator, lines, "parameter or buffer")
     differing = differing_memories(
         communicator, {name: m for name, m in memories.items() if m.parts and not m.writable}
@@ -155,7 +156,8 @@ def signature(tensor: torch.Tensor) -> str:
 
 def check_same_lines(communicator: Communicator, lines: list[str], what: str, hint: str = "") -> None:
     """Raise ValueError on every rank if a rank's lines differ from rank 0's, naming the first one, with a ``hint``."""
-    texts = [text.decode() for text in communicator.channel.all_gather_bytes("\n".join(lines).encode())]
+    mine = "\n".join(lines).encode("utf-8", "replace")  # names may have lone surrogates, which cannot be sent
+    texts = [text.decode() for text in communicator.channel.all_gather_bytes(mine)]
     by_rank = [text.split("\n") if text else [] for text in texts]
     first = by_rank[0]
     for rank, other in enumerate(by_rank):

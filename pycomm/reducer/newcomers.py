@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from pycomm import kernels
+from pycomm.checks import shown
 from pycomm.communicator import Communicator
 from pycomm.compression.base import State
 from pycomm.reducer.agreement import agreed
@@ -29,6 +30,26 @@ from pycomm.reducer.settings import Settings
 from pycomm.transport.choice import version
 
 _CHUNK_BYTES = 32 << 20
+
+
+def checked_carry(carry: Any) -> dict[str, Any]:
+    """Return what newcomers are to get besides the rest, by name; nothing for ``None``.
+
+    Raises:
+        TypeError: ``carry`` is no mapping of names to objects with state.
+    """
+    if carry is None:
+        return {}
+    if not isinstance(carry, Mapping):
+        raise TypeError(f"carry is {shown(carry)}, wanted a mapping of names to objects with state_dict()")
+    for name, value in carry.items():
+        if not isinstance(name, str):
+            raise TypeError(f"carry has the name {shown(name)}, wanted strings")
+        if not all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")):
+            raise TypeError(
+                f"carry[{name!r}] is {shown(value)}, wanted an object with state_dict() and load_state_dict()"
+            )
+    return dict(carry)
 
 
 def lines_of(settings: Settings, table: ParameterTable, carry: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -20,6 +20,7 @@ from pycomm.checks import LONGEST_TIMEOUT, seconds_of
 from pycomm.errors import CommError
 from pycomm.torch_internals import (
     Store,
+    has_default_group_only,
     has_joined_gloo,
     make_process_group,
     number_process_group,
@@ -98,6 +99,21 @@ def group_of(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.Proce
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError("process_group is a group that this rank is not a member of")
     return group
+
+
+def found_group(find: Callable[[], dist.ProcessGroup]) -> tuple[dist.ProcessGroup, Exception | None]:
+    """Return the group that ``find`` finds; if it raises, the group to tell that to, and the error.
+
+    That can only be the default group, where there is no other. Where there are several, the error is raised: nobody
+    knows in which of them the other ranks are.
+    """
+    try:
+        return find(), None
+    except Exception as error:
+        world = dist.group.WORLD
+        if world is None or not has_default_group_only():
+            raise
+        return world, error
 
 
 def timeout_seconds(

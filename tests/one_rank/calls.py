@@ -46,6 +46,16 @@ class Call:
     place: Callable[[], AbstractContextManager[Any]] = pycomm_world
 
 
+_KEPT: dict[str, Any] = {}
+
+
+def kept(name: str, make: Make) -> Any:
+    """Return what every rank has made at the first of these calls in the present test."""
+    if name not in _KEPT:
+        _KEPT[name] = make()
+    return _KEPT[name]
+
+
 @dataclass
 class Told:
     """Outcomes of one call on this rank, told to all ranks through a store of their own."""
@@ -81,12 +91,14 @@ def check_call(
     assert default is not None
     place = torch_internals.PrefixStore(f"one_rank/{name}", torch_internals.store_of(default))
     told = Told(default.rank(), default.size(), place)
+    _KEPT.clear()
     with call.place():
         call.run(**call.arguments())
         for argument, makers in (call.wrong if wrong is None else wrong).items():
             for i, make in enumerate(makers):
                 problem = _one(call, argument, make, told, is_wrong)
                 assert not problem, f"{name}: the {i}-th wrong {argument}, on rank {told.number % told.size}: {problem}"
+        _KEPT.clear()  # before the group that it uses
 
 
 def _one(call: Call, argument: str, make: Make, told: Told, is_wrong: bool) -> str:

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -16,7 +15,7 @@ from pycomm import parallel
 from pycomm.parallel import functional
 from pycomm.schedule import pipeline as tables
 from tests.one_rank.backend_calls import call, ones, size
-from tests.one_rank.calls import Call, Make
+from tests.one_rank.calls import Call, Make, kept
 
 META: Make = lambda: torch.ones(4, 4, device="meta")  # noqa: E731
 UNFIT: tuple[Make, ...] = (
@@ -86,18 +85,6 @@ def mean_square(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def pipeline(**given: Any) -> parallel.Pipeline:
     return parallel.Pipeline(**{"stages": stages(), "microbatches": 2, "loss": mean_square, **given})
-
-
-_KEPT: dict[tuple[Any, str], Any] = {}
-
-
-def kept(name: str, make: Callable[..., Any]) -> Any:
-    """Return what every rank has made at the first of these calls in its present default group."""
-    key = dist.group.WORLD, name
-    if key not in _KEPT:
-        _KEPT.clear()
-        _KEPT[key] = make()
-    return _KEPT[key]
 
 
 def layer(name: str, make: Callable[..., Any]) -> Callable[[], dict[str, Any]]:

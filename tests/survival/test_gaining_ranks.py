@@ -223,7 +223,12 @@ def other(plan: Plan, size: int, port: int) -> None:
         optimizer = kind(model.parameters(), lr=0.05)
         options: dict[str, Any] = {"bucket_mb": 0.004 if what != "setting" else 25, "check_replicas": 3}
         pycomm.attach(
-            optimizer, model, on_failure="shrink", join=f"127.0.0.1:{port}", carry={"scheduler": None}, **options
+            optimizer,
+            model,
+            on_failure="shrink",
+            join=f"127.0.0.1:{port}",
+            carry={"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)},
+            **options,
         )
 
 

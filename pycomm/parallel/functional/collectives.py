@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch.autograd import Function
 
 from pycomm.checks import count, length
+from pycomm.errors import attempt
 from pycomm.parallel.functional import moves
 from pycomm.parallel.functional.announce import Call, Heard, announce, require_dim, require_tensor
-from pycomm.parallel.groups import GroupLike, attempt, found
-from pycomm.transport.own_group import group_of
+from pycomm.parallel.groups import GroupLike
+from pycomm.transport.own_group import found_group, group_of
 
 _OPS = ("sum", "mean")
 
@@ -214,7 +215,7 @@ class _Reduce(Function):
 
 
 def _agreed(name: str, call: Callable[[], Call], x: Any, group: GroupLike) -> tuple[dist.ProcessGroup, Heard]:
-    ranks, problem = found(lambda: group_of(group))
+    ranks, problem = found_group(lambda: group_of(group))
     device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
     return ranks, announce(name, attempt(call, problem), ranks, device)
 
