@@ -227,7 +227,7 @@ def load(network: Network | str | os.PathLike[str] | None) -> Network:
 
 
 def _text_of(path: str | os.PathLike[str]) -> str:
-    """Return the text of an ordinary file; a pipe or a device might block the reader for ever."""
+    """Return the text of a regular file; a pipe or a device might block the reader for ever."""
     try:
         return untrusted.read_file(os.fspath(path), most=_LARGEST_FILE).decode()
     except (OSError, ValueError) as error:

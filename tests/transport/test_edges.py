@@ -191,7 +191,7 @@ def mistaken_constructor(transport: str, arguments: dict[str, Any]) -> str:
         ({"transport": "pigeon"}, "transport is 'pigeon'"),
         ({"transport": b"torch"}, "transport is b'torch'"),
         ({"network": 3}, "network is 3"),
-        ({"network": "/dev/zero"}, "wanted an ordinary file"),
+        ({"network": "/dev/zero"}, "wanted a regular file"),
     ],
 )
 def test_a_wrong_constructor_is_an_error_on_all(
