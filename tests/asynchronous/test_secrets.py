@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import pycomm
 from pycomm.asynchronous import wire
+from pycomm.torch_internals import PrefixStore
 from pycomm.transport import authentication
 from tests.asynchronous.runs import model_of
 from tests.hosts import on_hosts
@@ -91,8 +92,13 @@ def test_the_secret_is_in_no_store() -> None:
     told: list[str] = []
     model = model_of()
     with on_hosts("AB"), pytest.MonkeyPatch.context() as patch:
-        real = dist.PrefixStore.set
-        patch.setattr(dist.PrefixStore, "set", lambda s, k, v: told.append(f"{k}={v}") or real(s, k, v))
+        real = PrefixStore.set
+
+        def noted(store: PrefixStore, key: str, value: str) -> None:
+            told.append(f"{key}={value}")
+            real(store, key, value)
+
+        patch.setattr(PrefixStore, "set", noted)
         with pycomm.parameter_server(torch.optim.SGD(model.parameters(), 0.1), model, timeout=20) as server:
             if server.is_worker:
                 server.pull()
@@ -125,7 +131,7 @@ def test_a_wrong_timeout_on_one_rank_is_told_to_all(rank: int) -> None:
 def test_a_quorum_on_one_rank_is_told_to_all() -> None:
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    quorum = {"quorum": 1, "outer": pycomm.Nesterov()}
+    quorum: dict[str, Any] = {"quorum": 1, "outer": pycomm.Nesterov()}
     for options in ({}, {"outer": pycomm.Nesterov()}, {"on_failure": "shrink"}):
         mine: dict[str, Any] = quorum if dist.get_rank() == 0 else options
         with pytest.raises(ValueError, match="the ranks disagree: setting 0 is .*'ranks meet one by one' on rank 0"):
@@ -190,11 +196,14 @@ def test_tls(monkeypatch: pytest.MonkeyPatch, certificates: Callable[[str], dict
     worker = wire.connect(door.address, KEY, access.context(server=False))
     assert wire.readable([], door.bell, 10.0)[1]
     (inside,) = door.admitted()
-    big = torch.randn(1_000_000)
-    out = torch.empty_like(big)
-    sending = threading.Thread(
-        target=lambda: (wire.tell(worker, a=1), wire.tell(worker, b=2), wire.send_array(worker, big))
-    )
+    big, out = torch.randn(1_000_000), torch.empty(1_000_000)
+
+    def send() -> None:
+        wire.tell(worker, a=1)
+        wire.tell(worker, b=2)
+        wire.send_array(worker, big)
+
+    sending = threading.Thread(target=send)
     sending.start()
     assert wire.hear(inside) == {"a": 1}
     assert wire.readable([inside], door.bell, 10.0)[0] == [inside], "what TLS has read ahead is seen"

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from pycomm import CommError
 from pycomm.transport import rendezvous
+from pycomm.transport.authentication import process_behind
 from pycomm.transport.rendezvous import Peers, host_identity
 from tests.transport.meetings import close_all, swap_in_threads, swap_memory
 
@@ -111,7 +112,7 @@ def test_a_greeting_of_another_process_is_not_believed(monkeypatch: pytest.Monke
 def test_the_kernel_says_who_is_there() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     with ours, theirs:
-        assert rendezvous.process_behind(ours) == os.getpid()
+        assert process_behind(ours) == os.getpid()
 
 
 def test_memory_that_could_shrink_is_not_taken() -> None:
