@@ -213,6 +213,13 @@ def test_servers_of_one_host_with_a_secret() -> None:
     assert told(found) == {"Unix socket"}, found
 
 
+def only_tests(folder: Path) -> Path:
+    """Return a folder with the tests and without the sources, which would be imported in place of what is installed."""
+    folder.mkdir()
+    (folder / "tests").symlink_to(Path(__file__).parent)
+    return folder
+
+
 HOROVOD = """
 import os, sys, threading, time
 from tests.test_listening import kinds, watched
@@ -235,11 +242,12 @@ def test_horovod_under_mpirun(tmp_path: Path) -> None:
     environment = {**environment, "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
         environment.pop(name, None)
+    scripts = only_tests(tmp_path / "scripts")
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", HOROVOD],
             env={**environment, "OMPI_COMM_WORLD_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"},
-            cwd=Path(__file__).parents[1],
+            cwd=scripts,
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -248,7 +256,7 @@ def test_horovod_under_mpirun(tmp_path: Path) -> None:
     first, second = [rank.communicate(timeout=80)[0].strip() for rank in ranks]
     assert re.fullmatch(r"\['TCP 127.0.0.1', 'Unix socket'\] True", first), "torch's store, on the loopback device only"
     assert re.fullmatch(r"\[('TCP 127.0.0.1', )?'Unix socket'\] False", second)
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["scripts"]
 
 
 LAUNCH = """
@@ -270,13 +278,13 @@ def test_launch(tmp_path: Path) -> None:
     assert row_of("`pycomm.launch`")[:2] == ["TCP: torch's store", "loopback device"]
     script = tmp_path / "script.py"
     script.write_text(LAUNCH)
-    root = Path(__file__).parents[1]
+    place = only_tests(tmp_path / "scripts")
     made = subprocess.run(
         [sys.executable, str(script)],
         capture_output=True,
         text=True,
         timeout=80,
         check=True,
-        env={**os.environ, "PYTHONPATH": str(root)},
+        env={**os.environ, "PYTHONPATH": str(place)},
     )
     assert made.stdout.strip() == "['TCP 127.0.0.1'] [['TCP 127.0.0.1'], ['TCP 127.0.0.1']]", made.stderr
