@@ -75,17 +75,15 @@ class Told:
         return [json.loads(self.store.get(key)) for key in keys]
 
 
-def check_call(
-    call: Call, name: str, *, is_wrong: bool = True, wrong: Mapping[str, Sequence[Make]] | None = None
-) -> None:
-    """Make ``call`` with every wrong argument, by one rank after the other; and rightly after each.
+def check_call(call: Call, name: str, wrong: Mapping[str, Sequence[Make]], *, are_wrong: bool = True) -> None:
+    """Make ``call`` with wrong arguments, one at a time, by one rank after the other; and rightly after each.
 
     Raises AssertionError, on every rank, unless all ranks get an error soon, which names the rank that differed, and
     the right call works.
 
     Args:
-        is_wrong: whether the values are wrong: otherwise they may be taken, by all ranks.
-        wrong: replaces the call's own.
+        wrong: functions that make values, for each argument.
+        are_wrong: whether the values must be refused: otherwise they may be taken, by all ranks.
     """
     default = dist.group.WORLD
     assert default is not None
@@ -94,9 +92,9 @@ def check_call(
     _KEPT.clear()
     with call.place():
         call.run(**call.arguments())
-        for argument, makers in (call.wrong if wrong is None else wrong).items():
+        for argument, makers in wrong.items():
             for i, make in enumerate(makers):
-                problem = _one(call, argument, make, told, is_wrong)
+                problem = _one(call, argument, make, told, are_wrong)
                 assert not problem, f"{name}: the {i}-th wrong {argument}, on rank {told.number % told.size}: {problem}"
         _KEPT.clear()  # before the group that it uses
 

@@ -19,12 +19,12 @@ from tests.one_rank.calls import Call, Make, kept
 
 META: Make = lambda: torch.ones(4, 4, device="meta")  # noqa: E731
 UNFIT: tuple[Make, ...] = (
+    lambda: torch.ones(4, 4, dtype=torch.float64),
     META,
     lambda: None,
     lambda: "x",
     lambda: torch.eye(4).to_sparse(),
     lambda: torch.eye(4).to_sparse_csr(),
-    lambda: torch.ones(4, 4, dtype=torch.float64),
     lambda: torch.ones([1] * 13 + [4]),
     lambda: torch.quantize_per_tensor(ones(), 1.0, 0, torch.qint8),
     lambda: torch.nested.nested_tensor([ones(2), ones(3)]),
@@ -177,7 +177,7 @@ CALLS: dict[str, Call] = {
         f"Branches' forward, {combine!r}": call(
             forward,
             layer(combine, partial(branches, combine=combine)),
-            x=(*UNFIT[1:6], lambda: ones(4, 5), lambda: ones().requires_grad_(), lambda: ones(2, 4)),
+            x=(*UNFIT[:1], *UNFIT[2:6], lambda: ones(4, 5), lambda: ones().requires_grad_(), lambda: ones(2, 4)),
         )
         for combine in ("list", "concatenate", "sum", "own")
     },
@@ -221,13 +221,13 @@ CALLS: dict[str, Call] = {
     "Pipeline.step": call(
         lambda pipeline, inputs, target: pipeline.step(inputs, target=target),
         lambda: {"pipeline": kept("pipeline", pipeline), "inputs": ones(), "target": ones()},
-        inputs=(*UNFIT[:5], lambda: ones(3, 4), lambda: ones(2, 4), lambda: torch.tensor(1.0)),
-        target=(*UNFIT[:5], lambda: ones(3, 4), lambda: ones(2, 4), lambda: torch.tensor(1.0)),
+        inputs=(*UNFIT[:6], lambda: ones(3, 4), lambda: ones(2, 4), lambda: torch.tensor(1.0)),
+        target=(META, *UNFIT[3:6], lambda: ones(3, 4), lambda: ones(2, 4), lambda: torch.tensor(1.0)),
     ),
     "Pipeline.evaluate": call(
         lambda pipeline, inputs: pipeline.evaluate(inputs),
         lambda: {"pipeline": kept("pipeline", pipeline), "inputs": ones()},
-        inputs=(*UNFIT[:5], lambda: ones(3, 4)),
+        inputs=(*UNFIT[:6], lambda: ones(3, 4)),
     ),
     "split": call(
         parallel.split,
