@@ -272,9 +272,10 @@ def test_process_groups() -> None:
     assert torch_internals.backend_of(world, torch.device("cpu")) is not None
     assert torch_internals.backend_of(world, torch.device("meta")) is None
     assert torch_internals.timeout_of(world) == timedelta(minutes=30)
-    assert torch_internals.has_default_group_only()
+    assert torch_internals.has_default_group_only(but="/pycomm/")
     made = torch_internals.make_process_group(store, 0, [0], "gloo", "pycomm/test", 10.0, 9.0)
-    assert not torch_internals.has_default_group_only()
+    assert torch_internals.has_default_group_only(but="pycomm/")
+    assert not torch_internals.has_default_group_only(but="/pycomm/")
     assert torch_internals.timeout_of(made) == timedelta(seconds=10)
     torch_internals.number_process_group(made, [0])
     assert dist.get_global_rank(made, 0) == 0

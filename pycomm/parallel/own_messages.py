@@ -12,7 +12,7 @@ import torch.distributed as dist
 from pycomm.backend.operations import Operations
 from pycomm.parallel.groups import all_gather_text
 from pycomm.torch_internals import backend_of, make_process_group, number_process_group, store_of, timeout_of
-from pycomm.transport.own_group import PYCOMM, destroy_group
+from pycomm.transport.own_group import OWN, PYCOMM, destroy_group
 
 
 class OwnMessages:
@@ -30,7 +30,7 @@ class OwnMessages:
         self.group, self.can_end = users, isinstance(backend_of(users, torch.device("cpu")), Operations)
         if not self.can_end:
             return
-        name = f"{users.group_name}/pipeline/{all_gather_text(secrets.token_hex(8), users)[0]}"
+        name = f"{users.group_name}{OWN}pipeline/{all_gather_text(secrets.token_hex(8), users)[0]}"
         ranks = dist.get_process_group_ranks(users)
         seconds = timeout_of(users).total_seconds()
         self.group = make_process_group(store_of(users), users.rank(), ranks, PYCOMM, name, seconds, seconds)

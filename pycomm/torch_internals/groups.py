@@ -120,9 +120,10 @@ def number_process_group(made: dist.ProcessGroup, ranks: Sequence[int]) -> None:
     distributed_c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
 
 
-def has_default_group_only() -> bool:
-    """Return whether this process has been in one group only: the default one."""
-    return len(distributed_c10d._world.pg_map) == 1
+def has_default_group_only(but: str) -> bool:
+    """Return whether this process is in no group but the default one, and those that have ``but`` in their names."""
+    names = distributed_c10d._world.pg_names
+    return sum(but not in names.get(group, "") for group in distributed_c10d._world.pg_map) == 1
 
 
 def owns_process_group(group: dist.ProcessGroup) -> bool:

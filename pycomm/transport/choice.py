@@ -17,7 +17,7 @@ from pycomm.transport.base import Transport
 from pycomm.transport.hierarchical import HierarchicalTransport
 from pycomm.transport.hosts import Hosts, hosts_of, log_walls
 from pycomm.transport.meeting import Meeting
-from pycomm.transport.own_group import Place, cpu_backend_of, own_group, require_own_group
+from pycomm.transport.own_group import OWN, Place, cpu_backend_of, own_group, require_own_group
 from pycomm.transport.rendezvous import exchange_memory, introduction, listen
 from pycomm.transport.roll_call import RollCall
 from pycomm.transport.shared_memory import SharedMemoryTransport
@@ -119,7 +119,7 @@ def _make(
             peers = exchange_memory(meeting, listener, greetings, hosts.members)
             local = SharedMemoryTransport(hosts.local_rank, peers, hosts.members)
             until_made.callback(local.close, "it could not meet the others")
-        own = own_group(place, f"{place.name}/pycomm/{meeting.name}", timeout)
+        own = own_group(place, f"{place.name}{OWN}{meeting.name}", timeout)
         roll_call = RollCall(place.store, meeting.name, place.rank, greetings)
         until_made.pop_all()
     return TorchTransport(own, roll_call) if local is None else HierarchicalTransport(own, roll_call, local, hosts)

@@ -32,6 +32,9 @@ from pycomm.torch_internals import (
 PYCOMM = "pycomm"
 """Name of pycomm's own backend of torch.distributed, which itself stands on Gloo between hosts."""
 
+OWN = "/pycomm/"
+"""Part of the names of groups that are pycomm's own."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -111,7 +114,7 @@ def found_group(find: Callable[[], dist.ProcessGroup]) -> tuple[dist.ProcessGrou
         return find(), None
     except Exception as error:
         world = dist.group.WORLD
-        if world is None or not has_default_group_only():
+        if world is None or not has_default_group_only(but=OWN):
             raise
         return world, error
 
