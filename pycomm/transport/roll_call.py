@@ -83,14 +83,35 @@ class RollCall:
             suspect: the rank that was waited for, if known; the result if nothing better is found.
             operation: number of the operation. Ranks that have completed as many are not involved.
         """
+
+        def look(notes: Mapping[int, dict[str, Any]]) -> tuple[int, str] | None:
+            done = {p for p, note in notes.items() if _int(note.get("finished")) >= operation}
+            return self._dead(done, notes) or self._blamed({p: note for p, note in notes.items() if p not in done})
+
+        return self._search(suspect, look)
+
+    def culprit_of_message(self, suspect: int | None, _: int) -> tuple[int | None, str]:
+        """Return the rank for which a message did not come or go, and an explanation: as :meth:`culprit`.
+
+        A rank that has died comes first. Otherwise it is ``suspect``, or the rank for which that has ended, by what it
+        says itself, and so on.
+        """
+
+        def look(notes: Mapping[int, dict[str, Any]]) -> tuple[int, str] | None:
+            return self._dead(frozenset(), notes) or self._cause_of(suspect, notes)
+
+        return self._search(suspect, look)
+
+    def _search(
+        self, suspect: int | None, look: Callable[[Mapping[int, dict[str, Any]]], tuple[int, str] | None]
+    ) -> tuple[int | None, str]:
+        """Return what ``look`` finds in the notes within a moment; else ``suspect``, or another who says nothing."""
         self._write_note({})  # this rank is alive
         give_up = time.monotonic() + _GRACE
         notes: dict[int, dict[str, Any]] = {}
-        done: set[int] = set()
         while time.monotonic() < give_up and not threads.is_exiting():
             notes = self._notes()
-            done = {p for p, note in notes.items() if _int(note.get("finished")) >= operation}
-            found = self._dead(done) or self._blamed({p: note for p, note in notes.items() if p not in done})
+            found = look(notes)
             if found is not None:
                 return found
             time.sleep(0.02)
@@ -99,9 +120,11 @@ class RollCall:
             suspect = silent[0]
         return suspect, "" if suspect is None else f"rank {suspect} was waited for"
 
-    def _dead(self, done: Set[int]) -> tuple[int, str] | None:
+    def _dead(self, done: Set[int], notes: Mapping[int, dict[str, Any]]) -> tuple[int, str] | None:
+        """Return the first rank whose process cannot go on and has not said why it left: such a one left before."""
         for p, pid in enumerate(self._pids):
-            fate = "" if p in done or pid == 0 else fate_of(pid)
+            has_left = "reason" in notes.get(p, {})
+            fate = "" if p in done or pid == 0 or has_left else fate_of(pid)
             if fate:
                 return p, f"rank {p} {fate}"
         return None
@@ -116,6 +139,21 @@ class RollCall:
             if blamed in range(len(self._pids)) and blamed != self._rank:
                 return blamed, f"rank {p} gave up ({note.get('reason')})"
         return None
+
+    def _cause_of(self, suspect: int | None, notes: Mapping[int, dict[str, Any]]) -> tuple[int, str] | None:
+        """Return the rank for which ``suspect`` has left, and the last reason on the way there; ``None`` if it is here.
+
+        Without a ``suspect`` it is what :meth:`_blamed` finds.
+        """
+        if suspect is None:
+            return self._blamed(notes)
+        at, reason, seen = suspect, "", {self._rank}
+        while "reason" in notes.get(at, {}) and at not in seen:
+            seen.add(at)
+            reason = f"rank {at} gave up ({notes[at]['reason']})"
+            blamed = _int(notes[at].get("blamed"))
+            at = blamed if blamed in range(len(self._pids)) and blamed not in seen else at
+        return (at, reason) if reason else None
 
     def _write_note(self, note: dict[str, Any]) -> None:
         self._ask(lambda: self._store.set(str(self._rank), json.dumps(note)))

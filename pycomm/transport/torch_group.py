@@ -25,6 +25,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 # long as its ring, since each step of a ring waits for a process to wake up.
 DIRECT_RANKS = 16
 _DIRECT_BYTES = 256 << 10
+_MESSAGES = ("send", "recv")  # of which the ranks do not count alike
 NUM_FREE_TAGS = 64
 """So many of the largest tags are those of no message."""
 _FIRST_FREE_TAG = 2**31 - NUM_FREE_TAGS
@@ -143,7 +144,8 @@ class TorchGroup:
         if self._closed:
             what = f"the communicator was closed meanwhile, after {elapsed:.2f} s"
             return self._error(what, operation, peer, elapsed)
-        culprit, what = self._roll_call.culprit(peer, self.begun)
+        find = self._roll_call.culprit_of_message if operation in _MESSAGES else self._roll_call.culprit
+        culprit, what = find(peer, self.begun)
         where = "shared memory" if isinstance(error, CommError) else "torch.distributed"
         return self.fail(operation, culprit, f"{what or 'failed'}; {where}: {error}", elapsed)
 

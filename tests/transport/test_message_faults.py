@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -83,6 +84,45 @@ def test_what_the_dead_have_sent_is_received(new_ranks: Pools, size: int, any_so
     for rank, outcome in enumerate(outcomes[:-1]):
         assert outcome.error is None, outcome.trace
         assert f"rank {rank}: recv: rank {size - 1} died (its connection is closed) after" in outcome.result
+
+
+VICTIM = 2
+
+
+def run_ring(folder: str, transport: str, end: str, others_end: str) -> None:
+    """Send to the next and receive from the one before, for ever. One ends, then each that hears of it, by itself."""
+    communicator = Communicator(timeout=TIMEOUT, transport=transport)
+    rank, size = communicator.rank, communicator.size
+    x = torch.ones(3)
+    try:
+        for number in range(10**9):
+            if rank == VICTIM and number == 20:
+                if end == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                communicator.close("it has had enough")
+                return
+            communicator.send(x, (rank + 1) % size)
+            communicator.recv(x, (rank - 1) % size)
+    except CommError as error:
+        Path(folder, str(rank)).write_text(f"{error.peer} {error}")
+    if others_end == "exits":
+        os._exit(0)
+    communicator.close()
+
+
+@pytest.mark.parametrize("end", ["killed", "closes"])
+@pytest.mark.parametrize(
+    ("transport", "others_end"),
+    # Over torch.distributed, who closes and goes on is found at the timeout only.
+    [("shared_memory", "closes"), ("shared_memory", "exits"), ("torch", "exits")],
+)
+def test_all_around_a_ring_blame_the_rank_that_ended_first(
+    new_ranks: Pools, tmp_path: Path, transport: str, end: str, others_end: str
+) -> None:
+    new_ranks(4).outcomes(run_ring, str(tmp_path), transport, end, others_end)
+    said = {rank: (tmp_path / str(rank)).read_text() for rank in range(4) if rank != VICTIM}
+    what = f"rank {VICTIM} {'died' if end == 'killed' else 'gave up'}"
+    assert all(text.startswith(f"{VICTIM} ") and what in text for text in said.values()), said
 
 
 @on_ranks(2)

@@ -161,12 +161,6 @@ bool Call::gave_up_by_now(int p) const {
            static_cast<int32_t>(theirs.failed_step - group_.clock_) <= 0;
 }
 
-// The rank whose failure made p give up; p itself if it names none.
-int Call::cause_of(int p) const {
-    int peer = control(p).failed_peer;
-    return peer >= 0 && peer < size() && peer != rank() ? peer : p;
-}
-
 void Call::check(int waiting_for, double waited) {
     control(rank()).awaited.store(waiting_for, std::memory_order_relaxed);
     int gave_up = -1, died = -1;
@@ -239,7 +233,7 @@ void Call::distrust(int p) {
 }
 
 void Call::fail_with(int p, double waited) {
-    fail(cause_of(p), waited,
+    fail(group_.cause_of(p), waited,
          format("rank %d gave up (%s)", group_.name_of(p), text_of(control(p).why, sizeof control(p).why).c_str()));
 }
 

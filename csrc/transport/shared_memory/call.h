@@ -71,6 +71,7 @@ struct Control {
     alignas(64) std::atomic<uint32_t> rings;
     std::atomic<uint32_t> listening;
     std::atomic<int32_t> awaited;  // one rank that this one waits for, -1: none, or not for long
+    std::atomic<int32_t> lost;     // 1 + the first rank whose end has ended a wait for messages; 0: none has
 };
 
 // Messages between the owner of the file it is in and one peer, counted since the group began; they wrap around. Both
@@ -180,7 +181,6 @@ class Call {
     [[noreturn]] void time_out(int waiting_for, double waited);
     bool has_arrived(int p) const { return p == rank() || clock_of(p).reached(group_.clock_); }
     bool gave_up_by_now(int p) const;
-    int cause_of(int p) const;
     [[noreturn]] void fail_with(int p, double waited);  // p gave up
     [[noreturn]] void fail(int peer, double waited, const std::string& what);
     void take_announcements(const Operation& mine);

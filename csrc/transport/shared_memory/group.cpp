@@ -73,6 +73,21 @@ void SharedMemoryGroup::look_at_cores() {
     for (Patience* each : {&for_others_, &between_steps_, &for_messages_}) each->set_crowded(crowded);
 }
 
+int SharedMemoryGroup::cause_of(int p) const {
+    std::vector<bool> seen(static_cast<size_t>(size_), false);
+    int first = p;
+    for (int at = p;;) {
+        seen[static_cast<size_t>(at)] = true;
+        const Control& theirs = control(at);
+        int next = theirs.gave_up.load(std::memory_order_acquire) != 0 ? theirs.failed_peer : -1;
+        if (next < 0) next = theirs.lost.load(std::memory_order_acquire) - 1;
+        if (next < 0 || next >= size_ || next == rank_) return at;
+        if (seen[static_cast<size_t>(next)]) return first;  // they name each other
+        if (at == p) first = next;
+        at = next;
+    }
+}
+
 void SharedMemoryGroup::break_for_good(uint32_t failed_step, int failed_peer, const std::string& why) {
     if (!broken_.empty()) return;  // the first reason is the one to tell
     broken_ = why;

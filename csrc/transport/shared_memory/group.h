@@ -124,6 +124,8 @@ class SharedMemoryGroup : private ForkAware {
     Control& control(int p) const;
     int name_of(int p) const { return p < 0 || names_.empty() ? p : names_[static_cast<size_t>(p)]; }
     void look_at_cores();
+    // The rank whose end made p end, as p says itself; of several, one because of the other, the last. p if none is.
+    int cause_of(int p) const;
     void lock_for_operation(std::unique_lock<std::mutex>& lock, const char* name);
     void break_for_good(uint32_t failed_step, int failed_peer, const std::string& why);
     void close_with_lock(const std::string& why);

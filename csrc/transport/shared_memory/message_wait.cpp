@@ -34,13 +34,38 @@ void MessageWait::require_usable() const {
                   "this communicator is broken since an earlier failure (" + text_of(mine.why, sizeof mine.why) + ")");
 }
 
+CommFailure MessageWait::loss(const Gone& gone, double waited) const {
+    int32_t nobody = 0;
+    control(rank()).lost.compare_exchange_strong(nobody, gone.peer + 1, std::memory_order_acq_rel);
+    return failure(gone.peer, waited, gone.what);
+}
+
+bool MessageWait::died(int p) const {
+    return p != rank() && connection_closed(messages_.group_.sockets_[static_cast<size_t>(p)].get()) &&
+           control(p).gave_up.load(std::memory_order_acquire) == 0;
+}
+
+// Whose end keeps p from sending or receiving, if p has ended: its own, or the end of another rank, for which it ended.
 std::optional<MessageWait::Gone> MessageWait::gone(int p) const {
+    std::optional<Gone> found = ended(p);
+    if (!found.has_value()) return found;
+    const int cause = messages_.group_.cause_of(p);
+    if (cause != p) {
+        std::optional<Gone> first = ended(cause);
+        return Gone{cause, first.has_value() ? first->what : found->what};
+    }
+    if (died(p)) return found;
+    for (int q = 0; q < size(); ++q) {  // a death is why others close, not the other way round
+        if (died(q)) return ended(q);
+    }
+    return found;
+}
+
+std::optional<MessageWait::Gone> MessageWait::ended(int p) const {
     if (p == rank()) return std::nullopt;
     const Control& theirs = control(p);
     if (theirs.gave_up.load(std::memory_order_acquire) != 0) {
-        const int cause = theirs.failed_peer;
-        return Gone{cause >= 0 && cause < size() && cause != rank() ? cause : p,
-                    format("rank %d gave up (%s)", p, text_of(theirs.why, sizeof theirs.why).c_str())};
+        return Gone{p, format("rank %d gave up (%s)", p, text_of(theirs.why, sizeof theirs.why).c_str())};
     }
     if (connection_closed(messages_.group_.sockets_[static_cast<size_t>(p)].get())) {
         return Gone{p, format("rank %d died (its connection is closed)", p)};
@@ -74,7 +99,7 @@ void MessageWait::require_present(int p) {
     const double now = monotonic_seconds();
     if (!says_so && now < next.load(std::memory_order_relaxed)) return;
     next.store(now + kLookSeconds, std::memory_order_relaxed);
-    if (auto found = gone(p)) throw failure(found->peer, 0.0, found->what);
+    if (auto found = gone(p)) throw loss(*found, 0.0);
 }
 
 void MessageWait::let_signals_through() const {
@@ -91,7 +116,7 @@ void MessageWait::give_up_if_hopeless(const ReceiptPtr& receipt, double waited) 
     std::optional<Gone> found = all_gone(messages_.incoming_->awaited(*receipt));
     // What they sent before came before what was seen now.
     if (!found.has_value() || messages_.incoming_->progress(receipt.get())) return;
-    messages_.incoming_->give_up(receipt, std::make_exception_ptr(failure(found->peer, waited, found->what)));
+    messages_.incoming_->give_up(receipt, std::make_exception_ptr(loss(*found, waited)));
 }
 
 void MessageWait::for_message(const ReceiptPtr& receipt) {
@@ -135,7 +160,7 @@ void MessageWait::for_room(int dst, int64_t cost) {
             const bool timed_out = waited > timeout_;
             if (waited >= next_look_ || timed_out) {
                 next_look_ = waited + kLookSeconds;
-                if (auto found = gone(dst)) throw failure(found->peer, waited, found->what);
+                if (auto found = gone(dst)) throw loss(*found, waited);
                 if (would_wait_for_ever(dst)) {
                     throw failure(
                         dst, waited,

@@ -40,6 +40,10 @@ class MessageWait {
     int size() const { return messages_.group_.size_; }
     Control& control(int p) const { return messages_.group_.control(p); }
     std::optional<Gone> gone(int p) const;
+    std::optional<Gone> ended(int p) const;
+    bool died(int p) const;
+    // What to throw where somebody is gone; peers that wait for this rank, if it ends now, are to find the same.
+    [[nodiscard]] CommFailure loss(const Gone& gone, double waited) const;
     std::optional<Gone> all_gone(int src) const;
     void begin(int peer);
     void let_signals_through() const;
