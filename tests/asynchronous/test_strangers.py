@@ -221,7 +221,7 @@ print(spent < 0.5, len(door.admitted()))
 @pytest.mark.timeout(60)
 def test_without_a_descriptor_left_it_pauses_and_goes_on() -> None:
     made = subprocess.run(
-        [sys.executable, "-c", WITHOUT_DESCRIPTORS], capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, "-c", WITHOUT_DESCRIPTORS], capture_output=True, text=True, timeout=50, check=False, cwd="/"
     )
     assert made.stdout.split() == ["True", "1"], made.stderr
 

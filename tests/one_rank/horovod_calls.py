@@ -156,7 +156,28 @@ def without_set(process_set: Any) -> None:
             hvd.remove_process_set(made)
 
 
+@contextmanager
+def not_initialised() -> Iterator[None]:
+    """Have Horovod not initialised."""
+    yield
+
+
+def initialised(**given: Any) -> None:
+    hvd.init(**given)
+    hvd.barrier()
+    hvd.shutdown()
+
+
 CALLS: dict[str, Call] = {
+    "hvd.init": Call(
+        initialised,
+        lambda: {"comm": None, "process_sets": None},
+        {
+            "process_sets": (lambda: 5, lambda: "x", lambda: [5], lambda: [hvd.ProcessSet([0])], Awkward),
+            "comm": (lambda: 5, lambda: [0], Awkward),
+        },
+        not_initialised,
+    ),
     "hvd.allreduce": call(
         hvd.allreduce,
         one(**FACTORS, compression=hvd.Compression.none),

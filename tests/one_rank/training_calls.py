@@ -86,6 +86,10 @@ def ended(start: Callable[..., Any]) -> Callable[..., None]:
     return lambda optimizer, model, **given: start(optimizer, model, timeout=TIMEOUT, **given).detach()
 
 
+def registered(model: Any, **given: Any) -> None:
+    pycomm.ddp.register(model, timeout=TIMEOUT, **given).remove()
+
+
 NO_OPTIMIZERS: tuple[Make, ...] = (
     lambda: None,
     lambda: 5,
@@ -262,7 +266,7 @@ CALLS: dict[str, Call] = {
     "save": call(
         saved,
         lambda: {"path": folder(), "keep": 2, "step": 1},
-        path=(lambda: None, lambda: 5, lambda: "/proc/nowhere", Awkward),
+        path=(lambda: None, lambda: 5, Awkward),
         keep=(*NO_COUNTS, lambda: 0),
         step=(Awkward, object, lambda: torch.eye(4).to_sparse()),
         more=(lambda: 1,),
@@ -272,5 +276,29 @@ CALLS: dict[str, Call] = {
         lambda: {"path": folder()},
         path=(lambda: None, lambda: 5, lambda: "/nowhere", Awkward),
         more=(lambda: 5, model),
+    ),
+    "ddp.register": call(
+        registered,
+        lambda: {
+            "model": nn.parallel.DistributedDataParallel(model()),
+            "compression": None,
+            "loss_scaler": None,
+            "optimizer": None,
+            "algorithm": "auto",
+        },
+        model=(lambda: None, lambda: 5, Awkward),
+        compression=(lambda: 5, lambda: "zip", lambda: pycomm.TopK, pycomm.FP16),
+        loss_scaler=(lambda: 5, Awkward, pycomm.LossScaler),
+        optimizer=(lambda: 5, Awkward),
+        algorithm=(lambda: 5, lambda: "magic", Awkward),
+    ),
+    "elastic_averaging": call(
+        ended(pycomm.elastic_averaging),
+        lambda: {**training(), "every": 2, "strength": 0.9, "process_group": None},
+        optimizer=(*NO_OPTIMIZERS, Awkward),
+        model=NO_MODELS,
+        every=(*NO_COUNTS, lambda: 0, lambda: 3),
+        strength=(lambda: "x", lambda: math.nan, lambda: 2.0, Awkward),
+        process_group=NO_GROUPS,
     ),
 }
