@@ -6,6 +6,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,10 @@ def attached(optimizer: Any, model: Any, **given: Any) -> None:
 def ended(start: Callable[..., Any]) -> Callable[..., None]:
     """Return a function that starts another way of averaging, and ends it."""
     return lambda optimizer, model, **given: start(optimizer, model, timeout=TIMEOUT, **given).detach()
+
+
+def served(optimizer: Any, model: Any, **given: Any) -> None:
+    pycomm.parameter_server(optimizer, model, timeout=TIMEOUT, **given).close()
 
 
 def registered(model: Any, **given: Any) -> None:
@@ -291,6 +296,30 @@ CALLS: dict[str, Call] = {
         loss_scaler=(lambda: 5, Awkward, pycomm.LossScaler),
         optimizer=(lambda: 5, Awkward),
         algorithm=(lambda: 5, lambda: "magic", Awkward),
+    ),
+    "parameter_server": call(
+        served,
+        lambda: {
+            **training(),
+            "servers": 1,
+            "mode": "async",
+            "staleness": None,
+            "compensation": None,
+            "compression": None,
+            "quorum": None,
+            "backup": 0,
+            "checkpoint": None,
+        },
+        optimizer=(*NO_OPTIMIZERS, Awkward),
+        model=NO_MODELS,
+        servers=(*NO_COUNTS, lambda: 0, lambda: 2),
+        mode=(lambda: None, lambda: 5, lambda: "asp", lambda: "ssp", lambda: "sync", Awkward),
+        staleness=(lambda: 0, lambda: "x", lambda: 2, Awkward),
+        compensation=(lambda: 5, lambda: "tc", lambda: "lr", Awkward),
+        compression=(lambda: 5, lambda: pycomm.TopK, lambda: pycomm.TopK(0.1), Awkward),
+        quorum=(lambda: "x", lambda: 2, Awkward),
+        backup=(lambda: None, lambda: -1, lambda: "x", lambda: 1, Awkward),
+        checkpoint=(lambda: 5, lambda: "/proc/nowhere", lambda: Path(__file__), Awkward),
     ),
     "elastic_averaging": call(
         ended(pycomm.elastic_averaging),
