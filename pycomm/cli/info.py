@@ -50,7 +50,11 @@ def collect() -> dict[str, str]:
 def _cuda(build: dict[str, Any]) -> str:
     if build["cuda"] is None:
         return "none (built without)"
-    return f"{build['cuda']}, for {build['cuda_architectures'].replace(';', ', ')}"
+    architectures = build["cuda_architectures"].split(";")
+    says = f"{build['cuda']}, for {', '.join(architectures)}"
+    if all(name.endswith("-virtual") for name in architectures):
+        says += " (the driver of a newer GPU compiles the kernels when they are first used)"
+    return says
 
 
 def _gpus() -> str:
