@@ -33,7 +33,7 @@ def headline(reports: Reports) -> str:
         ValueError: no report has a figure.
     """
     benches = by_bench(reports)
-    rows: list[Row] = [[f"what, on {_machines(benches)}", "pycomm", "the other", "faster", "by `python -m`"]]
+    rows: list[Row] = [[f"benchmark ({_machines(benches)})", "pycomm", "compared with", "speedup", "`python -m`"]]
     for figure in _figures():
         pairs = [pair for report in benches.get(figure.bench, {}).values() if (pair := figure.pair(report)) is not None]
         if not pairs:
@@ -90,4 +90,4 @@ def _machines(benches: Mapping[str, Reports]) -> str:
     numbers = {report["environment"]["cores"] for report in reports.values()}
     cores = "two cores" if numbers == {2} else f"{span(numbers, str)} cores"
     kinds = len({label_of(report) for report in reports.values()})
-    return cores if kinds == 1 else f"{cores} of {kinds} kinds of processor"
+    return cores if kinds == 1 else f"{cores}, {kinds} kinds of processor"
