@@ -18,7 +18,8 @@ from pycomm.point_to_point import PointToPoint
 from pycomm.schedule.network import Network
 from pycomm.schedule.program import Program
 from pycomm.schedule.table import Table
-from pycomm.transport.choice import TRANSPORTS, choose_transport
+from pycomm.transport import TRANSPORTS
+from pycomm.transport.choice import choose_transport
 from pycomm.transport.gpu import GpuWork, gpu_of
 from pycomm.transport.own_group import Place, found_group, group_of, place_of, timeout_seconds
 from pycomm.worker import Work

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pycomm.cli.bench import report, table
 from pycomm.cli.bench.busy import busy
-from pycomm.cli.bench.kernels.command import WRONG
+from pycomm.cli.bench.kernels.arguments import WRONG
 from pycomm.cli.bench.measure import PLACES, Contender, Line, lines
 from pycomm.cli.bench.mpi import MPIS
 from pycomm.cli.bench.rank import BenchRank
 from pycomm.cli.bench.ranks import Ranks
-from pycomm.cli.bench.settings import Settings, UsageError, settings_of
-from pycomm.cli.bench.surrounding import Surrounding, is_launched
+from pycomm.cli.bench.settings import Settings
+from pycomm.cli.bench.surrounding import Surrounding
 from pycomm.launching import RankError, rendezvous
 
 _WORKER = "pycomm.cli.bench.rank:BenchRank"
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(settings: Settings) -> int:
     """Measure one collective; return the exit code: 7 for wrong results or too little bandwidth, as nccl-tests."""
-    launched = int(os.environ["WORLD_SIZE"]) if is_launched() else None
-    try:
-        settings = settings_of(arguments, launched)
-    except UsageError as error:
-        arguments.parser.error(str(error))
     try:
         return _among_launched(settings) if settings.launched else _among_own(settings)
     except RankError as error:

@@ -13,7 +13,7 @@ from typing import Any
 
 from pycomm.cli.arguments import integer
 from pycomm.cli.terminal import complain, say
-from pycomm.reducer.step_trace import DEFAULT_STEP, FOLDER, STEP
+from pycomm.recorder.traced_step import DEFAULT_STEP, FOLDER, STEP
 
 _DESCRIPTION = f"""\
 Draws one training step of a script that calls pycomm.attach: forward, backward, buckets on the communication thread,
@@ -44,18 +44,18 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        from pycomm.cli.trace import timeline
-    except ImportError:
-        print("pycomm trace wants matplotlib: pip install 'pycomm-torch[demo]'", file=sys.stderr)
-        return 2
     if not arguments.script.exists():
-        print(f"pycomm trace: there is no {arguments.script}", file=sys.stderr)
+        complain(f"pycomm trace: there is no {arguments.script}")
         return 2
     try:  # before the script runs, which may take long
         pictures = _outputs(arguments.out)
     except (OSError, ValueError) as error:
-        print(f"pycomm trace: cannot write to {arguments.out}: {error}", file=sys.stderr)
+        complain(f"pycomm trace: cannot write to {arguments.out}: {error}")
+        return 2
+    try:
+        from pycomm.cli.trace import timeline
+    except ImportError:
+        complain("pycomm trace requires matplotlib: pip install 'pycomm-torch[demo]'")
         return 2
     code = 0
     with tempfile.TemporaryDirectory(prefix="pycomm_trace_") as temporary:

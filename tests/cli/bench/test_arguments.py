@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from pycomm.cli.bench import settings
 from pycomm.cli.bench.operations import Case
 from pycomm.cli.bench.settings import Settings, UsageError, settings_of
 from pycomm.cli.main import build_parser, main
@@ -94,8 +93,8 @@ def test_roots_and_dtypes_of_a_group() -> None:
 
 
 def test_libraries_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "cuda_devices", lambda: (0, "no driver"))
-    with pytest.raises(UsageError, match="--peers: nccl wants GPUs: no driver"):
+    monkeypatch.setattr("pycomm.kernels.cuda_devices", lambda: (0, "no driver"))
+    with pytest.raises(UsageError, match="--peers: nccl requires GPUs: no driver"):
         parsed("all_reduce", "--peers", "nccl")
     monkeypatch.setattr("pycomm.cli.bench.mpi.installed_version", lambda _: None)
     message = r"--peers: mpich is not installed: pip install mpi4py mpich, or 'pycomm-torch\[bench\]'"
