@@ -59,7 +59,7 @@ class Communicator(PointToPoint):
             ranks) or "torch" (anything) to insist on one.
         network: description of the network, by which ``algorithm="auto"`` chooses: a
             :class:`pycomm.schedule.Network`, the name of a described one, or a file that
-            ``pycomm plan --calibrate`` has written. ``None`` stands for the file or name in the environment
+            ``pycomm plan calibrate`` has written. ``None`` stands for the file or name in the environment
             variable ``PYCOMM_NETWORK``. All ranks use rank 0's. Without one, or if it was calibrated over
             another transport, "auto" means "native".
 

@@ -143,6 +143,7 @@ def _content(reason: str, found: list[Recorder]) -> dict[str, Any]:
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "command": sys.argv,
+        "directory": _directory(),
         "time": time.time(),
         "reason": reason,
         "main_thread": _as_json(_line_of_main_thread()),
@@ -157,6 +158,12 @@ def _content(reason: str, found: list[Recorder]) -> dict[str, Any]:
             for recorder in found
         ],
     }
+
+
+def _directory() -> str:
+    with contextlib.suppress(OSError):  # it may have been removed
+        return os.getcwd()
+    return ""
 
 
 def _line_of_main_thread() -> Line | None:

@@ -20,7 +20,11 @@ def add_parser(commands: Any) -> None:
         epilog="Exit code: 0 there is something to say, or all is well; 2 wrong arguments, or no files.",
     )
     parser.add_argument(
-        "dumps", nargs="*", type=Path, metavar="DUMP", help="files, or folders (default: the newest job)"
+        "dumps",
+        nargs="*",
+        type=Path,
+        metavar="DUMP",
+        help="files, or folders (default: the newest run in this directory)",
     )
     parser.add_argument("--last", type=int, default=3, metavar="N", help="operations to list of each rank (default 3)")
     parser.set_defaults(run=later("pycomm.cli.explain.report"))

@@ -39,7 +39,7 @@ def _contents(given: Sequence[Path]) -> list[Content]:
         NoDumpError: there are none.
     """
     if given:
-        return [content for path in given for content in (_readable(path) if _is_folder(path) else [read(path)])]
+        return [content for path in given for content in (_all_in(path) if _is_folder(path) else [read(path)])]
     place = folder()
     if place is None:
         raise NoDumpError(f"{DIRECTORY} is empty, so that nothing has been written: name the files")
@@ -47,9 +47,44 @@ def _contents(given: Sequence[Path]) -> list[Content]:
     own = DIRECTORY not in os.environ
     if own:
         _require_own(place)
-    found = newest_job(_readable(place, own=own)) if _is_folder(place) else []
-    if not found:
+    there = _readable(place, own=own) if _is_folder(place) else []
+    try:
+        here = untrusted.one_line(os.getcwd())
+    except OSError as error:
+        raise NoDumpError(f"the working directory is gone ({error.strerror}): name the files") from error
+    found = newest_job(there, here)
+    if not there:
         raise NoDumpError(f"there are no files in {place}: name them, or their folder")
+    if not found:
+        others = ", ".join(sorted({each.dump.directory or "unknown directories" for each in there}))
+        raise NoDumpError(
+            f"no run in {here} has left files in {place}, but runs in {others}: go there, or name the files"
+        )
+    _say_which(found, place)
+    return found
+
+
+def _say_which(job: Sequence[Content], place: Path) -> None:
+    """Say which run was found, as nobody has named it."""
+    newest = job[0].dump
+    script = " ".join(newest.command) or "a script without a name"
+    age = _age(max(0.0, time.time() - newest.time))
+    files = "1 file" if len(job) == 1 else f"{len(job)} files"
+    say(f"newest run in {newest.directory}: {script}, {files} in {place}, written {age} ago\n")
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("day", 86400.0), ("hour", 3600.0), ("minute", 60.0)):
+        if seconds >= length:
+            count = int(seconds // length)
+            return f"{count} {unit}{'s' if count > 1 else ''}"
+    return f"{seconds:.0f} s"
+
+
+def _all_in(place: Path) -> list[Content]:
+    found = _readable(place)
+    if not found:
+        raise NoDumpError(f"there are no files of the flight recorder in {place}")
     return found
 
 

@@ -22,6 +22,7 @@ several hosts have written there, started with {FOLDER}=FOLDER and {STEP}=N in t
 """
 
 
+_SUFFIXES = (".png", ".json")
 _INTERRUPTED = 130
 _PATIENCE = 40.0
 """Seconds in which torchrun ends its ranks: it kills them after 30."""
@@ -37,7 +38,13 @@ def add_parser(commands: Any) -> None:
     add = parser.add_argument
     add("--ranks", type=integer(1), default=2, help="processes to start (default 2)")
     add("--step", type=integer(1), default=DEFAULT_STEP, help=f"number of the reduction (default {DEFAULT_STEP})")
-    add("-o", "--out", type=Path, default=Path("pycomm_trace"), help="begin of the files' names (default pycomm_trace)")
+    add(
+        "-o",
+        "--out",
+        type=Path,
+        default=Path("pycomm_trace"),
+        help="beginning of the files' names, or one of them (default pycomm_trace)",
+    )
     add("script", type=Path, help="the script, or a folder of files that ranks have written")
     add("arguments", nargs=argparse.REMAINDER, help="of the script")
     parser.set_defaults(run=run)
@@ -82,12 +89,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _outputs(out: Path) -> tuple[Path, Path]:
-    """Return the files to write, in a folder that is there now.
+    """Return the picture and the JSON file to write, in a folder that is there now; ``out`` may be one of them.
 
     Raises:
         OSError, ValueError: they cannot be written.
     """
-    picture, events = (out.with_name(out.name + suffix) for suffix in (".png", ".json"))
+    name = out.stem if out.suffix in _SUFFIXES else out.name
+    picture, events = (out.with_name(name + suffix) for suffix in _SUFFIXES)
     out.parent.mkdir(parents=True, exist_ok=True)
     if not os.access(out.parent, os.W_OK):
         raise PermissionError(f"{out.parent} is not writable")
