@@ -27,6 +27,9 @@ def run(settings: Settings) -> int:
         return _among_launched(settings) if settings.launched else _among_own(settings)
     except RankError as error:
         print(f"pycomm bench: {error}", file=sys.stderr)
+        if "timed out" in str(error):
+            hint = f"-T is {settings.timeout:g} s; raise it where ranks outnumber cores, or others use them"
+            print(f"pycomm bench: a wait took longer than -T allows: {hint}", file=sys.stderr)
         return 1
 
 
@@ -116,6 +119,9 @@ def _print_rest(settings: Settings, found: list[Line], missing: Sequence[str], v
     print(table.comparison(found, settings.rounds))
     for note in [*missing, *_wrong_peers(found)]:
         print(f"# {note}")
+    scattered = table.scatter(settings, found)
+    if scattered is not None:
+        print(scattered)
     bandwidth = verdict["average_bus_bandwidth"]
     okay = {"unchecked": "", "true": "OK", "false": "FAILED"}[bandwidth["okay"]]
     print(f"#\n{table.footer(settings, bandwidth['bandwidth'], verdict['out_of_bounds']['count'], okay)}")

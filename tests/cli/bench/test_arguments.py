@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from pycomm.cli.bench import table
+from pycomm.cli.bench.measure import PLACES, Line, Timed
 from pycomm.cli.bench.operations import Case
 from pycomm.cli.bench.settings import Settings, UsageError, settings_of
+from pycomm.cli.bench.timing import Samples
 from pycomm.cli.main import build_parser, main
 
 
@@ -111,3 +115,21 @@ def test_the_variable_of_nccl_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_TESTS_MIN_BW", "much")
     with pytest.raises(UsageError, match="NCCL_TESTS_MIN_BW is 'much', wanted a bandwidth in GB/s"):
         parsed("all_reduce")
+
+
+def test_many_ranks_and_times_that_scatter_are_told_of_the_limit() -> None:
+    few, many = (parsed("all_reduce", "-b", "4K", "--ranks", ranks) for ranks in ("1", "2000"))
+    assert "-T" not in table.preamble(few, [])
+    assert re.search(r"^# 2000 ranks on \d+ cores take turns: .* raise -T \(120 s\)$", table.preamble(many, []), re.M)
+
+    def line(*seconds: float) -> Line:
+        timed = Timed(0, Samples.of(seconds))
+        return Line(
+            Case("all_reduce", 1024, "float", "sum", -1, 2), 20, dict.fromkeys(PLACES, timed), {}, timed.samples
+        )
+
+    assert table.scatter(few, [line(1.0, 1.1, 1.2, 1.3)]) is None
+    said = table.scatter(few, [line(1.0, 1.1, 1.2, 5.0), line(1.0, 1.0, 1.0, 1.0)])
+    assert said is not None
+    assert said.startswith("# times scatter (p90 over 2 times p10) at 4096 bytes: ")
+    assert said.endswith("raise -T (120 s)")
