@@ -13,6 +13,7 @@ from pycomm.cli.bench.operations import Case
 from pycomm.cli.bench.settings import Settings, UsageError, settings_of
 from pycomm.cli.bench.timing import Samples
 from pycomm.cli.main import build_parser, main
+from pycomm.launching import RankError
 
 
 def parsed(*arguments: str, launched: int | None = None) -> Settings:
@@ -133,3 +134,27 @@ def test_many_ranks_and_times_that_scatter_are_told_of_the_limit() -> None:
     assert said is not None
     assert said.startswith("# times scatter (p90 over 2 times p10) at 4096 bytes: ")
     assert said.endswith("raise -T (120 s)")
+
+
+@pytest.mark.parametrize(("what", "hinted"), [("timed out waiting for rank 3 after 120 s", True), ("it died", False)])
+def test_a_wait_that_timed_out_names_the_option(
+    what: str, hinted: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: Settings) -> int:
+        raise RankError(f"rank 1 failed:\nrank 1: all_reduce: {what}")
+
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pycomm.cli.bench.collective._among_own", fail)
+    assert main(["bench", "all_reduce", "-b", "4", "--backend", "communicator"]) == 1
+    error = capsys.readouterr().err
+    assert what in error
+    assert ("-T is 120 s; raise it where ranks outnumber cores" in error) == hinted
+
+
+def test_a_launcher_that_says_nonsense(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    with pytest.raises(SystemExit):
+        main(["bench", "all_reduce", "-b", "4"])
+    assert "WORLD_SIZE is 'many', wanted a number of ranks" in capsys.readouterr().err
