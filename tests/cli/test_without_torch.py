@@ -40,7 +40,7 @@ WRONG = [
     (["--verbose", "info"], "unrecognized arguments: --verbose"),
     (["info", "--json"], "unrecognized arguments: --json"),
     (["info", "here"], "unrecognized arguments: here"),
-    (["demo", "--ranks", "0"], "--ranks: 0, wanted at least 1"),
+    (["demo", "--ranks", "0"], "--ranks: 0, wanted at least"),
     (["demo", "--ranks", "two"], "--ranks: invalid integer value: 'two'"),
     (["demo", "--bogus"], "pycomm demo: error: unrecognized arguments: --bogus"),
     (["plan"], "the following arguments are required: WHAT"),
