@@ -14,6 +14,7 @@ from pycomm import schedule
 from pycomm.asynchronous.averaging import checked_parameters
 from pycomm.asynchronous.loop import Known
 from pycomm.communicator import Communicator
+from pycomm.descriptions import counted, tensors_text
 from pycomm.optim.parameters import unwrapped
 from pycomm.reducer.agreement import agreed
 from pycomm.reducer.autograd_hooks import watch_copies
@@ -108,6 +109,13 @@ class Gossip:
         self._seconds = 0.0
         self._hook: Any = optimizer.register_step_post_hook(self._stepped)
         self._copies = watch_copies(known.model)
+
+    def __repr__(self) -> str:
+        if self._hook is None:
+            return "Gossip(detached)"
+        ranks, every = counted(self._communicator.size, "rank"), counted(self._every, "step")
+        what = [ranks, self._communicator.transport, tensors_text(self._params), self._mixing.name, f"every {every}"]
+        return f"Gossip({', '.join(what)})"
 
     def _stepped(self, *_: object) -> None:
         self._num_steps += 1

@@ -28,7 +28,9 @@ from pycomm.asynchronous.updates import ShardOptimizer
 from pycomm.asynchronous.worker import ServerLink
 from pycomm.checks import bounded, positive
 from pycomm.compression import Compression
+from pycomm.descriptions import counted, tensors_text
 from pycomm.optim.parameters import unwrapped
+from pycomm.reducer.description import method_text
 from pycomm.transport import rendezvous
 
 
@@ -164,6 +166,14 @@ class ParameterServer:
             self._open_links()
         else:
             self._core, self._memory = self._make_core()
+
+    def __repr__(self) -> str:
+        servers, mode = self._settings.servers, self._settings.mode
+        me = f"worker {self._meeting.worker}" if self.is_worker else f"server {self._meeting.rank}"
+        if self._is_closed:
+            return f"ParameterServer({me}, closed)"
+        params, method = tensors_text(self._params), method_text(self._settings.compression)
+        return f"ParameterServer({me}, {counted(servers, 'server')}, {params}, mode={mode!r}, {method})"
 
     # Workers.
 

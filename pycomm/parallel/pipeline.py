@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from pycomm.descriptions import counted, tensors_text
 from pycomm.errors import attempt, text_of
 from pycomm.optim.shards import note_stages
 from pycomm.parallel.cut import require_parameters_apart
@@ -91,6 +92,17 @@ class Pipeline:
         self._flags = cpu_or(group, self._device)
         self._ended_by = ""
         self._begin()
+
+    def __repr__(self) -> str:
+        table, mine = self.table, ", ".join(map(str, self.stages))
+        what = [
+            table.name,
+            f"{counted(table.num_stages, 'stage')} on {counted(table.num_ranks, 'rank')}",
+            counted(table.num_microbatches, "microbatch", "microbatches"),
+            f"this rank has {'stage' if len(self.stages) == 1 else 'stages'} {mine}" if mine else "this rank has none",
+            tensors_text(self.module.parameters()),
+        ]
+        return f"Pipeline({', '.join(what)})"
 
     def _begin(self) -> None:
         """Make the runtime, and a group for its messages. Collective."""
