@@ -15,7 +15,7 @@ from pycomm.asynchronous.averaging import checked_parameters
 from pycomm.asynchronous.loop import Known
 from pycomm.communicator import Communicator
 from pycomm.descriptions import counted, tensors_text
-from pycomm.optim.parameters import unwrapped
+from pycomm.optim.parameters import checked_optimizer
 from pycomm.reducer.agreement import agreed
 from pycomm.reducer.autograd_hooks import watch_copies
 from pycomm.reducer.broadcast import check_same_lines, named_tensors, share_tensors, signature
@@ -62,7 +62,7 @@ def gossip(
     try:
         request: Any
         try:
-            optimizer = unwrapped(optimizer)
+            optimizer = checked_optimizer(optimizer, model, "gossip")
             named = checked_parameters(optimizer, model, every)
             kind = next(iter(named.values())).device.type
             if kind != "cpu":

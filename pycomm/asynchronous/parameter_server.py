@@ -29,7 +29,7 @@ from pycomm.asynchronous.worker import ServerLink
 from pycomm.checks import bounded, positive
 from pycomm.compression import Compression
 from pycomm.descriptions import counted, tensors_text
-from pycomm.optim.parameters import unwrapped
+from pycomm.optim.parameters import checked_optimizer
 from pycomm.reducer.description import method_text
 from pycomm.transport import rendezvous
 
@@ -42,7 +42,7 @@ def parameter_server(
     mode: str = "async",
     staleness: int | None = None,
     compensation: DelayCompensation | str | None = None,
-    compression: Compression | None = None,
+    compression: Compression | str | None = None,
     quorum: int | None = None,
     backup: int = 0,
     checkpoint: str | Path | None = None,
@@ -73,9 +73,10 @@ def parameter_server(
         staleness: bound of "ssp", at least 1.
         compensation: of gradients whose parameters have been updated since they were pulled. "lr": the learning
             rate is divided by the number of updates. "dc", or a :class:`pycomm.DelayCompensation`: DC-ASGD.
-        compression: method by which gradients travel, over the connection even on one host. What it leaves over stays
-            with the worker, for its next push. Takes a server about as much memory for each worker as the method's
-            state and a bucket, 8 bytes a parameter for most. Parameters are then cut only at their borders.
+        compression: method by which gradients travel, or its name, over the connection even on one host. What it
+            leaves over stays with the worker, for its next push. Takes a server about as much memory for each worker
+            as the method's state and a bucket, 8 bytes a parameter for most. Parameters are then cut only at their
+            borders.
         quorum: of "softsync", at least 1.
         backup: of "sync".
         checkpoint: folder in which servers write down what has happened before they acknowledge it. A server that is
@@ -116,7 +117,7 @@ def _meet(
     meeting, lines, problem = Meeting(timeout), list[str](), None
     files: ServerFiles | None = None
     try:
-        optimizer = unwrapped(optimizer)
+        optimizer = checked_optimizer(optimizer, model, "parameter_server")
         settings, named = settings_of(meeting.size, timeout=meeting.timeout), checked_parameters(optimizer, model)
         if settings.compression is not None:
             settings.compression.check(optimizer)

@@ -9,7 +9,7 @@ import torch
 
 from pycomm.communicator import Communicator
 from pycomm.layout import on_gpu
-from pycomm.optim.parameters import optimizer_parameters, parameter_ids
+from pycomm.optim.parameters import checked_optimizer, optimizer_parameters, parameter_ids
 from pycomm.optim.shards import Shards
 from pycomm.optim.step_override import Stepper, stepper_of
 from pycomm.reducer.agreement import agreed
@@ -284,8 +284,7 @@ def table_of(optimizer: Any, model_or_named_parameters: Any, all_parameters: boo
         TypeError, ValueError: it is no optimizer, or a parameter has no name, or cannot be averaged; or ``ignore``
             matches nothing, or everything.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}, wanted a torch.optim.Optimizer")
+    optimizer = checked_optimizer(optimizer, model_or_named_parameters, "attach")
     module = model_or_named_parameters if isinstance(model_or_named_parameters, torch.nn.Module) else None
     pairs = list(_pairs_of(model_or_named_parameters))
     ignored = ignored_of(ignore, pairs, [] if module is None else list(module.named_buffers()))
