@@ -19,7 +19,7 @@ def test_names_that_scripts_rely_on() -> None:
     assert keywords == {
         "compression": None,
         "process_group": None,
-        "bucket_mb": 25,
+        "bucket_mb": None,
         "accumulate": 1,
         "average": True,
         "loss_scaler": None,

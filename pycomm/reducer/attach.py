@@ -43,7 +43,7 @@ def attach(
     *,
     compression: Compression | str | None = None,
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
-    bucket_mb: float = 25,
+    bucket_mb: float | None = None,
     accumulate: int | Callable[[], bool] = 1,
     average: bool = True,
     loss_scaler: Any = None,
@@ -89,8 +89,10 @@ def attach(
             ``mesh["tp"]``): the gradients of each rank's part are averaged, compressed and kept as ordinary
             ones; norms are of whole parameters, and a step is skipped by all ranks that have parts or by none.
             Those that are laid over the ranks of this group itself, or by ``fully_shard``, are refused.
-        bucket_mb: approximate size of a bucket in MiB; gradients are sent in buckets. On a GPU, that is of
-            what ``TopK`` and ``DGC`` send, up to eight times as much of the gradients.
+        bucket_mb: approximate size of a bucket in MiB; gradients are sent in buckets, while backward computes those of
+            the next one. ``None``: 25. On one host a model of less than 100 MiB then has four equal buckets, but none
+            below 1 MiB, if gradients travel as they are or in half precision. On a GPU, the size is that of what
+            ``TopK`` and ``DGC`` send, up to eight times as much of the gradients.
         accumulate: number of backward passes per optimizer step; gradients are sent during the last one.
             As without pycomm, divide the loss yourself. A window that ends early needs ``Reducer.flush()``.
             Or a function without arguments, called when a pass begins, that returns whether it is the last one of

@@ -16,7 +16,7 @@ from pycomm.reducer.agreement import agreed
 from pycomm.reducer.broadcast import check_same_lines, share_tensors, signature
 from pycomm.reducer.buckets import BucketInFlight, Slot, add_counts, make_buckets, state_of
 from pycomm.reducer.ignored import Ignored, ignored_of
-from pycomm.reducer.lanes import first_bytes
+from pycomm.reducer.lanes import bucket_sizes
 from pycomm.reducer.parameter_checks import check_parameters
 from pycomm.reducer.partition import StepPartition
 from pycomm.reducer.parts import labels_of
@@ -145,14 +145,15 @@ class ParameterTable:
 
     def make_buckets(self, slots: list[Slot], lanes: Sequence[Communicator], settings: Settings) -> None:
         """Sort ``slots`` into new buckets, which travel by ``lanes`` in turns."""
+        bucket_bytes, first_bytes = bucket_sizes(lanes, settings, sum(s.local.nbytes for s in slots), self.on_gpu)
         made = make_buckets(
             slots,
             settings.compression,
             lanes,
-            settings.bucket_bytes,
+            bucket_bytes,
             settings.algorithm,
             num_earlier=len(self.flights),
-            first_bytes=first_bytes(lanes, settings, self.on_gpu),
+            first_bytes=first_bytes,
         )
         if self.partition is not None and made:
             self.partition.adopt(made)

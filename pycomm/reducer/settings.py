@@ -31,7 +31,7 @@ class Settings:
     """Arguments of ``attach``, checked; equal on all ranks."""
 
     compression: Compression
-    bucket_bytes: int
+    bucket_bytes: int | None
     accumulate: int | Callable[[], bool]
     average: bool
     loss_scaler: Any
@@ -74,7 +74,7 @@ class Settings:
         """Return one line per setting, to be compared between the ranks."""
         return [
             f"compression={self.compression!r}",
-            f"bucket_mb={self.bucket_bytes / 2**20}",
+            f"bucket_mb={None if self.bucket_bytes is None else self.bucket_bytes / 2**20}",
             f"accumulate={self.passes}",
             f"average={self.average}",
             f"loss_scaler={type(self.loss_scaler).__name__}",
@@ -98,7 +98,7 @@ def checked_settings(
     model: Any,
     *,
     compression: Any,
-    bucket_mb: float,
+    bucket_mb: float | None,
     accumulate: int | Callable[[], bool],
     average: bool,
     loss_scaler: Any,
@@ -122,7 +122,7 @@ def checked_settings(
     """
     settings = Settings(
         compression=checked_method(compression),
-        bucket_bytes=int(positive("bucket_mb", bucket_mb) * 2**20),
+        bucket_bytes=None if bucket_mb is None else int(positive("bucket_mb", bucket_mb) * 2**20),
         accumulate=accumulate if callable(accumulate) else count("accumulate", accumulate, 1),
         average=average,
         loss_scaler=checked_scaler(loss_scaler),
