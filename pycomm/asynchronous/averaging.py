@@ -23,6 +23,7 @@ from pycomm.asynchronous.outer import DelayedNesterov, Elastic, Nesterov
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression, NoCompression
 from pycomm.cost.auto import Auto
+from pycomm.optim.attached import refuse_second_average
 from pycomm.optim.parameters import checked_optimizer, optimizer_parameters
 from pycomm.reducer.agreement import agreed
 from pycomm.reducer.broadcast import check_same_lines, named_tensors, share_tensors, signature
@@ -346,7 +347,7 @@ def _join(
 
 
 def checked_parameters(
-    optimizer: torch.optim.Optimizer, model: torch.nn.Module, every: Any, fragments: Any = 1
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, every: Any, fragments: Any = 1, call: str = "local_sgd()"
 ) -> dict[str, torch.Tensor]:
     """Return the parameters by name. Raise TypeError or ValueError if these cannot be averaged."""
     checks.count("every", every, 1)
@@ -354,6 +355,7 @@ def checked_parameters(
     named: dict[str, torch.Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if checks.count("fragments", fragments, 1) > min(every, len(named)):
         raise ValueError(f"fragments={fragments}, wanted at most every={every} and the {len(named)} parameters")
+    refuse_second_average(named, call)
     own = {id(p) for p in optimizer_parameters(optimizer)}
     left = next((name for name, p in named.items() if id(p) not in own), None)
     if left is not None:

@@ -15,6 +15,7 @@ from pycomm.asynchronous.averaging import checked_parameters
 from pycomm.asynchronous.loop import Known
 from pycomm.communicator import Communicator
 from pycomm.descriptions import counted, tensors_text
+from pycomm.optim.attached import forget_averaged, register_averaged
 from pycomm.optim.parameters import checked_optimizer
 from pycomm.reducer.agreement import agreed
 from pycomm.reducer.autograd_hooks import watch_copies
@@ -63,7 +64,7 @@ def gossip(
         request: Any
         try:
             optimizer = checked_optimizer(optimizer, model, "gossip")
-            named = checked_parameters(optimizer, model, every)
+            named = checked_parameters(optimizer, model, every, call="gossip()")
             kind = next(iter(named.values())).device.type
             if kind != "cpu":
                 raise ValueError(f"parameters are on {kind}, wanted CPU memory")
@@ -109,6 +110,7 @@ class Gossip:
         self._seconds = 0.0
         self._hook: Any = optimizer.register_step_post_hook(self._stepped)
         self._copies = watch_copies(known.model)
+        register_averaged(known)
 
     def __repr__(self) -> str:
         if self._hook is None:
@@ -191,6 +193,7 @@ class Gossip:
     def detach(self) -> None:
         """Mix no more; release the communicator. Idempotent, not collective."""
         if self._hook is not None:
+            forget_averaged(self._known)
             self._hook.remove()
             self._hook = None
             self._copies.remove()

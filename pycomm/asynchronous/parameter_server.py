@@ -29,6 +29,7 @@ from pycomm.asynchronous.worker import ServerLink
 from pycomm.checks import bounded, positive
 from pycomm.compression import Compression
 from pycomm.descriptions import counted, tensors_text
+from pycomm.optim.attached import refuse_second_average
 from pycomm.optim.parameters import checked_optimizer
 from pycomm.reducer.description import method_text
 from pycomm.transport import rendezvous
@@ -119,6 +120,7 @@ def _meet(
     try:
         optimizer = checked_optimizer(optimizer, model, "parameter_server")
         settings, named = settings_of(meeting.size, timeout=meeting.timeout), checked_parameters(optimizer, model)
+        refuse_second_average(named, "parameter_server()")
         if settings.compression is not None:
             settings.compression.check(optimizer)
         lines = lines_of(settings, optimizer, named)

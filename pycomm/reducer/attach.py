@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pycomm.checks import refuse_unknown, shown
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression
-from pycomm.optim.attached import refuse_second_attach, register
+from pycomm.optim.attached import refuse_second_average, register
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.reducer.agreement import agreed
 from pycomm.reducer.arrivals import Waits, open_board
@@ -201,7 +201,7 @@ def _check_request(
         settings = replace(settings, ignore=table.ignored.patterns)
         names = dict(table.named())
         refuse_wrapped(names, model_or_named_parameters)
-        refuse_second_attach(names)
+        refuse_second_average(names, "attach()")
         settings.compression.check(table.optimizer)
         if settings.survives:
             _require_survivable(table)
