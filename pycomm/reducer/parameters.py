@@ -145,15 +145,11 @@ class ParameterTable:
 
     def make_buckets(self, slots: list[Slot], lanes: Sequence[Communicator], settings: Settings) -> None:
         """Sort ``slots`` into new buckets, which travel by ``lanes`` in turns."""
-        bucket_bytes, first_bytes = bucket_sizes(lanes, settings, sum(s.local.nbytes for s in slots), self.on_gpu)
+        most, first = bucket_sizes(lanes, settings, sum(slot.local.nbytes for slot in slots), self.on_gpu)
         made = make_buckets(
-            slots,
-            settings.compression,
-            lanes,
-            bucket_bytes,
-            settings.algorithm,
+            *(slots, settings.compression, lanes, most, settings.algorithm),
             num_earlier=len(self.flights),
-            first_bytes=first_bytes,
+            first_bytes=first,
         )
         if self.partition is not None and made:
             self.partition.adopt(made)
