@@ -125,6 +125,7 @@ def _run_ranks(program: Callable[..., None], size: int, settings: Settings, **op
 
     received: list[Any] = []
     with display() as show:
+        show(Progress(0, 1))  # from now on, as the ranks take seconds to start
 
         def on_message(message: Any) -> None:
             if isinstance(message, Progress):

@@ -26,6 +26,8 @@ _QUEUE_BYTES = 8 << 20  # before anything is dropped
 _WINDOW_PACKETS = 1000  # that TCP begins with: no connection has to find out the rate again after each pause
 _AS_ROOT = ("unshare", "--user", "--map-root-user")
 _COMMAND_SECONDS = 20.0
+# One address, an IPv4 one: Gloo takes the first.
+_NO_OWN_ADDRESS = {"attrs": [("AF_INET6", {"attrs": [("IFLA_INET6_ADDR_GEN_MODE", 1)]})]}
 
 
 def address(rank: int) -> str:
@@ -134,7 +136,7 @@ def _make_host(descriptor: int, own: str, megabits: float) -> None:
     with _netlink(descriptor) as netlink:
         for name in ("lo", DEVICE):
             (device,) = netlink.link_lookup(ifname=name)
-            netlink.link("set", index=device, state="up")
+            netlink.link("set", index=device, state="up", IFLA_AF_SPEC=_NO_OWN_ADDRESS)
         netlink.addr("add", index=device, address=own, prefixlen=16)
         metrics = {"attrs": [("RTAX_INITCWND", _WINDOW_PACKETS)]}
         netlink.route("replace", dst="10.77.0.0/16", oif=device, prefsrc=own, scope="link", metrics=metrics)
