@@ -18,7 +18,8 @@ from pycomm.point_to_point import PointToPoint
 from pycomm.schedule.network import Network
 from pycomm.schedule.program import Program
 from pycomm.schedule.table import Table
-from pycomm.transport.choice import TRANSPORTS, choose_transport
+from pycomm.transport import TRANSPORTS
+from pycomm.transport.choice import choose_transport
 from pycomm.transport.gpu import GpuWork, gpu_of
 from pycomm.transport.own_group import Place, found_group, group_of, place_of, timeout_seconds
 from pycomm.worker import Work
@@ -58,7 +59,7 @@ class Communicator(PointToPoint):
             ranks) or "torch" (anything) to insist on one.
         network: description of the network, by which ``algorithm="auto"`` chooses: a
             :class:`pycomm.schedule.Network`, the name of a described one, or a file that
-            ``pycomm plan --calibrate`` has written. ``None`` stands for the file or name in the environment
+            ``pycomm plan calibrate`` has written. ``None`` stands for the file or name in the environment
             variable ``PYCOMM_NETWORK``. All ranks use rank 0's. Without one, or if it was calibrated over
             another transport, "auto" means "native".
 

@@ -16,12 +16,8 @@ from pycomm.kernels import cuda_devices
 from pycomm.transport.nccl import nccl_version
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("info", help="this build, its surroundings and the transports that can be used")
-    parser.set_defaults(run=run)
-
-
 def run(_arguments: argparse.Namespace) -> int:
+    """Print the facts; return the exit code."""
     facts = collect()
     width = max(map(len, facts))
     for name, value in facts.items():

@@ -69,9 +69,10 @@ def test_uneven_vocabularies_and_sequences() -> None:
     log.setLevel(logging.INFO)
     parallel.split(model, parallel.mesh(tp=3), {"embedding": "vocabulary", "head": "vocabulary"})
     log.removeHandler(listener)
+    begins = f"[pycomm rank {dist.get_rank()}] split"
     assert told == [
-        "split: embedding: 13 entries on 3 devices, padded to 5 on each while they travel",
-        "split: head: 13 output features on 3 devices, padded to 5 on each while they travel",
+        f"{begins}: embedding: 13 entries on 3 devices, padded to 5 on each while they travel",
+        f"{begins}: head: 13 output features on 3 devices, padded to 5 on each while they travel",
     ]
     assert_equal(train(model, x), train(reference, x))
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pycomm.cli.arguments import integer
+from pycomm.cli.arguments import integer, load_package
 from pycomm.cli.demo import network
 from pycomm.cli.demo.settings import HEAD_WIDTH, Settings
 
@@ -86,6 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run_and_report(settings: Settings) -> int:
+    load_package()  # only now, as it takes seconds, and the command may have been started anew
     from rich.console import Console
 
     from pycomm.cli.demo.plot import save_plot
