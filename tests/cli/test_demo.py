@@ -143,7 +143,7 @@ def long_run(folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 def wait_for_training(process: subprocess.Popen[str]) -> None:
     assert process.stdout is not None
-    while "DDP" not in (line := process.stdout.readline()):
+    while "loss of" not in (line := process.stdout.readline()):
         assert line, f"ended before it trained: {process.stderr and process.stderr.read()}"
 
 

@@ -15,8 +15,9 @@ from rich.console import Console
 from pycomm.cli.demo.plot import save_plot
 from pycomm.cli.demo.report import conclusions, link_name, show, title
 from pycomm.cli.demo.results import Death, Outcome, Results, problems, smoothed, speed
-from pycomm.cli.demo.settings import Settings
+from pycomm.cli.demo.settings import HOST_METHODS, LINK_METHODS, Settings
 from pycomm.cli.demo.trainee import first_difference
+from pycomm.launching.reporting import Bar, Progress
 from tests.ranks import RankPool
 
 STEPS, TURNS = 10, 4
@@ -178,6 +179,18 @@ def test_what_is_simulated_is_called_so_everywhere() -> None:
     assert "A simulated step takes what it took here" in text.replace("\n", " ").replace("  ", " ")
     assert "over the simulated link of 2.5 Gbit/s" in conclusions(results(), simulated)[0]
     assert title(results(), simulated).startswith("1.00 M parameters, 2 ranks of one thread")
+
+
+def test_an_ordinary_terminal_has_room_for_the_bar_and_the_time_left() -> None:
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    bar = Bar(console)
+    for method in (*HOST_METHODS, *LINK_METHODS):
+        bar.show(Progress(23, 30, {f"loss of {method.label}": 4.875}))
+        bar._bars.refresh()
+    bar.close()
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in text
+    assert 'attach(shard="optimizer") 4.875' in text
 
 
 def difference_after(rank_that_strays: int | None) -> str | None:

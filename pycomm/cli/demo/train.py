@@ -91,7 +91,7 @@ class Part:
             numbers = range(len(self._trainees))
             for number in numbers if turn % 2 == 0 else reversed(numbers):
                 if self._take_turn(number):
-                    self._report()
+                    self._report(self._outcomes[number])
         for trainee, outcome in zip(self._trainees, self._outcomes, strict=True):
             trainee.close()
             outcome.validation_loss = validate(trainee.model, self._corpus, self._settings.context)
@@ -127,11 +127,11 @@ class Part:
         starts = random_starts(self._corpus.train, settings.context, (settings.batch,), seed)
         return self._trainees[number].step(*windows(self._corpus.train, starts, settings.context))
 
-    def _report(self) -> None:
+    def _report(self, last: Outcome) -> None:
         used = sum(min(self._share, outcome.seconds[-1]) for outcome in self._outcomes if outcome.turns)
-        losses = {outcome.label: float(smoothed(outcome.losses)[-1]) for outcome in self._outcomes if outcome.turns}
         total = round(self._settings.seconds)
-        self._tell(Progress(min(total - 1, round(self._before + used)), total, losses))  # what ends is told at the end
+        done = min(total - 1, round(self._before + used))  # the end is told at the end
+        self._tell(Progress(done, total, {f"loss of {last.label}": float(smoothed(last.losses)[-1])}))
 
 
 def _move_to_own_host(settings: Settings) -> None:
