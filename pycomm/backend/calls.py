@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar, cast
@@ -15,6 +16,7 @@ from pycomm.backend.monitored import USERS_TAG_END
 from pycomm.backend.reduction import name_of
 from pycomm.backend.work import BackendWork
 from pycomm.errors import CommError
+from pycomm.torch_internals import keeps_python_works
 
 F = TypeVar("F", bound=Callable[..., Any])
 Tensors = Sequence[torch.Tensor]
@@ -111,6 +113,7 @@ class Calls:
         self._gpu_side: GpuSide | None = None
         self._coalescing: list[BackendWork] | None = None
         self._num_barriers = 0  # that were monitored
+        self._recent: deque[BackendWork] = deque(maxlen=0 if keeps_python_works() else 8)  # kept for C++ that waits
 
     def gpu_side(self, device: torch.device) -> GpuSide:
         """Return what operates on tensors of ``device``, which is made at first use."""
@@ -126,7 +129,9 @@ class Calls:
         """Run what is ``planned``; on this thread if the options say so."""
         name, job, result, opts = planned
         timed = functools.partial(_timed, job, self.seconds(opts))
-        return self.engine.run(name, timed, result, bool(getattr(opts, "asyncOp", True)))
+        work = self.engine.run(name, timed, result, bool(getattr(opts, "asyncOp", True)))
+        self._recent.append(work)
+        return work
 
     def seconds(self, opts: Any, timeout: timedelta | None = None) -> float:
         """Return the limit of every single wait of an operation."""

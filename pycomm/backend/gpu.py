@@ -55,7 +55,10 @@ def _torch_nccl(engine: Engine) -> Any:
     options.global_ranks_in_group = list(engine.place.ranks)
     options.group_name = cast(Any, f"{engine.place.name}/cuda")
     store = PrefixStore("pycomm/cuda", engine.place.store)
-    return dist.ProcessGroupNCCL(store, engine.rank, engine.size, options)
+    try:
+        return dist.ProcessGroupNCCL(store, engine.rank, engine.size, options)
+    except ValueError as error:  # there is no GPU: new_group() of torch 2.4 asks all the same, and takes a RuntimeError
+        raise RuntimeError(f"backend 'pycomm': {error}") from error
 
 
 class OwnNccl:

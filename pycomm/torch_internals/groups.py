@@ -14,6 +14,15 @@ from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
 
+def keeps_python_works() -> bool:
+    """Return whether C++ that waits for a ``Work`` made in Python keeps the Python object.
+
+    torch 2.4 does not: the methods are gone with the object, and DistributedDataParallel waits for ever. Releases
+    between it and 2.13 were not tried.
+    """
+    return torch.__version__ >= (2, 13)
+
+
 def store_of(group: dist.ProcessGroup) -> Store:
     """Return the store of ``group``, a part of the one in which its ranks met."""
     if hasattr(group, "get_group_store"):

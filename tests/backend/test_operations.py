@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.backend.groups import pycomm_group
+from tests.backend.worlds import world
 from tests.on_ranks import on_ranks
 
 GLOOS = (
@@ -291,3 +294,16 @@ def test_wrong_arguments() -> None:
         x = torch.ones(2)
         dist.all_reduce(x, group=group)
         assert x.tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@on_ranks(2)
+def test_works_stay_where_torch_does_not_keep_them(keeps: bool) -> None:
+    """As torch 2.4, whose C++ finds no ``wait`` once the Python object is gone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pycomm.backend.calls.keeps_python_works", lambda: keeps)
+        with world("pycomm"):
+            work = weakref.ref(dist.all_reduce(torch.ones(3), async_op=True))
+            dist.barrier()
+            gc.collect()
+            assert (work() is not None) != keeps
