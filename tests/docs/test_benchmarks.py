@@ -99,7 +99,7 @@ class TestOneProcessor:
         assert "| 2 ranks | pycomm, empty | pycomm, tensor | Gloo | MPICH | Open MPI | faster than Gloo |" in page
         assert "`bench/results/cpu_kernels.json`: AMD EPYC, 2 cores; pycomm " in page
         assert "| kernel | pycomm | torch | by | faster | time / floor |" in page
-        assert "| what, on two cores | pycomm |" in readme
+        assert "| Benchmark (2 cores) | pycomm |" in readme
         assert "<br>" not in page
         assert "not recorded" not in page
 
@@ -138,7 +138,7 @@ class TestTwoProcessors:
         assert "- `bench/results/cpu_collectives.json`: AMD EPYC, 2 cores; " in text
         assert f"- `bench/results/cpu_collectives{SUFFIX}`: {XEON}, 2 cores (L2 2 MB, " in text
         assert f" on {OLD}; " in text  # how long copies take
-        assert cells(section(page, "Training without lockstep"), "last loss of")[3] == f"{XEON}<br>all alike"
+        assert cells(section(page, "Asynchronous training and stragglers"), "last loss of")[3] == f"{XEON}<br>all alike"
 
     def test_a_bench_of_one_of_them_is_shown_as_ever(self, benchmarks: ModuleType, both: dict[str, Report]) -> None:
         page, _ = render(benchmarks, both)
@@ -168,7 +168,7 @@ class TestTwoProcessors:
             (topk,) = (row for row in both[name]["rows"] if row["kernel"] == "topk, 0.1 %")
             topk["pycomm"]["median"], topk["torch"]["median"] = ours, theirs
         _, readme = render(benchmarks, both)
-        assert "| what, on two cores of 2 kinds of processor | pycomm |" in readme
+        assert "| Benchmark (2 cores, 2 kinds of processor) | pycomm |" in readme
         assert cells(readme, "the largest 0.1 % of 25.6 M elements, exact") == [
             *("8-10 ms", "300-320 ms, torch", "30-40\N{MULTIPLICATION SIGN}", "`bench.kernels`")
         ]
