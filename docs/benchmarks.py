@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmark_page import gpu, on_one_host, recommended_stack, training
-from benchmark_page.headline import headline
+from benchmark_page.headline import headline, sentence
 from benchmark_page.reports import Reports, by_bench, load_reports
 from rewriting import rewrite
 
@@ -86,7 +86,10 @@ def render(reports: Reports, readme: str, page: str = "") -> dict[Path, str]:
     table = headline(reports)
     filled = _HEADLINE.sub(lambda match: match[1] + table + match[3], readme)
     by_hand = page.partition(_BY_HAND)[2]
-    return {PAGE: "\n".join([_INTRODUCTION, table + _HOW, *sections, _BY_HAND]) + by_hand, README: filled}
+    return {
+        PAGE: "\n".join([_INTRODUCTION, sentence(reports), table + _HOW, *sections, _BY_HAND]) + by_hand,
+        README: filled,
+    }
 
 
 if __name__ == "__main__":

@@ -80,6 +80,17 @@ def headline(reports: Reports) -> str:
     return table(rows)
 
 
+def sentence(reports: Reports) -> str:
+    """Return the largest speedup and the smallest one, in words.
+
+    Raises:
+        ValueError: no report has a figure.
+    """
+    rows = sorted(compared(reports), key=lambda row: min(row.speedups()))
+    said = [f"{span(row.speedups(), times)} as fast as {row.whose} ({row.what})" for row in (rows[-1], rows[0])]
+    return f"**In these five, pycomm is at best {said[0]}, and at worst {said[1]}.**\n"
+
+
 def _figures() -> Iterator[_Figure]:
     """Yield the five; the last is one where nothing is gained."""
     for ranks, num_bytes in ((2, 100 * MIB), (4, 64 * KIB)):

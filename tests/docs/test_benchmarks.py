@@ -73,6 +73,19 @@ def test_not_stale(benchmarks: ModuleType, capsys: pytest.CaptureFixture[str]) -
     assert benchmarks.main(["--check"]) == 0, capsys.readouterr().err
 
 
+def test_the_home_page_has_the_same_figures(benchmarks: ModuleType) -> None:
+    found = sys.modules["benchmark_page.headline"].compared(
+        benchmarks.load_reports(benchmarks.REPORTS, benchmarks.SECTIONS)
+    )
+    speedups = {row.what: row.speedups() for row in found}
+    (dgc,), (dense,) = (
+        speedups[f"training step, 4 hosts, {what}"] for what in ("100 Mbit/s, DGC(0.001)", "1 Gbit/s, no compression")
+    )
+    home = " ".join((ROOT / "docs" / "index.md").read_text(encoding="utf-8").split())
+    assert f"Over a 100 Mbit/s link, a training step with DGC was **{dgc:.0f} times** as fast" in home
+    assert f"without compression it was {100 * (1 - dense):.0f} % slower" in home
+
+
 def test_says_what_is_stale_and_mends_it(
     benchmarks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

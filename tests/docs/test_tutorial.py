@@ -40,7 +40,7 @@ def run(block: Block, folder: Path) -> str:
     """Run the lines of a block at once, and return what the first prints; all end with 0 or by SIGKILL."""
     port = str(free_port())
     code = block.code.replace("29500", port).replace(" examples/", f" {ROOT}/examples/")
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYCOMM_FLIGHT_DIR": str(folder)}
     lines = []
     for line in code.splitlines():
         words = shlex.split(line)
