@@ -17,7 +17,7 @@ nox.options.sessions = ["lint", "tests"]
 def tests(session: nox.Session) -> None:
     """The tests as CI runs them, against the installed package: all but what is marked slow."""
     session.install("-c", "constraints.txt", ".[demo,test]")
-    session.run("pytest", *session.posargs)
+    session.run("pytest", *(session.posargs or ("--part=all",)))
 
 
 @nox.session

@@ -8,9 +8,9 @@ See :func:`attach` for training, :class:`Communicator` for collectives, :mod:`py
 the kernels under both.
 """
 
-import importlib
+import importlib.util
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 try:
     from pycomm._native import build_info as _native_build_info
@@ -20,54 +20,49 @@ except ModuleNotFoundError as error:
         "`pip install .`, and start python where the directory `pycomm` does not hide the installed package."
     ) from error
 
-from pycomm import backend, checkpoint, compression, ddp, kernels, optim, schedule
-from pycomm.asynchronous.averager import Averager
-from pycomm.asynchronous.averaging import elastic_averaging, local_sgd
-from pycomm.asynchronous.compensation import DelayCompensation
-from pycomm.asynchronous.gossip import Gossip, gossip
-from pycomm.asynchronous.local_averager import LocalAverager
-from pycomm.asynchronous.outer import DelayedNesterov, Nesterov
-from pycomm.asynchronous.parameter_server import ParameterServer, parameter_server
-from pycomm.checkpoint import load, save
-from pycomm.communicator import Communicator
-from pycomm.compression import (
-    BF16,
-    DGC,
-    FP16,
-    QSGD,
-    Int8,
-    NoCompression,
-    OneBit,
-    PowerSGD,
-    RandomK,
-    TernGrad,
-    TopK,
-)
-from pycomm.cost.auto import Auto
+from pycomm import backend
 from pycomm.errors import CommError
-from pycomm.launching import RankError, launch, progress
-from pycomm.monitoring import Monitor, monitor
-from pycomm.optim import (
-    LAMB,
-    LARS,
-    FusedStep,
-    LossScaler,
-    MasterWeights,
-    fuse,
-    master_weights,
-)
-from pycomm.reducer import (
-    Reducer,
-    SignalStop,
-    StopRequest,
-    attach,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-    stop_on_signal,
-)
-from pycomm.transport.gpu import GpuWork
-from pycomm.transport.nccl import nccl_version
 from pycomm.worker import Work
+
+if TYPE_CHECKING:  # imported when they are first asked for: see _HOMES
+    from pycomm import checkpoint, compression, ddp, kernels, optim, parallel, schedule
+    from pycomm.asynchronous.averager import Averager
+    from pycomm.asynchronous.averaging import elastic_averaging, local_sgd
+    from pycomm.asynchronous.compensation import DelayCompensation
+    from pycomm.asynchronous.gossip import Gossip, gossip
+    from pycomm.asynchronous.local_averager import LocalAverager
+    from pycomm.asynchronous.outer import DelayedNesterov, Nesterov
+    from pycomm.asynchronous.parameter_server import ParameterServer, parameter_server
+    from pycomm.checkpoint import load, save
+    from pycomm.communicator import Communicator
+    from pycomm.compression import (
+        BF16,
+        DGC,
+        FP16,
+        QSGD,
+        Int8,
+        NoCompression,
+        OneBit,
+        PowerSGD,
+        RandomK,
+        TernGrad,
+        TopK,
+    )
+    from pycomm.cost.auto import Auto
+    from pycomm.launching import RankError, launch, progress
+    from pycomm.monitoring.monitor import Monitor, monitor
+    from pycomm.optim import LAMB, LARS, FusedStep, LossScaler, MasterWeights, fuse
+    from pycomm.optim.master_weights import master_weights
+    from pycomm.reducer import (
+        Reducer,
+        SignalStop,
+        StopRequest,
+        broadcast_optimizer_state,
+        broadcast_parameters,
+        stop_on_signal,
+    )
+    from pycomm.reducer.attach import attach
+    from pycomm.transport.gpu import GpuWork
 
 __version__: str = _native_build_info()["version"]
 
@@ -144,6 +139,8 @@ def build_info() -> dict[str, Any]:
         be used, ``None`` if there is none; ``simd``: the instruction set in use
         ("avx512", "avx2", "baseline"); ``compiler``.
     """
+    from pycomm.transport.nccl import nccl_version
+
     nccl = nccl_version()
     return {**_native_build_info(), "nccl": None if nccl is None else nccl[0]}
 
@@ -162,10 +159,45 @@ _MOVED = (
 """Names that live in :mod:`pycomm.optim`, and are found here for one release more."""
 
 
+_HOMES = {
+    "asynchronous.averager": ("Averager",),
+    "asynchronous.averaging": ("elastic_averaging", "local_sgd"),
+    "asynchronous.compensation": ("DelayCompensation",),
+    "asynchronous.gossip": ("Gossip", "gossip"),
+    "asynchronous.local_averager": ("LocalAverager",),
+    "asynchronous.outer": ("DelayedNesterov", "Nesterov"),
+    "asynchronous.parameter_server": ("ParameterServer", "parameter_server"),
+    "checkpoint": ("load", "save"),
+    "communicator": ("Communicator",),
+    "compression": (
+        *("BF16", "DGC", "FP16", "Int8", "NoCompression", "OneBit"),
+        *("PowerSGD", "QSGD", "RandomK", "TernGrad", "TopK"),
+    ),
+    "cost.auto": ("Auto",),
+    "launching": ("RankError", "launch", "progress"),
+    "monitoring": ("Monitor", "monitor"),
+    "optim": ("FusedStep", "LAMB", "LARS", "LossScaler", "MasterWeights", "fuse", "master_weights"),
+    "reducer": (
+        *("Reducer", "SignalStop", "StopRequest", "attach"),
+        *("broadcast_optimizer_state", "broadcast_parameters", "stop_on_signal"),
+    ),
+    "transport.gpu": ("GpuWork",),
+}
+"""Where names come from when they are first asked for: so ``import pycomm`` takes little beside ``import torch``."""
+
+
 def __getattr__(name: str) -> Any:
-    if name == "parallel":  # on first use, as DTensor takes longer to import than all the rest
-        return importlib.import_module("pycomm.parallel")
+    home = next((module for module, names in _HOMES.items() if name in names), None)
+    if home is not None:
+        globals()[name] = found = getattr(importlib.import_module(f"pycomm.{home}"), name)
+        return found
     if name in _MOVED:
         warnings.warn(f"pycomm.{name} is pycomm.optim.{name} now", DeprecationWarning, stacklevel=2)
-        return getattr(optim, name)
+        return getattr(__getattr__("optim"), name)
+    if not name.startswith("_") and importlib.util.find_spec(f"pycomm.{name}") is not None:
+        return importlib.import_module(f"pycomm.{name}")
     raise AttributeError(f"module 'pycomm' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__doc__", "__file__", "__name__", "__path__", "__version__"])

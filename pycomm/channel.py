@@ -19,7 +19,8 @@ from pycomm import threads
 from pycomm.errors import CommError
 from pycomm.execute.gpu_program import run_on_gpu
 from pycomm.execute.runner import runner_for
-from pycomm.recorder import Recorder, from_here, watch
+from pycomm.recorder import Recorder, from_here
+from pycomm.recorder.watch import watch
 from pycomm.schedule.program import Program
 from pycomm.transport import late_ranks
 from pycomm.transport.base import Transport, bytes_of

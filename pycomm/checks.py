@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, SupportsIndex, cast
 
@@ -200,3 +201,20 @@ def flag(name: str, value: object) -> None:
     """Raise TypeError, with ``name``, unless ``value`` is a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}, wanted True or False")
+
+
+def reduction(op: Any) -> Any:
+    """Return ``op``, with "mean" for "avg", which is torch's word for it."""
+    return "mean" if isinstance(op, str) and op == "avg" else op
+
+
+def refuse_unknown(call: str, unknown: Iterable[str], known: Collection[str], elsewhere: Mapping[str, str]) -> None:
+    """Raise TypeError if there is an ``unknown`` argument of ``call``, and say which of the ``known`` may be meant.
+
+    Args:
+        elsewhere: what to do in place of arguments that other libraries have.
+    """
+    for name in unknown:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = elsewhere.get(name) or (f"did you mean {close[0]}?" if close else f"wanted one of {', '.join(known)}")
+        raise TypeError(f"{call} got an unknown argument {name!r}: {hint}")

@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm.channel import Channel
-from pycomm.checks import seconds_of, shape_of
+from pycomm.checks import reduction, seconds_of, shape_of
 from pycomm.execute.programs import AlgorithmSelector
 from pycomm.point_to_point import PointToPoint
 from pycomm.schedule.network import Network
 from pycomm.schedule.program import Program
 from pycomm.schedule.table import Table
-from pycomm.transport.choice import TRANSPORTS, choose_transport
+from pycomm.transport import TRANSPORTS
+from pycomm.transport.choice import choose_transport
 from pycomm.transport.gpu import GpuWork, gpu_of
 from pycomm.transport.own_group import Place, found_group, group_of, place_of, timeout_seconds
 from pycomm.worker import Work
@@ -58,7 +59,7 @@ class Communicator(PointToPoint):
             ranks) or "torch" (anything) to insist on one.
         network: description of the network, by which ``algorithm="auto"`` chooses: a
             :class:`pycomm.schedule.Network`, the name of a described one, or a file that
-            ``pycomm plan --calibrate`` has written. ``None`` stands for the file or name in the environment
+            ``pycomm plan calibrate`` has written. ``None`` stands for the file or name in the environment
             variable ``PYCOMM_NETWORK``. All ranks use rank 0's. Without one, or if it was calibrated over
             another transport, "auto" means "native".
 
@@ -165,8 +166,8 @@ class Communicator(PointToPoint):
 
         Args:
             x: array of float32, float16, bfloat16, float64, int8, uint8, int32 or int64.
-            op: "sum", "mean" (floating-point dtypes only), "min", "max", "product"; of integers, "band", "bor" or
-                "bxor" too, which NCCL itself does not have.
+            op: "sum", "mean" (floating-point dtypes only; "avg" is the same), "min", "max", "product"; of integers,
+                "band", "bor" or "bxor" too, which NCCL itself does not have.
             algorithm: "native" is the transport's own; NCCL chooses by size and topology. A name that
                 :func:`pycomm.schedule.by_name` knows ("halving_doubling", "double_tree(64)"), or a
                 schedule for as many ranks as the group has, even one of your own, is verified once and
@@ -177,7 +178,7 @@ class Communicator(PointToPoint):
                 still run in the order of the calls. On a GPU, ``wait()`` makes torch's current stream and
                 the array's wait, not the host.
         """
-        gpu = gpu_of(x)
+        op, gpu = reduction(op), gpu_of(x)
         native = self._selector.native if gpu is None else _NCCL_ALGORITHMS
         is_native = isinstance(algorithm, str) and algorithm in native
         program = None if is_native else self._program(algorithm, x)
@@ -200,6 +201,7 @@ class Communicator(PointToPoint):
         """
         if gpu_of(x) is not None:
             raise ValueError("reduce wants an array in CPU memory; between GPUs use all_reduce()")
+        op = reduction(op)
         return self.channel.enqueue(lambda: self._transport.reduce(x, dst, op, self._timeout), async_op)
 
     def reduce_scatter(self, out: Any, x: Any, op: str = "sum", async_op: bool = False) -> Work | GpuWork | None:
@@ -207,7 +209,7 @@ class Communicator(PointToPoint):
 
         ``x`` has ``size`` times as many elements as ``out``; dtypes and ``op`` as in :meth:`all_reduce`.
         """
-        gpu = gpu_of(out)
+        op, gpu = reduction(op), gpu_of(out)
         if gpu is not None:
             return self.channel.on_gpu(
                 gpu, [out, x], lambda nccl, *when: nccl.reduce_scatter(out, x, op, *when), async_op

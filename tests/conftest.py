@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 from torch._C._distributed_c10d import HashStore
 
+from tests import selection
 from tests.kernels.gpus import why_skipped
 from tests.on_ranks import Pools
 from tests.processes import child_processes
@@ -25,6 +26,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
     max_examples=int(os.environ.get("PYCOMM_TEST_EXAMPLES", "60")),
 )
+settings.register_profile("quick", settings.get_profile("pycomm"), max_examples=10)
 settings.load_profile("pycomm")
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 os.environ["PYCOMM_FLIGHT_DIR"] = ""  # errors on purpose write no files; tests of the recorder name a folder
@@ -82,6 +84,29 @@ def nothing_left_behind() -> Iterator[None]:
     yield
     named = [path for path in Path("/dev/shm").iterdir() if path.name.startswith(("pycomm", "torch"))]
     assert not named, f"left behind: {named}"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    selection.add_option(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if selection.part_of(config) == "quick" and "PYCOMM_TEST_EXAMPLES" not in os.environ:
+        settings.load_profile("quick")
+
+
+@pytest.hookimpl(trylast=True)  # when what is marked slow has been left out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part = selection.part_of(config)
+    if part != "all":
+        quick, rest = selection.divide(items)
+        items[:], left_out = (quick, rest) if part == "quick" else (rest, quick)
+        config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if selection.part_of(config) == "quick":
+        terminalreporter.write_line(selection.ADVICE)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -20,7 +20,11 @@ from unittest.mock import patch
 
 from pycomm.launching import LocalRanks, Pipe
 
-_IMPORTED = ("hypothesis", "pytest", "pycomm", "torch._dynamo", "torch.distributed.fsdp", "tests.on_ranks")
+_LAZY = ("asynchronous.averaging", "asynchronous.gossip", "asynchronous.parameter_server", "backend.process_group")
+_IMPORTED = (
+    *("hypothesis", "pytest", "torch._dynamo", "torch.distributed.fsdp", "tests.on_ranks"),
+    *(f"pycomm.{name}" for name in (*_LAZY, "checkpoint", "cost.auto", "ddp", "monitoring", "reducer")),
+)
 _APART = 1 << 30  # bytes of addresses
 _NO_ACCESS = 0
 

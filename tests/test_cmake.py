@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,7 +15,7 @@ CMAKE = shutil.which("cmake")
 
 
 def configure(build: Path, path: str, **variables: str) -> str:
-    """Return what CMake says when it is to build with CUDA."""
+    """Return what CMake says when it is to build with CUDA, in one line."""
     pybind11 = pytest.importorskip("pybind11")
     assert CMAKE is not None
     version = {f"SKBUILD_PROJECT_{name}": value for name, value in {"NAME": "pycomm", "VERSION": "0.1.0"}.items()}
@@ -24,7 +25,7 @@ def configure(build: Path, path: str, **variables: str) -> str:
     done = subprocess.run(
         command, env={**kept, "PATH": path, **variables}, capture_output=True, text=True, timeout=100, check=False
     )
-    return done.stdout + done.stderr
+    return " ".join((done.stdout + done.stderr).split())
 
 
 @pytest.mark.skipif(CMAKE is None, reason="needs cmake")
@@ -39,7 +40,24 @@ def test_a_compiler_that_is_not_on_path(variable: str, tmp_path: Path) -> None:
     path = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if not Path(p, "nvcc").exists())
     said = configure(tmp_path / "build", path, **{variable: str(tmp_path / "toolkit")})
     assert asked.exists(), said
-    assert "PYCOMM_CUDA=ON, but no CUDA compiler was found" in said
+    assert f"by {nvcc}, for 75-virtual (other GPUs: CUDAARCHS; none: PYCOMM_CUDA=OFF)" in said
+
+
+@pytest.mark.skipif(CMAKE is None, reason="needs cmake")
+def test_no_compiler_and_an_old_one(tmp_path: Path) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("ninja", "make", "uname", "sh"):
+        if found := shutil.which(name):
+            (tools / name).symlink_to(found)
+    said = configure(tmp_path / "none", str(tools))
+    assert "no C++ compiler on PATH, wanted g++ 11, clang 14 or newer. Debian and Ubuntu: apt install g++" in said
+    real = shutil.which("c++")
+    old = tools / "old-c++"  # says of itself what g++ 10 says
+    old.write_text(f'#!/bin/sh\nexec {real} -U__GNUC__ -D__GNUC__=10 "$@"\n')
+    old.chmod(0o755)
+    said = configure(tmp_path / "old", os.environ["PATH"], CXX=str(old))
+    assert re.search(r"old-c\+\+ is GNU 10\.[\d.]+, wanted g\+\+ 11, clang 14 or newer", said), said
 
 
 def architectures(folder: Path, gpus: str, known: str) -> str:
@@ -69,5 +87,5 @@ def test_what_is_compiled_for(tmp_path: Path) -> None:
     assert architectures(tmp_path, "8.0\\n9.0\\n8.0\\n", known) == "80-real;90-real"
     assert architectures(tmp_path, "12.0\\n", known) == "100-virtual", "newer than the compiler"
     assert architectures(tmp_path, "8.9\\n", known) == "80-virtual"
-    assert architectures(tmp_path, "", known) == "all-major", "there is no nvidia-smi"
-    assert architectures(tmp_path, "No devices were found\\n", known) == "all-major"
+    assert architectures(tmp_path, "", known) == "75-virtual", "there is no nvidia-smi"
+    assert architectures(tmp_path, "No devices were found\\n", known) == "75-virtual"

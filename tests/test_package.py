@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import subprocess
+import sys
 from importlib import metadata, resources
 
 import pytest
@@ -19,7 +21,7 @@ def test_names_that_scripts_rely_on() -> None:
     assert keywords == {
         "compression": None,
         "process_group": None,
-        "bucket_mb": 25,
+        "bucket_mb": None,
         "accumulate": 1,
         "average": True,
         "loss_scaler": None,
@@ -48,6 +50,39 @@ def test_names_that_scripts_rely_on() -> None:
         assert callable(getattr(pycomm.kernels, name))
     assert pycomm.TopK(0.01) == pycomm.TopK(ratio=0.01, error_feedback=True)
     assert all(hasattr(pycomm, name) for name in pycomm.__all__)
+
+
+def test_dir_has_what_is_for_users() -> None:
+    names = {name for name in dir(pycomm) if not name.startswith("__")}
+    assert names == set(pycomm.__all__)
+    assert not names & {"Any", "importlib", "warnings", "TYPE_CHECKING"}
+    with pytest.raises(AttributeError, match="module 'pycomm' has no attribute 'atach'"):
+        pycomm.atach  # noqa: B018
+
+
+_LATER = (
+    *("asynchronous", "checkpoint", "communicator", "compression", "cost", "ddp", "execute", "horovod", "kernels"),
+    *("launching", "monitoring", "optim", "parallel", "reducer", "schedule"),
+)
+"""Parts of pycomm that are imported when they are first asked for."""
+
+
+def test_import_takes_little() -> None:
+    """All that training needs is imported by who asks for it, nothing by ``import pycomm``, nor more of torch."""
+    code = "import sys, torch; before = set(sys.modules); import pycomm; print(*(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    found = done.stdout.split()
+    assert "pycomm.backend" in found
+    assert not {name for name in found if name.startswith(tuple(f"pycomm.{part}" for part in _LATER))}
+    heavy = (
+        "numpy",
+        "torch.distributed.tensor",
+        "torch.distributed.fsdp",
+        "torch.distributed.algorithms",
+        "torch._dynamo",
+    )
+    assert not {name for name in found if name.startswith(heavy)}
+    assert len(found) < 30
 
 
 MOVED = "BatchSizeGrowth CosineDecay PolynomialDecay Shard StepDecay WarmupLR shard_batch"

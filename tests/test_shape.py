@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("pycomm", "csrc", "tests", "bench", "examples")
+FOLDERS = ("pycomm", "pycomm_console", "csrc", "tests", "bench", "examples")
 SOURCES = (".py", ".pyi", ".cpp", ".h", ".cu")
 LONGEST_FILE = 400
 LONGEST_CLASS = 250

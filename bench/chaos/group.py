@@ -39,7 +39,7 @@ def context() -> ForkServerContext:
     The server looks for modules where this process does; by itself it would begin in the sources.
     """
     made = mp.get_context("forkserver")
-    made.set_forkserver_preload(["bench.chaos.ranks", "torch._dynamo"])
+    made.set_forkserver_preload(["bench.chaos.ranks", "pycomm.cost.auto", "pycomm.reducer", "torch._dynamo"])
     here = os.getcwd()
     with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(path or here for path in sys.path)):
         os.chdir("/")

@@ -1,9 +1,10 @@
 import sys
 
 from bench.common.arguments import plain_parser
-from pycomm.cli.bench.kernels import command
+from pycomm.cli.bench.kernels.arguments import DESCRIPTION, add_arguments
 
 if __name__ == "__main__":
-    parser = plain_parser("bench.kernels", command.__doc__)
-    command.add_arguments(parser)
-    sys.exit(command.run(parser.parse_args()))
+    parser = plain_parser("bench.kernels", DESCRIPTION)
+    add_arguments(parser)
+    arguments = parser.parse_args()
+    sys.exit(arguments.run(arguments))

@@ -3,7 +3,7 @@
     python -m bench.planning [--rounds 5] [--steps 4] [--json FILE]
 
 The network is calibrated, and every layer is timed on all ranks at once, between the turns of the layouts that are
-measured. From these the planner predicts each layout as `pycomm plan --model` would, with the cores of this host as
+measured. From these the planner predicts each layout as `pycomm plan model` would, with the cores of this host as
 a resource. Time is the median of the slowest rank's steps. Memory is what a rank's processes really have in pages of
 their own and in shared files, at the most of the moments between layers, beyond the same with a tiny model.
 """

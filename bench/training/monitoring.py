@@ -13,7 +13,7 @@ import torch
 
 import pycomm
 from pycomm.cli.bench.timing import stopwatch
-from pycomm.recorder import watch
+from pycomm.recorder.watch import watch
 
 EVERY = 50
 """Steps from one row to the next."""

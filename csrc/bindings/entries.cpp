@@ -125,14 +125,14 @@ void pack_entries_of(py::handle of_message, py::handle message, py::handle verdi
 }
 
 // The messages of all ranks, and what is found in them.
-struct Messages {
+struct EntryMessages {
     int num_ranks;
     const char* bytes;
     int32_t* indices;
     char* verdict;
 
     // `found`: how indices and verdict are accessed.
-    Messages(Given& given, const EntryLayout& layout, py::handle of_ranks, py::handle messages, py::handle places,
+    EntryMessages(Given& given, const EntryLayout& layout, py::handle of_ranks, py::handle messages, py::handle places,
              py::handle answers, Access found)
         : num_ranks(ranks_in(of_ranks)),
           bytes(given.bytes(messages, "messages", Access::kRead, num_ranks * layout.num_bytes)),
@@ -146,7 +146,7 @@ void unpack_entries_of(py::handle of_message, py::handle messages, py::handle nu
     const EntryLayout& layout = layout_in(of_message);
     Scratch* const memory = scratch_of(scratch);
     Given given(layout);
-    const Messages all(given, layout, num_ranks, messages, indices, verdict, Access::kWrite);
+    const EntryMessages all(given, layout, num_ranks, messages, indices, verdict, Access::kWrite);
     const double limit = as_number(most, "most");
     const Factor by(factor, "factor");
     by.add_to(given.arguments());
@@ -188,7 +188,7 @@ void add_entries_of(py::handle of_message, py::handle messages, py::handle num_r
     require_count(sums.buffer.count, layout.limit, "out", "`limit` of the layout");
     given.arguments().writes(sums, "out");
     outcome.out = sums.buffer;
-    const Messages all(given, layout, num_ranks, messages, indices, verdict, Access::kRead);
+    const EntryMessages all(given, layout, num_ranks, messages, indices, verdict, Access::kRead);
     outcome.states = states_of(given, states, sums);
     outcome.finite = given.flags(finite, "finite", 1, "one bool");
     outcome.used = given.flags(used, "used", layout.num_params, "one bool per parameter");

@@ -12,6 +12,7 @@
 #include "transport/nccl/group.h"
 
 namespace pycomm {
+namespace nccl_calls {  // shared_memory.cpp has functions of the same names, and both are compiled as one
 namespace {
 
 using Paths = std::vector<std::string>;
@@ -152,24 +153,26 @@ void group_end(NcclGroup& group, double timeout) {
 }
 
 }  // namespace
+}  // namespace nccl_calls
 
 void bind_nccl(py::module_& module) {
     using py::arg;
     using WithoutGil = py::call_guard<py::gil_scoped_release>;
-    module.def("nccl_library", &nccl_library, arg("paths"));
-    module.def("nccl_version", &nccl_version, arg("paths"));
-    module.def("nccl_unique_id", &nccl_unique_id, arg("paths"));
+    module.def("nccl_library", &nccl_calls::nccl_library, arg("paths"));
+    module.def("nccl_version", &nccl_calls::nccl_version, arg("paths"));
+    module.def("nccl_unique_id", &nccl_calls::nccl_unique_id, arg("paths"));
     py::class_<NcclGroup>(module, "NcclGroup")
-        .def(py::init(&make_group), arg("rank"), arg("size"), arg("device"), arg("unique_id"), arg("ring"),
+        .def(py::init(&nccl_calls::make_group), arg("rank"), arg("size"), arg("device"), arg("unique_id"), arg("ring"),
              arg("timeout"), arg("paths"))
-        .def("all_reduce", &all_reduce, arg("x"), arg("op"), arg("stream"), arg("timeout"))
-        .def("reduce_scatter", &reduce_scatter, arg("out"), arg("x"), arg("op"), arg("stream"), arg("timeout"))
-        .def("all_gather", &all_gather, arg("out"), arg("x"), arg("stream"), arg("timeout"))
-        .def("broadcast", &broadcast, arg("x"), arg("src"), arg("stream"), arg("timeout"))
-        .def("send", &send, arg("x"), arg("dst"), arg("stream"), arg("timeout"))
-        .def("recv", &recv, arg("x"), arg("src"), arg("stream"), arg("timeout"))
+        .def("all_reduce", &nccl_calls::all_reduce, arg("x"), arg("op"), arg("stream"), arg("timeout"))
+        .def("reduce_scatter", &nccl_calls::reduce_scatter, arg("out"), arg("x"), arg("op"), arg("stream"),
+             arg("timeout"))
+        .def("all_gather", &nccl_calls::all_gather, arg("out"), arg("x"), arg("stream"), arg("timeout"))
+        .def("broadcast", &nccl_calls::broadcast, arg("x"), arg("src"), arg("stream"), arg("timeout"))
+        .def("send", &nccl_calls::send, arg("x"), arg("dst"), arg("stream"), arg("timeout"))
+        .def("recv", &nccl_calls::recv, arg("x"), arg("src"), arg("stream"), arg("timeout"))
         .def("group_start", &NcclGroup::group_start, WithoutGil())
-        .def("group_end", &group_end, arg("timeout"))
+        .def("group_end", &nccl_calls::group_end, arg("timeout"))
         .def("group_abandon", &NcclGroup::group_abandon, WithoutGil())
         .def("check", &NcclGroup::check, WithoutGil())
         .def("close", &NcclGroup::close, arg("why"), WithoutGil());

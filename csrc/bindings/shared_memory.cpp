@@ -1,4 +1,3 @@
-#include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
 #include "base/error.h"
@@ -130,7 +129,7 @@ float all_reduce_apart(SharedMemoryGroup& group, py::handle x, py::handle op_nam
     return group.all_reduce_apart(whole, own, op, timeout);
 }
 
-void reduce(SharedMemoryGroup& group, py::handle x, py::handle dst, py::handle op_name, double timeout) {
+void reduce_to_one(SharedMemoryGroup& group, py::handle x, py::handle dst, py::handle op_name, double timeout) {
     auto [array, op] = look_at_reduction(group, x, op_name, timeout);
     const int root = look_at(group, timeout, [&] {
         int64_t rank = as_integer(dst, "dst");
@@ -141,9 +140,11 @@ void reduce(SharedMemoryGroup& group, py::handle x, py::handle dst, py::handle o
     group.reduce(array.buffer, root, op, timeout);
 }
 
-NamedProgram make_program(py::array_t<int64_t, py::array::c_style> words, int rank, int size, std::string name,
-                          uint64_t digest) {
-    return {parse_program(words.data(), words.size(), rank, size), std::move(name), digest};
+NamedProgram make_program(py::handle words, int rank, int size, std::string name, uint64_t digest) {
+    const Array seen = as_array(words, "words", Access::kRead);
+    if (seen.buffer.dtype != DType::kI64) throw ArgumentTypeError("words are not int64");
+    return {parse_program(static_cast<const int64_t*>(seen.buffer.data), seen.buffer.count, rank, size),
+            std::move(name), digest};
 }
 
 void run(SharedMemoryGroup& group, const NamedProgram& program, py::handle x, py::handle op_name, double timeout) {
@@ -270,7 +271,7 @@ void bind_shared_memory(py::module_& module) {
         .def("reduce_scatter", &reduce_scatter, py::arg("out"), py::arg("x"), py::arg("op"), py::arg("timeout"))
         .def("all_gather", &all_gather, py::arg("out"), py::arg("x"), py::arg("timeout"))
         .def("all_to_all", &all_to_all, py::arg("out"), py::arg("x"), py::arg("timeout"))
-        .def("reduce", &reduce, py::arg("x"), py::arg("dst"), py::arg("op"), py::arg("timeout"))
+        .def("reduce", &reduce_to_one, py::arg("x"), py::arg("dst"), py::arg("op"), py::arg("timeout"))
         .def("all_to_all_v", &all_to_all_v, py::arg("outs"), py::arg("xs"), py::arg("timeout"))
         .def("reduce_scatter_v", &reduce_scatter_v, py::arg("out"), py::arg("xs"), py::arg("op"), py::arg("timeout"))
         .def("broadcast", &broadcast, py::arg("x"), py::arg("src"), py::arg("timeout"))

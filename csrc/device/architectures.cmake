@@ -1,5 +1,6 @@
-# Sets `out` to the CUDA architectures to compile for: those of the GPUs that are there, or, where there are none, one of
-# each generation that `compiler` knows. A GPU that is newer than the compiler gets code that its driver compiles.
+# Sets `out` to the CUDA architectures to compile for: those of the GPUs that are there. Where there are none, it is
+# code that the driver of any GPU from Turing on compiles at its first use: code for each generation takes five times as
+# long to build. A GPU that is newer than the compiler gets code that its driver compiles, too.
 function(pycomm_architectures out compiler)
   set(chosen)
   execute_process(COMMAND nvidia-smi --query-gpu=compute_cap --format=csv,noheader
@@ -27,7 +28,7 @@ function(pycomm_architectures out compiler)
     list(REMOVE_DUPLICATES chosen)
   endif()
   if(NOT chosen)
-    set(chosen all-major)
+    set(chosen 75-virtual)
   endif()
   set(${out} "${chosen}" PARENT_SCOPE)
 endfunction()

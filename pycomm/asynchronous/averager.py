@@ -24,6 +24,13 @@ class Averager(ABC):
         self._loop, self._is_attached = loop, True
         loop.watch(self._stepped, self._skipped, self._refused)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._description() if self._is_attached else 'detached'})"
+
+    @abstractmethod
+    def _description(self) -> str:
+        """Return who meets, about what, and how, in the words of ``repr``."""
+
     @abstractmethod
     def _stepped(self) -> None:
         """Do what is to be done after a step."""

@@ -23,7 +23,8 @@ from pycomm.asynchronous.outer import DelayedNesterov, Elastic, Nesterov
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression, NoCompression
 from pycomm.cost.auto import Auto
-from pycomm.optim.parameters import optimizer_parameters, unwrapped
+from pycomm.optim.attached import refuse_second_average
+from pycomm.optim.parameters import checked_optimizer, optimizer_parameters
 from pycomm.reducer.agreement import agreed
 from pycomm.reducer.broadcast import check_same_lines, named_tensors, share_tensors, signature
 from pycomm.reducer.settings import checked_method
@@ -40,7 +41,7 @@ def local_sgd(
     outer: Nesterov | DelayedNesterov | None = None,
     fragments: int = 1,
     delay: int = 0,
-    compression: Compression | None = None,
+    compression: Compression | str | None = None,
     on_failure: str = "raise",
     join: str | None = None,
     quorum: int | None = None,
@@ -68,7 +69,8 @@ def local_sgd(
             same bytes travel in smaller portions (Douillard et al., "Streaming DiLoCo", 2025).
         delay: number of steps, below ``every``, that ranks make while a mean is on its way. What it comes to is then
             mixed, half and half, with where the parameters have gone meanwhile (there, section 3.2). 0: ranks wait.
-        compression: how far a rank has gone travels by this method; what it leaves over is added at the next meeting.
+        compression: how far a rank has gone travels by this method, an object or a name such as "fp16"; what it leaves
+            over is added at the next meeting.
         on_failure: treatment of ranks that are lost: that die, are stopped or do not come within the timeout. "raise":
             ``optimizer.step()`` raises a CommError on the others. "shrink": they go on, and the meeting is made again
             without it; and others may join. In CPU memory only. With a ``delay`` that takes another copy of the
@@ -251,7 +253,7 @@ def _average(
     try:
         outcome: _Settings | Exception
         try:
-            optimizer = unwrapped(optimizer)
+            optimizer = checked_optimizer(optimizer, model, "local_sgd")
             outcome = _checked(optimizer, model, request)
         except Exception as error:  # a foreign object may raise anything
             outcome = error
@@ -303,7 +305,7 @@ def _checked_decoupled(
     process_group: dist.ProcessGroup | None,
 ) -> tuple[torch.optim.Optimizer, dict[str, torch.Tensor], Compression | None]:
     """Return the optimizer, the parameters by name and the method. Raise TypeError or ValueError if one is wrong."""
-    optimizer = unwrapped(optimizer)
+    optimizer = checked_optimizer(optimizer, model, "local_sgd")
     named = checked_parameters(optimizer, model, options["every"])
     size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     _require_decoupled({**options, "process_group": process_group}, size)
@@ -330,7 +332,7 @@ def _require_decoupled(options: Mapping[str, Any], num_ranks: int) -> None:
 def _join(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, request: _Request, timeout: timedelta | float | None
 ) -> LocalAverager:
-    optimizer = unwrapped(optimizer)
+    optimizer = checked_optimizer(optimizer, model, "local_sgd")
     settings = _checked(optimizer, model, request)
     companions = Companions.join(request.options["join"], settings.lines(optimizer), timeout_seconds(timeout))
     fragments, buffers, loop = settings.make_fragments(), list(model.buffers()), settings.loop_of(optimizer, model)
@@ -345,13 +347,15 @@ def _join(
 
 
 def checked_parameters(
-    optimizer: torch.optim.Optimizer, model: torch.nn.Module, every: Any, fragments: Any = 1
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, every: Any, fragments: Any = 1, call: str = "local_sgd()"
 ) -> dict[str, torch.Tensor]:
     """Return the parameters by name. Raise TypeError or ValueError if these cannot be averaged."""
     checks.count("every", every, 1)
+    checks.instance("model", model, torch.nn.Module)
     named: dict[str, torch.Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if checks.count("fragments", fragments, 1) > min(every, len(named)):
         raise ValueError(f"fragments={fragments}, wanted at most every={every} and the {len(named)} parameters")
+    refuse_second_average(named, call)
     own = {id(p) for p in optimizer_parameters(optimizer)}
     left = next((name for name, p in named.items() if id(p) not in own), None)
     if left is not None:

@@ -75,14 +75,11 @@ class Companions:
     def commit(self) -> int:
         """Return once all ranks have the results of a meeting, with the number of a newcomer that waits; 0 for none."""
         word = np.zeros(1, np.int64)
-        if self._is_first() and (waiting := self._door.waiting()) is not None:
+        if self._membership.is_first and (waiting := self._door.waiting()) is not None:
             word[0] = waiting.number
         with self.communicator.channel.skip_checks():
             self.communicator.all_reduce(word, "max")
         return int(word[0])
-
-    def _is_first(self) -> bool:
-        return self.world[0] == self._membership.me
 
     def recover(self, error: CommError, committed: int, catch_up: Callable[[int], None]) -> int:
         """Go on among those that are left; return how many meetings count. Collective among them.
@@ -101,7 +98,9 @@ class Companions:
         for rank in self.world:
             del left[rank]
         self.events.append({"seconds": time.monotonic() - start, "left": left, "world": self.world})
-        _LOG.warning("%s: %d ranks go on", ", ".join(f"rank {r} {fate}" for r, fate in left.items()), len(self.world))
+        if self._membership.is_first:
+            fates = ", ".join(f"rank {rank} {fate}" for rank, fate in left.items())
+            _LOG.warning("%s: %d ranks go on", fates, len(self.world))
         return found.committed
 
     def let_in(self, number: int) -> None:
@@ -113,7 +112,7 @@ class Companions:
         self._door.pass_by(number)
         place = self._membership.admit(self._door.read(number))
         try:
-            if self._is_first():
+            if self._membership.is_first:
                 self._door.answer(number, self._membership.invitation())
             self.communicator.move(place)
             self._membership.settle(self.communicator)
@@ -121,7 +120,8 @@ class Companions:
             self._membership.dismiss()
             raise
         self.events.append({"joined": self.world[-1], "world": self.world})
-        _LOG.warning("rank %d has come: %d ranks go on", self.world[-1], len(self.world))
+        if self._membership.is_first:
+            _LOG.warning("rank %d has come: %d ranks go on", self.world[-1], len(self.world))
 
     def close(self, reason: str) -> None:
         """Leave."""

@@ -25,7 +25,9 @@ from pycomm.asynchronous.shards import Piece, cut
 from pycomm.asynchronous.updates import ShardOptimizer
 from pycomm.asynchronous.worker import ServerLink
 from pycomm.compression import Compression
+from pycomm.descriptions import counted, settings_text, tensors_text
 from pycomm.errors import CommError
+from pycomm.reducer.description import method_text
 from pycomm.transport import rendezvous
 
 _FORMAT = 1
@@ -126,6 +128,13 @@ class DecoupledAverager(Averager):
         self._anchors = [torch.empty_like(p) for p in self._params]
         self._pull()
         super().__init__(optimizer, loop)
+
+    def _description(self) -> str:
+        pace, center = self._pace, "holds the center" if self._center is not None else "rank 0 holds the center"
+        quorum = [] if pace.quorum is None else [f"quorum {pace.quorum}"]
+        every = f"every {counted(pace.every, 'step')} of the fastest rank"
+        what = [center, tensors_text(self._params), every, *quorum, settings_text(pace.outer), method_text(pace.method)]
+        return ", ".join(what)
 
     # Meetings.
 

@@ -93,6 +93,7 @@ class Fragment:
 
     Attributes:
         names: of the parameters.
+        outer, method: as above.
         launched: number of steps after which the meeting began that is not over; ``None`` if there is none.
         num_meetings: number of those that are over.
         met_at: number of steps at the end of the last one, if none was made while it lasted; -1 before.
@@ -101,7 +102,7 @@ class Fragment:
     def __init__(self, named: Mapping[str, torch.Tensor], outer: Outer, method: Compression, keeps: bool) -> None:
         params = list(named.values())
         self.names = names = list(named)
-        self._outer, self._keeps, self._weight = outer, keeps, 1.0
+        self.outer, self.method, self._keeps, self._weight = outer, method, keeps, 1.0
         self._parts = [
             _Part([names[i] for i in indices], [params[i] for i in indices], chosen, isinstance(outer, Nesterov))
             for chosen, indices in by_method(method, params)
@@ -119,6 +120,11 @@ class Fragment:
         for part in self._parts:
             part.open(communicator)
 
+    @property
+    def params(self) -> list[torch.Tensor]:
+        """The parameters."""
+        return [param for part in self._parts for param in part.params]
+
     def _sent(self) -> int:
         return sum(part.exchange.bytes_sent for part in self._parts if part.exchange is not None)
 
@@ -133,7 +139,7 @@ class Fragment:
     def launch(self, call_roll: CallRoll, weight: float, num_steps: int, then: Callable[[], None]) -> None:
         """Begin a meeting; ``then`` is called in it, when this rank has the mean. All ranks must."""
         self.launched, self._weight, self._call_roll = num_steps, weight, call_roll
-        pull = self._outer.strength / self._communicator.size if isinstance(self._outer, Elastic) else 0.0
+        pull = self.outer.strength / self._communicator.size if isinstance(self.outer, Elastic) else 0.0
         for part in self._parts:
             part.fill(pull)
             if self._keeps:
@@ -222,14 +228,14 @@ class Fragment:
         for part in self._parts:
             moved, part.mean = part.mean, None
             assert moved is not None
-            if isinstance(self._outer, Elastic):
-                part.anchor.sub_(moved, alpha=self._outer.strength)
-            elif isinstance(self._outer, Nesterov):
+            if isinstance(self.outer, Elastic):
+                part.anchor.sub_(moved, alpha=self.outer.strength)
+            elif isinstance(self.outer, Nesterov):
                 assert part.velocity is not None
-                self._outer.step(part.anchor, part.velocity, moved)
+                self.outer.step(part.anchor, part.velocity, moved)
             else:
                 part.anchor.sub_(moved)
-        if not isinstance(self._outer, Elastic):
+        if not isinstance(self.outer, Elastic):
             self.go_to_anchor(share=_LATE if is_late else 1.0)
 
     @torch.no_grad()

@@ -14,7 +14,9 @@ from pycomm import schedule
 from pycomm.asynchronous.averaging import checked_parameters
 from pycomm.asynchronous.loop import Known
 from pycomm.communicator import Communicator
-from pycomm.optim.parameters import unwrapped
+from pycomm.descriptions import counted, tensors_text
+from pycomm.optim.attached import forget_averaged, register_averaged
+from pycomm.optim.parameters import checked_optimizer
 from pycomm.reducer.agreement import agreed
 from pycomm.reducer.autograd_hooks import watch_copies
 from pycomm.reducer.broadcast import check_same_lines, named_tensors, share_tensors, signature
@@ -61,8 +63,8 @@ def gossip(
     try:
         request: Any
         try:
-            optimizer = unwrapped(optimizer)
-            named = checked_parameters(optimizer, model, every)
+            optimizer = checked_optimizer(optimizer, model, "gossip")
+            named = checked_parameters(optimizer, model, every, call="gossip()")
             kind = next(iter(named.values())).device.type
             if kind != "cpu":
                 raise ValueError(f"parameters are on {kind}, wanted CPU memory")
@@ -108,6 +110,14 @@ class Gossip:
         self._seconds = 0.0
         self._hook: Any = optimizer.register_step_post_hook(self._stepped)
         self._copies = watch_copies(known.model)
+        register_averaged(known)
+
+    def __repr__(self) -> str:
+        if self._hook is None:
+            return "Gossip(detached)"
+        ranks, every = counted(self._communicator.size, "rank"), counted(self._every, "step")
+        what = [ranks, self._communicator.transport, tensors_text(self._params), self._mixing.name, f"every {every}"]
+        return f"Gossip({', '.join(what)})"
 
     def _stepped(self, *_: object) -> None:
         self._num_steps += 1
@@ -183,6 +193,7 @@ class Gossip:
     def detach(self) -> None:
         """Mix no more; release the communicator. Idempotent, not collective."""
         if self._hook is not None:
+            forget_averaged(self._known)
             self._hook.remove()
             self._hook = None
             self._copies.remove()

@@ -18,9 +18,11 @@ from pycomm.asynchronous.fragment import Fragment
 from pycomm.asynchronous.loop import Loop
 from pycomm.asynchronous.roll import Roll
 from pycomm.communicator import Communicator
+from pycomm.descriptions import counted, settings_text, tensors_text
 from pycomm.errors import CommError
 from pycomm.reducer.attached_tensors import shared_parts
 from pycomm.reducer.broadcast import broadcast_tensors
+from pycomm.reducer.description import method_text
 
 _FORMAT = 2
 
@@ -57,6 +59,20 @@ def _end(communicator: Communicator, progress: Progress) -> None:
     communicator.close(f"it has ended its training after step {progress.num_steps}")
 
 
+def _description(num_ranks: int, communicator: Communicator, fragments: Sequence[Fragment], rhythm: Rhythm) -> str:
+    """Return who meets, about what, and how, in the words of ``repr``."""
+    params = tensors_text(param for fragment in fragments for param in fragment.params)
+    outer, delay = fragments[0].outer, f" with a delay of {rhythm.delay}" if rhythm.delay else ""
+    what = [
+        *(counted(num_ranks, "rank"), communicator.transport),
+        f"{params} in {counted(len(fragments), 'fragment')}",
+        f"every {counted(rhythm.every, 'step')}{delay}",
+        *([] if outer is None else [settings_text(outer)]),
+        method_text(fragments[0].method),
+    ]
+    return ", ".join(what)
+
+
 class LocalAverager(Averager):
     """Averager of ranks that wait for each other: all make equally many steps from one meeting to the next."""
 
@@ -81,8 +97,7 @@ class LocalAverager(Averager):
         self._num_meetings = self._num_skipped = 0
         self._progress = Progress()
         self._finalizer = weakref.finalize(self, _end, communicator, self._progress)
-        self._is_new = False  # a newcomer, with groups of its own
-        self._seconds = 0.0
+        self._is_new, self._seconds = False, 0.0  # new: a newcomer, with groups of its own
         super().__init__(optimizer, loop)
 
     @property
@@ -93,6 +108,9 @@ class LocalAverager(Averager):
     def world(self) -> tuple[int, ...]:
         """Ranks that meet, by the numbers that they got when they came; it changes only with "shrink"."""
         return tuple(range(self._communicator.size)) if self._companions is None else self._companions.world
+
+    def _description(self) -> str:
+        return _description(len(self.world), self._communicator, self._fragments, self._rhythm)
 
     # Meetings.
 

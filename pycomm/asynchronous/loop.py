@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from pycomm.optim.attached import forget_averaged, register_averaged
 from pycomm.optim.skips import listen_to_skips, stop_listening
 from pycomm.reducer.autograd_hooks import AfterForward, BeforeForward, ZeroGradHook, forget_original
 from pycomm.reducer.hyperparameters import Hyperparameters, Numbers
@@ -29,16 +30,23 @@ class Known:
         model, optimizer: owners.
         named: the parameters that are averaged.
         what: name of the function that was given them, for errors.
+
+    Attributes:
+        what: as above.
     """
 
     def __init__(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor], what: str
     ) -> None:
-        self.model, self._optimizer, self.named = model, optimizer, dict(named)
+        self.model, self._optimizer, self.named, self.what = model, optimizer, dict(named), what
         self.advice = _ATTACH.format(what)
         self._own = {id(p) for p in named.values()}
         self._places = Places(model)
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
+
+    def knows(self, param: torch.Tensor) -> bool:
+        """Return whether ``param`` is one of them."""
+        return id(param) in self._own
 
     def problem_of_optimizer(self) -> str:
         """Return what is wrong with the parameters in the optimizer's groups; "" if nothing is."""
@@ -202,9 +210,11 @@ class Loop:
             ZeroGradHook(self._optimizer, self._zeroed),
         ]
         listen_to_skips(self._optimizer, skipped)
+        register_averaged(self.known)
 
     def close(self) -> None:
         """Take the hooks away."""
+        forget_averaged(self.known)
         for handle in self._handles:
             handle.remove()
         stop_listening(self._optimizer)

@@ -28,7 +28,10 @@ from pycomm.asynchronous.updates import ShardOptimizer
 from pycomm.asynchronous.worker import ServerLink
 from pycomm.checks import bounded, positive
 from pycomm.compression import Compression
-from pycomm.optim.parameters import unwrapped
+from pycomm.descriptions import counted, tensors_text
+from pycomm.optim.attached import refuse_second_average
+from pycomm.optim.parameters import checked_optimizer
+from pycomm.reducer.description import method_text
 from pycomm.transport import rendezvous
 
 
@@ -40,7 +43,7 @@ def parameter_server(
     mode: str = "async",
     staleness: int | None = None,
     compensation: DelayCompensation | str | None = None,
-    compression: Compression | None = None,
+    compression: Compression | str | None = None,
     quorum: int | None = None,
     backup: int = 0,
     checkpoint: str | Path | None = None,
@@ -71,9 +74,10 @@ def parameter_server(
         staleness: bound of "ssp", at least 1.
         compensation: of gradients whose parameters have been updated since they were pulled. "lr": the learning
             rate is divided by the number of updates. "dc", or a :class:`pycomm.DelayCompensation`: DC-ASGD.
-        compression: method by which gradients travel, over the connection even on one host. What it leaves over stays
-            with the worker, for its next push. Takes a server about as much memory for each worker as the method's
-            state and a bucket, 8 bytes a parameter for most. Parameters are then cut only at their borders.
+        compression: method by which gradients travel, or its name, over the connection even on one host. What it
+            leaves over stays with the worker, for its next push. Takes a server about as much memory for each worker
+            as the method's state and a bucket, 8 bytes a parameter for most. Parameters are then cut only at their
+            borders.
         quorum: of "softsync", at least 1.
         backup: of "sync".
         checkpoint: folder in which servers write down what has happened before they acknowledge it. A server that is
@@ -114,8 +118,9 @@ def _meet(
     meeting, lines, problem = Meeting(timeout), list[str](), None
     files: ServerFiles | None = None
     try:
-        optimizer = unwrapped(optimizer)
+        optimizer = checked_optimizer(optimizer, model, "parameter_server")
         settings, named = settings_of(meeting.size, timeout=meeting.timeout), checked_parameters(optimizer, model)
+        refuse_second_average(named, "parameter_server()")
         if settings.compression is not None:
             settings.compression.check(optimizer)
         lines = lines_of(settings, optimizer, named)
@@ -164,6 +169,14 @@ class ParameterServer:
             self._open_links()
         else:
             self._core, self._memory = self._make_core()
+
+    def __repr__(self) -> str:
+        servers, mode = self._settings.servers, self._settings.mode
+        me = f"worker {self._meeting.worker}" if self.is_worker else f"server {self._meeting.rank}"
+        if self._is_closed:
+            return f"ParameterServer({me}, closed)"
+        params, method = tensors_text(self._params), method_text(self._settings.compression)
+        return f"ParameterServer({me}, {counted(servers, 'server')}, {params}, mode={mode!r}, {method})"
 
     # Workers.
 

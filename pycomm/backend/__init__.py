@@ -12,8 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pycomm.backend.operations import Operations
-from pycomm.backend.process_group import make
 from pycomm.torch_internals import backend_of, open_monitored_barrier
 from pycomm.transport.own_group import PYCOMM
 
@@ -24,8 +22,15 @@ def register() -> None:
     """Register the backend with torch. ``import pycomm`` does; from torch 2.14 on, torch finds it by itself."""
     if not dist.is_available() or hasattr(dist.Backend, PYCOMM.upper()):
         return
-    dist.Backend.register_backend(PYCOMM, make, extended_api=True, devices=["cpu", "cuda"])
+    dist.Backend.register_backend(PYCOMM, _make, extended_api=True, devices=["cpu", "cuda"])
     open_monitored_barrier(PYCOMM)
+
+
+def _make(*arguments: Any) -> dist.ProcessGroup:
+    """Make a group; what that takes is imported by those who use the backend alone."""
+    from pycomm.backend.process_group import make
+
+    return make(*arguments)
 
 
 def stats(group: dist.ProcessGroup | None = None) -> dict[str, Any]:
@@ -40,6 +45,8 @@ def stats(group: dist.ProcessGroup | None = None) -> dict[str, Any]:
     Raises:
         ValueError: the group has another backend, or there is none.
     """
+    from pycomm.backend.operations import Operations
+
     found = dist.group.WORLD if group is None else group
     backend = None if found is None else backend_of(found, torch.device("cpu"))
     if not isinstance(backend, Operations):

@@ -1,9 +1,74 @@
-"""Types of arguments that several commands take."""
+"""What the parsers of all commands have in common. It and they import the standard library alone."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Run = Callable[[argparse.Namespace], int]
+
+
+class Parser(argparse.ArgumentParser):
+    """Parser of a command, which refuses what it does not know with its own usage, not with that of ``pycomm``.
+
+    Attributes:
+        siblings: commands beside this one, by name: if one of them has an unknown option, the error says so.
+        epilog_later: makes the epilog, once somebody asks for help.
+        in_todays_form: rewrites arguments of an older form, which goes on working.
+    """
+
+    siblings: Mapping[str, argparse.ArgumentParser] = {}
+    epilog_later: Callable[[], str] | None = None
+    in_todays_form: Callable[[list[str]], list[str]] | None = None
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse ``args``; those that nobody knows are an error."""
+        args = list(sys.argv[1:] if args is None else args)
+        if self.in_todays_form is not None:
+            args = self.in_todays_form(args)
+        known, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}{self._whose(rest)}")
+        return known, rest
+
+    def format_help(self) -> str:
+        """Return the help."""
+        if self.epilog_later is not None:
+            self.epilog = self.epilog_later()
+        return super().format_help()
+
+    def _whose(self, words: list[str]) -> str:
+        """Say which of the siblings have the options among ``words``."""
+        found = []
+        for option in dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("-")):
+            owners = [each.prog for each in self.siblings.values() if option in each._option_string_actions]
+            if owners:
+                found.append(f"{option} is an option of {', '.join(owners)}")
+        return f" ({'; '.join(found)})" if found else ""
+
+
+def later(module: str, *, whole: bool = False) -> Run:
+    """Return a function that imports ``module``, and calls its ``run``; ``whole``: once all of pycomm is there."""
+
+    def call(arguments: argparse.Namespace) -> int:
+        if whole:
+            load_package()
+        code: int = importlib.import_module(module).run(arguments)
+        return code
+
+    return call
+
+
+def load_package() -> None:
+    """Have ``pycomm`` as ``import pycomm`` leaves it, also where the console script was the first to import it."""
+    package = sys.modules["pycomm"]
+    if not hasattr(package, "__version__"):  # its __init__.py has not run
+        assert package.__spec__ is not None
+        assert package.__spec__.loader is not None
+        package.__spec__.loader.exec_module(package)
 
 
 def integer(smallest: int, *, largest: int | None = None, multiple_of: int = 1) -> Callable[[str], int]:

@@ -16,12 +16,8 @@ from pycomm.kernels import cuda_devices
 from pycomm.transport.nccl import nccl_version
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("info", help="this build, its surroundings and the transports that can be used")
-    parser.set_defaults(run=run)
-
-
 def run(_arguments: argparse.Namespace) -> int:
+    """Print the facts; return the exit code."""
     facts = collect()
     width = max(map(len, facts))
     for name, value in facts.items():
@@ -50,7 +46,11 @@ def collect() -> dict[str, str]:
 def _cuda(build: dict[str, Any]) -> str:
     if build["cuda"] is None:
         return "none (built without)"
-    return f"{build['cuda']}, for {build['cuda_architectures'].replace(';', ', ')}"
+    architectures = build["cuda_architectures"].split(";")
+    says = f"{build['cuda']}, for {', '.join(architectures)}"
+    if all(name.endswith("-virtual") for name in architectures):
+        says += " (the driver of a newer GPU compiles the kernels when they are first used)"
+    return says
 
 
 def _gpus() -> str:

@@ -6,9 +6,9 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-import pycomm
-from pycomm.cli import info
+from pycomm.cli.arguments import Parser, later
 from pycomm.cli.bench import command as bench
 from pycomm.cli.demo import command as demo
 from pycomm.cli.explain import command as explain
@@ -17,12 +17,25 @@ from pycomm.cli.trace import command as trace
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="pycomm", description="Fast data-parallel training for PyTorch.")
-    parser.add_argument("--version", action="version", version=f"pycomm {pycomm.__version__}")
+    """Return the parser of all commands; ``run`` of what it returns runs the one that was given."""
+    parser = Parser(prog="pycomm", description="Fast data-parallel training for PyTorch.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (info, demo, plan, bench, trace, explain):
+    info = commands.add_parser("info", help="this build, its surroundings and the transports that can be used")
+    info.set_defaults(run=later("pycomm.cli.info", whole=True))
+    for command in (demo, plan, bench, trace, explain):
         command.add_parser(commands)
     return parser
+
+
+class _Version(argparse.Action):
+    """Print the version, which is looked up only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        import importlib.metadata
+
+        print(f"pycomm {importlib.metadata.version('pycomm-torch')}")
+        parser.exit()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

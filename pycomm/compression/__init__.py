@@ -12,10 +12,15 @@ A gradient meets four things on its way to bytes:
 
 A method, such as ``FP16`` or ``DGC``, is a frozen configuration that makes the exchange of a bucket;
 ``methods/`` has a file for each. ``sparse/`` has the codec of those that send selected entries, and the
-three ways to sum such entries over the ranks. What a method costs on a network is pycomm.cost's subject.
+three ways to sum such entries over the ranks. A method of your own derives from ``CodecMethod``, or from
+``Method`` if it keeps nothing from step to step: docs/extending/compression_method.md. What a method costs
+on a network is pycomm.cost's subject.
 """
 
-from pycomm.compression.base import Compression
+from pycomm.compression.base import Compression, Exchange, Method
+from pycomm.compression.codec import Accumulated, BaseCodec
+from pycomm.compression.feedback import CodecMethod
+from pycomm.compression.messages import GatheredMessages, SummedMessage
 from pycomm.compression.methods.dgc import DGC
 from pycomm.compression.methods.half import BF16, FP16
 from pycomm.compression.methods.int8 import Int8
@@ -26,18 +31,28 @@ from pycomm.compression.methods.qsgd import QSGD
 from pycomm.compression.methods.randomk import RandomK
 from pycomm.compression.methods.terngrad import TernGrad
 from pycomm.compression.methods.topk import TopK
+from pycomm.compression.report import Report, Told
 
 __all__ = [
     "BF16",
     "DGC",
     "FP16",
     "QSGD",
+    "Accumulated",
+    "BaseCodec",
+    "CodecMethod",
     "Compression",
+    "Exchange",
+    "GatheredMessages",
     "Int8",
+    "Method",
     "NoCompression",
     "OneBit",
     "PowerSGD",
     "RandomK",
+    "Report",
+    "SummedMessage",
     "TernGrad",
+    "Told",
     "TopK",
 ]

@@ -120,7 +120,8 @@ def shared_file(communicator: Communicator, name: str, otherwise: str) -> int:
         if text:
             if mine >= 0:
                 os.close(mine)
-            _LOG.warning("rank %d cannot open a file of rank 0's (%s): %s", rank, text.decode(), otherwise)
+            if communicator.rank == 0:
+                _LOG.warning("rank %d cannot open a file of rank 0's (%s): %s", rank, text.decode(), otherwise)
             return -1
     return mine
 

@@ -160,6 +160,11 @@ class Membership:
         self._numbers = first.size  # given so far
         self._pulse: Pulse | None = None  # where ranks are on several hosts
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first rank of the world, which logs for all what all of them see."""
+        return self.world[0] == self.me
+
     @classmethod
     def found(cls, communicator: Communicator, min_ranks: int, calls_roll: bool) -> Membership:
         """Make the membership of the first ranks, those of ``communicator``. Collective."""

@@ -100,9 +100,10 @@ class PycommCallback(_Callback):
             return
         folder = os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
         if state.is_hyper_param_search:
-            _LOG.warning(
-                "a search for hyperparameters keeps its checkpoints elsewhere: pycomm's state is not among them"
-            )
+            if state.is_world_process_zero:
+                _LOG.warning(
+                    "a search for hyperparameters keeps its checkpoints elsewhere: pycomm's state is not among them"
+                )
         else:
             self.averaging.save(folder)
 

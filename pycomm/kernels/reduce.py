@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pycomm._native as _native
+from pycomm.checks import reduction
 from pycomm.kernels.scratch import Scratch
 from pycomm.kernels.threads import num_threads
 
@@ -19,11 +20,11 @@ def reduce(out: Any, inputs: Sequence[Any], op: str = "sum", *, scratch: Scratch
     Args:
         out: contiguous array. inputs: at least one array of ``out``'s dtype and size.
         scratch: see :class:`Scratch`.
-        op: "sum", "mean" (floating dtypes only), "min" or "max" (NaN wins), "product", "band", "bor" or "bxor"
-            (integers only). Sums and products of integers wrap around.
+        op: "sum", "mean" (floating dtypes only; "avg" is the same), "min" or "max" (NaN wins), "product", "band",
+            "bor" or "bxor" (integers only). Sums and products of integers wrap around.
 
     Raises:
         TypeError: dtypes differ or do not suit ``op``. ValueError: sizes differ, no inputs,
         unknown ``op``, ``out`` not contiguous or read-only.
     """
-    _native.reduce(out, inputs, op, scratch, num_threads())
+    _native.reduce(out, inputs, reduction(op), scratch, num_threads())

@@ -56,10 +56,46 @@ def is_covered(param: torch.Tensor) -> bool:
     return any(reducer.knows(param) for reducer in _reducers)
 
 
-def refuse_second_attach(names: Mapping[str, torch.Tensor]) -> None:
-    """Raise ValueError if a parameter already belongs to a Reducer."""
-    if any(map(is_covered, names.values())):
-        gc.collect()  # the Reducer's optimizer may be garbage
-    for name, param in names.items():
-        if is_covered(param):
-            raise ValueError(f"parameter {name!r} is already attached: detach() the other Reducer first")
+class Averaged(Protocol):
+    """Interface of what averages parameters in a way of its own, such as local SGD.
+
+    Attributes:
+        what: name of the function that began it.
+    """
+
+    what: str
+
+    def knows(self, param: torch.Tensor) -> bool: ...
+
+
+_averaged: weakref.WeakSet[Averaged] = weakref.WeakSet()
+
+
+def register_averaged(averaged: Averaged) -> None:
+    """Register what averages parameters, so that nothing else averages them for as long as it lives."""
+    _averaged.add(averaged)
+
+
+def forget_averaged(averaged: Averaged) -> None:
+    """Undo :func:`register_averaged`."""
+    _averaged.discard(averaged)
+
+
+def refuse_second_average(names: Mapping[str, torch.Tensor], call: str) -> None:
+    """Raise ValueError if something averages a parameter, or its gradient, already; ``call`` is what would too."""
+    if any(_problem(name, param, call) for name, param in names.items()):
+        gc.collect()  # the optimizer of the other one may be garbage
+    problem = next(filter(None, (_problem(name, param, call) for name, param in names.items())), "")
+    if problem:
+        raise ValueError(problem)
+
+
+def _problem(name: str, param: torch.Tensor, call: str) -> str:
+    other = next((averaged.what for averaged in _averaged if averaged.knows(param)), "")
+    if other:
+        return f"parameter {name!r} is averaged by {other} already: detach() its handle before {call}"
+    if not is_covered(param):
+        return ""
+    if call == "attach()":
+        return f"parameter {name!r} is already attached: detach() the other Reducer first"
+    return f"parameter {name!r} is attached, so its gradient is averaged: detach() its Reducer before {call}"

@@ -42,15 +42,19 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         optimizer = inner
 
 
-def checked_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+def checked_optimizer(optimizer: Any, model: Any = None, call: str = "") -> torch.optim.Optimizer:
     """Return the user's ``optimizer``, :func:`unwrapped`. What takes an optimizer of the user's begins with this.
+
+    Args:
+        model: what was given as the model of ``call``, which takes the optimizer first.
 
     Raises:
         TypeError: it is none.
     """
     inner = unwrapped(optimizer)
+    swapped = f"; {call}(optimizer, model): swapped?" if isinstance(model, torch.optim.Optimizer) else ""
     if not isinstance(inner, torch.optim.Optimizer):
-        raise TypeError(f"optimizer is a {type(inner).__name__}, wanted a torch.optim.Optimizer")
+        raise TypeError(f"optimizer is a {type(inner).__name__}, wanted a torch.optim.Optimizer{swapped}")
     return inner
 
 

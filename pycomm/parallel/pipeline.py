@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from pycomm.descriptions import counted, tensors_text
 from pycomm.errors import attempt, text_of
 from pycomm.optim.shards import note_stages
 from pycomm.parallel.cut import require_parameters_apart
@@ -32,8 +33,10 @@ class Pipeline:
         pipeline = pycomm.parallel.Pipeline(stages, mesh["pp"], "one_f_one_b", microbatches=8, loss=loss_fn)
         optimizer = torch.optim.SGD(pipeline.module.parameters(), lr=0.1)
         pycomm.attach(optimizer, pipeline.module, process_group=mesh["dp"])     # with data parallelism
-        loss = pipeline.step(x, target=y)                                       # forward and backward
+        loss = pipeline.step(x, target=y)                  # forward and backward, on every rank
         optimizer.step()
+        if loss is not None:                               # this rank has the last stage
+            print(loss.item())
 
     Before anything is sent, the table is proven on every rank (:func:`pycomm.schedule.pipeline.verify`): every
     microbatch passes every stage once, in order, and the sends and receives cannot wait for each other in a circle.
@@ -92,6 +95,17 @@ class Pipeline:
         self._ended_by = ""
         self._begin()
 
+    def __repr__(self) -> str:
+        table, mine = self.table, ", ".join(map(str, self.stages))
+        what = [
+            table.name,
+            f"{counted(table.num_stages, 'stage')} on {counted(table.num_ranks, 'rank')}",
+            counted(table.num_microbatches, "microbatch", "microbatches"),
+            f"this rank has {'stage' if len(self.stages) == 1 else 'stages'} {mine}" if mine else "this rank has none",
+            tensors_text(self.module.parameters()),
+        ]
+        return f"Pipeline({', '.join(what)})"
+
     def _begin(self) -> None:
         """Make the runtime, and a group for its messages. Collective."""
         self._messages = OwnMessages(self._group)
@@ -112,12 +126,16 @@ class Pipeline:
     def step(self, *inputs: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor | None:
         """Run a batch forward and backward; gradients are in ``.grad`` when this returns.
 
+        Every rank calls it for every batch, then ``optimizer.step()``, in place of ``model(x)``, ``loss(...)`` and
+        ``loss.backward()``. Only the rank with the last stage knows the loss: it logs it, or tells the others with a
+        collective of its own. What this returns has no graph: there is nothing to call ``backward()`` on.
+
         Args:
             inputs: the batch, ``[batch, ...]``, used by the rank with the first stage; other ranks may leave it out.
             target: its targets, ``[batch, ...]``, used by the rank with the last stage; other ranks may leave it out.
 
         Returns:
-            The mean loss over the microbatches on the rank with the last stage, ``None`` on the others.
+            The mean loss over the microbatches, detached, on the rank with the last stage; ``None`` on the others.
 
         Raises:
             ValueError: on every rank: a batch does not divide by the microbatches, is no tensor, or is missing where it

@@ -60,8 +60,9 @@ def split(
             split parameters are new objects.
         mesh: mesh with a dimension "tp", or of one dimension.
         plan: style by name of a module, in which ``*`` stands for one part of a dotted name, or for some of its
-            letters; a style is one of the four, or a ``ParallelStyle`` of torch's, applied as it is. Or a
-            :class:`Plan`, or a file of one; or "auto" for what :func:`pycomm.parallel.auto.styles_of` finds.
+            letters; "" is the model itself, if it is a single layer. A style is one of the four, or a ``ParallelStyle``
+            of torch's, applied as it is. Or a :class:`Plan`, or a file of one; or "auto" for what
+            :func:`pycomm.parallel.auto.styles_of` finds.
 
     Raises:
         TypeError, ValueError: an argument is wrong, a pattern matches nothing, a style does not fit its module,
@@ -131,8 +132,9 @@ def _mapping(model: nn.Module, devices: int, plan: Any) -> Mapping[str, Any]:
         for name, why in reasons.items():
             _LOG.info("split: %s: %s", name, why)
         if not styles and devices > 1:
-            told = "; ".join(f"{name}: {why}" for name, why in list(reasons.items())[:3])
-            raise ValueError(f"plan is 'auto', which finds no layer to split ({told or 'there is none'})")
+            told = "; ".join(f"{name or 'the model'}: {why}" for name, why in list(reasons.items())[:3])
+            alone = ': for the model itself write split(model, mesh, {"": "columns"})' if "" in reasons else ""
+            raise ValueError(f"plan is 'auto', which finds no layer to split ({told or 'there is none'}){alone}")
         return styles
     if isinstance(plan, str | Path):
         plan = Plan.load(plan)
@@ -146,7 +148,7 @@ def _mapping(model: nn.Module, devices: int, plan: Any) -> Mapping[str, Any]:
 
 
 def _resolved(model: nn.Module, plan: Mapping[str, Any]) -> Styles:
-    names = [name for name, _ in model.named_modules() if name]
+    names = [name for name, _ in model.named_modules()]
     found: Styles = {}
     for pattern, style in plan.items():
         if not isinstance(pattern, str):
@@ -155,7 +157,8 @@ def _resolved(model: nn.Module, plan: Mapping[str, Any]) -> Styles:
             raise ValueError(f"style of {pattern!r} is {style!r}, wanted one of {', '.join(STYLES)}, or torch's")
         matching = [name for name in names if _matches(name, pattern)]
         if not matching:
-            raise ValueError(f"{pattern!r} matches no module; there are {', '.join(names[:8]) or 'none'} ...")
+            there = ", ".join(names[1:9]) or 'none but the model itself, whose name is ""'
+            raise ValueError(f"{pattern!r} matches no module; there are {there} ...")
         for name in matching:
             if found.get(name, style) != style:
                 raise ValueError(f"module {name!r} is given two styles: {found[name]!r} and {style!r}")
@@ -164,6 +167,8 @@ def _resolved(model: nn.Module, plan: Mapping[str, Any]) -> Styles:
 
 
 def _matches(name: str, pattern: str) -> bool:
+    if not name or not pattern:  # the model itself, which no "*" means
+        return name == pattern
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 

@@ -6,7 +6,6 @@ operation fails because of another rank, and on SIGUSR2. ``pycomm explain`` read
 
 from pycomm.recorder.dump import DIRECTORY, FORMAT, dump, dump_on_signal, folder
 from pycomm.recorder.ring import Recorder, from_here, labelled, listened_to, recorders
-from pycomm.recorder.watch import watch
 
 __all__ = [
     "DIRECTORY",
@@ -19,5 +18,4 @@ __all__ = [
     "labelled",
     "listened_to",
     "recorders",
-    "watch",
 ]

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from pycomm.logs import prefix
 from pycomm.recorder.lines import Line, line_of
 from pycomm.recorder.ring import Entry, Recorder, is_forked, recorders
 
@@ -94,7 +95,7 @@ def dump_on_signal() -> None:
 def _on_signal(_number: int, _frame: FrameType | None) -> None:
     file = dump("SIGUSR2")
     if file is not None:
-        line = f"pycomm: the last operations of this rank are in {file}\n"
+        line = f"{prefix()} the last operations of this rank are in {file}\n"
         with contextlib.suppress(OSError):  # not by sys.stderr: the signal may have come while that writes
             os.write(_STDERR, line.encode("utf-8", "replace"))
 
@@ -143,6 +144,7 @@ def _content(reason: str, found: list[Recorder]) -> dict[str, Any]:
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "command": sys.argv,
+        "directory": _directory(),
         "time": time.time(),
         "reason": reason,
         "main_thread": _as_json(_line_of_main_thread()),
@@ -157,6 +159,12 @@ def _content(reason: str, found: list[Recorder]) -> dict[str, Any]:
             for recorder in found
         ],
     }
+
+
+def _directory() -> str:
+    with contextlib.suppress(OSError):  # it may have been removed
+        return os.getcwd()
+    return ""
 
 
 def _line_of_main_thread() -> Line | None:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import site
 import sysconfig
 import threading
 from types import FrameType
 
-import torch
-
 import pycomm._native as _native
 
 Line = tuple[str, int, str]
 """File, number of the line in it, and name of the function."""
 
+_TORCH = importlib.util.find_spec("torch")  # not imported: `pycomm explain` answers without it
+assert _TORCH is not None
 _OWN = (
-    *(os.path.dirname(os.path.abspath(path)) + os.sep for path in (os.path.dirname(__file__), torch.__file__)),
+    *(os.path.dirname(os.path.abspath(path)) + os.sep for path in (os.path.dirname(__file__), str(_TORCH.origin))),
     threading.__file__,
     "<frozen ",
 )

@@ -6,17 +6,17 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from pycomm.checks import shown
+from pycomm.checks import refuse_unknown, shown
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression
-from pycomm.optim.attached import refuse_second_attach, register
-from pycomm.optim.parameters import optimizer_parameters, unwrapped
+from pycomm.optim.attached import refuse_second_average, register
+from pycomm.optim.parameters import optimizer_parameters
 from pycomm.reducer.agreement import agreed
 from pycomm.reducer.arrivals import Waits, open_board
 from pycomm.reducer.attached_tensors import AttachedTensors
@@ -29,7 +29,7 @@ from pycomm.reducer.newcomers import checked_carry
 from pycomm.reducer.parameters import ParameterTable, table_of
 from pycomm.reducer.partition.opening import open_partition, require_reachable, require_shardable, settings_lines
 from pycomm.reducer.reducer import Reducer
-from pycomm.reducer.settings import NAMES, Settings, checked_settings
+from pycomm.reducer.settings import NAMES, OF_DISTRIBUTED_DATA_PARALLEL, Settings, checked_settings
 from pycomm.reducer.sharded import check_sharding
 from pycomm.reducer.wrappers import refuse_wrapped, watch_constructions
 from pycomm.torch_internals import is_dtensor
@@ -43,7 +43,7 @@ def attach(
     *,
     compression: Compression | str | None = None,
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
-    bucket_mb: float = 25,
+    bucket_mb: float | None = None,
     accumulate: int | Callable[[], bool] = 1,
     average: bool = True,
     loss_scaler: Any = None,
@@ -63,6 +63,7 @@ def attach(
     carry: Mapping[str, Any] | None = None,
     per_rank: Iterable[str] = (),
     timeout: timedelta | float | None = None,
+    **unknown: NoReturn,
 ) -> Reducer:
     """Average the gradients of ``optimizer``'s parameters over the ranks from now on.
 
@@ -80,15 +81,18 @@ def attach(
             is added later.
         compression: ``NoCompression()`` (the default); ``FP16()``, ``BF16()``; ``DGC(ratio)`` for SGD,
             ``TopK(ratio)`` for any optimizer, ``RandomK(ratio)``; ``PowerSGD(rank)``; ``Int8()``,
-            ``OneBit()``, ``QSGD(levels)``, ``TernGrad()``. "auto" means ``Auto()``, which picks for each
-            bucket whichever of dense, FP16, PowerSGD and top-k is fastest on this link.
+            ``OneBit()``, ``QSGD(levels)``, ``TernGrad()``. Or the name of one that needs no arguments: "fp16",
+            "bf16", "int8", "onebit", "qsgd", "terngrad", "powersgd", "dgc". "auto" means ``Auto()``, which picks for
+            each bucket whichever of dense, FP16, PowerSGD and top-k is fastest on this link.
         process_group: a group, or a one-dimensional ``DeviceMesh``; the default group if ``None``. Parameters may
             be DTensors over other ranks (tensor parallelism: ``mesh["dp"]`` for a model that is split over
             ``mesh["tp"]``): the gradients of each rank's part are averaged, compressed and kept as ordinary
             ones; norms are of whole parameters, and a step is skipped by all ranks that have parts or by none.
             Those that are laid over the ranks of this group itself, or by ``fully_shard``, are refused.
-        bucket_mb: approximate size of a bucket in MiB; gradients are sent in buckets. On a GPU, that is of
-            what ``TopK`` and ``DGC`` send, up to eight times as much of the gradients.
+        bucket_mb: approximate size of a bucket in MiB; gradients are sent in buckets, while backward computes those of
+            the next one. ``None``: 25. On one host a model of less than 100 MiB then has four equal buckets, but none
+            below 1 MiB, if gradients travel as they are or in half precision. On a GPU, the size is that of what
+            ``TopK`` and ``DGC`` send, up to eight times as much of the gradients.
         accumulate: number of backward passes per optimizer step; gradients are sent during the last one.
             As without pycomm, divide the loss yourself. A window that ends early needs ``Reducer.flush()``.
             Or a function without arguments, called when a pass begins, that returns whether it is the last one of
@@ -151,13 +155,14 @@ def attach(
     Raises:
         RuntimeError: torch.distributed is not initialised.
         CommError: with ``join``, nobody answers.
-        TypeError, ValueError: an argument is wrong; or ranks differ in settings, in names, shapes, dtypes, order or
-            kinds of parameters and buffers, or in the contents of those that cannot be sent; or a parameter cannot be
-            averaged (on every rank, naming the first one). Nothing is left behind in that case.
+        TypeError, ValueError: an argument is wrong, or has an unknown name; or ranks differ in settings, in names,
+            shapes, dtypes, order or kinds of parameters and buffers, or in the contents of those that cannot be sent;
+            or a parameter cannot be averaged (on every rank, naming the first one). Nothing is left behind in that
+            case.
     """
     given = locals()
     settings = functools.partial(checked_settings, model_or_named_parameters, **{name: given[name] for name in NAMES})
-    request = _check_request(settings, optimizer, model_or_named_parameters, ignore, carry)
+    request = _check_request(settings, optimizer, model_or_named_parameters, ignore, carry, unknown)
     return _attach_all(request, process_group, timeout, join)
 
 
@@ -178,21 +183,25 @@ _Request = _Attached | Exception
 
 
 def _check_request(
-    settings_of: Callable[[], Settings], optimizer: Any, model_or_named_parameters: Any, ignore: Any, carry: Any
+    settings_of: Callable[[], Settings],
+    optimizer: Any,
+    model_or_named_parameters: Any,
+    ignore: Any,
+    carry: Any,
+    unknown: Iterable[str],
 ) -> _Request:
     """Return what is to be attached, or the error that it causes.
 
     The error is not raised yet: the other ranks are about to meet this one, and have to be told first.
     """
-    if isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = unwrapped(optimizer)
     try:
+        refuse_unknown("attach", unknown, attach.__kwdefaults__ or (), OF_DISTRIBUTED_DATA_PARALLEL)
         settings = settings_of()
         table = table_of(optimizer, model_or_named_parameters, settings.all_parameters, ignore)
         settings = replace(settings, ignore=table.ignored.patterns)
         names = dict(table.named())
         refuse_wrapped(names, model_or_named_parameters)
-        refuse_second_attach(names)
+        refuse_second_average(names, "attach()")
         settings.compression.check(table.optimizer)
         if settings.survives:
             _require_survivable(table)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from pycomm.descriptions import counted
+from pycomm.reducer.description import description
 from pycomm.reducer.engine import Engine
 from pycomm.reducer.rank_flags import StopRequest
 from pycomm.reducer.rank_requests import request_veto
@@ -27,6 +29,11 @@ class Attendance:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+
+    def __repr__(self) -> str:
+        if self._detached:
+            return f"Reducer(detached after {counted(self._last_stats['steps'], 'reduction')})"
+        return f"Reducer({description(self._engine)})"
 
     @property
     def world(self) -> tuple[int, ...]:

@@ -227,6 +227,10 @@ class BucketInFlight:
 
 _GROWTH = 4
 """How many times as large as the last one a bucket is at most."""
+_TINY = 8
+"""A bucket that has come to less than this part of its size, such as a bias before a large matrix, takes the next
+parameter too: by itself it would cost more than it lets begin earlier. The first one does not, as nothing is under way.
+"""
 _MOST_TIMES_DENSE = 8
 """How many times ``bucket_bytes`` of gradients a bucket holds at most, however little is sent: what comes later than
 its gradients is not hidden behind backward."""
@@ -245,9 +249,9 @@ def make_buckets(
     """Sort ``slots`` into buckets in reverse order, which is roughly the order in which gradients arrive.
 
     The result depends on the parameters and settings alone, so all ranks make the same buckets. Each
-    bucket holds parameters of one dtype and one method, up to ``bucket_bytes`` (or one larger parameter).
-    On a GPU, where it is launches that cost, that is what the method sends of them; on the CPU it is the
-    gradients themselves, since the work on one bucket is hidden behind that on the next.
+    bucket holds parameters of one dtype and one method, up to ``bucket_bytes`` (or one larger parameter, and
+    what little came before it). On a GPU, where it is launches that cost, that is what the method sends of
+    them; on the CPU it is the gradients themselves, since the work on one bucket is hidden behind that on the next.
 
     Args:
         slots: parameters to sort.
@@ -297,7 +301,9 @@ def _groups(
         num_bytes = param.nbytes
         if key[1] and on_gpu(param):
             num_bytes = int(num_bytes * max(compression.sent_fraction, 1.0 / _MOST_TIMES_DENSE))
-        if key in open_ and sizes[key] + num_bytes > min(bucket_bytes, first_bytes * _GROWTH ** len(closed)):
+        limit = min(bucket_bytes, first_bytes * _GROWTH ** len(closed))
+        is_tiny = bool(closed) and sizes.get(key, 0) * _TINY < limit
+        if key in open_ and sizes[key] + num_bytes > limit and not is_tiny:
             closed.append((open_.pop(key), key[1]))
         if key not in open_:
             open_[key], sizes[key] = [], 0

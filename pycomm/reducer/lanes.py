@@ -15,8 +15,13 @@ from pycomm.cost.auto import Auto
 from pycomm.reducer.settings import Settings
 
 _NUM_LANES = 2
+_USUAL_BYTES = 25 << 20
 _FIRST_BYTES = 1 << 20
 """Size of the first bucket between hosts: so the link has work as soon as the last layers' gradients are there."""
+_NUM_BUCKETS = 4
+"""Number of buckets of a small model on one host: what comes before the last one can be hidden behind backward."""
+_LEAST_BYTES = 1 << 20
+"""Size of a bucket on one host below which waking its thread costs more than there is to hide."""
 
 
 def open_lanes(communicator: Communicator, settings: Settings, on_gpu: bool) -> list[Communicator]:
@@ -47,11 +52,18 @@ def is_remote(communicator: Communicator) -> bool:
     return communicator.transport != "shared_memory"
 
 
-def first_bytes(lanes: Sequence[Communicator], settings: Settings, on_gpu: bool) -> int:
-    """Return the size of the first bucket, in bytes of gradients: small where the link would otherwise wait for it.
+def bucket_sizes(lanes: Sequence[Communicator], settings: Settings, num_bytes: int, on_gpu: bool) -> tuple[int, int]:
+    """Return the size of a bucket, and that of the first one, for ``num_bytes`` of gradients; equal on all ranks.
 
-    Not where a method has much to do for each bucket and little to send.
+    On one host small models get four buckets, unless somebody has said how large a bucket is. Between hosts the first
+    one is small, as the link would otherwise wait for it. Neither where a method has much to do for each bucket and
+    little to send, nor on a GPU, where launches cost.
     """
-    if on_gpu or not is_remote(lanes[0]) or settings.compression.transactional:
-        return settings.bucket_bytes
-    return min(settings.bucket_bytes, int(_FIRST_BYTES / settings.compression.sent_fraction))
+    most = _USUAL_BYTES if settings.bucket_bytes is None else settings.bucket_bytes
+    if on_gpu or settings.compression.transactional:
+        return most, most
+    if is_remote(lanes[0]):
+        return most, min(most, int(_FIRST_BYTES / settings.compression.sent_fraction))
+    if settings.bucket_bytes is None:
+        most = min(most, max(-(-num_bytes // _NUM_BUCKETS), _LEAST_BYTES))
+    return most, most

@@ -9,14 +9,14 @@ import torch
 
 from pycomm.communicator import Communicator
 from pycomm.layout import on_gpu
-from pycomm.optim.parameters import optimizer_parameters, parameter_ids
+from pycomm.optim.parameters import checked_optimizer, optimizer_parameters, parameter_ids
 from pycomm.optim.shards import Shards
 from pycomm.optim.step_override import Stepper, stepper_of
 from pycomm.reducer.agreement import agreed
 from pycomm.reducer.broadcast import check_same_lines, share_tensors, signature
 from pycomm.reducer.buckets import BucketInFlight, Slot, add_counts, make_buckets, state_of
 from pycomm.reducer.ignored import Ignored, ignored_of
-from pycomm.reducer.lanes import first_bytes
+from pycomm.reducer.lanes import bucket_sizes
 from pycomm.reducer.parameter_checks import check_parameters
 from pycomm.reducer.partition import StepPartition
 from pycomm.reducer.parts import labels_of
@@ -145,14 +145,11 @@ class ParameterTable:
 
     def make_buckets(self, slots: list[Slot], lanes: Sequence[Communicator], settings: Settings) -> None:
         """Sort ``slots`` into new buckets, which travel by ``lanes`` in turns."""
+        most, first = bucket_sizes(lanes, settings, sum(slot.local.nbytes for slot in slots), self.on_gpu)
         made = make_buckets(
-            slots,
-            settings.compression,
-            lanes,
-            settings.bucket_bytes,
-            settings.algorithm,
+            *(slots, settings.compression, lanes, most, settings.algorithm),
             num_earlier=len(self.flights),
-            first_bytes=first_bytes(lanes, settings, self.on_gpu),
+            first_bytes=first,
         )
         if self.partition is not None and made:
             self.partition.adopt(made)
@@ -284,8 +281,7 @@ def table_of(optimizer: Any, model_or_named_parameters: Any, all_parameters: boo
         TypeError, ValueError: it is no optimizer, or a parameter has no name, or cannot be averaged; or ``ignore``
             matches nothing, or everything.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}, wanted a torch.optim.Optimizer")
+    optimizer = checked_optimizer(optimizer, model_or_named_parameters, "attach")
     module = model_or_named_parameters if isinstance(model_or_named_parameters, torch.nn.Module) else None
     pairs = list(_pairs_of(model_or_named_parameters))
     ignored = ignored_of(ignore, pairs, [] if module is None else list(module.named_buffers()))

@@ -238,6 +238,8 @@ class ReplicaCheck:
         names, _ = self._differences.find(self._buffer_hashes, absent)
         if names or not any(absent):
             self._logged = True
+            if self._communicator.rank > 0:  # it is the same on all
+                return
             _logger.warning(
                 "buffer %r%s differs between the ranks: each rank keeps its own. "
                 'attach(..., buffers="broadcast") or "average" makes them equal after each reduction',

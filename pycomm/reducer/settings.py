@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from pycomm.checks import count, positive
-from pycomm.compression import BF16, FP16, Compression, NoCompression
+from pycomm.compression import (
+    BF16,
+    DGC,
+    FP16,
+    QSGD,
+    Compression,
+    Int8,
+    NoCompression,
+    OneBit,
+    PowerSGD,
+    TernGrad,
+)
 from pycomm.cost.auto import Auto
 from pycomm.reducer.module_buffers import BUFFERS
 
@@ -20,7 +31,7 @@ class Settings:
     """Arguments of ``attach``, checked; equal on all ranks."""
 
     compression: Compression
-    bucket_bytes: int
+    bucket_bytes: int | None
     accumulate: int | Callable[[], bool]
     average: bool
     loss_scaler: Any
@@ -63,7 +74,7 @@ class Settings:
         """Return one line per setting, to be compared between the ranks."""
         return [
             f"compression={self.compression!r}",
-            f"bucket_mb={self.bucket_bytes / 2**20}",
+            f"bucket_mb={None if self.bucket_bytes is None else self.bucket_bytes / 2**20}",
             f"accumulate={self.passes}",
             f"average={self.average}",
             f"loss_scaler={type(self.loss_scaler).__name__}",
@@ -87,7 +98,7 @@ def checked_settings(
     model: Any,
     *,
     compression: Any,
-    bucket_mb: float,
+    bucket_mb: float | None,
     accumulate: int | Callable[[], bool],
     average: bool,
     loss_scaler: Any,
@@ -111,7 +122,7 @@ def checked_settings(
     """
     settings = Settings(
         compression=checked_method(compression),
-        bucket_bytes=int(positive("bucket_mb", bucket_mb) * 2**20),
+        bucket_bytes=None if bucket_mb is None else int(positive("bucket_mb", bucket_mb) * 2**20),
         accumulate=accumulate if callable(accumulate) else count("accumulate", accumulate, 1),
         average=average,
         loss_scaler=checked_scaler(loss_scaler),
@@ -200,14 +211,40 @@ def _check_backup(settings: Settings) -> None:
 
 
 def checked_method(compression: Any) -> Compression:
-    """Return the method that ``compression`` means: an object, "auto" or ``None``. Raise TypeError for others."""
+    """Return the method that ``compression`` means: an object, a name or ``None``.
+
+    Raises:
+        ValueError: it is another name.
+        TypeError: it is something else.
+    """
     if compression is None:
         return NoCompression()
-    if compression == "auto":
-        return Auto()
+    if isinstance(compression, str):
+        if compression not in _NAMED:
+            names = ", ".join(map(repr, _NAMED))
+            raise ValueError(
+                f"compression is {compression!r}, wanted one of {names}; an object such as pycomm.TopK(0.01); or None"
+            )
+        return _NAMED[compression]()
     if isinstance(compression, type) or not isinstance(compression, Compression):
-        raise TypeError(f"compression is {compression!r}, wanted an object such as pycomm.TopK(0.01), 'auto' or None")
+        raise TypeError(f"compression is {compression!r}, wanted an object such as pycomm.TopK(0.01), a name or None")
     return compression
+
+
+_NAMED: Mapping[str, Callable[[], Compression]] = {
+    "auto": Auto,
+    **{kind.__name__.lower(): kind for kind in (FP16, BF16, Int8, OneBit, QSGD, TernGrad, PowerSGD, DGC)},
+}
+"""Methods that need no arguments, by the names that ``compression`` takes."""
+
+OF_DISTRIBUTED_DATA_PARALLEL = {
+    "broadcast_buffers": 'buffers="broadcast" does what it does in DistributedDataParallel',
+    "find_unused_parameters": "leave it out, unused parameters are found by themselves",
+    "static_graph": "leave it out, no graph is assumed to stay the same",
+    "gradient_as_bucket_view": "leave it out, .grad always is a view of the bucket",
+    "device_ids": "leave it out, gradients are averaged where the parameters are",
+}
+"""What stands for arguments of torch's DistributedDataParallel whose names are not near enough to be guessed."""
 
 
 def checked_scaler(loss_scaler: Any) -> Any:

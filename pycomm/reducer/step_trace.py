@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pycomm.recorder import Recorder
+from pycomm.recorder.traced_step import DEFAULT_STEP, FOLDER, STEP
 
-FOLDER, STEP = "PYCOMM_TRACE", "PYCOMM_TRACE_STEP"
-DEFAULT_STEP = 10
 _LOG = logging.getLogger("pycomm")
 _optimizers: Counter[Path] = Counter()  # attached ones of this process, by the folder of their files
 

@@ -198,7 +198,8 @@ class Survival:
         self._newcomers.add(newcomer)
         self._changed_from = old if self._changed_from is None else self._changed_from
         self.joins.append({"seconds": seconds, "step": step, "rank": newcomer, "world": self.membership.world})
-        _LOG.warning("rank %d has come: %d ranks go on at step %d", newcomer, len(self.membership.world), step)
+        if self.membership.is_first:
+            _LOG.warning("rank %d has come: %d ranks go on at step %d", newcomer, len(self.membership.world), step)
 
     def num_newcomers(self) -> int:
         """Return the number of ranks that take part in the present step without gradients."""
@@ -214,5 +215,7 @@ class Survival:
             del left[rank]
         self.recoveries.append({"seconds": seconds, "step": step, "left": left, "world": self.membership.world})
         self._changed_from = old if self._changed_from is None else self._changed_from
-        fates = ", ".join(f"rank {rank} {fate}" for rank, fate in left.items())
-        _LOG.warning("%s: %d ranks go on at step %d, after %.2f s", fates, len(self.membership.world), step, seconds)
+        if self.membership.is_first:
+            fates = ", ".join(f"rank {rank} {fate}" for rank, fate in left.items())
+            count = len(self.membership.world)
+            _LOG.warning("%s: %d ranks go on at step %d, after %.2f s", fates, count, step, seconds)

@@ -1,1 +1,3 @@
 """Transports, which move bytes between ranks. One interface (``base.Transport``), one file per transport."""
+
+TRANSPORTS = ("auto", "shared_memory", "hierarchical", "torch")

@@ -12,7 +12,8 @@ from typing import Any
 
 import pycomm._native as _native
 from pycomm.errors import CommError
-from pycomm.recorder import dump_on_signal, watch
+from pycomm.recorder import dump_on_signal
+from pycomm.recorder.watch import watch
 from pycomm.transport.base import Transport
 from pycomm.transport.hierarchical import HierarchicalTransport
 from pycomm.transport.hosts import Hosts, hosts_of, log_walls
@@ -24,7 +25,6 @@ from pycomm.transport.shared_memory import SharedMemoryTransport
 from pycomm.transport.torch_distributed import TorchTransport
 
 _LONGEST_PROBLEM = 2000  # characters
-TRANSPORTS = ("auto", "shared_memory", "hierarchical", "torch")
 
 
 def version() -> str:

@@ -58,21 +58,23 @@ def hosts_of(rank: int, greetings: Sequence[Mapping[str, Any]]) -> Hosts:
 
 
 def log_walls(rank: int, greetings: Sequence[Mapping[str, Any]], transport: str) -> None:
-    """Log, once, why this rank shares a machine with another one, but no memory, so that ``transport`` is used."""
-    mine = str(greetings[rank]["host"]).split("/")
+    """Log why ranks of one machine share no memory, so that ``transport`` is used; on the first rank of the machine."""
     for p, greeting in enumerate(greetings):
         if "no_memory" in greeting:
-            why = greeting["no_memory"]
-            _LOG.warning("rank %d is denied memory that processes share (%s): transport %r is used", p, why, transport)
+            if rank == 0:
+                why = greeting["no_memory"]
+                text = "rank %d is denied memory that processes share (%s): transport %r is used"
+                _LOG.warning(text, p, why, transport)
             return
-    for p, greeting in enumerate(greetings):
-        theirs = str(greeting["host"]).split("/")
-        if len(theirs) != len(mine) or theirs[0] != mine[0] or theirs == mine:
-            continue
-        walls = [wall for wall, a, b in zip(_NAMESPACES, mine[1:], theirs[1:], strict=False) if a != b]
-        _LOG.warning(
-            "ranks %d and %d are on one machine but share no memory, as they differ in %s: transport %r is used; "
-            "start containers with the same network, pid and user namespaces and user to share memory",
-            *(rank, p, " and ".join(walls), transport),
-        )
+    hosts = [str(greeting["host"]).split("/") for greeting in greetings]
+    mine = hosts[rank]
+    there = [p for p, theirs in enumerate(hosts) if len(theirs) == len(mine) and theirs[0] == mine[0]]
+    other = next((p for p in there if hosts[p] != mine), None)
+    if other is None or there[0] != rank:
         return
+    walls = [wall for wall, a, b in zip(_NAMESPACES, mine[1:], hosts[other][1:], strict=False) if a != b]
+    _LOG.warning(
+        "ranks %d and %d are on one machine but share no memory, as they differ in %s: transport %r is used; "
+        "start containers with the same network, pid and user namespaces and user to share memory",
+        *(rank, other, " and ".join(walls), transport),
+    )

@@ -111,7 +111,9 @@ def wait_for_training(process: subprocess.Popen[str]) -> None:
 
 def without_slow_ranks(errors: str) -> str:
     """Return ``errors`` without warnings of slow ranks, which are right where other tests run at the same time."""
-    return "".join(line for line in errors.splitlines(True) if not re.match(r"rank \d is slow: ", line))
+    return "".join(
+        line for line in errors.splitlines(True) if not re.match(r"\[pycomm rank \d\] rank \d is slow: ", line)
+    )
 
 
 @pytest.mark.timeout(60)

@@ -233,10 +233,53 @@ def test_without_arguments_the_newest_job_is_meant(
     edited(stale, name="another group", operations=[], count=0)
     os.utime(stale, (0, 0))
     assert explain() == 0
-    assert "another group" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert re.match(rf"newest run in {re.escape(os.getcwd())}: \S.*, 2 files in {tmp_path}, written \d+ s ago\n", out)
+    assert "another group" not in out
     monkeypatch.setenv(DIRECTORY, "")
     assert explain() == 2
     assert "nothing has been written" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(60)
+def test_runs_of_other_directories_are_not_meant(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, mine = tmp_path / "files", tmp_path / "mine"
+    files.mkdir()
+    mine.mkdir()
+    monkeypatch.setenv(DIRECTORY, str(files))
+    for number, (directory, name, age) in enumerate(
+        [("/else", "b", 10), (str(mine), "a", 7300), ("/third", "a", 8000)]
+    ):
+        content = {**DUMP, "time": time.time() - age, "groups": [{**GROUP, "name": name, "rank": number % 2}]}
+        file = files / f"rank{number}-h-{number}.json"
+        file.write_text(json.dumps({**content, "directory": directory, "pid": number}))
+        os.utime(file, (0, time.time() - age))
+    (files / "rank0-old-9.json").write_text(json.dumps({key: DUMP[key] for key in DUMP if key != "directory"}))
+    monkeypatch.chdir(mine)
+    assert explain() == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"newest run in {mine}: train.py --lr 1, 2 files in {files}, written 2 hours ago\n")
+    assert "process 1," in out  # and the one on another host, in the same group
+    assert "process 2," in out
+    assert "process 0," not in out
+    monkeypatch.chdir(tmp_path)
+    assert explain() == 2
+    said = capsys.readouterr().err
+    assert (
+        f"no run in {tmp_path} has left files in {files}, but runs in /else, /third, {mine}, unknown directories"
+        in said
+    )
+    assert explain(files) == 0  # all of them
+
+
+def test_folders_without_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rank0-results.json").write_text('{"loss": 1.0}')
+    assert explain(tmp_path) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines()[-1] == f"pycomm explain: there are no files of the flight recorder in {tmp_path}"
 
 
 def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -269,7 +312,8 @@ DUMP: dict[str, Any] = {
     "format": 1,
     "host": "h",
     "pid": 1,
-    "command": [],
+    "command": ["train.py", "--lr", "1"],
+    "directory": os.getcwd(),
     "time": 1.0,
     "reason": "r",
     "main_thread": None,

@@ -28,7 +28,7 @@ def plan(*arguments: str) -> int:
 
 def test_ranking_crossovers_and_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "plan.png"
-    assert plan("--ranks", "24", "--per-host", "8", "--bytes", "100MB", "--plot", str(picture)) == 0
+    assert plan("ranks", "--ranks", "24", "--per-host", "8", "--bytes", "100MB", "--plot", str(picture)) == 0
     out = capsys.readouterr().out
     assert "all_reduce of 100 MB among 24 ranks, 8 per host, network ethernet-10g (simulated)" in out
     for name in (*schedule.names()[:-2], "torus(8,3)", "hierarchical(3,8)"):
@@ -50,18 +50,18 @@ def test_names_in_a_calibration_are_no_formulas_and_no_escapes(
     content = {"name": evil, "within_host": link, "between_hosts": link, "measured": measured, "measured_ranks": 4}
     file = tmp_path / "network.json"
     file.write_text(json.dumps(content))
-    assert plan("--ranks", "4", "--network", str(file), "--plot", str(tmp_path / "plan.png")) == 0
+    assert plan("ranks", "--ranks", "4", "--network", str(file), "--plot", str(tmp_path / "plan.png")) == 0
     out = capsys.readouterr().out
     assert "\\x1b]0;owned\\x07\\n" in out
     assert out.replace("\n", "").isprintable()
     file.write_text(json.dumps({**content, evil: 1}))
-    assert plan("--ranks", "4", "--network", str(file), "--no-plot") == 2
+    assert plan("ranks", "--ranks", "4", "--network", str(file)) == 2
     assert capsys.readouterr().err.rstrip("\n").isprintable()
 
 
 def test_the_published_shape(capsys: pytest.CaptureFixture[str]) -> None:
     """1024 ranks: of masters per group, groups of 16 to 32; 186 steps against 2046."""
-    assert plan("--ranks", "1024", "--bytes", "1KB", "--no-plot") == 0
+    assert plan("ranks", "--ranks", "1024", "--bytes", "1KB") == 0
     out = capsys.readouterr().out
     assert "hierarchical(64,16), hierarchical(32,32): 186 steps against the ring's 2046" in out
 
@@ -70,7 +70,7 @@ def test_a_network_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     file = tmp_path / "office.json"
     link = {"alpha": 1e-3, "beta": 1e-9, "gamma": 0.0}
     file.write_text(json.dumps({"name": "office", "within_host": link, "between_hosts": link}))
-    assert plan("--ranks", "4", "--network", str(file), "--no-plot", "--bytes", "1") == 0
+    assert plan("ranks", "--ranks", "4", "--network", str(file), "--bytes", "1") == 0
     out = capsys.readouterr().out
     assert "among 4 ranks, one host, network office" in out
     assert re.search(r"recursive_doubling +2 +2 ms +1.00", out)
@@ -80,7 +80,7 @@ def test_whether_compression_pays(capsys: pytest.CaptureFixture[str], tmp_path: 
     link = schedule.Link(alpha=1e-4, beta=1e-6, gamma=0.0)  # so slow that no load on this machine matters
     file = tmp_path / "slow.json"
     file.write_text(schedule.Network(name="modem", within_host=link, between_hosts=link).to_json())
-    assert plan("--compression", "--ranks", "4", "--bytes", "4MB", "--network", str(file)) == 0
+    assert plan("compression", "--ranks", "4", "--bytes", "4MB", "--network", str(file)) == 0
     slow = capsys.readouterr().out
     assert "gradients of 4 MB, 4 ranks, network modem" in slow
     for name in ("dense", "fp16", "int8", "powersgd(4)", "dgc(1%)", "dgc(0.1%)"):
@@ -99,7 +99,7 @@ def test_where_compression_does_not_pay() -> None:
 
 
 def test_nobody_reads_on(tmp_path: Path) -> None:
-    command = f"{sys.executable} -m pycomm.cli.main plan --ranks 6 --no-plot | head -1; exit ${{PIPESTATUS[0]}}"
+    command = f"{sys.executable} -m pycomm.cli.main plan ranks --ranks 6 | head -1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.stdout.startswith("all_reduce of 100 MB among 6 ranks, 1 per host")
     assert "Traceback" not in done.stderr
@@ -109,11 +109,11 @@ def test_nobody_reads_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--ranks", "0"], "--ranks: 0, wanted at least 1"),
-        (["--ranks", "4", "--bytes", "much"], "'much', wanted a size such as 100MB"),
-        ([], "--ranks is missing"),
-        (["--calibrate"], "--ranks is missing"),
-        (["--ranks", "4", "--transport", "smoke"], "invalid choice: 'smoke'"),
+        (["ranks", "--ranks", "0"], "--ranks: 0, wanted at least 1"),
+        (["ranks", "--ranks", "4", "--bytes", "much"], "'much', wanted a size such as 100MB"),
+        (["ranks"], "the following arguments are required: --ranks"),
+        (["calibrate"], "--ranks is missing"),
+        (["calibrate", "--transport", "smoke"], "invalid choice: 'smoke'"),
     ],
 )
 def test_arguments_that_are_wrong(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,26 +138,28 @@ def test_arguments_that_are_wrong(arguments: list[str], says: str, capsys: pytes
 def test_networks_that_are_wrong(content: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "network.json"
     file.write_text(content)
-    assert plan("--ranks", "4", "--network", str(file)) == 2
+    assert plan("ranks", "--ranks", "4", "--network", str(file)) == 2
     error = capsys.readouterr().err
     assert says in error
     assert str(file) in error
 
 
 def test_other_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan("--ranks", "10", "--per-host", "4", "--no-plot") == 2
+    assert plan("ranks", "--ranks", "10", "--per-host", "4") == 2
     assert "--ranks 10 do not factor into hosts of 4" in capsys.readouterr().err
-    assert plan("--ranks", "4", "--network", "carrier-pigeon") == 2
+    assert plan("ranks", "--ranks", "4", "--network", "carrier-pigeon") == 2
     assert "none of ethernet-1g" in capsys.readouterr().err
-    assert plan("--ranks", "2", "--plot", str(tmp_path / "nowhere" / "plan.png")) == 1
+    assert plan("ranks", "--ranks", "2", "--plot", str(tmp_path / "nowhere" / "plan.png")) == 1
     assert "no plot" in capsys.readouterr().err
 
 
-def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in [name for name in sys.modules if name.startswith(("matplotlib", "pycomm.cli.plan.plot"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert plan("--ranks", "2") == 1
+    assert plan("ranks", "--ranks", "2", "--plot", str(tmp_path / "plan.png")) == 1
     printed = capsys.readouterr()
     assert "fastest, by size" in printed.out
     assert "pip install 'pycomm-torch[demo]'" in printed.err
@@ -172,7 +174,7 @@ def test_units() -> None:
 def test_calibration(tmp_path: Path) -> None:
     """Of two local ranks: a file that plan and Communicator take, and that is only about two."""
     file = tmp_path / "here.json"
-    command = [sys.executable, "-m", "pycomm.cli.main", "plan", "--calibrate", "--ranks", "2", "--output", str(file)]
+    command = [sys.executable, "-m", "pycomm.cli.main", "plan", "calibrate", "--ranks", "2", "--output", str(file)]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=PIPE, stderr=PIPE, text=True, start_new_session=True)
     try:
         out, error = process.communicate(timeout=100)

@@ -1,4 +1,4 @@
-"""pycomm plan --layers: what it prints first, why, and what it refuses."""
+"""pycomm plan layers: what it prints first, why, and what it refuses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def plan(*arguments: str) -> int:
     ],
 )
 def test_the_choice_comes_first(layers: str, first: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan("--layers", layers, "--devices", "2", "--memory", "10GB") == 0
+    assert plan("layers", layers, "--devices", "2", "--memory", "10GB") == 0
     out = capsys.readouterr().out
     assert out.splitlines()[0] == first
     assert why in out
@@ -29,21 +29,21 @@ def test_the_choice_comes_first(layers: str, first: str, why: str, capsys: pytes
 
 
 def test_other_layouts_and_their_reasons(capsys: pytest.CaptureFixture[str]) -> None:
-    plan("--layers", "10GB,10GB", "--devices", "2", "--memory", "10GB")
+    plan("layers", "10GB,10GB", "--devices", "2", "--memory", "10GB")
     considered = capsys.readouterr().out.split("all that was considered")[1]
     assert "20 GB   does not fit: 10 GB too much" in considered
     assert "10 GB   cuts layers over 2 devices where the choice cuts no layer" in considered
 
 
 def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan("--layers", "30GB,30GB", "--devices", "2", "--memory", "10GB") == 1
+    assert plan("layers", "30GB,30GB", "--devices", "2", "--memory", "10GB") == 1
     out = capsys.readouterr().out
     assert out.splitlines()[0] == "chosen: nothing, as 60 GB do not fit on 2 x 10 GB: 40 GB too much"
     assert "Wanted 6 devices of 10 GB, or 2 of 30 GB." in out
 
 
 def test_every_device_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    plan("--layers", "30GB,2GB,2GB", "--devices", "4", "--memory", "10GB")
+    plan("layers", "30GB,2GB,2GB", "--devices", "4", "--memory", "10GB")
     out = capsys.readouterr().out
     assert "device 1: 1/4 of layer 1, layer 2 (9.5 GB)" in out
     assert "device 2: 1/4 of layer 1, layer 3 (9.5 GB)" in out
@@ -53,8 +53,8 @@ def test_every_device_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--layers", "16GB"], "--devices is missing"),
-        (["--layers", "16GB", "--devices", "2"], "--memory is missing"),
+        (["--layers", "16GB"], "required: --devices"),
+        (["--layers", "16GB", "--devices", "2"], "required: --memory"),
         (["--layers", "16GB,0", "--devices", "2", "--memory", "10GB"], "'0', wanted a size above 0"),
         (["--layers", "", "--devices", "2", "--memory", "10GB"], "'', wanted a size"),
         (["--layers", "1GB,,2GB", "--devices", "2", "--memory", "10GB"], "'', wanted a size"),
@@ -73,7 +73,7 @@ def test_arguments_that_are_wrong(arguments: list[str], says: str, capsys: pytes
 
 
 def test_too_many(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan("--layers", ",".join(["1MB"] * 257), "--devices", "2", "--memory", "1GB") == 2
+    assert plan("layers", ",".join(["1MB"] * 257), "--devices", "2", "--memory", "1GB") == 2
     assert capsys.readouterr().err == "pycomm plan: there are 257 layers, wanted from 1 to 256\n"
-    assert plan("--layers", "1MB", "--devices", "1000000", "--memory", "1GB") == 2
+    assert plan("layers", "1MB", "--devices", "1000000", "--memory", "1GB") == 2
     assert "devices is 1000000, wanted an integer from 1 to 65536" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""pycomm plan --model: the choice first, the table, the plan that is written, and mistakes in one line."""
+"""pycomm plan model: the choice first, the table, the plan that is written, and mistakes in one line."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def plan(model: str, *arguments: str) -> int:
-    return main(["plan", "--model", model, *arguments])
+    return main(["plan", "model", model, *arguments])
 
 
 def test_the_choice_comes_first_and_is_written(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,7 +78,7 @@ def test_nothing_fits(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert plan(f"{file}:make_model", *arguments) == 1
     out = capsys.readouterr().out
     assert out.startswith("chosen: nothing, as the model does not fit on 2 x 1 MB: ")
-    assert re.search(r"^  tp=2 +\d+   does not fit: wants at least [\d.]+ MB per device$", out, re.MULTILINE)
+    assert re.search(r"^  tp=2 +\d+   does not fit: requires at least [\d.]+ MB per device$", out, re.MULTILINE)
     assert not written.exists()
 
 
@@ -125,14 +125,14 @@ def test_files_that_are_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (USUAL[2:], "--batch is missing"),
-        (USUAL[:2] + USUAL[4:], "--devices is missing"),
-        (USUAL[:4], "--memory is missing"),
+        (USUAL[2:], "required: --batch"),
+        (USUAL[:2] + USUAL[4:], "required: --devices"),
+        (USUAL[:4], "required: --memory"),
         ((*USUAL, "--flops", "0"), "'0', wanted a number above 0"),
         ((*USUAL, "--flops", "fast"), "'fast', wanted a number above 0"),
         ((*USUAL, "--batch", "0"), "--batch: 0, wanted at least 1"),
         ((*USUAL, "--cores", "0"), "--cores: 0, wanted at least 1"),
-        ((*USUAL, "--layers", "1GB"), "not allowed with argument"),
+        ((*USUAL, "--points", "1:100"), "--points is an option of pycomm plan scaling"),
     ],
 )
 def test_arguments_that_are_wrong(
@@ -142,3 +142,10 @@ def test_arguments_that_are_wrong(
         plan(f"{file}:make_model", *arguments)
     assert caught.value.code == 2
     assert says in capsys.readouterr().err
+
+
+def test_times_that_add_up_are_not_subtracted(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One device averages nothing: 0 us, and not what subtraction leaves of two times that are nearly equal."""
+    arguments = ["--batch", "16", "--devices", "1", "--memory", "1GB", "--flops", "1T", "--memory-bandwidth", "90G"]
+    assert plan(f"{file}:make_model", *arguments) == 0
+    assert re.search(r"^  averaging  0 us$", capsys.readouterr().out, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""pycomm plan --scaling: the fits, the table, the picture, and what is refused."""
+"""pycomm plan scaling: the fits, the table, the picture, and what is refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ POINTS = "1:100,2:190,4:350"
 
 
 def plan(*arguments: str) -> int:
-    return main(["plan", "--scaling", *arguments])
+    return main(["plan", "scaling", *arguments])
 
 
 def test_measured_points_are_fitted_and_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_measured_points_are_fitted_and_drawn(capsys: pytest.CaptureFixture[str]
 def test_points_from_a_file_and_a_network(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "points.json"
     file.write_text(json.dumps([[1, 100], [2, 190], [3, 270]]))
-    arguments = ["--points", str(file), "--network", "ethernet-10g", "--step", "200ms", "--devices", "16", "--no-plot"]
+    arguments = ["--points", str(file), "--network", "ethernet-10g", "--step", "200ms", "--devices", "16"]
     assert plan(*arguments) == 0
     out = capsys.readouterr().out
     assert re.search(r"^  network +\d+.* % exposed", out, re.MULTILINE)
@@ -51,20 +51,20 @@ def test_a_calibrated_network(capsys: pytest.CaptureFixture[str], tmp_path: Path
         name="here", within_host=link, between_hosts=link, per_host=2, measured=curves, measured_ranks=2
     )
     file.write_text(network.to_json())
-    assert plan("--step", "50ms", "--bytes", "1MB", "--network", str(file), "--devices", "4", "--no-plot") == 0
+    assert plan("--step", "50ms", "--bytes", "1MB", "--network", str(file), "--devices", "4") == 0
     out = capsys.readouterr().out
     assert re.search(r"^  2 +20 +20 +50.0 % +50 ms$", out, re.MULTILINE)
 
 
 def test_two_points_tell_no_form(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan("--points", "1:100,4:300", "--devices", "8", "--no-plot") == 0
+    assert plan("--points", "1:100,4:300", "--devices", "8") == 0
     assert "Two points cannot tell these forms apart" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "--scaling wants --points of measured throughputs, or --step"),
+        ([], "--points of measured throughputs are missing, or --step"),
         (["--points", "1:100"], "there are 1 points"),
         (["--points", "1:100,2:0"], "throughput of 2 devices is 0"),
         (["--points", "1:100,2:-5"], "throughput of 2 devices is -5"),

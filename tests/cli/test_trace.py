@@ -85,6 +85,10 @@ def test_files_that_ranks_have_written(tmp_path: Path, capsys: pytest.CaptureFix
     (folder / "rank1.json").write_text(json.dumps({**content, "rank": 1}))
     assert trace("-o", tmp_path / "out", folder) == 0
     assert capsys.readouterr().out.startswith("rank 0: backward 500 ms\nrank 1: backward 500 ms\n")
+    for name in ("x.png", "y.json"):
+        assert trace("-o", tmp_path / name, folder) == 0
+    assert {path.name for path in tmp_path.iterdir()} >= {"x.png", "x.json", "y.png", "y.json"}
+    assert not [path for path in tmp_path.iterdir() if path.name.endswith((".png.png", ".json.json"))]
     (folder / "rank1.json").write_text(json.dumps({**content, "rank": 1, "step": 8}))
     assert trace("-o", tmp_path / "out", folder) == 2
     assert "of different steps: 7, 8" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,7 +53,7 @@ def test_commands_of_the_pages_that_benches_write(page: str) -> None:
 
 def test_the_script_of_the_readme_runs_under_torchrun(tmp_path: Path) -> None:
     (script,) = python_in("README.md")
-    assert len([line for line in script.code.splitlines() if line.strip()]) <= 12
+    assert len([line for line in script.code.splitlines() if line.strip()]) <= 16
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*launch, str(path_for(tmp_path, script))],
@@ -63,6 +64,8 @@ def test_the_script_of_the_readme_runs_under_torchrun(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    line = r"^step (\d+): loss \d\.\d{3}, \d+\.\d\d ms per step, \d+ kB sent$"
+    assert re.findall(line, done.stdout, re.MULTILINE) == ["20", "40", "60", "80", "100"]
 
 
 def block(text: str) -> Block:

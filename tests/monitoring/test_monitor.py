@@ -121,7 +121,7 @@ def test_a_writer_that_fails_is_given_up_and_training_goes_on(tmp_path: Path) ->
         train(reducer, model, 3)
     logging.getLogger("pycomm").removeHandler(handler)
     assert len(rows) == 3
-    assert said == ["pycomm.monitor stops writing to CallWriter: the disk is full"]
+    assert said == [f"[pycomm rank {dist.get_rank()}] pycomm.monitor stops writing to CallWriter: the disk is full"]
     reducer.detach()
 
 
@@ -158,7 +158,7 @@ def test_figures_that_fail_stop_the_monitor_and_not_the_training(
         counted.figures = None
         counted.optimizer.step()
         counted.optimizer.step()
-    assert caplog.messages == ["pycomm.monitor stops, as there are no figures: RuntimeError: detached"]
+    assert caplog.messages == ["[pycomm] pycomm.monitor stops, as there are no figures: RuntimeError: detached"]
     assert writer.closed == 1
 
 
@@ -195,7 +195,7 @@ def test_what_cannot_be_closed_keeps_nothing_else_open(
     with pycomm.monitor(reducer, to=[Unclosable(), good]):
         assert good.closed == 0
     assert good.closed == 1
-    assert caplog.messages == ["pycomm.monitor could not close Unclosable: the disk is full"]
+    assert caplog.messages == ["[pycomm rank 0] pycomm.monitor could not close Unclosable: the disk is full"]
     reducer.detach()
 
 

@@ -71,6 +71,15 @@ def test_every_schedule_equals_one_process(name: str) -> None:
             torch.testing.assert_close(out, whole(x).detach(), **EXACT)
 
 
+@on_world(2)
+def test_repr() -> None:
+    pipeline = Pipeline(layers(2), None, "one_f_one_b", microbatches=4, loss=loss_of)
+    (number,) = pipeline.stages
+    size = sum(p.nbytes for p in pipeline.module.parameters())
+    what = f"one_f_one_b, 2 stages on 2 ranks, 4 microbatches, this rank has stage {number}, 4 parameters of {size} B"
+    assert repr(pipeline) == f"Pipeline({what})"
+
+
 @on_world(4)
 def test_a_skip_passes_the_stages_between() -> None:
     class First(nn.Linear):

@@ -56,6 +56,17 @@ def test_any_layer_alone_equals_one_process(name: str, plan: dict[str, Any]) -> 
     assert_equal(train(model, x), wanted)
 
 
+@pytest.mark.parametrize("plan", [{"": "columns"}, {"": "rows"}, "auto"], ids=str)
+@on_world(2)
+def test_a_single_layer(plan: Any) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(260, 256).to(D)
+    reference, x = copy.deepcopy(layer), random(3, 260)
+    assert parallel.split(layer, parallel.mesh(tp=2), plan) is layer
+    assert isinstance(layer.weight, DTensor)
+    assert_equal(train(layer, x), train(reference, x))
+
+
 @on_world(3)
 def test_uneven_vocabularies_and_sequences() -> None:
     torch.manual_seed(0)
@@ -69,9 +80,10 @@ def test_uneven_vocabularies_and_sequences() -> None:
     log.setLevel(logging.INFO)
     parallel.split(model, parallel.mesh(tp=3), {"embedding": "vocabulary", "head": "vocabulary"})
     log.removeHandler(listener)
+    begins = f"[pycomm rank {dist.get_rank()}] split"
     assert told == [
-        "split: embedding: 13 entries on 3 devices, padded to 5 on each while they travel",
-        "split: head: 13 output features on 3 devices, padded to 5 on each while they travel",
+        f"{begins}: embedding: 13 entries on 3 devices, padded to 5 on each while they travel",
+        f"{begins}: head: 13 output features on 3 devices, padded to 5 on each while they travel",
     ]
     assert_equal(train(model, x), train(reference, x))
     torch.manual_seed(0)
@@ -156,6 +168,13 @@ REFUSED: list[tuple[nn.Module, Any, str]] = [
     (Words(), {"embedding": "columns"}, "are one parameter"),
     (nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))), {"0": "columns"}, "is parametrized"),
     (nn.Sequential(nn.Linear(3, 3)), "auto", "finds no layer to split .0: "),
+    (nn.Linear(2, 2), "auto", r'for the model itself write split.model, mesh, ."": "columns".'),
+    (
+        nn.Linear(2, 2),
+        {"weight": "columns"},
+        'matches no module; there are none but the model itself, whose name is ""',
+    ),
+    (nn.Linear(2, 2), {"*": "columns"}, "matches no module"),
     (nn.Linear(2, 2), parallel.Plan(mesh={"tp": 4}), "made for tp = 4, but mesh has 2"),
 ]
 

@@ -212,7 +212,7 @@ def test_sigusr2_comes_while_the_program_writes_to_stderr(
             patch.setattr(sys, "stderr", Busy())
             os.kill(os.getpid(), signal.SIGUSR2)
         assert written(tmp_path)["reason"] == "SIGUSR2"
-    assert "pycomm: the last operations of this rank are in " in capfd.readouterr().err
+    assert "[pycomm] the last operations of this rank are in " in capfd.readouterr().err
 
 
 def test_recorders_are_listed_while_another_thread_makes_some() -> None:

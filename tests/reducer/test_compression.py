@@ -60,6 +60,23 @@ def gradients_at(model: nn.Module, step: int) -> list[dict[str, torch.Tensor]]:
     ]
 
 
+@on_ranks(2)
+def test_names_of_methods() -> None:
+    """A name is the method without arguments: also if only one of the ranks has the name."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for kind in (pycomm.FP16, pycomm.BF16, pycomm.Int8, pycomm.OneBit, pycomm.QSGD, pycomm.TernGrad, pycomm.PowerSGD):
+        name = kind.__name__.lower()
+        with attached(optimizer, model, compression=name if dist.get_rank() == 0 else kind()) as reducer:
+            assert repr(reducer).endswith(f", {kind.__name__}())")
+    momentum = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attached(momentum, model, compression="dgc") as reducer:
+        assert repr(reducer).endswith(", DGC())")
+    averager = pycomm.local_sgd(optimizer, model, every=2, compression="bf16", timeout=30)
+    assert repr(averager).endswith(", BF16())")
+    averager.detach()
+
+
 @pytest.mark.parametrize(
     ("ratio", "bucket_mb", "set_to_none"), [(0.05, 25, True), (0.3, 0.001, False), (1.0, 25, True)]
 )

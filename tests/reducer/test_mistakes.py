@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -71,7 +72,7 @@ def attach_differently(kind: str) -> str:
         ),
         (["topk", "topk 10 %"], "ratio=0.1"),
         (["same", "accumulate"], "'accumulate=2' on rank 1, 'accumulate=1' on rank 0"),
-        (["same", "small buckets"], "'bucket_mb=1.0' on rank 1, 'bucket_mb=25.0' on rank 0"),
+        (["same", "small buckets"], "'bucket_mb=1.0' on rank 1, 'bucket_mb=None' on rank 0"),
     ],
 )
 def test_ranks_that_differ(two_ranks: RankPool, kinds: list[str], says: str) -> None:
@@ -94,7 +95,11 @@ def test_wrong_arguments() -> None:
         (ValueError, "accumulate is 0", lambda: pycomm.attach(optimizer, model, accumulate=0)),
         (TypeError, "accumulate is 1.5", lambda: pycomm.attach(optimizer, model, accumulate=1.5)),  # type: ignore[arg-type]
         (ValueError, "timeout is -1", lambda: pycomm.attach(optimizer, model, timeout=-1)),
-        (TypeError, "compression is 'topk'", lambda: pycomm.attach(optimizer, model, compression="topk")),
+        (
+            ValueError,
+            "compression is 'topk', wanted one of",
+            lambda: pycomm.attach(optimizer, model, compression="topk"),
+        ),
         (TypeError, r"compression is <class .*TopK", lambda: pycomm.attach(optimizer, model, compression=pycomm.TopK)),  # type: ignore[arg-type]
         (TypeError, "loss_scaler is 1024", lambda: pycomm.attach(optimizer, model, loss_scaler=1024.0)),
         (ValueError, "ratio is 0", lambda: pycomm.TopK(0)),
@@ -126,19 +131,62 @@ def test_wrong_arguments() -> None:
         pass
 
 
-def wrong_on_one_rank() -> str:
-    rank = dist.get_rank()
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("ratio", "unknown argument 'ratio': wanted one of compression, process_group, "),
+        ("bucket_cap_mb", r"'bucket_cap_mb': did you mean bucket_mb\?"),
+        ("find_unused_parameters", "'find_unused_parameters': leave it out"),
+    ],
+)
+@on_ranks(2)
+def test_unknown_arguments(name: str, says: str) -> None:
     model = make_model()
-    with pytest.raises(ValueError, match="are not among") as caught:
-        pycomm.attach(sgd(model if rank == 0 else make_model()), model, timeout=20)
+    unknown: dict[str, Any] = {name: True}
+    with pytest.raises(TypeError, match=says):
+        pycomm.attach(sgd(model), model, timeout=20, **unknown)
+
+
+def wrong_on_one_rank(mistake: str) -> str:
+    model = make_model()
+    arguments: Any = [sgd(model), model]
+    options: dict[str, Any] = {"timeout": 20}
+    if dist.get_rank() == 1:
+        if mistake == "other model":
+            arguments[0] = sgd(make_model())
+        elif mistake == "swapped":
+            arguments.reverse()
+        else:
+            options[mistake] = "no_such_method"
+    with pytest.raises((TypeError, ValueError)) as caught:
+        pycomm.attach(*arguments, **options)
     with attached(sgd(model), model):
         return str(caught.value)
 
 
-def test_a_mistake_on_one_rank_is_an_error_on_all(two_ranks: RankPool) -> None:
-    innocent, guilty = two_ranks.run(wrong_on_one_rank)
-    assert guilty.startswith("6 parameter(s) of the optimizer are not among")
+@pytest.mark.parametrize(
+    ("mistake", "says"),
+    [
+        ("other model", "6 parameter(s) of the optimizer are not among"),
+        ("swapped", "optimizer is a Sequential, wanted a torch.optim.Optimizer; attach(optimizer, model): swapped?"),
+        ("bucket_size_mb", "attach got an unknown argument 'bucket_size_mb': did you mean bucket_mb?"),
+        ("compression", "compression is 'no_such_method', wanted one of 'auto', 'fp16', 'bf16', 'int8', 'onebit',"),
+    ],
+)
+def test_a_mistake_on_one_rank_is_an_error_on_all(two_ranks: RankPool, mistake: str, says: str) -> None:
+    innocent, guilty = two_ranks.run(wrong_on_one_rank, mistake)
+    assert guilty.startswith(says)
     assert innocent == f"rank 1 could not attach: {guilty}"
+
+
+@on_ranks(2)
+def test_other_entry_points_name_swapped_arguments_too() -> None:
+    model = make_model()
+    optimizer: Any = sgd(model)
+    every_2: tuple[Any, ...] = tuple(partial(call, every=2) for call in (pycomm.local_sgd, pycomm.elastic_averaging))
+    for call in (*every_2, pycomm.gossip, pycomm.parameter_server):
+        with pytest.raises((TypeError, ValueError), match=r"wanted a .*Optimizer; \w+\(optimizer, model\): swapped\?"):
+            call(model, optimizer, timeout=20)
 
 
 def test_without_a_process_group() -> None:

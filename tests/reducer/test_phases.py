@@ -17,8 +17,8 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 import pycomm
+from pycomm.recorder.traced_step import FOLDER, STEP
 from pycomm.reducer.figures import INTERVAL
-from pycomm.reducer.step_trace import FOLDER, STEP
 from tests.on_ranks import on_ranks
 from tests.reducer.models import loss_of, make_model, sgd
 

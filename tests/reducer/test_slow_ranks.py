@@ -62,10 +62,10 @@ def test_a_rank_that_sleeps_is_named_once(on_failure: str, torchs: bool) -> None
     assert slow["seconds"] > 2 * NAP * 0.9
     assert NAP * 0.9 < slow["longest"] <= slow["seconds"]
     assert all(account["longest"] < slow["longest"] for account in by_rank.values())
-    said = [line for line in training.noted.said if line.startswith(f"rank {SLEEPER} ")]
+    said = [line for line in training.noted.said if line.startswith(f"[pycomm rank 0] rank {SLEEPER} ")]
     assert len(said) == (1 if training.rank == 0 else 0), training.noted.said
     if said:
-        assert said[0].startswith("rank 1 is slow: the others have waited 1.")
+        assert said[0].startswith("[pycomm rank 0] rank 1 is slow: the others have waited 1.")
         assert " s for it in this step, " in said[0]
         assert " times the median of " in said[0]
     training.end()

@@ -31,6 +31,9 @@ def survivors(pools: Pools, size: int, plan: Plan) -> list[dict[str, Any]]:
         assert each["changes"][-1][1] == each["world"]
         left = {rank: fate for recovery in each["recoveries"] for rank, fate in recovery["left"].items()}
         assert set(left) == lost
+    events = [line.partition(":")[0] for each in told for line in each["logged"]]
+    assert len(events) == len(set(events)), f"one event is logged by several ranks: {events}"
+    assert told[0]["logged"], "the first that is left has logged nothing"
     return told
 
 

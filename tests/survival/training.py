@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,10 +108,26 @@ def train(plan: Plan) -> dict[str, Any]:
             accumulate=plan.accumulate,
             **{"timeout": 30, "check_replicas": 3, **plan.options},
         )
-        told = run(plan, reducer, model, rank, range(plan.steps))
+        with logged() as lines:
+            told = run(plan, reducer, model, rank, range(plan.steps))
+        told["logged"] = lines
         told["state"] = reducer.state_dict()["ranks"]
         reducer.detach()
     return told
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """Have what is logged of the ranks that go on noted in the list that is yielded, without this rank's prefix."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage().partition("] ")[2])  # type: ignore[method-assign]
+    handler.addFilter(lambda record: "ranks go on" in record.getMessage())
+    logging.getLogger("pycomm").addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger("pycomm").removeHandler(handler)
 
 
 def run(plan: Plan, reducer: pycomm.Reducer, model: nn.Module, rank: int, steps: range) -> dict[str, Any]:

@@ -142,6 +142,25 @@ def test_same_inputs_same_bits_wherever_they_lie(rank_pools: Pools, size: int) -
     assert len({tuple(digests) for run in results for digests in run}) == 1
 
 
+@on_ranks(2)
+def test_avg_is_torchs_word_for_mean() -> None:
+    """Ranks may use either."""
+    with Communicator(timeout=30) as communicator:
+        op = ("avg", "mean")[communicator.rank]
+        for async_op in (False, True):
+            x = torch.tensor([1.0, 3.0]) * (communicator.rank + 1)
+            work = communicator.all_reduce(x, op, async_op=async_op)
+            if work is not None:
+                work.wait()
+            assert x.tolist() == [1.5, 4.5]
+        communicator.reduce(x, 0, op)
+        part = torch.empty(1)
+        communicator.reduce_scatter(part, torch.tensor([2.0, 4.0]) * (communicator.rank + 1), op)
+        assert part.tolist() == [[3.0], [6.0]][communicator.rank]
+        communicator.all_reduce(x := torch.ones(8), op, algorithm="ring")
+        assert x.tolist() == [1.0] * 8
+
+
 @on_ranks(2, 3)
 def test_large_arrays() -> None:
     with Communicator(timeout=60) as communicator:

@@ -36,7 +36,9 @@ class Log(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if "wait for" in record.getMessage():
-            self.lines.append(record.getMessage())
+            prefix, _, line = record.getMessage().partition("] ")
+            assert prefix == f"[pycomm rank {dist.get_rank()}"
+            self.lines.append(line)
             self.times.append(time.monotonic() - self.began)
 
 

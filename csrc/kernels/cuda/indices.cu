@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kMostBlocks = 1024;  // of unpack: each of them adds up what all others counted
 
-PYCOMM_KERNEL pack_kernel(Packing packing, const int32_t* indices, uint32_t* words) {
+PYCOMM_KERNEL pack_indices_kernel(Packing packing, const int32_t* indices, uint32_t* words) {
     const int64_t thread = thread_of_grid(), stride = threads_of_grid();
     write_all_words(packing, indices, words, thread, stride);
     for (int64_t m = thread; m < packing.count; m += stride) {
@@ -23,12 +23,12 @@ PYCOMM_KERNEL pack_kernel(Packing packing, const int32_t* indices, uint32_t* wor
 }
 
 // Counts the bits that are set in each block's part of the upper words.
-PYCOMM_KERNEL count_kernel(Packing packing, const uint32_t* words, uint32_t* counts) {
+PYCOMM_KERNEL count_indices_kernel(Packing packing, const uint32_t* words, uint32_t* counts) {
     int64_t in_block = count_upper_bits(packing, words, part_of(packing.upper_words));
     if (device::thread_index() == 0) counts[device::block_index()] = static_cast<uint32_t>(in_block);
 }
 
-PYCOMM_KERNEL unpack_kernel(Packing packing, const uint32_t* words, const uint32_t* counts, int32_t* indices) {
+PYCOMM_KERNEL unpack_indices_kernel(Packing packing, const uint32_t* words, const uint32_t* counts, int32_t* indices) {
     uint64_t before = 0, total = 0;
     sum_blocks(counts, &before, &total);
     Unpacked mine = unpack_part(packing, words, part_of(packing.upper_words), static_cast<int64_t>(before), indices);
@@ -46,7 +46,7 @@ int64_t blocks_of_unpack(const Packing& packing) {
 
 void pack_indices(const int32_t* indices, int64_t count, int64_t range, uint32_t* words, Stream stream) {
     Packing packing = packing_of(range, count);
-    device::launch("pack_indices", pack_kernel, blocks_for(count, device::threads_per_block()), stream, packing,
+    device::launch("pack_indices", pack_indices_kernel, blocks_for(count, device::threads_per_block()), stream, packing,
                    indices, words);
 }
 
@@ -58,8 +58,8 @@ void unpack_indices(const uint32_t* words, int64_t count, int64_t range, int32_t
     Packing packing = packing_of(range, count);
     auto counts = reinterpret_cast<uint32_t*>(workspace.memory);
     int64_t blocks = blocks_of_unpack(packing);
-    device::launch("unpack_indices", count_kernel, blocks, stream, packing, words, counts);
-    device::launch("unpack_indices", unpack_kernel, blocks, stream, packing, words,
+    device::launch("unpack_indices", count_indices_kernel, blocks, stream, packing, words, counts);
+    device::launch("unpack_indices", unpack_indices_kernel, blocks, stream, packing, words,
                    static_cast<const uint32_t*>(counts), indices);
 }
 

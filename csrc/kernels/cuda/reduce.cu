@@ -1,5 +1,6 @@
 #include "kernels/reduce.h"
 
+#include <algorithm>
 #include <type_traits>
 
 #include "device/launch.h"
@@ -25,67 +26,72 @@ struct SumOf<T, std::enable_if_t<std::is_integral_v<T>>> {
     PYCOMM_MEMBER static T to(Type x) { return x; }
 };
 
-template <ReduceOp kOp, class Sum>
-PYCOMM_DEVICE Sum combine(Sum a, Sum b) {
-    if constexpr (kOp == ReduceOp::kMin) {
-        return a != a || a < b ? a : b;
-    } else if constexpr (kOp == ReduceOp::kMax) {
-        return a != a || a > b ? a : b;
-    } else if constexpr (std::is_integral_v<Sum>) {
-        using Unsigned = std::make_unsigned_t<Sum>;
-        auto x = static_cast<Unsigned>(a), y = static_cast<Unsigned>(b);
-        if constexpr (kOp == ReduceOp::kProduct) {
-            return static_cast<Sum>(static_cast<Unsigned>(x * y));
-        } else if constexpr (kOp == ReduceOp::kAnd) {
-            return static_cast<Sum>(x & y);
-        } else if constexpr (kOp == ReduceOp::kOr) {
-            return static_cast<Sum>(x | y);
-        } else if constexpr (kOp == ReduceOp::kXor) {
-            return static_cast<Sum>(x ^ y);
+// What an operation does to two numbers. Sums are most of the work, and have kernels of their own. The others choose
+// for each pair of numbers: they wait for memory in any case, and kernels for each would take three times as long to
+// compile.
+struct AddOp {  // integers come as unsigned ones: the bytes of the sum are the same
+    template <class Sum>
+    PYCOMM_MEMBER static Sum combine(ReduceOp, Sum a, Sum b) {
+        return static_cast<Sum>(a + b);
+    }
+};
+struct OtherOp {
+    template <class Sum>
+    PYCOMM_MEMBER static Sum combine(ReduceOp op, Sum a, Sum b) {
+        if (op == ReduceOp::kMin) return a != a || a < b ? a : b;
+        if (op == ReduceOp::kMax) return a != a || a > b ? a : b;
+        if constexpr (std::is_integral_v<Sum>) {
+            using Unsigned = std::make_unsigned_t<Sum>;
+            return static_cast<Sum>(static_cast<Unsigned>(static_cast<Unsigned>(a) * static_cast<Unsigned>(b)));
         } else {
-            return static_cast<Sum>(static_cast<Unsigned>(x + y));
+            return a * b;
         }
-    } else if constexpr (kOp == ReduceOp::kProduct) {
-        return a * b;
-    } else {
-        return a + b;
     }
-}
-
-template <ReduceOp kOp, class Sum>
-PYCOMM_DEVICE Sum finish(Sum sum, int num_inputs) {
-    if constexpr (kOp == ReduceOp::kMean && !std::is_integral_v<Sum>) {
-        return sum * (Sum(1) / static_cast<Sum>(num_inputs));
-    } else {
-        return sum;
+};
+struct BitOp {
+    template <class Sum>
+    PYCOMM_MEMBER static Sum combine(ReduceOp op, Sum a, Sum b) {
+        return static_cast<Sum>(op == ReduceOp::kAnd ? a & b : op == ReduceOp::kOr ? a | b : a ^ b);
     }
-}
+};
 
 struct Reducing {
     Arrays inputs;
     char* out;
     int64_t head;  // elements before the packets
     int64_t count;
+    ReduceOp op;
     bool aligned;  // all arrays, to their elements
+
+    template <class Sum>
+    PYCOMM_MEMBER Sum finish(Sum sum) const {
+        if constexpr (!std::is_integral_v<Sum>) {
+            if (op == ReduceOp::kMean) return sum * (Sum(1) / static_cast<Sum>(inputs.count));
+        }
+        return sum;
+    }
 };
 
-// Sums of the packets that a thread works on at once.
-template <class T, int kCount, int kPackets>
+// Results of the packets that a thread works on at once.
+template <class Op, class T, int kCount, int kPackets>
 struct Partial {
-    using Sum = SumOf<T>;
+    static constexpr int kInputs = 4;
     using Loaded = Packet<T, kCount>;
 
     int64_t places[kPackets];
-    typename Sum::Type values[kPackets][kCount];
+    typename SumOf<T>::Type values[kPackets][kCount];
 
-    // Takes in kInputs inputs from number p on, the first ones if kFirst. All loads come first, so that they are under
-    // way together.
-    template <ReduceOp kOp, bool kFirst, int kInputs>
+    // Takes in the inputs from number p on, kInputs of them if there are as many, which come first of all if kFirst.
+    // All loads come before that, so that they are under way together; where no input is left the last one is loaded
+    // again.
+    template <bool kFirst>
     PYCOMM_MEMBER void take(const Reducing& job, int64_t begin, int p) {
+        const int left = job.inputs.count - p;
         const Loaded* from[kInputs];
 #pragma unroll
         for (int q = 0; q < kInputs; ++q) {
-            from[q] = reinterpret_cast<const Loaded*>(job.inputs[p + q] + begin * static_cast<int64_t>(sizeof(T)));
+            const char* array = job.inputs[p + (q < left ? q : left - 1)];
+            from[q] = reinterpret_cast<const Loaded*>(array + begin * static_cast<int64_t>(sizeof(T)));
         }
         Loaded in[kInputs][kPackets];
 #pragma unroll
@@ -99,8 +105,12 @@ struct Partial {
             for (int u = 0; u < kPackets; ++u) {
 #pragma unroll
                 for (int e = 0; e < kCount; ++e) {
-                    auto x = Sum::from(in[q][u].values[e]);
-                    values[u][e] = kFirst && q == 0 ? x : combine<kOp>(values[u][e], x);
+                    auto x = SumOf<T>::from(in[q][u].values[e]);
+                    if (kFirst && q == 0) {
+                        values[u][e] = x;
+                    } else if (q < left) {
+                        values[u][e] = Op::combine(job.op, values[u][e], x);
+                    }
                 }
             }
         }
@@ -108,70 +118,64 @@ struct Partial {
 };
 
 // Elements [begin, begin + kCount * packets).
-template <ReduceOp kOp, class T, int kCount, int kPackets>
+template <class Op, class T, int kCount, int kPackets>
 PYCOMM_DEVICE void reduce_packets(const Reducing& job, int64_t begin, int64_t packets) {
-    const int threads = device::num_threads(), num_inputs = job.inputs.count;
+    using Part = Partial<Op, T, kCount, kPackets>;
+    const int threads = device::num_threads();
     const int64_t per_block = static_cast<int64_t>(threads) * kPackets;
     auto to = reinterpret_cast<Packet<T, kCount>*>(job.out + begin * static_cast<int64_t>(sizeof(T)));
     int64_t first = device::block_index() * per_block + device::thread_index();
     for (; first < packets; first += device::num_blocks() * per_block) {
-        Partial<T, kCount, kPackets> sums = {};
+        Part sums = {};
 #pragma unroll
         for (int u = 0; u < kPackets; ++u) {  // where nothing is left the first is worked on again
             sums.places[u] = first + u * threads < packets ? first + u * threads : first;
         }
-        int p = (num_inputs - 1) % 4 + 1;
-        if (p == 1) {
-            sums.template take<kOp, true, 1>(job, begin, 0);
-        } else if (p == 2) {
-            sums.template take<kOp, true, 2>(job, begin, 0);
-        } else if (p == 3) {
-            sums.template take<kOp, true, 3>(job, begin, 0);
-        } else {
-            sums.template take<kOp, true, 4>(job, begin, 0);
-        }
-        for (; p < num_inputs; p += 4) sums.template take<kOp, false, 4>(job, begin, p);
+        sums.template take<true>(job, begin, 0);
+#pragma unroll 1
+        for (int p = Part::kInputs; p < job.inputs.count; p += Part::kInputs) sums.template take<false>(job, begin, p);
 #pragma unroll
         for (int u = 0; u < kPackets; ++u) {
             Packet<T, kCount> result;
 #pragma unroll
-            for (int e = 0; e < kCount; ++e) {
-                result.values[e] = SumOf<T>::to(finish<kOp>(sums.values[u][e], num_inputs));
-            }
+            for (int e = 0; e < kCount; ++e) result.values[e] = SumOf<T>::to(job.finish(sums.values[u][e]));
             to[sums.places[u]] = result;
         }
     }
 }
 
 // One by one, for arrays that are not aligned to their elements.
-template <ReduceOp kOp, class T>
+template <class Op, class T>
 PYCOMM_DEVICE void reduce_elements(const Reducing& job) {
     auto i = static_cast<int64_t>(device::block_index()) * device::num_threads() + device::thread_index();
     for (; i < job.count; i += static_cast<int64_t>(device::num_blocks()) * device::num_threads()) {
         auto sum = SumOf<T>::from(load_element<T>(job.inputs[0], i));
         for (int p = 1; p < job.inputs.count; ++p) {
-            sum = combine<kOp>(sum, SumOf<T>::from(load_element<T>(job.inputs[p], i)));
+            sum = Op::combine(job.op, sum, SumOf<T>::from(load_element<T>(job.inputs[p], i)));
         }
-        store_element(job.out, i, SumOf<T>::to(finish<kOp>(sum, job.inputs.count)));
+        store_element(job.out, i, SumOf<T>::to(job.finish(sum)));
     }
 }
 
-template <ReduceOp kOp, class T>
+template <class Op, class T>
 PYCOMM_KERNEL reduce_kernel(Reducing job) {
     constexpr int kCount = 16 / sizeof(T);
     // Each product of bytes takes a register of its own while the packets of all inputs are held.
-    constexpr int kAtOnce = kOp == ReduceOp::kProduct && sizeof(T) == 1 ? 1 : kPackets;
-    if (!job.aligned) return reduce_elements<kOp, T>(job);
-    int64_t packets = (job.count - job.head) / kCount, rest = job.head + packets * kCount;
-    reduce_packets<kOp, T, 1, kScalars>(job, 0, job.head);
-    reduce_packets<kOp, T, kCount, kAtOnce>(job, job.head, packets);
-    reduce_packets<kOp, T, 1, 1>(job, rest, job.count - rest);
+    constexpr int kAtOnce = std::is_same_v<Op, OtherOp> && sizeof(T) == 1 ? 1 : kPackets;
+    if (!job.aligned) return reduce_elements<Op, T>(job);
+    const int64_t packets = (job.count - job.head) / kCount, rest = job.head + packets * kCount;
+    reduce_packets<Op, T, kCount, kAtOnce>(job, job.head, packets);
+#pragma unroll 1
+    for (int side = 0; side < 2; ++side) {  // before the packets, and behind them
+        reduce_packets<Op, T, 1, kScalars>(job, side == 0 ? 0 : rest, side == 0 ? job.head : job.count - rest);
+    }
 }
 
-template <class T>
+template <class Op, class T>
 void launch_reduce(const Arrays& inputs, const std::vector<Buffer>& buffers, const Buffer& out, ReduceOp op,
                    Stream stream) {
     constexpr int kCount = 16 / sizeof(T);
+    const int64_t count = out.num_bytes() / static_cast<int64_t>(sizeof(T));
     int64_t head = -1;
     bool misfit = false, aligned = true;
     auto look_at = [&](const Buffer& array) {
@@ -180,30 +184,17 @@ void launch_reduce(const Arrays& inputs, const std::vector<Buffer>& buffers, con
     };
     look_at(out);
     for (const Buffer& input : buffers) look_at(input);
-    if (misfit || head > out.count) head = out.count;
-    Reducing job{inputs, out.bytes(), head, out.count, aligned};
+    if (misfit || head > count) head = count;
     int64_t per_thread = misfit ? kScalars : kPackets * kCount;
-    int64_t blocks = blocks_for(out.count, device::threads_per_block() * per_thread);
-    auto with = [&](auto kernel) { device::launch("reduce", kernel, blocks, stream, job); };
-    switch (op) {
-        case ReduceOp::kSum:
-            return with(reduce_kernel<ReduceOp::kSum, T>);
-        case ReduceOp::kMean:
-            return with(reduce_kernel<ReduceOp::kMean, T>);
-        case ReduceOp::kMin:
-            return with(reduce_kernel<ReduceOp::kMin, T>);
-        case ReduceOp::kMax:
-            return with(reduce_kernel<ReduceOp::kMax, T>);
-        case ReduceOp::kProduct:
-            return with(reduce_kernel<ReduceOp::kProduct, T>);
-        default:
-            break;
-    }
-    if constexpr (std::is_integral_v<T>) {
-        if (op == ReduceOp::kAnd) return with(reduce_kernel<ReduceOp::kAnd, T>);
-        if (op == ReduceOp::kOr) return with(reduce_kernel<ReduceOp::kOr, T>);
-        return with(reduce_kernel<ReduceOp::kXor, T>);
-    }
+    int64_t blocks = blocks_for(count, device::threads_per_block() * per_thread);
+    device::launch("reduce", reduce_kernel<Op, T>, blocks, stream,
+                   Reducing{inputs, out.bytes(), head, count, op, aligned});
+}
+
+// Whether arrays of any type can be taken as arrays of uint32_t.
+bool are_words(const std::vector<Buffer>& inputs, const Buffer& out) {
+    auto is_whole = [](const Buffer& array) { return reinterpret_cast<uintptr_t>(array.data) % 4 == 0; };
+    return out.num_bytes() % 4 == 0 && is_whole(out) && std::all_of(inputs.begin(), inputs.end(), is_whole);
 }
 
 }  // namespace
@@ -213,23 +204,28 @@ int64_t reduce_workspace_bytes(std::size_t num_inputs) { return arrays_bytes(num
 void reduce(const Buffer& out, const std::vector<Buffer>& inputs, ReduceOp op, Workspace& workspace, Stream stream) {
     if (out.count == 0) return;
     Arrays arrays = arrays_of(inputs, workspace, stream);
+    auto with = [&](auto op_class, auto t) {
+        launch_reduce<decltype(op_class), decltype(t)>(arrays, inputs, out, op, stream);
+    };
+    if (is_bitwise(op)) return are_words(inputs, out) ? with(BitOp{}, uint32_t{}) : with(BitOp{}, uint8_t{});
+    const bool sums = op == ReduceOp::kSum || op == ReduceOp::kMean;
     switch (out.dtype) {
         case DType::kF32:
-            return launch_reduce<float>(arrays, inputs, out, op, stream);
+            return sums ? with(AddOp{}, float{}) : with(OtherOp{}, float{});
         case DType::kF16:
-            return launch_reduce<F16>(arrays, inputs, out, op, stream);
+            return sums ? with(AddOp{}, F16{}) : with(OtherOp{}, F16{});
         case DType::kBF16:
-            return launch_reduce<BF16>(arrays, inputs, out, op, stream);
+            return sums ? with(AddOp{}, BF16{}) : with(OtherOp{}, BF16{});
         case DType::kF64:
-            return launch_reduce<double>(arrays, inputs, out, op, stream);
+            return sums ? with(AddOp{}, double{}) : with(OtherOp{}, double{});
         case DType::kI8:
-            return launch_reduce<int8_t>(arrays, inputs, out, op, stream);
+            return sums ? with(AddOp{}, uint8_t{}) : with(OtherOp{}, int8_t{});
         case DType::kU8:
-            return launch_reduce<uint8_t>(arrays, inputs, out, op, stream);
+            return sums ? with(AddOp{}, uint8_t{}) : with(OtherOp{}, uint8_t{});
         case DType::kI32:
-            return launch_reduce<int32_t>(arrays, inputs, out, op, stream);
+            return sums ? with(AddOp{}, uint32_t{}) : with(OtherOp{}, int32_t{});
         case DType::kI64:
-            return launch_reduce<int64_t>(arrays, inputs, out, op, stream);
+            return sums ? with(AddOp{}, uint64_t{}) : with(OtherOp{}, int64_t{});
     }
 }
 

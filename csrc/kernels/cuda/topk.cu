@@ -40,12 +40,12 @@ topk_kernel(Job<Keys<T>> job) {
     select(job, found, counts, team);
 }
 
-// Layout of the workspace.
-struct Layout {
+// TopkLayout of the workspace.
+struct TopkLayout {
     uint32_t sample_rank, capacity;
     int64_t slots, edges, words, keys, indices, num_bytes;
 
-    Layout(const Buffer& x, int64_t k) : sample_rank(sample_rank_of(x.count, k)), capacity(0) {
+    TopkLayout(const Buffer& x, int64_t k) : sample_rank(sample_rank_of(x.count, k)), capacity(0) {
         if (sample_rank != 0) capacity = static_cast<uint32_t>(std::min(x.count, 4 * k + x.count / 64));
         int64_t tiles = capacity == 0 ? 0 : x.count / View<Keys<float>>::kTileElems + 2;
         int64_t key_bytes = x.dtype == DType::kF64 ? 8 : 4;
@@ -62,7 +62,7 @@ template <class T>
 void launch_topk(const Buffer& x, int64_t k, const Buffer& values, int32_t* indices, float* threshold,
                  Workspace& workspace, Stream stream) {
     using K = Keys<T>;
-    Layout layout(x, k);
+    TopkLayout layout(x, k);
     char* memory = workspace.memory;
     auto slots = reinterpret_cast<uint32_t*>(memory + layout.slots);
     Job<K> job{x.bytes(),
@@ -90,7 +90,7 @@ void launch_topk(const Buffer& x, int64_t k, const Buffer& values, int32_t* indi
 
 }  // namespace
 
-int64_t topk_workspace_bytes(const Buffer& x, int64_t k) { return Layout(x, k).num_bytes; }
+int64_t topk_workspace_bytes(const Buffer& x, int64_t k) { return TopkLayout(x, k).num_bytes; }
 
 void topk(const Buffer& x, int64_t k, const Buffer& values, int32_t* indices, float* threshold, Workspace& workspace,
           Stream stream) {

@@ -40,7 +40,7 @@ class Mapping {
 };
 
 // The allocator of this rank's own file. Blocks may outlive the group: they keep the mapping.
-class Arena : private ForkAware {
+class Arena final : private ForkAware {
    public:
     // Bytes [0, begin), whole pages, are reserved at once and never handed out.
     Arena(Descriptor file, int64_t num_bytes, int64_t begin);

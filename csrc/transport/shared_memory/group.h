@@ -54,7 +54,7 @@ struct OwnPart {
     int64_t count() const;
 };
 
-class SharedMemoryGroup : private ForkAware {
+class SharedMemoryGroup final : private ForkAware {
    public:
     // peers[p]: the file of rank p; sockets[p]: connected to rank p; both nothing at [rank]. check_signals() is called
     // now and then while waiting, in the thread that waits; what it throws ends the operation. names[p]: the number by

@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pycomm.cli.bench import report, table
 from pycomm.cli.bench.busy import busy
-from pycomm.cli.bench.kernels.command import WRONG
+from pycomm.cli.bench.kernels.arguments import WRONG
 from pycomm.cli.bench.measure import PLACES, Contender, Line, lines
 from pycomm.cli.bench.mpi import MPIS
 from pycomm.cli.bench.rank import BenchRank
 from pycomm.cli.bench.ranks import Ranks
-from pycomm.cli.bench.settings import Settings, UsageError, settings_of
-from pycomm.cli.bench.surrounding import Surrounding, is_launched
+from pycomm.cli.bench.settings import Settings
+from pycomm.cli.bench.surrounding import Surrounding
 from pycomm.launching import RankError, rendezvous
 
 _WORKER = "pycomm.cli.bench.rank:BenchRank"
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(settings: Settings) -> int:
     """Measure one collective; return the exit code: 7 for wrong results or too little bandwidth, as nccl-tests."""
-    launched = int(os.environ["WORLD_SIZE"]) if is_launched() else None
-    try:
-        settings = settings_of(arguments, launched)
-    except UsageError as error:
-        arguments.parser.error(str(error))
     try:
         return _among_launched(settings) if settings.launched else _among_own(settings)
     except RankError as error:
         print(f"pycomm bench: {error}", file=sys.stderr)
+        if "timed out" in str(error):
+            hint = f"-T is {settings.timeout:g} s; raise it where ranks outnumber cores, or others use them"
+            print(f"pycomm bench: a wait took longer than -T allows: {hint}", file=sys.stderr)
         return 1
 
 
@@ -123,6 +119,9 @@ def _print_rest(settings: Settings, found: list[Line], missing: Sequence[str], v
     print(table.comparison(found, settings.rounds))
     for note in [*missing, *_wrong_peers(found)]:
         print(f"# {note}")
+    scattered = table.scatter(settings, found)
+    if scattered is not None:
+        print(scattered)
     bandwidth = verdict["average_bus_bandwidth"]
     okay = {"unchecked": "", "true": "OK", "false": "FAILED"}[bandwidth["okay"]]
     print(f"#\n{table.footer(settings, bandwidth['bandwidth'], verdict['out_of_bounds']['count'], okay)}")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from pycomm.cli.bench import collective, settings
-from pycomm.cli.bench.kernels import command as kernels
+from pycomm.cli.arguments import load_package
+from pycomm.cli.bench import settings
+from pycomm.cli.bench.kernels import arguments as kernels
 from pycomm.cli.bench.operations import OPERATIONS
 
 _COLLECTIVE = """\
@@ -25,8 +26,8 @@ def add_parser(commands: Any) -> None:
         described = _COLLECTIVE.format(name=operation.name)
         one = _add(benches, operation.name, f"{operation.name} between ranks", described)
         settings.add_arguments(one, operation)
-        one.set_defaults(run=collective.run)
-    kernels.add_arguments(_add(benches, "kernels", "the CPU kernels against torch", kernels.__doc__ or ""))
+        one.set_defaults(run=_measure)
+    kernels.add_arguments(_add(benches, "kernels", "the CPU kernels against torch", kernels.DESCRIPTION))
 
 
 def _add(benches: Any, name: str, summary: str, description: str) -> argparse.ArgumentParser:
@@ -35,3 +36,14 @@ def _add(benches: Any, name: str, summary: str, description: str) -> argparse.Ar
         name, help=summary, description=description, formatter_class=formatter
     )
     return added
+
+
+def _measure(arguments: argparse.Namespace) -> int:
+    try:
+        checked = settings.settings_of(arguments, settings.launched_ranks())
+    except settings.UsageError as error:
+        arguments.parser.error(str(error))
+    load_package()
+    from pycomm.cli.bench import collective
+
+    return collective.run(checked)

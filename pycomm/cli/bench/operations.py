@@ -8,19 +8,28 @@ the links, so that one figure can be held against hardware for any number of ran
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
+if TYPE_CHECKING:
+    import torch
+
+
+class Dtype(NamedTuple):
+    """Type of elements: the name that torch has for it, and its bytes."""
+
+    torch_name: str
+    itemsize: int
+
 
 DTYPES = {
-    "int8": torch.int8,
-    "uint8": torch.uint8,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "half": torch.float16,
-    "float": torch.float32,
-    "double": torch.float64,
-    "bfloat16": torch.bfloat16,
+    "int8": Dtype("int8", 1),
+    "uint8": Dtype("uint8", 1),
+    "int32": Dtype("int32", 4),
+    "int64": Dtype("int64", 8),
+    "half": Dtype("float16", 2),
+    "float": Dtype("float32", 4),
+    "double": Dtype("float64", 8),
+    "bfloat16": Dtype("bfloat16", 2),
 }
 """nccl-tests' names of dtypes; unsigned ones of more than 8 bits are left out, which torch cannot add."""
 
@@ -107,7 +116,10 @@ class Case:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
+        import torch  # not above: the parser reads the names alone
+
+        found: torch.dtype = getattr(torch, DTYPES[self.dtype].torch_name)
+        return found
 
     @property
     def elements(self) -> int:
@@ -117,7 +129,7 @@ class Case:
     @property
     def size(self) -> int:
         """Bytes of the larger array."""
-        return self.elements * self.torch_dtype.itemsize
+        return self.elements * DTYPES[self.dtype].itemsize
 
     def as_json(self) -> dict[str, Any]:
         """Return what :class:`Case` takes, to hand it to another process."""

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from pycomm.cli.bench.libraries import COMMUNICATOR
 from pycomm.cli.bench.libraries.base import Call, Library, UnsupportedError
 from pycomm.cli.bench.mpi import MPIS
 from pycomm.cli.bench.operations import Case
@@ -19,9 +20,6 @@ from pycomm.cli.bench.results import cpu_model
 from pycomm.cli.bench.values import count_wrong, fill
 from pycomm.errors import CommError
 from pycomm.launching import connect
-
-COMMUNICATOR = "communicator"
-"""``--backend`` and ``--peers`` call :class:`pycomm.Communicator` by this name."""
 
 _NAN = 255  # bytes of NaN in every floating-point dtype, and of -1 or the largest number in the others
 

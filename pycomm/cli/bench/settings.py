@@ -6,19 +6,15 @@ import argparse
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
-from pycomm.cli.arguments import integer
+from pycomm.cli.arguments import integer, load_package
 from pycomm.cli.bench import busy
+from pycomm.cli.bench.libraries import COMMUNICATOR
 from pycomm.cli.bench.mpi import MPIS, NotInstalledError
 from pycomm.cli.bench.operations import DTYPES, REDUCTIONS, Case, Operation
-from pycomm.cli.bench.rank import COMMUNICATOR
-from pycomm.kernels import cuda_devices
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _ALL = -1
@@ -91,7 +87,7 @@ class Settings:
 
 
 def add_arguments(parser: argparse.ArgumentParser, operation: Operation) -> None:
-    """Have ``parser`` know what :func:`settings_of` wants."""
+    """Have ``parser`` know what :func:`settings_of` takes."""
     add = parser.add_argument
     if operation.name != "barrier":
         add("-b", "--minbytes", type=_size, default=32 << 20, metavar="SIZE", help="smallest size (default 32M)")
@@ -123,6 +119,20 @@ def add_arguments(parser: argparse.ArgumentParser, operation: Operation) -> None
     parser.set_defaults(parser=parser, operation=operation)
 
 
+def launched_ranks(environment: Mapping[str, str] = os.environ) -> int | None:
+    """Return how many ranks a launcher has started, of which this process is one; ``None`` if it is none.
+
+    Raises:
+        UsageError: the launcher has set WORLD_SIZE to no number.
+    """
+    size = environment.get("WORLD_SIZE")
+    if size is None or "RANK" not in environment:
+        return None
+    if not size.isdecimal() or int(size) < 1:
+        raise UsageError(f"WORLD_SIZE is {size!r}, wanted a number of ranks")
+    return int(size)
+
+
 def settings_of(arguments: argparse.Namespace, launched: int | None) -> Settings:
     """Return what the arguments ask for; ``launched`` is the number of ranks that a launcher has started.
 
@@ -131,7 +141,6 @@ def settings_of(arguments: argparse.Namespace, launched: int | None) -> Settings
     """
     operation: Operation = arguments.operation
     ranks = _ranks(arguments.ranks, launched)
-    device = _check_libraries(arguments.backend, arguments.peers, launched is not None)
     if arguments.local_register and COMMUNICATOR not in (arguments.backend, *arguments.peers):
         raise UsageError(f"-R 1: only {COMMUNICATOR} has memory of its own, and it is neither --backend nor a peer")
     _check_output(arguments.output_file)
@@ -146,7 +155,7 @@ def settings_of(arguments: argparse.Namespace, launched: int | None) -> Settings
         launched=launched is not None,
         backend=arguments.backend,
         peers=arguments.peers,
-        device=device,
+        device="cuda" if "nccl" in (arguments.backend, *arguments.peers) else "cpu",
         registered=bool(arguments.local_register),
         calls=arguments.iters,
         warmups=arguments.warmup_iters,
@@ -160,6 +169,7 @@ def settings_of(arguments: argparse.Namespace, launched: int | None) -> Settings
         nice=arguments.nice,
     )
     _check_memory(settings)
+    _check_libraries(settings)  # at last, as it takes torch
     return settings
 
 
@@ -169,20 +179,19 @@ def _ranks(wanted: int | None, launched: int | None) -> int:
     return launched or wanted or 2
 
 
-def _check_libraries(backend: str, peers: tuple[str, ...], launched: bool) -> str:
-    """Raise unless all can be had here; return the device of their arrays."""
+def _check_libraries(settings: Settings) -> None:
+    """Raise unless all can be had here."""
+    backend, peers = settings.backend, settings.peers
     if backend in peers:
         raise UsageError(f"--peers: {backend} is what is measured (--backend)")
     if len(set(peers)) < len(peers):
         raise UsageError(f"--peers: {','.join(peers)} names one twice")
     for option, name in (("--backend", backend), *(("--peers", peer) for peer in peers)):
-        problem = _why_not(name, launched)
+        problem = _why_not(name, settings.launched)
         if problem is not None:
             raise UsageError(f"{option}: {problem}")
-    used = {backend, *peers}
-    if "nccl" in used and used & set(MPIS):
-        raise UsageError("--peers: nccl wants arrays on GPUs, and MPI is called with arrays in CPU memory")
-    return "cuda" if "nccl" in used else "cpu"
+    if settings.device == "cuda" and {backend, *peers} & set(MPIS):
+        raise UsageError("--peers: nccl requires arrays on GPUs, and MPI is called with arrays in CPU memory")
 
 
 def _why_not(name: str, launched: bool) -> str | None:
@@ -194,11 +203,22 @@ def _why_not(name: str, launched: bool) -> str | None:
             MPIS[name][1]()
         except NotInstalledError as error:
             return f"{name} is {error}, or 'pycomm-torch[bench]'"
-    elif name == "nccl":
+        return None
+    return None if name == COMMUNICATOR else _why_not_by_torch(name)
+
+
+def _why_not_by_torch(name: str) -> str | None:
+    load_package()  # which makes "pycomm" a backend of torch's
+    import torch
+    import torch.distributed as dist
+
+    from pycomm.kernels import cuda_devices
+
+    if name == "nccl":
         count, why_none = cuda_devices()
         if count == 0 or not dist.is_nccl_available() or not torch.cuda.is_available():
-            return f"nccl wants GPUs: {why_none or 'this torch was built without them'}"
-    elif name != COMMUNICATOR and not dist.is_backend_available(name):
+            return f"nccl requires GPUs: {why_none or 'this torch was built without them'}"
+    elif not dist.is_backend_available(name):
         return f"{name!r}, wanted {COMMUNICATOR}, {', '.join(MPIS)}, or a backend that torch.distributed knows here"
     return None
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import traceback
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -14,11 +12,6 @@ from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defin
 from pycomm.launching import RankError
 
 _PATIENCE = timedelta(minutes=20)  # for one turn: a rank that dies is noticed by the launcher
-
-
-def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether a launcher has told this process its rank."""
-    return "RANK" in environment and "WORLD_SIZE" in environment
 
 
 class Surrounding:

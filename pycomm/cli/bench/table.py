@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 
 from pycomm.cli.bench.measure import PLACES, Line, Timed
@@ -14,6 +15,8 @@ Device = dict[str, object]
 
 _NAMES = ("time", "algbw", "busbw", "#wrong")
 _UNITS = ("(us)", "(GB/s)", "(GB/s)", "")
+_SCATTERED = 2.0
+"""Ratio of the 90th percentile to the 10th above which a median says little."""
 
 
 def preamble(settings: Settings, devices: Sequence[Device]) -> str:
@@ -29,6 +32,9 @@ def preamble(settings: Settings, devices: Sequence[Device]) -> str:
     ]
     if settings.busy:
         lines += [f"# busy processes beside it: {settings.busy}, niceness {settings.nice}", "#"]
+    cores = len(os.sched_getaffinity(0))
+    if not settings.launched and settings.ranks > cores:
+        lines += [f"# {settings.ranks} ranks on {cores} cores take turns: waits last longer. {_limit(settings)}", "#"]
     lines.append("# Using devices")
     for found in devices:
         lines.append(
@@ -81,6 +87,21 @@ def _fitting(value: float, width: int) -> str:
         if len(text) <= width:
             return text
     return f"{value:{width}.{1 if width >= 7 else 0}e}"
+
+
+def scatter(settings: Settings, lines: Sequence[Line]) -> str | None:
+    """Return a comment on times that differ much from turn to turn, if there are such."""
+    samples = [(line.case.size, line.ours[place].samples) for line in lines for place in PLACES]
+    sizes = {size: None for size, each in samples if each.high > _SCATTERED * each.low}
+    if not sizes:
+        return None
+    where = f"{', '.join(map(str, sizes))} bytes"
+    busy = "the cores are busy with something else. Take more --rounds."
+    return f"# times scatter (p90 over {_SCATTERED:g} times p10) at {where}: {busy} {_limit(settings)}"
+
+
+def _limit(settings: Settings) -> str:
+    return f"If a wait times out, raise -T ({settings.timeout:g} s)"
 
 
 def comparison(lines: Sequence[Line], rounds: int) -> str:

@@ -8,12 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pycomm.cli.arguments import integer
-from pycomm.cli.demo.corpus import source_files
+# Nothing here takes torch at import, and so `pycomm demo --help` does not: the functions below import what does.
+from pycomm.cli.arguments import integer, later
 from pycomm.cli.demo.messages import Message, Progress, Results
 from pycomm.cli.demo.settings import COMPRESSIONS, HEAD_WIDTH, MIN_STEPS, Settings, methods_for, ranks_of
-from pycomm.cli.demo.train import train
-from pycomm.launching import RankError, run_ranks
 
 _RATIO = 0.01
 _MAX_CONTEXT = 4096  # far less than the validation text has, anywhere
@@ -50,10 +48,12 @@ def add_parser(commands: Any) -> None:
         "--context", type=integer(8, largest=_MAX_CONTEXT), default=64, help="bytes of text that the model sees"
     )
     size.add_argument("--batch", type=integer(1), default=2, help="windows of text per rank and step")
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=later(__name__, whole=True), parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from pycomm.cli.demo.corpus import source_files
+
     ratio = getattr(arguments, "ratio", None)  # None if it was not given
     if ratio is not None and "topk" not in arguments.compression:
         arguments.parser.error("argument --ratio: only --compression topk has one")
@@ -77,6 +77,7 @@ def _run_and_report(settings: Settings) -> int:
     from pycomm.cli.demo.figures import problems
     from pycomm.cli.demo.plot import save_plot
     from pycomm.cli.demo.report import show, title
+    from pycomm.launching import RankError
 
     console = Console()
     _greet(settings, console)
@@ -101,6 +102,8 @@ def _greet(settings: Settings, console: Any) -> None:
 
 def _train(settings: Settings, console: Any) -> Results:
     from pycomm.cli.demo.live import display
+    from pycomm.cli.demo.train import train
+    from pycomm.launching import RankError, run_ranks
 
     received: list[Results] = []
     with display(settings, console) as on_progress:

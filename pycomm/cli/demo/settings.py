@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pycomm
-from pycomm.compression import Compression
+
+if TYPE_CHECKING:
+    from pycomm.compression import Compression
 
 COMPRESSIONS = ("topk", "fp16", "bf16", "none")
 HEAD_WIDTH = 64

@@ -1,19 +1,11 @@
-"""``pycomm explain``: reads what the flight recorders of all ranks have written, and says where the ranks parted."""
+"""``pycomm explain``: its arguments."""
 
 from __future__ import annotations
 
-import argparse
-import os
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pycomm import untrusted
-from pycomm.cli.explain.dumps import Content, Dump, Group, NoDumpError, groups_of, newest_job, read
-from pycomm.cli.explain.verdict import told, verdict
-from pycomm.cli.terminal import complain, say
-from pycomm.recorder import DIRECTORY, folder
+from pycomm.cli.arguments import later
 
 
 def add_parser(commands: Any) -> None:
@@ -22,102 +14,17 @@ def add_parser(commands: Any) -> None:
         help="what the ranks did before an error, by their flight recorders",
         description=(
             "Reads the files that ranks have written when an operation failed, or at SIGUSR2 (kill -USR2 PID), and "
-            "says which rank did what else, or was late. They lie in the folder that "
-            f"{DIRECTORY} names, or in one of yours below that of temporary files; from several hosts, bring them "
-            "together."
+            "says which rank did what else, or was late. They lie in the folder that PYCOMM_FLIGHT_DIR names, or in "
+            "one of yours below that of temporary files; from several hosts, bring them together."
         ),
         epilog="Exit code: 0 there is something to say, or all is well; 2 wrong arguments, or no files.",
     )
     parser.add_argument(
-        "dumps", nargs="*", type=Path, metavar="DUMP", help="files, or folders (default: the newest job)"
+        "dumps",
+        nargs="*",
+        type=Path,
+        metavar="DUMP",
+        help="files, or folders (default: the newest run in this directory)",
     )
     parser.add_argument("--last", type=int, default=3, metavar="N", help="operations to list of each rank (default 3)")
-    parser.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    try:
-        groups = groups_of(_contents(arguments.dumps))
-    except NoDumpError as error:
-        complain(f"pycomm explain: {error}")
-        return 2
-    found = [(group, verdict(group)) for group in groups]
-    troubled = [(group, text) for group, text in found if text is not None]
-    if not troubled:
-        print(f"{len(groups)} groups: all ranks called the same, and came together.")
-    for number, (group, text) in enumerate(troubled):
-        say(("\n" if number else "") + str(text))
-        _list(group, arguments.last)
-    return 0
-
-
-def _contents(given: Sequence[Path]) -> list[Content]:
-    """Return what the files tell that are meant.
-
-    Raises:
-        NoDumpError: there are none.
-    """
-    if given:
-        return [content for path in given for content in (_readable(path) if _is_folder(path) else [read(path)])]
-    place = folder()
-    if place is None:
-        raise NoDumpError(f"{DIRECTORY} is empty, so that nothing has been written: name the files")
-    # Below the folder of temporary files anybody may have made one of this name.
-    own = DIRECTORY not in os.environ
-    if own:
-        _require_own(place)
-    found = newest_job(_readable(place, own=own)) if _is_folder(place) else []
-    if not found:
-        raise NoDumpError(f"there are no files in {place}: name them, or their folder")
-    return found
-
-
-def _is_folder(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except OSError as error:
-        raise NoDumpError(f"{path} cannot be read: {error.strerror or error}") from error
-
-
-def _require_own(place: Path) -> None:
-    try:
-        untrusted.require_own_folder(place)
-    except FileNotFoundError:
-        return  # which is found out next
-    except (OSError, ValueError) as error:
-        raise NoDumpError(f"{error}; name the files if you trust them") from error
-
-
-def _readable(place: Path, *, own: bool = False) -> list[Content]:
-    """Return what the files in ``place`` tell; say which are left out.
-
-    Nobody has named these one by one, so that a file that is none, or of another version, is not to stop the command.
-    """
-    found = []
-    for path in sorted(place.glob("rank*-*.json")):
-        try:
-            found.append(read(path, own=own))
-        except NoDumpError as error:
-            complain(f"pycomm explain: left out: {error}")
-    return found
-
-
-def _list(group: Group, count: int) -> None:
-    for rank, history in sorted(group.histories.items()):
-        say(f"\n  rank {rank} ({_origin(history.dump)}):")
-        numbers = sorted(history.operations)[-count:] if count > 0 else []
-        for number in numbers:
-            operation = history.operations[number]
-            seconds = operation["seconds"]
-            took = "still in it" if seconds is None else f"{1e3 * seconds:.3g} ms"
-            say(f"    {number:>6}  {_clock(operation['began'])}  {took:>11}  {told(operation, group)}")
-            if operation["error"]:
-                say(f"            error: {operation['error']}")
-
-
-def _origin(dump: Dump) -> str:
-    return f"{dump.host}, process {dump.pid}, written at {_clock(dump.time)}: {dump.reason}"
-
-
-def _clock(seconds: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(seconds)) + f".{int(seconds % 1 * 1000):03d}"
+    parser.set_defaults(run=later("pycomm.cli.explain.report"))

@@ -34,6 +34,8 @@ _SHAPE = {
     "format": FORMAT,
     "host": str,
     "pid": COUNT,
+    "command?": ListOf(str),
+    "directory?": str,
     "time": _SECONDS,
     "reason": str,
     "main_thread": _LINE,
@@ -54,6 +56,7 @@ class Dump:
         host, pid: the process.
         time: when it was written, in seconds, as of its host's ``time.time()``.
         reason: why.
+        command: the script and its arguments. directory: where it ran, "" if the file does not say.
         line: where its main thread was then, if that was a line of the script.
     """
 
@@ -62,6 +65,8 @@ class Dump:
     pid: int
     time: float
     reason: str
+    command: Sequence[str]
+    directory: str
     line: Mapping[str, Any] | None
 
 
@@ -168,7 +173,8 @@ def read(path: Path, *, own: bool = False) -> Content:
             what = f"groups[{number}] has rank {group['rank']} of {len(group['ranks'])}"
             raise NoDumpError(f"{path} is no file of pycomm's flight recorder: {what}")
     keys = ("host", "pid", "time", "reason")
-    return Content(Dump(path, **{key: known[key] for key in keys}, line=known["main_thread"]), known["groups"])
+    ran = {"command": known.get("command", []), "directory": known.get("directory", "")}
+    return Content(Dump(path, **{key: known[key] for key in keys}, **ran, line=known["main_thread"]), known["groups"])
 
 
 def groups_of(contents: Iterable[Content]) -> list[Group]:
@@ -188,12 +194,13 @@ def groups_of(contents: Iterable[Content]) -> list[Group]:
     return sorted(found, key=lambda group: -group.last_time)
 
 
-def newest_job(contents: Sequence[Content]) -> list[Content]:
-    """Return those that have a group in common with the one that was written last."""
-    wanted: set[str] = set()
-    chosen: list[Content] = []
-    for content in sorted(contents, key=lambda each: -_written(each.dump.path)):
-        if not chosen or content.names & wanted:
+def newest_job(contents: Sequence[Content], directory: str) -> list[Content]:
+    """Return the file that a process in ``directory`` wrote last, and those that have a group in common with it."""
+    latest = sorted(contents, key=lambda each: -_written(each.dump.path))
+    chosen = [each for each in latest if each.dump.directory == directory][:1]
+    wanted = {name for each in chosen for name in each.names}
+    for content in latest:
+        if content not in chosen and content.names & wanted:
             chosen.append(content)
             wanted |= content.names
     return chosen

@@ -1,9 +1,11 @@
-"""``pycomm plan --compression``: whether compressing gradients pays."""
+"""``pycomm plan compression``: whether compressing gradients pays."""
 
 from __future__ import annotations
 
+import argparse
 import math
 
+from pycomm.cli.plan.ranks import network_of
 from pycomm.cli.plan.report import size_text, time_text
 from pycomm.cli.table import print_table
 from pycomm.cost.planning import Priced, price
@@ -12,6 +14,12 @@ from pycomm.untrusted import one_line
 
 _CLEARLY_FASTER = 0.8
 """Fraction of dense gradients' time that a method must stay below, to be worth its effect on the training."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what each method costs, and whether one pays; return the exit code."""
+    print_compression(arguments.ranks, arguments.bytes, network_of(arguments))
+    return 0
 
 
 def print_compression(num_ranks: int, nbytes: float, network: Network) -> None:

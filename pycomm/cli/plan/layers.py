@@ -1,7 +1,8 @@
-"""``pycomm plan --layers``: where layers of given sizes go."""
+"""``pycomm plan layers``: where layers of given sizes go."""
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Sequence
 
@@ -10,6 +11,11 @@ from pycomm.cli.table import table
 from pycomm.parallel.planning.sizes import Choice, Layout, Stage, place
 
 _MOST_LINES = 16  # of one layout's stages
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print where the layers go; return the exit code, 1 if they do not fit."""
+    return 0 if print_layers(arguments.sizes, arguments.devices, arguments.memory) else 1
 
 
 def print_layers(sizes: Sequence[float], devices: int, memory: float) -> bool:

@@ -1,4 +1,4 @@
-"""``pycomm plan --model``: how to train a model on a number of devices."""
+"""``pycomm plan model``: how to train a model on a number of devices."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import math
 
 from pycomm import schedule
+from pycomm.cli.plan.files import require_free
 from pycomm.cli.plan.report import size_text, time_text
 from pycomm.cli.plan.sources import load_source
 from pycomm.cli.table import table
@@ -17,6 +18,18 @@ from pycomm.parallel.planning.speed import measure_device
 from pycomm.untrusted import one_line
 
 _MOST_ROWS = 12
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the plan; return the exit code, 1 if nothing fits."""
+    if arguments.memory_bandwidth is not None and arguments.flops is None:
+        raise ValueError("--memory-bandwidth requires --flops: without it both are measured here")
+    if arguments.write is not None:
+        require_free(arguments.write, "--write", arguments)
+    try:
+        return 0 if plan_model(arguments) else 1
+    except TypeError as error:  # what the user's file has is of another type
+        raise ValueError(str(error)) from error
 
 
 def plan_model(arguments: argparse.Namespace) -> bool:
@@ -67,8 +80,7 @@ def _print_choice(ranking: Ranking, task: Task) -> None:
     times = option.price.times
     print(f"chosen: {option.name}\n")
     print(f"a step of {task.batch} samples takes {time_text(option.seconds)}, of which")
-    averaging = option.seconds - times.passes - times.update
-    for what, seconds in (("passes", times.passes), ("averaging", averaging), ("optimizer", times.update)):
+    for what, seconds in (("passes", times.passes), ("averaging", option.averaging), ("optimizer", times.update)):
         print(f"  {what:10} {time_text(seconds)}")
     _print_memory(option)
 
@@ -119,7 +131,7 @@ def _print_refusals(ranking: Ranking) -> None:
     rows, notes = [], []
     for each in ranking.refusals:
         rows.append([each.what, str(each.count)])
-        enough = "" if math.isnan(each.needed) else f": wants at least {size_text(each.needed)} per device"
+        enough = "" if math.isnan(each.needed) else f": requires at least {size_text(each.needed)} per device"
         notes.append(each.reason + enough)
     _print(["", "ways"], rows, notes)
 

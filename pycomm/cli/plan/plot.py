@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from pycomm.parallel.planning.scaling import Fit
 from pycomm.schedule.choose import Ranking
 from pycomm.untrusted import one_line
+
+if TYPE_CHECKING:
+    from pycomm.parallel.planning.scaling import Fit
 
 _LONGEST_NAME = 100  # characters
 _STYLES = ("-", "--", ":", "-.")

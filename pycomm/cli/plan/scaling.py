@@ -1,4 +1,4 @@
-"""``pycomm plan --scaling``: throughput and efficiency of up to 4,096 devices."""
+"""``pycomm plan scaling``: throughput and efficiency of up to 4,096 devices."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pycomm import schedule
+from pycomm.cli.plan.files import draw
 from pycomm.cli.plan.report import size_text, time_text
 from pycomm.cli.table import print_table
 from pycomm.parallel.planning.scaling import (
@@ -31,6 +32,16 @@ _PARAMETERS = {
 }
 
 
+def run(arguments: argparse.Namespace) -> int:
+    """Print fits or a prediction, and draw them if that is wanted; return the exit code."""
+    most = arguments.devices or MOST_DEVICES
+    if most > MOST_DEVICES:
+        raise ValueError(f"--devices is {most}, wanted at most {MOST_DEVICES}")
+    fits, points = scale(arguments)
+    shown = numbers(points, most)
+    return draw("save_scaling", "throughput and efficiency", arguments, fits, points, shown)
+
+
 def scale(arguments: argparse.Namespace) -> tuple[list[Fit], dict[int, float]]:
     """Print fits and a table; return the fits, the best first, and the measured points.
 
@@ -50,7 +61,7 @@ def scale(arguments: argparse.Namespace) -> tuple[list[Fit], dict[int, float]]:
         if network is not None and network.measured_ranks > 1:  # the communication of so many was measured
             points = {1: fits[0].throughput, network.measured_ranks: fits[0].total(network.measured_ranks)}
     else:
-        raise ValueError("--scaling wants --points of measured throughputs, or --step, the seconds one device computes")
+        raise ValueError("--points of measured throughputs are missing, or --step, the time that one device computes")
     print("throughput T = S N e: S of one device, N devices, e their efficiency\n")
     if network is not None:
         print(f"communication: all_reduce of {size_text(arguments.bytes)}, network {one_line(network.name)}")

@@ -1,4 +1,4 @@
-"""What ``pycomm plan --model`` reads: a Python file with the model, and the form of its input."""
+"""What ``pycomm plan model`` reads: a Python file with the model, and the form of its input."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def load_source(text: str, given_input: str | None) -> Source:
     """
     path, _, name = text.rpartition(":")
     if not path or not name.isidentifier():
-        raise ValueError(f"--model is {text!r}, wanted FILE.py:FUNCTION, such as train.py:make_model")
+        raise ValueError(f"the model is {text!r}, wanted FILE.py:FUNCTION, such as train.py:make_model")
     module = _imported(Path(path))
     make_model = _function(module, path, name)
     if given_input is not None:
@@ -82,10 +82,10 @@ def batches_of(text: str) -> Callable[[int], tuple[torch.Tensor, ...]]:
 
 def _imported(path: Path) -> Any:
     if not path.is_file():
-        raise ValueError(f"--model names the file {path}, which is not there")
+        raise ValueError(f"the model names the file {path}, which is not there")
     spec = importlib.util.spec_from_file_location("_pycomm_planned_model", path)
     if spec is None or spec.loader is None:
-        raise ValueError(f"--model names the file {path}, wanted a Python file, *.py")
+        raise ValueError(f"the model names the file {path}, wanted a Python file, *.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where dataclasses look themselves up
     beside = str(path.resolve().parent)

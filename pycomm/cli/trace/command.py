@@ -13,7 +13,7 @@ from typing import Any
 
 from pycomm.cli.arguments import integer
 from pycomm.cli.terminal import complain, say
-from pycomm.reducer.step_trace import DEFAULT_STEP, FOLDER, STEP
+from pycomm.recorder.traced_step import DEFAULT_STEP, FOLDER, STEP
 
 _DESCRIPTION = f"""\
 Draws one training step of a script that calls pycomm.attach: forward, backward, buckets on the communication thread,
@@ -22,6 +22,7 @@ several hosts have written there, started with {FOLDER}=FOLDER and {STEP}=N in t
 """
 
 
+_SUFFIXES = (".png", ".json")
 _INTERRUPTED = 130
 _PATIENCE = 40.0
 """Seconds in which torchrun ends its ranks: it kills them after 30."""
@@ -37,25 +38,31 @@ def add_parser(commands: Any) -> None:
     add = parser.add_argument
     add("--ranks", type=integer(1), default=2, help="processes to start (default 2)")
     add("--step", type=integer(1), default=DEFAULT_STEP, help=f"number of the reduction (default {DEFAULT_STEP})")
-    add("-o", "--out", type=Path, default=Path("pycomm_trace"), help="begin of the files' names (default pycomm_trace)")
+    add(
+        "-o",
+        "--out",
+        type=Path,
+        default=Path("pycomm_trace"),
+        help="beginning of the files' names, or one of them (default pycomm_trace)",
+    )
     add("script", type=Path, help="the script, or a folder of files that ranks have written")
     add("arguments", nargs=argparse.REMAINDER, help="of the script")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        from pycomm.cli.trace import timeline
-    except ImportError:
-        print("pycomm trace wants matplotlib: pip install 'pycomm-torch[demo]'", file=sys.stderr)
-        return 2
     if not arguments.script.exists():
-        print(f"pycomm trace: there is no {arguments.script}", file=sys.stderr)
+        complain(f"pycomm trace: there is no {arguments.script}")
         return 2
     try:  # before the script runs, which may take long
         pictures = _outputs(arguments.out)
     except (OSError, ValueError) as error:
-        print(f"pycomm trace: cannot write to {arguments.out}: {error}", file=sys.stderr)
+        complain(f"pycomm trace: cannot write to {arguments.out}: {error}")
+        return 2
+    try:
+        from pycomm.cli.trace import timeline
+    except ImportError:
+        complain("pycomm trace requires matplotlib: pip install 'pycomm-torch[demo]'")
         return 2
     code = 0
     with tempfile.TemporaryDirectory(prefix="pycomm_trace_") as temporary:
@@ -82,12 +89,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _outputs(out: Path) -> tuple[Path, Path]:
-    """Return the files to write, in a folder that is there now.
+    """Return the picture and the JSON file to write, in a folder that is there now; ``out`` may be one of them.
 
     Raises:
         OSError, ValueError: they cannot be written.
     """
-    picture, events = (out.with_name(out.name + suffix) for suffix in (".png", ".json"))
+    name = out.stem if out.suffix in _SUFFIXES else out.name
+    picture, events = (out.with_name(name + suffix) for suffix in _SUFFIXES)
     out.parent.mkdir(parents=True, exist_ok=True)
     if not os.access(out.parent, os.W_OK):
         raise PermissionError(f"{out.parent} is not writable")

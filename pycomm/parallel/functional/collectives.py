@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Function
 
-from pycomm.checks import count, length
+from pycomm.checks import count, length, reduction
 from pycomm.errors import attempt
 from pycomm.parallel.functional import moves
 from pycomm.parallel.functional.announce import Call, Heard, announce, require_dim, require_tensor
@@ -24,12 +24,14 @@ def all_reduce(x: torch.Tensor, op: str = "sum", group: GroupLike = None) -> tor
 
     Args:
         x: tensor of the same shape and dtype on all ranks; any strides, empty ones too.
-        op: "sum" or "mean" (of floating-point and complex tensors).
+        op: "sum" or "mean" (of floating-point and complex tensors; "avg" is the same).
         group: a group, a one-dimensional ``DeviceMesh``, or ``None`` for the default group.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or the ranks' differ (on every rank, before data moves).
     """
+
+    op = reduction(op)
 
     def call() -> Call:
         require_tensor(x)

@@ -31,14 +31,20 @@ class Option:
     """Candidate that fits, with its price.
 
     Attributes:
-        seconds: of a step. compression: method for the gradients, one of ``pycomm.cost.planning.METHODS``, or ``None``.
+        averaging: seconds of a step in which gradients are averaged, those that nothing hides.
+        compression: method for the gradients, one of ``pycomm.cost.planning.METHODS``, or ``None``.
         split: style of each module that is split.
     """
 
     price: Price
-    seconds: float
+    averaging: float
     compression: str | None
     split: Mapping[str, str]
+
+    @property
+    def seconds(self) -> float:
+        """Time of a step."""
+        return self.price.times.passes + self.averaging + self.price.times.update
 
     @property
     def candidate(self) -> Candidate:
@@ -170,7 +176,7 @@ class _Search:
             if isinstance(price, float):
                 needed.append(price)
                 continue
-            options.append(Option(price, price.times.total, None, styles))
+            options.append(Option(price, price.times.averaging, None, styles))
             if self._compressor is not None and dp > 1 and not candidate.sharded_optimizer:
                 options += self._compressor.options(options[-1])
         least = min(needed, default=math.nan)
@@ -189,7 +195,8 @@ class _Compressor:
     def options(self, dense: Option) -> list[Option]:
         """Return the same with the method that is fastest, if that is clearly faster than none."""
         candidate, price = dense.candidate, dense.price
-        best, seconds = None, _CLEARLY_FASTER * dense.seconds
+        best: list[Option] = []
+        seconds = _CLEARLY_FASTER * dense.seconds
         for name in METHODS:
             if name == "dense":
                 continue
@@ -201,10 +208,10 @@ class _Compressor:
                 )
                 for operation in costs.operations
             )
-            total = price.times.passes + price.times.update + costs.local * factor + link
-            if total < seconds:
-                best, seconds = name, total
-        return [] if best is None else [replace(dense, seconds=seconds, compression=best)]
+            option = replace(dense, averaging=costs.local * factor + link, compression=name)
+            if option.seconds < seconds:
+                best, seconds = [option], option.seconds
+        return best
 
     def _rehearsed(self, name: str, ranks: int) -> Costs:
         if (name, ranks) not in self._costs:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from pycomm.cli.bench import settings
+from pycomm.cli.bench import table
+from pycomm.cli.bench.measure import PLACES, Line, Timed
 from pycomm.cli.bench.operations import Case
 from pycomm.cli.bench.settings import Settings, UsageError, settings_of
+from pycomm.cli.bench.timing import Samples
 from pycomm.cli.main import build_parser, main
+from pycomm.launching import RankError
 
 
 def parsed(*arguments: str, launched: int | None = None) -> Settings:
@@ -94,8 +98,8 @@ def test_roots_and_dtypes_of_a_group() -> None:
 
 
 def test_libraries_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "cuda_devices", lambda: (0, "no driver"))
-    with pytest.raises(UsageError, match="--peers: nccl wants GPUs: no driver"):
+    monkeypatch.setattr("pycomm.kernels.cuda_devices", lambda: (0, "no driver"))
+    with pytest.raises(UsageError, match="--peers: nccl requires GPUs: no driver"):
         parsed("all_reduce", "--peers", "nccl")
     monkeypatch.setattr("pycomm.cli.bench.mpi.installed_version", lambda _: None)
     message = r"--peers: mpich is not installed: pip install mpi4py mpich, or 'pycomm-torch\[bench\]'"
@@ -112,3 +116,45 @@ def test_the_variable_of_nccl_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_TESTS_MIN_BW", "much")
     with pytest.raises(UsageError, match="NCCL_TESTS_MIN_BW is 'much', wanted a bandwidth in GB/s"):
         parsed("all_reduce")
+
+
+def test_many_ranks_and_times_that_scatter_are_told_of_the_limit() -> None:
+    few, many = (parsed("all_reduce", "-b", "4K", "--ranks", ranks) for ranks in ("1", "2000"))
+    assert "-T" not in table.preamble(few, [])
+    assert re.search(r"^# 2000 ranks on \d+ cores take turns: .* raise -T \(120 s\)$", table.preamble(many, []), re.M)
+
+    def line(*seconds: float) -> Line:
+        timed = Timed(0, Samples.of(seconds))
+        return Line(
+            Case("all_reduce", 1024, "float", "sum", -1, 2), 20, dict.fromkeys(PLACES, timed), {}, timed.samples
+        )
+
+    assert table.scatter(few, [line(1.0, 1.1, 1.2, 1.3)]) is None
+    said = table.scatter(few, [line(1.0, 1.1, 1.2, 5.0), line(1.0, 1.0, 1.0, 1.0)])
+    assert said is not None
+    assert said.startswith("# times scatter (p90 over 2 times p10) at 4096 bytes: ")
+    assert said.endswith("raise -T (120 s)")
+
+
+@pytest.mark.parametrize(("what", "hinted"), [("timed out waiting for rank 3 after 120 s", True), ("it died", False)])
+def test_a_wait_that_timed_out_names_the_option(
+    what: str, hinted: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: Settings) -> int:
+        raise RankError(f"rank 1 failed:\nrank 1: all_reduce: {what}")
+
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pycomm.cli.bench.collective._among_own", fail)
+    assert main(["bench", "all_reduce", "-b", "4", "--backend", "communicator"]) == 1
+    error = capsys.readouterr().err
+    assert what in error
+    assert ("-T is 120 s; raise it where ranks outnumber cores" in error) == hinted
+
+
+def test_a_launcher_that_says_nonsense(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    with pytest.raises(SystemExit):
+        main(["bench", "all_reduce", "-b", "4"])
+    assert "WORLD_SIZE is 'many', wanted a number of ranks" in capsys.readouterr().err

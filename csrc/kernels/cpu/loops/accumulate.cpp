@@ -62,9 +62,9 @@ struct Arrays {
 
 // Every branch in here depends on `terms` alone and is nothing beside the memory that is waited for.
 template <class Grad>
-class Floats {
+class FloatAccumulation {
    public:
-    Floats(const Terms& terms, Collector* collector)
+    FloatAccumulation(const Terms& terms, Collector* collector)
         : terms_(terms),
           a_(terms),
           collector_(collector),
@@ -166,7 +166,7 @@ bool accumulate_doubles(const Terms& terms) {
 bool accumulate(const Terms& terms, Store store, Collector* collector) {
     if (terms.dtype == DType::kF64) return accumulate_doubles(terms);
     return with_float_type(terms.grad_dtype, [&](auto* g) {
-        return Floats<std::remove_pointer_t<decltype(g)>>(terms, collector).run(store);
+        return FloatAccumulation<std::remove_pointer_t<decltype(g)>>(terms, collector).run(store);
     });
 }
 

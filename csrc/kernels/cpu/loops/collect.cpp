@@ -51,14 +51,14 @@ int64_t collect(const float* x, int64_t count, uint32_t threshold, uint32_t firs
 int64_t collect(const float* x, int64_t count, uint32_t threshold, uint32_t first_index, Candidate* out,
                 int64_t capacity, int64_t* num_collected) {
     const char* from = reinterpret_cast<const char*>(x);
-    constexpr int64_t kGroup = 32;
+    constexpr int64_t kLook = 32;
     int64_t found = 0, i = 0;
     while (i < count && found + kCollectSlack <= capacity) {
-        int64_t n = count - i < kGroup ? count - i : kGroup;
-        uint32_t keys[kGroup] = {};
+        int64_t n = count - i < kLook ? count - i : kLook;
+        uint32_t keys[kLook] = {};
         std::memcpy(keys, from + i * 4, static_cast<size_t>(n) * 4);
         uint32_t any = 0;  // vectorised by the compiler; most groups end here
-        for (int64_t u = 0; u < kGroup; ++u) {
+        for (int64_t u = 0; u < kLook; ++u) {
             keys[u] &= 0x7fffffffu;
             any |= static_cast<uint32_t>(keys[u] > threshold);
         }

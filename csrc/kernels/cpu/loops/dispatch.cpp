@@ -1,6 +1,10 @@
 #include <atomic>
 #include <cstring>
 
+#if defined(PYCOMM_X86)
+#include <cpuid.h>
+#endif
+
 #include "kernels/cpu/loops/loops.h"
 
 namespace pycomm {
@@ -19,12 +23,20 @@ extern const Loops kLoops;
 
 namespace {
 
+#if defined(PYCOMM_X86)
+// clang's __builtin_cpu_supports does not know the name before clang 17.
+bool has_f16c() {
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+#endif
+
 // Widest first; only those this processor can run.
 const Loops* available(const char* name) {
     auto wanted = [&](const Loops& candidate) { return name == nullptr || std::strcmp(name, candidate.name) == 0; };
 #if defined(PYCOMM_X86)
     __builtin_cpu_init();
-    bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+    bool has_avx2 = __builtin_cpu_supports("avx2") && has_f16c();
     bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     if (has_avx512 && wanted(avx512::kLoops)) return &avx512::kLoops;

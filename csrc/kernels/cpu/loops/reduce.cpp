@@ -92,7 +92,7 @@ inline T combine_scalars(T a, T b) {
 // double and the integers: a plain loop that the compiler vectorises.
 template <ReduceOp kOp, class T>
 void reduce_scalars(void* const* outs, int num_outs, const void* const* inputs, int num_inputs, int64_t count) {
-    constexpr int64_t kBlock = 512;
+    constexpr int64_t kBlock = 4096 / sizeof(T);
     T sum[kBlock];
     for (int64_t begin = 0; begin < count; begin += kBlock) {
         int64_t n = count - begin < kBlock ? count - begin : kBlock;
@@ -111,22 +111,22 @@ void reduce_scalars(void* const* outs, int num_outs, const void* const* inputs, 
     }
 }
 
+// The bytes of sums and products of integers do not depend on their sign, nor those of bitwise operations on their
+// size.
 template <ReduceOp kOp>
 void reduce_typed(void* const* outs, int num_outs, const void* const* inputs, int num_inputs, DType dtype,
                   int64_t count, int num_streamed) {
-    switch (dtype) {
-        case DType::kI8:
-            return reduce_scalars<kOp, int8_t>(outs, num_outs, inputs, num_inputs, count);
-        case DType::kU8:
-            return reduce_scalars<kOp, uint8_t>(outs, num_outs, inputs, num_inputs, count);
-        case DType::kI32:
-            return reduce_scalars<kOp, int32_t>(outs, num_outs, inputs, num_inputs, count);
-        case DType::kI64:
-            return reduce_scalars<kOp, int64_t>(outs, num_outs, inputs, num_inputs, count);
-        default:
-            break;
-    }
-    if constexpr (!is_bitwise(kOp)) {
+    if constexpr (is_bitwise(kOp)) {
+        return reduce_scalars<kOp, uint8_t>(outs, num_outs, inputs, num_inputs, count * size_of(dtype));
+    } else {
+        if constexpr (kOp != ReduceOp::kMean) {
+            constexpr bool kSigned = kOp == ReduceOp::kMin || kOp == ReduceOp::kMax;
+            using Byte = std::conditional_t<kSigned, int8_t, uint8_t>;
+            if (dtype == DType::kI8) return reduce_scalars<kOp, Byte>(outs, num_outs, inputs, num_inputs, count);
+            if (dtype == DType::kU8) return reduce_scalars<kOp, uint8_t>(outs, num_outs, inputs, num_inputs, count);
+            if (dtype == DType::kI32) return reduce_scalars<kOp, int32_t>(outs, num_outs, inputs, num_inputs, count);
+            if (dtype == DType::kI64) return reduce_scalars<kOp, int64_t>(outs, num_outs, inputs, num_inputs, count);
+        }
         if (dtype == DType::kF64) return reduce_scalars<kOp, double>(outs, num_outs, inputs, num_inputs, count);
         with_float_type(dtype, [&](auto* t) {
             using T = std::remove_pointer_t<decltype(t)>;

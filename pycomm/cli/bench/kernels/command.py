@@ -1,12 +1,4 @@
-"""The CPU kernels against torch and against the memory's speed, on ResNet-50's gradients and parameters.
-
-Every line: the median time of a kernel over the rounds with its 10th and 90th percentile; torch's
-for the same, and how many times faster pycomm is; and the floor, the time that the bytes which have
-to move take at the speed measured in the same run, with our time over it. That speed is a copy's
-(bytes read plus bytes written; the faster of numpy's and torch's, plain stores: a kernel that writes
-past the caches can go below 1) or, where next to nothing is written, that of reading alone (the
-faster of torch's sum and pycomm's absmax).
-"""
+"""``pycomm bench kernels``: what it does with its arguments."""
 
 from __future__ import annotations
 
@@ -14,15 +6,14 @@ import argparse
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from pycomm import kernels
-from pycomm.cli.arguments import integer
 from pycomm.cli.bench.kernels import compression, dense, optimizers, sparse, steps
+from pycomm.cli.bench.kernels.arguments import WRONG
 from pycomm.cli.bench.kernels.case import Arrays, Call, Calls, Case
 from pycomm.cli.bench.kernels.resnet50 import parameter_shapes
 from pycomm.cli.bench.results import headline, write_json
@@ -31,21 +22,6 @@ from pycomm.cli.table import print_table
 
 _COPIES = ("numpy copy", "torch copy")
 _READS = ("torch sum", "pycomm absmax")
-
-
-WRONG = 7
-"""Exit code for wrong results, of kernels and of collectives: that of nccl-tests."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Have ``parser`` know what :func:`run` wants."""
-    add = parser.add_argument
-    add("-J", "--json", type=Path, metavar="FILE", help="also write the figures to FILE")
-    add("--rounds", type=integer(1), default=15, help="turns that everything measured gets (default 15)")
-    add("--only", default="", metavar="TEXT", help="only kernels with this in their name")
-    add("--shapes", type=integer(1), help="only the first so many of the 161 parameters")
-    add("--threads", type=integer(1), default=1, help="threads for pycomm and torch (default 1)")
-    parser.set_defaults(run=run, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

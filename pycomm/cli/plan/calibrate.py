@@ -1,0 +1,65 @@
+"""``pycomm plan calibrate``: a network that was measured."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from pycomm.cli.arguments import load_package
+from pycomm.cli.plan.files import require_free
+from pycomm.cli.plan.report import print_calibration
+from pycomm.cli.terminal import complain
+from pycomm.schedule.network import Network
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure the running group, or one of local ranks; return the exit code."""
+    if os.environ.get("RANK", "0") == "0":  # which writes; measuring takes long
+        require_free(arguments.output, "--output", arguments)
+    return _launch(arguments) if "WORLD_SIZE" not in os.environ else _measure(arguments)
+
+
+def _launch(arguments: argparse.Namespace) -> int:
+    """Run the same command on local ranks, by torch's launcher."""
+    if arguments.ranks is None:
+        arguments.parser.error("--ranks is missing: how many local ranks? (or start this under torchrun)")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
+    command += ["--module", "pycomm.cli.main", "plan", "calibrate", f"--output={arguments.output}"]
+    command += [f"--transport={arguments.transport}", *(["--force"] if arguments.force else [])]
+    return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False).returncode
+
+
+def _measure(arguments: argparse.Namespace) -> int:
+    load_package()
+    import torch
+    import torch.distributed as dist
+
+    from pycomm.calibration import calibrate
+    from pycomm.communicator import Communicator
+
+    torch.set_num_threads(1)  # ranks may outnumber cores
+    dist.init_process_group("gloo")
+    try:
+        with Communicator(transport=arguments.transport) as communicator:
+            first = communicator.rank == 0
+            network = calibrate(
+                communicator, tell=(lambda line: print(f"measuring {line}")) if first else lambda _: None
+            )
+            if first:
+                _write(network, arguments.output)
+    except ValueError as error:  # all ranks have it
+        if dist.get_rank() == 0:
+            complain(f"pycomm plan: {error}")
+        return 2
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+def _write(network: Network, path: Path) -> None:
+    path.write_text(network.to_json())
+    print_calibration(network)
+    print(f'\nnetwork written to {path}: --network {path}, or PYCOMM_NETWORK={path} for algorithm="auto"')

@@ -1,0 +1,38 @@
+"""Words for the ``repr`` of what users hold: numbers, sizes, and settings that are not the default."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from pycomm.checks import shown
+
+
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """Return ``number`` with ``noun`` or its ``plural``, which has an s more if none is given."""
+    return f"{number} {noun}" if number == 1 else f"{number} {plural or noun + 's'}"
+
+
+def size_text(num_bytes: float) -> str:
+    """Write a size in powers of ten, with three digits."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.3g} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def tensors_text(tensors: Iterable[torch.Tensor]) -> str:
+    """Return how many parameters there are, and of what size: "8 parameters of 11.2 MB"."""
+    sizes = [tensor.nbytes for tensor in tensors]
+    return f"{counted(len(sizes), 'parameter')} of {size_text(sum(sizes))}"
+
+
+def settings_text(value: Any) -> str:
+    """Return ``repr(value)``, of a dataclass without the fields that have their defaults."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return shown(value)
+    fields = [field.name for field in dataclasses.fields(value) if getattr(value, field.name) != field.default]
+    return f"{type(value).__name__}({', '.join(f'{name}={getattr(value, name)!r}' for name in fields)})"

@@ -1,0 +1,70 @@
+"""Which tests `pytest` runs: by itself those that tell most in a few minutes, with ``--part=all`` every one.
+
+Tests mirror `pycomm`: `tests/reducer/test_buckets.py` is about `pycomm/reducer`. `pytest` alone leaves out what
+:data:`LEFT_OUT` names, and of a test with several parameters most combinations: it takes cases until every value of
+every parameter has come up once, and at most :data:`MOST_CASES` of them. ``--part=rest`` runs what `pytest` leaves
+out, so that both together are everything. Tests that are named on the command line, or chosen by ``-k`` or ``-m``, run
+whole. What is marked slow is run by ``-m slow`` only, as ``nox -s slow`` does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+
+LEFT_OUT = {
+    "tests/bench": "the benchmarks themselves: they are no part of what is installed",
+    "tests/chaos": "random faults for minutes",
+    "tests/docs": "every block of code in the documentation",
+    "tests/emulator": "the emulator of a GPU, and kernels with mistakes put in",
+    "tests/test_exits.py": "hundreds of interpreters that end",
+    "tests/test_hostile_files.py": "thousands of damaged files",
+    "tests/test_one_rank_differs.py": "every argument of every collective call, wrong on one rank",
+    "tests/torch_suite": "torch's own tests of backends",
+    "tests/tsan": "builds of the extension with ThreadSanitizer",
+}
+"""Paths that `pytest` alone does not run, and what is in them."""
+
+ADVICE = (
+    "This was the quick part: `pytest --part=rest` runs the tests that it leaves out (tests/selection.py says which)"
+)
+
+MOST_CASES = 4
+"""Cases of one test that `pytest` alone runs, at most."""
+
+
+def add_option(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--part",
+        choices=["quick", "rest", "all"],
+        help="quick: what tells most in a few minutes, the default; rest: what that leaves out; all: both. "
+        "Tests that are named run whole, unless this is given",
+    )
+
+
+def part_of(config: pytest.Config) -> str:
+    """Return which part is to run."""
+    chosen = config.getoption("keyword") or config.getoption("markexpr") != "not slow"
+    named = chosen or config.args_source is not pytest.Config.ArgsSource.TESTPATHS
+    part: str = config.getoption("--part") or ("all" if named else "quick")
+    return part
+
+
+def divide(items: Iterable[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Return the tests of the quick part, and the others."""
+    quick, rest = list[pytest.Item](), list[pytest.Item]()
+    seen, taken = set[tuple[str, str, int]](), Counter[str]()
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        callspec = getattr(item, "callspec", None)
+        values = {(test, name, index) for name, index in (callspec.indices.items() if callspec else ())}
+        is_new = not values <= seen or taken[test] == 0
+        if not any(test.startswith(path) for path in LEFT_OUT) and is_new and taken[test] < MOST_CASES:
+            quick.append(item)
+            seen |= values
+            taken[test] += 1
+        else:
+            rest.append(item)
+    return quick, rest
