@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
+from bench.common.learning_rate import learning_rate_rule
 from pycomm import kernels
 from pycomm.cli.bench.ranks import join_group
 from pycomm.cli.demo.corpus import Corpus, random_starts, read_corpus, windows
 from pycomm.cli.demo.model import ByteGPT, loss_of
-from pycomm.cli.demo.settings import Settings
-from pycomm.cli.demo.trainee import learning_rate_rule
 
 OURS, GLOO, REDUCE = "pycomm, push and pull", "Gloo, send and recv", "pycomm, all_reduce in empty"
 MODES: dict[str, dict[str, Any]] = {
@@ -46,7 +44,8 @@ WAYS = {
     "DiLoCo, 100": Way(16e-3, {"every": 100, "outer": pycomm.Nesterov(0.8, 0.5)}),
     "one rank alone": Way(12e-3, is_alone=True),
 }
-_TRAINED = Settings(ranks=1, methods=(), steps=1, seed=0, batch=32, context=64, width=32, layers=1, output=Path())
+_BATCH, _CONTEXT = 32, 64  # of what is trained
+_MODEL_WIDTH, _MODEL_LAYERS = 32, 1
 _WINDOWS = 2048  # of text that is not trained on
 _WIDTH = 1000
 _TURNS = 4  # of an exchange in one turn
@@ -131,9 +130,9 @@ class ServerRank:
 
     def train(self, way: str, steps: int, seed: int) -> tuple[float, int]:
         """Return the loss of a language model that was trained in this way, and the bytes that this rank has sent."""
-        chosen, settings, corpus = WAYS[way], _TRAINED, read_corpus()
+        chosen, corpus = WAYS[way], read_corpus()
         torch.manual_seed(seed)
-        model = ByteGPT(settings.width, settings.layers, settings.context, 2)
+        model = ByteGPT(_MODEL_WIDTH, _MODEL_LAYERS, _CONTEXT, 2)
         optimizer = torch.optim.AdamW(model.parameters(), lr=chosen.lr, betas=(0.9, 0.99), fused=True)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_rule(steps))
         handle: Any = None
@@ -141,9 +140,9 @@ class ServerRank:
             handle = pycomm.local_sgd(optimizer, model, **chosen.local)
         elif not chosen.is_alone:
             handle = pycomm.attach(optimizer, model)
-        starts = random_starts(corpus.train, settings.context, (steps, self._size, settings.batch), seed)
+        starts = random_starts(corpus.train, _CONTEXT, (steps, self._size, _BATCH), seed)
         for step in range(steps):
-            inputs, targets = windows(corpus.train, starts[step, self.rank], settings.context)
+            inputs, targets = windows(corpus.train, starts[step, self.rank], _CONTEXT)
             optimizer.zero_grad()
             loss_of(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
@@ -157,7 +156,7 @@ class ServerRank:
 
     def _validate(self, model: torch.nn.Module, corpus: Corpus) -> float:
         """Return the mean loss of this rank's model over windows of text that was not trained on."""
-        starts = random_starts(corpus.validation, _TRAINED.context, (_WINDOWS,), 1)
+        starts = random_starts(corpus.validation, _CONTEXT, (_WINDOWS,), 1)
         with torch.no_grad():
-            parts = [windows(corpus.validation, part, _TRAINED.context) for part in torch.split(starts, 64)]
+            parts = [windows(corpus.validation, part, _CONTEXT) for part in torch.split(starts, 64)]
             return sum(float(loss_of(model(x), y)) * len(x) for x, y in parts) / _WINDOWS

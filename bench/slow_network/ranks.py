@@ -21,12 +21,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bench.common.learning_rate import learning_rate_rule
 from bench.slow_network.methods import COMPUTE, Knobs, Synchronised
 from pycomm.cli.demo.corpus import Corpus, random_starts, read_corpus, windows
 from pycomm.cli.demo.model import ByteGPT, loss_of
-from pycomm.cli.demo.settings import HEAD_WIDTH, Settings
+from pycomm.cli.demo.settings import HEAD_WIDTH
 from pycomm.cli.demo.train import validate
-from pycomm.cli.demo.trainee import first_difference, learning_rate_rule
+from pycomm.cli.demo.trainee import first_difference
 
 _COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
@@ -126,26 +127,19 @@ def measure_curve(setup: Mapping[str, Any]) -> dict[str, Any]:
     corpus, model = read_corpus(), make_model(setup)
     (name,), steps, every = setup["methods"], setup["steps"], setup["every"]
     trainee = Trainee(name, setup, corpus, model, steps)
-    demo = _demo_settings(setup)
-    points = [(0, validate(model, corpus, demo))]
+    points = [(0, validate(model, corpus, setup["context"]))]
     seconds: list[float] = []
     wire_bytes: list[float] = []
     while len(seconds) < steps:
         stretch = Turn(trainee, min(every, steps - len(seconds)))
         seconds += stretch.seconds
         wire_bytes.append(stretch.wire_bytes)
-        points.append((len(seconds), validate(model, corpus, demo)))
+        points.append((len(seconds), validate(model, corpus, setup["context"])))
     return {"method": name, "points": points, "seconds": seconds, "wire_bytes": wire_bytes, **_end_of(trainee)}
 
 
 def _end_of(trainee: Trainee) -> dict[str, Any]:
     return {"stats": trainee.stats(), "difference": trainee.close()}
-
-
-def _demo_settings(setup: Mapping[str, Any]) -> Settings:
-    """Return the settings that the demo's validation reads its context from."""
-    numbers = {name: setup[name] for name in ("steps", "seed", "batch", "context", "width", "layers")}
-    return Settings(ranks=dist.get_world_size(), methods=(), output=Path(), **numbers)
 
 
 def slowest(seconds: Sequence[float]) -> list[float]:

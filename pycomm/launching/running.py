@@ -10,7 +10,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -59,16 +59,29 @@ class Returned:
     result: bytes
 
 
-def run_ranks(program: Callable[..., None], size: int, arguments: Sequence[Any], on_message: OnMessage) -> None:
+def run_ranks(
+    program: Callable[..., None],
+    size: int,
+    arguments: Sequence[Any],
+    on_message: OnMessage,
+    *,
+    mortal: Collection[int] = (),
+    environment: Mapping[str, str] | None = None,
+) -> None:
     """Run ``program(*arguments, tell)`` on ``size`` ranks, in a default process group, until all have ended well.
 
     They are gone when this returns. What they ``tell`` is passed on to ``on_message``.
 
+    Args:
+        mortal: ranks that may be killed: the others go on, and are all that is waited for.
+        environment: variables that the ranks have besides this process's.
+
     Raises:
-        RankError: a rank raised an exception or was killed.
+        RankError: a rank raised an exception, or one that is not ``mortal`` was killed.
     """
-    with meeting.rendezvous() as port, LocalRanks(run_rank, size, (size, port, Job(program, arguments))) as ranks:
-        listen(ranks, on_message)
+    job = Job(program, arguments)
+    with meeting.rendezvous() as port, LocalRanks(run_rank, size, (size, port, job), environment) as ranks:
+        listen(ranks, on_message, mortal=mortal)
 
 
 # In a rank.
@@ -155,24 +168,32 @@ class _Rank:
 
 
 def listen(
-    ranks: LocalRanks, on_message: OnMessage, output: str | int | None = None, seconds: float = math.inf
+    ranks: LocalRanks,
+    on_message: OnMessage,
+    output: str | int | None = None,
+    seconds: float = math.inf,
+    mortal: Collection[int] = (),
 ) -> list[bytes]:
     """Pass on what ranks tell and write until all have ended well; return the packed results by rank.
 
     Args:
         output: whose is shown; see :func:`pycomm.launching.output.streams_of`.
         seconds: how long it may take.
+        mortal: ranks that may be killed, which is then no failure.
 
     Raises:
         RankError: a rank failed, or they were not done in time.
     """
-    return _Listener(ranks, on_message, output).listen(seconds)
+    return _Listener(ranks, on_message, output, mortal).listen(seconds)
 
 
 class _Listener:
     """Listener to all ranks at once: each message and piece of output as it comes."""
 
-    def __init__(self, ranks: LocalRanks, on_message: OnMessage, output: str | int | None) -> None:
+    def __init__(
+        self, ranks: LocalRanks, on_message: OnMessage, output: str | int | None, mortal: Collection[int]
+    ) -> None:
+        self._mortal = frozenset(mortal)
         self._processes, self._pipes, self._on_message = ranks.processes, ranks.pipes, on_message
         self._ranks = [_Rank(number) for number in range(len(ranks.processes))]
         self._failures: list[Failure] = []
@@ -212,7 +233,7 @@ class _Listener:
             self._failures.append(message)
         elif isinstance(message, Returned):
             rank.result = message.result
-            if all(other.result is not None for other in self._ranks):
+            if all(other.result is not None or other.number in self._mortal for other in self._ranks):
                 self._let_go()
         else:
             self._on_message(message)
@@ -239,8 +260,9 @@ class _Listener:
 
     def _exitcodes(self) -> list[int | None]:
         """Return the codes of the ranks that ended otherwise than they should: with 0 after a result."""
-        codes = ((rank, self._processes[rank.number].exitcode) for rank in self._ranks)
-        return [None if not code and rank.result is not None else code for rank, code in codes]
+        codes = [(rank, self._processes[rank.number].exitcode) for rank in self._ranks]
+        fine = [(not code and rank.result is not None) or rank.number in self._mortal for rank, code in codes]
+        return [None if well else code for well, (_, code) in zip(fine, codes, strict=True)]
 
     def _last_words(self) -> dict[int, str]:
         return {rank.number: rank.streams[1].last for rank in self._ranks if rank.streams}

@@ -10,27 +10,28 @@ import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from pycomm.cli.demo.messages import Message, Progress
-from pycomm.cli.demo.settings import Settings
 from pycomm.launching import Failure, RankError, Tell, explain, run_ranks
-from tests.cli.small import small_settings
-
-SETTINGS = small_settings("none", 20)
 
 
-def tells_much(_settings: Settings, tell: Tell) -> None:
+def tells_much(tell: Tell) -> None:
     for step in range(2000):  # more than a pipe holds
-        tell(Progress(dist.get_rank(), step, 1.0, 0.1))
+        tell((dist.get_rank(), step))
     dist.barrier()
 
 
-def rank_1_raises(_settings: Settings, _tell: Tell) -> None:
+def rank_1_is_killed_and_others_tell(kills: bool, tell: Tell) -> None:
+    if dist.get_rank() == 1 and kills:
+        os.kill(os.getpid(), signal.SIGKILL)
+    tell((dist.get_rank(), os.environ["A_VARIABLE"]))
+
+
+def rank_1_raises(_tell: Tell) -> None:
     if dist.get_rank() == 1:
         raise ArithmeticError("rank 1 is to blame")
     dist.barrier()
 
 
-def rank_1_hangs_when_rank_0_is_killed(_settings: Settings, _tell: Tell) -> None:
+def rank_1_hangs_when_rank_0_is_killed(_tell: Tell) -> None:
     if dist.get_rank() == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -47,11 +48,28 @@ def _no_process_more() -> Iterator[None]:
 
 @pytest.mark.timeout(60)
 def test_messages_of_all_ranks_arrive_in_order() -> None:
-    received: list[Message] = []
-    run_ranks(tells_much, 2, [SETTINGS], received.append)
+    received: list[tuple[int, int]] = []
+    run_ranks(tells_much, 2, [], received.append)
     for rank in range(2):
-        steps = [m.step for m in received if isinstance(m, Progress) and m.run == rank]
-        assert steps == list(range(2000))
+        assert [step for teller, step in received if teller == rank] == list(range(2000))
+
+
+@pytest.mark.parametrize("kills", [True, False])
+@pytest.mark.timeout(60)
+def test_a_mortal_rank_may_be_killed_and_the_others_are_waited_for(kills: bool) -> None:
+    received: list[tuple[int, str]] = []
+    variables = {"A_VARIABLE": "its value"}
+    run_ranks(rank_1_is_killed_and_others_tell, 3, [kills], received.append, mortal=[1], environment=variables)
+    expected = {(0, "its value"), (2, "its value")} | (set() if kills else {(1, "its value")})
+    assert expected - {(1, "its value")} <= set(received) <= expected
+
+
+@pytest.mark.timeout(60)
+def test_of_a_mortal_rank_another_death_is_still_a_failure() -> None:
+    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
+        run_ranks(
+            rank_1_is_killed_and_others_tell, 3, [True], lambda _: None, mortal=[2], environment={"A_VARIABLE": ""}
+        )
 
 
 @pytest.mark.parametrize(
@@ -64,7 +82,7 @@ def test_messages_of_all_ranks_arrive_in_order() -> None:
 @pytest.mark.timeout(60)
 def test_the_rank_that_began_it_is_named(program: object, begins: str, contains: str) -> None:
     with pytest.raises(RankError) as caught:
-        run_ranks(program, 2, [SETTINGS], lambda _message: None)  # type: ignore[arg-type]
+        run_ranks(program, 2, [], lambda _message: None)  # type: ignore[arg-type]
     assert str(caught.value).startswith(begins)
     assert contains in str(caught.value)
 

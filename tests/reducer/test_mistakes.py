@@ -95,11 +95,7 @@ def test_wrong_arguments() -> None:
         (ValueError, "accumulate is 0", lambda: pycomm.attach(optimizer, model, accumulate=0)),
         (TypeError, "accumulate is 1.5", lambda: pycomm.attach(optimizer, model, accumulate=1.5)),  # type: ignore[arg-type]
         (ValueError, "timeout is -1", lambda: pycomm.attach(optimizer, model, timeout=-1)),
-        (
-            ValueError,
-            "compression is 'topk', wanted one of",
-            lambda: pycomm.attach(optimizer, model, compression="topk"),
-        ),
+        (ValueError, "compression is 'topk', wanted", lambda: pycomm.attach(optimizer, model, compression="topk")),
         (TypeError, r"compression is <class .*TopK", lambda: pycomm.attach(optimizer, model, compression=pycomm.TopK)),  # type: ignore[arg-type]
         (TypeError, "loss_scaler is 1024", lambda: pycomm.attach(optimizer, model, loss_scaler=1024.0)),
         (ValueError, "ratio is 0", lambda: pycomm.TopK(0)),

@@ -1,4 +1,4 @@
-"""Plot of the results: loss against time and against bytes, a curve per run."""
+"""Picture of the results: steps per second on this host, loss against seconds over the slow link, and the death."""
 
 from __future__ import annotations
 
@@ -9,35 +9,52 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from pycomm.cli.demo.figures import smoothed
-from pycomm.cli.demo.messages import Results
-
-_MB = 1e6
+from pycomm.cli.demo.results import Death, Outcome, Results, smoothed, speed
 
 
-def save_plot(results: Results, title: str, path: Path) -> None:
-    """Write a PNG to ``path``."""
+def save_plot(results: Results, title: str, link: str, path: Path) -> None:
+    """Write a PNG to ``path``.
+
+    Args:
+        link: name of the slow link's part.
+    """
     # Without pyplot: it would choose a window system, and keep the figure.
-    figure = Figure(figsize=(11, 4.6), dpi=120, layout="constrained")
+    panels = 2 if results.death is None else 3
+    figure = Figure(figsize=(5.5 * panels, 4.6), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    by_time, by_bytes = figure.subplots(1, 2, sharey=True)
-    for number, outcome in enumerate(results.outcomes):
-        losses = smoothed(outcome)
-        # Runs that compute the same lie on each other: a wide line below, narrower ones on top.
-        style = {"color": f"C{number}", "linewidth": max(1.2, 3.6 - 1.2 * number), "alpha": 0.85}
-        label = f"{outcome.label} (validation {outcome.validation_loss:.3f})"
-        by_time.plot(np.cumsum(outcome.seconds), losses, label=label, **style)
-        if outcome.bytes_sent[0] > 0:
-            by_bytes.plot(np.array(outcome.bytes_sent) / _MB, losses, label=label, **style)
-    _name_axes(by_time, "seconds of training")
-    _name_axes(by_bytes, "MB that each rank handed to the transport")
-    by_bytes.set_xscale("log")
-    by_time.set_ylabel("training loss, nats per byte (running mean)")
-    by_time.legend(loc="upper right")
+    host, slow, *rest = figure.subplots(1, panels)
+    _draw_speeds(host, results.host)
+    _draw_losses(slow, results.link, link)
+    if results.death is not None:
+        _draw_death(rest[0], results.death)
     figure.suptitle(title)
     figure.savefig(path, format="png")
 
 
-def _name_axes(axes: Axes, x: str) -> None:
-    axes.set_xlabel(x)
+def _draw_speeds(axes: Axes, runs: list[Outcome]) -> None:
+    rates = [1.0 / run.step_seconds for run in runs]
+    bars = axes.bar([run.label.replace("(", "(\n") for run in runs], rates, color=[f"C{i}" for i in range(len(runs))])
+    axes.bar_label(bars, [f"{speed(run, runs[0]).value:.2f}x" for run in runs])
+    axes.set(title="This host", ylabel="steps per second")
+
+
+def _draw_losses(axes: Axes, runs: list[Outcome], link: str) -> None:
+    for number, run in enumerate(runs):
+        label = f"{run.label}: {run.step_seconds * 1e3:.0f} ms per step"
+        axes.plot(run.seconds, smoothed(run.losses), color=f"C{number}", label=label, linewidth=2.0, alpha=0.85)
+    axes.set(title=link, xlabel="seconds of training", ylabel="training loss, nats per byte (running mean)")
     axes.grid(alpha=0.3)
+    axes.legend(loc="upper right")
+
+
+def _draw_death(axes: Axes, death: Death) -> None:
+    steps = np.arange(1, 1 + len(death.losses))
+    axes.plot(steps, smoothed(death.losses), color="C0")
+    axes.axvline(death.step, color="C3", linestyle="--", label=f"rank {death.ranks - 1} is killed")
+    axes.set(
+        title=f"{death.ranks} ranks, then {death.ranks - 1}",
+        xlabel="step",
+        ylabel="training loss of rank 0 (running mean)",
+    )
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper right")

@@ -2,110 +2,129 @@
 
 from __future__ import annotations
 
+import statistics
+
 from rich.console import Console
 
-from pycomm.cli.demo.figures import Figures, Ratio, figures_of, step_ratio
-from pycomm.cli.demo.messages import Outcome, Results
-from pycomm.cli.demo.settings import WARM_UP_STEPS, Settings, ranks_of
+from pycomm.cli.demo.results import Death, Outcome, Results, smoothed, speed
+from pycomm.cli.demo.settings import DGC_RATIO, MOMENTUM, Settings
 from pycomm.cli.table import table
 
-_HEADER = ["run", "validation\nloss", "step\nms", "waiting\nms", "sent per\nstep, MB", "step time\nvs DDP"]
+_HEADER = ["", "step", "speed\nvs DDP", "middle\nhalf", "steps", "sent per\nstep", "loss"]
 
 
 def show(results: Results, settings: Settings, console: Console) -> None:
-    """Print everything; ``results.outcomes`` are DDP, pycomm dense, and the compressed runs."""
-    for text in (f"\n{title(results, settings)}\n", table(_HEADER, rows_of(results))):
+    """Print everything; the three sentences come last."""
+    for text in (f"\n{title(results, settings)}\n", table(_HEADER, rows_of(results, settings))):
         console.print(text, soft_wrap=True, highlight=False, markup=False)
+    console.print("\n" + notes(results, settings) + "\n", style="dim", highlight=False, markup=False)
     for line in conclusions(results, settings):
-        console.print("\n" + line, highlight=False, markup=False)
-    console.print("\n" + notes(results), style="dim", highlight=False, markup=False)
+        console.print(line, highlight=False, markup=False)
 
 
 def title(results: Results, settings: Settings) -> str:
+    """Return what was trained."""
     return (
-        f"{results.num_parameters / 1e6:.2f} M parameters, {ranks_of(settings)}, "
-        f"{settings.steps} steps of {settings.batch} x {settings.context} bytes per rank"
+        f"{results.num_parameters / 1e6:.2f} M parameters, {settings.ranks} ranks of one thread, "
+        f"{settings.batch} x {settings.context} bytes of text per rank and step"
     )
 
 
-def rows_of(results: Results) -> list[list[str]]:
-    """Return a line of the table for every run."""
-    ddp, rows = results.outcomes[0], []
-    for outcome in results.outcomes:
-        run = figures_of(outcome)
-        rows.append(
-            [
-                run.label,
-                f"{run.validation_loss:.3f}",
-                f"{1e3 * run.step_seconds:.1f}",
-                f"{1e3 * run.wait_seconds:.1f}",
-                f"{run.bytes_per_step / 1e6:.3f}",
-                f"{step_ratio(outcome, ddp).value:.2f}x",
-            ]
-        )
+def rows_of(results: Results, settings: Settings) -> list[list[str]]:
+    """Return the lines of the table: those of each part below its name."""
+    rows = []
+    for name, runs in (("This host", results.host), (link_name(settings), results.link)):
+        rows.append([name, *[""] * (len(_HEADER) - 1)])
+        rows += [_row(run, runs[0]) for run in runs]
+    if results.death is not None:
+        rows += _rows_of_death(results.death)
     return rows
 
 
-def notes(results: Results) -> str:
-    """What the columns mean."""
-    own = ", ".join(
-        f"{1e3 * run.reported_wait_seconds:.1f} ({run.label})" for run in map(figures_of, results.outcomes[1:])
+def link_name(settings: Settings) -> str:
+    """Return the head of the slow link's part."""
+    return f"{settings.link[0].upper()}{settings.link[1:].replace(' of', ',')}"
+
+
+def _row(run: Outcome, ddp: Outcome) -> list[str]:
+    faster = speed(run, ddp)
+    return [
+        f" {run.label}",
+        _duration(run.step_seconds),
+        f"{_times(faster.value)}x",
+        "" if run is ddp else f"{_times(faster.low)}-{_times(faster.high)}",
+        str(len(run.losses)),
+        "-" if run.wire_bytes is None else f"{run.wire_bytes / 1e6:.2f} MB",
+        f"{run.validation_loss:.3f}",
+    ]
+
+
+def _rows_of_death(death: Death) -> list[list[str]]:
+    losses = smoothed(death.losses)
+    before, after = death.seconds[: death.step - 1], death.seconds[death.step :]
+    parts = (
+        (f" {death.ranks} ranks", before, len(before), losses[death.step - 2]),
+        (f" rank {death.ranks - 1} is killed", [death.seconds[death.step - 1]], 1, losses[death.step - 1]),
+        (f" {death.ranks - 1} ranks", after, len(after), losses[-1]),
     )
+    head = ['on_failure="shrink"', *[""] * (len(_HEADER) - 1)]
+    return [
+        head,
+        *([name, _duration(statistics.median(s)), "", "", str(n), "-", f"{x:.3f}"] for name, s, n, x in parts),
+    ]
+
+
+def notes(results: Results, settings: Settings) -> str:
+    """Return what the columns mean."""
+    sent = "what a host's interface counted" if settings.hosts else "what a rank hands to its transport"
+    simulated = "" if settings.hosts else " A simulated step takes what it took here, and the network model's time."
     return (
-        f"Times are medians over the steps after the first {WARM_UP_STEPS}, means over the ranks. Waiting is from a "
-        "rank's last gradient to the return of backward(), by one stopwatch for all runs; "
-        f'Reducer.stats()["wait_seconds"] says {own}. Sent is what a rank hands to its transport, for DDP its '
-        f"gradients. The untrained model has a validation loss of {results.initial_loss:.3f}."
+        "Runs take turns, each for the same number of seconds. Steps are medians without the warm-up, of the slowest "
+        f"rank; speeds are compared turn by turn (medians, and their middle half); sent is {sent}; the loss is the "
+        f"validation loss in nats per byte at the end ({results.initial_loss:.3f} untrained).{simulated}"
     )
 
 
 def conclusions(results: Results, settings: Settings) -> list[str]:
-    """What pycomm changed, as these numbers have it."""
-    ddp, dense, *compressed = results.outcomes
-    if settings.ranks == 1:
-        return ["With one rank there is nothing to communicate: this shows what each way costs when it is not needed."]
-    return [_about_dense(ddp, dense), *(_about_compressed(dense, outcome) for outcome in compressed)]
+    """Return three sentences: what was gained, where nothing was, what to write."""
+    faster: list[str] = []
+    others: list[str] = []
+    for where, (ddp, *runs) in (("on this host", results.host), (f"over the {settings.link}", results.link)):
+        for run in runs:
+            ratio = speed(run, ddp)
+            if run.label.startswith("DDP"):
+                continue
+            (faster if ratio.is_clearly_higher else others).append(f"{run.label} {where} ({_times(ratio.value)}x)")
+    gained = f"Gained: more steps per second than DDP by {_listed(faster)}" if faster else "Gained: nothing in this run"
+    lost = f"by {_listed(others)}" if others else "nowhere in this run"
+    return [f"{gained}{_sooner(results)}.", f"Not gained: {lost}.", _to_write(results)]
 
 
-def _about_dense(ddp: Outcome, dense: Outcome) -> str:
-    theirs, ours = figures_of(ddp), figures_of(dense)
-    times = f"{1e3 * ours.step_seconds:.1f} against {1e3 * theirs.step_seconds:.1f} ms"
-    ratio = step_ratio(dense, ddp)
-    if ratio.is_clearly_below_one():
-        verdict = f"pycomm's steps took {100 * (1 - ratio.value):.0f} % less time than DDP's ({times})"
-    elif ratio.is_clearly_above_one():
-        verdict = f"pycomm's steps took {100 * (ratio.value - 1):.0f} % more time than DDP's ({times})"
-    else:
-        verdict = f"pycomm's steps took about as long as DDP's ({times}; {_spread(ratio)})"
-    waits = f"{1e3 * ours.wait_seconds:.1f} ms instead of {1e3 * theirs.wait_seconds:.1f}"
-    return f"With the same gradients, {verdict}, of which backward() waited {waits}; {_losses(ours, theirs)}."
+def _listed(names: list[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
 
 
-def _about_compressed(dense: Outcome, outcome: Outcome) -> str:
-    plain, ours = figures_of(dense), figures_of(outcome)
-    ratio = step_ratio(outcome, dense)
-    fewer = f"{ours.label} sent {plain.bytes_per_step / ours.bytes_per_step:.1f} times fewer bytes than pycomm dense"
-    times = f"{1e3 * ours.step_seconds:.1f} against {1e3 * plain.step_seconds:.1f} ms"
-    if ratio.is_clearly_below_one():
-        verdict = f"which paid on this host: its steps took {100 * (1 - ratio.value):.0f} % less time ({times})"
-    elif ratio.is_clearly_above_one():
-        verdict = (
-            "which did not pay on this host, where ranks share memory: "
-            f"its steps took {100 * (ratio.value - 1):.0f} % more time ({times})"
-        )
-    else:
-        verdict = f"which made no clear difference to the step time on this host ({times}; {_spread(ratio)})"
-    return f"{fewer}, {verdict}; {_losses(ours, plain)}."
+def _sooner(results: Results) -> str:
+    """Say when DGC had the loss with which DDP ended."""
+    ddp, dgc = results.link[0], results.link[-1]
+    seconds = dgc.seconds_to(float(smoothed(ddp.losses)[-1]))
+    if seconds is None or seconds >= ddp.seconds[-1]:
+        return ""
+    return f"; {dgc.label} had DDP's last training loss after {seconds:.1f} s instead of {ddp.seconds[-1]:.1f} s"
 
 
-def _spread(ratio: Ratio) -> str:
-    return f"{ratio.low:.2f} to {ratio.high:.2f} times as long in the middle half of the turns"
+def _to_write(results: Results) -> str:
+    dgc = f"pycomm.DGC({DGC_RATIO:g}, momentum={MOMENTUM:g})"
+    return (
+        'Write: pycomm.attach(optimizer, model, shard="optimizer") on one host; over slow links compression='
+        f"{dgc} in its place, with an SGD optimizer without momentum"
+        + ('; on_failure="shrink" where ranks may die.' if results.death is not None else ".")
+    )
 
 
-def _losses(run: Figures, base: Figures) -> str:
-    """Both to the digits of the table, so that the words never contradict it."""
-    difference = round(run.validation_loss, 3) - round(base.validation_loss, 3)
-    if abs(difference) < 0.0005:
-        return f"the validation loss is the same ({run.validation_loss:.3f})"
-    direction = "higher" if difference > 0 else "lower"
-    return f"after the same number of steps the validation loss is {abs(difference):.3f} {direction}"
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 9.995 else f"{ratio:.1f}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"

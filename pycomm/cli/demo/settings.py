@@ -1,24 +1,13 @@
-"""Settings of a demo run."""
+"""Settings of a demo run: its parts, and the methods that each of them compares."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import pycomm
-
-if TYPE_CHECKING:
-    from pycomm.compression import Compression
-
-COMPRESSIONS = ("topk", "fp16", "bf16", "none")
 HEAD_WIDTH = 64
-TURN_STEPS = 10
-"""Number of steps in a turn: the runs take turns, so that other load on the machine affects all of them alike."""
-WARM_UP_STEPS = 5
-"""Steps of each run that are not timed: first allocations and connections, pycomm's first pass, which only learns."""
-MIN_STEPS = 2 * TURN_STEPS
+MOMENTUM = 0.9
+DGC_RATIO = 0.01
 
 
 @dataclass(frozen=True)
@@ -27,12 +16,30 @@ class Method:
 
     Attributes:
         label: a name for people.
-        uses_ddp: by torch's DistributedDataParallel; else by pycomm with ``compression``.
+        ddp: by torch's DistributedDataParallel; else by pycomm.
+        fp16_hook: with DDP's hook that sends halves.
+        dgc: with DGC that sends this fraction of the entries.
+        shard: what the ranks step together, as ``pycomm.attach`` has it.
     """
 
     label: str
-    uses_ddp: bool = False
-    compression: Compression | None = None
+    ddp: bool = False
+    fp16_hook: bool = False
+    dgc: float | None = None
+    shard: str | None = None
+
+
+HOST_METHODS = (
+    Method("DDP over Gloo", ddp=True),
+    Method("pycomm.attach"),
+    Method('attach(shard="optimizer")', shard="optimizer"),
+)
+LINK_METHODS = (
+    Method("DDP", ddp=True),
+    Method("DDP, fp16 hook", ddp=True, fp16_hook=True),
+    Method("pycomm dense"),
+    Method(f"pycomm DGC {100 * DGC_RATIO:g} %", dgc=DGC_RATIO),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +47,19 @@ class Settings:
     """Settings of one demo run, equal on all ranks.
 
     Attributes:
+        megabits: rate of the slow link.
+        hosts: where the ranks go for the slow link, by rank; empty: that is simulated.
+        seconds: of training, all runs together.
         batch: windows of text per rank and step.
         context: bytes per window.
         width, layers: the size of the model.
     """
 
     ranks: int
-    methods: tuple[Method, ...]
-    steps: int
+    megabits: float
+    hosts: tuple[str, ...]
+    seconds: float
+    kill: bool
     seed: int
     batch: int
     context: int
@@ -55,17 +67,8 @@ class Settings:
     layers: int
     output: Path
 
-
-def methods_for(compressions: Sequence[str], ratio: float) -> tuple[Method, ...]:
-    """Return DDP, pycomm dense, and pycomm with each of ``compressions``, without repetitions."""
-    compressed = {
-        "topk": Method(f"pycomm TopK {100 * ratio:g} %", compression=pycomm.TopK(ratio)),
-        "fp16": Method("pycomm FP16", compression=pycomm.FP16()),
-        "bf16": Method("pycomm BF16", compression=pycomm.BF16()),
-    }
-    chosen = [compressed[name] for name in dict.fromkeys(compressions) if name != "none"]
-    return (Method("DDP over Gloo", uses_ddp=True), Method("pycomm dense"), *chosen)
-
-
-def ranks_of(settings: Settings) -> str:
-    return "1 rank" if settings.ranks == 1 else f"{settings.ranks} ranks"
+    @property
+    def link(self) -> str:
+        """Name of the slow link."""
+        rate = f"{self.megabits / 1000:g} Gbit/s" if self.megabits >= 1000 else f"{self.megabits:g} Mbit/s"
+        return f"{'' if self.hosts else 'simulated '}link of {rate}"

@@ -1,89 +1,172 @@
-"""Work of each rank: training every method in turns."""
+"""Work of each rank: training by every method in turns, on this host and then over the slow link."""
 
 from __future__ import annotations
 
 import copy
+import logging
+import os
 import statistics
-import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from pycomm.cli.demo import network
 from pycomm.cli.demo.corpus import Corpus, random_starts, read_corpus, windows
-from pycomm.cli.demo.messages import Message, Outcome, Progress, Results, Tell
 from pycomm.cli.demo.model import ByteGPT, loss_of
-from pycomm.cli.demo.settings import HEAD_WIDTH, TURN_STEPS, Settings
-from pycomm.cli.demo.trainee import Trainee, average_over_ranks, first_difference
+from pycomm.cli.demo.results import Outcome, Results, smoothed
+from pycomm.cli.demo.settings import HEAD_WIDTH, HOST_METHODS, LINK_METHODS, Method, Settings
+from pycomm.cli.demo.trainee import Trainee, compression_of, first_difference
+from pycomm.cost.planning import SimulatedLink
+from pycomm.cost.pricing import rehearse
+from pycomm.launching import PATIENCE
+from pycomm.launching.reporting import Progress
+from pycomm.schedule.network import Link, Network
 
+Tell = Callable[[Any], None]
+_HOST_SHARE = 0.3  # of the seconds
+_WARM_UP_STEPS = 3
+_TURNS = 8
+_LATENCY = 100e-6  # of the simulated link
 _VALIDATION_WINDOWS = 256
 _VALIDATION_BATCH = 32
-_VALIDATION_SEED = 2**31  # differs from every rank's
-_REPORT_SECONDS = 0.2
+_VALIDATION_SEED = 2**31
+
+
+def make_model(settings: Settings) -> ByteGPT:
+    """Return the untrained model, the same on all ranks."""
+    torch.manual_seed(settings.seed)
+    return ByteGPT(settings.width, settings.layers, settings.context, settings.width // HEAD_WIDTH)
 
 
 def train(settings: Settings, tell: Tell) -> None:
-    """Train every method in turns, on the default process group, and report the results. Collective.
+    """Train on this host, then over the slow link, and report the results. Collective."""
+    corpus, untrained = read_corpus(), make_model(settings)
+    initial_loss = validate(untrained, corpus, settings.context)
+    host_seconds = _HOST_SHARE * settings.seconds
+    tell = tell if dist.get_rank() == 0 else _say_nothing
+    host = Part(HOST_METHODS, untrained, corpus, settings, host_seconds, 0.0, tell).train()
+    if settings.hosts:
+        _move_to_own_host(settings)
+        logging.getLogger("pycomm").setLevel(logging.ERROR)  # that the hosts are namespaces of one is known
+    link = Part(LINK_METHODS, untrained, corpus, settings, settings.seconds - host_seconds, host_seconds, tell).train()
+    tell(Progress(round(settings.seconds), round(settings.seconds)))
+    tell(Results(sum(p.numel() for p in untrained.parameters()), initial_loss, host, link))
 
-    In turns and in the same processes: a machine that slows down for a while slows all methods down
-    alike, and their ratios stay the same.
+
+class Part:
+    """Part of the demo: its runs take turns in the same processes, so that other load of the machine meets them alike.
+
+    Every run is given the same seconds, so the number of its steps depends on its speed. Step ``i`` of every run sees
+    the same text, and every rank has its own.
     """
-    corpus = read_corpus()
-    torch.manual_seed(settings.seed)
-    untrained = ByteGPT(settings.width, settings.layers, settings.context, settings.width // HEAD_WIDTH)
-    initial_loss = validate(untrained, corpus, settings)
-    trainees = [Trainee(copy.deepcopy(untrained), method, settings.steps) for method in settings.methods]
-    take_turns(trainees, corpus, settings, tell if dist.get_rank() == 0 else _say_nothing)
-    for trainee in trainees:
-        trainee.close()
-        average_over_ranks(trainee.outcome)
-        trainee.outcome.validation_loss = validate(trainee.model, corpus, settings)
-        trainee.outcome.difference = first_difference(trainee.model)
-    if dist.get_rank() == 0:
-        num_parameters = sum(p.numel() for p in untrained.parameters())
-        tell(Results(num_parameters, initial_loss, [trainee.outcome for trainee in trainees]))
+
+    def __init__(
+        self,
+        methods: Sequence[Method],
+        untrained: nn.Module,
+        corpus: Corpus,
+        settings: Settings,
+        seconds: float,
+        before: float,
+        tell: Tell,
+    ) -> None:
+        self._corpus, self._settings, self._before, self._tell = corpus, settings, before, tell
+        self._share = seconds / len(methods)
+        over_link = methods is LINK_METHODS
+        self._counts_bytes = over_link and bool(settings.hosts)
+        self._trainees = [Trainee(copy.deepcopy(untrained), method, sgd=over_link) for method in methods]
+        self._outcomes = [Outcome(method.label, wire_bytes=0.0 if over_link else None) for method in methods]
+        self._simulated = [0.0] * len(methods)
+        if over_link and not settings.hosts:
+            for number, method in enumerate(methods):
+                self._simulated[number], self._outcomes[number].wire_bytes = _simulate(method, untrained, settings)
+
+    def train(self) -> list[Outcome]:
+        """Train, and return what came of it. Collective."""
+        for turn in range(1 + _TURNS):
+            numbers = range(len(self._trainees))
+            for number in numbers if turn % 2 == 0 else reversed(numbers):
+                if self._take_turn(number):
+                    self._report(self._outcomes[number])
+        for trainee, outcome in zip(self._trainees, self._outcomes, strict=True):
+            trainee.close()
+            outcome.validation_loss = validate(trainee.model, self._corpus, self._settings.context)
+            outcome.difference = first_difference(trainee.model)
+        return self._outcomes
+
+    def _take_turn(self, number: int) -> bool:
+        """Take as many steps as a turn's share of the seconds allows; none when a slow run has used up its own."""
+        outcome = self._outcomes[number]
+        steps = _WARM_UP_STEPS
+        if outcome.turns:
+            if len(outcome.turns) > 1 and outcome.seconds[-1] - sum(outcome.turns[0]) >= self._share:
+                return False
+            steps = max(1, round(self._share / _TURNS / statistics.median(outcome.turns[-1])))
+        dist.barrier()  # else the first step would also wait for work left over from the turn before
+        sent = network.bytes_sent() if self._counts_bytes else 0
+        taken = [self._step(number, len(outcome.losses) + i) for i in range(steps)]
+        dist.barrier()  # what a rank sent may still be in its queue when its step is done
+        sent = network.bytes_sent() - sent if self._counts_bytes else 0
+        table = torch.tensor(taken, dtype=torch.float64).T.contiguous()
+        dist.all_reduce(table[0], dist.ReduceOp.MAX)
+        dist.all_reduce(table[1])
+        before = len(outcome.losses)
+        outcome.turns.append([seconds + self._simulated[number] for seconds in table[0].tolist()])
+        outcome.losses += (table[1] / dist.get_world_size()).tolist()
+        if self._counts_bytes and outcome.wire_bytes is not None:
+            outcome.wire_bytes += (sent / steps - outcome.wire_bytes) * steps / (before + steps)
+        return True
+
+    def _step(self, number: int, step: int) -> tuple[float, float]:
+        settings = self._settings
+        seed = (settings.seed << 40) + (step << 16) + dist.get_rank()
+        starts = random_starts(self._corpus.train, settings.context, (settings.batch,), seed)
+        return self._trainees[number].step(*windows(self._corpus.train, starts, settings.context))
+
+    def _report(self, last: Outcome) -> None:
+        used = sum(min(self._share, outcome.seconds[-1]) for outcome in self._outcomes if outcome.turns)
+        total = round(self._settings.seconds)
+        done = min(total - 1, round(self._before + used))  # the end is told at the end
+        self._tell(Progress(done, total, {f"loss of {last.label}": float(smoothed(last.losses)[-1])}))
 
 
-def take_turns(trainees: list[Trainee], corpus: Corpus, settings: Settings, tell: Tell) -> None:
-    """Step the runs in turns; step ``i`` of every run sees the same text, and every rank has its own."""
-    # Every rank's seed differs from every other's, also from those of the next --seed.
-    seed = settings.seed * settings.ranks + dist.get_rank()
-    starts = random_starts(corpus.train, settings.context, (settings.steps, settings.batch), seed)
-    for first in range(0, settings.steps, TURN_STEPS):
-        turn = starts[first : first + TURN_STEPS]
-        for run, trainee in enumerate(trainees):
-            dist.barrier()  # else the first step would also wait for work left over from the turn before
-            _take_turn(trainee, run, turn, corpus, settings, tell)
+def _move_to_own_host(settings: Settings) -> None:
+    """Leave the process group of this host, and join one over the slow link."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    network.move_to(settings.hosts[rank])
+    os.environ["GLOO_SOCKET_IFNAME"] = network.DEVICE
+    store = TCPStore(network.address(0), network.PORT, size, rank == 0, PATIENCE)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)
 
 
-def _take_turn(trainee: Trainee, run: int, turn: torch.Tensor, corpus: Corpus, settings: Settings, tell: Tell) -> None:
-    next_report = 0.0
-    for number, row in enumerate(turn, 1):
-        trainee.step(*windows(corpus.train, row, settings.context))
-        if time.monotonic() >= next_report or number == len(turn):
-            next_report = time.monotonic() + _REPORT_SECONDS
-            tell(_progress(run, trainee.outcome))
+def _simulate(method: Method, model: nn.Module, settings: Settings) -> tuple[float, float]:
+    """Return the seconds that a step's communication takes on a slow link, by the network model, and its bytes."""
+    link = Link(alpha=_LATENCY, beta=8e-6 / settings.megabits, gamma=0.0)
+    network = Network(name="slow link", within_host=link, between_hosts=link, per_host=1)
+    simulated = SimulatedLink(settings.ranks, network)
+    costs = rehearse(compression_of(method), list(model.parameters()), settings.ranks)
+    return sum(simulated.seconds(operation) for operation in costs.operations), float(costs.num_bytes())
 
 
-def _progress(run: int, outcome: Outcome) -> Progress:
-    losses, seconds = outcome.losses[-TURN_STEPS:], outcome.seconds[-TURN_STEPS:]
-    return Progress(run, len(outcome.losses), statistics.fmean(losses), statistics.median(seconds))
-
-
-def validate(model: nn.Module, corpus: Corpus, settings: Settings) -> float:
+def validate(model: nn.Module, corpus: Corpus, context: int) -> float:
     """Return the mean loss over windows of the validation text, the same in every call and shared out to the ranks.
 
     Collective.
     """
-    starts = random_starts(corpus.validation, settings.context, (_VALIDATION_WINDOWS,), _VALIDATION_SEED)
+    starts = random_starts(corpus.validation, context, (_VALIDATION_WINDOWS,), _VALIDATION_SEED)
     total = torch.zeros((), dtype=torch.float64)
     with torch.no_grad():
         for batch in torch.split(starts[dist.get_rank() :: dist.get_world_size()], _VALIDATION_BATCH):
-            inputs, targets = windows(corpus.validation, batch, settings.context)
+            inputs, targets = windows(corpus.validation, batch, context)
             total += loss_of(model(inputs), targets, reduction="sum")
     dist.all_reduce(total)
-    return total.item() / (_VALIDATION_WINDOWS * settings.context)
+    return total.item() / (_VALIDATION_WINDOWS * context)
 
 
-def _say_nothing(_message: Message) -> None:
+def _say_nothing(_message: Any) -> None:
     pass
