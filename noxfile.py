@@ -136,6 +136,13 @@ def docs(session: nox.Session) -> None:
     session.run("mkdocs", *(session.posargs or ["build", "--strict"]))
 
 
+@nox.session
+def site(session: nox.Session) -> None:
+    """The documentation's site in a real browser: what fits, what is found. Requires a Chromium on PATH."""
+    session.install("-c", "constraints.txt", ".[docs,browser,test]")
+    session.run("pytest", "tests/docs/test_site.py", *session.posargs)
+
+
 QUICK = (
     *("tests/test_package.py", "tests/test_counting.py", "tests/kernels/test_step.py", "tests/kernels/test_topk.py"),
     *("tests/kernels/test_pack.py", "tests/kernels/test_reduce.py", "tests/transport/test_system.py"),

@@ -1,9 +1,9 @@
-"""Writes docs/benchmarks.md, and figures in README.md and docs/recommended_stack.md, from the reports in bench/results.
+"""Writes figures into docs/benchmarks.md, README.md and docs/recommended_stack.md from the reports in bench/results.
 
     python docs/benchmarks.py                # rewrites all
     python docs/benchmarks.py --check        # changes nothing; exits with 1 and says what is stale
 
-Needs neither pycomm nor torch: a figure on the page is one that a committed report holds, or it is not there.
+Needs neither pycomm nor torch. What stands below the line `<!-- by hand from here -->` of docs/benchmarks.md stays.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmark_page import gpu, on_one_host, recommended_stack, training
-from benchmark_page.headline import headline
+from benchmark_page.headline import headline, sentence
 from benchmark_page.reports import Reports, by_bench, load_reports
 from rewriting import rewrite
 
@@ -26,29 +26,38 @@ STACK = Path(__file__).with_name("recommended_stack.md")
 
 SECTIONS: dict[str, Callable[[Reports], str]] = {
     "collectives": on_one_host.collectives,
-    "kernels": on_one_host.kernels,
     "training": training.training,
-    "sharding": training.sharding,
     "slow_network": training.slow_network,
+    "sharding": training.sharding,
+    "kernels": on_one_host.kernels,
     "asynchronous.experiment": training.asynchronous,
     "recommended_stack": recommended_stack.recommended_stack,
     "gpu": gpu.measured,
     "gpu_check": gpu.checked,
 }
-"""How the reports of a bench are shown."""
+"""How the reports of a bench are shown, in the order of the page."""
 
 _HEADLINE = re.compile(r"(<!-- figures -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
+_BY_HAND = "<!-- by hand from here -->\n"
+
 _INTRODUCTION = """# Benchmarks
 
-Written by `python docs/benchmarks.py` from the reports in `bench/results`; do not edit. CI fails if a figure here is
-not one that a committed report holds.
+<!-- Written by python docs/benchmarks.py from bench/results: changes above "by hand from here" are lost. -->
 
-Every bench verifies its results before it times them. What is compared takes turns in the same run, and the figures are
-medians over the turns. They were made on small virtual machines, which are noisy: look at the ratios, and run the
-command that stands above each table to see them, with their spread, on yours. A bench that was run on several kinds of
-processor has columns for each of them. Figures that are older than these reports are under
-[Other measurements](measurements.md).
+![How many times as fast as its peer pycomm is, in each of five benchmarks](benchmarks.svg)
+"""
+
+_HOW = """
+Most of these figures are held by a report in `bench/results`; CI compares them. Those at the
+[end of the page](#without-a-committed-report) are not.
+
+- Each bench verifies its results before it times them.
+- What is compared takes turns in the same run. Figures are medians over the turns.
+- The machines are small virtual ones, and noisy. Trust the ratios more than the times.
+- A bench that ran on several processors has columns for each.
+
+To get the figures of your machine, with their spread, run the command above the table, or [`pycomm bench`](bench.md).
 """
 
 
@@ -62,20 +71,25 @@ def _pages() -> dict[Path, str]:
     reports = load_reports(REPORTS, SECTIONS)
     stack = by_bench(reports).get("recommended_stack", {})
     filled = recommended_stack.filled(STACK.read_text(encoding="utf-8"), stack)
-    return {**render(reports, README.read_text(encoding="utf-8")), STACK: filled}
+    texts = [path.read_text(encoding="utf-8") for path in (README, PAGE)]
+    return {**render(reports, *texts), STACK: filled}
 
 
-def render(reports: Reports, readme: str) -> dict[Path, str]:
-    """Return what the page and the README should say."""
+def render(reports: Reports, readme: str, page: str = "") -> dict[Path, str]:
+    """Return what the page and the README should say; what was written by hand is kept."""
     benches = by_bench(reports)
-    sections = [SECTIONS[bench](found) for bench, found in benches.items()]
+    sections = [section(benches[bench]) for bench, section in SECTIONS.items() if bench in benches]
     if "gpu" not in benches:
         sections.append(gpu.NOTHING_YET)
     if not _HEADLINE.search(readme):
         raise ValueError("README.md has no <!-- figures --> ... <!-- end -->")
     table = headline(reports)
     filled = _HEADLINE.sub(lambda match: match[1] + table + match[3], readme)
-    return {PAGE: "\n".join([_INTRODUCTION, *sections]), README: filled}
+    by_hand = page.partition(_BY_HAND)[2]
+    return {
+        PAGE: "\n".join([_INTRODUCTION, sentence(reports), table + _HOW, *sections, _BY_HAND]) + by_hand,
+        README: filled,
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes into docs/algorithms.md what is computed there: pictures of schedules, and tables of what they cost.
+"""Writes pictures of schedules, and tables of their cost, into docs/algorithms.md and docs/algorithm_catalogue.md.
 
     python docs/generate.py                          # rewrites what stands between the markers
     python docs/generate.py --check                  # changes nothing; exits with 1 and says what is stale
@@ -21,7 +21,7 @@ import numpy as np
 from pycomm import schedule
 from pycomm.schedule.picture import picture
 
-DOCUMENT = Path(__file__).with_name("algorithms.md")
+DOCUMENTS = [Path(__file__).with_name(name) for name in ("algorithms.md", "algorithm_catalogue.md")]
 HOSTS_OF = 8
 NETWORK = "ethernet-10g"
 COSTS = ("steps", "\N{GREEK SMALL LETTER ALPHA}", "bytes / n")
@@ -37,7 +37,7 @@ Row = Sequence[object]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="what is computed in docs/algorithms.md")
+    parser = argparse.ArgumentParser(description="the computed parts of the pages on algorithms")
     parser.add_argument("--check", action="store_true", help="only say what is stale")
     parser.add_argument("--picture", nargs=2, metavar=("NAME", "RANKS"), help="print one picture")
     chosen = parser.parse_args(arguments)
@@ -45,14 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name, ranks = chosen.picture
         print(picture(schedule.by_name(name, int(ranks))), end="")
         return 0
-    text = DOCUMENT.read_text(encoding="utf-8")
-    stale = stale_parts(text)
+    stale = [(document, name) for document in DOCUMENTS for name in stale_parts(document.read_text(encoding="utf-8"))]
     if chosen.check:
-        for name in stale:
-            print(f"{DOCUMENT.name}: {name} is stale; run: python docs/generate.py", file=sys.stderr)
+        for document, name in stale:
+            print(f"{document.name}: {name} is stale; run: python docs/generate.py", file=sys.stderr)
         return 1 if stale else 0
-    DOCUMENT.write_text(render(text), encoding="utf-8")
-    print(f"{DOCUMENT.name}: rewritten: {', '.join(stale)}" if stale else f"{DOCUMENT.name}: nothing was stale")
+    for document in DOCUMENTS:
+        document.write_text(render(document.read_text(encoding="utf-8")), encoding="utf-8")
+    print(f"rewritten: {', '.join(name for _, name in stale)}" if stale else "nothing was stale")
     return 0
 
 
@@ -80,9 +80,9 @@ def compute(kind: str, what: str) -> str:
 def _with_pairs(text: str) -> str:
     for number, marker in enumerate(_MARKER.findall(text)):
         if (marker == "<!-- end -->") != (number % 2 == 1):
-            raise ValueError(f"{DOCUMENT.name}: {marker} comes where {'its' if number % 2 == 0 else 'no'} start is")
+            raise ValueError(f"{marker} comes where {'its' if number % 2 == 0 else 'no'} start is")
     if len(_MARKER.findall(text)) % 2:
-        raise ValueError(f"{DOCUMENT.name}: the last marker has no <!-- end -->")
+        raise ValueError("the last marker has no <!-- end -->")
     return text
 
 

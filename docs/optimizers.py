@@ -19,21 +19,20 @@ PAGE = Path(__file__).with_name("tested_optimizers.md")
 
 _PAGE = """# Tested optimizers
 
-Written by `python docs/optimizers.py` from the report of
+<!-- Written by python docs/optimizers.py from docs/tested_optimizers.json: changes here are lost. -->
+
+{equal} of {number} optimizers come to **equal** parameters, to the last bit, with and without pycomm. None of the
+others ran and came to something else. Each took {steps} steps twice, in float32: on two ranks with different samples,
+where `pycomm.attach` averages the gradients; and alone, with the mean of both ranks' gradients. To repeat it:
 
 ```sh
 python -m tests.integrations.optimizers
 ```
 
-(`docs/tested_optimizers.json`); do not edit. Each optimizer takes {steps} steps twice, in float32: on two ranks, where
-`pycomm.attach` averages the gradients and the ranks have different samples; and alone, with the mean of both ranks'
-gradients. **Equal** means that all parameters are the same to the last bit. {equal} of {number} are; none of the
-others ran and came to something else.
-
 Versions: {versions}.
 
-Optimizers that want a closure got one, and those that go by the value of the loss got the mean over the ranks, which is
-the script's to compute. Those of the Muon kind were told which parameters are matrices, or got these alone.
+Optimizers that require a closure got one. Those that use the value of the loss got the mean over the ranks, which a
+script has to compute itself. Optimizers of the Muon kind were told which parameters are matrices, or got only these.
 
 {tables}"""
 

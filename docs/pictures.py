@@ -1,8 +1,9 @@
-"""Draws the pictures of docs/parallel.md: one layer over devices, stages over devices, and both.
+"""Draws the pictures of the documentation that no bench draws.
 
-    python docs/pictures.py                # writes docs/parallel_layer.svg, parallel_stages.svg, parallel_both.svg
+    python docs/pictures.py                # writes the files of PICTURES into docs
 
-The second is drawn from a table as `pycomm.schedule.pipeline` makes it and `simulate` times it.
+`parallel_stages.svg` is drawn from a table as `pycomm.schedule.pipeline` makes it and `simulate` times it;
+`benchmarks.svg` from the reports in bench/results.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+from benchmark_page.headline import compared
+from benchmark_page.reports import load_reports
+from benchmark_page.tables import span, times
+from benchmarks import REPORTS, SECTIONS
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
@@ -26,15 +31,15 @@ INK = "#333333"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="the pictures of docs/parallel.md")
+    parser = argparse.ArgumentParser(description="the pictures of the documentation")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where to write them (default: docs)")
     folder = parser.parse_args(arguments).folder
     mpl.rcParams["svg.hashsalt"] = "pycomm"  # the same bytes each time
     mpl.rcParams["svg.fonttype"] = "none"  # text stays text
     for name, draw in PICTURES.items():
         figure = draw()
-        figure.savefig(folder / f"parallel_{name}.svg", metadata={"Date": None}, facecolor="white")
-        print(f"parallel_{name}.svg")
+        figure.savefig(folder / f"{name}.svg", metadata={"Date": None}, facecolor="white")
+        print(f"{name}.svg")
 
 
 def _canvas(width: float, height: float, limits: tuple[float, float]) -> tuple[Figure, Any]:
@@ -122,7 +127,81 @@ def both() -> Figure:
     return figure
 
 
-PICTURES: dict[str, Callable[[], Figure]] = {"layer": layer, "stages": stages, "both": both}
+def benchmarks() -> Figure:
+    """How many times as fast as its peer pycomm is; a bar for each processor's figure."""
+    rows = list(compared(load_reports(REPORTS, SECTIONS)))
+    figure = Figure(figsize=(8, 3.2))
+    axes = figure.add_axes((0.46, 0.16, 0.44, 0.8))
+    for place, row in enumerate(reversed(rows)):
+        speedups = row.speedups()
+        for number, speedup in enumerate(speedups):
+            color = COLORS[2] if speedup >= 1 else COLORS[3]
+            height = 0.7 / len(speedups)
+            axes.barh(place + 0.35 - height * (number + 0.5), speedup - 1, height * 0.9, left=1, color=color)
+        text = span(speedups, times)
+        axes.text(max(1, *speedups, 1) * 1.12, place, text, ha="left", va="center", fontsize=9, color=INK)
+    axes.set_yticks(range(len(rows)), [f"{row.what}\nagainst {row.whose}" for row in reversed(rows)], fontsize=8)
+    axes.set_xscale("log")
+    axes.set_xlim(0.7, 400)
+    axes.set_xticks([1, 10, 100], ["as fast", "10 times", "100 times"], fontsize=8)
+    axes.minorticks_off()
+    axes.axvline(1, color=INK, linewidth=0.8)
+    axes.tick_params(axis="y", length=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    return figure
+
+
+def architecture() -> Figure:
+    """One rank: the script's step, the communication thread beside it, and how bytes reach the other ranks."""
+    figure, axes = _canvas(8, 4.6, (16, 9.2))
+    _say(axes, 0.2, 8.9, "your script", ha="left", size=9)
+    for left, width, text in (
+        (0.2, 2.6, "forward"),
+        (2.9, 7.6, "backward()"),
+        (10.6, 2.2, "wait"),
+        (12.9, 2.9, "step()"),
+    ):
+        _box(axes, left, 7.2, width, 1.1, "#eeeeee" if text != "wait" else COLORS[3], text)
+    _say(axes, 0.2, 6.0, "communication thread of pycomm:\nbuckets travel while\nbackward() still runs", ha="left")
+    for number in range(3):
+        left = 5.0 + 2.6 * number
+        _box(axes, left, 5.0, 1.0, 1.1, COLORS[1], "pack", 8)
+        _box(axes, left + 1.0, 5.0, 1.5, 1.1, COLORS[0], f"bucket {number}", 8)
+        _arrow(axes, (left + 0.1, 7.15), (left + 0.1, 6.15))
+    _say(axes, 4.9, 6.75, "gradients, last layers first", ha="right", size=7)
+    _arrow(axes, (12.7, 6.15), (12.7, 7.15))
+    _say(axes, 12.9, 6.75, "averages", ha="left", size=7)
+    _say(axes, 0.2, 4.5, "what handles a bucket", ha="left", size=9)
+    steps = (
+        "reducer\nbuckets, checks,\nfault tolerance",
+        "compression\nFP16, DGC, TopK,\nPowerSGD, ...",
+        "communicator\nall-reduce:\nnative or a schedule",
+    )
+    transports = ("shared memory\nranks of one host", "NCCL\nGPUs", "torch.distributed\nhosts")
+    axes.plot((2.0, 10.2), (1.7, 1.7), color=INK, linewidth=0.8)
+    for number, (step, transport) in enumerate(zip(steps, transports, strict=True)):
+        left = 0.2 + 4.1 * number
+        _box(axes, left, 2.2, 3.6, 1.7, "#ffffff", step, 8)
+        _box(axes, left, 0.2, 3.6, 1.0, COLORS[2], transport, 8)
+        _arrow(axes, (left + 1.8, 1.7), (left + 1.8, 1.22))
+        if number:
+            _arrow(axes, (left - 0.45, 3.05), (left - 0.05, 3.05))
+    axes.plot((10.2, 10.2), (1.7, 2.2), color=INK, linewidth=0.8)
+    _box(axes, 13.2, 0.2, 2.6, 3.7, "#eeeeee", "the other\nranks")
+    _arrow(axes, (12.1, 0.7), (13.15, 0.7))
+    _arrow(axes, (13.15, 0.5), (12.1, 0.5))
+    return figure
+
+
+PICTURES: dict[str, Callable[[], Figure]] = {
+    "parallel_layer": layer,
+    "parallel_stages": stages,
+    "parallel_both": both,
+    "benchmarks": benchmarks,
+    "architecture": architecture,
+}
+"""What draws each file."""
 
 if __name__ == "__main__":
     main()

@@ -1,4 +1,4 @@
-"""docs/algorithms.md says what the tables say, of every algorithm; docs/what_happens.md names tests that exist."""
+"""The pages on algorithms say what the tables say, of every algorithm; docs/what_happens.md names tests that exist."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 from pycomm import schedule
 
 DOCS = Path(__file__).parent.parent / "docs"
-TEXT = (DOCS / "algorithms.md").read_text(encoding="utf-8")
+GUIDE = (DOCS / "algorithms.md").read_text(encoding="utf-8")
+CATALOGUE = (DOCS / "algorithm_catalogue.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def test_says_what_is_stale_and_mends_it(
 ) -> None:
     good = "# T\n<!-- picture: ring 2 -->\n" + generate.compute("picture", "ring 2") + "<!-- end -->\nand\n"
     document = tmp_path / "algorithms.md"
-    monkeypatch.setattr(generate, "DOCUMENT", document)
+    monkeypatch.setattr(generate, "DOCUMENTS", [document])
     document.write_text(good.replace("c1 +> 1", "c1 -> 1"))
     assert generate.main(["--check"]) == 1
     assert "picture: ring 2 is stale" in capsys.readouterr().err
@@ -65,9 +66,9 @@ def test_prints_a_picture(generate: ModuleType, capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize("name", [*schedule.names(), "native"])
 def test_every_algorithm_has_its_section(name: str) -> None:
-    assert f"\n## {name}\n" in TEXT
-    assert name == "native" or f"[`{name}`](#{name})" in TEXT, "the summary leaves it out"
-    section = TEXT.split(f"\n## {name}\n")[1].split("\n## ")[0]
+    assert f"\n## {name}\n" in CATALOGUE
+    assert name == "native" or f"[`{name}`](algorithm_catalogue.md#{name})" in GUIDE, "the summary leaves it out"
+    section = CATALOGUE.split(f"\n## {name}\n")[1].split("\n## ")[0]
     assert name == "native" or f"<!-- picture: {name}" in section
 
 

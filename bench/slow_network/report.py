@@ -59,7 +59,7 @@ def rate_table(figures: Figures, hosts: int, per_host: int, link: Link) -> Table
         ratio = "-" if ddp is None else times(ddp.step_seconds / rate.step_seconds)
         name = label_of(rate.method) + _choice(rate)
         rows.append([name, *Samples.of(rate.seconds).cells(), ratio, _wire_cell(rate), _goodput(rate)])
-    return ["", "step", "p10 - p90", "rate vs DDP", "on the wire per step and host", "Mbit/s"], rows
+    return ["method", "step", "p10 - p90", "rate vs DDP", "on the wire per step and host", "Mbit/s"], rows
 
 
 def _choice(rate: Rate) -> str:
@@ -107,7 +107,7 @@ def _seconds_cell(figures: Figures, hosts: int, link: Link, name: str, target: f
 
 def target_table(rows: Sequence[Target]) -> Table:
     """Return what was wanted and what was measured."""
-    return ["", "wanted", "measured", "reached"], [
+    return ["", "goal", "measured", "reached"], [
         [
             row.what,
             f"{'>=' if row.at_least else '<='} {row.wanted:.2f}{row.unit}",
@@ -150,7 +150,7 @@ def _target_words(figures: Figures, hosts: int, settings: Mapping[str, Any]) -> 
 def write_docs(folder: Path, figures: Figures, settings: Mapping[str, Any], headline: str) -> None:
     """Write ``PAGE`` and, if anything was trained, ``PLOT``."""
     folder.mkdir(parents=True, exist_ok=True)
-    parts = [_introduction(figures, settings, headline), _findings(figures), *_rate_sections(figures)]
+    parts = [_INTRODUCTION, _findings(figures), _measured(figures, settings, headline), *_rate_sections(figures)]
     for hosts in _trained_hosts(figures):
         parts.append(f"## Losses, {hosts} hosts, {_num_steps(figures, hosts)} steps\n")
         parts.append(_sentence(_target_words(figures, hosts, settings)))
@@ -162,30 +162,36 @@ def write_docs(folder: Path, figures: Figures, settings: Mapping[str, Any], head
     print(f"{folder / PAGE} written")
 
 
-def _introduction(figures: Figures, settings: Mapping[str, Any], headline: str) -> str:
-    commands = "\n".join(f"    {command}" for command in settings["commands"])
-    return f"""# Training over slow links
+_INTRODUCTION = """# Training over slow links
 
-Written by `python -m bench.slow_network --docs docs`; do not edit. Measured (as root, on Linux) with
+<!-- Written by python -m bench.slow_network --docs docs: changes here are lost. -->
+
+How much faster is a training step with compressed gradients, and what does compression cost in loss? A language model
+was trained on hosts whose links have 100 Mbit/s, 1 Gbit/s, or no limit.
+"""
+
+
+def _measured(figures: Figures, settings: Mapping[str, Any], headline: str) -> str:
+    commands = "\n".join(f"    {command}" for command in settings["commands"])
+    return f"""## How it was measured
+
+On {headline}, as root on Linux, by these commands:
 
 {commands}
 
-on {headline}.
-
-- **Hosts** are network namespaces with a full-duplex link each, limited by a token bucket; one rank, or as many as
-  it says, of one thread each. They share the machine's cores and memory: only the links are slow.
+- **Hosts** are network namespaces. Each has a full-duplex link, limited by a token bucket, and one rank of one thread
+  unless the table says otherwise. They share the machine's cores and memory: only the links are slow.
 - **Model**: the byte-level GPT of `pycomm demo`, {figures.parameters / 1e6:.2f} M parameters, on the standard library's
   source; {settings["batch"]} x {settings["context"]} bytes per rank and step. SGD, learning rate {settings["lr"]:g} \
 (ramp, then half a cosine), momentum
   {settings["momentum"]:g} for every method; DGC applies it itself.
-- **Step times** are medians after {settings["warm_up"]} steps of warm-up, of each step the slowest rank's. All methods
-  live side by side in the same processes and take turns. "No communication" is the same step without averaging.
-- **Bytes on the wire** are those that the hosts' interfaces count: measured, not computed from sizes.
-- **Losses** are of the same windows of validation text; validating does not count as training. They were measured once,
-  on unlimited links, as what a method learns in a step does not depend on the link; "auto" chooses by the link and was
-  trained on each.
-- **Seconds to a loss are combined**, not measured in one run: steps of the training run times the step time on the
-  link. While a method warms up and sends more than later, the link's time for those bytes is added.
+- **Step times** are medians after {settings["warm_up"]} steps of warm-up. The slowest rank's time counts. All methods
+  run in the same processes and take turns. "No communication" is the same step without averaging.
+- **Bytes on the wire** are counted by the hosts' network interfaces.
+- **Losses** are measured on the same validation text, outside of the training time. A method learns the same whatever
+  the link, so each was trained once, on unlimited links. "auto" chooses by the link, so it was trained on each.
+- **Seconds to a loss are combined**: number of steps in the training run times step time on the link. Where a method
+  sends more while it warms up, the link's time for those bytes is added.
 - The ranks' parameters were compared after every run: {_equality(figures)}.
 """
 
@@ -195,23 +201,31 @@ def _equality(figures: Figures) -> str:
 
 
 def _findings(figures: Figures) -> str:
-    """Say in words which methods are fastest; then what was wanted."""
-    lines = ["## What it says\n"]
-    for hosts, per_host, link in figures.cells():
-        found = [r for r in figures.rates if (r.hosts, r.per_host, r.link) == (hosts, per_host, link)]
-        rates = [r for r in found if r.method in METHODS]
-        ddp = figures.rate(hosts, link, DDP, per_host)
-        if ddp is None or len(rates) < 2:
-            continue
-        words = ", ".join(
-            f"{label_of(r.method)} {times(ddp.step_seconds / r.step_seconds)}" for r in rates if r.method != DDP
-        )
-        lines.append(f"- {hosts_name(hosts, per_host)}, {link_name(link)}: steps per second over DDP's: {words}.")
+    """Show how many times DDP's rate each method has; then what failed, and the targets."""
+    lines = ["## Results\n", "Steps per second, relative to DDP on the same hosts and link. Below 1 is slower.\n"]
+    lines.append(_markdown(_ratio_table(figures)))
     for failure in figures.failures:
         last = failure.error.strip().splitlines()[-1]
         where = f"{failure.what}, {hosts_name(failure.hosts, failure.per_host)}, {link_name(failure.link)}"
         lines.append(f"- Not measured: {label_of(failure.method)} ({where}) failed: `{last}`")
-    return "\n".join([*lines, "", _markdown(target_table(targets(figures)))])
+    goals = "The project set itself goals before it measured:\n"
+    return "\n".join([*lines, goals, _markdown(target_table(targets(figures)))])
+
+
+def _ratio_table(figures: Figures) -> Table:
+    """Return the rate of each method relative to DDP's, with a column for each kind of host and link."""
+    found = {(r.method, r.hosts, r.per_host, r.link): r.step_seconds for r in figures.rates}
+    cells = [cell for cell in figures.cells() if figures.rate(cell[0], cell[2], DDP, cell[1]) is not None]
+    rows = []
+    for name in METHODS:
+        if name == DDP or all((name, *cell) not in found for cell in cells):
+            continue
+        ratios = [
+            times(found[(DDP, *cell)] / found[(name, *cell)]) if (name, *cell) in found else "-" for cell in cells
+        ]
+        rows.append([label_of(name), *ratios])
+    header = [f"{hosts_name(hosts, per_host)}, {link_name(link)}" for hosts, per_host, link in cells]
+    return ["method", *header], rows
 
 
 def _rate_sections(figures: Figures) -> list[str]:

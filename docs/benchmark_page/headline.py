@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,28 +26,69 @@ class _Figure:
     pair: Callable[[Report], _Pair | None]
 
 
+@dataclass(frozen=True)
+class Compared:
+    """A row with its figures.
+
+    Attributes:
+        pairs: our seconds and theirs, one pair for each processor.
+    """
+
+    what: str
+    bench: str
+    whose: str
+    pairs: Sequence[_Pair]
+
+    def speedups(self) -> list[float]:
+        """Return how many times as fast we are, on each processor."""
+        return [theirs / ours for ours, theirs in self.pairs]
+
+
+def compared(reports: Reports) -> Iterator[Compared]:
+    """Yield the rows.
+
+    Raises:
+        ValueError: no report has a figure.
+    """
+    benches = by_bench(reports)
+    for figure in _figures():
+        pairs = [pair for report in benches.get(figure.bench, {}).values() if (pair := figure.pair(report)) is not None]
+        if not pairs:
+            raise ValueError(f"no report of bench {figure.bench!r} has {figure.what}")
+        yield Compared(figure.what, figure.bench, figure.whose, pairs)
+
+
 def headline(reports: Reports) -> str:
     """Return the table; where processors differ, a cell goes from the least to the largest.
 
     Raises:
         ValueError: no report has a figure.
     """
-    benches = by_bench(reports)
-    rows: list[Row] = [[f"benchmark ({_machines(benches)})", "pycomm", "compared with", "speedup", "`python -m`"]]
-    for figure in _figures():
-        pairs = [pair for report in benches.get(figure.bench, {}).values() if (pair := figure.pair(report)) is not None]
-        if not pairs:
-            raise ValueError(f"no report of bench {figure.bench!r} has {figure.what}")
+    rows: list[Row] = [
+        [f"Benchmark ({_machines(by_bench(reports))})", "pycomm", "compared with", "speedup", "`python -m`"]
+    ]
+    for row in compared(reports):
         rows.append(
             [
-                figure.what,
-                span((ours for ours, _ in pairs), duration),
-                f"{span((theirs for _, theirs in pairs), duration)}, {figure.whose}",
-                span((theirs / ours for ours, theirs in pairs), times),
-                f"`bench.{figure.bench}`",
+                row.what,
+                span((ours for ours, _ in row.pairs), duration),
+                f"{span((theirs for _, theirs in row.pairs), duration)}, {row.whose}",
+                span(row.speedups(), times),
+                f"`bench.{row.bench}`",
             ]
         )
     return table(rows)
+
+
+def sentence(reports: Reports) -> str:
+    """Return the largest speedup and the smallest one, in words.
+
+    Raises:
+        ValueError: no report has a figure.
+    """
+    rows = sorted(compared(reports), key=lambda row: min(row.speedups()))
+    said = [f"{span(row.speedups(), times)} as fast as {row.whose} ({row.what})" for row in (rows[-1], rows[0])]
+    return f"**In these five, pycomm is at best {said[0]}, and at worst {said[1]}.**\n"
 
 
 def _figures() -> Iterator[_Figure]:
@@ -88,6 +129,6 @@ def _machines(benches: Mapping[str, Reports]) -> str:
     """Say on how many cores, and on how many kinds of processor if there are several."""
     reports = {name: report for figure in _figures() for name, report in benches.get(figure.bench, {}).items()}
     numbers = {report["environment"]["cores"] for report in reports.values()}
-    cores = "two cores" if numbers == {2} else f"{span(numbers, str)} cores"
+    cores = f"{span(numbers, str)} cores"
     kinds = len({label_of(report) for report in reports.values()})
     return cores if kinds == 1 else f"{cores}, {kinds} kinds of processor"

@@ -137,10 +137,10 @@ def _overhead(report: Report) -> str:
 def sharding(reports: Reports) -> str:
     """Show phases of reduction and step, a table for each number of ranks."""
     parts = [
-        heading("Steps that ranks take together", reports, _RUN_OPTIONS, "bench.sharding"),
+        heading("Sharded optimizer", reports, _RUN_OPTIONS, "bench.sharding"),
         "Reduction and step of Adam in float32, one thread per rank: from gradients in their buckets to the new "
         "parameters of all ranks. Compared with ranks that each take the whole step, which is the first line. "
-        "[Steps that ranks take together](sharding.md) says what the others are.\n",
+        "[Sharded optimizer](sharding.md) says what the others are.\n",
     ]
     for (ranks, millions, busy), group in grouped(reports, _sharding_setup).items():
         corner = f"{_ranks(ranks, busy)}, {millions:g} M parameters"
@@ -165,13 +165,13 @@ def asynchronous(reports: Reports) -> str:
     settings = next(iter(reports.values()))["settings"]
     text = (
         f"A byte-level language model on {settings['workers']} workers for {settings['seconds']:g} seconds: all alike, "
-        "one ten times as slow, one away for a third of the time. [Training without lockstep]"
+        "one ten times as slow, one away for a third of the time. [The experiment]"
         "(asynchronous_experiment.md) says what these methods are, and has plots, spreads, samples and bytes.\n"
     )
     found = by_processor(reports)
     return "\n".join(
         [
-            heading("Training without lockstep", reports),
+            heading("Asynchronous training and stragglers", reports),
             text,
             beside("last loss of", found, _last_losses, len(found) > 1),
         ]

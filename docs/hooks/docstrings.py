@@ -2,7 +2,8 @@
 
 ``pycomm.kernels.pack`` is a function for whoever imports pycomm, and the module that defines it for whoever reads the
 sources: the reference wants the function. A role becomes a link where its target has an entry in the reference, code
-elsewhere. A line of a section that does not begin an item continues the one before, however it is indented.
+elsewhere; the name of a page of the documentation becomes a link to it. A line of a section that does not begin an item
+continues the one before, however it is indented. The arguments of ``attach`` are shown in groups.
 """
 
 from __future__ import annotations
@@ -12,13 +13,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from griffe import Alias, Extension, Module, Object
+from griffe import Alias, DocstringSectionKind, DocstringSectionParameters, Extension, Module, Object
 
 _ROLE = re.compile(r":(?:class|func|meth|mod|attr|data|exc):`~?([\w.]+)`")
 _ENTRY = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 _SECTION = re.compile(r"( *)(?:Args|Attributes|Raises):$")
 _ITEM = re.compile(r"[\w*.]+(?:, [\w*.]+)*: ")
-_REFERENCE = Path(__file__).resolve().parent.parent / "reference"
+_PAGE = re.compile(r"(?:``)?docs/(\w+)\.md(?:``)?")
+_DOCS = Path(__file__).resolve().parent.parent
+_REFERENCE = _DOCS / "reference"
+
+GROUPS = {
+    "pycomm.reducer.attach.attach": {
+        "What is averaged": "optimizer model_or_named_parameters process_group average all_parameters ignore buffers "
+        "optimizer_state per_rank",
+        "Batches, precision and clipping": "accumulate loss_scaler clip_local_norm",
+        "Compression and speed": "compression bucket_mb algorithm",
+        "Sharded optimizer": "shard full_grad",
+        "Failures and checks": "timeout check_replicas on_failure min_ranks backup join carry",
+    }
+}
+"""Arguments of functions that have too many for one list: names by the title of their group."""
 
 
 def entries() -> set[str]:
@@ -37,6 +52,36 @@ def without_roles(text: str, known: set[str]) -> str:
         return f"`{name}`"
 
     return _ROLE.sub(shown, text)
+
+
+def with_pages(text: str) -> str:
+    """Return ``text`` with a link for every page of the documentation that it names."""
+
+    def shown(match: re.Match[str]) -> str:
+        page = (_DOCS / f"{match[1]}.md").read_text(encoding="utf-8")
+        title = page.partition("\n")[0].removeprefix("# ")
+        return f"[{title}](../{match[1]}.md)"  # as seen from a page of the reference
+
+    return _PAGE.sub(shown, text)
+
+
+def in_groups(sections: list[Any], groups: dict[str, str]) -> list[Any]:
+    """Return a docstring's sections with one of arguments for each group.
+
+    Raises:
+        ValueError: an argument is in no group, or a group names none.
+    """
+    (whole,) = (section for section in sections if section.kind is DocstringSectionKind.parameters)
+    found = {parameter.name: parameter for parameter in whole.value}
+    named = [name for names in groups.values() for name in names.split()]
+    if sorted(named) != sorted(found):
+        raise ValueError(f"groups name {sorted(named)}, wanted {sorted(found)}")
+    parts = [
+        DocstringSectionParameters([found[name] for name in names.split()], title=title)
+        for title, names in groups.items()
+    ]
+    at = sections.index(whole)
+    return [*sections[:at], *parts, *sections[at + 1 :]]
 
 
 def with_hanging_lines(text: str) -> str:
@@ -101,7 +146,11 @@ class Docstrings(Extension):
     def on_object(self, *, obj: Object, **_: Any) -> None:
         """Rewrite the docstring of one object."""
         if obj.docstring is not None:
-            obj.docstring.value = with_hanging_lines(without_roles(obj.docstring.value, self._known))
+            text = with_pages(without_roles(obj.docstring.value, self._known))
+            obj.docstring.value = with_hanging_lines(text)
+            if obj.path in GROUPS:
+                sections = obj.docstring.parse("google", warn_unknown_params=False, warn_missing_types=False)
+                obj.docstring.parsed = in_groups(sections, GROUPS[obj.path])
 
     def on_package(self, *, pkg: Module, **_: Any) -> None:
         """Rewrite the names of one package."""

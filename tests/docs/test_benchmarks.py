@@ -73,6 +73,19 @@ def test_not_stale(benchmarks: ModuleType, capsys: pytest.CaptureFixture[str]) -
     assert benchmarks.main(["--check"]) == 0, capsys.readouterr().err
 
 
+def test_the_home_page_has_the_same_figures(benchmarks: ModuleType) -> None:
+    found = sys.modules["benchmark_page.headline"].compared(
+        benchmarks.load_reports(benchmarks.REPORTS, benchmarks.SECTIONS)
+    )
+    speedups = {row.what: row.speedups() for row in found}
+    (dgc,), (dense,) = (
+        speedups[f"training step, 4 hosts, {what}"] for what in ("100 Mbit/s, DGC(0.001)", "1 Gbit/s, no compression")
+    )
+    home = " ".join((ROOT / "docs" / "index.md").read_text(encoding="utf-8").split())
+    assert f"Over a 100 Mbit/s link, a training step with DGC was **{dgc:.0f} times** as fast" in home
+    assert f"without compression it was {100 * (1 - dense):.0f} % slower" in home
+
+
 def test_says_what_is_stale_and_mends_it(
     benchmarks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,7 +112,7 @@ class TestOneProcessor:
         assert "| 2 ranks | pycomm, empty | pycomm, tensor | Gloo | MPICH | Open MPI | faster than Gloo |" in page
         assert "`bench/results/cpu_kernels.json`: AMD EPYC, 2 cores; pycomm " in page
         assert "| kernel | pycomm | torch | by | faster | time / floor |" in page
-        assert "| what, on two cores | pycomm |" in readme
+        assert "| Benchmark (2 cores) | pycomm |" in readme
         assert "<br>" not in page
         assert "not recorded" not in page
 
@@ -138,7 +151,7 @@ class TestTwoProcessors:
         assert "- `bench/results/cpu_collectives.json`: AMD EPYC, 2 cores; " in text
         assert f"- `bench/results/cpu_collectives{SUFFIX}`: {XEON}, 2 cores (L2 2 MB, " in text
         assert f" on {OLD}; " in text  # how long copies take
-        assert cells(section(page, "Training without lockstep"), "last loss of")[3] == f"{XEON}<br>all alike"
+        assert cells(section(page, "Asynchronous training and stragglers"), "last loss of")[3] == f"{XEON}<br>all alike"
 
     def test_a_bench_of_one_of_them_is_shown_as_ever(self, benchmarks: ModuleType, both: dict[str, Report]) -> None:
         page, _ = render(benchmarks, both)
@@ -168,7 +181,7 @@ class TestTwoProcessors:
             (topk,) = (row for row in both[name]["rows"] if row["kernel"] == "topk, 0.1 %")
             topk["pycomm"]["median"], topk["torch"]["median"] = ours, theirs
         _, readme = render(benchmarks, both)
-        assert "| benchmark (two cores, 2 kinds of processor) | pycomm |" in readme
+        assert "| Benchmark (2 cores, 2 kinds of processor) | pycomm |" in readme
         assert cells(readme, "the largest 0.1 % of 25.6 M elements, exact") == [
             *("8-10 ms", "300-320 ms, torch", "30-40\N{MULTIPLICATION SIGN}", "`bench.kernels`")
         ]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from functools import cache
 from types import ModuleType
 
 import pytest
 
+import pycomm
 from tests.docs.pages import PAGES, ROOT
 from tests.docs.scripts import load
 
@@ -93,3 +95,22 @@ class TestTheSitesHook:
             "Do.\n\nArgs:\n    x: this. y: that,\n    and more.\n    a, b: those\n        of them.\n\nNote:\n    code"
         )
         assert hook.with_hanging_lines(text) == text.replace("    and more", "        and more")
+
+    def test_pages_that_docstrings_name(self, hook: ModuleType) -> None:
+        text = "See ``docs/faq.md`` and docs/survival.md."
+        assert (
+            hook.with_pages(text) == "See [FAQ](../faq.md) and [Fault tolerance and elastic training](../survival.md)."
+        )
+
+    def test_groups_name_every_argument(self, hook: ModuleType) -> None:
+        griffe = pytest.importorskip("griffe")
+        text = "Do.\n\nArgs:\n    x: this.\n    y: that.\n\nReturns:\n    It."
+        sections = griffe.Docstring(text).parse("google")
+        grouped = hook.in_groups(sections, {"First": "y", "Second": "x"})
+        assert [section.title for section in grouped] == [None, "First", "Second", None]
+        with pytest.raises(ValueError, match="groups name .*, wanted "):
+            hook.in_groups(sections, {"First": "y"})
+        for groups in hook.GROUPS.values():
+            named = [name for names in groups.values() for name in names.split()]
+            parameters = inspect.signature(pycomm.attach).parameters.values()
+            assert set(named) == {each.name for each in parameters if each.kind is not each.VAR_KEYWORD}

@@ -81,7 +81,7 @@ def scenario_table(content: Content, scenario: str) -> tuple[list[str], list[lis
             f"{sent / 1e6:,.0f} MB",
         ]
         rows.append([METHODS[name].label, *cells])
-    return ["", "rate", "loss at the end", "samples by then", f"loss at {common:,} samples", "sent"], rows
+    return ["method", "rate", "loss at the end", "samples", f"loss at {common:,} samples", "sent"], rows
 
 
 def _with_spread(values: Sequence[float]) -> str:
@@ -91,7 +91,7 @@ def _with_spread(values: Sequence[float]) -> str:
 
 def write_docs(folder: Path, content: Content) -> None:
     """Write the page, and a plot for each scenario."""
-    parts = [_introduction(content), _findings(content)]
+    parts = [_INTRODUCTION, _findings(content), _measured(content)]
     for scenario, words in SCENARIOS.items():
         header, rows = scenario_table(content, scenario)
         parts.append(f"## {words[0].upper()}{words[1:]}\n")
@@ -102,61 +102,61 @@ def write_docs(folder: Path, content: Content) -> None:
     print(f"{folder / PAGE} written")
 
 
-def _introduction(content: Content) -> str:
+_INTRODUCTION = """# Asynchronous training and stragglers: an experiment
+
+<!-- Written by python -m bench.asynchronous.experiment --docs docs: changes here are lost. -->
+
+What do asynchronous methods gain where one worker is slow or away, and what do they cost in loss where none is?
+"""
+
+
+def _measured(content: Content) -> str:
     settings = content["settings"]
     rates = ", ".join(f"{rate:g}" for rate in settings["rates"])
-    return f"""# Training without lockstep: an experiment
+    return f"""## How it was measured
 
-Written by `python -m bench.asynchronous.experiment --docs docs`; do not edit. Measured with
+On {content["headline"]}, by this command:
 
     python -m bench.asynchronous.experiment --seconds {settings["seconds"]:g} --pace {settings["pace"]:g} --seeds \
 {settings["seeds"]} --json bench/results/asynchronous.json --docs docs
 
-on {content["headline"]}.
-
 - **Model**: the byte-level GPT of `pycomm demo`, width {WIDTH}, {LAYERS} layers, on the standard library's source;
   {BATCH} x {CONTEXT} bytes a step and worker; {settings["workers"]} workers, and one process more where there is a
   server. Methods with a server and those without one were trained side by side, and some while the machine had other
-  work, too: the samples by then say how many steps there was time for.
-- **Seconds**: a worker's step takes {1000 * settings["pace"]:g} ms, for most of which it sleeps, as if it computed on a
-  device of its own; the slow worker's takes ten times as long. So this is about who waits for whom, and what it does to
-  the loss; what exchanges cost is in [Parameter servers](parameter_server.md).
-- **Learning rates** of AdamW: of {rates} the best one for each method, {TUNED_IN_WORDS}, first seed. Nothing else
-  was tuned here: ranks that average less often meet every {EVERY} steps; outer optimizers have the rate {OUTER[0]} and
-  the momentum {OUTER[1]}, which were the best for `bench.asynchronous --losses` (with the papers' 0.7 and 0.9, in so
-  few meetings, DiLoCo came to 2.8 and ranks that meet one by one to 3 and more).
-- **Losses** are those of text that was not trained on, in nats per byte: of the servers' parameters, of the center or
-  of what ranks last agreed on, of the ranks' mean (gossip). Means of {settings["seeds"]} seeds ± standard deviation.
-- Where all workers make equally many steps, their number is what the slowest can make in the time.
-- **Samples** are windows of text, of all workers together; losses at equal samples lie on straight lines between
+  work, too: the column "samples" says how many steps there was time for.
+- **Seconds**: a worker's step takes {1000 * settings["pace"]:g} ms. It sleeps most of that time, as if it computed on a
+  device of its own. The slow worker's step takes ten times as long. The experiment is about who waits for whom;
+  [Parameter servers](parameter_server.md) says what an exchange costs.
+- **Learning rates** of AdamW: the best of {rates} for each method, {TUNED_IN_WORDS}, with the first seed. Nothing else
+  was tuned. Local SGD and DiLoCo average every {EVERY} steps. Outer optimizers have the rate {OUTER[0]} and the
+  momentum {OUTER[1]}, the best ones for `bench.asynchronous --losses`. With the papers' 0.7 and 0.9, and so few
+  averages, DiLoCo came to a loss of 2.8, and its delayed variant to 3 and more.
+- **Losses** are those of held-out text, in nats per byte. The parameters are the server's, those of the last average,
+  or (for gossip) the ranks' mean. Means of {settings["seeds"]} seeds ± standard deviation.
+- Methods that make equally many steps on all workers make as many as the slowest worker has time for.
+- **Samples** are windows of text, of all workers together. Losses at equal samples are interpolated between
   measurements.
 """
 
 
 def _findings(content: Content) -> str:
-    """Say who is best in each scenario, and how far synchronous training and the cheapest method are from that."""
-    lines = ["## What it says\n"]
-    for scenario, words in SCENARIOS.items():
-        found = {name: _of_method(content, scenario, name) for name in methods_of(content)}
-        first, cheapest = (min(found, key=lambda name, i=i: found[name][i]) for i in (0, 2))  # type: ignore[misc]
-        parts = [f"{METHODS[first].label} ends with the least loss, {found[first][0]:.2f}"]
-        for name in dict.fromkeys(("sync", "async", "quorum", cheapest)):
-            if name in found and name != first:
-                loss, samples, sent = found[name]
-                shares = f"{samples / found[first][1]:.0%} of its samples and {sent / found[first][2]:.0%} of its bytes"
-                parts.append(f"{METHODS[name].label} with {loss:.2f}, after {shares}")
-        lines.append(f"- Where {words}, {'; '.join(parts)}.")
-    return "\n".join(lines) + "\n"
+    """Show the loss at the end of each method in each scenario, the least one in bold."""
+    names = methods_of(content)
+    columns = [[_loss_at_the_end(content, scenario, name) for name in names] for scenario in SCENARIOS]
+    rows = [
+        [
+            METHODS[name].label,
+            *(f"**{losses[i]:.2f}**" if losses[i] == min(losses) else f"{losses[i]:.2f}" for losses in columns),
+        ]
+        for i, name in enumerate(names)
+    ]
+    text = "Validation loss at the end of equal time; the least in each column is bold.\n"
+    return "\n".join(["## Results\n", text, _markdown(["method", *SCENARIOS.values()], rows)])
 
 
-def _of_method(content: Content, scenario: str, name: str) -> tuple[float, float, float]:
-    """Return the mean loss at the end, samples and bytes."""
-    runs = runs_of(content, scenario, name)
-    return (
-        mean(run["points"][-1][2] for run in runs),
-        mean(run["steps"] for run in runs),
-        mean(r["bytes"] for r in runs),
-    )
+def _loss_at_the_end(content: Content, scenario: str, name: str) -> float:
+    """Return the mean over the seeds."""
+    return float(mean(run["points"][-1][2] for run in runs_of(content, scenario, name)))
 
 
 def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
