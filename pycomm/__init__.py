@@ -21,6 +21,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from pycomm import backend
+from pycomm import logs as _logs  # noqa: F401  # lines of the log begin with the rank from now on
 from pycomm.errors import CommError
 from pycomm.worker import Work
 

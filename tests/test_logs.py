@@ -39,5 +39,7 @@ def test_a_process_without_a_group_is_known_by_its_launcher(monkeypatch: pytest.
 def test_a_line_is_printed_once_where_nobody_has_set_up_logging() -> None:
     for setup in ("pass", "logging.basicConfig(format='%(message)s')"):
         script = f"import logging, pycomm; {setup}; logging.getLogger('pycomm').warning('hello')"
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True, cwd="/"
+        )
         assert done.stderr == "[pycomm] hello\n"
