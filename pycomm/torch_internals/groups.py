@@ -20,7 +20,8 @@ def keeps_python_works() -> bool:
     torch 2.4 does not: the methods are gone with the object, and DistributedDataParallel waits for ever. Releases
     between it and 2.13 were not tried.
     """
-    return torch.__version__ >= (2, 13)
+    major, minor = torch.__version__.split(".")[:2]
+    return (int(major), int(minor)) >= (2, 13)
 
 
 def store_of(group: dist.ProcessGroup) -> Store:
