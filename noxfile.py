@@ -17,7 +17,7 @@ nox.options.sessions = ["lint", "tests"]
 def tests(session: nox.Session) -> None:
     """The tests as CI runs them, against the installed package: all but what is marked slow."""
     session.install("-c", "constraints.txt", ".[demo,test]")
-    session.run("pytest", *(session.posargs or ("--part=all",)))
+    session.run("pytest", "--part=all", *session.posargs)
 
 
 @nox.session
@@ -63,6 +63,27 @@ def oldest_torch(session: nox.Session) -> None:
     files = [f"tests/optim/test_{name}.py" for name in optim] + [f"tests/reducer/test_{name}.py" for name in reducer]
     files += ["tests/test_counting.py", "tests/backend/test_ddp_variants.py"]
     session.run("pytest", *(session.posargs or ("tests/kernels", *files)))
+
+
+@nox.session(python=["3.10", "3.11", "3.12", "3.13", "3.14"])
+def pythons(session: nox.Session) -> None:
+    """The quick part of the tests on every Python that is supported and on PATH, such as pyenv's or the system's."""
+    session.install("-c", "constraints.txt", ".[demo,test]")
+    session.run("pytest", *session.posargs)
+
+
+@nox.session
+def clang(session: nox.Session) -> None:
+    """Builds, with warnings as errors, by every clang on PATH (Debian: clang-14 and others), and tests of kernels."""
+    found = [name for name in ("clang++", *(f"clang++-{n}" for n in range(14, 30))) if shutil.which(name)]
+    if not found:
+        session.error("there is no clang++ on PATH, wanted one of version 14 or newer")
+    session.install("-c", "constraints.txt", ".[test]", env={"PYCOMM_CUDA": "OFF", "CXX": found[0]})
+    strict = "--config-settings=cmake.define.PYCOMM_WERROR=ON"
+    for name in found:
+        env = {"PYCOMM_CUDA": "OFF", "CXX": name}
+        session.install("--no-deps", "--force-reinstall", strict, ".", env=env)
+        session.run("pytest", *(session.posargs or ("tests/kernels", "tests/transport/test_collectives.py")))
 
 
 @nox.session

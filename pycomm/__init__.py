@@ -195,7 +195,7 @@ def __getattr__(name: str) -> Any:
     if name in _MOVED:
         warnings.warn(f"pycomm.{name} is pycomm.optim.{name} now", DeprecationWarning, stacklevel=2)
         return getattr(__getattr__("optim"), name)
-    if not name.startswith("_") and importlib.util.find_spec(f"pycomm.{name}") is not None:
+    if name.isidentifier() and not name.startswith("_") and importlib.util.find_spec(f"pycomm.{name}") is not None:
         return importlib.import_module(f"pycomm.{name}")
     raise AttributeError(f"module 'pycomm' has no attribute {name!r}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -11,7 +12,8 @@ def prefix() -> str:
     """Return how a line begins: ``[pycomm rank 0]``, or ``[pycomm]`` in a process that is no rank."""
     dist = sys.modules.get("torch.distributed")  # without which there is no group
     if dist is not None and dist.is_available() and dist.is_initialized():
-        return f"[pycomm rank {dist.get_rank()}]"
+        with contextlib.suppress(ValueError, RuntimeError):  # another thread has destroyed the group meanwhile
+            return f"[pycomm rank {dist.get_rank()}]"
     rank = os.environ.get("RANK", "")
     return f"[pycomm rank {rank}]" if rank.isdecimal() else "[pycomm]"
 

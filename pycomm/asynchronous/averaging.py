@@ -142,7 +142,13 @@ def elastic_averaging(
         checks.bounded("strength", strength, "a number above 0 and at most 1", lambda b: 0 < b <= 1)
         return Elastic(float(strength))
 
-    return _average(optimizer, model, _Request(checked, {"every": every, "per_rank": per_rank}), process_group, timeout)
+    return _average(
+        optimizer,
+        model,
+        _Request(checked, {"every": every, "per_rank": per_rank}, "elastic_averaging"),
+        process_group,
+        timeout,
+    )
 
 
 _DEFAULTS = {"fragments": 1, "delay": 0, "on_failure": "raise", "join": None, "per_rank": ()}
@@ -155,6 +161,7 @@ class _Request:
 
     outer: Callable[[], Outer]
     options: dict[str, Any]
+    call: str = "local_sgd"
 
 
 @dataclass(frozen=True)
@@ -168,6 +175,7 @@ class _Settings:
     survives: bool
     named: dict[str, torch.Tensor]
     per_rank: tuple[str, ...]
+    call: str
 
     def lines(self, optimizer: torch.optim.Optimizer) -> Lines:
         """Return what ranks must have in common."""
@@ -185,7 +193,7 @@ class _Settings:
 
     def loop_of(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Loop:
         """Return the loop that trains them."""
-        return Loop(Known(model, optimizer, self.named, "local_sgd()"), model, optimizer, self.per_rank)
+        return Loop(Known(model, optimizer, self.named, f"{self.call}()"), model, optimizer, self.per_rank)
 
     def make_fragments(self) -> list[Fragment]:
         """Make the fragments, which are not open yet."""
@@ -202,7 +210,7 @@ def _checked_outer(outer: Any) -> Outer:
 def _checked(optimizer: torch.optim.Optimizer, model: torch.nn.Module, request: _Request) -> _Settings:
     options = {**_DEFAULTS, "compression": None, **request.options}
     every, delay, fragments = options["every"], options["delay"], options["fragments"]
-    outer, named = request.outer(), checked_parameters(optimizer, model, every, fragments)
+    outer, named = request.outer(), checked_parameters(optimizer, model, every, fragments, f"{request.call}()")
     if checks.count("delay", delay, 0) >= every:
         raise ValueError(f"delay={delay}, wanted less than every={every}: the next meeting would begin before that")
     method = _named_method(options["compression"]) or NoCompression()
@@ -218,7 +226,7 @@ def _checked(optimizer: torch.optim.Optimizer, model: torch.nn.Module, request: 
     # Fragment i meets so many steps after the last meeting of all.
     turns = tuple(every * (i + 1) // fragments for i in range(fragments))
     per_rank = _checked_per_rank(options["per_rank"], optimizer)
-    return _Settings(outer, method, Rhythm(every, delay, turns), fragments, survives, named, per_rank)
+    return _Settings(outer, method, Rhythm(every, delay, turns), fragments, survives, named, per_rank, request.call)
 
 
 def _checked_per_rank(per_rank: Any, optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
@@ -253,7 +261,7 @@ def _average(
     try:
         outcome: _Settings | Exception
         try:
-            optimizer = checked_optimizer(optimizer, model, "local_sgd")
+            optimizer = checked_optimizer(optimizer, model, request.call)
             outcome = _checked(optimizer, model, request)
         except Exception as error:  # a foreign object may raise anything
             outcome = error
@@ -336,11 +344,14 @@ def _join(
     settings = _checked(optimizer, model, request)
     companions = Companions.join(request.options["join"], settings.lines(optimizer), timeout_seconds(timeout))
     fragments, buffers, loop = settings.make_fragments(), list(model.buffers()), settings.loop_of(optimizer, model)
+    made: LocalAverager | None = None
     try:
         made = LocalAverager(companions.communicator, optimizer, fragments, settings.rhythm, companions, buffers, loop)
         made.share_state(is_newcomer=True)
         return made
     except BaseException:
+        if made is not None:
+            made.detach()
         companions.close("it could not join")
         companions.communicator.close()
         raise

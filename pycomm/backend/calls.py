@@ -113,7 +113,8 @@ class Calls:
         self._gpu_side: GpuSide | None = None
         self._coalescing: list[BackendWork] | None = None
         self._num_barriers = 0  # that were monitored
-        self._recent: deque[BackendWork] = deque(maxlen=0 if keeps_python_works() else 8)  # kept for C++ that waits
+        # For C++ that waits for them. DistributedDataParallel does at once, so that few are enough.
+        self._recent: deque[BackendWork] = deque(maxlen=0 if keeps_python_works() else 8)
 
     def gpu_side(self, device: torch.device) -> GpuSide:
         """Return what operates on tensors of ``device``, which is made at first use."""

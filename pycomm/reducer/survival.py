@@ -104,16 +104,13 @@ class Survival:
         """
         words = np.zeros(1 + self._communicator.size, np.int64)
         words[1 + self._communicator.rank] = microseconds_here
-        if self._is_first() and (waiting := self._door.waiting()) is not None:
+        if self.membership.is_first and (waiting := self._door.waiting()) is not None:
             words[0] = waiting.number
         with self._communicator.channel.skip_checks():
             self._communicator.all_reduce(words, "max")
         self.invited = int(words[0])
         here = zip(self.membership.world, words[1:].tolist(), strict=True)
         self.arrivals = {rank: -1e-6 * microseconds for rank, microseconds in here if microseconds > 0}
-
-    def _is_first(self) -> bool:
-        return self.membership.world[0] == self.membership.me
 
     # Losing ranks.
 
@@ -179,7 +176,7 @@ class Survival:
         self._door.pass_by(number)
         place = self.membership.admit(self._door.read(number))
         try:
-            if self._is_first():
+            if self.membership.is_first:
                 self._door.answer(number, self.membership.invitation())
             self._communicator.move(place)
             lanes = open_lanes(self._communicator, self._settings, self._table.on_gpu)

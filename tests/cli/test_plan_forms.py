@@ -1,4 +1,4 @@
-"""Older forms of ``pycomm plan`` go on working; no form replaces a file unasked."""
+"""Older forms of ``pycomm plan`` go on working; no form replaces a file that is named, unless it is told to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAYERS = ["--devices", "2", "--memory", "10GB"]
     ("old", "new"),
     [
         ("--ranks 8 --no-plot", "ranks --ranks 8"),
-        ("--ranks 8", "ranks --plot pycomm_plan.png --ranks 8"),
+        ("--ranks 8", "ranks --plot pycomm_plan.png --force --ranks 8"),
         ("--ranks 8 --plot x.png --bytes 1MB", "ranks --plot x.png --ranks 8 --bytes 1MB"),
         ("--compression --ranks 4 --network x.json", "compression --ranks 4 --network x.json"),
         ("--ranks 4 --comp --bytes 1MB", "compression --ranks 4 --bytes 1MB"),
@@ -25,8 +25,8 @@ LAYERS = ["--devices", "2", "--memory", "10GB"]
         ("--devices 2 --layers=1GB", "layers --devices 2 -- 1GB"),
         ("--model net.py:make --batch 4", "model --batch 4 -- net.py:make"),
         ("--scaling --step 5ms --no-plot", "scaling --step 5ms"),
-        ("--scaling --points 1:9,2:17", "scaling --plot pycomm_plan.png --points 1:9,2:17"),
-        ("--layers 1GB --plot x.png", "layers --plot x.png -- 1GB"),  # which is refused by name
+        ("--scaling --points 1:9,2:17", "scaling --plot pycomm_plan.png --force --points 1:9,2:17"),
+        ("--layers 1GB --plot x.png", "layers -- 1GB"),  # which drew nothing
         ("layers 1GB --devices 2", "layers 1GB --devices 2"),
         ("--help", "--help"),
         ("", ""),
@@ -51,7 +51,7 @@ def test_a_picture_is_not_replaced(
     monkeypatch.chdir(tmp_path)
     picture = tmp_path / "pycomm_plan.png"
     picture.write_text("mine")
-    for command in (["--ranks", "2"], ["ranks", "--ranks", "2", "--plot", picture.name]):
+    for command in (["--ranks", "2", "--plot", picture.name], ["ranks", "--ranks", "2", "--plot", picture.name]):
         assert main(["plan", *command]) == 1
         out, err = capsys.readouterr()
         assert "fastest, by size" in out
@@ -61,6 +61,9 @@ def test_a_picture_is_not_replaced(
         )
         assert picture.read_text() == "mine"
     assert main(["plan", "ranks", "--ranks", "2", "--plot", picture.name, "--force"]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    picture.write_text("drawn by the same command before")
+    assert main(["plan", "--ranks", "2"]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert main(["plan", "ranks", "--ranks", "2"]) == 0
     assert [path.name for path in tmp_path.iterdir()] == [picture.name]

@@ -40,7 +40,7 @@ topk_kernel(Job<Keys<T>> job) {
     select(job, found, counts, team);
 }
 
-// TopkLayout of the workspace.
+// Layout of the workspace.
 struct TopkLayout {
     uint32_t sample_rank, capacity;
     int64_t slots, edges, words, keys, indices, num_bytes;

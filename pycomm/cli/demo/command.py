@@ -17,6 +17,7 @@ from pycomm.cli.demo.settings import HEAD_WIDTH, Settings
 
 _MAX_CONTEXT = 4096  # far less than the validation text has, anywhere
 _RANKS_PER_CORE = 4
+_MOST_SEED = (1 << 23) - 1  # steps and ranks make seeds of 64 bits of it
 _MEGABITS = {"mbit": 1.0, "gbit": 1000.0}
 _SLOWEST, _FASTEST = 10.0, 30_000.0  # Mbit/s
 _FOR_RANKS = {
@@ -44,7 +45,12 @@ def add_parser(commands: Any) -> None:
     add("--link", type=_link, default="300mbit", help="rate of the slow link, such as 300mbit or 1gbit")
     add("--kill", action="store_true", help="also kill a rank while it trains; the others go on")
     add("--seconds", type=integer(2), default=30, help="of training, all runs together")
-    add("--seed", type=integer(0), default=0, help="seed of the initial weights and of the order of the text")
+    add(
+        "--seed",
+        type=integer(0, largest=_MOST_SEED),
+        default=0,
+        help="seed of the initial weights and of the order of the text",
+    )
     add("--output", type=_writable, default=Path("pycomm_demo.png"), help="file for the picture, a PNG")
     size = parser.add_argument_group("size", "a larger batch has more to compute for the same gradients")
     size.add_argument("--width", type=integer(HEAD_WIDTH, multiple_of=HEAD_WIDTH), default=384, help="of the model")

@@ -41,7 +41,9 @@ def train_with_a_death(settings: Settings, tell: Tell) -> None:
             middle = list(model.parameters())[len(list(model.parameters())) // 2]
             middle.register_post_accumulate_grad_hook(_die)  # type: ignore[no-untyped-call]
         start = time.perf_counter()
-        starts = random_starts(corpus.train, settings.context, (settings.batch,), (step << 16) + rank)
+        starts = random_starts(
+            corpus.train, settings.context, (settings.batch,), (settings.seed << 40) + (step << 16) + rank
+        )
         inputs, targets = windows(corpus.train, starts, settings.context)
         loss = loss_of(model(inputs), targets)
         loss.backward()  # type: ignore[no-untyped-call]

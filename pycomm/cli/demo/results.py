@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 _SMALLEST_FALL = 0.05  # nats per byte; less is not learning
+_FEWEST_STEPS = 20  # in which there is something to learn
 _MOST_SMOOTHING = 20  # steps
 _CLEARLY = 1.05
 
@@ -117,7 +118,8 @@ def problems(results: Results) -> list[str]:
         if outcome.difference is not None:
             found.append(f"{outcome.label}: the replicas are not equal: {outcome.difference}")
         end = outcome.validation_loss
-        if not math.isfinite(end) or end > results.initial_loss - _SMALLEST_FALL:
+        learns = len(outcome.losses) < _FEWEST_STEPS or end <= results.initial_loss - _SMALLEST_FALL
+        if not math.isfinite(end) or not learns:
             found.append(
                 f"{outcome.label}: the loss did not come down: validation {results.initial_loss:.3f} before training, "
                 f"{end:.3f} after"

@@ -7,6 +7,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from pycomm.cli.arguments import load_package
 from pycomm.cli.plan.files import require_free
@@ -14,12 +17,16 @@ from pycomm.cli.plan.report import print_calibration
 from pycomm.cli.terminal import complain
 from pycomm.schedule.network import Network
 
+if TYPE_CHECKING:  # takes torch
+    from pycomm.communicator import Communicator
+
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure the running group, or one of local ranks; return the exit code."""
-    if os.environ.get("RANK", "0") == "0":  # which writes; measuring takes long
-        require_free(arguments.output, "--output", arguments)
-    return _launch(arguments) if "WORLD_SIZE" not in os.environ else _measure(arguments)
+    if "WORLD_SIZE" in os.environ:
+        return _measure(arguments)
+    require_free(arguments.output, "--output", arguments)
+    return _launch(arguments)
 
 
 def _launch(arguments: argparse.Namespace) -> int:
@@ -45,6 +52,7 @@ def _measure(arguments: argparse.Namespace) -> int:
     try:
         with Communicator(transport=arguments.transport) as communicator:
             first = communicator.rank == 0
+            _require_free_for_all(communicator, arguments)
             network = calibrate(
                 communicator, tell=(lambda line: print(f"measuring {line}")) if first else lambda _: None
             )
@@ -57,6 +65,20 @@ def _measure(arguments: argparse.Namespace) -> int:
     finally:
         dist.destroy_process_group()
     return 0
+
+
+def _require_free_for_all(communicator: Communicator, arguments: argparse.Namespace) -> None:
+    """Raise ValueError on all ranks if the first one may not write the file: measuring takes long."""
+    problem = None
+    if communicator.rank == 0:
+        try:
+            require_free(arguments.output, "--output", arguments)
+        except ValueError as error:
+            problem = error
+    found = np.array([problem is not None], np.int64)
+    communicator.broadcast(found, 0)
+    if found[0]:
+        raise problem or ValueError("rank 0 may not write the file")
 
 
 def _write(network: Network, path: Path) -> None:

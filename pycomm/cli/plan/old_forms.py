@@ -15,8 +15,8 @@ _PLOT = "pycomm_plan.png"
 def in_todays_form(words: Sequence[str]) -> list[str]:
     """Return the arguments of ``pycomm plan`` with the command first.
 
-    ``--layers SIZES`` was what ``layers SIZES`` is, and no such option meant ``ranks``. A plot was drawn unless there
-    was ``--no-plot``.
+    ``--layers SIZES`` was what ``layers SIZES`` is, and no such option meant ``ranks``. A plot was drawn, anew each
+    time, unless there was ``--no-plot``.
     """
     if not words or not words[0].startswith("-") or words[0] in ("-h", "--help"):
         return list(words)
@@ -30,8 +30,10 @@ def in_todays_form(words: Sequence[str]) -> list[str]:
     parser.add_argument("--no-plot", action="store_true")
     known, rest = parser.parse_known_args(words)
     command, *values = known.mode or ["ranks"]
-    plot = None if known.no_plot else known.plot or (_PLOT if command in _DRAWN else None)
-    return [command, *([] if plot is None else ["--plot", plot]), *rest, *(["--", *values] if values else [])]
+    plot: list[str] = []
+    if command in _DRAWN and not known.no_plot:
+        plot = ["--plot", known.plot] if known.plot else ["--plot", _PLOT, "--force"]
+    return [command, *plot, *rest, *(["--", *values] if values else [])]
 
 
 def _command(name: str, value: str) -> list[str]:
