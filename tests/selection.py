@@ -2,9 +2,11 @@
 
 Tests mirror `pycomm`: `tests/reducer/test_buckets.py` is about `pycomm/reducer`. `pytest` alone leaves out what
 :data:`LEFT_OUT` names, and of a test with several parameters most combinations: it takes cases until every value of
-every parameter has come up once, and at most :data:`MOST_CASES` of them. ``--part=rest`` runs what `pytest` leaves
-out, so that both together are everything. Tests that are named on the command line, or chosen by ``-k`` or ``-m``, run
-whole. What is marked slow is run by ``-m slow`` only, as ``nox -s slow`` does.
+every parameter has come up once, and at most :data:`MOST_CASES` of them. Of files below :data:`FIRST_OF_FILE` it
+takes the first test.
+
+``--part=rest`` runs what `pytest` leaves out, so that both together are everything. Tests that are named on the command
+line, or chosen by ``-k`` or ``-m``, run whole. What is marked slow is run by ``-m slow`` only, as ``nox -s slow`` does.
 """
 
 from __future__ import annotations
@@ -27,11 +29,24 @@ LEFT_OUT = {
 }
 """Paths that `pytest` alone does not run, and what is in them."""
 
+FIRST_OF_FILE = (
+    "tests/asynchronous",
+    "tests/cli/bench",
+    "tests/cli/test_demo.py",
+    "tests/horovod",
+    "tests/integrations",
+    "tests/launching",
+    "tests/parallel",
+    "tests/reducer/partition",
+    "tests/survival",
+)
+"""Paths of which `pytest` alone runs the first test of each file: most start processes, and take seconds."""
+
 ADVICE = (
     "This was the quick part: `pytest --part=rest` runs the tests that it leaves out (tests/selection.py says which)"
 )
 
-MOST_CASES = 4
+MOST_CASES = 3
 """Cases of one test that `pytest` alone runs, at most."""
 
 
@@ -58,10 +73,15 @@ def divide(items: Iterable[pytest.Item]) -> tuple[list[pytest.Item], list[pytest
     seen, taken = set[tuple[str, str, int]](), Counter[str]()
     for item in items:
         test = item.nodeid.partition("[")[0]
+        if test.startswith(FIRST_OF_FILE):
+            path = test.partition("::")[0]
+            (rest if taken[path] else quick).append(item)
+            taken[path] += 1
+            continue
         callspec = getattr(item, "callspec", None)
         values = {(test, name, index) for name, index in (callspec.indices.items() if callspec else ())}
         is_new = not values <= seen or taken[test] == 0
-        if not any(test.startswith(path) for path in LEFT_OUT) and is_new and taken[test] < MOST_CASES:
+        if not test.startswith(tuple(LEFT_OUT)) and is_new and taken[test] < MOST_CASES:
             quick.append(item)
             seen |= values
             taken[test] += 1
