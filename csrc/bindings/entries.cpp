@@ -133,7 +133,7 @@ struct EntryMessages {
 
     // `found`: how indices and verdict are accessed.
     EntryMessages(Given& given, const EntryLayout& layout, py::handle of_ranks, py::handle messages, py::handle places,
-             py::handle answers, Access found)
+                  py::handle answers, Access found)
         : num_ranks(ranks_in(of_ranks)),
           bytes(given.bytes(messages, "messages", Access::kRead, num_ranks * layout.num_bytes)),
           indices(given.exactly<int32_t>(places, "indices", found, DType::kI32, num_ranks * layout.count,
