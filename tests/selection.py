@@ -1,9 +1,8 @@
 """Which tests `pytest` runs: by itself those that tell most in a few minutes, with ``--part=all`` every one.
 
 Tests mirror `pycomm`: `tests/reducer/test_buckets.py` is about `pycomm/reducer`. `pytest` alone leaves out what
-:data:`LEFT_OUT` names, and of a test with several parameters most combinations: it takes cases until every value of
-every parameter has come up once, and at most :data:`MOST_CASES` of them. Of files below :data:`FIRST_OF_FILE` it
-takes the first test.
+:data:`LEFT_OUT` names. Of a test with parameters it takes one case, or as many as :data:`MOST_CASES` says: those with a
+value that no case before them had. Of files below :data:`FIRST_OF_FILE` it takes the first test.
 
 ``--part=rest`` runs what `pytest` leaves out, so that both together are everything. Tests that are named on the command
 line, or chosen by ``-k`` or ``-m``, run whole. What is marked slow is run by ``-m slow`` only, as ``nox -s slow`` does.
@@ -31,14 +30,21 @@ LEFT_OUT = {
 
 FIRST_OF_FILE = (
     "tests/asynchronous",
+    "tests/checkpoint",
     "tests/cli/bench",
     "tests/cli/test_demo.py",
+    "tests/cli/test_trace.py",
     "tests/horovod",
     "tests/integrations",
     "tests/launching",
     "tests/parallel",
     "tests/reducer/partition",
+    "tests/reducer/test_slow_ranks.py",
+    "tests/reducer/test_timeouts.py",
     "tests/survival",
+    "tests/transport/test_faults.py",
+    "tests/transport/test_hierarchical.py",
+    "tests/transport/test_late_ranks.py",
 )
 """Paths of which `pytest` alone runs the first test of each file: most start processes, and take seconds."""
 
@@ -46,8 +52,14 @@ ADVICE = (
     "This was the quick part: `pytest --part=rest` runs the tests that it leaves out (tests/selection.py says which)"
 )
 
-MOST_CASES = 3
-"""Cases of one test that `pytest` alone runs, at most."""
+MOST_CASES = {
+    "tests/compression": 8,
+    "tests/ddp": 2,
+    "tests/kernels": 4,
+    "tests/optim": 2,
+    "tests/transport/test_collectives.py": 8,
+}
+"""Most cases of one test that `pytest` alone runs; one elsewhere. So each method, kernel and transport is run."""
 
 
 def add_option(parser: pytest.Parser) -> None:
@@ -81,7 +93,8 @@ def divide(items: Iterable[pytest.Item]) -> tuple[list[pytest.Item], list[pytest
         callspec = getattr(item, "callspec", None)
         values = {(test, name, index) for name, index in (callspec.indices.items() if callspec else ())}
         is_new = not values <= seen or taken[test] == 0
-        if not test.startswith(tuple(LEFT_OUT)) and is_new and taken[test] < MOST_CASES:
+        most = next((number for path, number in MOST_CASES.items() if test.startswith(path)), 1)
+        if not test.startswith(tuple(LEFT_OUT)) and is_new and taken[test] < most:
             quick.append(item)
             seen |= values
             taken[test] += 1
