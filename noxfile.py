@@ -61,7 +61,8 @@ def oldest_torch(session: nox.Session) -> None:
     optim = ("fused_as_optimizer", "scaler", "master", "lars")
     reducer = ("attach", "mistakes", "clipping", "weights", "lanes")
     files = [f"tests/optim/test_{name}.py" for name in optim] + [f"tests/reducer/test_{name}.py" for name in reducer]
-    files += ["tests/test_counting.py", "tests/backend/test_ddp_variants.py"]
+    files += [f"tests/backend/test_{name}.py" for name in ("operations", "groups", "ddp_variants")]
+    files += ["tests/test_counting.py"]
     session.run("pytest", *(session.posargs or ("tests/kernels", *files)))
 
 

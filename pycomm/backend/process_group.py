@@ -35,6 +35,8 @@ class PycommProcessGroup(Reconfigurable, Operations, CommunicationMemory, dist.P
         """Return the name by which torch finds the group."""
         return self._name
 
+    group_name = property(getGroupName)  # torch 2.4 has it in C++, which does not call the method
+
     def setGroupName(self, name: str) -> None:  # noqa: N802
         """Set the name by which torch finds the group."""
         self._name = name

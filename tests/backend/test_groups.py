@@ -95,7 +95,8 @@ def test_destroyed_and_made_again() -> None:
             assert total(group) == 1.0
             if round_ == 1:
                 dist.destroy_process_group(group)
-                with pytest.raises(ValueError, match="not initialized|[Ii]nvalid process group"):
+                # torch 2.4 has a TypeError.
+                with pytest.raises((ValueError, TypeError), match="not initialized|[Ii]nvalid process group|Invariant"):
                     dist.get_backend(group)
 
 
