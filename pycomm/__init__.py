@@ -9,6 +9,7 @@ the kernels under both.
 """
 
 import importlib.util
+import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,10 @@ except ModuleNotFoundError as error:
         f"pycomm's compiled extension is not beside {__file__}. In the source tree that is as it should be: run "
         "`pip install .`, and start python where the directory `pycomm` does not hide the installed package."
     ) from error
+
+if _native_build_info()["cuda"] is not None:
+    # Or communicators on one GPU, PyTorch's too, could wait for each other. NCCL reads it at its first operation.
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 from pycomm import backend
 from pycomm import logs as _logs  # noqa: F401  # lines of the log begin with the rank from now on

@@ -24,10 +24,6 @@ from pycomm.errors import CommError
 from pycomm.recorder import Recorder
 
 ALGORITHMS = ("native", "ring")
-if hasattr(_native, "NcclGroup"):
-    # Or communicators on one GPU, PyTorch's too, could wait for each other. NCCL reads it at its first operation.
-    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-
 _SHARED_GPU_VERSION = (2, 30)
 _SHARED_GPU_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 
