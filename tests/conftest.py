@@ -91,8 +91,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if selection.part_of(config) == "quick" and "PYCOMM_TEST_EXAMPLES" not in os.environ:
-        settings.load_profile("quick")
+    if selection.part_of(config) == "quick":
+        config.option.reportchars = "fE"  # what is skipped for want of a GPU would be hundreds of lines
+        if "PYCOMM_TEST_EXAMPLES" not in os.environ:
+            settings.load_profile("quick")
 
 
 @pytest.hookimpl(trylast=True)  # when what is marked slow has been left out
