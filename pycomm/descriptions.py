@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from pycomm.checks import shown
+
+if TYPE_CHECKING:  # `pycomm plan` does without
+    import torch
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:

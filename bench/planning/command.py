@@ -21,8 +21,9 @@ from bench.common.arguments import make_parser, positive
 from bench.planning.models import CASES, Case
 from pycomm.cli.bench.ranks import KEEP_MEMORY, Ranks
 from pycomm.cli.bench.results import headline, write_json
-from pycomm.cli.plan.report import size_text, time_text
+from pycomm.cli.plan.report import time_text
 from pycomm.cli.table import print_table
+from pycomm.descriptions import size_text
 from pycomm.launching import rendezvous
 from pycomm.parallel.auto import styles_of
 from pycomm.parallel.planning import Candidate, Device, Price, Pricer, Profile, Task, profile, with_seconds

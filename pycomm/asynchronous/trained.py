@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from pycomm.asynchronous.loop import Known
+from pycomm.optim.attached import forget_averaged, register_averaged
 from pycomm.reducer.autograd_hooks import watch_copies
 from pycomm.reducer.hyperparameters import Hyperparameters, first_difference
 
@@ -25,6 +26,7 @@ class Trained:
         self._known = Known(model, optimizer, named, "parameter_server()")
         self._reader = Hyperparameters(optimizer)
         self._copies = watch_copies(model)
+        register_averaged(self._known)
         self.remember_numbers()
 
     def remember_numbers(self) -> None:
@@ -48,5 +50,6 @@ class Trained:
             )
 
     def close(self) -> None:
-        """Let copies be trained."""
+        """Let copies be trained, and the parameters be averaged by something else."""
+        forget_averaged(self._known)
         self._copies.remove()

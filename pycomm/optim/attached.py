@@ -93,7 +93,7 @@ def refuse_second_average(names: Mapping[str, torch.Tensor], call: str) -> None:
 def _problem(name: str, param: torch.Tensor, call: str) -> str:
     other = next((averaged.what for averaged in _averaged if averaged.knows(param)), "")
     if other:
-        return f"parameter {name!r} is averaged by {other} already: detach() its handle before {call}"
+        return f"parameter {name!r} is averaged by {other} already: detach() or close() its handle before {call}"
     if not is_covered(param):
         return ""
     if call == "attach()":

@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 
 import pycomm
+from pycomm.optim.attached import refuse_second_average
 from tests.on_ranks import on_ranks
 from tests.reducer.attaching import attached
 from tests.reducer.models import loss_of, make_model, sgd
@@ -53,10 +54,23 @@ def test_attach_is_refused_while_another_averages(call: str) -> None:
     model = make_model()
     optimizer = sgd(model)
     handle = CALLS[call](optimizer, model)
-    with pytest.raises(ValueError, match=r"'0.weight' is averaged by \w+\(\) already: detach\(\) its .* attach"):
+    with pytest.raises(ValueError, match=r"'0.weight' is averaged by \w+\(\) already: .* or close\(\) its .* attach"):
         pycomm.attach(optimizer, model, timeout=30)
     with pytest.raises(ValueError, match=r"'0.weight' is averaged by \w+\(\) already: .* before local_sgd\(\)"):
         CALLS["local_sgd()"](optimizer, model)
     handle.detach()
     with attached(optimizer, model):
         pass
+
+
+@on_ranks(2)
+def test_attach_is_refused_while_a_parameter_server_trains() -> None:
+    """By the worker, so that all ranks have an error."""
+    model = make_model()
+    optimizer = sgd(model)
+    handle = pycomm.parameter_server(optimizer, model, timeout=30)
+    if handle.is_worker:
+        with pytest.raises(ValueError, match=r"'0.weight' averaged by parameter_server\(\) already: .* before local"):
+            refuse_second_average({"0.weight": next(model.parameters())}, "local_sgd()")
+    handle.close()
+    refuse_second_average({"0.weight": next(model.parameters())}, "local_sgd()")

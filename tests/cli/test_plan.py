@@ -14,8 +14,9 @@ import pytest
 from pycomm import schedule
 from pycomm.cli.main import main
 from pycomm.cli.plan.compression import verdict
-from pycomm.cli.plan.report import size_text, time_text
+from pycomm.cli.plan.report import time_text
 from pycomm.cost.planning import Priced
+from pycomm.descriptions import size_text
 from pycomm.schedule.choose import Ranking
 from tests.cli.processes import left_behind
 

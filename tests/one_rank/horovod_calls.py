@@ -15,7 +15,7 @@ import pycomm.horovod as hvd
 from tests.horovod.worlds import horovod
 from tests.one_rank.backend_calls import EXPANDED, freed, ones
 from tests.one_rank.calls import Call, Make
-from tests.one_rank.parallel_calls import NO_COUNTS, Awkward
+from tests.one_rank.parallel_calls import NO_ARRAYS, NO_COUNTS, Awkward
 
 
 @contextmanager
@@ -53,14 +53,8 @@ UNPACKABLE: tuple[Make, ...] = (
     freed,
 )
 UNFIT: tuple[Make, ...] = (
-    lambda: None,
-    lambda: "x",
+    *NO_ARRAYS,
     Awkward,
-    lambda: torch.ones(4, 4, device="meta"),
-    lambda: torch.eye(4).to_sparse(),
-    lambda: torch.eye(4).to_sparse_csr(),
-    lambda: torch.ones(4, 4, dtype=torch.float64),
-    lambda: torch.quantize_per_tensor(ones(), 1.0, 0, torch.qint8),
     lambda: torch.nested.nested_tensor([ones(2), ones(3)]),
     freed,
 )

@@ -18,17 +18,17 @@ from tests.one_rank.backend_calls import call, ones, size
 from tests.one_rank.calls import Call, Make, kept
 
 META: Make = lambda: torch.ones(4, 4, device="meta")  # noqa: E731
-UNFIT: tuple[Make, ...] = (
-    lambda: torch.ones(4, 4, dtype=torch.float64),
-    META,
+NO_ARRAYS: tuple[Make, ...] = (
     lambda: None,
     lambda: "x",
+    META,
     lambda: torch.eye(4).to_sparse(),
     lambda: torch.eye(4).to_sparse_csr(),
-    lambda: torch.ones([1] * 13 + [4]),
+    lambda: torch.ones(4, 4, dtype=torch.float64),
     lambda: torch.quantize_per_tensor(ones(), 1.0, 0, torch.qint8),
-    lambda: torch.nested.nested_tensor([ones(2), ones(3)]),
 )
+NESTED: Make = lambda: torch.nested.nested_tensor([ones(2), ones(3)])  # noqa: E731
+UNFIT: tuple[Make, ...] = (*NO_ARRAYS, NESTED, lambda: torch.ones([1] * 13 + [4]))
 NO_COUNTS: tuple[Make, ...] = (
     lambda: None,
     lambda: "4",

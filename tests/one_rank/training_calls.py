@@ -18,18 +18,12 @@ import pycomm
 from pycomm import schedule
 from tests.one_rank.backend_calls import EXPANDED, freed, ones, size
 from tests.one_rank.calls import Call, Make, kept
-from tests.one_rank.parallel_calls import NO_COUNTS, Awkward
+from tests.one_rank.parallel_calls import NO_ARRAYS, NO_COUNTS, Awkward
 
 TIMEOUT = 30.0
 UNFIT: tuple[Make, ...] = (
-    lambda: None,
-    lambda: "x",
+    *NO_ARRAYS,
     Awkward,
-    lambda: torch.ones(4, 4, device="meta"),
-    lambda: torch.eye(4).to_sparse(),
-    lambda: torch.eye(4).to_sparse_csr(),
-    lambda: torch.ones(4, 4, dtype=torch.float64),
-    lambda: torch.quantize_per_tensor(ones(), 1.0, 0, torch.qint8),
     lambda: np.array([object()]),
     freed,
     lambda: ones(2),

@@ -6,9 +6,10 @@ import argparse
 import math
 
 from pycomm.cli.plan.ranks import network_of
-from pycomm.cli.plan.report import size_text, time_text
+from pycomm.cli.plan.report import time_text
 from pycomm.cli.table import print_table
 from pycomm.cost.planning import Priced, price
+from pycomm.descriptions import size_text
 from pycomm.schedule.network import Network
 from pycomm.untrusted import one_line
 

@@ -6,8 +6,8 @@ import argparse
 import math
 from collections.abc import Sequence
 
-from pycomm.cli.plan.report import size_text
 from pycomm.cli.table import table
+from pycomm.descriptions import size_text
 from pycomm.parallel.planning.sizes import Choice, Layout, Stage, place
 
 _MOST_LINES = 16  # of one layout's stages

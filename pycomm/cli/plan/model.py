@@ -7,9 +7,10 @@ import math
 
 from pycomm import schedule
 from pycomm.cli.plan.files import require_free
-from pycomm.cli.plan.report import size_text, time_text
+from pycomm.cli.plan.report import time_text
 from pycomm.cli.plan.sources import load_source
 from pycomm.cli.table import table
+from pycomm.descriptions import size_text
 from pycomm.parallel.auto import styles_of
 from pycomm.parallel.planning.candidates import Device, Task
 from pycomm.parallel.planning.choose import Option, Ranking, choose

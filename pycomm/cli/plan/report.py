@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pycomm.cli.table import print_table
+from pycomm.descriptions import size_text
 from pycomm.schedule import by_name
 from pycomm.schedule.choose import Ranking
 from pycomm.schedule.network import Network
@@ -71,14 +72,6 @@ def print_calibration(network: Network) -> None:
     print("\nmeasured")
     rows = [[name, *(time_text(seconds) for _, seconds in curve)] for name, curve in network.measured.items()]
     print_table(["algorithm", *(size_text(size) for size in sizes)], rows, indent="  ")
-
-
-def size_text(nbytes: float) -> str:
-    """Write a size in powers of ten, with three digits."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.3g} {unit}"
-    return f"{nbytes:.0f} B"
 
 
 def time_text(seconds: float) -> str:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from pycomm import schedule
 from pycomm.cli.plan.files import draw
-from pycomm.cli.plan.report import size_text, time_text
+from pycomm.cli.plan.report import time_text
 from pycomm.cli.table import print_table
+from pycomm.descriptions import size_text
 from pycomm.parallel.planning.scaling import (
     MOST_DEVICES,
     Communication,
