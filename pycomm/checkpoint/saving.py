@@ -94,7 +94,7 @@ def _prepare(
     path: str | os.PathLike[str], reducer: Reducer, keep: int, more: Mapping[str, Any], error: BaseException | None
 ) -> Job:
     """Return all that is to be written by this rank. Collective."""
-    reducer._engine.stand_down()
+    reducer._engine.policy.stand_down()
     communicator = reducer._communicator
     folder, sections, shared = _agree(path, reducer, keep, more, error)
     if not reducer._settings.survives:  # else the next reductions find whose differ, and go on without them

@@ -66,12 +66,7 @@ class Survival:
         self.joins: list[dict[str, Any]] = []
         self._has_left = False
         self.arrivals: dict[int, float] = {}
-        self._callbacks: list[Callable[[World, World], None]] = []
         self._changed_from: World | None = None
-
-    def on_change(self, callback: Callable[[World, World], None]) -> None:
-        """Call ``callback(old, new)`` whenever the world has changed."""
-        self._callbacks.append(callback)
 
     def stats(self) -> dict[str, Any]:
         """Return what happened to the world so far."""
@@ -155,12 +150,10 @@ class Survival:
         self._note(old, found.decision, num_committed, time.monotonic() - start)
         return is_complete, found.opened
 
-    def tell(self) -> None:
-        """Call the callbacks, if the world has changed."""
+    def take_change(self) -> World | None:
+        """Return the world before it changed, ``None`` if it has not since the last call."""
         old, self._changed_from = self._changed_from, None
-        if old is not None:
-            for callback in list(self._callbacks):
-                callback(old, self.membership.world)
+        return old
 
     # Gaining ranks.
 
