@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from pycomm.communicator import Communicator
 from pycomm.compression.base import State
 from pycomm.errors import CommError
 from pycomm.reducer.buckets import BucketInFlight, Slot
-from pycomm.reducer.engine import Grads, Launch
+from pycomm.reducer.engine import Engine, Grads, Launch
 from pycomm.reducer.survival import Survival
 from pycomm.reducer.surviving import SurvivingPolicy
 from pycomm.transport.gpu import GpuWork
@@ -183,6 +183,26 @@ class LateGradients:
         return {name: entry for name, entry in others.items() if entry}
 
 
+def _standby_job(policy: weakref.ref[BackupPolicy], survival: Survival, engine: Engine, steps: int) -> StandbyJob:
+    """Return the job that stands by in the step after ``steps``. It keeps neither the policy nor the engine alive."""
+    num_awaited = max(engine.communicator.size - engine.settings.backup, 1)
+    count, worker = survival.membership.roll, engine.communicator.channel.worker
+    assert count is not None
+
+    def is_enough() -> bool:
+        try:
+            return count.num_ready(steps) >= num_awaited
+        except CommError:  # without the ledger all are waited for, and its absence is named when it is needed
+            return False
+
+    def substitute() -> None:
+        present = policy()
+        if present is not None:
+            present.survival.run_or_leave(present.go_without)
+
+    return StandbyJob(is_enough, substitute, lambda: worker.is_stopped)
+
+
 class BackupPolicy(SurvivingPolicy):
     """Policy of ranks that do not wait for the slowest of them."""
 
@@ -190,8 +210,7 @@ class BackupPolicy(SurvivingPolicy):
         super().__init__(survival)
         self._standby: StandbyJob | None = None
         self._late = LateGradients()
-
-    # On either thread, in turns.
+        self.lets_count = False  # as another thread launches too
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[bool]:
@@ -199,10 +218,6 @@ class BackupPolicy(SurvivingPolicy):
         standby = self._standby
         with contextlib.nullcontext() if standby is None else standby.turn:
             yield self._is_idle or (standby is not None and standby.is_late)
-
-    def may_count(self) -> bool:
-        """Return whether hooks may count gradients: never, as another thread launches too."""
-        return False
 
     def stand_by(self) -> None:
         """Have the next step go on without this rank if it is late; not if all ranks have something else to do first.
@@ -215,24 +230,7 @@ class BackupPolicy(SurvivingPolicy):
             return
         engine.window.fix_scales(with_next=True, step=engine.outcome.committed_steps)
         engine.forget_launched()
-        num_awaited = max(size - engine.settings.backup, 1)
-        roll, worker = self.survival.membership.roll, engine.communicator.channel.worker
-        assert roll is not None
-
-        def is_enough() -> bool:
-            try:
-                return roll.num_ready(steps) >= num_awaited
-            except CommError:  # without the ledger all are waited for, and its absence is named when it is needed
-                return False
-
-        this = weakref.ref(self)  # else a job that stands by would keep alive what nobody else does any more
-
-        def substitute() -> None:
-            policy = this()
-            if policy is not None:
-                policy.run_or_leave(policy._go_without)
-
-        self._standby = standby = StandbyJob(is_enough, substitute, lambda: worker.is_stopped)
+        self._standby = standby = _standby_job(weakref.ref(self), self.survival, engine, steps)
         engine.communicator.channel.submit(standby.run).when_done(standby.end)
 
     def stand_down(self) -> None:
@@ -247,12 +245,10 @@ class BackupPolicy(SurvivingPolicy):
             standby.complete()  # nothing will be added
         super().leave(reason)
 
-    def _go_without(self) -> None:
+    def go_without(self) -> None:
         """Launch what is missing without gradients, on the communication thread."""
         self._late.miss(self.engine.launch_without())
         self.launch_commit()
-
-    # A step.
 
     def admit_newcomer(self) -> None:
         """Let in a newcomer, unless it is the present step's commit that has announced it, before this rank's pass."""
@@ -276,19 +272,20 @@ class BackupPolicy(SurvivingPolicy):
     def submit(self, job: Callable[[], None], launch: Launch) -> Work | GpuWork:
         """Add ``job`` to the one that stands by, if there is one; else have it run by ``launch``."""
         if self._standby is not None:
-            work = self._standby.add(functools.partial(self.run_or_leave, job))
+            work = self._standby.add(functools.partial(self.survival.run_or_leave, job))
             if work is not None:
                 return work
         return super().submit(job, launch)
 
-    def receive(self) -> None:
+    def receive(self) -> Mapping[int, float]:
         """Wait for all results and hand them out; keep the gradients that came too late for them."""
         self._late.collect()
-        super().receive()
+        return super().receive()
 
     def ended(self) -> None:
         """Forget the step, which has been handed out or has failed."""
         super().ended()
+        self.lets_count = False
         self._standby = None
         self._late.end()
 
@@ -306,18 +303,12 @@ class BackupPolicy(SurvivingPolicy):
         self._standby = None
         super().go_on(lanes)
 
-    # What is carried to the next step.
-
     def save(self, state: State) -> None:
         """Add late gradients to ``state``, as their contribution to the average."""
         self._late.save(state, self.engine.table.slots())
 
     def load(self, state: State) -> State:
-        """Take late gradients from ``state``; return the rest.
-
-        Raises:
-            RuntimeError: the next step has begun on other ranks.
-        """
+        """Take late gradients from ``state``; return the rest. RuntimeError if the next step has begun elsewhere."""
         self.stand_down()
         if self._standby is not None:
             raise RuntimeError(

@@ -39,10 +39,11 @@ class StepPolicy:
     Attributes:
         engine: the one that asks, which sets this.
         survives: whether ranks may be lost, and others may come.
+        lets_count: whether hooks may count gradients without asking the engine.
     """
 
     engine: Engine
-    survives = False
+    survives, lets_count = False, True
 
     @property
     def world(self) -> tuple[int, ...]:
@@ -54,10 +55,6 @@ class StepPolicy:
     def turn(self) -> AbstractContextManager[bool]:
         """Keep other threads from launching meanwhile; yield whether this step goes on without this rank."""
         return _ALONE
-
-    def may_count(self) -> bool:
-        """Return whether hooks may count gradients without asking the engine."""
-        return True
 
     def submit(self, job: Callable[[], None], launch: Launch) -> Work | GpuWork:
         """Have ``job`` run on the communication thread or stream, by ``launch`` or otherwise."""
@@ -75,24 +72,14 @@ class StepPolicy:
 
     # Receiving.
 
-    def receive(self) -> None:
-        """Wait for all results of the step, and hand them out."""
-        self.engine.await_all()
+    def receive(self) -> Mapping[int, float]:
+        """Wait for all results and hand them out; return when ranks had all their gradients, as far as is known."""
+        self.engine.await_all(self.engine.outcome.share_source)
         self.engine.hand_out()
-
-    def wait(self) -> None:
-        """Wait for what follows the buckets."""
-        self.engine.share_sources()
-
-    def arrivals(self) -> Mapping[int, float]:
-        """Return when ranks had all their gradients of the last step, in seconds, as far as that is known."""
         return self.engine.statistics.waits.on_board()
 
     def ended(self) -> None:
         """Forget the step, which has been handed out or has failed."""
-
-    def reduced(self) -> None:
-        """Follow a step that has been handed out."""
 
     def recover(self, error: CommError) -> bool:
         """Go on without lost ranks, and return whether the step has been handed out; else raise ``error``."""
@@ -107,7 +94,7 @@ class StepPolicy:
         """Prepare to go on without this rank's gradients in the next step."""
 
     def stand_down(self) -> None:
-        """Let operations of the main thread come before the next step again; see :meth:`stand_by`."""
+        """Let operations of the main thread come before the next step again."""
 
     def leave(self, reason: str) -> None:
         """Tell the others that this rank takes part no more."""
@@ -140,10 +127,8 @@ class Engine:
     A bucket is launched, handed to the communication thread, which packs and exchanges it, when all its
     gradients have arrived and all buckets before it have been launched; at the end of backward if it has
     parameters that this step did not use. The very first pass only learns how often each gradient is
-    accumulated (several times, for a parameter shared between checkpointed pieces), and launches at its end.
-
-    On a GPU the communication thread is a stream, and that of ``backward()`` waits for it. The host waits only where
-    this rank lacks a gradient, to learn whether another one has it.
+    accumulated (several times, for a parameter shared between checkpointed pieces), and launches at its end. On a GPU
+    the communication thread is a stream; the host waits only where this rank lacks a gradient that others may have.
 
     Attributes:
         table: parameters and their buckets.
@@ -155,7 +140,7 @@ class Engine:
         progress: counts of reductions and steps.
         firing: slot of the parameter whose hooks are running, if any.
         num_launched: number of buckets launched in this reduction.
-        callbacks: called with the old and the new world when it has changed.
+        callbacks, told_world: called with the old and the new world when it has changed; the world that they know.
         buffers: synchronisation of the module's buffers, if they are kept equal.
         outcome: of the last reduction.
         statistics: who was waited for, where the time goes, what compression leaves out.
@@ -182,7 +167,7 @@ class Engine:
         self.admit_new: Callable[[], None] = lambda: None
         self.callbacks: list[Callable[[tuple[int, ...], tuple[int, ...]], None]] = []
         self.buffers: BufferSync | None = None
-        self.outcome = Outcome(table, settings, self.flags, self.progress, lambda: self.communicator.size)
+        self.outcome = Outcome(table, settings, self.flags, self.progress, self.communicator)
         self.statistics = Statistics()
         self._buffer_work: Work | GpuWork | None = None
         self.num_launched, self._has_sent = 0, False  # in this reduction: of buckets; whether with any gradient
@@ -190,6 +175,7 @@ class Engine:
         self.firing: Slot | None = None
         self._late: Slot | None = None  # its .grad becomes its view once all its hooks have run
         policy.engine = self
+        self.told_world = self.world
         if policy.survives:
             self.flags.takes_new = False  # what is launched after a step's commit would not be part of it
             self.flags.compares_loop = self.comparison.replicas.looks_soon = settings.backup == 0
@@ -207,10 +193,6 @@ class Engine:
         """Return whether some of this pass's gradients have been sent."""
         with self.policy.turn():
             return self.num_launched > self._num_left_out
-
-    def has_launched_all(self) -> bool:
-        """Return whether all of this pass's gradients have been sent, and their averages are not there yet."""
-        return 0 < self.num_launched == len(self.table.flights) and self.is_waited_for()
 
     def is_waited_for(self) -> bool:
         """Return whether any bucket is in flight."""
@@ -234,7 +216,10 @@ class Engine:
             self.expect_gradients()
             if self.window.sending:
                 self.flags.require_suitable()
-                self._compare_previous()
+                try:
+                    self.comparison.compare_previous()
+                except DamageError as error:
+                    self.policy.recover(error)
                 if with_next is not None:
                     self.window.fix_scales(with_next=with_next, step=self.outcome.committed_steps)
 
@@ -278,7 +263,7 @@ class Engine:
 
     def may_count(self) -> bool:
         """Return whether hooks may count further gradients of this pass without :meth:`take`, until one is missing."""
-        if self.table.on_gpu or not self.window.sending or self._late is not None or not self.policy.may_count():
+        if self.table.on_gpu or not self.window.sending or self._late is not None or not self.policy.lets_count:
             return False
         return not self._next_is_ready()
 
@@ -388,11 +373,7 @@ class Engine:
     ) -> Work | GpuWork:
         """Have ``job`` run on the communication thread of ``communicator``, or on its stream.
 
-        Args:
-            communicator: one of the lanes.
-            job: what to run.
-            reads: on a GPU, tensors that it reads.
-            producers: on a GPU, streams that it waits for.
+        On a GPU ``reads`` are tensors that it reads, and ``producers`` streams that it waits for.
         """
         channel = communicator.channel
         if not self.table.on_gpu:
@@ -408,8 +389,8 @@ class Engine:
         self.statistics.waits.begin()
         self._late = None
         try:
-            self.policy.receive()
-            self.statistics.waits.count(self.policy.arrivals(), warn=self.communicator.rank == 0)
+            arrivals = self.policy.receive()
+            self.statistics.waits.count(arrivals, warn=self.communicator.rank == 0)
             self.table.stepper.forget()  # a factor left for a step that never came belonged to other gradients
         except BaseException:
             self.table.drop_gradients()  # they are no averages, and must not be mistaken for them
@@ -424,27 +405,27 @@ class Engine:
             self.policy.ended()
         self.statistics.phases.end_reduction()
         self.hash_state()
-        self.policy.reduced()
+        old, self.told_world = self.told_world, self.world
+        if old != self.told_world:
+            for callback in list(self.callbacks):
+                callback(old, self.told_world)
 
-    def await_all(self) -> None:
-        """Wait for all results, those of parameters that are new among them; compare what the ranks have told."""
-        self._await_results()
+    def await_all(self, then: Callable[[], None]) -> None:
+        """Wait for all results, those of parameters that are new among them; compare what the ranks have told.
+
+        ``then`` is called after each wait for buckets.
+        """
+        self._await_results(then)
         self.comparison.compare()
         if self.flags.heard.new:
             self.admit_new()
             self.launch_rest()
-            self._await_results()
+            self._await_results(then)
 
     def works(self) -> list[Work | GpuWork]:
         """Return what has been launched in this step: buckets, then the module's buffers."""
         works = [*(flight.work for flight in self.table.flights), self._buffer_work]
         return [work for work in works if work is not None]
-
-    def _compare_previous(self) -> None:
-        try:
-            self.comparison.compare_previous()
-        except DamageError as error:
-            self.policy.recover(error)
 
     def hash_state(self) -> None:
         """Have the state of compression hashed, which has just changed, if it is to be looked at before it changes."""
@@ -452,18 +433,14 @@ class Engine:
         if taken is not None:
             self.submit(self.communicator, taken.take)
 
-    def _await_results(self) -> None:
+    def _await_results(self, then: Callable[[], None]) -> None:
         with self.statistics.phases.waiting():
             for flight in self.table.flights:
                 assert flight.work is not None
                 flight.work.wait()
             if self._buffer_work is not None:
                 self._buffer_work.wait()
-            self.policy.wait()
-
-    def share_sources(self) -> None:
-        """Have all ranks know which of them has a gradient that is not finite. Collective, if any has."""
-        self.outcome.source.share(self.table.flights, self.communicator)
+            then()
 
     def hand_out(self) -> None:
         """Hand out the averages."""
@@ -486,12 +463,6 @@ class Engine:
         self.statistics.figures.forget()
         self.outcome.committed_steps.fill_(num_steps)
         self.hash_state()  # instead of the hashes that there may be of what it was
-
-    def release(self) -> None:
-        """Let go of memory that is not this object's."""
-        self.policy.stand_down()
-        self.comparison.replicas.state_hashes.forget()
-        self.statistics.waits.close()
 
     def stats(self) -> dict[str, Any]:
         """Return the counters of ``Reducer.stats``."""

@@ -87,7 +87,8 @@ def _join(guest: Guest, table: ParameterTable, settings: Settings, carry: Mappin
     table.ranks = membership.world
     reducer = Reducer(engine)
     Carried.of(engine, carry).take_compression(plain)
-    survival.welcome(membership.world[:-1], engine.progress.num_reductions, 0.0)
+    engine.told_world = membership.world[:-1]
+    survival.welcome(engine.progress.num_reductions, 0.0)
     register(reducer)
     watch_constructions(reducer)
     policy.enter()

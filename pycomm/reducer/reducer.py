@@ -400,7 +400,9 @@ class Reducer:
         self._detached = True
         self._lone_factor.remove()
         self._uninstall()
-        self._engine.release()
+        self._engine.policy.stand_down()
+        self._engine.comparison.replicas.state_hashes.forget()
+        self._engine.statistics.waits.close()
         for slot in self._table.slots():
             slot.leave_bucket()
         if self._table.partition is not None:

@@ -14,7 +14,6 @@ from typing import Any
 from pycomm.communicator import Communicator
 from pycomm.errors import CommError
 from pycomm.reducer.buckets import BucketInFlight
-from pycomm.reducer.damage import DamageError
 from pycomm.reducer.engine import Grads, Launch, StepPolicy
 from pycomm.reducer.newcomers import Carried
 from pycomm.reducer.survival import Survival
@@ -23,11 +22,7 @@ from pycomm.worker import Work
 
 
 class SurvivingPolicy(StepPolicy):
-    """Policy of ranks that go on without those that are lost, and with newcomers.
-
-    Args:
-        survival: keeps the gradients of a step, and brings the ranks together that are left.
-    """
+    """Policy of ranks that go on without those that are lost, and with newcomers; ``survival`` has them meet again."""
 
     survives = True
 
@@ -41,22 +36,12 @@ class SurvivingPolicy(StepPolicy):
         """Ranks that take part, by the numbers that they got when they came."""
         return self.survival.membership.world
 
-    # A step, with its gradients kept.
-
     def turn(self) -> AbstractContextManager[bool]:
         """Yield whether this step has been launched without this rank's gradients."""
         return nullcontext(self._is_idle)
 
-    def may_count(self) -> bool:
-        """Return whether hooks may count gradients: not in a step that goes on without them."""
-        return not self._is_idle
-
     def launching(self, flight: BucketInFlight) -> None:
-        """Forget what was kept of the last step.
-
-        Only now: if all went when that step ended, the allocator would give the pages back, and autograd would touch
-        new ones in every step.
-        """
+        """Forget what was kept of the last step; if all went at its end, autograd would touch new pages each time."""
         for slot in flight.slots:
             slot.kept = None
 
@@ -80,7 +65,7 @@ class SurvivingPolicy(StepPolicy):
         def job() -> None:
             for work in works:
                 work.wait()  # at once, but for those of other lanes; raises if it failed
-            engine.share_sources()  # before the commit: a rank may be lost in it
+            engine.outcome.share_source()  # before the commit: a rank may be lost in it
             is_known = not self._is_idle and not engine.table.on_gpu  # there the host runs ahead of the gradients
             self.survival.commit(engine.statistics.waits.microseconds_here() if is_known else 0)
 
@@ -88,27 +73,14 @@ class SurvivingPolicy(StepPolicy):
 
     def submit(self, job: Callable[[], None], launch: Launch) -> Work | GpuWork:
         """Have ``job`` run by ``launch``; this rank leaves if it fails."""
-        return launch(functools.partial(self.run_or_leave, job))
+        return launch(functools.partial(self.survival.run_or_leave, job))
 
-    def run_or_leave(self, job: Callable[[], None]) -> None:
-        """Run ``job``; leave if it fails by itself: the next one would send what the others take for this one's."""
-        try:
-            job()
-        except (CommError, ValueError):  # the latter is raised by all ranks alike
-            raise
-        except BaseException as error:
-            try:
-                self.survival.leave(f"failed: {error}")
-            finally:
-                self.engine.communicator.close(f"it failed: {error}")
-            raise
-
-    def receive(self) -> None:
+    def receive(self) -> Mapping[int, float]:
         """Wait for all results and hand them out; reduce the step again if ranks are lost meanwhile."""
         engine = self.engine
         while True:
             try:
-                engine.await_all()
+                engine.await_all(self._wait)
             except CommError as error:
                 if not self.recover(error):
                     self._launch_again()
@@ -117,10 +89,9 @@ class SurvivingPolicy(StepPolicy):
                 self.hand_out()
             self.survival.forget_newcomers()
             engine.window.num_idle = 0
-            return
+            return self.survival.take_arrivals()
 
-    def wait(self) -> None:
-        """Wait for the commit."""
+    def _wait(self) -> None:
         assert self._commit_work is not None
         self._commit_work.wait()
 
@@ -128,35 +99,18 @@ class SurvivingPolicy(StepPolicy):
         """Hand out the averages."""
         self.engine.hand_out()
 
-    def arrivals(self) -> Mapping[int, float]:
-        """Return when ranks had all their gradients of the last step, as they told in its commit."""
-        arrivals, self.survival.arrivals = self.survival.arrivals, {}
-        return arrivals
-
     def ended(self) -> None:
         """Forget the step, which has been handed out or has failed."""
         self._commit_work = None
         if self._is_idle:
-            self._is_idle = False
+            self._is_idle, self.lets_count = False, True
             self.engine.window.weights.forget_passes()
-
-    def reduced(self) -> None:
-        """Call the user's callbacks, if the world has changed."""
-        old = self.survival.take_change()
-        if old is not None:
-            for callback in list(self.engine.callbacks):
-                callback(old, self.world)
 
     # Losing ranks.
 
     def recover(self, error: CommError) -> bool:
         """Go on among the ranks that are left; return whether they count this step, which has been handed out then."""
         engine = self.engine
-        if isinstance(error, DamageError) and not error.spares(self.survival.membership.me):
-            if error.ranks:
-                self.survival.leave("is damaged")
-                engine.communicator.close(str(error))
-            raise error
         works = [*engine.works(), self._commit_work]
         was_complete, lanes = self.survival.recover(error, engine.progress.num_reductions, self.hand_out)
         self.go_on(lanes)
@@ -182,8 +136,6 @@ class SurvivingPolicy(StepPolicy):
             engine.launch(flight, self.survival.kept(flight))
         engine.launch_rest()
 
-    # Gaining ranks.
-
     def admit_newcomer(self) -> None:
         """Let in the newcomer that the last commit has announced, if any. Collective then; between two steps."""
         if self.survival.invited == 0:
@@ -201,12 +153,10 @@ class SurvivingPolicy(StepPolicy):
         engine.flags.has_pass = False
         engine.window.num_idle = self.survival.num_newcomers()
         engine.window.fix_scales(with_next=True, step=engine.outcome.committed_steps)
-        self._is_idle = True
+        self._is_idle, self.lets_count = True, False
         for flight in engine.table.flights:
             engine.launch(flight, [None] * len(flight.slots))
         engine.launch_rest()
-
-    # Questions and requests from elsewhere.
 
     def leave(self, reason: str) -> None:
         """Tell the others that this rank takes part no more."""
