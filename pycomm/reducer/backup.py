@@ -154,13 +154,13 @@ class BackupEngine(SurvivingEngine):
         self.window.fix_scales(with_next=True, step=self.outcome.committed_steps)
         self._num_launched = 0
         num_awaited = max(size - self.settings.backup, 1)
-        roll, worker = self.survival.membership.roll, self.communicator.channel.worker
-        assert roll is not None
+        ready, worker = self.survival.membership.ready, self.communicator.channel.worker
+        assert ready is not None
 
         def is_enough() -> bool:
             try:
-                return roll.num_ready(steps) >= num_awaited
-            except CommError:  # without the ledger all are waited for, and its absence is named when it is needed
+                return ready.num_ready(steps) >= num_awaited
+            except CommError:  # without the store all are waited for, and its absence is named when it is needed
                 return False
 
         this = weakref.ref(self)  # else a job that stands by would keep alive what nobody else does any more
@@ -236,10 +236,10 @@ class BackupEngine(SurvivingEngine):
             super().launch_rest()
 
     def _launch(self, flight: BucketInFlight, grads: list[torch.Tensor | None] | None = None) -> None:
-        roll = self.survival.membership.roll
-        if self._num_launched + 1 == len(self.table.flights) and roll is not None and not self._is_idle:
+        ready = self.survival.membership.ready
+        if self._num_launched + 1 == len(self.table.flights) and ready is not None and not self._is_idle:
             with contextlib.suppress(CommError):  # they wait for this rank then
-                roll.answer(self.progress.num_reductions)
+                ready.answer(self.progress.num_reductions)
         super()._launch(flight, grads)
 
     def _launch_commit(self) -> None:
