@@ -107,7 +107,7 @@ def _prepare(
     try:
         together(communicator, "write its part", lambda: _enter(job))
         together(communicator, "copy what it saves", lambda: _copy(job, sections, shared))
-        job.vitals.meet(communicator, range(job.size))
+        job.watch.meet(communicator, range(job.size))
     except BaseException as failure:
         job.fail(failure)  # others may not see what this rank sees, and have begun to write
         raise

@@ -186,13 +186,13 @@ class LateGradients:
 def _standby_job(policy: weakref.ref[BackupPolicy], survival: Survival, engine: Engine, steps: int) -> StandbyJob:
     """Return the job that stands by in the step after ``steps``. It keeps neither the policy nor the engine alive."""
     num_awaited = max(engine.communicator.size - engine.settings.backup, 1)
-    count, worker = survival.membership.roll, engine.communicator.channel.worker
-    assert count is not None
+    ready, worker = survival.membership.ready, engine.communicator.channel.worker
+    assert ready is not None
 
     def is_enough() -> bool:
         try:
-            return count.num_ready(steps) >= num_awaited
-        except CommError:  # without the ledger all are waited for, and its absence is named when it is needed
+            return ready.num_ready(steps) >= num_awaited
+        except CommError:  # without the store all are waited for, and its absence is named when it is needed
             return False
 
     def substitute() -> None:
@@ -257,10 +257,10 @@ class BackupPolicy(SurvivingPolicy):
 
     def launching(self, flight: BucketInFlight) -> None:
         """Count this rank among those that have all their gradients, when it launches the last bucket."""
-        engine, roll = self.engine, self.survival.membership.roll
-        if engine.num_launched + 1 == len(engine.table.flights) and roll is not None and not self._is_idle:
+        engine, ready = self.engine, self.survival.membership.ready
+        if engine.num_launched + 1 == len(engine.table.flights) and ready is not None and not self._is_idle:
             with contextlib.suppress(CommError):  # they wait for this rank then
-                roll.answer(engine.progress.num_reductions)
+                ready.answer(engine.progress.num_reductions)
         super().launching(flight)
 
     def launch_commit(self) -> None:

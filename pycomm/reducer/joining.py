@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pycomm.communicator import Communicator, communicator_at
-from pycomm.elastic.door import Door, Guest
+from pycomm.elastic.join_requests import JoinClient, JoinListener
+from pycomm.elastic.liveness import this_process
 from pycomm.elastic.membership import Membership
-from pycomm.elastic.vitals import this_process
 from pycomm.errors import CommError
 from pycomm.optim.attached import register
 from pycomm.reducer.arrivals import Waits
@@ -43,8 +43,8 @@ def _policy(settings: Settings, survival: Survival) -> SurvivingPolicy:
     return BackupPolicy(survival) if settings.backup > 0 else SurvivingPolicy(survival)
 
 
-def _door(membership: Membership, store: Store, index: int | str, lines: Sequence[tuple[str, str]]) -> Door:
-    return Door(store, index, lines, str(this_process()["host"]) if membership.is_on_one_host else "")
+def _door(membership: Membership, store: Store, index: int | str, lines: Sequence[tuple[str, str]]) -> JoinListener:
+    return JoinListener(store, index, lines, str(this_process()["host"]) if membership.is_on_one_host else "")
 
 
 def join(address: str, table: ParameterTable, settings: Settings, carry: Mapping[str, Any], timeout: float) -> Reducer:
@@ -56,26 +56,28 @@ def join(address: str, table: ParameterTable, settings: Settings, carry: Mapping
         ValueError: they refuse it; or ``address`` is malformed.
         CommError: they do not answer, or failed.
     """
-    guest = Guest(address, next(_indices), timeout)
+    client = JoinClient(address, next(_indices), timeout)
     while True:
         try:
-            return _join(guest, table, settings, carry, timeout)
+            return _join(client, table, settings, carry, timeout)
         except CommError:
-            if guest.is_late():
+            if client.is_late():
                 raise
 
 
-def _join(guest: Guest, table: ParameterTable, settings: Settings, carry: Mapping[str, Any], timeout: float) -> Reducer:
+def _join(
+    client: JoinClient, table: ParameterTable, settings: Settings, carry: Mapping[str, Any], timeout: float
+) -> Reducer:
     lines = lines_of(settings, table, carry)
-    answer = guest.ask(this_process(), lines)
-    membership, place = Membership.accept(answer, guest.store, settings.min_ranks, timeout, settings.backup > 0)
+    answer = client.ask(this_process(), lines)
+    membership, place = Membership.accept(answer, client.store, settings.min_ranks, timeout, settings.backup > 0)
     with contextlib.ExitStack() as until_joined:
         until_joined.callback(membership.close)
         communicator = communicator_at(place, timeout)
         until_joined.callback(communicator.close)
         lanes = open_lanes(communicator, settings, table.on_gpu)
         membership.settle(communicator)
-        door = _door(membership, guest.store, guest.index, lines)
+        door = _door(membership, client.store, client.index, lines)
         door.pass_by(answer["request"])
         until_joined.callback(door.close)
         survival = Survival(membership, communicator, table, settings, door, carry)

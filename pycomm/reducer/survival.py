@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from pycomm.communicator import Communicator
-from pycomm.elastic.door import Door
+from pycomm.elastic.join_requests import JoinListener
 from pycomm.elastic.membership import Decision, Membership
 from pycomm.elastic.reconvene import reconvene
 from pycomm.errors import CommError
@@ -55,7 +55,7 @@ class Survival:
         communicator: Communicator,
         table: ParameterTable,
         settings: Settings,
-        door: Door,
+        door: JoinListener,
         carry: Mapping[str, Any],
     ) -> None:
         self.membership, self.carry, self.invited = membership, carry, 0
