@@ -22,10 +22,7 @@ STILL_LARGER_WITH_BASES = {
     "pycomm.backend.operations.Operations",
     "pycomm.backend.process_group.PycommProcessGroup",
     "pycomm.optim.master_weights.MasterWeights",
-    "pycomm.reducer.backup.BackupEngine",
-    "pycomm.reducer.engine.Engine",
     "pycomm.reducer.reducer.Reducer",
-    "pycomm.reducer.surviving.SurvivingEngine",
     "pycomm.transport.hierarchical.HierarchicalTransport",
     "pycomm.transport.torch_distributed.TorchTransport",
 }
