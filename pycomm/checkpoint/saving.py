@@ -68,7 +68,7 @@ def save(path: str | os.PathLike[str], reducer: Reducer, /, *, keep: int = 2, **
         CommError: a rank is gone. All of these on every rank.
     """
     reducer._require_attached()
-    survives = reducer._settings.survives
+    survives = reducer._settings.survive is not None
     previous = _pending.get(reducer)
     error = None if previous is None else previous.unreported()
     if survives and isinstance(error, CommError):
@@ -97,7 +97,7 @@ def _prepare(
     reducer._engine.policy.stand_down()
     communicator = reducer._communicator
     folder, sections, shared = _agree(path, reducer, keep, more, error)
-    if not reducer._settings.survives:  # else the next reductions find whose differ, and go on without them
+    if reducer._settings.survive is None:  # else the next reductions find whose differ, and go on without them
         reducer._engine.comparison.replicas.compare(reducer._engine.progress.num_reductions)
     job = _open(folder, reducer, communicator, keep)
     job.part = {

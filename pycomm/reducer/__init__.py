@@ -1,17 +1,22 @@
 """Averaging of gradients over the ranks: ``attach``, and the ``Reducer`` that it returns."""
 
-from pycomm.reducer.attach import attach
+from pycomm.reducer.attach import attach, join
 from pycomm.reducer.broadcast import broadcast_optimizer_state, broadcast_parameters
+from pycomm.reducer.options import Sharding, Survive, Tuning
 from pycomm.reducer.rank_flags import StopRequest
 from pycomm.reducer.reducer import Reducer
 from pycomm.reducer.stopping import SignalStop, stop_on_signal
 
 __all__ = [
     "Reducer",
+    "Sharding",
     "SignalStop",
     "StopRequest",
+    "Survive",
+    "Tuning",
     "attach",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "join",
     "stop_on_signal",
 ]

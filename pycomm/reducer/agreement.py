@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeVar
 
 from pycomm.communicator import Communicator
 from pycomm.errors import CommError, text_of
 
 _T = TypeVar("_T")
+
+
+def attempted(call: Callable[[], _T]) -> _T | Exception:
+    """Return what ``call`` returns or raises, for :func:`agreed`."""
+    try:
+        return call()
+    except Exception as error:  # what users pass may raise anything
+        return error
 
 
 def agreed(communicator: Communicator, outcome: _T | Exception, what: str = "attach") -> _T:
