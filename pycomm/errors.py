@@ -76,7 +76,7 @@ def text_of(error: BaseException) -> str:
         text = str(error) or type(error).__name__
         while not isinstance(cause, CommError) and cause is not None and cause.__cause__ is not None:
             cause = cause.__cause__
-        if cause is not error and not isinstance(error, CommError):
+        if not isinstance(error, CommError) and str(cause) not in text:
             text = f"{text.strip()}: {cause}"
     except Exception:  # a foreign one may raise anything
         text = type(error).__name__

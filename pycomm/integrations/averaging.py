@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from pycomm.checkpoint.together import exchanged, together
+from pycomm.checkpoint.saving import exchanged, together
 from pycomm.checkpoint.torch_files import load_values
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression

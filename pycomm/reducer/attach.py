@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from pycomm.agreement import agreed, check_same_lines
 from pycomm.checks import refuse_unknown, shown
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression
 from pycomm.optim.attached import refuse_second_average, register
 from pycomm.optim.parameters import optimizer_parameters
-from pycomm.reducer.agreement import agreed
 from pycomm.reducer.arrivals import Waits, open_board
 from pycomm.reducer.attached_tensors import AttachedTensors
-from pycomm.reducer.broadcast import broadcast_state, check_same_lines, check_state_keys
+from pycomm.reducer.broadcast import broadcast_state, check_state_keys
 from pycomm.reducer.engine import Engine
 from pycomm.reducer.joining import join as join_ranks
 from pycomm.reducer.joining import surviving_engine
@@ -174,9 +174,9 @@ class _Attached(NamedTuple):
     tensors: AttachedTensors
     carry: Mapping[str, Any]
 
-    def lines(self) -> list[str]:
+    def lines(self) -> dict[str, list[str]]:
         """Return what the ranks must have set alike."""
-        return [*self.settings.lines(), f"carry={sorted(self.carry)}"]
+        return {"setting": [*self.settings.lines(), f"carry={sorted(self.carry)}"]}
 
 
 _Request = _Attached | Exception
@@ -256,9 +256,8 @@ def _attach_all(
         return _join(request, join, timeout)
     communicator = Communicator(process_group, timeout)
     try:
-        attached = agreed(communicator, _check_ranks(request, communicator.place.ranks))
-        settings, table, tensors, carry = attached
-        check_same_lines(communicator, attached.lines(), "setting")
+        checked = _check_ranks(request, communicator.place.ranks)
+        settings, table, tensors, carry = agreed(communicator.channel.all_gather_bytes, checked, lines=_Attached.lines)
         _make_equal(communicator, table, settings, tensors)
         lanes = open_lanes(communicator, settings, table.on_gpu)
         if settings.shard is not None:
@@ -312,7 +311,7 @@ def _attach_over(
     except Exception as error:
         made = error
     try:
-        reducer = agreed(lanes[0], made)
+        reducer = agreed(lanes[0].channel.all_gather_bytes, made)
         register(reducer)
         watch_constructions(reducer)
         return reducer
@@ -329,7 +328,8 @@ def _make_equal(
 ) -> None:
     """Raise ValueError if the ranks' settings or tensors do not match; then copy rank 0's state to all ranks."""
     if settings.shard is not None:
-        check_same_lines(communicator, settings_lines(table.optimizer), "parameter group")
+        lines = settings_lines(table.optimizer)
+        check_same_lines(communicator.channel.all_gather_bytes, lines, "parameter group")
     communicator.all_reduce(
         torch.zeros(1, dtype=torch.float32), algorithm=settings.algorithm
     )  # raises here if there is no such algorithm

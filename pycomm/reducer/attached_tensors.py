@@ -16,12 +16,12 @@ from collections.abc import Sequence
 
 import torch
 
+from pycomm.agreement import check_same_lines
 from pycomm.communicator import Communicator
 from pycomm.reducer.broadcast import (
     OWN,
     broadcast_parts,
     broadcast_tensors,
-    check_same_lines,
     describe_difference,
     differing_memories,
     line_of,
@@ -54,8 +54,9 @@ class AttachedTensors:
             ValueError: the ranks' tensors differ in names, order, shapes, dtypes or kinds; or contents do that cannot
                 be sent. On every rank, naming the first difference.
         """
-        check_same_lines(communicator, self._averaged, "parameter")
-        check_same_lines(communicator, self._others, "parameter or buffer outside the optimizer", f"; {OWN}")
+        gather = communicator.channel.all_gather_bytes
+        check_same_lines(gather, self._averaged, "parameter")
+        check_same_lines(gather, self._others, "parameter or buffer outside the optimizer", f"; {OWN}")
         own = dict.fromkeys(self._own)
         compared = [name for name, m in self._memories.items() if name in own or (m.parts and not m.writable)]
         differing = differing_memories(communicator, {name: self._memories[name] for name in compared})

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pycomm.agreement import Words, agreed, check_same_lines
 from pycomm.communicator import Communicator
 from pycomm.errors import attempt
 from pycomm.optim.parameters import checked_optimizer
-from pycomm.reducer.agreement import agreed
 from pycomm.reducer.parts import part_of
 from pycomm.reducer.plain_state import Node, decode, encode
 from pycomm.reducer.tensor_memory import Memory, digests_of, look_at, memory_of
@@ -48,8 +48,7 @@ def broadcast_parameters(
     """
     with Communicator(process_group) as communicator:
         outcome = attempt(lambda: (named_tensors(model_or_state_dict), rank_of(src, "src", communicator.size)))
-        tensors, root = agreed(communicator, outcome, "copy parameters")
-        check_same_lines(communicator, [f"src={root}"], "argument")
+        tensors, root = agreed(communicator.channel.all_gather_bytes, outcome, "copy parameters", _source)
         share_tensors(communicator, tensors, root)
 
 
@@ -77,9 +76,12 @@ def broadcast_optimizer_state(
     """
     with Communicator(process_group) as communicator:
         outcome = attempt(lambda: (checked_optimizer(optimizer), rank_of(src, "src", communicator.size)))
-        inner, root = agreed(communicator, outcome, "copy the optimizer's state")
-        check_same_lines(communicator, [f"src={root}"], "argument")
+        inner, root = agreed(communicator.channel.all_gather_bytes, outcome, "copy the optimizer's state", _source)
         broadcast_state(communicator, inner, root)
+
+
+def _source(outcome: tuple[object, int]) -> dict[str, list[str]]:
+    return {"argument": [f"src={outcome[1]}"]}
 
 
 def named_tensors(model_or_state_dict: torch.nn.Module | Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -102,12 +104,12 @@ def share_tensors(communicator: Communicator, named: Mapping[str, torch.Tensor],
             kinds; or contents do that cannot be sent. On every rank, naming the first difference.
     """
 
-    def look() -> tuple[dict[str, Memory], list[str]]:
-        memories = {name: look_at(name, tensor) for name, tensor in named.items()}
-        return memories, [line_of(name, x, memories[name], marks_frozen=False) for name, x in named.items()]
+    def lines(memories: dict[str, Memory]) -> dict[str, list[str]]:
+        found = [line_of(name, x, memories[name], marks_frozen=False) for name, x in named.items()]
+        return {"parameter or buffer": found}
 
-    memories, lines = agreed(communicator, attempt(look), "take part")
-    check_same_lines(communicator, lines, "parameter or buffer")
+    looked = attempt(lambda: {name: look_at(name, tensor) for name, tensor in named.items()})
+    memories = agreed(communicator.channel.all_gather_bytes, looked, "take part", lines)
     differing = differing_memories(
         communicator, {name: m for name, m in memories.items() if m.parts and not m.writable}
     )
@@ -152,22 +154,6 @@ def signature(tensor: torch.Tensor) -> str:
     part = f", a DTensor, part {part_of(tensor) or 'all'}" if is_dtensor(tensor) else ""
     shape = "nested" if tensor.is_nested else list(tensor.shape)
     return f"{shape} {tensor.dtype}{where}{part}"
-
-
-def check_same_lines(communicator: Communicator, lines: list[str], what: str, hint: str = "") -> None:
-    """Raise ValueError on every rank if a rank's lines differ from rank 0's, naming the first one, with a ``hint``."""
-    mine = "\n".join(lines).encode("utf-8", "replace")  # names may have lone surrogates, which cannot be sent
-    texts = [text.decode() for text in communicator.channel.all_gather_bytes(mine)]
-    by_rank = [text.split("\n") if text else [] for text in texts]
-    first = by_rank[0]
-    for rank, other in enumerate(by_rank):
-        for i in range(max(len(other), len(first))):
-            here = other[i] if i < len(other) else "nothing"
-            there = first[i] if i < len(first) else "nothing"
-            if here != there:
-                raise ValueError(
-                    f"the ranks disagree: {what} {i} is {here!r} on rank {rank}, {there!r} on rank 0{hint}"
-                )
 
 
 def broadcast_tensors(communicator: Communicator, tensors: Iterable[torch.Tensor], src: int) -> None:
@@ -237,24 +223,28 @@ def broadcast_state(
         keeps_state: whether each rank keeps the state that it has, so that only hyperparameters are sent.
     """
     params = shared_parameters(optimizer, leaves_out)
-    check_same_lines(communicator, group_sizes(optimizer, leaves_out), "optimizer parameter group")
+    gather = communicator.channel.all_gather_bytes
+    check_same_lines(gather, group_sizes(optimizer, leaves_out), "optimizer parameter group")
     params = [] if keeps_state else params
     mine = b""
     tensors: list[torch.Tensor] = []
     if communicator.rank == src:
         mine = json.dumps(state_nodes(optimizer, params, tensors)).encode()
-    nodes = json.loads(communicator.channel.all_gather_bytes(mine)[src])
-    problem = ""
-    if communicator.rank != src:
+    nodes = json.loads(gather(mine)[src])
+
+    def fill() -> list[torch.Tensor]:
+        if communicator.rank == src:
+            return tensors
         try:
             check(params, nodes)
-            tensors = restructure_state(optimizer, params, nodes)
+            return restructure_state(optimizer, params, nodes)
         except ValueError as error:
-            problem = str(error)
-    for rank, text in enumerate(communicator.channel.all_gather_bytes(problem.encode())):
-        if text:
-            raise ValueError(f"the optimizer state of rank {src} does not fit rank {rank}: {text.decode()}")
-    broadcast_tensors(communicator, tensors, src)
+            raise ValueError(
+                f"the optimizer state of rank {src} does not fit rank {communicator.rank}: {error}"
+            ) from error
+
+    filled = agreed(gather, attempt(fill), words=Words(failed="{problem}"))
+    broadcast_tensors(communicator, filled, src)
 
 
 def shared_parameters(

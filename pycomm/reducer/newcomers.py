@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from pycomm import kernels
+from pycomm.agreement import agreed
 from pycomm.checks import shown
 from pycomm.communicator import Communicator
 from pycomm.compression.base import State
-from pycomm.reducer.agreement import agreed
+from pycomm.errors import attempt
 from pycomm.reducer.attached_tensors import module_tensors, shared_parts
 from pycomm.reducer.broadcast import group_sizes, restructure_state, shared_parameters, signature, state_nodes
 from pycomm.reducer.buckets import state_of
@@ -141,13 +142,10 @@ def share_state(communicator: Communicator, carried: Carried, newcomer: bool) ->
     nodes = [*state_nodes(optimizer, params, tensors), encode(carried.plain(), tensors)]
     mine = json.dumps(nodes).encode() if communicator.rank == 0 else b""
     nodes = json.loads(communicator.channel.all_gather_bytes(mine)[0])
-    outcome: tuple[dict[str, Any], list[torch.Tensor]] | Exception = ({}, tensors)
-    if newcomer:
-        try:
-            outcome = _restructured(table, params, nodes, carried.plain())
-        except ValueError as error:
-            outcome = error
-    plain, tensors = agreed(communicator, outcome, "take the state of rank 0")
+    outcome: tuple[dict[str, Any], list[torch.Tensor]] | Exception = attempt(
+        lambda: _restructured(table, params, nodes, carried.plain()) if newcomer else ({}, tensors)
+    )
+    plain, tensors = agreed(communicator.channel.all_gather_bytes, outcome, "take the state of rank 0")
     everything = dict(table.named()) | module_tensors(table)
     masters = stepper.masters(table.ignored.covers)
     _spread(communicator, [*shared_parts(list(everything.values())), *masters, *tensors], newcomer)
