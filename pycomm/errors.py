@@ -12,6 +12,12 @@ import torch.distributed as dist
 
 _T = TypeVar("_T")
 
+HALF_SENT = (
+    "the last backward() ended with an exception after part of its gradients had been sent: the ranks are out of step; "
+    "restart from a checkpoint"
+)
+"""Text of the error after which no rank can go on."""
+
 
 class CommError(dist.DistBackendError):
     """Failure of a peer or of the link to it. The communicator on which it happened can no longer be used.

@@ -21,14 +21,13 @@ from pycomm.asynchronous.local_averager import LocalAverager, Rhythm
 from pycomm.asynchronous.loop import Known, Loop
 from pycomm.asynchronous.meeting import Meeting
 from pycomm.asynchronous.outer import DelayedNesterov, Elastic, Nesterov
+from pycomm.broadcasting import named_tensors, share_tensors, signature
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression, NoCompression
-from pycomm.cost.auto import Auto
+from pycomm.cost.auto import Auto, checked_method
 from pycomm.errors import attempt
 from pycomm.optim.attached import refuse_second_average
 from pycomm.optim.parameters import checked_optimizer, optimizer_parameters
-from pycomm.reducer.broadcast import named_tensors, share_tensors, signature
-from pycomm.reducer.settings import checked_method
 from pycomm.transport.authentication import secret
 from pycomm.transport.choice import version
 from pycomm.transport.own_group import timeout_seconds

@@ -14,13 +14,13 @@ from pycomm import schedule
 from pycomm.agreement import agreed
 from pycomm.asynchronous.averaging import checked_parameters
 from pycomm.asynchronous.loop import Known
+from pycomm.broadcasting import named_tensors, share_tensors, signature
 from pycomm.communicator import Communicator
 from pycomm.descriptions import counted, tensors_text
 from pycomm.errors import attempt
 from pycomm.optim.attached import forget_averaged, register_averaged
+from pycomm.optim.module_hooks import watch_copies
 from pycomm.optim.parameters import checked_optimizer
-from pycomm.reducer.autograd_hooks import watch_copies
-from pycomm.reducer.broadcast import named_tensors, share_tensors, signature
 
 _SEGMENT_BYTES = 4 << 20
 """So much is mixed at a time: messages may be buffered only up to a limit, however large the model is."""

@@ -14,17 +14,17 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from pycomm.agreement import agreed
+from pycomm.broadcasting import signature
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression
+from pycomm.compression.base import method_stats
+from pycomm.compression.saved_state import gather_state, select_state
 from pycomm.ddp.exchanges import Sorting
 from pycomm.ddp.settings import Settings, checked_settings
 from pycomm.ddp.steps import Steps, weighting_of
 from pycomm.errors import attempt
-from pycomm.reducer.broadcast import signature
-from pycomm.reducer.buckets import method_stats
-from pycomm.reducer.checkpoint import gather_state, select_state
-from pycomm.reducer.parameter_checks import check_parameters
-from pycomm.reducer.rank_flags import StopRequest
+from pycomm.optim.parameter_checks import check_parameters
+from pycomm.reducer import StopRequest
 from pycomm.torch_internals import GradBucket, communication_hooks, divides_by_active_ranks, zero_buckets
 
 

@@ -12,16 +12,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm.agreement import agreed
+from pycomm.broadcasting import broadcast_tensors, share_tensors
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression
+from pycomm.compression.base import method_stats
+from pycomm.compression.saved_state import gather_state, select_state
 from pycomm.ddp.replicas import ReplicaSteps, Shards, state_of
 from pycomm.ddp.settings import Settings, checked_settings
 from pycomm.errors import attempt
-from pycomm.reducer.autograd_hooks import AfterForward
-from pycomm.reducer.broadcast import broadcast_tensors, share_tensors
-from pycomm.reducer.buckets import method_stats
-from pycomm.reducer.checkpoint import gather_state, select_state
-from pycomm.reducer.loop_index import LoopIndex
+from pycomm.optim.loop_index import LoopIndex
+from pycomm.optim.module_hooks import AfterForward
 from pycomm.torch_internals import ShardedGroup, sharded_groups
 from pycomm.transport.own_group import group_of
 

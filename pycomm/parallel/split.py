@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from pycomm.agreement import agreed
+from pycomm.broadcasting import broadcast_tensors
 from pycomm.communicator import Communicator
 from pycomm.errors import attempt
 from pycomm.parallel import auto
@@ -24,7 +25,6 @@ from pycomm.parallel.fits import check_module, padding
 from pycomm.parallel.layouts import WHOLE, layouts_of
 from pycomm.parallel.plan import STYLES, Plan
 from pycomm.parallel.styles import parallel_style
-from pycomm.reducer.broadcast import broadcast_tensors
 from pycomm.transport.own_group import found_group, group_of
 
 _LOG = logging.getLogger("pycomm")

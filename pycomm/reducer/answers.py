@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from pycomm.communicator import Communicator
-from pycomm.compression.base import Exchange, State
+from pycomm.compression.base import Exchange, State, method_stats
 from pycomm.reducer.arrivals import Waits
-from pycomm.reducer.buckets import method_stats, state_of
+from pycomm.reducer.buckets import state_of
 from pycomm.reducer.figures import CompressionFigures
 from pycomm.reducer.module_buffers import BufferSync
 from pycomm.reducer.outcome import Outcome

@@ -13,14 +13,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm.agreement import agreed, check_same_lines
+from pycomm.broadcasting import broadcast_state, check_state_keys
 from pycomm.checks import refuse_unknown, shown
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression
 from pycomm.optim.attached import refuse_second_average, register
 from pycomm.optim.parameters import optimizer_parameters
+from pycomm.optim.wrappers import refuse_wrapped, watch_constructions
 from pycomm.reducer.arrivals import Waits, open_board
 from pycomm.reducer.attached_tensors import AttachedTensors
-from pycomm.reducer.broadcast import broadcast_state, check_state_keys
 from pycomm.reducer.engine import Engine
 from pycomm.reducer.joining import join as join_ranks
 from pycomm.reducer.joining import surviving_engine
@@ -31,7 +32,6 @@ from pycomm.reducer.partition.opening import open_partition, require_reachable, 
 from pycomm.reducer.reducer import Reducer
 from pycomm.reducer.settings import NAMES, OF_DISTRIBUTED_DATA_PARALLEL, Settings, checked_settings
 from pycomm.reducer.sharded import check_sharding
-from pycomm.reducer.wrappers import refuse_wrapped, watch_constructions
 from pycomm.torch_internals import is_dtensor
 from pycomm.transport.authentication import secret
 from pycomm.transport.own_group import timeout_seconds

@@ -17,8 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from pycomm.agreement import check_same_lines
-from pycomm.communicator import Communicator
-from pycomm.reducer.broadcast import (
+from pycomm.broadcasting import (
     OWN,
     broadcast_parts,
     broadcast_tensors,
@@ -26,8 +25,9 @@ from pycomm.reducer.broadcast import (
     differing_memories,
     line_of,
 )
+from pycomm.communicator import Communicator
 from pycomm.reducer.parameters import ParameterTable
-from pycomm.reducer.tensor_memory import look_at, memory_of
+from pycomm.tensor_memory import look_at
 
 
 class AttachedTensors:
@@ -80,12 +80,6 @@ def module_tensors(table: ParameterTable) -> dict[str, torch.Tensor]:
         return {}
     named = [*table.module.named_parameters(), *table.module.named_buffers()]
     return {name: t for name, t in named if name not in table.rank_local and not table.ignores(name, t)}
-
-
-def shared_parts(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the memory behind those of ``tensors`` that can be sent."""
-    memories = [memory_of(tensor) for tensor in tensors]
-    return [part for memory in memories if memory.writable for part in memory.parts]
 
 
 def _warn_of(names: Sequence[str]) -> None:

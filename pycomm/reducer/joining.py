@@ -13,6 +13,7 @@ from pycomm.elastic.membership import Membership
 from pycomm.elastic.vitals import this_process
 from pycomm.errors import CommError
 from pycomm.optim.attached import register
+from pycomm.optim.wrappers import watch_constructions
 from pycomm.reducer.arrivals import Waits
 from pycomm.reducer.backup import BackupEngine
 from pycomm.reducer.lanes import open_lanes
@@ -22,7 +23,6 @@ from pycomm.reducer.reducer import Reducer
 from pycomm.reducer.settings import Settings
 from pycomm.reducer.survival import Survival
 from pycomm.reducer.surviving import SurvivingEngine
-from pycomm.reducer.wrappers import watch_constructions
 from pycomm.torch_internals import Store
 
 _indices = itertools.count()

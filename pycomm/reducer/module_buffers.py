@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from pycomm.agreement import check_same_lines
+from pycomm.broadcasting import broadcast_parts, signature, write
 from pycomm.communicator import Communicator
-from pycomm.reducer.broadcast import broadcast_parts, signature, write
-from pycomm.reducer.tensor_memory import Memory, digest, digests_of, look_at
+from pycomm.tensor_memory import Memory, digest, digests_of, look_at
 from pycomm.torch_internals import buffers_of, is_dtensor, keeps_statistics_aside
 
 BUFFERS = ("local", "broadcast", "average")

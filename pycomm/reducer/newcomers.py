@@ -15,19 +15,28 @@ import torch
 
 from pycomm import kernels
 from pycomm.agreement import agreed
+from pycomm.broadcasting import (
+    Node,
+    decode,
+    encode,
+    group_sizes,
+    restructure_state,
+    shared_parameters,
+    signature,
+    state_nodes,
+)
 from pycomm.checks import shown
 from pycomm.communicator import Communicator
 from pycomm.compression.base import State
+from pycomm.compression.saved_state import CONTRIBUTIONS
 from pycomm.errors import attempt
-from pycomm.reducer.attached_tensors import module_tensors, shared_parts
-from pycomm.reducer.broadcast import group_sizes, restructure_state, shared_parameters, signature, state_nodes
+from pycomm.reducer.attached_tensors import module_tensors
 from pycomm.reducer.buckets import state_of
-from pycomm.reducer.checkpoint import CONTRIBUTIONS
 from pycomm.reducer.parameters import ParameterTable
-from pycomm.reducer.plain_state import Node, decode, encode
 from pycomm.reducer.progress import Progress
 from pycomm.reducer.sample_weights import SampleWeights
 from pycomm.reducer.settings import Settings
+from pycomm.tensor_memory import shared_parts
 from pycomm.transport.choice import version
 
 _CHUNK_BYTES = 32 << 20

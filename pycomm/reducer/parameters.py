@@ -8,18 +8,17 @@ from typing import Any
 import torch
 
 from pycomm.agreement import agreed
+from pycomm.broadcasting import share_tensors, signature
 from pycomm.communicator import Communicator
 from pycomm.layout import on_gpu
+from pycomm.optim.parameter_checks import check_parameters
 from pycomm.optim.parameters import checked_optimizer, optimizer_parameters, parameter_ids
-from pycomm.optim.shards import Shards
+from pycomm.optim.shards import Shards, labels_of
 from pycomm.optim.step_override import Stepper, stepper_of
-from pycomm.reducer.broadcast import share_tensors, signature
 from pycomm.reducer.buckets import BucketInFlight, Slot, add_counts, make_buckets, state_of
 from pycomm.reducer.ignored import Ignored, ignored_of
 from pycomm.reducer.lanes import bucket_sizes
-from pycomm.reducer.parameter_checks import check_parameters
 from pycomm.reducer.partition import StepPartition
-from pycomm.reducer.parts import labels_of
 from pycomm.reducer.settings import Settings
 from pycomm.reducer.sharded import check_sharding
 from pycomm.torch_internals import local_of, version_of
