@@ -14,13 +14,13 @@ import torch.distributed as dist
 from pycomm import checks
 from pycomm.agreement import agreed
 from pycomm.asynchronous.averager import Averager
-from pycomm.asynchronous.companions import Companions, Lines
 from pycomm.asynchronous.decoupled import DecoupledAverager, Pace
+from pycomm.asynchronous.elastic_group import ElasticGroup, Lines
 from pycomm.asynchronous.fragment import Fragment, Outer
 from pycomm.asynchronous.local_averager import LocalAverager, Rhythm
 from pycomm.asynchronous.loop import Known, Loop
-from pycomm.asynchronous.meeting import Meeting
 from pycomm.asynchronous.outer import DelayedNesterov, Elastic, Nesterov
+from pycomm.asynchronous.server_meeting import ServerMeeting
 from pycomm.broadcasting import named_tensors, share_tensors, signature
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression, NoCompression
@@ -272,10 +272,10 @@ def _average(
         optimizer, settings = agreed(gather, attempt(checked), lines=compared)
         lines = settings.lines(optimizer)
         share_tensors(communicator, named_tensors(model), src=0)
-        companions = Companions.found(communicator, lines) if settings.survives else None
+        group = ElasticGroup.found(communicator, lines) if settings.survives else None
         fragments, loop = settings.make_fragments(), settings.loop_of(optimizer, model)
         buffers = list(model.buffers())
-        return LocalAverager(communicator, optimizer, fragments, settings.rhythm, companions, buffers, loop)
+        return LocalAverager(communicator, optimizer, fragments, settings.rhythm, group, buffers, loop)
     except BaseException:
         communicator.close()
         raise
@@ -293,7 +293,7 @@ def _decouple(
         with Communicator(timeout=timeout) as communicator:
             same = {"setting": ["ranks meet one by one"]}
             outcome = agreed(communicator.channel.all_gather_bytes, outcome, lines=lambda _: same)
-    meeting, every, outer, quorum = Meeting(timeout), *(options[name] for name in ("every", "outer", "quorum"))
+    meeting, every, outer, quorum = ServerMeeting(timeout), *(options[name] for name in ("every", "outer", "quorum"))
     if isinstance(outcome, Exception):
         meeting.compare([], outcome)  # raises it, on all ranks
     assert not isinstance(outcome, Exception)
@@ -340,18 +340,18 @@ def _join(
 ) -> LocalAverager:
     optimizer = checked_optimizer(optimizer, model, "local_sgd")
     settings = _checked(optimizer, model, request)
-    companions = Companions.join(request.options["join"], settings.lines(optimizer), timeout_seconds(timeout))
+    group = ElasticGroup.join(request.options["join"], settings.lines(optimizer), timeout_seconds(timeout))
     fragments, buffers, loop = settings.make_fragments(), list(model.buffers()), settings.loop_of(optimizer, model)
     made: LocalAverager | None = None
     try:
-        made = LocalAverager(companions.communicator, optimizer, fragments, settings.rhythm, companions, buffers, loop)
+        made = LocalAverager(group.communicator, optimizer, fragments, settings.rhythm, group, buffers, loop)
         made.share_state(is_newcomer=True)
         return made
     except BaseException:
         if made is not None:
             made.detach()
-        companions.close("it could not join")
-        companions.communicator.close()
+        group.close("it could not join")
+        group.communicator.close()
         raise
 
 

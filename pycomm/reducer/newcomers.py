@@ -32,6 +32,7 @@ from pycomm.compression.saved_state import CONTRIBUTIONS
 from pycomm.errors import attempt
 from pycomm.reducer.attached_tensors import module_tensors
 from pycomm.reducer.buckets import state_of
+from pycomm.reducer.engine import Engine
 from pycomm.reducer.parameters import ParameterTable
 from pycomm.reducer.progress import Progress
 from pycomm.reducer.sample_weights import SampleWeights
@@ -97,6 +98,12 @@ class Carried:
     scaler: Any
     objects: Mapping[str, Any]
     weights: SampleWeights
+
+    @classmethod
+    def of(cls, engine: Engine, objects: Mapping[str, Any]) -> Carried:
+        """Return what a newcomer gets from ``engine``, and ``objects``."""
+        scaler, weights = engine.settings.loss_scaler, engine.window.weights
+        return cls(engine.table, engine.progress, engine.outcome.committed_steps, scaler, objects, weights)
 
     def plain(self) -> dict[str, Any]:
         """Return it as numbers, texts, tensors and containers of them."""
