@@ -25,9 +25,9 @@ from pycomm.asynchronous.shards import Piece, cut
 from pycomm.asynchronous.updates import ShardOptimizer
 from pycomm.asynchronous.worker import ServerLink
 from pycomm.compression import Compression
+from pycomm.compression.by_method import method_text
 from pycomm.descriptions import counted, settings_text, tensors_text
 from pycomm.errors import CommError
-from pycomm.reducer.description import method_text
 from pycomm.transport import rendezvous
 
 _FORMAT = 1

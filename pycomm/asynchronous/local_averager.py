@@ -17,12 +17,12 @@ from pycomm.asynchronous.elastic_group import ElasticGroup
 from pycomm.asynchronous.fragment import Fragment
 from pycomm.asynchronous.loop import Loop
 from pycomm.asynchronous.meeting_check import MeetingCheck
+from pycomm.broadcasting import broadcast_tensors
 from pycomm.communicator import Communicator
+from pycomm.compression.by_method import method_text
 from pycomm.descriptions import counted, settings_text, tensors_text
 from pycomm.errors import CommError
-from pycomm.reducer.attached_tensors import shared_parts
-from pycomm.reducer.broadcast import broadcast_tensors
-from pycomm.reducer.description import method_text
+from pycomm.tensor_memory import shared_parts
 
 _FORMAT = 2
 

@@ -24,8 +24,8 @@ import numpy as np
 
 from pycomm.asynchronous.loop import Report
 from pycomm.communicator import Communicator
-from pycomm.reducer.damage import name_ranks
-from pycomm.reducer.hyperparameters import Numbers, first_difference
+from pycomm.descriptions import name_ranks
+from pycomm.optim.hyperparameters import Numbers, first_difference
 
 _WORDS = 8
 _LEFT_OUT = (

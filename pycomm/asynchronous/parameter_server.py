@@ -28,10 +28,10 @@ from pycomm.asynchronous.updates import ShardOptimizer
 from pycomm.asynchronous.worker import ServerLink
 from pycomm.checks import bounded, positive
 from pycomm.compression import Compression
+from pycomm.compression.by_method import method_text
 from pycomm.descriptions import counted, tensors_text
 from pycomm.optim.attached import refuse_second_average
 from pycomm.optim.parameters import checked_optimizer
-from pycomm.reducer.description import method_text
 from pycomm.transport import rendezvous
 
 

@@ -8,23 +8,24 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from pycomm import checks
+from pycomm import agreement, checks
 from pycomm.checkpoint.contents import Kind, Section, collect, copy_of
 from pycomm.checkpoint.folder import numbers_in, remove_unfinished, unfinished
-from pycomm.checkpoint.together import exchanged, together
 from pycomm.checkpoint.writing import Job, PendingSave
 from pycomm.communicator import Communicator
-from pycomm.errors import CommError
+from pycomm.errors import CommError, attempt
 from pycomm.reducer import Reducer
-from pycomm.reducer.broadcast import check_same_lines
+
+T = TypeVar("T")
 
 _LOG = logging.getLogger("pycomm")
+_WORDS = agreement.Words(keeps_kind=True)
 
 _PATIENCE = 10.0  # seconds for a directory that another host has made to be seen here
 
@@ -90,6 +91,25 @@ def settle(reducer: Reducer) -> None:
         previous.settle()
 
 
+def exchanged(communicator: Communicator, what: str, job: Callable[[], Any]) -> list[Any]:
+    """Run ``job`` on all ranks; return the results of all, in rank order, which travel as JSON. Collective.
+
+    Args:
+        communicator: the ranks.
+        what: verb for the message about another rank, which "could not" do it.
+        job: what to run.
+
+    Raises:
+        Exception: ``job`` has raised it on this rank, or on another, which is quoted: an error of the same kind.
+    """
+    return agreement.exchanged(communicator.channel.all_gather_bytes, attempt(job), what, words=_WORDS)
+
+
+def together(communicator: Communicator, what: str, job: Callable[[], T]) -> T:
+    """Run ``job`` on all ranks; return its result on this one. As :func:`exchanged`, but nothing else travels."""
+    return agreement.agreed(communicator.channel.all_gather_bytes, attempt(job), what, words=_WORDS)
+
+
 def _prepare(
     path: str | os.PathLike[str], reducer: Reducer, keep: int, more: Mapping[str, Any], error: BaseException | None
 ) -> Job:
@@ -139,7 +159,7 @@ def _agree(
     everyones = exchanged(communicator, "save a checkpoint", look)
     mine = everyones[communicator.rank]
     if any(other["layout"] != mine["layout"] for other in everyones):
-        check_same_lines(communicator, _lines(sections), "value")
+        agreement.check_same_lines(communicator.channel.all_gather_bytes, _lines(sections), "value")
     shared = {s.name for s in sections if s.kind is Kind.EQUAL}
     for name, digest in mine["digests"].items():
         if all(other["digests"][name] == digest for other in everyones):

@@ -12,8 +12,7 @@ from pycomm.horovod.compression import Compression
 from pycomm.horovod.process_sets import members_of
 from pycomm.horovod.reduce_ops import Average
 from pycomm.horovod.state import world
-from pycomm.reducer import Tuning, attach, broadcast_parameters
-from pycomm.reducer.reducer import Reducer
+from pycomm.reducer import Reducer, Tuning, attach, broadcast_parameters
 
 
 class AttachedAveraging:

@@ -1,7 +1,7 @@
 """Averaging of gradients over the ranks: ``attach``, and the ``Reducer`` that it returns."""
 
+from pycomm.broadcasting import broadcast_optimizer_state, broadcast_parameters
 from pycomm.reducer.attach import attach, join
-from pycomm.reducer.broadcast import broadcast_optimizer_state, broadcast_parameters
 from pycomm.reducer.options import Sharding, Survive, Tuning
 from pycomm.reducer.rank_flags import StopRequest
 from pycomm.reducer.reducer import Reducer

@@ -12,16 +12,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from pycomm.agreement import agreed, check_same_lines
+from pycomm.broadcasting import broadcast_state, check_state_keys
 from pycomm.checks import refuse_unknown, shown
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression
 from pycomm.deprecated import Moved, Old, renamed
+from pycomm.errors import attempt
 from pycomm.optim.attached import refuse_second_average, register
 from pycomm.optim.parameters import optimizer_parameters
-from pycomm.reducer.agreement import agreed, attempted
+from pycomm.optim.wrappers import refuse_wrapped, watch_constructions
 from pycomm.reducer.arrivals import Waits, open_board
 from pycomm.reducer.attached_tensors import AttachedTensors
-from pycomm.reducer.broadcast import broadcast_state, check_same_lines, check_state_keys
 from pycomm.reducer.engine import Engine, StepPolicy
 from pycomm.reducer.joining import join_ranks, surviving_policy
 from pycomm.reducer.lanes import open_lanes
@@ -31,7 +33,6 @@ from pycomm.reducer.partition.opening import open_partition, require_reachable, 
 from pycomm.reducer.reducer import Reducer
 from pycomm.reducer.settings import OF_DISTRIBUTED_DATA_PARALLEL, Settings
 from pycomm.reducer.sharded import check_sharding
-from pycomm.reducer.wrappers import refuse_wrapped, watch_constructions
 from pycomm.torch_internals import is_dtensor
 from pycomm.transport.authentication import secret
 from pycomm.transport.own_group import timeout_seconds
@@ -144,9 +145,8 @@ def attach(
     communicator = Communicator(process_group, tuning.timeout if isinstance(tuning, Tuning) else None)
     try:
         check = functools.partial(_checked, optimizer, model, unknown, communicator.place.ranks, **given)
-        attached = agreed(communicator, attempted(check))
+        attached = agreed(communicator.channel.all_gather_bytes, attempt(check), lines=_Attached.lines)
         settings, table = attached.settings, attached.table
-        check_same_lines(communicator, attached.settings.lines(), "setting")
         _make_equal(communicator, attached)
         lanes = open_lanes(communicator, settings, table.on_gpu)
         if settings.shard is not None:
@@ -221,6 +221,10 @@ class _Attached(NamedTuple):
     table: ParameterTable
     tensors: AttachedTensors
 
+    def lines(self) -> dict[str, list[str]]:
+        """Return what the ranks must have set alike."""
+        return {"setting": self.settings.lines()}
+
 
 def _checked(optimizer: Any, model: Any, unknown: Mapping[str, Any], ranks: Sequence[int], **given: Any) -> _Attached:
     """Return what is to be attached over the global ``ranks``; raise the error that it causes."""
@@ -240,7 +244,6 @@ def _checked(optimizer: Any, model: Any, unknown: Mapping[str, Any], ranks: Sequ
         require_shardable(table, settings.shard.kind)
     _check_ignored(table, settings)
     made = _Attached(settings, table, AttachedTensors(table))
-    settings.lines()  # which a method of the user's own may make fail
     table.ranks = tuple(ranks)
     check_sharding(names, table.ranks)
     if 0 < len(table.ranks) <= settings.backup:
@@ -288,7 +291,7 @@ def _attach_over(lanes: Sequence[Communicator], settings: Settings, table: Param
     except Exception as error:
         made = error
     try:
-        reducer = agreed(lanes[0], made)
+        reducer = agreed(lanes[0].channel.all_gather_bytes, made)
         register(reducer)
         watch_constructions(reducer)
         return reducer
@@ -304,7 +307,8 @@ def _make_equal(communicator: Communicator, attached: _Attached) -> None:
     """Raise ValueError if the ranks' settings or tensors do not match; then copy rank 0's state to all ranks."""
     settings, table, tensors = attached
     if settings.shard is not None:
-        check_same_lines(communicator, settings_lines(table.optimizer), "parameter group")
+        lines = settings_lines(table.optimizer)
+        check_same_lines(communicator.channel.all_gather_bytes, lines, "parameter group")
     communicator.all_reduce(
         torch.zeros(1, dtype=torch.float32), algorithm=settings.tuning.algorithm
     )  # raises here if there is no such algorithm

@@ -55,8 +55,3 @@ def alike(column: Sequence[int], ranks: Sequence[int]) -> list[list[int]]:
     for rank, value in zip(ranks, column, strict=True):
         groups.setdefault(value, []).append(rank)
     return list(groups.values())
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 1", or "ranks 1, 2"."""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

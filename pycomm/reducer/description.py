@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pycomm.compression import Compression, NoCompression
-from pycomm.descriptions import counted, settings_text, size_text, tensors_text
+from pycomm.compression.by_method import method_text
+from pycomm.descriptions import counted, size_text, tensors_text
 from pycomm.reducer.engine import Engine
 
 
@@ -17,11 +17,6 @@ def description(engine: Engine) -> str:
     if settings.survive is not None:
         parts.append(f"survive={settings.survive}")
     return ", ".join(parts)
-
-
-def method_text(compression: Compression | None) -> str:
-    """Return a compression method in a word or two; "dense" if there is none."""
-    return "dense" if compression is None or isinstance(compression, NoCompression) else settings_text(compression)
 
 
 def _parameters(engine: Engine) -> str:

@@ -12,6 +12,7 @@ from pycomm.elastic.liveness import this_process
 from pycomm.elastic.membership import Membership
 from pycomm.errors import CommError
 from pycomm.optim.attached import register
+from pycomm.optim.wrappers import watch_constructions
 from pycomm.reducer.arrivals import Waits
 from pycomm.reducer.backup import BackupPolicy
 from pycomm.reducer.engine import Engine
@@ -23,7 +24,6 @@ from pycomm.reducer.reducer import Reducer
 from pycomm.reducer.settings import Settings
 from pycomm.reducer.survival import Survival
 from pycomm.reducer.surviving import SurvivingPolicy
-from pycomm.reducer.wrappers import watch_constructions
 from pycomm.torch_internals import Store
 
 _indices = itertools.count()

@@ -14,19 +14,29 @@ from typing import Any
 import torch
 
 from pycomm import kernels
+from pycomm.agreement import agreed
+from pycomm.broadcasting import (
+    Node,
+    decode,
+    encode,
+    group_sizes,
+    restructure_state,
+    shared_parameters,
+    signature,
+    state_nodes,
+)
 from pycomm.communicator import Communicator
 from pycomm.compression.base import State
-from pycomm.reducer.agreement import agreed
-from pycomm.reducer.attached_tensors import module_tensors, shared_parts
-from pycomm.reducer.broadcast import group_sizes, restructure_state, shared_parameters, signature, state_nodes
+from pycomm.compression.saved_state import CONTRIBUTIONS
+from pycomm.errors import attempt
+from pycomm.reducer.attached_tensors import module_tensors
 from pycomm.reducer.buckets import state_of
-from pycomm.reducer.checkpoint import CONTRIBUTIONS
 from pycomm.reducer.engine import Engine
 from pycomm.reducer.parameters import ParameterTable
-from pycomm.reducer.plain_state import Node, decode, encode
 from pycomm.reducer.progress import Progress
 from pycomm.reducer.sample_weights import SampleWeights
 from pycomm.reducer.settings import Settings
+from pycomm.tensor_memory import shared_parts
 from pycomm.transport.choice import version
 
 _CHUNK_BYTES = 32 << 20
@@ -127,13 +137,10 @@ def share_state(communicator: Communicator, carried: Carried, newcomer: bool) ->
     nodes = [*state_nodes(optimizer, params, tensors), encode(carried.plain(), tensors)]
     mine = json.dumps(nodes).encode() if communicator.rank == 0 else b""
     nodes = json.loads(communicator.channel.all_gather_bytes(mine)[0])
-    outcome: tuple[dict[str, Any], list[torch.Tensor]] | Exception = ({}, tensors)
-    if newcomer:
-        try:
-            outcome = _restructured(table, params, nodes, carried.plain())
-        except ValueError as error:
-            outcome = error
-    plain, tensors = agreed(communicator, outcome, "take the state of rank 0")
+    outcome: tuple[dict[str, Any], list[torch.Tensor]] | Exception = attempt(
+        lambda: _restructured(table, params, nodes, carried.plain()) if newcomer else ({}, tensors)
+    )
+    plain, tensors = agreed(communicator.channel.all_gather_bytes, outcome, "take the state of rank 0")
     everything = dict(table.named()) | module_tensors(table)
     masters = stepper.masters(table.ignored.covers)
     _spread(communicator, [*shared_parts(list(everything.values())), *masters, *tensors], newcomer)

@@ -9,9 +9,8 @@ import torch
 
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag
+from pycomm.compression.nonfinite import NonfiniteSource, nonfinite_source
 from pycomm.reducer import norms
-from pycomm.reducer.buckets import nonfinite_source
-from pycomm.reducer.nonfinite import NonfiniteSource
 from pycomm.reducer.parameters import ParameterTable
 from pycomm.reducer.progress import Progress
 from pycomm.reducer.rank_flags import RankFlags

@@ -7,19 +7,18 @@ from typing import Any
 
 import torch
 
+from pycomm.agreement import agreed
+from pycomm.broadcasting import share_tensors, signature
 from pycomm.communicator import Communicator
 from pycomm.layout import on_gpu
+from pycomm.optim.parameter_checks import check_parameters
 from pycomm.optim.parameters import checked_optimizer, optimizer_parameters, parameter_ids
-from pycomm.optim.shards import Shards
+from pycomm.optim.shards import Shards, labels_of
 from pycomm.optim.step_override import Stepper, stepper_of
-from pycomm.reducer.agreement import agreed
-from pycomm.reducer.broadcast import check_same_lines, share_tensors, signature
 from pycomm.reducer.buckets import BucketInFlight, Slot, add_counts, make_buckets, state_of
 from pycomm.reducer.ignored import Ignored, ignored_of
 from pycomm.reducer.lanes import bucket_sizes
-from pycomm.reducer.parameter_checks import check_parameters
 from pycomm.reducer.partition import StepPartition
-from pycomm.reducer.parts import labels_of
 from pycomm.reducer.settings import Settings
 from pycomm.reducer.sharded import check_sharding
 from pycomm.torch_internals import local_of, version_of
@@ -210,16 +209,15 @@ class ParameterTable:
         Raises:
             TypeError, ValueError: a parameter cannot be averaged on some rank, or they differ; on every rank.
         """
-        new, problem = self._names_of_added(), None
-        try:
+        new = self._names_of_added()
+
+        def lines(_: None) -> dict[str, list[str]]:
             check_parameters({**new, **{slot.name: slot.param for slot in self.unfrozen()}}, self.device)
             check_sharding(new, self.ranks)
-        except (TypeError, ValueError) as error:
-            problem = error
-        agreed(communicator, problem, "take a new parameter")
-        lines = [f"{s.name}: {signature(s.param)}" for s in self.unfrozen()]
-        lines += [f"{name}: {signature(p)}" for name, p in new.items()]
-        check_same_lines(communicator, lines, "new parameter")
+            named = [*((slot.name, slot.param) for slot in self.unfrozen()), *new.items()]
+            return {"new parameter": [f"{name}: {signature(p)}" for name, p in named]}
+
+        agreed(communicator.channel.all_gather_bytes, None, "take a new parameter", lines)
         share_tensors(communicator, new, src=0)
         self._frozen.update({id(p): Slot(name, p, in_optimizer=True) for name, p in new.items()})
 

@@ -9,24 +9,18 @@ from typing import Any
 import torch
 
 from pycomm.counting import PassGate
-from pycomm.errors import CommError
+from pycomm.errors import HALF_SENT, CommError
+from pycomm.optim.copies import training_alone
+from pycomm.optim.wrappers import refuse_active_wrapper
 from pycomm.reducer.autograd_hooks import GradientHook, ModelHooks
 from pycomm.reducer.backward import BackwardWatch
 from pycomm.reducer.buckets import Slot, forget_passes
-from pycomm.reducer.copies import training_alone
 from pycomm.reducer.damage import DamageError
 from pycomm.reducer.engine import Engine
 from pycomm.reducer.local_passes import LocalPasses
 from pycomm.reducer.parameter_changes import ParameterChanges
 from pycomm.reducer.provenance import require_provenance
-from pycomm.reducer.wrappers import refuse_active_wrapper
 from pycomm.torch_internals import current_graph_task
-
-HALF_SENT = (
-    "the last backward() ended with an exception after part of its gradients had been sent: the ranks are out of step; "
-    "restart from a checkpoint"
-)
-"""Text of the error after which no rank can go on."""
 
 
 class Passes:

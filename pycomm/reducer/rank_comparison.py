@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from pycomm.communicator import Communicator
-from pycomm.reducer.hyperparameters import Hyperparameters
+from pycomm.optim.hyperparameters import Hyperparameters
 from pycomm.reducer.parameters import ParameterTable
 from pycomm.reducer.progress import Progress
 from pycomm.reducer.rank_flags import Heard, RankFlags

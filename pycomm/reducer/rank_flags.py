@@ -35,8 +35,8 @@ import numpy as np
 import torch
 
 from pycomm.fingerprint import FINGERPRINT_BITS
-from pycomm.reducer.hyperparameters import Hyperparameters
-from pycomm.reducer.loop_index import LoopIndex
+from pycomm.optim.hyperparameters import Hyperparameters
+from pycomm.optim.loop_index import LoopIndex
 
 GROUPS = slice(32, 44)
 LOOP = slice(44, 50)

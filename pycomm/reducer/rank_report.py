@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pycomm.reducer.damage import name_ranks
-from pycomm.reducer.hyperparameters import Numbers, first_difference
+from pycomm.descriptions import name_ranks
+from pycomm.optim.hyperparameters import Numbers, first_difference
 
 Words = Mapping[str, Any]
 """Record of one rank; see :class:`pycomm.reducer.rank_flags.Record`."""

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from pycomm import checks
+from pycomm.compression.saved_state import gather_state, select_state
 from pycomm.descriptions import counted
 from pycomm.optim.attached import forget
+from pycomm.optim.wrappers import unwatch_constructions
 from pycomm.reducer import clipping
 from pycomm.reducer.autograd_hooks import ModelHooks
 from pycomm.reducer.buckets import scale_gradients
-from pycomm.reducer.checkpoint import gather_state, select_state
 from pycomm.reducer.description import description
 from pycomm.reducer.engine import Engine
 from pycomm.reducer.module_buffers import BufferSync
@@ -26,7 +27,6 @@ from pycomm.reducer.rank_requests import request_veto
 from pycomm.reducer.reducer_hooks import ReducerHooks
 from pycomm.reducer.step_trace import StepTrace
 from pycomm.reducer.without_backward import WithoutBackward
-from pycomm.reducer.wrappers import unwatch_constructions
 from pycomm.torch_internals import current_graph_task, is_dtensor
 
 

@@ -13,8 +13,9 @@ import torch
 
 from pycomm import kernels
 from pycomm.communicator import Communicator
-from pycomm.reducer.damage import DamageError, alike, name_ranks, outvoted
-from pycomm.reducer.state_hashes import hashable
+from pycomm.descriptions import name_ranks
+from pycomm.reducer.damage import DamageError, alike, outvoted
+from pycomm.tensor_memory import hashable
 
 _LAST_BITS = 1e-3
 """Largest difference, relative to the largest magnitude, that processors which round differently may explain."""

@@ -24,9 +24,10 @@ import torch
 
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag
+from pycomm.descriptions import name_ranks
 from pycomm.fingerprint import FINGERPRINT_BITS
 from pycomm.reducer.buckets import BucketInFlight
-from pycomm.reducer.damage import DamageError, name_ranks
+from pycomm.reducer.damage import DamageError
 from pycomm.reducer.progress import HostCopy
 from pycomm.reducer.rank_flags import FROZEN, GROUPS, LOOP, NEW, RankFlags
 from pycomm.reducer.rank_report import (
@@ -37,7 +38,7 @@ from pycomm.reducer.rank_report import (
 )
 from pycomm.reducer.replica_differences import Hashes, Named, ReplicaDifferences
 from pycomm.reducer.state_hashes import StateHashes, Taken
-from pycomm.reducer.tensor_memory import comparable
+from pycomm.tensor_memory import comparable
 
 _STEP_BITS = 4
 _BUFFER_BITS = 5

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -11,17 +11,12 @@ import torch
 from pycomm.checks import count, positive
 from pycomm.compression import (
     BF16,
-    DGC,
     FP16,
-    QSGD,
     Compression,
-    Int8,
     NoCompression,
-    OneBit,
-    PowerSGD,
-    TernGrad,
 )
-from pycomm.cost.auto import Auto
+from pycomm.cost.auto import checked_method
+from pycomm.optim.loss_scaler import checked_scaler
 from pycomm.reducer.module_buffers import BUFFERS
 from pycomm.reducer.options import Sharding, Survive, Tuning, checked_option
 
@@ -164,33 +159,6 @@ def _check_backup(settings: Settings) -> None:
             )
 
 
-def checked_method(compression: Any) -> Compression:
-    """Return the method that ``compression`` means: an object, a name or ``None``.
-
-    Raises:
-        ValueError: it is another name.
-        TypeError: it is something else.
-    """
-    if compression is None:
-        return NoCompression()
-    if isinstance(compression, str):
-        if compression not in _NAMED:
-            names = ", ".join(map(repr, _NAMED))
-            raise ValueError(
-                f"compression is {compression!r}, wanted one of {names}; an object such as pycomm.TopK(0.01); or None"
-            )
-        return _NAMED[compression]()
-    if isinstance(compression, type) or not isinstance(compression, Compression):
-        raise TypeError(f"compression is {compression!r}, wanted an object such as pycomm.TopK(0.01), a name or None")
-    return compression
-
-
-_NAMED: Mapping[str, Callable[[], Compression]] = {
-    "auto": Auto,
-    **{kind.__name__.lower(): kind for kind in (FP16, BF16, Int8, OneBit, QSGD, TernGrad, PowerSGD, DGC)},
-}
-"""Methods that need no arguments, by the names that ``compression`` takes."""
-
 OF_DISTRIBUTED_DATA_PARALLEL = {
     "broadcast_buffers": 'buffers="broadcast" does what it does in DistributedDataParallel',
     "find_unused_parameters": "leave it out, unused parameters are found by themselves",
@@ -199,13 +167,6 @@ OF_DISTRIBUTED_DATA_PARALLEL = {
     "device_ids": "leave it out, gradients are averaged where the parameters are",
 }
 """What stands for arguments of torch's DistributedDataParallel whose names are not near enough to be guessed."""
-
-
-def checked_scaler(loss_scaler: Any) -> Any:
-    """Return ``loss_scaler``; raise TypeError if it is neither ``None`` nor has GradScaler's ``scale``."""
-    if loss_scaler is not None and not callable(getattr(loss_scaler, "scale", None)):
-        raise TypeError(f"loss_scaler is {loss_scaler!r}, wanted an object with GradScaler's scale(tensor), or None")
-    return loss_scaler
 
 
 def _buffers(mode: Any, model: Any) -> str:

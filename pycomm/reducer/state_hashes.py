@@ -15,20 +15,13 @@ import torch
 
 from pycomm import kernels
 from pycomm.compression.base import Flag
-from pycomm.kernels.arrays import DTYPES
 from pycomm.layout import on_gpu
 from pycomm.reducer.buckets import BucketInFlight, state_of
 from pycomm.reducer.progress import HostCopy
+from pycomm.tensor_memory import hashable
 
 _REMEMBERED = 4
 """Verdicts that may still be asked for: on a GPU the host learns of them two reductions later."""
-KNOWN_DTYPES = frozenset(getattr(torch, name) for name in DTYPES)
-
-
-def hashable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` detached, as bytes if the kernels do not know its dtype."""
-    tensor = tensor.detach()
-    return tensor if tensor.dtype in KNOWN_DTYPES else tensor.contiguous().view(-1).view(torch.uint8)
 
 
 class Taken:

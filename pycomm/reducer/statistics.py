@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pycomm.compression.base import method_stats
 from pycomm.reducer.arrivals import Waits
-from pycomm.reducer.buckets import method_stats
 from pycomm.reducer.figures import CompressionFigures
 from pycomm.reducer.parameters import ParameterTable
 from pycomm.reducer.phases import Phases

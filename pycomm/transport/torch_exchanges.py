@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm import kernels
+from pycomm.agreement import prepared
 from pycomm.errors import CommError
 from pycomm.recorder import Recorder
 from pycomm.transport.announcements import agree
@@ -187,8 +188,4 @@ class TorchExchanges(BufferedMessages):
 
     def _checked(self, timeout: float, check: Callable[[], T]) -> T:
         """Return the result of ``check``; if it raises, tell the other ranks before passing on the error."""
-        try:
-            return check()
-        except Exception:
-            self._announce_refusal(timeout)
-            raise
+        return prepared(check, lambda _: self._announce_refusal(timeout))

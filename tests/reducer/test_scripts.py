@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from pycomm.reducer.autograd_hooks import ForwardHook
+from pycomm.optim.module_hooks import ForwardHook
 from tests.hosts import on_hosts
 from tests.on_ranks import on_ranks
 from tests.reducer.attaching import assert_replicas_equal, grouped

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm import CommError, Communicator, torch_internals
+from pycomm.broadcasting import broadcast_optimizer_state
 from pycomm.checks import LONGEST_TIMEOUT
-from pycomm.reducer.broadcast import broadcast_optimizer_state
 from pycomm.transport.own_group import timeout_seconds
 from tests.on_ranks import on_ranks
 from tests.reducer.attaching import grouped

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pycomm.reducer.autograd_hooks import BeforeForward
+from pycomm.optim.module_hooks import BeforeForward
 
 _TEXT = (
     "a rank was lost in the middle of optimizer.step(), while the ranks wrote to each other's parameters: those here "

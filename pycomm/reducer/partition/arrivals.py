@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pycomm.reducer.autograd_hooks import BeforeForward
+from pycomm.optim.module_hooks import BeforeForward
 from pycomm.torch_internals import has_compiled, has_scripted, prepare_scripts, without_torch_function
 from pycomm.worker import Work
 

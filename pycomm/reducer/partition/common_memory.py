@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from pycomm.agreement import agreed
 from pycomm.communicator import Communicator
+from pycomm.errors import attempt
 from pycomm.layout import view_like
-from pycomm.reducer.agreement import agreed
 from pycomm.transport.base import HostMemory
 
 Memory = Any
@@ -71,14 +72,9 @@ class CommonMemory:
         self._own.clear()
 
     def _open(self, num_bytes: int, owners: Sequence[int]) -> list[Memory]:
-        rank, num_bytes = self._communicator.rank, max(num_bytes, 1)
-        mine: int | Exception = 0
-        if rank in owners:
-            try:
-                mine = self._allocate(num_bytes)
-            except MemoryError as error:
-                mine = error
-        offset = agreed(self._communicator, mine, "allocate memory that the ranks share")
+        is_owner, num_bytes = self._communicator.rank in owners, max(num_bytes, 1)
+        mine = attempt(lambda: self._allocate(num_bytes) if is_owner else 0)
+        offset = agreed(self._communicator.channel.all_gather_bytes, mine, "allocate memory that the ranks share")
         return self._exchange(offset, num_bytes, owners)
 
     def _exchange(self, offset: int, num_bytes: int, owners: Sequence[int]) -> list[Memory]:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
+from pycomm.agreement import check_same_lines
 from pycomm.communicator import Communicator
 from pycomm.errors import CommError
 from pycomm.optim.fused import KernelStep
 from pycomm.optim.partition import Span
-from pycomm.reducer.broadcast import check_same_lines
 from pycomm.reducer.buckets import BucketInFlight
 from pycomm.reducer.partition.aftermath import Aftermath
 from pycomm.reducer.partition.segment import Segment
@@ -219,7 +219,8 @@ class StepPartition(_Plain, ABC):
         self._communicator.all_reduce(votes, "max")
         most, least, skips, moved = votes.tolist()
         if most != -least:
-            check_same_lines(self._communicator, settings.decode().splitlines(), "parameter group")
+            lines = settings.decode().splitlines()
+            check_same_lines(self._communicator.channel.all_gather_bytes, lines, "parameter group")
             raise AssertionError("lines of equal text have equal digests")
         if moved and not skips:
             self._open_terms()

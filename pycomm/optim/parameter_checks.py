@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from pycomm.layout import is_dense
-from pycomm.reducer.tensor_memory import look_at
+from pycomm.tensor_memory import look_at
 from pycomm.torch_internals import is_flat_parameter, local_of, steps_in_backward
 
 GRADIENT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

@@ -2,7 +2,7 @@
 
 A rank that leaves out a batch (``continue``, because the loss is NaN) does less than the others, or something else:
 its forward leads to no backward, or it calls ``zero_grad`` twice in a row. Both are counted from one reduction to
-the next, and the counts travel with the gradients (:mod:`pycomm.reducer.rank_flags`).
+the next, and the counts travel with the gradients.
 
 The number of forwards itself says nothing: an episode, or a sequence, has as many as it is long.
 """
@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-
-from pycomm.reducer.buckets import Slot
 
 _MOST_TENSORS = 16
 """Number of tensors of an output that are looked at."""
@@ -33,6 +31,17 @@ class _Forward:
         self.used = True
 
 
+class Gradient(Protocol):
+    """Gradient of a parameter, to which backward has added ``fired`` times in this pass."""
+
+    @property
+    def owner(self) -> Any: ...
+    @property
+    def fired(self) -> int: ...
+    def holds_average(self) -> bool: ...
+    def grad_version(self) -> int: ...
+
+
 class LoopIndex:
     """Counts of one rank since its last reduction.
 
@@ -44,16 +53,16 @@ class LoopIndex:
 
     def __init__(self) -> None:
         self._forwards: list[_Forward] = []
-        self._stepped: tuple[Slot, int] | None = None  # a gradient that the last step has used, with its version
+        self._stepped: tuple[Gradient, int] | None = None  # a gradient that the last step has used, with its version
         self.num_zero_grads = 0
         self.accumulated = self.has_paused = False
 
-    def note_step(self, slot: Slot) -> None:
+    def note_step(self, slot: Gradient) -> None:
         """Note that the optimizer has used the gradient of ``slot``, which stands for all: they are cleared alike."""
         has_average = slot.owner.grad is not None and slot.holds_average()
         self._stepped = (slot, slot.grad_version()) if has_average else None
 
-    def note_gradient(self, slot: Slot) -> None:
+    def note_gradient(self, slot: Gradient) -> None:
         """Note that backward has added to the gradient of ``slot``, which has been counted."""
         if self._stepped is not None and self._stepped[0] is slot and slot.owner.grad is not None:
             kept = slot.holds_average() and slot.grad_version() == self._stepped[1] + slot.fired

@@ -17,12 +17,13 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from pycomm import kernels
-from pycomm.reducer.state_hashes import KNOWN_DTYPES, hashable
+from pycomm.kernels.arrays import DTYPES
 from pycomm.torch_internals import is_dtensor, local_of, without_conjugation, without_torch_function
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """Dtypes by bytes per element that all tensors can be viewed as, and copied, whatever their own dtype is."""
 
+_KNOWN_DTYPES = frozenset(getattr(torch, name) for name in DTYPES)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _COMPRESSED = {
@@ -193,12 +194,24 @@ def comparable(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, tor
     """Return tensors by which ranks can compare ``named`` ones: themselves where they are plain, else their memory."""
     found: list[tuple[str, torch.Tensor]] = []
     for name, tensor in named:
-        is_plain = type(tensor) in _PLAIN and tensor.dtype in KNOWN_DTYPES and tensor.layout is torch.strided
+        is_plain = type(tensor) in _PLAIN and tensor.dtype in _KNOWN_DTYPES and tensor.layout is torch.strided
         if is_plain and tensor.data_ptr() != 0:
             found.append((name, tensor))
         else:
             found += [(name, part) for part in memory_of(tensor).parts]
     return found
+
+
+def hashable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` detached, as bytes if the kernels do not know its dtype."""
+    tensor = tensor.detach()
+    return tensor if tensor.dtype in _KNOWN_DTYPES else tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def shared_parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the memory behind those of ``tensors`` that can be sent."""
+    memories = [memory_of(tensor) for tensor in tensors]
+    return [part for memory in memories if memory.writable for part in memory.parts]
 
 
 def digests_of(memories: Iterable[Memory]) -> list[bytes]:

@@ -9,16 +9,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pycomm.agreement import Words, agreed, check_same_lines
 from pycomm.communicator import Communicator
 from pycomm.errors import attempt
 from pycomm.optim.parameters import checked_optimizer
-from pycomm.reducer.agreement import agreed
-from pycomm.reducer.parts import part_of
-from pycomm.reducer.plain_state import Node, decode, encode
-from pycomm.reducer.tensor_memory import Memory, digests_of, look_at, memory_of
-from pycomm.torch_internals import is_dtensor
+from pycomm.optim.shards import part_of
+from pycomm.tensor_memory import Memory, digests_of, look_at, shared_parts
+from pycomm.torch_internals import dtensor_around, is_dtensor, local_of
 from pycomm.transport.host_tensors import rank_of
 
+Node = list[Any]
+"""Encoded value: its kind, followed by the fields of that kind."""
+
+_MISSING = object()
+_NUMBERS_AND_TEXT = (bool, int, float, str, type(None))
 _CHUNK_BYTES = 32 << 20
 
 OWN = "what is each rank's own belongs in attach(..., tuning=pycomm.Tuning(ignore=[names or patterns]))"
@@ -48,8 +52,7 @@ def broadcast_parameters(
     """
     with Communicator(process_group) as communicator:
         outcome = attempt(lambda: (named_tensors(model_or_state_dict), rank_of(src, "src", communicator.size)))
-        tensors, root = agreed(communicator, outcome, "copy parameters")
-        check_same_lines(communicator, [f"src={root}"], "argument")
+        tensors, root = agreed(communicator.channel.all_gather_bytes, outcome, "copy parameters", _source)
         share_tensors(communicator, tensors, root)
 
 
@@ -77,9 +80,12 @@ def broadcast_optimizer_state(
     """
     with Communicator(process_group) as communicator:
         outcome = attempt(lambda: (checked_optimizer(optimizer), rank_of(src, "src", communicator.size)))
-        inner, root = agreed(communicator, outcome, "copy the optimizer's state")
-        check_same_lines(communicator, [f"src={root}"], "argument")
+        inner, root = agreed(communicator.channel.all_gather_bytes, outcome, "copy the optimizer's state", _source)
         broadcast_state(communicator, inner, root)
+
+
+def _source(outcome: tuple[object, int]) -> dict[str, list[str]]:
+    return {"argument": [f"src={outcome[1]}"]}
 
 
 def named_tensors(model_or_state_dict: torch.nn.Module | Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -102,12 +108,12 @@ def share_tensors(communicator: Communicator, named: Mapping[str, torch.Tensor],
             kinds; or contents do that cannot be sent. On every rank, naming the first difference.
     """
 
-    def look() -> tuple[dict[str, Memory], list[str]]:
-        memories = {name: look_at(name, tensor) for name, tensor in named.items()}
-        return memories, [line_of(name, x, memories[name], marks_frozen=False) for name, x in named.items()]
+    def lines(memories: dict[str, Memory]) -> dict[str, list[str]]:
+        found = [line_of(name, x, memories[name], marks_frozen=False) for name, x in named.items()]
+        return {"parameter or buffer": found}
 
-    memories, lines = agreed(communicator, attempt(look), "take part")
-    check_same_lines(communicator, lines, "parameter or buffer")
+    looked = attempt(lambda: {name: look_at(name, tensor) for name, tensor in named.items()})
+    memories = agreed(communicator.channel.all_gather_bytes, looked, "take part", lines)
     differing = differing_memories(
         communicator, {name: m for name, m in memories.items() if m.parts and not m.writable}
     )
@@ -154,30 +160,13 @@ def signature(tensor: torch.Tensor) -> str:
     return f"{shape} {tensor.dtype}{where}{part}"
 
 
-def check_same_lines(communicator: Communicator, lines: list[str], what: str, hint: str = "") -> None:
-    """Raise ValueError on every rank if a rank's lines differ from rank 0's, naming the first one, with a ``hint``."""
-    mine = "\n".join(lines).encode("utf-8", "replace")  # names may have lone surrogates, which cannot be sent
-    texts = [text.decode() for text in communicator.channel.all_gather_bytes(mine)]
-    by_rank = [text.split("\n") if text else [] for text in texts]
-    first = by_rank[0]
-    for rank, other in enumerate(by_rank):
-        for i in range(max(len(other), len(first))):
-            here = other[i] if i < len(other) else "nothing"
-            there = first[i] if i < len(first) else "nothing"
-            if here != there:
-                raise ValueError(
-                    f"the ranks disagree: {what} {i} is {here!r} on rank {rank}, {there!r} on rank 0{hint}"
-                )
-
-
 def broadcast_tensors(communicator: Communicator, tensors: Iterable[torch.Tensor], src: int) -> None:
     """Broadcast tensors in place, packed into few messages. Collective.
 
     Of DTensors, that is this rank's part; of expanded tensors, the memory behind them. What is no plain memory is left
     alone. The kind of device must match: a tensor that is in CPU memory on one rank is so on every rank.
     """
-    memories = map(memory_of, tensors)
-    broadcast_parts(communicator, (part for memory in memories if memory.writable for part in memory.parts), src)
+    broadcast_parts(communicator, shared_parts(tensors), src)
 
 
 def broadcast_parts(communicator: Communicator, parts: Iterable[torch.Tensor], src: int) -> None:
@@ -237,24 +226,28 @@ def broadcast_state(
         keeps_state: whether each rank keeps the state that it has, so that only hyperparameters are sent.
     """
     params = shared_parameters(optimizer, leaves_out)
-    check_same_lines(communicator, group_sizes(optimizer, leaves_out), "optimizer parameter group")
+    gather = communicator.channel.all_gather_bytes
+    check_same_lines(gather, group_sizes(optimizer, leaves_out), "optimizer parameter group")
     params = [] if keeps_state else params
     mine = b""
     tensors: list[torch.Tensor] = []
     if communicator.rank == src:
         mine = json.dumps(state_nodes(optimizer, params, tensors)).encode()
-    nodes = json.loads(communicator.channel.all_gather_bytes(mine)[src])
-    problem = ""
-    if communicator.rank != src:
+    nodes = json.loads(gather(mine)[src])
+
+    def fill() -> list[torch.Tensor]:
+        if communicator.rank == src:
+            return tensors
         try:
             check(params, nodes)
-            tensors = restructure_state(optimizer, params, nodes)
+            return restructure_state(optimizer, params, nodes)
         except ValueError as error:
-            problem = str(error)
-    for rank, text in enumerate(communicator.channel.all_gather_bytes(problem.encode())):
-        if text:
-            raise ValueError(f"the optimizer state of rank {src} does not fit rank {rank}: {text.decode()}")
-    broadcast_tensors(communicator, tensors, src)
+            raise ValueError(
+                f"the optimizer state of rank {src} does not fit rank {communicator.rank}: {error}"
+            ) from error
+
+    filled = agreed(gather, attempt(fill), words=Words(failed="{problem}"))
+    broadcast_tensors(communicator, filled, src)
 
 
 def shared_parameters(
@@ -321,3 +314,81 @@ def restructure_state(
     for group, hyperparameters in zip(optimizer.param_groups, groups, strict=True):
         group.update(hyperparameters)
     return tensors
+
+
+def encode(value: Any, tensors: list[torch.Tensor]) -> Node:
+    """Return ``value`` encoded for JSON, with tensors replaced by their signatures and appended to ``tensors``."""
+    if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided:
+        tensors.append(value)
+        return ["tensor", list(value.shape), str(value.dtype).removeprefix("torch."), value.is_cpu]
+    if is_dtensor(value):
+        local = local_of(value)
+        tensors.append(local)
+        return ["part", list(local.shape), str(local.dtype).removeprefix("torch."), local.is_cpu]
+    if isinstance(value, _NUMBERS_AND_TEXT):
+        return ["value", value]
+    if type(value) in (list, tuple):
+        return [type(value).__name__, [encode(item, tensors) for item in value]]
+    if isinstance(value, dict) and all(isinstance(key, _NUMBERS_AND_TEXT) for key in value):
+        return ["dict", [[key, encode(item, tensors)] for key, item in value.items()]]
+    return ["own", f"{type(value).__module__}.{type(value).__qualname__}"]
+
+
+def decode(node: Node, old: Any, owner: torch.Tensor, tensors: list[torch.Tensor], where: str = "") -> Any:
+    """Return the value that ``encode`` was given; tensors are not filled in yet.
+
+    Args:
+        node: result of ``encode``.
+        old: this rank's own value, from which objects that cannot be sent, and tensors of the same
+            signature, are reused.
+        owner: parameter whose state it is. New tensors are on its device, unless they were on the CPU (Adam's
+            "step"), and a new DTensor is sharded as the parameter is.
+        tensors: tensors that have yet to be filled are appended here, in the order of ``encode``.
+        where: path of the value, for messages.
+
+    Raises:
+        ValueError: ``old`` lacks an object that cannot be sent, or a DTensor is the state of a plain parameter.
+    """
+    kind, content = node[0], node[1]
+    if kind == "tensor":
+        tensors.append(_tensor_like(node, old, owner.device))
+        return tensors[-1]
+    if kind == "part":
+        return _part_like(node, old, owner, tensors, where)
+    if kind == "value":
+        return content
+    if kind == "own":
+        if old is _MISSING:
+            raise ValueError(f"{where or 'it'} is a {content}, which cannot be sent: load the checkpoint on every rank")
+        return old
+    if kind == "dict":
+        entries = old if isinstance(old, dict) else {}
+        return {
+            key: decode(item, entries.get(key, _MISSING), owner, tensors, f"{where}[{key!r}]") for key, item in content
+        }
+    known = old if isinstance(old, (list, tuple)) else ()
+    items = [
+        decode(item, known[i] if i < len(known) else _MISSING, owner, tensors, f"{where}[{i}]")
+        for i, item in enumerate(content)
+    ]
+    return tuple(items) if kind == "tuple" else items
+
+
+def _part_like(node: Node, old: Any, owner: torch.Tensor, tensors: list[torch.Tensor], where: str) -> torch.Tensor:
+    if not is_dtensor(owner):
+        raise ValueError(f"{where or 'it'} is a DTensor, and its parameter is not")
+    local = _tensor_like(node, local_of(old) if is_dtensor(old) else None, owner.device)
+    tensors.append(local)
+    if is_dtensor(old) and local is local_of(old):
+        return old
+    return dtensor_around(local, owner)
+
+
+def _tensor_like(node: Node, old: Any, device: torch.device) -> torch.Tensor:
+    _, shape, name, on_cpu = node
+    dtype: torch.dtype = getattr(torch, name)
+    if type(old) in (torch.Tensor, torch.nn.Parameter):
+        if (list(old.shape), old.dtype, old.is_cpu) == (shape, dtype, on_cpu):
+            return old  # type: ignore[no-any-return]
+        device = device if device.type != "cpu" else old.device
+    return torch.empty(shape, dtype=dtype, device=torch.device("cpu") if on_cpu else device)

@@ -13,7 +13,6 @@ from typing import Protocol
 from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Exchange, Flag
-from pycomm.reducer.buckets import nonfinite_source
 
 
 class Sent(Protocol):
@@ -63,3 +62,8 @@ def _is_flagged(sent: Sent) -> bool:
     """Return whether some rank's gradients were not finite, or too large; not asked where the host would wait."""
     bucket = sent.bucket
     return not sent.exchange.transactional and not bucket.on_gpu and float(bucket.too_large_flag) != 0.0
+
+
+def nonfinite_source(exchanges: Iterable[Exchange]) -> str | None:
+    """Return the source of the non-finite values in the last step that had any, if an exchange knows it."""
+    return next((found for exchange in exchanges if (found := exchange.nonfinite_source())), None)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm.optim.attached import is_covered
-from pycomm.reducer.wrappers import is_wrapped
+from pycomm.optim.wrappers import is_wrapped
 
 _paused = [0]
 """Number of contexts that are open in which gradients are this rank's own."""
