@@ -139,7 +139,7 @@ def test_wrong_arguments() -> None:
     ("name", "says"),
     [
         ("ratio", "unknown argument 'ratio': wanted one of compression, process_group, "),
-        ("bucket_cap_mb", r"'bucket_cap_mb': did you mean bucket_mb\?"),
+        ("bucket_cap_mb", r"'bucket_cap_mb': did you mean tuning=pycomm.Tuning\(bucket_mb=...\)\?"),
         ("find_unused_parameters", "'find_unused_parameters': leave it out"),
     ],
 )
