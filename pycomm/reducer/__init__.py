@@ -2,10 +2,9 @@
 
 from pycomm.broadcasting import broadcast_optimizer_state, broadcast_parameters
 from pycomm.reducer.attach import attach, join
-from pycomm.reducer.options import Sharding, Survive, Tuning
-from pycomm.reducer.rank_flags import StopRequest
+from pycomm.reducer.rank_flags import SignalStop, StopRequest, stop_on_signal
 from pycomm.reducer.reducer import Reducer
-from pycomm.reducer.stopping import SignalStop, stop_on_signal
+from pycomm.reducer.settings import Sharding, Survive, Tuning
 
 __all__ = [
     "Reducer",

@@ -22,17 +22,23 @@ from pycomm.errors import attempt
 from pycomm.optim.attached import refuse_second_average, register
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.wrappers import refuse_wrapped, watch_constructions
-from pycomm.reducer.arrivals import Waits, open_board
-from pycomm.reducer.attached_tensors import AttachedTensors
+from pycomm.reducer.attached_tensors import AttachedTensors, check_sharding
 from pycomm.reducer.engine import Engine, StepPolicy
 from pycomm.reducer.joining import join_ranks, surviving_policy
 from pycomm.reducer.lanes import open_lanes
-from pycomm.reducer.options import Sharding, Survive, Tuning, sharding_of, survive_of
 from pycomm.reducer.parameters import ParameterTable, table_of
 from pycomm.reducer.partition.opening import open_partition, require_reachable, require_shardable, settings_lines
 from pycomm.reducer.reducer import Reducer
-from pycomm.reducer.settings import OF_DISTRIBUTED_DATA_PARALLEL, Settings
-from pycomm.reducer.sharded import check_sharding
+from pycomm.reducer.settings import (
+    OF_DISTRIBUTED_DATA_PARALLEL,
+    Settings,
+    Sharding,
+    Survive,
+    Tuning,
+    sharding_of,
+    survive_of,
+)
+from pycomm.reducer.statistics import Waits, open_board
 from pycomm.torch_internals import is_dtensor
 from pycomm.transport.authentication import secret
 from pycomm.transport.own_group import timeout_seconds

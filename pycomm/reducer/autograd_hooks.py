@@ -1,7 +1,8 @@
-"""Hooks of an attached optimizer, its module and its parameters. Those of parameters keep nothing else alive."""
+"""Hooks on optimizers, models and parameters. None of them keeps the rest of pycomm alive."""
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -9,9 +10,131 @@ from typing import Any, Protocol
 import torch
 
 from pycomm.counting import GradientCounter
+from pycomm.optim.attached import is_covered
 from pycomm.optim.module_hooks import AfterForward, BeforeForward, ZeroGradHook, forget_original
-from pycomm.reducer.uncovered import Uncovered
+from pycomm.reducer.passes import Passes
+from pycomm.reducer.statistics import Phases
+from pycomm.reducer.window import Progress
 from pycomm.torch_internals import accumulation_hooks
+
+
+class ReducerHooks:
+    """Object that hooks call, and hold.
+
+    Args:
+        reducer: kept alive; asked which parameters it covers.
+        passes: handling of passes.
+        progress: counters of steps.
+        phases: account of where the time goes.
+    """
+
+    def __init__(self, reducer: Any, passes: Passes, progress: Progress, phases: Phases) -> None:
+        self._reducer, self._passes, self._progress, self._phases = reducer, passes, progress, phases
+
+    def before_forward(self) -> None:
+        """Admit new parameters, and refuse wrappers that average these too."""
+        self._passes.before_forward()
+
+    def note_forward(self, output: Any) -> None:
+        """Note a forward of the module in training mode."""
+        self._passes.note_forward(output)
+
+    def note_zero_grad(self) -> None:
+        """Note a call of ``optimizer.zero_grad()``."""
+        self._passes.note_zero_grad()
+
+    def enter_step(self) -> bool:
+        """Note that ``optimizer.step()`` begins; return whether it is no step inside another one."""
+        return self._progress.enter_step()
+
+    def begin_step(self) -> None:
+        """Note that ``optimizer.step()`` is about to call its closure for the first time."""
+        self._progress.stepped()
+
+    def run_closure(self, closure: Callable[[], Any]) -> Any:
+        """Return the result of ``closure``, which runs inside ``optimizer.step()``."""
+        return self._progress.run_closure(closure)
+
+    def before_step(self) -> None:
+        """Raise RuntimeError if ``optimizer.step()`` would use gradients that have not been averaged."""
+        self._passes.require_averaged()
+
+    def after_step(self) -> None:
+        """Note that ``optimizer.step()`` has returned."""
+        self._phases.end_step()
+        self._passes.stepped()
+
+    def covers(self, param: torch.Tensor) -> bool:
+        """Return whether the gradient of ``param`` is averaged, or left alone as ``ignore`` says."""
+        covers: bool = self._reducer.covers(param)
+        return covers
+
+
+class Uncovered:
+    """Watch over the parameters of ``module`` that no Reducer covers; warns once if one of them gets a gradient.
+
+    Args:
+        module: the module whose parameters are watched.
+        covers: returns whether the Reducer that is being made averages a parameter, or is to leave it alone.
+    """
+
+    def __init__(self, module: torch.nn.Module, covers: Callable[[torch.Tensor], bool]) -> None:
+        self._covers = covers
+        self._names: list[str] = []
+        self._handles: dict[int, Any] = {}  # by id of the parameter
+        self.watch(module)
+
+    def watch(self, module: torch.nn.Module) -> None:
+        """Hook the trainable parameters that are neither covered nor hooked yet."""
+        for name, param in module.named_parameters():
+            is_trained = param.requires_grad and param.is_leaf
+            if is_trained and id(param) not in self._handles and not self._is_covered(param):
+                register: Any = param.register_post_accumulate_grad_hook
+                self._handles[id(param)] = register(_Note(self, name))
+
+    def note(self, name: str, param: torch.Tensor) -> None:
+        """Note that ``param`` has got a gradient."""
+        if self._is_covered(param):  # by an attach that came later
+            self._handles[id(param)].remove()
+        else:
+            self._names.append(name)
+
+    def _is_covered(self, param: torch.Tensor) -> bool:
+        return self._covers(param) or is_covered(param)
+
+    def warn(self) -> None:
+        """Warn of the parameters noted so far; only once. Called at the end of a pass."""
+        if not self._names:
+            return
+        names = list(dict.fromkeys(self._names))
+        self.close()
+        shown = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        warnings.warn(
+            "these parameters of the module get gradients, but are no parameters of the optimizer, and nothing "
+            f"averages them: {shown}. Anything computed from them differs between the ranks, for example "
+            "clip_grad_norm_(model.parameters()). Attach the optimizer that has them too, or write "
+            "attach(..., all_parameters=True), or requires_grad_(False)",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def close(self) -> None:
+        """Remove all hooks, and forget what was noted."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._names.clear()
+
+
+class _Note:
+    """Hook of a parameter that does not keep its owner alive."""
+
+    def __init__(self, owner: Uncovered, name: str) -> None:
+        self._owner, self._name = weakref.ref(owner), name
+
+    def __call__(self, param: torch.Tensor) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.note(self._name, param)
 
 
 class Watcher(Protocol):

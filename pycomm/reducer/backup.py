@@ -31,8 +31,7 @@ from pycomm.compression.base import State
 from pycomm.errors import CommError
 from pycomm.reducer.buckets import BucketInFlight, Slot
 from pycomm.reducer.engine import Engine, Grads, Launch
-from pycomm.reducer.survival import Survival
-from pycomm.reducer.surviving import SurvivingPolicy
+from pycomm.reducer.surviving import Survival, SurvivingPolicy
 from pycomm.transport.gpu import GpuWork
 from pycomm.worker import Work
 

@@ -14,8 +14,8 @@ from pycomm.compression.base import Exchange, Flag, State, method_stats
 from pycomm.counting import GradientCounter, GradientCounts, PassGate
 from pycomm.layout import on_gpu
 from pycomm.optim.step_override import HALF
+from pycomm.reducer.attached_tensors import LocalGradient
 from pycomm.reducer.autograd_hooks import GradientHook
-from pycomm.reducer.sharded import LocalGradient
 from pycomm.torch_internals import is_dtensor, local_of, version_of
 from pycomm.transport.gpu import GpuWork
 from pycomm.worker import Work

@@ -10,24 +10,43 @@ from typing import Any
 import torch
 
 from pycomm import checks
+from pycomm.compression.by_method import method_text
 from pycomm.compression.saved_state import gather_state, select_state
-from pycomm.descriptions import counted
+from pycomm.descriptions import counted, size_text, tensors_text
 from pycomm.optim.attached import forget
 from pycomm.optim.wrappers import unwatch_constructions
 from pycomm.reducer import clipping
-from pycomm.reducer.autograd_hooks import ModelHooks
+from pycomm.reducer.autograd_hooks import ModelHooks, ReducerHooks
 from pycomm.reducer.buckets import scale_gradients
-from pycomm.reducer.description import description
 from pycomm.reducer.engine import Engine
 from pycomm.reducer.module_buffers import BufferSync
 from pycomm.reducer.passes import Passes
-from pycomm.reducer.progress import Progress
 from pycomm.reducer.rank_flags import StopRequest
-from pycomm.reducer.rank_requests import request_veto
-from pycomm.reducer.reducer_hooks import ReducerHooks
 from pycomm.reducer.step_trace import StepTrace
-from pycomm.reducer.without_backward import WithoutBackward
+from pycomm.reducer.window import Progress
+from pycomm.reducer.without_backward import WithoutBackward, request_veto
 from pycomm.torch_internals import current_graph_task, is_dtensor
+
+
+def description(engine: Engine) -> str:
+    """Return who averages, what, and how, in the words of ``repr``."""
+    settings, table = engine.settings, engine.table
+    transport = "nccl" if table.on_gpu else engine.communicator.transport
+    parts = [counted(len(engine.world), "rank"), transport, _parameters(engine), method_text(settings.compression)]
+    if settings.shard is not None:
+        parts.append(f"shard={settings.shard}")
+    if settings.survive is not None:
+        parts.append(f"survive={settings.survive}")
+    return ", ".join(parts)
+
+
+def _parameters(engine: Engine) -> str:
+    """Return the trainable parameters, in the buckets that they travel in. One rank alone needs no buckets."""
+    slots, flights = engine.table.slots(), engine.table.flights
+    if not flights:
+        return tensors_text(slot.local for slot in slots)
+    size = size_text(sum(flight.bucket.flat.nbytes for flight in flights))
+    return f"{counted(len(slots), 'parameter')} in {counted(len(flights), 'bucket')} of {size} in all"
 
 
 class Reducer:

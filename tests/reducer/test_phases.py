@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import pycomm
 from pycomm.recorder.traced_step import FOLDER, STEP
-from pycomm.reducer.figures import INTERVAL
+from pycomm.reducer.statistics import INTERVAL
 from tests.on_ranks import on_ranks
 from tests.reducer.attaching import grouped
 from tests.reducer.models import loss_of, make_model, sgd

@@ -17,7 +17,7 @@ from torch import nn
 
 import pycomm
 from pycomm import CommError
-from pycomm.reducer import joining, newcomers, survival
+from pycomm.reducer import joining, surviving
 from tests.hosts import on_hosts
 from tests.on_ranks import Pools
 from tests.ranks import Outcome
@@ -158,7 +158,7 @@ def come_and_die(plan: Plan, size: int, port: int) -> None:
         elif moment == "state":
             patch.setattr(joining, "share_state", lambda *_, **__: die())
         elif moment == "hashes":
-            patch.setattr(newcomers, "_compare", lambda *_: die())
+            patch.setattr(joining, "_compare", lambda *_: die())
         model = small_model()
         attach(replace(plan, options={}), model, join=f"127.0.0.1:{port}")
         next(iter(model.parameters())).register_hook(lambda _: die())
@@ -187,7 +187,7 @@ def come_later(plan: Plan, size: int, port: int) -> dict[str, Any]:
 def lose_a_rank_meanwhile(plan: Plan, size: int) -> dict[str, Any]:
     if dist.get_rank() == 1:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(survival, "share_state", lambda *_, **__: die())
+            patch.setattr(surviving, "share_state", lambda *_, **__: die())
             return stay(plan, size)
     return stay(plan, size)
 
@@ -212,7 +212,7 @@ def other(plan: Plan, size: int, port: int) -> None:
     what = plan.options["differs"]
     with pytest.MonkeyPatch.context() as patch:
         if what == "version":
-            patch.setattr(newcomers, "version", lambda: "0.0.1")
+            patch.setattr(joining, "version", lambda: "0.0.1")
         model = nn.Sequential(*small_model(), nn.Linear(5, 5)) if what == "model" else small_model()
         kind = torch.optim.AdamW if what == "optimizer" else torch.optim.SGD
         optimizer = kind(model.parameters(), lr=0.05)
