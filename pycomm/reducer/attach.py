@@ -22,7 +22,8 @@ from pycomm.errors import attempt
 from pycomm.optim.attached import refuse_second_average, register
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.wrappers import refuse_wrapped, watch_constructions
-from pycomm.reducer.attached_tensors import AttachedTensors, check_sharding
+from pycomm.reducer.attached_tensors import AttachedTensors
+from pycomm.reducer.buckets import check_sharding
 from pycomm.reducer.engine import Engine, StepPolicy
 from pycomm.reducer.joining import join_ranks, surviving_policy
 from pycomm.reducer.lanes import open_lanes

@@ -25,8 +25,8 @@ from pycomm.elastic.reconvene import reconvene
 from pycomm.errors import CommError
 from pycomm.reducer.buckets import BucketInFlight
 from pycomm.reducer.engine import Grads, Launch, StepPolicy
-from pycomm.reducer.joining import Carried, share_state
 from pycomm.reducer.lanes import open_lanes
+from pycomm.reducer.newcomers import Carried, share_state
 from pycomm.reducer.parameters import ParameterTable
 from pycomm.reducer.replica_differences import DamageError
 from pycomm.reducer.settings import Settings
