@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # imported when they are first asked for: see _HOMES
     from pycomm.asynchronous.local_averager import LocalAverager
     from pycomm.asynchronous.outer import DelayedNesterov, Nesterov
     from pycomm.asynchronous.parameter_server import ParameterServer, parameter_server
+    from pycomm.broadcasting import broadcast_optimizer_state, broadcast_parameters
     from pycomm.checkpoint import load, save
     from pycomm.communicator import Communicator
     from pycomm.compression import (
@@ -63,8 +64,6 @@ if TYPE_CHECKING:  # imported when they are first asked for: see _HOMES
         Reducer,
         SignalStop,
         StopRequest,
-        broadcast_optimizer_state,
-        broadcast_parameters,
         stop_on_signal,
     )
     from pycomm.reducer.attach import attach
@@ -173,6 +172,7 @@ _HOMES = {
     "asynchronous.local_averager": ("LocalAverager",),
     "asynchronous.outer": ("DelayedNesterov", "Nesterov"),
     "asynchronous.parameter_server": ("ParameterServer", "parameter_server"),
+    "broadcasting": ("broadcast_optimizer_state", "broadcast_parameters"),
     "checkpoint": ("load", "save"),
     "communicator": ("Communicator",),
     "compression": (
@@ -183,10 +183,7 @@ _HOMES = {
     "launching": ("RankError", "launch", "progress"),
     "monitoring": ("Monitor", "monitor"),
     "optim": ("FusedStep", "LAMB", "LARS", "LossScaler", "MasterWeights", "fuse", "master_weights"),
-    "reducer": (
-        *("Reducer", "SignalStop", "StopRequest", "attach"),
-        *("broadcast_optimizer_state", "broadcast_parameters", "stop_on_signal"),
-    ),
+    "reducer": ("Reducer", "SignalStop", "StopRequest", "attach", "stop_on_signal"),
     "transport.gpu": ("GpuWork",),
 }
 """Where names come from when they are first asked for: so ``import pycomm`` takes little beside ``import torch``."""
