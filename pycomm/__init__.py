@@ -62,11 +62,14 @@ if TYPE_CHECKING:  # imported when they are first asked for: see _HOMES
     from pycomm.optim.master_weights import master_weights
     from pycomm.reducer import (
         Reducer,
+        Sharding,
         SignalStop,
         StopRequest,
+        Survive,
+        Tuning,
         stop_on_signal,
     )
-    from pycomm.reducer.attach import attach
+    from pycomm.reducer.attach import attach, join
     from pycomm.transport.gpu import GpuWork
 
 __version__: str = _native_build_info()["version"]
@@ -100,10 +103,13 @@ __all__ = [
     "RandomK",
     "RankError",
     "Reducer",
+    "Sharding",
     "SignalStop",
     "StopRequest",
+    "Survive",
     "TernGrad",
     "TopK",
+    "Tuning",
     "Work",
     "attach",
     "backend",
@@ -116,6 +122,7 @@ __all__ = [
     "elastic_averaging",
     "fuse",
     "gossip",
+    "join",
     "kernels",
     "launch",
     "load",
@@ -183,7 +190,10 @@ _HOMES = {
     "launching": ("RankError", "launch", "progress"),
     "monitoring": ("Monitor", "monitor"),
     "optim": ("FusedStep", "LAMB", "LARS", "LossScaler", "MasterWeights", "fuse", "master_weights"),
-    "reducer": ("Reducer", "SignalStop", "StopRequest", "attach", "stop_on_signal"),
+    "reducer": (
+        *("Reducer", "Sharding", "SignalStop", "StopRequest", "Survive", "Tuning", "attach", "join"),
+        "stop_on_signal",
+    ),
     "transport.gpu": ("GpuWork",),
 }
 """Where names come from when they are first asked for: so ``import pycomm`` takes little beside ``import torch``."""

@@ -25,7 +25,7 @@ _MISSING = object()
 _NUMBERS_AND_TEXT = (bool, int, float, str, type(None))
 _CHUNK_BYTES = 32 << 20
 
-OWN = "what is each rank's own belongs in attach(..., ignore=[names or patterns])"
+OWN = "what is each rank's own belongs in attach(..., tuning=pycomm.Tuning(ignore=[names or patterns]))"
 """Hint for messages about tensors that differ."""
 
 
@@ -287,9 +287,9 @@ def check_state_keys(
             name = next((name for name, p in names.items() if p is param), str(i))
             raise ValueError(
                 f"this has {more[0]!r} of parameter {name!r}, which would be lost: if the optimizer shares its state "
-                'out among the ranks, write attach(..., optimizer_state="keep"); if only some ranks have loaded a '
-                "checkpoint, load it on all of them, or on rank 0; pycomm.broadcast_optimizer_state(optimizer), "
-                "before, drops what rank 0 does not have"
+                'out among the ranks, write tuning=pycomm.Tuning(optimizer_state="keep"); if only some ranks have '
+                "loaded a checkpoint, load it on all of them, or on rank 0; before that, "
+                "pycomm.broadcast_optimizer_state(optimizer) drops what rank 0 does not have"
             )
 
 

@@ -85,7 +85,11 @@ def renamed(moved: Moved | None = None, **arguments: Old) -> Callable[[_F], _F]:
                 warnings.warn(text, DeprecationWarning, stacklevel=2)
             return target(*args, **kwargs)
 
-        return cast(_F, wrapper)
+        # For scripts that look up the defaults of keywords, old ones among them.
+        gone = dict.fromkeys(name for replaced in arguments.values() for name in replaced.names)
+        made: Any = wrapper
+        made.__kwdefaults__ = {**gone, **(function.__kwdefaults__ or {})}
+        return cast(_F, made)
 
     return decorate
 
@@ -106,7 +110,8 @@ def _replaced(kwargs: dict[str, Any], arguments: Mapping[str, Old]) -> dict[str,
             continue
         if new in rest and rest[new] is not None and not isinstance(rest[new], replaced.short):
             old = ", ".join(f"{name}=" for name in given)
-            raise TypeError(f"{old} is given together with {new}={shown(rest[new])}, wanted {new}= alone")
+            rest[new] = TypeError(f"{old} is given together with {new}={shown(rest[new])}, wanted {new}= alone")
+            continue
         if rest.get(new) is not None:
             given[new] = rest[new]
         try:

@@ -36,6 +36,7 @@ from pycomm.transport import late_ranks, rendezvous
 from pycomm.worker import Worker
 from tests.chaos.ranks import PR_SET_PDEATHSIG
 from tests.ranks import SLOWER
+from tests.reducer.attaching import grouped
 
 ENDS = {"return": 0, "exit": 3, "raise": 1}
 """Ways to end, and their exit codes."""
@@ -144,7 +145,7 @@ def _wait_in_callbacks(here: Here) -> None:
 def _train(attach: Callable[..., Any], steps: int, **options: Any) -> None:
     model = torch.nn.Linear(512, 512)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    _kept.extend([model, attach(optimizer, model, timeout=LONGEST, **options)])
+    _kept.extend([model, attach(optimizer, model, **grouped(timeout=LONGEST, **options))])
     dist.barrier()
     for _ in range(steps):
         optimizer.zero_grad()

@@ -86,7 +86,8 @@ def _warn_of(names: Sequence[str]) -> None:
     shown = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     warnings.warn(
         f"parameters of the module that this optimizer does not have differ between the ranks: {shown}. Each rank "
-        "keeps its own. If they are meant to differ, write attach(..., ignore=[names or patterns]); if not, give them "
+        "keeps its own. If they are meant to differ, write tuning=pycomm.Tuning(ignore=[names or patterns]); if not, "
+        "give them "
         "to the optimizer, attach theirs too, or call pycomm.broadcast_parameters(model) before",
         RuntimeWarning,
         stacklevel=6,

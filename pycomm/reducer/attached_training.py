@@ -38,13 +38,13 @@ class AttachedTraining:
     @property
     def survives(self) -> bool:
         """Whether the ranks that are left go on without those that are lost."""
-        return self._engine.settings.survives
+        return self._engine.settings.survive is not None
 
     @property
     def has_own_values(self) -> bool:
         """Whether a rank may have parameters, or optimizer state, that other ranks do not have."""
         table = self._engine.table
-        return bool(table.ignored or table.rank_local) or self._engine.settings.optimizer_state == "keep"
+        return bool(table.ignored or table.rank_local) or self._engine.settings.tuning.optimizer_state == "keep"
 
     @property
     def is_window_open(self) -> bool:

@@ -13,9 +13,9 @@ def description(engine: Engine) -> str:
     transport = "nccl" if table.on_gpu else engine.communicator.transport
     parts = [counted(len(engine.world), "rank"), transport, _parameters(engine), method_text(settings.compression)]
     if settings.shard is not None:
-        parts.append(f'shard="{settings.shard}"')
-    if settings.survives:
-        parts.append(f'on_failure="{settings.on_failure}"')
+        parts.append(f"shard={settings.shard}")
+    if settings.survive is not None:
+        parts.append(f"survive={settings.survive}")
     return ", ".join(parts)
 
 

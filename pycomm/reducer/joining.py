@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from pycomm.communicator import Communicator, communicator_at
 from pycomm.elastic.join_requests import JoinClient, JoinListener
@@ -19,6 +18,7 @@ from pycomm.reducer.backup import BackupPolicy
 from pycomm.reducer.engine import Engine
 from pycomm.reducer.lanes import open_lanes
 from pycomm.reducer.newcomers import Carried, lines_of, share_state
+from pycomm.reducer.options import Survive
 from pycomm.reducer.parameters import ParameterTable
 from pycomm.reducer.reducer import Reducer
 from pycomm.reducer.settings import Settings
@@ -31,12 +31,12 @@ _indices = itertools.count()
 
 
 def surviving_policy(
-    communicator: Communicator, table: ParameterTable, settings: Settings, carry: Mapping[str, Any]
+    communicator: Communicator, table: ParameterTable, settings: Settings, survive: Survive
 ) -> SurvivingPolicy:
     """Return the policy by which ranks go on without lost ones, and with newcomers. Collective."""
-    membership = Membership.found(communicator, settings.min_ranks, settings.backup > 0)
-    door = _door(membership, membership.store, next(_indices), lines_of(settings, table, carry))
-    return _policy(settings, Survival(membership, communicator, table, settings, door, carry))
+    membership = Membership.found(communicator, survive.min_ranks, settings.backup > 0)
+    door = _door(membership, membership.store, next(_indices), lines_of(settings, table))
+    return _policy(settings, Survival(membership, communicator, table, settings, door))
 
 
 def _policy(settings: Settings, survival: Survival) -> SurvivingPolicy:
@@ -47,7 +47,7 @@ def _door(membership: Membership, store: Store, index: int | str, lines: Sequenc
     return JoinListener(store, index, lines, str(this_process()["host"]) if membership.is_on_one_host else "")
 
 
-def join(address: str, table: ParameterTable, settings: Settings, carry: Mapping[str, Any], timeout: float) -> Reducer:
+def join_ranks(address: str, table: ParameterTable, settings: Settings, survive: Survive, timeout: float) -> Reducer:
     """Return the Reducer of this process as one more rank of those whose store listens at ``address``.
 
     It asks again where a rank is lost while it is let in.
@@ -59,18 +59,16 @@ def join(address: str, table: ParameterTable, settings: Settings, carry: Mapping
     client = JoinClient(address, next(_indices), timeout)
     while True:
         try:
-            return _join(client, table, settings, carry, timeout)
+            return _join(client, table, settings, survive, timeout)
         except CommError:
             if client.is_late():
                 raise
 
 
-def _join(
-    client: JoinClient, table: ParameterTable, settings: Settings, carry: Mapping[str, Any], timeout: float
-) -> Reducer:
-    lines = lines_of(settings, table, carry)
+def _join(client: JoinClient, table: ParameterTable, settings: Settings, survive: Survive, timeout: float) -> Reducer:
+    lines = lines_of(settings, table)
     answer = client.ask(this_process(), lines)
-    membership, place = Membership.accept(answer, client.store, settings.min_ranks, timeout, settings.backup > 0)
+    membership, place = Membership.accept(answer, client.store, survive.min_ranks, timeout, settings.backup > 0)
     with contextlib.ExitStack() as until_joined:
         until_joined.callback(membership.close)
         communicator = communicator_at(place, timeout)
@@ -80,15 +78,15 @@ def _join(
         door = _door(membership, client.store, client.index, lines)
         door.pass_by(answer["request"])
         until_joined.callback(door.close)
-        survival = Survival(membership, communicator, table, settings, door, carry)
+        survival = Survival(membership, communicator, table, settings, door)
         policy = _policy(settings, survival)
         engine = Engine(table, lanes, settings, policy)
         engine.statistics.waits = Waits(ranks=engine)
-        plain = share_state(communicator, Carried.of(engine, carry), newcomer=True)
+        plain = share_state(communicator, Carried.of(engine), newcomer=True)
         until_joined.pop_all()
     table.ranks = membership.world
     reducer = Reducer(engine)
-    Carried.of(engine, carry).take_compression(plain)
+    Carried.of(engine).take_compression(plain)
     engine.told_world = membership.world[:-1]
     survival.welcome(engine.progress.num_reductions, 0.0)
     register(reducer)

@@ -25,7 +25,6 @@ from pycomm.broadcasting import (
     signature,
     state_nodes,
 )
-from pycomm.checks import shown
 from pycomm.communicator import Communicator
 from pycomm.compression.base import State
 from pycomm.compression.saved_state import CONTRIBUTIONS
@@ -43,27 +42,7 @@ from pycomm.transport.choice import version
 _CHUNK_BYTES = 32 << 20
 
 
-def checked_carry(carry: Any) -> dict[str, Any]:
-    """Return what newcomers are to get besides the rest, by name; nothing for ``None``.
-
-    Raises:
-        TypeError: ``carry`` is no mapping of names to objects with state.
-    """
-    if carry is None:
-        return {}
-    if not isinstance(carry, Mapping):
-        raise TypeError(f"carry is {shown(carry)}, wanted a mapping of names to objects with state_dict()")
-    for name, value in carry.items():
-        if not isinstance(name, str):
-            raise TypeError(f"carry has the name {shown(name)}, wanted strings")
-        if not all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")):
-            raise TypeError(
-                f"carry[{name!r}] is {shown(value)}, wanted an object with state_dict() and load_state_dict()"
-            )
-    return dict(carry)
-
-
-def lines_of(settings: Settings, table: ParameterTable, carry: Mapping[str, Any]) -> list[tuple[str, str]]:
+def lines_of(settings: Settings, table: ParameterTable) -> list[tuple[str, str]]:
     """Return what a newcomer must have in common with the ranks: kinds and texts."""
     names = dict(table.named())
     parameters = [f"{name}: {signature(p)}{'' if p.requires_grad else ' frozen'}" for name, p in names.items()]
@@ -75,7 +54,6 @@ def lines_of(settings: Settings, table: ParameterTable, carry: Mapping[str, Any]
         *(("a setting", line) for line in settings.lines()),
         *(("a parameter", line) for line in parameters),
         *(("an optimizer parameter group", size) for size in sizes),
-        ("what is carried", ", ".join(sorted(carry))),
     ]
 
 
@@ -100,10 +78,11 @@ class Carried:
     weights: SampleWeights
 
     @classmethod
-    def of(cls, engine: Engine, objects: Mapping[str, Any]) -> Carried:
-        """Return what a newcomer gets from ``engine``, and ``objects``."""
-        scaler, weights = engine.settings.loss_scaler, engine.window.weights
-        return cls(engine.table, engine.progress, engine.outcome.committed_steps, scaler, objects, weights)
+    def of(cls, engine: Engine) -> Carried:
+        """Return what a newcomer gets from ``engine``."""
+        scaler, survive, steps = engine.settings.loss_scaler, engine.settings.survive, engine.outcome.committed_steps
+        objects = (survive and survive.carry) or {}
+        return cls(engine.table, engine.progress, steps, scaler, objects, engine.window.weights)
 
     def plain(self) -> dict[str, Any]:
         """Return it as numbers, texts, tensors and containers of them."""

@@ -73,7 +73,7 @@ class ParameterChanges:
         if replaced:
             raise RuntimeError(
                 f"parameter {replaced[0].name!r} of the optimizer has been replaced, which shard="
-                f"{self._engine.settings.shard!r} does not go with: detach() before, and attach() afterwards"
+                f"{self._engine.settings.shard} does not go with: detach() before, and attach() afterwards"
             )
 
     def drop_replaced(self) -> None:

@@ -146,7 +146,7 @@ class ParameterTable:
         """Sort ``slots`` into new buckets, which travel by ``lanes`` in turns."""
         most, first = bucket_sizes(lanes, settings, sum(slot.local.nbytes for slot in slots), self.on_gpu)
         made = make_buckets(
-            *(slots, settings.compression, lanes, most, settings.algorithm),
+            *(slots, settings.compression, lanes, most, settings.tuning.algorithm),
             num_earlier=len(self.flights),
             first_bytes=first,
         )

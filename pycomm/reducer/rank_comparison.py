@@ -45,14 +45,14 @@ class RankComparison:
         self._table, self._progress = table, progress
         ignores = table.ignored.covers if table.ignored else None
         self.flags = RankFlags(
-            Hyperparameters(table.optimizer, settings.per_rank, ignores),
+            Hyperparameters(table.optimizer, tuple(settings.tuning.per_rank), ignores),
             table.device,
             lambda: settings.compression.check(table.optimizer),
         )
         self.flags.takes_new = not table.on_gpu  # there the host learns too late
         waits = not table.on_gpu
         self.replicas = ReplicaCheck(
-            communicator, table.device, settings.check_replicas, waits, table.locals, buffers, world, self.flags
+            communicator, table.device, settings.tuning.check_replicas, waits, table.locals, buffers, world, self.flags
         )
 
     def fingerprint_of(self, number: int) -> Callable[[], torch.Tensor] | None:

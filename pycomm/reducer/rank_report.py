@@ -61,7 +61,7 @@ def raise_different_groups(groups: Mapping[int, list[Numbers] | None]) -> None:
     raise ValueError(
         f"the ranks' optimizers differ: {key!r} of parameter group {index} is {told_values}. Change it on all ranks "
         "alike: by the same schedule, by a loss or progress that is averaged over the ranks, by a checkpoint that all "
-        f'load. If it is meant to differ, write attach(..., per_rank=("{key}",))'
+        f'load. If it is meant to differ, write tuning=pycomm.Tuning(per_rank=("{key}",))'
     )
 
 

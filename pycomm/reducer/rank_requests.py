@@ -43,8 +43,8 @@ def require_skippable(engine: Engine) -> None:
         return
     unsuitable = {
         "gradients on a GPU": engine.table.on_gpu,
-        'on_failure="shrink"': engine.settings.survives,
-        "full_grad=None": engine.settings.full_grad is None,
+        "survive": engine.settings.survive is not None,
+        'grads="local"': engine.settings.shard is not None and engine.settings.shard.grads == "local",
     }
     for what, is_unsuitable in unsuitable.items():
         if is_unsuitable:

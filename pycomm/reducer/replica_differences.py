@@ -28,7 +28,7 @@ _FEW_OF = 8
 _DRIFT = (
     "updates them differently: a learning rate, data that decides whether a step is taken, code that writes to "
     "parameters, gradients that were never averaged. pycomm.broadcast_parameters(model) makes them equal again; "
-    "attach(..., check_replicas=0) turns this check off"
+    "tuning=pycomm.Tuning(check_replicas=0) turns this check off"
 )
 
 Named = Sequence[tuple[str, torch.Tensor]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,6 @@ class Survival:
         table: parameters and their buckets.
         settings: arguments of ``attach``.
         door: where newcomers ask to be let in.
-        carry: objects whose state they get, by name.
 
     Attributes:
         recoveries, joins: what happened, a dict each; see ``Reducer.stats``.
@@ -56,9 +55,8 @@ class Survival:
         table: ParameterTable,
         settings: Settings,
         door: JoinListener,
-        carry: Mapping[str, Any],
     ) -> None:
-        self.membership, self.carry, self.invited = membership, carry, 0
+        self.membership, self.invited = membership, 0
         self._door = door
         self._newcomers: set[int] = set()  # of the present step
         self._communicator, self._table, self._settings = communicator, table, settings

@@ -141,7 +141,7 @@ class SurvivingPolicy(StepPolicy):
         if self.survival.invited == 0:
             return
         try:
-            self.go_on(self.survival.let_in(Carried.of(self.engine, self.survival.carry)))
+            self.go_on(self.survival.let_in(Carried.of(self.engine)))
         except (RuntimeError, ValueError) as error:  # CommError is the former, and so is what the store raises
             what = f"the newcomer was not let in: {error}"
             self.recover(CommError.during("join", what, rank=self.engine.communicator.rank))

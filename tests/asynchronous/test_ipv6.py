@@ -126,7 +126,7 @@ def test_newcomers(how: str, address: str, new_ranks: Pools) -> None:
 def test_addresses_that_are_none(address: str) -> None:
     optimizer, model = small()
     for join in (
-        lambda: pycomm.attach(optimizer, model, on_failure="shrink", join=address),
+        lambda: pycomm.join(address, optimizer, model),
         lambda: pycomm.local_sgd(optimizer, model, every=1, on_failure="shrink", join=address),
     ):
         with pytest.raises(ValueError, match="join is .*wanted the address of the process group's store"):
@@ -137,7 +137,7 @@ def test_nobody_listens() -> None:
     optimizer, model = small()
     port = free_port()
     with pytest.raises(CommError, match=rf"no store listens at \[::1\]:{port}"):
-        pycomm.attach(optimizer, model, on_failure="shrink", join=f"[::1]:{port}", timeout=1)
+        pycomm.join(f"[::1]:{port}", optimizer, model, tuning=pycomm.Tuning(timeout=1))
 
 
 @pytest.mark.parametrize("host", ["::1", "127.0.0.1"])

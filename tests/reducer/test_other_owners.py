@@ -95,7 +95,7 @@ def test_ddp_that_nothing_noticed() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pycomm.optim.wrappers.wrapper_of", lambda _: None)
         model = make_model()
-        reducer = pycomm.attach(sgd(model), model, timeout=30)
+        reducer = pycomm.attach(sgd(model), model, tuning=pycomm.Tuning(timeout=30))
         ddp = DistributedDataParallel(model)
         with pytest.MonkeyPatch.context() as restored:
             restored.setattr("pycomm.optim.wrappers.wrapper_of", wrapper_of)
@@ -103,7 +103,7 @@ def test_ddp_that_nothing_noticed() -> None:
                 loss_of(ddp, rank, 0)
         reducer.detach()
         named = make_model()
-        reducer = pycomm.attach(sgd(named), named.named_parameters(), timeout=30, bucket_mb=0.001)
+        reducer = pycomm.attach(sgd(named), named.named_parameters(), tuning=pycomm.Tuning(timeout=30, bucket_mb=0.001))
         ddp = DistributedDataParallel(named, gradient_as_bucket_view=False)
         for step in range(4):
             for p in named.parameters():

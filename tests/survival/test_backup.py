@@ -18,6 +18,7 @@ import pycomm
 from pycomm.reducer.backup import BackupPolicy, StandbyJob
 from tests.hosts import on_hosts
 from tests.on_ranks import Pools
+from tests.reducer.attaching import grouped
 from tests.survival.training import METHODS, die, digest, loss_of, small_model
 
 TIMEOUT = 100.0
@@ -94,9 +95,7 @@ def train(run: Late, folder: str) -> dict[str, Any]:
             optimizer,
             model,
             compression=METHODS[run.method],
-            on_failure="shrink",
-            backup=run.backup,
-            **{"check_replicas": 4, "timeout": 30, "bucket_mb": 0.004, **run.options},
+            **grouped(backup=run.backup, **{"check_replicas": 4, "timeout": 30, "bucket_mb": 0.004, **run.options}),
         )
         records = Records(params)
         for step in range(run.steps):
@@ -204,7 +203,7 @@ def attach_with(options: dict[str, Any]) -> None:
     options = {"on_failure": "shrink", "backup": 1, **options}
     if options.pop("scaler", False):
         options["loss_scaler"] = pycomm.LossScaler()
-    reducer = pycomm.attach(optimizer, model, **options)
+    reducer = pycomm.attach(optimizer, model, **grouped(**options))
     try:
         if options["backup"] > 0:
             reducer.set_weight(3)
@@ -234,7 +233,7 @@ def test_what_does_not_go_with_it_is_refused(rank_pools: Pools, options: dict[st
 def load_late(state: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    reducer = pycomm.attach(optimizer, model, on_failure="shrink", backup=1)
+    reducer = pycomm.attach(optimizer, model, survive=pycomm.Survive(backup=1))
     reducer.load_state_dict(state)
     loaded = reducer.state_dict()["ranks"][str(dist.get_rank())]
     for p in model.parameters():
@@ -287,7 +286,7 @@ def train_without_end() -> int:
     """Leave without detach(), while a job stands by."""
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    reducer = pycomm.attach(optimizer, model, on_failure="shrink", backup=1)
+    reducer = pycomm.attach(optimizer, model, survive=pycomm.Survive(backup=1))
     for step in range(4):
         optimizer.zero_grad()
         nn.functional.mse_loss(model(torch.ones(1, 20)), torch.full((1, 5), float(step))).backward()

@@ -19,6 +19,7 @@ import pycomm
 from pycomm.reducer.backup import BackupPolicy, StandbyJob
 from pycomm.worker import Worker
 from tests.on_ranks import Pools
+from tests.reducer.attaching import grouped
 from tests.survival.test_backup import wait_for_the_others
 from tests.survival.test_gaining_ranks import attach, come, equal_to_the_bit, go_on
 from tests.survival.training import Plan, die, digest, loss_of, small_model
@@ -31,7 +32,7 @@ def begin(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer, pycomm.Redu
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     options = {"check_replicas": 0, "timeout": 30, **options}
-    return model, optimizer, pycomm.attach(optimizer, model, on_failure="shrink", backup=1, **options)
+    return model, optimizer, pycomm.attach(optimizer, model, **grouped(backup=1, **options))
 
 
 def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:

@@ -91,7 +91,11 @@ def contributions(plan: Plan) -> dict[str, Any]:
     rank, model = dist.get_rank(), small_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     reducer = pycomm.attach(
-        optimizer, model, compression=METHODS[plan.method], on_failure="shrink", bucket_mb=0.004, timeout=30
+        optimizer,
+        model,
+        compression=METHODS[plan.method],
+        survive=pycomm.Survive(),
+        tuning=pycomm.Tuning(bucket_mb=0.004, timeout=30),
     )
     given = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
     got = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}

@@ -30,7 +30,7 @@ class HostPartition(StepPartition):
     """
 
     def __init__(self, terms: Terms, *, shares_parameters: bool) -> None:
-        self._shares_parameters, self._defers = shares_parameters, terms.full_grad is None
+        self._shares_parameters, self._defers = shares_parameters, terms.grads == "local"
         self._memory = CommonMemory(terms.communicator)
         self._terms: dict[BucketInFlight, tuple[int, list[Memory]]] = {}
         self._terms_version = 0

@@ -39,7 +39,7 @@ class Terms:
     communicator: Communicator
     stepper: KernelStep
     module: torch.nn.Module | None
-    full_grad: bool | None
+    grads: str
     average: bool
     most_writes: int
     was_fused_here: bool
@@ -79,7 +79,7 @@ class StepPartition(_Plain, ABC):
     """Partition of the parameters of an attached optimizer; see :class:`pycomm.optim.partition.Partition`."""
 
     def __init__(self, terms: Terms) -> None:
-        self.full_grad = terms.full_grad is True
+        self.full_grad = terms.grads == "full"
         self.reduction = "mean" if terms.average else "sum"
         self._communicator, self._stepper, self._module = terms.communicator, terms.stepper, terms.module
         self._most_writes, self._was_fused_here = terms.most_writes, terms.was_fused_here
@@ -207,8 +207,8 @@ class StepPartition(_Plain, ABC):
                 if slot.param.grad is view and version_of(view) - slot.version > self._most_writes:
                     raise ValueError(
                         f"the gradient of {slot.name!r} was written to after backward(), and each rank has only its "
-                        "own part of the average: clip by reducer.clip_grad_norm(), or attach(..., full_grad=True); a "
-                        "torch.amp.GradScaler is given to attach as loss_scaler"
+                        'own part of the average: clip by reducer.clip_grad_norm(), or pass Sharding(grads="full"); '
+                        "a torch.amp.GradScaler is given to attach as loss_scaler"
                     )
 
     def _agree(self, optimizer: torch.optim.Optimizer, is_skipped: bool) -> bool:

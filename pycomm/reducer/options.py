@@ -1,0 +1,197 @@
+"""Options of ``attach`` that belong together. They check themselves; ranks compare their reprs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, fields
+from datetime import timedelta
+from typing import Any
+
+from pycomm.checks import count, positive, shown
+
+
+@dataclass(frozen=True)
+class Survive:
+    """Go on when ranks are lost: those that die, are stopped, miss the timeout, or raise in ``backward()``.
+
+    The ranks that are left agree on who they are and reduce the step again from the gradients that they have;
+    ``backward()`` returns the mean over them. See ``Reducer.world``, ``Reducer.on_change`` and docs/survival.md. In CPU
+    memory only, and not with DTensors.
+
+    Args:
+        min_ranks: fewest ranks that go on; with fewer left, each of them gets the same CommError.
+        backup: number of ranks that need not be waited for in a step. As soon as the others have all their gradients, a
+            late rank goes on without its own, which it adds to those of its next step (Chen et al., "Revisiting
+            Distributed Synchronous SGD", 2016).
+        carry: objects with ``state_dict`` and ``load_state_dict``, by name, whose state newcomers get as well:
+            learning-rate schedules, samplers. Equal names on all ranks.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+    """
+
+    min_ranks: int = 1
+    backup: int = 0
+    carry: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "min_ranks", count("min_ranks", self.min_ranks, 1))
+        object.__setattr__(self, "backup", count("backup", self.backup, 0))
+        object.__setattr__(self, "carry", _carry(self.carry))
+
+    def __repr__(self) -> str:
+        return _written(self, carry=sorted(self.carry or ()))
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Share the optimizer's step out among the ranks (ZeRO, Rajbhandari et al., 2020); see docs/sharding.md.
+
+    Args:
+        kind: "optimizer": each rank steps its own part of the parameters and keeps that part of the optimizer's state
+            only. "parameters": likewise, and the ranks of one host have one copy of the parameters among them.
+        grads: what ``.grad`` has after ``backward()``. "part": the average of this rank's own part, else its own
+            gradient; "full": all of the average on every rank; "local": this rank's own gradient, as gradients are
+            summed inside ``step()``, which moves fewer bytes.
+
+    Raises:
+        ValueError: an argument is wrong.
+    """
+
+    kind: str
+    grads: str = "part"
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("optimizer", "parameters"):
+            raise ValueError(f'shard is {self.kind!r}, wanted "optimizer", "parameters" or None')
+        if self.grads not in ("part", "full", "local"):
+            raise ValueError(f'grads is {self.grads!r}, wanted "part", "full" or "local"')
+
+    def __repr__(self) -> str:
+        return f"Sharding({self.kind!r})" if self.grads == "part" else f"Sharding({self.kind!r}, grads={self.grads!r})"
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Settings that most scripts leave alone.
+
+    Args:
+        bucket_mb: approximate size of a bucket in MiB; gradients are sent in buckets, while backward computes those of
+            the next one. ``None``: 25. On one host a model of less than 100 MiB then has four equal buckets, but none
+            below 1 MiB, if gradients travel as they are or in half precision. On a GPU, the size is that of what
+            ``TopK`` and ``DGC`` send, up to eight times as much of the gradients.
+        algorithm: name of the algorithm that sums dense buckets; see ``Communicator.all_reduce``.
+        check_replicas: compare all ranks' parameters after the first step and then once in this many reductions (by
+            hashes, which read them once); 0 never does. A difference is an error: a :class:`pycomm.CommError` if most
+            ranks agree, whose ``peer`` is then the other one, or if only a few elements differ, as after a flipped
+            bit. Residuals and velocities are compared with what they were after the step before; a rank whose own have
+            changed is an error of all. Buffers that differ are only logged.
+        timeout: limit of every wait for a peer; seconds or ``timedelta``. ``None``: the process group's own.
+        ignore: what is each rank's own: names of parameters and buffers, patterns of them as in a shell
+            ("experts.*"), parameters, or modules. It is not sent, averaged, compared or warned of, and may have other
+            shapes on other ranks. Patterns must be equal on all ranks. Without it, trainable parameters of the module
+            that this optimizer does not have, and that differ between ranks, stay as they are, with a RuntimeWarning
+            that names them; all others become rank 0's.
+        per_rank: keys of ``optimizer.param_groups``, such as "lr", whose numbers may differ between ranks. All others
+            are compared in every reduction, and a difference is an error that names group, key and values.
+        optimizer_state: "broadcast": all ranks get rank 0's; what other ranks have and rank 0 does not is an error.
+            "keep": each rank keeps its own, for an optimizer that shares its state out among the ranks; only
+            hyperparameters become rank 0's.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+    """
+
+    _: KW_ONLY
+    bucket_mb: float | None = None
+    algorithm: str = "auto"
+    check_replicas: int = 1000
+    timeout: timedelta | float | None = None
+    ignore: Iterable[Any] = ()
+    per_rank: Iterable[str] = ()
+    optimizer_state: str = "broadcast"
+
+    def __post_init__(self) -> None:
+        if self.bucket_mb is not None:
+            object.__setattr__(self, "bucket_mb", float(positive("bucket_mb", self.bucket_mb)))
+        if not isinstance(self.algorithm, str):
+            raise TypeError(f"algorithm is {self.algorithm!r}, wanted a name")
+        object.__setattr__(self, "check_replicas", count("check_replicas", self.check_replicas, 0))
+        object.__setattr__(self, "per_rank", _per_rank(self.per_rank))
+        if self.optimizer_state not in ("broadcast", "keep"):
+            raise ValueError(f'optimizer_state is {self.optimizer_state!r}, wanted "broadcast" or "keep"')
+
+    def __repr__(self) -> str:
+        return _written(self)
+
+    @property
+    def bucket_bytes(self) -> int | None:
+        """Size of a bucket in bytes, if it is given."""
+        return None if self.bucket_mb is None else int(self.bucket_mb * 2**20)
+
+
+def survive_of(*, on_failure: Any = "raise", min_ranks: Any = 1, backup: Any = 0, carry: Any = None) -> Survive | None:
+    """Return what earlier arguments of ``attach`` are now."""
+    if on_failure not in ("raise", "shrink"):
+        raise ValueError(f'on_failure is {on_failure!r}, wanted "raise" or "shrink"')
+    made = Survive(min_ranks, backup, carry)
+    if on_failure == "shrink":
+        return made
+    if made.backup > 0:
+        raise ValueError(
+            f'backup={backup} does not go with on_failure="raise": write survive=pycomm.Survive(backup=...)'
+        )
+    return None
+
+
+def sharding_of(*, shard: Any = None, full_grad: Any = False) -> Sharding | None:
+    """Return what earlier arguments of ``attach`` are now."""
+    if full_grad is not None and not isinstance(full_grad, bool):
+        raise TypeError(f"full_grad is {full_grad!r}, wanted True, False or None")
+    if shard is not None:
+        return Sharding(shard, {True: "full", False: "part", None: "local"}[full_grad])
+    if full_grad is not False:
+        raise ValueError(f"full_grad={full_grad} without shard: every rank has all averaged gradients anyway")
+    return None
+
+
+def checked_option(name: str, value: Any, kind: type, example: str) -> Any:
+    """Return ``value``, an option of ``kind`` or ``None``; raise TypeError otherwise, or the error that it is.
+
+    Earlier arguments become options before ranks meet, and what is wrong with them is raised where all learn of it.
+    """
+    if isinstance(value, Exception):
+        raise value
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(f"{name} is {shown(value)}, wanted {example} or None")
+    return value
+
+
+def _written(option: Any, **texts: object) -> str:
+    """Return an option as one writes it, with what differs from its defaults."""
+    given = {field.name: getattr(option, field.name) for field in fields(option)}
+    changed = {f.name: given[f.name] for f in fields(option) if given[f.name] != f.default}
+    written = ", ".join(f"{name}={texts.get(name, value)!r}" for name, value in changed.items())
+    return f"{type(option).__name__}({written})"
+
+
+def _per_rank(value: Any) -> tuple[str, ...]:
+    keys = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else None
+    if keys is None or not all(isinstance(key, str) for key in keys):
+        raise TypeError(f'per_rank is {value!r}, wanted names of hyperparameters, such as ("lr",)')
+    return tuple(sorted(set(keys)))
+
+
+def _carry(carry: Any) -> dict[str, Any] | None:
+    if carry is None:
+        return None
+    if not isinstance(carry, Mapping):
+        raise TypeError(f"carry is {shown(carry)}, wanted a mapping of names to objects with state_dict()")
+    for name, value in carry.items():
+        if not isinstance(name, str):
+            raise TypeError(f"carry has the name {shown(name)}, wanted strings")
+        if not all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")):
+            raise TypeError(
+                f"carry[{name!r}] is {shown(value)}, wanted an object with state_dict() and load_state_dict()"
+            )
+    return dict(carry)
