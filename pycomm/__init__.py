@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # imported when they are first asked for: see _HOMES
     from pycomm.asynchronous.local_averager import LocalAverager
     from pycomm.asynchronous.outer import DelayedNesterov, Nesterov
     from pycomm.asynchronous.parameter_server import ParameterServer, parameter_server
+    from pycomm.broadcasting import broadcast_optimizer_state, broadcast_parameters
     from pycomm.checkpoint import load, save
     from pycomm.communicator import Communicator
     from pycomm.compression import (
@@ -66,8 +67,6 @@ if TYPE_CHECKING:  # imported when they are first asked for: see _HOMES
         StopRequest,
         Survive,
         Tuning,
-        broadcast_optimizer_state,
-        broadcast_parameters,
         stop_on_signal,
     )
     from pycomm.reducer.attach import attach, join
@@ -180,6 +179,7 @@ _HOMES = {
     "asynchronous.local_averager": ("LocalAverager",),
     "asynchronous.outer": ("DelayedNesterov", "Nesterov"),
     "asynchronous.parameter_server": ("ParameterServer", "parameter_server"),
+    "broadcasting": ("broadcast_optimizer_state", "broadcast_parameters"),
     "checkpoint": ("load", "save"),
     "communicator": ("Communicator",),
     "compression": (
@@ -192,7 +192,7 @@ _HOMES = {
     "optim": ("FusedStep", "LAMB", "LARS", "LossScaler", "MasterWeights", "fuse", "master_weights"),
     "reducer": (
         *("Reducer", "Sharding", "SignalStop", "StopRequest", "Survive", "Tuning", "attach", "join"),
-        *("broadcast_optimizer_state", "broadcast_parameters", "stop_on_signal"),
+        "stop_on_signal",
     ),
     "transport.gpu": ("GpuWork",),
 }

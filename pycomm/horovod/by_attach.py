@@ -7,12 +7,13 @@ from typing import Any
 import torch
 
 import pycomm.compression as methods
+from pycomm.broadcasting import broadcast_parameters
 from pycomm.horovod.arguments import Arguments
 from pycomm.horovod.compression import Compression
 from pycomm.horovod.process_sets import members_of
 from pycomm.horovod.reduce_ops import Average
 from pycomm.horovod.state import world
-from pycomm.reducer import Reducer, Tuning, attach, broadcast_parameters
+from pycomm.reducer import Reducer, Tuning, attach
 
 
 class AttachedAveraging:

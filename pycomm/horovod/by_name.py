@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import pycomm.compression as methods
+from pycomm.broadcasting import broadcast_optimizer_state, broadcast_parameters
 from pycomm.horovod.arguments import Arguments
 from pycomm.horovod.compression import Compression
 from pycomm.horovod.handles import synchronize
@@ -17,7 +18,6 @@ from pycomm.horovod.process_sets import members_of
 from pycomm.horovod.reduce_ops import Adasum, Average, Sum
 from pycomm.horovod.sparse_reduction import sparse_allreduce_async
 from pycomm.optim.wrappers import refuse_wrapped
-from pycomm.reducer import broadcast_optimizer_state, broadcast_parameters
 
 _TOO_OFTEN = (
     "the gradient of {name!r} was computed more than backward_passes_per_step={passes} times before step(): pass a "

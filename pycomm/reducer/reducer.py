@@ -16,6 +16,7 @@ from pycomm.descriptions import counted, size_text, tensors_text
 from pycomm.optim.attached import forget
 from pycomm.optim.wrappers import unwatch_constructions
 from pycomm.reducer import clipping
+from pycomm.reducer.attached_training import AttachedTraining
 from pycomm.reducer.autograd_hooks import ModelHooks
 from pycomm.reducer.buckets import scale_gradients
 from pycomm.reducer.engine import Engine
@@ -250,6 +251,12 @@ class Reducer:
             while not self._without_backward.take_part(absent=True):
                 count += 1
         return count
+
+    @property
+    def attached(self) -> AttachedTraining:
+        """What the rest of pycomm may use of this training. Raises RuntimeError once it is detached."""
+        self._require_attached()
+        return AttachedTraining(self._engine)
 
     def knows(self, param: torch.Tensor) -> bool:
         """Return whether the gradient of ``param`` is averaged here, or will be once it is unfrozen."""
