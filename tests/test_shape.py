@@ -19,8 +19,6 @@ LONGEST_WITH_BASES = 350
 MOST_METHODS_WITH_BASES = 30
 STILL_LARGER_WITH_BASES = {
     "pycomm.asynchronous.local_averager.LocalAverager",
-    "pycomm.backend.operations.Operations",
-    "pycomm.backend.process_group.PycommProcessGroup",
     "pycomm.optim.master_weights.MasterWeights",
     "pycomm.reducer.backup.BackupEngine",
     "pycomm.reducer.engine.Engine",

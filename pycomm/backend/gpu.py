@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from pycomm.backend.engine import Engine
-from pycomm.backend.reduction import name_of
+from pycomm.backend.engine import GroupEngine
+from pycomm.backend.tensors import name_of
 from pycomm.torch_internals import PrefixStore
-
-_OLDER_NAMES = {
-    "all_gather_single": "_allgather_base",
-    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
-    "all_to_all_single": "alltoall_base",
-    "reduce_scatter_single": "_reduce_scatter_base",
-    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
-}
 
 
 class GpuSide:
@@ -36,20 +28,20 @@ class GpuSide:
         RuntimeError: neither torch nor this machine has NCCL, or ``device`` is no NVIDIA GPU.
     """
 
-    def __init__(self, engine: Engine, device: torch.device) -> None:
+    def __init__(self, engine: GroupEngine, device: torch.device) -> None:
         if device.type != "cuda":
             raise RuntimeError(f"backend 'pycomm': a tensor is on {device}, wanted the CPU or an NVIDIA GPU")
         self.target: Any = _torch_nccl(engine) if dist.is_nccl_available() else OwnNccl(engine, device)
 
-    def call(self, operation: str, *args: Any, **kwargs: Any) -> Any:
-        """Call ``operation``, by torch's name for it."""
-        method = getattr(self.target, operation, None) or getattr(self.target, _OLDER_NAMES.get(operation, ""), None)
+    def call(self, names: Sequence[str], *args: Any, **kwargs: Any) -> Any:
+        """Call the operation that has these names in torch; releases differ in them."""
+        method = next((found for name in names if (found := getattr(self.target, name, None))), None)
         if method is None:
-            raise RuntimeError(f"{operation} is not available on a GPU without torch's own NCCL")
+            raise RuntimeError(f"{names[0]} is not available on a GPU without torch's own NCCL")
         return method(*args, **kwargs)
 
 
-def _torch_nccl(engine: Engine) -> Any:
+def _torch_nccl(engine: GroupEngine) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=engine.timeout)
     options.global_ranks_in_group = list(engine.place.ranks)
@@ -64,7 +56,7 @@ def _torch_nccl(engine: Engine) -> Any:
 class OwnNccl:
     """Operations over pycomm's own NCCL, for a torch that was built without."""
 
-    def __init__(self, engine: Engine, device: torch.device) -> None:
+    def __init__(self, engine: GroupEngine, device: torch.device) -> None:
         self._channel, self._device = engine.channel, device.index or 0
         self._engine = engine
 

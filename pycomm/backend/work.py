@@ -17,7 +17,7 @@ import torch
 
 from pycomm import threads
 from pycomm.errors import CommError
-from pycomm.torch_internals import TorchWork
+from pycomm.torch_internals import TorchWork, compiles_autograd, current_graph_task, queue_final_callback
 from pycomm.transport.base import Receipt
 from pycomm.worker import Work
 
@@ -202,3 +202,35 @@ class MessageWork(BackendWork):
         return self._reception.source
 
     _source_rank = source_rank
+
+
+class BackwardErrors:
+    """Raiser of the errors of operations that were started inside ``backward()``, with their own types.
+
+    DistributedDataParallel waits for its buckets' futures at the end of ``backward()``, and what a future raises is a
+    plain ``RuntimeError`` that quotes the error. A callback of autograd that comes before DistributedDataParallel's
+    waits for the same operations, and raises the error itself.
+    """
+
+    def __init__(self) -> None:
+        self._pass = -1
+        self._works: list[BackendWork] = []
+
+    def watch(self, work: BackendWork) -> None:
+        """Let ``backward()`` raise the error of ``work``, if it is running on this thread."""
+        current = current_graph_task()
+        if current < 0 or compiles_autograd():
+            return
+        if current != self._pass:
+            works: list[BackendWork] = []
+            self._pass, self._works = current, works
+            queue_final_callback(lambda: _wait_for_all(works))
+        self._works.append(work)
+
+
+def _wait_for_all(works: list[BackendWork]) -> None:
+    try:
+        for work in works:
+            work.wait()
+    finally:
+        works.clear()
