@@ -11,6 +11,7 @@ import torch
 
 import pycomm._native as _native
 from pycomm.recorder import Recorder
+from pycomm.schedule.program import Program
 
 Message = tuple[int, torch.Tensor]
 """Peer, and the tensor to send to it or receive from it: contiguous, one-dimensional, not empty."""
@@ -133,6 +134,9 @@ class Transport(Protocol):
         """
 
     def broadcast(self, x: Any, src: int, timeout: float) -> None: ...
+    def run_program(self, program: Program, x: Any, op: str, timeout: float) -> None:
+        """All-reduce ``x`` by this rank's part of a schedule that all ranks have."""
+
     def barrier(self, timeout: float) -> None: ...
 
     def send(self, x: Any, dst: int, tag: int, timeout: float) -> None:

@@ -6,7 +6,6 @@ operation, so that ranks that disagree get an error instead of a hang.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from pycomm import kernels
 from pycomm.schedule.program import Program
 from pycomm.transport.between_hosts import BetweenHosts
 from pycomm.transport.host_tensors import apart, rank_of, reducible, require, tensor_of
+from pycomm.transport.messages import run_program
 from pycomm.transport.parts import messages
 from pycomm.transport.torch_exchanges import TorchExchanges, counted
 from pycomm.transport.torch_group import DIRECT_RANKS
@@ -66,11 +66,7 @@ class TorchTransport(TorchExchanges):
         kernels.reduce(tensor, [word.view(tensor.dtype)[: len(tensor)] for word in torch.split(words, 1)], op)
 
     @counted
-    def run_schedule(
-        self, program: Program, x: Any, op: str, timeout: float, run: Callable[[torch.Tensor], None]
-    ) -> None:
-        """Compare ``program`` and ``x`` with the other ranks', then call ``run`` to all-reduce ``x`` by messages."""
-
+    def run_program(self, program: Program, x: Any, op: str, timeout: float) -> None:
         def check() -> torch.Tensor:
             require(
                 (program.rank, program.num_ranks) == (self.rank, self.size),
@@ -81,7 +77,7 @@ class TorchTransport(TorchExchanges):
 
         tensor = self._checked(timeout, check)
         self._agree("schedule", tensor, op, program.digest >> 1, timeout)  # 63 bits
-        run(tensor)
+        run_program(program, tensor, op, self._group, timeout)
 
     @counted
     def reduce(self, x: Any, dst: int, op: str, timeout: float) -> None:

@@ -73,7 +73,6 @@ class TorchExchanges(BufferedMessages):
         self._group = TorchGroup(group, roll_call)
         self.rank, self.size = self._group.rank, self._group.size
         self.hosts: Sequence[Sequence[int]] = [(p,) for p in range(self.size)]
-        self.exchange = self._group.exchange
         self._messages = TorchMessages(self._group)
         self.send, self.receive = self._messages.send, self._messages.receive
         # Gloo adds float16 element by element: its own sums take twice as long as the schedules.

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from pycomm.execute import programs
 
 from pycomm import Communicator, calibration, schedule
 from pycomm.calibration import calibrate
-from pycomm.execute import programs
-from pycomm.execute.programs import AlgorithmSelector, ranks_per_host
+from pycomm.transport.algorithms import AlgorithmSelector, ranks_per_host
 from tests.ranks import PerRank, RankPool
 
 LINK = schedule.Link(alpha=1e-6, beta=1e-9, gamma=0.0)
