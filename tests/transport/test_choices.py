@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pycomm.execute import programs
+from pycomm.transport import algorithms
 
 from pycomm import Communicator, calibration, schedule
 from pycomm.calibration import calibrate
@@ -113,7 +113,7 @@ def test_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
         ("aaaaaa", "hierarchical(3,2)"),
     ):
         found = AlgorithmSelector(0, 6)
-        monkeypatch.setattr(programs, "host_identity", lambda: "mine")
+        monkeypatch.setattr(algorithms, "host_identity", lambda: "mine")
         found.agree(None, "torch", partial(said_by, hosts))
         program = found.find("hierarchical", torch.ones(1))
         assert program is not None
