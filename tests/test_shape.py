@@ -24,8 +24,6 @@ STILL_LARGER_WITH_BASES = {
     "pycomm.reducer.engine.Engine",
     "pycomm.reducer.reducer.Reducer",
     "pycomm.reducer.surviving.SurvivingEngine",
-    "pycomm.transport.hierarchical.HierarchicalTransport",
-    "pycomm.transport.torch_distributed.TorchTransport",
 }
 """Classes that are larger than that together with their bases. Remove each one that no longer is."""
 LONGEST_FUNCTION = 45

@@ -15,7 +15,6 @@ from pycomm.errors import CommError
 from pycomm.recorder import dump_on_signal
 from pycomm.recorder.watch import watch
 from pycomm.transport.base import Transport
-from pycomm.transport.hierarchical import HierarchicalTransport
 from pycomm.transport.hosts import Hosts, hosts_of, log_walls
 from pycomm.transport.meeting import Meeting
 from pycomm.transport.own_group import OWN, Place, cpu_backend_of, own_group, require_own_group
@@ -122,7 +121,7 @@ def _make(
         own = own_group(place, f"{place.name}{OWN}{meeting.name}", timeout)
         roll_call = RollCall(place.store, meeting.name, place.rank, greetings)
         until_made.pop_all()
-    return TorchTransport(own, roll_call) if local is None else HierarchicalTransport(own, roll_call, local, hosts)
+    return TorchTransport(own, roll_call, local, hosts)
 
 
 def _exchange_greetings(meeting: Meeting, mine: dict[str, Any], problem: Exception | None) -> list[dict[str, Any]]:

@@ -257,9 +257,7 @@ class GpuQueue:
             return None
         return self._work(moment, producers, None, [*arrays, *kept])
 
-    def call(
-        self, job: Callable[[], Any], reads: Sequence[torch.Tensor | None], producers: Collection[int]
-    ) -> GpuWork:
+    def call(self, job: Callable[[], Any], reads: Sequence[torch.Tensor | None], producers: Collection[int]) -> GpuWork:
         """Call ``job`` with the communication stream as torch's current one, ordered after ``producers``."""
         for stream in {*producers, current_stream(self.device)}:
             self._stream.follow(stream)

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 import pycomm._native as _native
-from pycomm import checks
 from pycomm.errors import CommError
 from pycomm.transport.buffering import VARIABLE, buffer_limit
 from pycomm.transport.host_tensors import require, tensor_of
@@ -287,23 +286,3 @@ def _width(array: _native.HostArray) -> int:
 
 def _elements(num_bytes: int, width: int) -> str:
     return f"{num_bytes} bytes ({num_bytes // max(1, width)} elements of {width})"
-
-
-class BufferedMessages:
-    """What a transport says of the messages that it has buffered."""
-
-    _messages: TorchMessages
-
-    @property
-    def buffer_limit(self) -> int:
-        return self._messages.buffer_limit
-
-    @buffer_limit.setter
-    def buffer_limit(self, num_bytes: int) -> None:
-        checks.integer("buffer_limit", num_bytes, 0)
-        self._messages.buffer_limit = num_bytes
-
-    @property
-    def buffered_bytes(self) -> int:
-        """Number of bytes of messages that were sent and are not known to be received."""
-        return self._messages.buffered_bytes

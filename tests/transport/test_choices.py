@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from pycomm.transport import algorithms
 
 from pycomm import Communicator, calibration, schedule
 from pycomm.calibration import calibrate
+from pycomm.transport import algorithms
 from pycomm.transport.algorithms import AlgorithmSelector, ranks_per_host
 from tests.ranks import PerRank, RankPool
 

@@ -22,7 +22,7 @@ from pycomm.reducer.buckets import BucketInFlight
 from pycomm.reducer.partition.arrivals import Arrival, Arrivals
 from pycomm.reducer.partition.partition import StepPartition, Terms
 from pycomm.reducer.partition.segment import SpreadSegment, shares_of
-from pycomm.transport.hierarchical_parts import order_of
+from pycomm.transport.hosts import order_of
 
 _LOG = logging.getLogger("pycomm")
 
