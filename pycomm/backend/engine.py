@@ -16,7 +16,7 @@ import torch
 
 from pycomm.backend.moved import MovedStorages
 from pycomm.backend.tensors import Target, contiguous, reducible, require_writable, to_change, to_fill
-from pycomm.backend.work import BackendWork, BackwardErrors, Collective, MessageWork, Reception
+from pycomm.backend.work import BackendWork, BackwardErrors, MessageWork, Reception
 from pycomm.channel import Channel
 from pycomm.transport.base import Transport
 from pycomm.transport.choice import choose_transport
@@ -66,7 +66,7 @@ class GroupEngine:
         worker = self.channel.worker
         if async_op:
             submit = worker.run_here if worker.is_current() else self.channel.submit
-            work = BackendWork(Collective(submit(job)), result, name, self.rank)
+            work = BackendWork(submit(job), result, name, self.rank)
             self._backward_errors.watch(work)
             return work
         self.channel.enqueue(job)

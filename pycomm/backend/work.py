@@ -19,17 +19,16 @@ from pycomm import threads
 from pycomm.errors import CommError
 from pycomm.torch_internals import TorchWork, compiles_autograd, current_graph_task, queue_final_callback
 from pycomm.transport.base import Receipt
-from pycomm.worker import Work
 
 
 class Pending(Protocol):
-    """Operation in progress, as a :class:`BackendWork` sees it."""
+    """Operation in progress, as a :class:`BackendWork` sees it: a :class:`pycomm.worker.Work`, say."""
 
     def ends_within(self, seconds: float | None) -> bool:
         """Wait for its end, for at most ``seconds`` if that is a number; return whether it has ended."""
 
-    def raise_error(self) -> None:
-        """Raise its error, once it has ended, if it has failed."""
+    def wait(self) -> object:
+        """Raise its error if it has failed; it has ended."""
 
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` once it has ended."""
@@ -66,7 +65,7 @@ class BackendWork(TorchWork):
             waited = time.monotonic() - start
             what = f"Operation timed out: it had not ended after {waited:.2f} s"
             raise CommError.during(self._name, what, rank=self._rank, elapsed=waited)
-        self._pending.raise_error()
+        self._pending.wait()
         return True
 
     def synchronize(self) -> None:
@@ -86,7 +85,7 @@ class BackendWork(TorchWork):
         if self._pending is None or not self._pending.ends_within(0.0):
             return None
         try:
-            self._pending.raise_error()
+            self._pending.wait()
         except Exception as error:
             return error
         return None
@@ -108,7 +107,7 @@ class BackendWork(TorchWork):
 
         def value_of(_: Any) -> list[Any]:
             if pending is not None:
-                pending.raise_error()
+                pending.wait()
             return outcome
 
         ended: Any = torch.futures.Future()
@@ -118,25 +117,6 @@ class BackendWork(TorchWork):
         else:
             pending.when_done(lambda: ended.set_result(None))
         return future
-
-
-class Collective:
-    """Collective that a communication thread runs."""
-
-    def __init__(self, work: Work) -> None:
-        self._work = work
-
-    def ends_within(self, seconds: float | None) -> bool:
-        """See :class:`Pending`."""
-        return self._work.ends_within(seconds)
-
-    def raise_error(self) -> None:
-        """See :class:`Pending`."""
-        self._work.wait()
-
-    def when_done(self, callback: Callable[[], None]) -> None:
-        """See :class:`Pending`."""
-        self._work.when_done(callback)
 
 
 class Reception:
@@ -175,7 +155,7 @@ class Reception:
             self._receipt = None
         return True
 
-    def raise_error(self) -> None:
+    def wait(self) -> None:
         """See :class:`Pending`."""
         if self._error is not None:
             raise self._error

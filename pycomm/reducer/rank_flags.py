@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pycomm.fingerprint import FINGERPRINT_BITS
+from pycomm.bucket import FINGERPRINT_BITS
 from pycomm.reducer.hyperparameters import Hyperparameters
 from pycomm.reducer.loop_index import LoopIndex
 

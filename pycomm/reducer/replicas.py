@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
+from pycomm.bucket import FINGERPRINT_BITS
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag
-from pycomm.fingerprint import FINGERPRINT_BITS
 from pycomm.reducer.buckets import BucketInFlight
 from pycomm.reducer.damage import DamageError, name_ranks
 from pycomm.reducer.progress import HostCopy

@@ -12,8 +12,7 @@ import torch
 import pycomm._native as _native
 from pycomm.recorder import Recorder
 from pycomm.schedule.program import Program
-from pycomm.transport.base import AllReduceApart, HostMemory, OwnShare
-from pycomm.transport.buffering import buffer_limit
+from pycomm.transport.base import AllReduceApart, HostMemory, OwnShare, buffer_limit
 from pycomm.transport.rendezvous import Peers
 
 _MOST_BYTES = 2**63 - 1

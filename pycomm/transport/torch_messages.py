@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import pycomm._native as _native
 from pycomm.errors import CommError
-from pycomm.transport.buffering import VARIABLE, buffer_limit
+from pycomm.transport.base import BUFFER_VARIABLE, buffer_limit
 from pycomm.transport.host_tensors import require, tensor_of
 from pycomm.transport.torch_group import NUM_FREE_TAGS, TorchGroup
 
@@ -92,7 +92,7 @@ class TorchMessages:
         tag = _index("tag", tag, TAG_END)
         payload = tensor_of(array).view(torch.uint8)
         cost = payload.numel() + 8 * _HEADER_LENGTH
-        room = f"the {self.buffer_limit} bytes that may be buffered ({VARIABLE})"
+        room = f"the {self.buffer_limit} bytes that may be buffered ({BUFFER_VARIABLE})"
         require(cost <= self.buffer_limit, f"x has {payload.numel()} bytes, wanted a message that fits into {room}")
         with self._lock:
             self._make_room(peer, cost, timeout)
@@ -158,7 +158,9 @@ class TorchMessages:
             for work in sent[0].works:
                 self._group.wait("send", work, timeout, dst)
         except CommError as error:
-            what = f"{self.buffered_bytes} bytes are buffered, of at most {self.buffer_limit} ({VARIABLE}): {error}"
+            what = (
+                f"{self.buffered_bytes} bytes are buffered, of at most {self.buffer_limit} ({BUFFER_VARIABLE}): {error}"
+            )
             raise CommError(
                 what, rank=error.rank, peer=error.peer, operation=error.operation, elapsed=error.elapsed
             ) from error
