@@ -65,8 +65,8 @@ class GroupEngine:
         """
         worker = self.channel.worker
         if async_op:
-            submit = worker.run_here if worker.is_current() else self.channel.submit
-            work = BackendWork(submit(job), result, name, self.rank)
+            pending = worker.run_here(job) if worker.is_current() else self.channel.submit(job)
+            work = BackendWork(pending, result, name, self.rank)
             self._backward_errors.watch(work)
             return work
         self.channel.enqueue(job)
@@ -161,13 +161,14 @@ class GroupEngine:
         self.transport.reduce_scatter_v(array, sources, name, timeout)
         target.finish()
 
-    def reduce_scatter_coalesced(
-        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], op: str, timeout: float
-    ) -> None:
-        """Do what :meth:`reduce_scatter` does for several pairs."""
-        _require_same(self.channel, f"reduce_scatter of {len(pairs)} tensors", timeout)
+    def each(self, name: str, run: Callable[..., None], pairs: Sequence[Any], *args: Any) -> None:
+        """Call ``run(out, x, *args)`` for each of ``pairs``, of which all ranks must have as many.
+
+        ``args`` end with the limit of every single wait, in seconds.
+        """
+        _require_same(self.channel, name.format(len(pairs)), args[-1])
         for out, x in pairs:
-            self.reduce_scatter(out, x, op, timeout)
+            run(out, x, *args)
 
     # Movements.
 
@@ -184,18 +185,6 @@ class GroupEngine:
         self._count(source)
         self.transport.all_gather(target.dense, source, timeout)
         target.finish()
-
-    def all_gather_coalesced(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], timeout: float) -> None:
-        """Do what :meth:`all_gather` does for several pairs."""
-        _require_same(self.channel, f"all_gather of {len(pairs)} tensors", timeout)
-        for out, x in pairs:
-            self.all_gather(out, x, timeout)
-
-    def all_gather_lists(self, pairs: Sequence[tuple[Sequence[torch.Tensor], torch.Tensor]], timeout: float) -> None:
-        """Write, for each pair, the tensors of all ranks that are second in it into those that are first."""
-        _require_same(self.channel, f"all_gather of {len(pairs)} tensors, to lists", timeout)
-        for outs, x in pairs:
-            self.exchange(outs, [x] * self.size, timeout)
 
     def exchange(self, outs: Sequence[torch.Tensor | None], xs: Sequence[torch.Tensor | None], timeout: float) -> None:
         """Send ``xs[p]`` to every rank p, and receive ``outs[p]`` from it; nothing where there is ``None``."""

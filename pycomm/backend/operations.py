@@ -70,8 +70,9 @@ def reduce_scatter_single(calls: Calls, output: torch.Tensor, x: torch.Tensor, o
 @operation("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
 def reduce_scatter_single_coalesced(calls: Calls, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Planned:
     """Do what :func:`reduce_scatter_single` does for several pairs of tensors."""
-    args = list(zip(outputs, inputs, strict=True)), _reduction(opts)
-    return Planned("reduce_scatter", calls.engine.reduce_scatter_coalesced, args, list(outputs), opts)
+    pairs, run = list(zip(outputs, inputs, strict=True)), calls.engine.reduce_scatter
+    args = "reduce_scatter of {} tensors", run, pairs, _reduction(opts)
+    return Planned("reduce_scatter", calls.engine.each, args, list(outputs), opts)
 
 
 # Movements.
@@ -97,8 +98,10 @@ def allgather(calls: Calls, outputs: Any, inputs: Any, opts: Any = None) -> Plan
 def allgather_coalesced(calls: Calls, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Planned:
     """Gather several tensors of every rank: ``outputs[p][i]`` is ``inputs[i]`` of rank p."""
     calls.require_one_per_rank("all_gather", "outputs", outputs)
-    pairs = list(zip(zip(*outputs, strict=True), inputs, strict=True))
-    return Planned("all_gather", calls.engine.all_gather_lists, (pairs,), list(outputs), opts)
+    size = calls.engine.size
+    pairs = [(outs, [x] * size) for outs, x in zip(zip(*outputs, strict=True), inputs, strict=True)]
+    args = "all_gather of {} tensors, to lists", calls.engine.exchange, pairs
+    return Planned("all_gather", calls.engine.each, args, list(outputs), opts)
 
 
 @operation("all_gather_single", "_allgather_base")
@@ -110,8 +113,8 @@ def all_gather_single(calls: Calls, output: torch.Tensor, x: torch.Tensor, opts:
 @operation("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
 def all_gather_single_coalesced(calls: Calls, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Planned:
     """Do what :func:`all_gather_single` does for several pairs of tensors."""
-    pairs = list(zip(outputs, inputs, strict=True))
-    return Planned("all_gather", calls.engine.all_gather_coalesced, (pairs,), list(outputs), opts)
+    args = "all_gather of {} tensors", calls.engine.all_gather, list(zip(outputs, inputs, strict=True))
+    return Planned("all_gather", calls.engine.each, args, list(outputs), opts)
 
 
 @operation("gather")

@@ -41,17 +41,16 @@ def gpu_of(array: Any) -> int | None:
         return None
 
 
-def stream_of(array: Any) -> int:
-    """Return the stream on which the library of ``array`` currently works, as an integer."""
+def streams_of(arrays: Sequence[Any]) -> list[int]:
+    """Return the streams on which the libraries of ``arrays`` currently work, as integers, each once."""
+    return list({_stream_of(array) for array in arrays})
+
+
+def _stream_of(array: Any) -> int:
     if isinstance(array, torch.Tensor):
         return current_stream(array.get_device())
     stream = array.__cuda_array_interface__.get("stream")
     return 0 if stream in (None, 1) else int(stream)  # 1 names the legacy default stream
-
-
-def streams_of(arrays: Sequence[Any]) -> list[int]:
-    """Return the streams of ``arrays``, each once."""
-    return list({stream_of(array) for array in arrays})
 
 
 def current_stream(device: int) -> int:

@@ -160,10 +160,12 @@ class BetweenHosts:
         self._choices: list[tuple[float, str]] = []
         self._programs: dict[str, Program] = {}
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], timeout: float) -> None:
+    def exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], timeout: float, operation: str = "all_reduce"
+    ) -> None:
         """Send and receive messages; peers are numbered by host."""
         to, of = ([(self._ranks[host], x) for host, x in messages] for messages in (sends, receives))
-        self._group.exchange(to, of, timeout)
+        self._group.exchange(to, of, timeout, operation)
 
     def all_reduce(self, x: torch.Tensor, op: str, timeout: float) -> None:
         """Reduce flat ``x`` over the hosts, in place; the same bits on all of them."""
@@ -179,11 +181,7 @@ class BetweenHosts:
         for step in range(len(segments) + size - 2):
             receives = [(before, segments[s]) for s in [step - place + 1] if place > 0 and 0 <= s < len(segments)]
             sends = [(behind, segments[s]) for s in [step - place] if place < size - 1 and 0 <= s < len(segments)]
-            self._exchange_copies(sends, receives, timeout)
-
-    def _exchange_copies(self, sends: Sequence[Message], receives: Sequence[Message], timeout: float) -> None:
-        to, of = ([(self._ranks[host], x) for host, x in messages] for messages in (sends, receives))
-        self._group.exchange(to, of, timeout, "broadcast")
+            self.exchange(sends, receives, timeout, "broadcast")
 
     def _program(self, num_bytes: int) -> Program:
         if not self._choices:
