@@ -7,9 +7,9 @@ from typing import Protocol
 
 import torch
 
+from pycomm.bucket import FINGERPRINT_BITS
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Exchange
-from pycomm.fingerprint import FINGERPRINT_BITS
 from pycomm.reducer import StopRequest
 
 _STOP = FINGERPRINT_BITS - 1

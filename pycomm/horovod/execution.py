@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pycomm.backend.reduction import reducible
+from pycomm.backend.tensors import reducible
 from pycomm.communicator import Communicator
 from pycomm.horovod.adasum import combine
 from pycomm.horovod.coordinator import Response

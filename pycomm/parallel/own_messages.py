@@ -9,7 +9,7 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from pycomm.backend.operations import Operations
+from pycomm.backend.process_group import PycommProcessGroup
 from pycomm.parallel.groups import all_gather_text
 from pycomm.torch_internals import backend_of, make_process_group, number_process_group, store_of, timeout_of
 from pycomm.transport.own_group import OWN, PYCOMM, destroy_group
@@ -27,7 +27,7 @@ class OwnMessages:
     """
 
     def __init__(self, users: dist.ProcessGroup) -> None:
-        self.group, self.can_end = users, isinstance(backend_of(users, torch.device("cpu")), Operations)
+        self.group, self.can_end = users, isinstance(backend_of(users, torch.device("cpu")), PycommProcessGroup)
         if not self.can_end:
             return
         name = f"{users.group_name}{OWN}pipeline/{all_gather_text(secrets.token_hex(8), users)[0]}"

@@ -14,7 +14,6 @@ import torch
 from pycomm import kernels
 from pycomm.kernels.arrays import DTYPES, Part, dtype_of, empty
 from pycomm.schedule.program import Program
-from pycomm.transport.gpu import GpuQueue, GpuWork, streams_of
 from pycomm.transport.host_tensors import require_op
 from pycomm.transport.messages import rounds_of
 from pycomm.transport.nccl import NcclTransport
@@ -105,27 +104,6 @@ class GpuProgram:
 
     def _scale(self, src: Part, out: Part, scale: float) -> None:
         kernels.unpack(src, [out], scale, scratch=self._scratch)
-
-
-def run_on_gpu(queue: GpuQueue, program: Program, x: Any, op: str, timeout: float, async_op: bool) -> GpuWork | None:
-    """All-reduce ``x``, on the GPU of ``queue``, by this rank's part of a schedule that all ranks have.
-
-    Raises:
-        ValueError: a group of operations is open. Also the errors of :class:`GpuProgram` and of NCCL's operations.
-    """
-    if queue.has_open_group:
-        raise ValueError("a schedule inside a group, wanted its rounds to be groups of their own: end the group first")
-    producers = streams_of([x])
-    transport, run = queue.transport("native", producers), GpuProgram(program, x, op, queue.scratch)
-    if run.needs_memory and not isinstance(x, torch.Tensor):
-        why = "memory of x's library would be gone when the graph is launched, wanted a torch tensor"
-        queue.require_no_capture(producers, "a schedule", why)
-
-    def enqueue(stream: int) -> None:
-        with queue.as_current():
-            run.run(transport, stream, timeout)
-
-    return queue.enqueue([x], enqueue, async_op, [run])
 
 
 def _require_contiguous(x: Any) -> int:

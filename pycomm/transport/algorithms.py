@@ -43,11 +43,7 @@ class _Kept:
 
 
 class AlgorithmSelector:
-    """Selector of the programs of rank ``rank`` of ``size``; proves and projects each schedule once.
-
-    Attributes:
-        native: names that mean the transport's own algorithm, whatever the array.
-    """
+    """Selector of the programs of rank ``rank`` of ``size``; proves and projects each schedule once."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
@@ -55,17 +51,19 @@ class AlgorithmSelector:
         self._known: dict[str | int, tuple[str | Table, Program]] = {}  # by name, or identity of what is kept beside
         self._choices: list[tuple[float, str]] = []  # from which size on "auto" is what
         self._per_host: int | None = None
-        self.native: tuple[str, ...] = ("auto", "native")
 
     def agree(
         self,
         network: Network | str | os.PathLike[str] | None,
         transport: str,
         share: Callable[[bytes], list[bytes]],
-    ) -> None:
+    ) -> tuple[str, ...]:
         """Let rank 0 price the algorithms on its network, or on the one in its environment, for all. Collective.
 
         On the way the ranks learn who shares a host, for grids whose rows are hosts.
+
+        Returns:
+            Names that mean the transport's own algorithm, whatever the array.
 
         Raises:
             ValueError: on every rank: some rank's network is not valid.
@@ -88,9 +86,9 @@ class AlgorithmSelector:
             if theirs:
                 raise ValueError(f"rank {rank}: {theirs}")
         self._choices = [(size, name) for size, name in everyone[0][1]]
-        self.native = ("native",) if self._choices else ("auto", "native")
         per_host = ranks_per_host([host for _, _, host in everyone])
         self._per_host = None if per_host in (1, self._size) else per_host  # else a grid would have one row or column
+        return ("native",) if self._choices else ("auto", "native")
 
     def find(self, algorithm: str | Table, x: Any) -> Program | None:
         """Return this rank's program for the array ``x``; ``None``: the transport's own algorithm.
@@ -109,10 +107,6 @@ class AlgorithmSelector:
                 del self._known[next(iter(self._known))]
             self._known[key] = algorithm, self._prove(algorithm)
         return self._known[key][1]
-
-    def is_native(self, algorithm: str | Table, x: Any) -> bool:
-        """Return whether ``algorithm`` is the transport's own for the array ``x``; errors as of :meth:`find`."""
-        return (isinstance(algorithm, str) and algorithm in self.native) or self.find(algorithm, x) is None
 
     def _prove(self, algorithm: str | Table) -> Program:
         table = self._named(algorithm) if isinstance(algorithm, str) else algorithm
