@@ -15,8 +15,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from pycomm.communicator import Communicator
 from pycomm.errors import CommError
-from pycomm.horovod import settings
-from pycomm.horovod.launched import Launched, by_mpi, launched
+from pycomm.horovod.environment import Launched, by_mpi, launched, meeting_seconds, timeout
 from pycomm.horovod.process_sets import (
     ProcessSet,
     close_members,
@@ -119,7 +118,7 @@ def begin_among(communicator: Communicator) -> None:
 
 def _init_process_group(store: Store, rank: int, size: int) -> None:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-    patience = timedelta(seconds=settings.meeting_seconds())
+    patience = timedelta(seconds=meeting_seconds())
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
 
 
@@ -162,7 +161,7 @@ def _is_everybody(comm: Any) -> bool:
 
 def _make_group(comm: Any) -> None:
     """Initialise torch.distributed, among the ranks that ``comm`` stands for."""
-    patience = settings.meeting_seconds()
+    patience = meeting_seconds()
     if comm is not None and not isinstance(comm, Iterable):
         said: Launched = by_mpi(comm)
         ranks = list(range(said.size))
@@ -185,7 +184,7 @@ def _open_world(owns_group: bool) -> World:
     assert group is not None
     size, rank = dist.get_world_size(), dist.get_rank()
     timeline = Timeline()
-    here = World(rank, size, [], [], [], settings.timeout(), timeline, owns_group)
+    here = World(rank, size, [], [], [], timeout(), timeline, owns_group)
     here.sets[0] = everybody = Members(list(range(size)), group)
     everybody.engine = engine_over(group, "global", here)
     _find_hosts(here, everybody.engine.communicator.channel.all_gather_bytes(_host().encode()))

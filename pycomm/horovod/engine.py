@@ -20,8 +20,8 @@ from pycomm import threads
 from pycomm.communicator import Communicator
 from pycomm.errors import CommError
 from pycomm.horovod.coordinator import Response, full_name
-from pycomm.horovod.errors import HorovodInternalError, InvalidRequestError, LostPeerError
 from pycomm.horovod.execution import Execution, can_fuse
+from pycomm.horovod.names import HorovodInternalError, InvalidRequestError, LostPeerError
 from pycomm.horovod.requests import ALLREDUCE, Key, Request, Terms, op_of
 from pycomm.horovod.rounds import Rounds
 from pycomm.horovod.stalls import StallWatch

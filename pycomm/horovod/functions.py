@@ -2,26 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
-from pycomm.errors import attempt
-from pycomm.horovod.agreement import agreed
-from pycomm.horovod.checks import check_root, check_tensor
-from pycomm.horovod.differentiable import allgather
-from pycomm.horovod.errors import InvalidRequestError
+from pycomm.errors import attempt, text_of
+from pycomm.horovod.collectives import AllGather, check_root, check_tensor
 from pycomm.horovod.handles import synchronize_all
+from pycomm.horovod.names import InvalidRequestError
 from pycomm.horovod.objects import from_tensors, to_tensors
-from pycomm.horovod.operations import broadcast_, broadcast_async_
+from pycomm.horovod.operations import allgather, broadcast_, broadcast_async_
 from pycomm.horovod.process_sets import ProcessSet, global_process_set, members_of
 from pycomm.horovod.state import world
 from pycomm.optim.parameters import checked_optimizer
 from pycomm.reducer.broadcast import restructure_state
 from pycomm.reducer.plain_state import encode
 
+T = TypeVar("T")
+
 _NOTHING = (torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8))
+
+
+def agreed(
+    outcome: T | Exception, what: str, process_set: ProcessSet, lines: Callable[[T], Sequence[str]] = lambda _: ()
+) -> T:
+    """Return this rank's outcome if every rank of ``process_set`` succeeded, with the same ``lines``. Collective.
+
+    Args:
+        outcome: the result of this rank, or its error.
+        what: name of the call.
+        process_set: the ranks.
+        lines: description of the result, which must be the same on all ranks.
+
+    Raises:
+        InvalidRequestError: on every rank: another rank had an error, or another description, of which the first line
+            that differs is named. This rank's own error is raised as it is.
+    """
+    own = outcome if isinstance(outcome, Exception) else attempt(lambda: list(lines(outcome)))
+    said = [text_of(own), []] if isinstance(own, Exception) else ["", own]
+    mine = torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
+    call = AllGather(f"agreement on {what}", process_set)
+    (texts,) = call.run([mine])
+    everyone = [json.loads(part.numpy().tobytes()) for part in torch.split(texts, call.parts[0])]
+    if isinstance(outcome, Exception):
+        raise outcome
+    if isinstance(own, Exception):
+        raise own
+    for rank, (problem, _) in enumerate(everyone):
+        if problem:
+            raise InvalidRequestError(f"{what}: rank {rank} of the set cannot take part: {problem}")
+    for rank, (_, theirs) in enumerate(everyone):
+        if theirs != everyone[0][1]:
+            pairs = zip(everyone[0][1], theirs, strict=False)
+            first, other = next(((a, b) for a, b in pairs if a != b), ("fewer or more", "of them"))
+            raise InvalidRequestError(
+                f"{what}: the ranks disagree: {other!r} on rank {rank} of the set, {first!r} on rank 0 of it"
+            )
+    return outcome
 
 
 def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = global_process_set) -> None:

@@ -8,9 +8,8 @@ from typing import Any, NoReturn
 import torch
 
 from pycomm.checks import shown
-from pycomm.horovod.checks import check_tensors
 from pycomm.horovod.engine import Engine
-from pycomm.horovod.errors import HorovodInternalError, InvalidRequestError
+from pycomm.horovod.names import HorovodInternalError, InvalidRequestError
 from pycomm.horovod.process_sets import ProcessSet, members_of, require_included
 from pycomm.horovod.requests import Request, Terms
 from pycomm.horovod.state import Members, world
@@ -90,12 +89,6 @@ class Submission:
         return handle
 
 
-def checked_tensors(tensors: Any) -> list[torch.Tensor]:
-    """Return ``tensors`` as a list. Raises TypeError or ValueError unless they are dense tensors, one or more."""
-    check_tensors(tensors)
-    return list(tensors)
-
-
 def poll(handle: int | Callable[[], Any]) -> bool:
     """Return whether the operation has ended: whether :func:`synchronize` returns at once.
 
@@ -146,18 +139,13 @@ def synchronize_all(handles: Sequence[int]) -> list[Any]:
     return results
 
 
-def single(request: Request) -> torch.Tensor:
-    """Return the only output."""
-    out = request.outputs[0]
-    assert out is not None
-    return out
+def waited(submission: Submission) -> Request:
+    """Return the request of ``submission``, once it has ended. Raises its error."""
+    assert submission.request is not None
+    submission.engine.wait(submission.request)
+    return submission.request
 
 
-def grouped(request: Request) -> tuple[torch.Tensor, ...]:
-    """Return all outputs."""
+def outputs_of(request: Request) -> tuple[torch.Tensor, ...]:
+    """Return the outputs of a request that has ended."""
     return tuple(out for out in request.outputs if out is not None)
-
-
-def empty_like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Return new tensors of the same shapes and kinds as ``tensors``, without gaps."""
-    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -12,14 +13,18 @@ import torch
 
 import pycomm.compression as methods
 from pycomm.errors import attempt
-from pycomm.horovod import by_attach, by_name
-from pycomm.horovod.agreement import agreed
-from pycomm.horovod.arguments import Arguments, named_parameters_of, require_groups
-from pycomm.horovod.compression import Compression
-from pycomm.horovod.errors import HorovodInternalError
+from pycomm.horovod.averaging import (
+    Arguments,
+    AttachedAveraging,
+    DeltaAveraging,
+    Named,
+    NamedAveraging,
+    is_needed,
+    sparse_parameters,
+)
+from pycomm.horovod.functions import agreed
+from pycomm.horovod.names import Adasum, Average, Compression, HorovodInternalError, checked_op
 from pycomm.horovod.process_sets import ProcessSet, global_process_set, members_of
-from pycomm.horovod.reduce_ops import Adasum, Average, checked_op
-from pycomm.horovod.sparse import sparse_parameters
 from pycomm.horovod.state import known_world, world
 from pycomm.optim.parameters import checked_optimizer, unwrapped
 
@@ -73,10 +78,10 @@ class Control:
     def _make(self, optimizer: torch.optim.Optimizer) -> Averaging:
         arguments = self._arguments
         if arguments.op == Adasum and world().size > 1:
-            return by_name.DeltaAveraging(optimizer, arguments)
-        if arguments.sparse or by_name.is_needed(arguments):
-            return by_name.NamedAveraging(optimizer, arguments, set(arguments.sparse))
-        return by_attach.AttachedAveraging(optimizer, arguments)
+            return DeltaAveraging(optimizer, arguments)
+        if arguments.sparse or is_needed(arguments):
+            return NamedAveraging(optimizer, arguments, set(arguments.sparse))
+        return AttachedAveraging(optimizer, arguments)
 
     def end(self) -> None:
         """Reduce no more; a step is an error then."""
@@ -278,11 +283,11 @@ def _checked(
             "else there is"
         )
     inner = checked_optimizer(optimizer)
-    named = named_parameters_of(inner, named_parameters)
+    named = _named_parameters_of(inner, named_parameters)
     known = control_of(inner)
     if known is not None and not known.has_ended:
         raise ValueError("optimizer has been passed to DistributedOptimizer before: leave one of the two calls out")
-    require_groups(groups)
+    _require_groups(groups)
     _require_passes(passes)
     chosen = checked_op(op)
     _require_factor(factor, chosen)
@@ -291,6 +296,56 @@ def _checked(
     return inner, Arguments(
         named, compression, passes, chosen, groups, bool(sparse_as_dense), process_set, sparse, loss_scaler
     )
+
+
+def _named_parameters_of(optimizer: torch.optim.Optimizer, given: Iterable[Any] | None) -> Named:
+    """Return the names that are ``given``, or numbers made up by the position in the optimizer's groups.
+
+    Raises:
+        TypeError, ValueError: they are no names of parameters, two are equal, or a parameter has none.
+    """
+    own = [
+        (f"allreduce.noname.{i}.{j}", param)
+        for i, group in enumerate(optimizer.param_groups)
+        for j, param in enumerate(group["params"])
+    ]
+    if given is None:
+        return own
+    if isinstance(given, torch.nn.Module):
+        raise TypeError(f"named_parameters is a {type(given).__name__}, wanted model.named_parameters()")
+    named = list(given)
+    for item in named:
+        if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)):
+            raise ValueError(f"named_parameters has a {type(item).__name__}, wanted pairs: model.named_parameters()")
+    twice = [name for name, times in Counter(name for name, _ in named).items() if times > 1]
+    if twice:
+        raise ValueError(f"named_parameters has the name {twice[0]!r} more than once: put the model's name in front")
+    known = {id(param) for _, param in named}
+    for position, param in own:
+        if id(param) not in known:
+            where = position.removeprefix("allreduce.noname.")
+            raise ValueError(f"named_parameters leaves out the optimizer's parameter {where} (group.position)")
+    return named
+
+
+def _require_groups(groups: Any) -> None:
+    """Raise TypeError or ValueError unless ``groups`` is a number, or a list of lists of tensors, or ``None``."""
+    if groups is None:
+        return
+    if isinstance(groups, int) and not isinstance(groups, bool):
+        if groups < 0:
+            raise ValueError(f"groups is {groups}, wanted a number that is not negative")
+        return
+    if not isinstance(groups, list):
+        raise TypeError(f"groups is a {type(groups).__name__}, wanted a number or a list of lists of tensors")
+    seen: set[int] = set()
+    for group in groups:
+        for param in group:
+            if not isinstance(param, torch.Tensor):
+                raise ValueError(f"groups has a {type(param).__name__}, wanted lists of tensors")
+            if id(param) in seen:
+                raise ValueError("groups has a parameter twice")
+            seen.add(id(param))
 
 
 def _lines(arguments: Arguments) -> list[str]:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from pycomm.communicator import Communicator
 from pycomm.horovod.engine import Engine
-from pycomm.horovod.errors import InvalidRequestError
+from pycomm.horovod.environment import cycle_seconds, meeting_seconds, stall_check_seconds
+from pycomm.horovod.names import InvalidRequestError
 from pycomm.horovod.requests import BARRIER, Request, Terms
-from pycomm.horovod.settings import cycle_seconds, meeting_seconds, stall_check_seconds
 from pycomm.horovod.state import Members, World, known_world, world
 from pycomm.transport import late_ranks
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch.distributed as dist
 
 from pycomm.horovod.engine import Engine
-from pycomm.horovod.errors import not_initialised
 from pycomm.horovod.requests import Key, Request
 from pycomm.horovod.timeline import Timeline
 from pycomm.reducer.reducer import Reducer
@@ -91,7 +90,7 @@ _here = _Here()
 def world() -> World:
     """Return the world. Raises ValueError before ``init()`` and after ``shutdown()``."""
     if _here.world is None:
-        raise not_initialised()
+        raise ValueError("Horovod has not been initialized; call hvd.init() first")
     return _here.world
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pycomm.horovod.basics import ccl_built, ddl_built, gloo_built, mpi_built, nccl_built
-from pycomm.horovod.pieces import pieces
+from pycomm.horovod.execution import pieces
 
 _HERE = ("torch", "horovod.torch")
 

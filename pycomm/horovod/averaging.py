@@ -1,28 +1,117 @@
-"""Gradients one by one, by name: of sparse gradients, other reductions than mean and sum, and users' compressions."""
+"""Ways to average the gradients of an optimizer.
+
+In buckets, in an order that is agreed once, as ``pycomm.attach`` does; one by one, by name (sparse gradients, other
+reductions than mean and sum, users' compressions); or, with Adasum, what steps have changed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 import pycomm.compression as methods
-from pycomm.horovod.arguments import Arguments
-from pycomm.horovod.compression import Compression
+from pycomm.horovod.execution import pieces
 from pycomm.horovod.handles import synchronize
-from pycomm.horovod.operations import grouped_allreduce_async_
-from pycomm.horovod.pieces import pieces
-from pycomm.horovod.process_sets import members_of
-from pycomm.horovod.reduce_ops import Adasum, Average, Sum
-from pycomm.horovod.sparse_reduction import sparse_allreduce_async
-from pycomm.reducer import broadcast_optimizer_state, broadcast_parameters
+from pycomm.horovod.names import Adasum, Average, Compression, ReduceOp, Sum
+from pycomm.horovod.operations import grouped_allreduce_async_, sparse_allreduce_async
+from pycomm.horovod.process_sets import ProcessSet, members_of
+from pycomm.horovod.state import world
+from pycomm.reducer import attach, broadcast_optimizer_state, broadcast_parameters
+from pycomm.reducer.reducer import Reducer
 from pycomm.reducer.wrappers import refuse_wrapped
 
+Named = list[tuple[str, torch.Tensor]]
 _TOO_OFTEN = (
     "the gradient of {name!r} was computed more than backward_passes_per_step={passes} times before step(): pass a "
     "larger backward_passes_per_step, or call zero_grad() and step() in between"
 )
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments of ``DistributedOptimizer``.
+
+    Attributes:
+        named: the optimizer's parameters, and maybe others, by name.
+        compression: Horovod's or pycomm's.
+        passes: backward passes per step.
+        op: the reduction.
+        groups: parameters that are reduced together.
+        sparse_as_dense: whether sparse gradients are made dense on their way.
+        process_set: the ranks.
+        sparse: those of ``named`` whose gradients are sparse.
+        loss_scaler: that the loss is scaled by.
+    """
+
+    named: Named
+    compression: Any
+    passes: int
+    op: ReduceOp
+    groups: int | Sequence[Sequence[torch.Tensor]] | None
+    sparse_as_dense: bool
+    process_set: ProcessSet
+    sparse: Collection[torch.Tensor] = ()
+    loss_scaler: Any = None
+
+
+class AttachedAveraging:
+    """Averaging of the gradients of ``optimizer`` by a Reducer. Collective."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, arguments: Arguments) -> None:
+        self._arguments, self._passes = arguments, arguments.passes
+        own = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        self._named = [(name, param) for name, param in arguments.named if id(param) in own]
+        self._optimizer, self._world = optimizer, world()
+        others = {name: param for name, param in arguments.named if id(param) not in own}  # as of a frozen trunk
+        broadcast_parameters(others, process_group=members_of(arguments.process_set).group)
+        self.reducer = self._attach()
+
+    def _attach(self) -> Reducer:
+        members = members_of(self._arguments.process_set)
+        reducer = attach(
+            self._optimizer,
+            self._named,
+            compression=method_of(self._arguments.compression),
+            process_group=members.group,
+            accumulate=self._passes,
+            average=self._arguments.op == Average,
+            loss_scaler=self._arguments.loss_scaler,
+            timeout=self._world.timeout,
+        )
+        self._world.attached.add(reducer)
+        return reducer
+
+    def synchronize(self) -> None:
+        """Reduce what has not been reduced yet; mostly nothing is left to do, as ``backward()`` has done it."""
+        self.reducer.reduce_now()
+
+    def set_passes(self, passes: int) -> None:
+        """Attach anew, with what compression has not sent yet."""
+        state = self.reducer.state_dict()
+        self.detach()
+        self._passes = passes
+        self.reducer = self._attach()
+        self.reducer.load_state_dict(state)
+
+    def detach(self) -> None:
+        """Reduce no more."""
+        self.reducer.detach()
+        self._world.attached.discard(self.reducer)
+
+
+def method_of(compression: Any) -> methods.Compression | str | None:
+    """Return pycomm's method for what Horovod calls a compression; raises TypeError if there is none."""
+    if compression is None or compression is Compression.none:
+        return None
+    if compression is Compression.fp16:
+        return methods.FP16()
+    if isinstance(compression, methods.Compression | str):
+        return compression
+    raise TypeError(f"compression is {compression!r}, which is none of pycomm's methods")
 
 
 def is_needed(arguments: Arguments) -> bool:
@@ -215,3 +304,30 @@ def _dense_gradient(param: torch.Tensor) -> torch.Tensor:
     if param.grad is None:
         return torch.zeros_like(param)
     return param.grad.to_dense() if param.grad.is_sparse else param.grad.detach()
+
+
+def sparse_parameters(optimizer: torch.optim.Optimizer, named: Named) -> set[torch.Tensor]:
+    """Return those of the ``named`` parameters whose gradients are sparse.
+
+    All of a ``SparseAdam``'s, and weights of embeddings that were made with ``sparse=True``; these are looked for among
+    all objects of the process.
+    """
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        return {param for _, param in named}
+    ids = {id(param) for _, param in named}
+    kinds = _with_subclasses(torch.nn.Embedding) | _with_subclasses(torch.nn.EmbeddingBag)
+    found: set[Any] = set()
+    for embedding in [candidate for candidate in gc.get_objects() if type(candidate) in kinds]:
+        weight = getattr(embedding, "weight", None)  # one that is half constructed has none
+        if id(weight) in ids and getattr(embedding, "sparse", False):
+            found.add(weight)
+    return found
+
+
+def _with_subclasses(kind: type) -> set[Any]:
+    """Return ``kind`` and all classes that derive from it."""
+    found: set[Any] = {kind}
+    derived: Any
+    for derived in kind.__subclasses__():
+        found |= _with_subclasses(derived)
+    return found
