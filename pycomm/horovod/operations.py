@@ -11,6 +11,7 @@ import gc
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
@@ -207,8 +208,11 @@ def _rows_and_splits(call: Collective, tensors: Any) -> Any:
 def _function(name: str, form: Callable[P, Call], way: Callable[[Collective, Any], R], doc: str) -> Callable[P, R]:
     """Return the function ``name`` of this module: it takes what ``form`` does, and returns what ``way`` does."""
 
+    call = FunctionType(form.__code__, form.__globals__, name, form.__defaults__)  # errors of arguments say whose
+    call.__qualname__ = name
+
     def function(*args: P.args, **kwargs: P.kwargs) -> R:
-        return way(*form(*args, **kwargs))
+        return way(*call(*args, **kwargs))
 
     returns = way.__annotations__["return"]
     function.__name__ = function.__qualname__ = name
