@@ -181,8 +181,12 @@ class Docstrings(Extension):
                 sections = obj.docstring.parse("google", warn_unknown_params=False, warn_missing_types=False)
                 obj.docstring.parsed = in_groups(sections, GROUPS[obj.path])
 
+    def on_module_members(self, *, mod: Module, **_: Any) -> None:
+        """Show the functions of a table, before anything refers to them."""
+        if mod.path == "pycomm.horovod.operations":
+            for function in functions_of_table(mod):
+                self.on_object(obj=function)
+
     def on_package(self, *, pkg: Module, **_: Any) -> None:
         """Rewrite the names of one package."""
-        for function in functions_of_table(pkg["horovod.operations"]):
-            self.on_object(obj=function)
         shadow_modules(pkg)
