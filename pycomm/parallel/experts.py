@@ -14,7 +14,7 @@ from pycomm.errors import attempt
 from pycomm.parallel.functional import all_to_all
 from pycomm.parallel.functional.announce import agreed_rows, fail_together, require_tensor
 from pycomm.parallel.groups import GroupLike, agree
-from pycomm.parallel.routing import Choices, Route, capacity_of, choose, counts_of, route
+from pycomm.parallel.routing import Choices, TokenRoute, capacity_of, choose, counts_of, route
 from pycomm.transport.own_group import found_group, group_of
 
 
@@ -161,7 +161,7 @@ class Experts(nn.Module):
         assert not isinstance(made, Exception)
         return made[0], made[1], rows
 
-    def _compute(self, received: torch.Tensor, way: Route) -> torch.Tensor:
+    def _compute(self, received: torch.Tensor, way: TokenRoute) -> torch.Tensor:
         """Return what this rank's experts make of the tokens that it has received, in their order."""
         by_expert = way.by_expert.to(received.device)
         size = self._group.size() if self.average else 1

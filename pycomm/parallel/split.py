@@ -18,11 +18,9 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from pycomm.communicator import Communicator
 from pycomm.errors import attempt
 from pycomm.parallel import auto
-from pycomm.parallel.attention import let_attention_be_split
-from pycomm.parallel.fits import check_module, padding
-from pycomm.parallel.layouts import WHOLE, layouts_of
+from pycomm.parallel.chains import WHOLE, layouts_of
 from pycomm.parallel.plan import STYLES, Plan
-from pycomm.parallel.styles import parallel_style
+from pycomm.parallel.styles import check_module, let_attention_be_split, padding, parallel_style
 from pycomm.reducer.agreement import agreed
 from pycomm.reducer.broadcast import broadcast_tensors, check_same_lines
 from pycomm.transport.own_group import found_group, group_of
@@ -48,7 +46,7 @@ def split(
 
     - "columns" (Linear, Conv1d, Conv2d, Conv3d, Embedding): each rank computes 1/n of the output features or channels.
       The output is gathered, unless it goes to a "rows" layer that wants it split
-      (:func:`pycomm.parallel.layouts.layouts_of` has the rule).
+      (:func:`pycomm.parallel.chains.layouts_of` has the rule).
     - "rows" (Linear, Conv1d, Conv2d, Conv3d): each rank computes what 1/n of the input features or channels
       contributes; the contributions are added up.
     - "vocabulary" (Embedding, Linear): each rank has 1/n of the entries of an embedding, or of the outputs of the head;
