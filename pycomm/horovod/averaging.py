@@ -16,12 +16,11 @@ import torch
 import pycomm.compression as methods
 from pycomm.horovod.execution import pieces
 from pycomm.horovod.handles import synchronize
-from pycomm.horovod.names import Adasum, Average, Compression, ReduceOp, Sum
-from pycomm.horovod.operations import grouped_allreduce_async_, sparse_allreduce_async
+from pycomm.horovod.names import Adasum, Average, Compression, ReduceOp, Sum, compressed
+from pycomm.horovod.operations import grouped_allreduce_, grouped_allreduce_async_, sparse_allreduce_async
 from pycomm.horovod.process_sets import ProcessSet, members_of
 from pycomm.horovod.state import world
-from pycomm.reducer import attach, broadcast_optimizer_state, broadcast_parameters
-from pycomm.reducer.reducer import Reducer
+from pycomm.reducer import Reducer, attach, broadcast_optimizer_state, broadcast_parameters
 from pycomm.reducer.wrappers import refuse_wrapped
 
 Named = list[tuple[str, torch.Tensor]]
@@ -57,16 +56,27 @@ class Arguments:
     sparse: Collection[torch.Tensor] = ()
     loss_scaler: Any = None
 
+    def named_of(self, optimizer: torch.optim.Optimizer) -> Named:
+        """Return those of the named parameters that ``optimizer`` steps."""
+        own = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        return [(name, param) for name, param in self.named if id(param) in own]
+
+    def users_compression(self, wants: str) -> Any:
+        """Return the compression of named operations. Raises ValueError for one of pycomm's, which ``wants`` others."""
+        if isinstance(self.compression, methods.Compression | str):
+            raise ValueError(f"compression is {self.compression!r}, which wants {wants}")
+        return self.compression or Compression.none
+
 
 class AttachedAveraging:
     """Averaging of the gradients of ``optimizer`` by a Reducer. Collective."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, arguments: Arguments) -> None:
         self._arguments, self._passes = arguments, arguments.passes
-        own = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        self._named = [(name, param) for name, param in arguments.named if id(param) in own]
+        self._named = arguments.named_of(optimizer)
         self._optimizer, self._world = optimizer, world()
-        others = {name: param for name, param in arguments.named if id(param) not in own}  # as of a frozen trunk
+        own = {name for name, _ in self._named}
+        others = {name: param for name, param in arguments.named if name not in own}  # as of a frozen trunk
         broadcast_parameters(others, process_group=members_of(arguments.process_set).group)
         self.reducer = self._attach()
 
@@ -122,25 +132,14 @@ def is_needed(arguments: Arguments) -> bool:
 
 
 class NamedAveraging:
-    """Averaging of the gradients of ``optimizer`` by named operations, which begin while ``backward()`` runs.
+    """Averaging of the gradients of ``optimizer`` by named operations, which begin while ``backward()`` runs."""
 
-    Args:
-        optimizer: whose parameters' gradients are reduced.
-        arguments: of ``DistributedOptimizer``.
-        sparse: the parameters whose gradients are known to be sparse.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, arguments: Arguments, sparse: set[torch.Tensor]) -> None:
-        if isinstance(arguments.compression, methods.Compression | str):
-            raise ValueError(
-                f"compression is {arguments.compression!r}, which wants op=Average or Sum and dense gradients"
-            )
+    def __init__(self, optimizer: torch.optim.Optimizer, arguments: Arguments) -> None:
+        self._compression = arguments.users_compression("op=Average or Sum and dense gradients")
         refuse_wrapped(dict(arguments.named), None)
-        self._arguments, self._passes, self._sparse = arguments, arguments.passes, set(sparse)
-        self._compression = arguments.compression or Compression.none
+        self._arguments, self._passes, self._sparse = arguments, arguments.passes, set(arguments.sparse)
         self._names = {id(param): name for name, param in arguments.named}
-        own = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        self._params = [param for _, param in arguments.named if id(param) in own]
+        self._params = [param for _, param in arguments.named_of(optimizer)]
         self._groups = {id(param): group for group in self._split() for param in group}
         self._counts: dict[int, int] = {}
         self._begun: dict[int, Callable[[], None]] = {}
@@ -189,16 +188,14 @@ class NamedAveraging:
                 self._begin_sparse(first)
                 return
         was_sparse = {id(p) for p in group if p in self._sparse or (p.grad is not None and p.grad.is_sparse)}
-        dense = [_dense_gradient(param) for param in group]
-        pairs = [self._compression.compress(grad) for grad in dense]
+        sent, undo = compressed(map(_dense_gradient, group), self._compression)
         name = f"gradient.{self._names[id(first)]}"
         handle = grouped_allreduce_async_(
-            [x for x, _ in pairs], name=name, op=self._arguments.op, process_set=self._arguments.process_set
+            sent, name=name, op=self._arguments.op, process_set=self._arguments.process_set
         )
 
         def end() -> None:
-            for param, x, (_, context) in zip(group, synchronize(handle), pairs, strict=True):
-                grad = self._compression.decompress(x, context)
+            for param, grad in zip(group, undo(synchronize(handle)), strict=True):
                 param.grad = grad.to_sparse(1) if id(param) in was_sparse else grad.to(param.dtype)
 
         for param in group:
@@ -249,13 +246,9 @@ class DeltaAveraging:
     """Averaging by Adasum of what steps change: each rank steps with its own gradients, then changes are combined."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, arguments: Arguments) -> None:
-        compression = arguments.compression
-        if isinstance(compression, methods.Compression | str):
-            raise ValueError(f"compression is {compression!r}, which wants op=Average or Sum")
+        self._compression = arguments.users_compression("op=Average or Sum")
         refuse_wrapped(dict(arguments.named), None)
-        self._arguments, self._compression = arguments, compression or Compression.none
-        own = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        self._params = [param for _, param in arguments.named if id(param) in own]
+        self._params = [param for _, param in arguments.named_of(optimizer)]
         self._before: list[torch.Tensor] = []
         _make_equal(optimizer, arguments)
         self._hooks: list[Any] = [
@@ -276,11 +269,10 @@ class DeltaAveraging:
     @torch.no_grad()
     def _combine(self, *_: Any) -> None:
         changes = [param - before for param, before in zip(self._params, self._before, strict=True)]
-        pairs = [self._compression.compress(change) for change in changes]
-        handle = grouped_allreduce_async_([x for x, _ in pairs], name="adasum.changes", op=Adasum)
-        combined = synchronize(handle)
-        for param, before, x, pair in zip(self._params, self._before, combined, pairs, strict=True):
-            param.copy_(before + self._compression.decompress(x, pair[1]))
+        sent, undo = compressed(changes, self._compression)
+        combined = undo(grouped_allreduce_(sent, name="adasum.changes", op=Adasum))
+        for param, before, change in zip(self._params, self._before, combined, strict=True):
+            param.copy_(before + change)
         self._before = []
 
     def detach(self) -> None:

@@ -18,7 +18,6 @@ from pycomm.errors import CommError
 from pycomm.horovod.environment import Launched, by_mpi, launched, meeting_seconds, timeout
 from pycomm.horovod.process_sets import (
     ProcessSet,
-    close_members,
     engine_over,
     global_process_set,
     open_sets,
@@ -85,11 +84,12 @@ def leave_world(reason: str, keep_group: bool = False) -> None:
     ``keep_group``: torch's process group stays.
     """
     here = world()
-    for undo in here.on_shutdown:
-        undo()
+    for known in here.on_shutdown:
+        if (method := known()) is not None:
+            method()
     set_world(None)
     for members in here.sets.values():
-        close_members(members, reason)
+        members.close(reason)
     here.timeline.stop()
     here.handles.clear()
     global_process_set.ranks = []

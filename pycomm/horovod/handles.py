@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from pycomm.checks import shown
-from pycomm.horovod.engine import Engine
+from pycomm.horovod.engine import NegotiatingEngine
 from pycomm.horovod.names import HorovodInternalError, InvalidRequestError
 from pycomm.horovod.process_sets import ProcessSet, members_of, require_included
 from pycomm.horovod.requests import Request, Terms
@@ -38,7 +38,7 @@ class Submission:
         self.kind = kind
         self.key = self.members.key(kind, name)
         assert self.members.engine is not None
-        self.engine: Engine = self.members.engine
+        self.engine: NegotiatingEngine = self.members.engine
         self.request: Request | None = None
 
     def _members_of(self, process_set: ProcessSet) -> Members:

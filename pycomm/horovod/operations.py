@@ -27,7 +27,7 @@ from pycomm.horovod.collectives import (
     ReduceScatter,
     Tensors,
 )
-from pycomm.horovod.engine import Engine, internal_error
+from pycomm.horovod.engine import NegotiatingEngine, internal_error
 from pycomm.horovod.handles import Submission, synchronize_all, waited
 from pycomm.horovod.names import (
     NAMES,
@@ -41,7 +41,7 @@ from pycomm.horovod.names import (
 from pycomm.horovod.process_sets import ProcessSet, global_process_set
 from pycomm.horovod.requests import ALLGATHER, BARRIER, JOIN, Request, Terms
 from pycomm.horovod.state import world
-from pycomm.reducer.reducer import Reducer
+from pycomm.reducer import Reducer
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -410,7 +410,7 @@ def _latest(absences: int, last: int) -> int:
 
 
 @contextlib.contextmanager
-def _absence(engine: Engine) -> Iterator[list[int]]:
+def _absence(engine: NegotiatingEngine) -> Iterator[list[int]]:
     """Take part in reductions of attached optimizers inside, and return once all ranks have got so far.
 
     These reductions are not announced, as all ranks make the same ones in the same order. A rank that has joined sits
@@ -447,7 +447,9 @@ def _absence(engine: Engine) -> Iterator[list[int]]:
         raise internal_error(errors[0]) from errors[0]
 
 
-def _start(reducer: Reducer, engine: Engine, counts: list[int], errors: list[BaseException]) -> threading.Thread:
+def _start(
+    reducer: Reducer, engine: NegotiatingEngine, counts: list[int], errors: list[BaseException]
+) -> threading.Thread:
     def stay() -> None:
         try:
             counts.append(reducer.stay_absent())

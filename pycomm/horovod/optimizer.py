@@ -6,7 +6,7 @@ import contextlib
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -48,15 +48,9 @@ class Averaging(Protocol):
 
 
 class Control:
-    """Control of one optimizer: the methods that Horovod gives it, and what they share.
-
-    Args:
-        optimizer: the user's.
-        arguments: of ``DistributedOptimizer``.
-    """
+    """Control of one optimizer: the methods that Horovod gives it, and what they share."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, arguments: Arguments) -> None:
-        self._optimizer = weakref.ref(optimizer)
         self._arguments = arguments
         self._skips, self._synchronized = False, False
         self._averaging: Averaging | None = None
@@ -71,8 +65,7 @@ class Control:
         """Begin to reduce the gradients of ``optimizer``, among the ranks that there are now. Collective."""
         here = world()
         self._averaging = self._make(optimizer) if self._arguments.process_set.included() else None
-        control = weakref.ref(self)
-        here.on_shutdown.append(lambda: _end(control))
+        here.on_shutdown.append(weakref.WeakMethod(self.end))
         self._world = here
 
     def _make(self, optimizer: torch.optim.Optimizer) -> Averaging:
@@ -80,7 +73,7 @@ class Control:
         if arguments.op == Adasum and world().size > 1:
             return DeltaAveraging(optimizer, arguments)
         if arguments.sparse or is_needed(arguments):
-            return NamedAveraging(optimizer, arguments, set(arguments.sparse))
+            return NamedAveraging(optimizer, arguments)
         return AttachedAveraging(optimizer, arguments)
 
     def end(self) -> None:
@@ -98,13 +91,10 @@ class Control:
         """Whether Horovod has been shut down since."""
         return known_world() is not self._world
 
-    # Methods of the optimizer.
-
     def synchronize(self) -> None:
         """Return once all gradients are reduced. Collective if some are not yet."""
         self._require_begun()
-        if self._averaging is not None:
-            self._averaging.synchronize()
+        self._average()
         self._synchronized = True
 
     @contextlib.contextmanager
@@ -125,8 +115,6 @@ class Control:
         if self._averaging is not None:
             self._averaging.set_passes(passes)
 
-    # Hook.
-
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         self._require_begun()
         skips, late = self._skips, self._synchronized
@@ -138,22 +126,19 @@ class Control:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            self._synchronize_before_step()
+            self._average()
             return None
-        wrapped = self._reduced_closure(closure)
-        return ((args[0], wrapped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": wrapped})
 
-    def _synchronize_before_step(self) -> None:
-        if self._averaging is not None:
-            self._averaging.synchronize()
-
-    def _reduced_closure(self, closure: Any) -> Any:
         def reduced() -> Any:
             loss = closure()
-            self._synchronize_before_step()
+            self._average()
             return loss
 
-        return reduced
+        return ((args[0], reduced, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": reduced})
+
+    def _average(self) -> None:
+        if self._averaging is not None:
+            self._averaging.synchronize()
 
     def _require_begun(self) -> None:
         if self.has_ended:
@@ -161,12 +146,6 @@ class Control:
                 "Horovod has been shut down since this optimizer was wrapped: its gradients are not reduced; call "
                 "hvd.init() and hvd.DistributedOptimizer(optimizer, ...) again"
             )
-
-
-def _end(control: weakref.ref[Control]) -> None:
-    found = control()
-    if found is not None:
-        found.end()
 
 
 def control_of(optimizer: torch.optim.Optimizer) -> Control | None:
@@ -224,13 +203,37 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if isinstance(num_groups, int) and num_groups:
         warnings.warn("num_groups= has been replaced by groups=", DeprecationWarning, stacklevel=2)
     ranks, misplaced = _set_of(process_set)
+    if groups is None:
+        groups = num_groups or None
 
     def checked() -> tuple[torch.optim.Optimizer, Arguments]:
         if misplaced is not None:
             raise misplaced
-        return _checked(
-            *(optimizer, named_parameters, compression, backward_passes_per_step, op, gradient_predivide_factor),
-            *(num_groups or None if groups is None else groups, sparse_as_dense, process_set, loss_scaler, unknown),
+        if unknown:
+            raise TypeError(
+                f"DistributedOptimizer() has no argument {sorted(unknown)[0]!r}: leave it out; see pycomm.attach for "
+                "what else there is"
+            )
+        inner = checked_optimizer(optimizer)
+        named = _named_parameters_of(inner, named_parameters)
+        known = control_of(inner)
+        if known is not None and not known.has_ended:
+            raise ValueError("optimizer has been passed to DistributedOptimizer before: leave one of the two calls out")
+        _require_groups(groups)
+        _require_passes(backward_passes_per_step)
+        chosen = checked_op(op)
+        _require_factor(gradient_predivide_factor, chosen)
+        _require_compression(compression)
+        return inner, Arguments(
+            named=named,
+            compression=compression,
+            passes=backward_passes_per_step,
+            op=chosen,
+            groups=groups,
+            sparse_as_dense=bool(sparse_as_dense),
+            process_set=process_set,
+            sparse=sparse_parameters(inner, named),
+            loss_scaler=loss_scaler,
         )
 
     outcome = attempt(checked)
@@ -261,41 +264,6 @@ def _set_of(process_set: Any) -> tuple[ProcessSet, Exception | None]:
         if len(world().sets) > 1:
             raise
         return global_process_set, error
-
-
-def _checked(
-    optimizer: Any,
-    named_parameters: Any,
-    compression: Any,
-    passes: Any,
-    op: Any,
-    factor: Any,
-    groups: Any,
-    sparse_as_dense: Any,
-    process_set: ProcessSet,
-    loss_scaler: Any,
-    unknown: Mapping[str, Any],
-) -> tuple[torch.optim.Optimizer, Arguments]:
-    """Return the optimizer inside ``optimizer``, and the arguments. Raises TypeError or ValueError if one is wrong."""
-    if unknown:
-        raise TypeError(
-            f"DistributedOptimizer() has no argument {sorted(unknown)[0]!r}: leave it out; see pycomm.attach for what "
-            "else there is"
-        )
-    inner = checked_optimizer(optimizer)
-    named = _named_parameters_of(inner, named_parameters)
-    known = control_of(inner)
-    if known is not None and not known.has_ended:
-        raise ValueError("optimizer has been passed to DistributedOptimizer before: leave one of the two calls out")
-    _require_groups(groups)
-    _require_passes(passes)
-    chosen = checked_op(op)
-    _require_factor(factor, chosen)
-    _require_compression(compression)
-    sparse = sparse_parameters(inner, named)
-    return inner, Arguments(
-        named, compression, passes, chosen, groups, bool(sparse_as_dense), process_set, sparse, loss_scaler
-    )
 
 
 def _named_parameters_of(optimizer: torch.optim.Optimizer, given: Iterable[Any] | None) -> Named:

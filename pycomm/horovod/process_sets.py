@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from pycomm.communicator import Communicator
-from pycomm.horovod.engine import Engine
+from pycomm.horovod.engine import NegotiatingEngine
 from pycomm.horovod.environment import cycle_seconds, meeting_seconds, stall_check_seconds
 from pycomm.horovod.names import InvalidRequestError
 from pycomm.horovod.requests import BARRIER, Request, Terms
@@ -67,6 +67,10 @@ class ProcessSet:
         """Return whether this process is in the set; ``None`` before ``init()``."""
         here = known_world()
         return None if here is None else here.rank in self.ranks
+
+    def _take_out_of_use(self) -> None:
+        """Note that it has no number any more."""
+        self.process_set_id = None
 
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
@@ -157,17 +161,11 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if not is_in_use:
         return False
     members = here.sets.pop(number)
-    process_set.process_set_id = None
-    close_members(members, "its process set was removed")
+    process_set._take_out_of_use()
+    members.close("its process set was removed")
     if members.group is not None:
         dist.destroy_process_group(members.group)
     return True
-
-
-def close_members(members: Members, reason: str) -> None:
-    """End what the set has outstanding."""
-    if members.engine is not None:
-        members.engine.close(reason)
 
 
 def agree(what: str, problem: Exception | None = None) -> None:
@@ -209,18 +207,11 @@ def _open(process_set: ProcessSet, here: World) -> None:
             members.engine = engine_over(group, f"set{number}", here)
     here.sets[number] = members
     process_set.process_set_id = number
-    known = weakref.ref(process_set)
-    here.on_shutdown.append(lambda: _invalidate(known))
+    here.on_shutdown.append(weakref.WeakMethod(process_set._take_out_of_use))
 
 
-def _invalidate(known: weakref.ref[ProcessSet]) -> None:
-    process_set = known()
-    if process_set is not None:
-        process_set.process_set_id = None
-
-
-def engine_over(group: dist.ProcessGroup, name: str, here: World) -> Engine:
+def engine_over(group: dist.ProcessGroup, name: str, here: World) -> NegotiatingEngine:
     """Return an engine over a communicator of its own among the ranks of ``group``. Collective among them."""
     communicator = Communicator(group, here.timeout)
     late_ranks.forget(communicator.channel.recorder)  # ranks wait in rounds that nobody need come to: see StallWatch
-    return Engine(communicator, name, here.timeline, stall_check_seconds(), cycle_seconds())
+    return NegotiatingEngine(communicator, name, here.timeline, stall_check_seconds(), cycle_seconds())

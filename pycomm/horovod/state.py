@@ -13,10 +13,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pycomm.horovod.engine import Engine
+from pycomm.horovod.engine import NegotiatingEngine
 from pycomm.horovod.requests import Key, Request
 from pycomm.horovod.timeline import Timeline
-from pycomm.reducer.reducer import Reducer
+from pycomm.reducer import Reducer
 
 
 def _counters() -> defaultdict[str, Iterator[int]]:
@@ -36,12 +36,17 @@ class Members:
 
     ranks: Sequence[int]
     group: dist.ProcessGroup | None = None
-    engine: Engine | None = None
+    engine: NegotiatingEngine | None = None
     counters: defaultdict[str, Iterator[int]] = field(default_factory=_counters)
 
     def key(self, kind: str, name: str | None) -> Key:
         """Return the key of an operation that is called ``name``, or of the next one without a name."""
         return (f"{kind}.{name}", 0) if name is not None else (f"{kind}.noname", next(self.counters[kind]))
+
+    def close(self, reason: str) -> None:
+        """End what the set has outstanding."""
+        if self.engine is not None:
+            self.engine.close(reason)
 
 
 @dataclass(eq=False)
@@ -59,7 +64,7 @@ class World:
         owns_group: whether torch's process group was made by ``init()``.
         numbers, set_ids: the next handles, and the next process sets' numbers.
         attached: what averages the gradients of optimizers in buckets, on this rank among others.
-        on_shutdown: what ``shutdown()`` calls first.
+        on_shutdown: methods that ``shutdown()`` calls first, if their objects still are.
         pid: the process that has called ``init()``, of which a fork has a copy.
     """
 
@@ -72,33 +77,30 @@ class World:
     timeline: Timeline
     owns_group: bool
     sets: dict[int, Members] = field(default_factory=dict)
-    handles: dict[int, tuple[Request, Engine, Callable[[Request], Any]]] = field(default_factory=dict)
+    handles: dict[int, tuple[Request, NegotiatingEngine, Callable[[Request], Any]]] = field(default_factory=dict)
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     set_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     attached: weakref.WeakSet[Reducer] = field(default_factory=weakref.WeakSet)
-    on_shutdown: list[Callable[[], None]] = field(default_factory=list)
+    on_shutdown: list[weakref.WeakMethod[Callable[[], None]]] = field(default_factory=list)
     pid: int = field(default_factory=os.getpid)
 
 
-class _Here:
-    world: World | None = None
-
-
-_here = _Here()
+_worlds: list[World] = []
+"""The world, if there is one."""
 
 
 def world() -> World:
     """Return the world. Raises ValueError before ``init()`` and after ``shutdown()``."""
-    if _here.world is None:
+    if not _worlds:
         raise ValueError("Horovod has not been initialized; call hvd.init() first")
-    return _here.world
+    return _worlds[0]
 
 
 def known_world() -> World | None:
     """Return the world; ``None`` before ``init()`` and after ``shutdown()``."""
-    return _here.world
+    return _worlds[0] if _worlds else None
 
 
 def set_world(made: World | None) -> None:
     """Make ``made`` the world, or have none."""
-    _here.world = made
+    _worlds[:] = [] if made is None else [made]
