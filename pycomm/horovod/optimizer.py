@@ -6,7 +6,7 @@ import contextlib
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -209,16 +209,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     def checked() -> tuple[torch.optim.Optimizer, Arguments]:
         if misplaced is not None:
             raise misplaced
-        if unknown:
-            raise TypeError(
-                f"DistributedOptimizer() has no argument {sorted(unknown)[0]!r}: leave it out; see pycomm.attach for "
-                "what else there is"
-            )
+        _require_no_others(unknown)
         inner = checked_optimizer(optimizer)
         named = _named_parameters_of(inner, named_parameters)
-        known = control_of(inner)
-        if known is not None and not known.has_ended:
-            raise ValueError("optimizer has been passed to DistributedOptimizer before: leave one of the two calls out")
+        _require_unwrapped(inner)
         _require_groups(groups)
         _require_passes(backward_passes_per_step)
         chosen = checked_op(op)
@@ -337,6 +331,20 @@ def _install(optimizer: Any, control: Control, arguments: Arguments) -> None:
     optimizer.skip_synchronize = control.skip_synchronize
     optimizer.set_backward_passes_per_step = control.set_backward_passes_per_step
     optimizer._parameter_names = {param: name for name, param in arguments.named}
+
+
+def _require_no_others(unknown: Collection[str]) -> None:
+    if unknown:
+        raise TypeError(
+            f"DistributedOptimizer() has no argument {sorted(unknown)[0]!r}: leave it out; see pycomm.attach for what "
+            "else there is"
+        )
+
+
+def _require_unwrapped(optimizer: torch.optim.Optimizer) -> None:
+    known = control_of(optimizer)
+    if known is not None and not known.has_ended:
+        raise ValueError("optimizer has been passed to DistributedOptimizer before: leave one of the two calls out")
 
 
 def _require_passes(passes: Any) -> None:
