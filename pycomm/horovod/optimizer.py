@@ -219,15 +219,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         _require_factor(gradient_predivide_factor, chosen)
         _require_compression(compression)
         return inner, Arguments(
-            named=named,
-            compression=compression,
-            passes=backward_passes_per_step,
-            op=chosen,
-            groups=groups,
-            sparse_as_dense=bool(sparse_as_dense),
-            process_set=process_set,
-            sparse=sparse_parameters(inner, named),
-            loss_scaler=loss_scaler,
+            *(named, compression, backward_passes_per_step, chosen, groups, bool(sparse_as_dense), process_set),
+            *(sparse_parameters(inner, named), loss_scaler),
         )
 
     outcome = attempt(checked)
@@ -235,13 +228,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         outcome = agreed(outcome, "DistributedOptimizer", ranks, lambda made: _lines(made[1]))
     if isinstance(outcome, Exception):
         raise outcome
-    inner, arguments = outcome
-    known = control_of(inner)
-    if known is not None:
-        known.remove()
-    control = Control(inner, arguments)
-    for each in {id(inner): inner, id(optimizer): optimizer}.values():  # a trainer's proxy, and what is inside it
-        _install(each, control, arguments)
+    _wrap(optimizer, *outcome)
     return optimizer
 
 
@@ -325,12 +312,17 @@ def _lines(arguments: Arguments) -> list[str]:
     ]
 
 
-def _install(optimizer: Any, control: Control, arguments: Arguments) -> None:
-    optimizer._horovod = control  # a copy or a pickle of the optimizer does not have these
-    optimizer.synchronize = control.synchronize
-    optimizer.skip_synchronize = control.skip_synchronize
-    optimizer.set_backward_passes_per_step = control.set_backward_passes_per_step
-    optimizer._parameter_names = {param: name for name, param in arguments.named}
+def _wrap(optimizer: Any, inner: Any, arguments: Arguments) -> None:
+    """Reduce the gradients of ``inner``, which a trainer's proxy may be around: ``optimizer``."""
+    known = control_of(inner)
+    if known is not None:
+        known.remove()
+    control = Control(inner, arguments)
+    for each in {id(inner): inner, id(optimizer): optimizer}.values():
+        each._horovod = control  # a copy or a pickle of the optimizer does not have these
+        each.synchronize, each.skip_synchronize = control.synchronize, control.skip_synchronize
+        each.set_backward_passes_per_step = control.set_backward_passes_per_step
+        each._parameter_names = {param: name for name, param in arguments.named}
 
 
 def _require_no_others(unknown: Collection[str]) -> None:
