@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import pycomm.compression as methods
-from pycomm.horovod.execution import pieces
+from pycomm.horovod.execution import split_list
 from pycomm.horovod.handles import synchronize
 from pycomm.horovod.names import Adasum, Average, Compression, ReduceOp, Sum, compressed
 from pycomm.horovod.operations import grouped_allreduce_, grouped_allreduce_async_, sparse_allreduce_async
@@ -165,7 +165,7 @@ class NamedAveraging:
         alone = [[param] for param in self._params if param in self._sparse]
         if not isinstance(groups, int) or groups == 0:
             return alone + [[param] for param in dense]
-        return alone + [list(group) for group in pieces(dense, groups) if group]
+        return alone + [list(group) for group in split_list(dense, groups) if group]
 
     def _on_gradient(self, param: torch.Tensor) -> None:
         if id(param) in self._begun:

@@ -170,15 +170,12 @@ class ObjectState(State):
         self._set_attributes()
 
     def save(self) -> None:
-        """Keep copies of the attributes."""
         self._saved_state = {name: copy.deepcopy(getattr(self, name)) for name in self._saved_state}
 
     def restore(self) -> None:
-        """Set the attributes to what was kept."""
         self._set_attributes()
 
     def sync(self) -> None:
-        """Set the attributes to those of rank 0, as it has kept them."""
         if self._saved_state:
             self._saved_state = self._bcast_object(self._saved_state)
             self._set_attributes()
@@ -220,7 +217,6 @@ class ModelStateHandler(StateHandler):
     """Handler of a module."""
 
     def sync(self) -> None:
-        """Broadcast parameters and buffers."""
         broadcast_parameters(self.value.state_dict(), root_rank=0)
 
 
@@ -228,11 +224,9 @@ class OptimizerStateHandler(StateHandler):
     """Handler of an optimizer."""
 
     def sync(self) -> None:
-        """Broadcast state and hyperparameters."""
         broadcast_optimizer_state(self.value, root_rank=0)
 
     def reset(self) -> None:
-        """Let a ``DistributedOptimizer`` reduce its gradients over the ranks that there are now."""
         control = control_of(self.value)
         if control is not None and control.has_ended:
             control.begin(self.value)
@@ -242,11 +236,9 @@ class SamplerStateHandler(StateHandler):
     """Handler of an :class:`ElasticSampler`."""
 
     def sync(self) -> None:
-        """Broadcast how far it is."""
         self.value.load_state_dict(broadcast_object(self.value.state_dict()))
 
     def reset(self) -> None:
-        """Deal out what is left anew."""
         self.value.reset()
 
 
@@ -291,26 +283,22 @@ class TorchState(ObjectState):
         super().__init__(broadcast_object, rank, **rest)
 
     def save(self) -> None:
-        """Keep copies of everything."""
         for handler in self._handlers.values():
             handler.save()
         super().save()
 
     def restore(self) -> None:
-        """Go back to what was kept."""
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
 
     def sync(self) -> None:
-        """Make everything equal to rank 0's, and keep it."""
         for handler in self._handlers.values():
             handler.sync()
         super().sync()
         self.save()
 
     def reset(self) -> None:
-        """Let optimizers and samplers know of the ranks that there are now."""
         for handler in self._handlers.values():
             handler.reset()
 

@@ -70,8 +70,8 @@ class NegotiatingEngine:
 
     # Callers.
 
-    def submit(self, requests: Sequence[Request], wake: bool = True) -> None:
-        """Take ``requests``. ``wake``: nobody is about to :meth:`wait` for them.
+    def submit(self, request: Request, wake: bool = True) -> None:
+        """Take ``request``. ``wake``: nobody is about to :meth:`wait` for it.
 
         Raises:
             ValueError: an operation of the same name is not done yet.
@@ -79,17 +79,15 @@ class NegotiatingEngine:
         """
         with self._lock:
             self._require_usable()
-            for request in requests:
-                if request.key in self._outstanding:
-                    raise ValueError(
-                        f"an operation named {full_name(request.key)!r} is not done yet: pass another name=, or "
-                        "synchronize() the first one before"
-                    )
-            for request in requests:
-                self._outstanding[request.key] = request
-                self._fresh.append(request)
-                if self._timeline.active:
-                    self._timeline.begin(full_name(request.key), f"NEGOTIATE_{request.terms.kind.upper()}")
+            if request.key in self._outstanding:
+                raise ValueError(
+                    f"an operation named {full_name(request.key)!r} is not done yet: pass another name=, or "
+                    "synchronize() the first one before"
+                )
+            self._outstanding[request.key] = request
+            self._fresh.append(request)
+            if self._timeline.active:
+                self._timeline.begin(full_name(request.key), f"NEGOTIATE_{request.terms.kind.upper()}")
             self._start_thread()
             self._stalls.begin()
         if wake or self._driving.locked():  # whoever drives may be pausing

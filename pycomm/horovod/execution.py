@@ -272,6 +272,6 @@ def lengths(count: int, parts: int) -> list[int]:
     return [count // parts + (i < count % parts) for i in range(parts)]
 
 
-def pieces(values: Sequence[T], parts: int) -> list[Sequence[T]]:
+def split_list(values: Sequence[T], parts: int) -> list[Sequence[T]]:
     """Return ``values`` in ``parts`` pieces, in order; with more pieces than values the last ones are empty."""
     return [values[a:b] for a, b in pairwise(accumulate(lengths(len(values), parts), initial=0))]

@@ -10,9 +10,9 @@ import torch
 from pycomm.checks import shown
 from pycomm.horovod.engine import NegotiatingEngine
 from pycomm.horovod.names import HorovodInternalError, InvalidRequestError
-from pycomm.horovod.process_sets import ProcessSet, members_of, require_included
+from pycomm.horovod.process_sets import ProcessSet, known_set, members_of
 from pycomm.horovod.requests import Request, Terms
-from pycomm.horovod.state import Members, world
+from pycomm.horovod.state import world
 
 Finish = Callable[[Request], Any]
 
@@ -31,27 +31,16 @@ class Submission:
     """
 
     def __init__(self, kind: str, name: Any, process_set: ProcessSet) -> None:
-        self._problem: Exception | None = None
+        ranks, problem = known_set(process_set)
         if name is not None and not isinstance(name, str):
-            self._problem, name = TypeError(f"name is {shown(name)}, wanted a string"), None
-        self.members: Members = self._members_of(process_set)
+            problem, name = problem or TypeError(f"name is {shown(name)}, wanted a string"), None
+        self._problem = problem
+        self.members = members_of(ranks)
         self.kind = kind
         self.key = self.members.key(kind, name)
         assert self.members.engine is not None
         self.engine: NegotiatingEngine = self.members.engine
         self.request: Request | None = None
-
-    def _members_of(self, process_set: ProcessSet) -> Members:
-        try:
-            members = members_of(process_set)
-            require_included(process_set, members)
-            return members
-        except Exception as error:
-            sets = world().sets
-            if len(sets) > 1:
-                raise
-            self._problem = error
-            return sets[0]
 
     def __enter__(self) -> Submission:
         if self._problem is not None:
@@ -67,7 +56,7 @@ class Submission:
         self.engine.await_refusal(self.key)
         refusal = Request(self.key, Terms(self.kind), refusal=f"cannot take part: {error}")
         if not self.engine.knows(self.key):
-            self.engine.submit([refusal])
+            self.engine.submit(refusal)
         if isinstance(error, ValueError):
             raise InvalidRequestError(str(error)) from error
         raise error
@@ -78,7 +67,7 @@ class Submission:
         if any(not tensor.is_cpu for tensor in request.tensors):
             request.ready = [torch.cuda.current_stream(t.device).record_event() for t in request.tensors if t.is_cuda]
         self.engine.await_refusal(request.key)
-        self.engine.submit([request], wake)
+        self.engine.submit(request, wake)
 
     def handle(self, finish: Finish) -> int:
         """Return a handle, by which :func:`synchronize` returns ``finish(request)``."""

@@ -24,7 +24,7 @@ from pycomm.horovod.averaging import (
 )
 from pycomm.horovod.functions import agreed
 from pycomm.horovod.names import Adasum, Average, Compression, HorovodInternalError, checked_op
-from pycomm.horovod.process_sets import ProcessSet, global_process_set, members_of
+from pycomm.horovod.process_sets import ProcessSet, global_process_set, known_set
 from pycomm.horovod.state import known_world, world
 from pycomm.optim.parameters import checked_optimizer, unwrapped
 
@@ -202,7 +202,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """
     if isinstance(num_groups, int) and num_groups:
         warnings.warn("num_groups= has been replaced by groups=", DeprecationWarning, stacklevel=2)
-    ranks, misplaced = _set_of(process_set)
+    ranks, misplaced = known_set(process_set, included=False)
     if groups is None:
         groups = num_groups or None
 
@@ -230,21 +230,6 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         raise outcome
     _wrap(optimizer, *outcome)
     return optimizer
-
-
-def _set_of(process_set: Any) -> tuple[ProcessSet, Exception | None]:
-    """Return the set whose ranks have to agree, and what is wrong with ``process_set``.
-
-    Raises:
-        TypeError, ValueError: it is none that is in use, and nobody knows in which of several the others are.
-    """
-    try:
-        members_of(process_set)
-        return process_set, None
-    except Exception as error:
-        if len(world().sets) > 1:
-            raise
-        return global_process_set, error
 
 
 def _named_parameters_of(optimizer: torch.optim.Optimizer, given: Iterable[Any] | None) -> Named:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from pycomm.communicator import Communicator
+from pycomm.errors import attempt
 from pycomm.horovod.engine import NegotiatingEngine
 from pycomm.horovod.environment import cycle_seconds, meeting_seconds, stall_check_seconds
 from pycomm.horovod.names import InvalidRequestError
@@ -102,6 +103,25 @@ def members_of(process_set: ProcessSet) -> Members:
     return here.sets[process_set.process_set_id]
 
 
+def known_set(process_set: Any, included: bool = True) -> tuple[ProcessSet, Exception | None]:
+    """Return the set whose ranks can be told of errors, and what is wrong with ``process_set``.
+
+    ``included``: whether this rank has to be in it.
+
+    Raises:
+        TypeError, ValueError: it is none that is in use, and nobody knows in which of several the others are.
+    """
+    try:
+        members = members_of(process_set)
+        if included:
+            require_included(process_set, members)
+        return process_set, None
+    except Exception as error:
+        if len(world().sets) > 1:
+            raise
+        return global_process_set, error
+
+
 def require_included(process_set: ProcessSet, members: Members) -> None:
     """Raise ValueError if this process is not in ``process_set``."""
     if world().rank not in members.ranks:
@@ -119,12 +139,13 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
             ones (on every rank).
     """
     here = world()
-    made: ProcessSet | Exception
-    try:
+
+    def checked() -> ProcessSet:
         made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
         _require_new(made, here)
-    except Exception as error:  # a foreign object may raise anything
-        made = error
+        return made
+
+    made = attempt(checked)
     if isinstance(made, Exception):
         agree("add_process_set", made)
         raise made
@@ -133,12 +154,12 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     return made
 
 
-def open_sets(process_sets: Sequence[ProcessSet], here: World, problem: Exception | None = None) -> None:
-    """Put ``process_sets`` to use. Collective.
-
-    ``problem``: error in this rank's arguments, which is raised once the others have been told.
-    """
-    agree(f"init process_sets={[made.ranks for made in process_sets]}", problem)
+def open_sets(process_sets: Sequence[ProcessSet] | Exception, here: World) -> None:
+    """Put ``process_sets`` to use. Collective. An error in their place is raised once the others have been told."""
+    if isinstance(process_sets, Exception):
+        agree("init", process_sets)
+        raise process_sets
+    agree(f"init process_sets={[made.ranks for made in process_sets]}")
     for i, made in enumerate(process_sets):
         try:  # which comes to the same on all ranks
             _require_new(made, here)
@@ -180,7 +201,7 @@ def agree(what: str, problem: Exception | None = None) -> None:
     assert everybody.engine is not None
     refusal = "" if problem is None else f"cannot take part: {problem}"
     request = Request(everybody.key("process_sets", None), Terms(BARRIER, detail=what), refusal=refusal)
-    everybody.engine.submit([request], wake=False)
+    everybody.engine.submit(request, wake=False)
     try:
         everybody.engine.wait(request)
     except InvalidRequestError:
