@@ -30,13 +30,13 @@ from pycomm.horovod.basics import (
     start_timeline,
     stop_timeline,
 )
+from pycomm.horovod.collectives import poll, synchronize
 from pycomm.horovod.functions import (
     allgather_object,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from pycomm.horovod.handles import poll, synchronize
 from pycomm.horovod.installed import install
 from pycomm.horovod.names import (
     Adasum,

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 
 import pycomm.compression as methods
+from pycomm.horovod.collectives import synchronize
 from pycomm.horovod.execution import split_list
-from pycomm.horovod.handles import synchronize
 from pycomm.horovod.names import Adasum, Average, Compression, ReduceOp, Sum, compressed
 from pycomm.horovod.operations import grouped_allreduce_, grouped_allreduce_async_, sparse_allreduce_async
-from pycomm.horovod.process_sets import ProcessSet, members_of
-from pycomm.horovod.state import world
+from pycomm.horovod.process_sets import ProcessSet, members_of, world
 from pycomm.reducer import Reducer, attach, broadcast_optimizer_state, broadcast_parameters
 from pycomm.reducer.wrappers import refuse_wrapped
 
@@ -61,10 +60,10 @@ class Arguments:
         own = {id(param) for group in optimizer.param_groups for param in group["params"]}
         return [(name, param) for name, param in self.named if id(param) in own]
 
-    def users_compression(self, wants: str) -> Any:
-        """Return the compression of named operations. Raises ValueError for one of pycomm's, which ``wants`` others."""
+    def users_compression(self, others: str) -> Any:
+        """Return the compression of named operations. Raises ValueError for pycomm's own, which require ``others``."""
         if isinstance(self.compression, methods.Compression | str):
-            raise ValueError(f"compression is {self.compression!r}, which wants {wants}")
+            raise ValueError(f"compression is {self.compression!r}, which requires {others}")
         return self.compression or Compression.none
 
 
@@ -279,6 +278,9 @@ class DeltaAveraging:
         """Combine no more."""
         for hook in self._hooks:
             hook.remove()
+
+
+Averaging = AttachedAveraging | NamedAveraging | DeltaAveraging
 
 
 def _make_equal(optimizer: torch.optim.Optimizer, arguments: Arguments) -> None:

@@ -17,13 +17,17 @@ from pycomm.communicator import Communicator
 from pycomm.errors import CommError, attempt
 from pycomm.horovod.environment import Launched, by_mpi, launched, meeting_seconds, timeout
 from pycomm.horovod.process_sets import (
+    Members,
     ProcessSet,
+    World,
     engine_over,
     global_process_set,
+    known_world,
     open_sets,
     ranks_of_comm,
+    set_world,
+    world,
 )
-from pycomm.horovod.state import Members, World, known_world, set_world, world
 from pycomm.horovod.timeline import Timeline, path_from_environment
 from pycomm.torch_internals import PrefixStore, Store
 

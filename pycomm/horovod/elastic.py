@@ -24,7 +24,7 @@ from pycomm.horovod.functions import (
 )
 from pycomm.horovod.names import HorovodInternalError, HostsUpdatedInterrupt, InvalidRequestError
 from pycomm.horovod.optimizer import control_of
-from pycomm.horovod.state import world
+from pycomm.horovod.process_sets import world
 
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "init", "run", "run_fn", "shutdown"]
 
@@ -70,7 +70,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def reset(self) -> None:
-        """Deal out what is left among the ranks that there are now."""
+        """Deal out what is left among the present ranks."""
         self.num_replicas, self.rank = size(), rank()
         order = list(range(len(self.dataset)))
         if self.shuffle:

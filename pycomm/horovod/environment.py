@@ -1,4 +1,4 @@
-"""Environment: what a launcher and the user have put there, and how ranks meet that know of each other by it.
+"""Environment variables of launchers and of Horovod's users, and how ranks meet by what launchers say.
 
 A launcher says who a process is, but not always where the ranks meet: then rank 0 tells the others its address.
 """
@@ -108,7 +108,12 @@ def launched() -> Launched:
 
 def by_mpi(comm: Any) -> Launched:
     """Return what an mpi4py communicator says."""
-    return Launched(comm.Get_rank(), comm.Get_size(), lambda patience: _store_by_mpi(comm, patience))
+    rank, size = comm.Get_rank(), comm.Get_size()
+
+    def store(patience: float) -> Store | None:
+        return _store_by_address(rank, patience, lambda mine: str(comm.bcast(mine, root=0))) if size > 1 else None
+
+    return Launched(rank, size, store)
 
 
 def _integer(name: str) -> int:
@@ -164,12 +169,6 @@ def _store_on_this_host(job: str, rank: int, size: int, patience: float) -> Stor
     store = store_on_loopback(timedelta(seconds=patience)) if rank == 0 else None
     port = on_this_host(job, rank, "" if store is None else str(store.port), size, patience)
     return store or _tcp(loopback(), int(port), False, patience)
-
-
-def _store_by_mpi(comm: Any, patience: float) -> Store | None:
-    if comm.Get_size() == 1:
-        return None
-    return _store_by_address(comm.Get_rank(), patience, lambda mine: str(comm.bcast(mine, root=0)))
 
 
 def first_node(nodes: str) -> str:

@@ -11,12 +11,10 @@ import torch
 
 from pycomm.checkpoint import values
 from pycomm.errors import attempt, text_of
-from pycomm.horovod.collectives import AllGather, check_root, check_tensor
-from pycomm.horovod.handles import synchronize_all
+from pycomm.horovod.collectives import AllGather, check_root, check_tensor, synchronize_all
 from pycomm.horovod.names import InvalidRequestError
 from pycomm.horovod.operations import allgather, broadcast_, broadcast_async_
-from pycomm.horovod.process_sets import ProcessSet, global_process_set, members_of
-from pycomm.horovod.state import world
+from pycomm.horovod.process_sets import ProcessSet, global_process_set, members_of, world
 from pycomm.optim.parameters import checked_optimizer
 from pycomm.reducer.broadcast import restructure_state
 from pycomm.reducer.plain_state import encode

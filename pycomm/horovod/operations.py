@@ -7,12 +7,12 @@ one rank goes with the n-th on the others. Tensors may be anything dense, also w
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import inspect
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import FunctionType
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -25,10 +25,12 @@ from pycomm.horovod.collectives import (
     Call,
     Collective,
     ReduceScatter,
+    Submission,
     Tensors,
+    synchronize_all,
+    waited,
 )
 from pycomm.horovod.engine import NegotiatingEngine, internal_error
-from pycomm.horovod.handles import Submission, synchronize_all, waited
 from pycomm.horovod.names import (
     NAMES,
     Average,
@@ -38,16 +40,14 @@ from pycomm.horovod.names import (
     checked_op,
     op_or_error,
 )
-from pycomm.horovod.process_sets import ProcessSet, global_process_set
+from pycomm.horovod.process_sets import ProcessSet, global_process_set, world
 from pycomm.horovod.requests import ALLGATHER, BARRIER, JOIN, Request, Terms
-from pycomm.horovod.state import world
 from pycomm.reducer import Reducer
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _PATIENCE = 5.0  # seconds
-_PARTS = ("indices", "values")
 
 
 # Forms: what arguments a function takes.
@@ -430,34 +430,27 @@ def _absence(engine: NegotiatingEngine) -> Iterator[list[int]]:
     gc.collect()  # what a script has let go of must be gone on all ranks or on none
     counts: list[int] = []
     errors: list[BaseException] = []
-    served = [(reducer, _start(reducer, engine, counts, errors)) for reducer in world().attached]
-    try:
-        yield counts
-    except BaseException:
-        for reducer, thread in served:
-            thread.join(_PATIENCE)  # whatever ended the wait has ended this too, as a rule
-            if thread.is_alive():
-                reducer.detach()
-        if errors:
-            raise internal_error(errors[0]) from errors[0]
-        raise
-    for _, thread in served:
-        thread.join()
-    if errors:
-        raise internal_error(errors[0]) from errors[0]
 
-
-def _start(
-    reducer: Reducer, engine: NegotiatingEngine, counts: list[int], errors: list[BaseException]
-) -> threading.Thread:
-    def stay() -> None:
+    def stay(reducer: Reducer) -> None:
         try:
             counts.append(reducer.stay_absent())
         except BaseException as error:
             errors.append(error)
             engine.close(f"a reduction of gradients failed while this rank had joined: {error}")
 
-    return threads.start(stay, "pycomm-horovod-joined")
+    reducers = list(world().attached)
+    staying = [threads.start(functools.partial(stay, each), "pycomm-horovod-joined") for each in reducers]
+    patience: float | None = _PATIENCE  # whatever ends the wait by an error ends the threads too, as a rule
+    try:
+        yield counts
+        patience = None
+    finally:
+        for reducer, thread in zip(reducers, staying, strict=True):
+            thread.join(patience)
+            if thread.is_alive():
+                reducer.detach()
+        if errors:
+            raise internal_error(errors[0]) from errors[0]
 
 
 class SparseHandle:
@@ -487,11 +480,15 @@ def sparse_allreduce_async(
     Raises:
         TypeError, ValueError: ``tensor`` is not sparse, or ``op`` is another one.
     """
-    labels = [f"{name}.{part}" if isinstance(name, str) else _sparse_label(name, part) for part in _PARTS]
+    label: Any = "sparse.noname" if name is None else name
+    labels = [f"{label}.{part}" if isinstance(label, str) else label for part in ("indices", "values")]
     try:
         chosen, mine = _checked_sparse(tensor, op)
     except Exception as error:
-        _refuse_sparse(labels, process_set, error)
+        for label in labels:  # the others are about to call both of the operations that this is made of
+            with contextlib.suppress(type(error), InvalidRequestError), Submission(ALLGATHER, label, process_set):
+                raise
+        raise
     form = f"of a sparse tensor {list(tensor.shape)}"
     parts = (mine.indices().t().contiguous(), mine.values())
     indices, values = (
@@ -499,10 +496,6 @@ def sparse_allreduce_async(
     )
     size = process_set.size() or 1
     return SparseHandle(tensor, (indices, values), size if chosen == Average else 1)
-
-
-def _sparse_label(name: Any, part: str) -> Any:
-    return name if name is not None else f"sparse.noname.{part}"
 
 
 def _checked_sparse(tensor: Any, op: Any) -> tuple[ReduceOp, torch.Tensor]:
@@ -515,11 +508,3 @@ def _checked_sparse(tensor: Any, op: Any) -> tuple[ReduceOp, torch.Tensor]:
     if NAMES[chosen] not in ("sum", "mean"):
         raise ValueError(f"op is {chosen.name}, wanted Sum or Average of sparse tensors")
     return chosen, tensor.detach().coalesce()
-
-
-def _refuse_sparse(labels: Sequence[Any], process_set: ProcessSet, error: Exception) -> NoReturn:
-    """Tell the others, of both operations that this is made of; raise ``error``."""
-    for label in labels:
-        with contextlib.suppress(type(error), InvalidRequestError), Submission(ALLGATHER, label, process_set):
-            raise error
-    raise error

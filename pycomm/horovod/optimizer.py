@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -16,6 +16,7 @@ from pycomm.errors import attempt
 from pycomm.horovod.averaging import (
     Arguments,
     AttachedAveraging,
+    Averaging,
     DeltaAveraging,
     Named,
     NamedAveraging,
@@ -24,27 +25,13 @@ from pycomm.horovod.averaging import (
 )
 from pycomm.horovod.functions import agreed
 from pycomm.horovod.names import Adasum, Average, Compression, HorovodInternalError, checked_op
-from pycomm.horovod.process_sets import ProcessSet, global_process_set, known_set
-from pycomm.horovod.state import known_world, world
+from pycomm.horovod.process_sets import ProcessSet, global_process_set, known_set, known_world, world
 from pycomm.optim.parameters import checked_optimizer, unwrapped
 
 _LATE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(): the gradients "
     "are not reduced a second time, so that this is only a note"
 )
-
-
-class Averaging(Protocol):
-    """Way in which the gradients of an optimizer are reduced."""
-
-    def synchronize(self) -> None:
-        """Return once all gradients are reduced; those of a window that has not ended yet, too. Collective."""
-
-    def set_passes(self, passes: int) -> None:
-        """Reduce after every ``passes`` backward passes from now on. Collective."""
-
-    def detach(self) -> None:
-        """Reduce no more. Idempotent."""
 
 
 class Control:
@@ -62,7 +49,7 @@ class Control:
             raise
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """Begin to reduce the gradients of ``optimizer``, among the ranks that there are now. Collective."""
+        """Begin to reduce the gradients of ``optimizer``, among the present ranks. Collective."""
         here = world()
         self._averaging = self._make(optimizer) if self._arguments.process_set.included() else None
         here.on_shutdown.append(weakref.WeakMethod(self.end))

@@ -80,6 +80,6 @@ def _now() -> float:
 
 
 def path_from_environment() -> str:
-    """Return where ``HOROVOD_TIMELINE`` wants one from the beginning; empty if it does not."""
+    """Return the file that ``HOROVOD_TIMELINE`` asks for from the beginning; empty if it asks for none."""
     path = os.environ.get("HOROVOD_TIMELINE", "")
     return "" if path.upper() == "DYNAMIC" else path

@@ -17,7 +17,7 @@ _HERE = ("torch", "horovod.torch")
 
 
 def check_extension(ext_name: str, *_: Any) -> None:
-    """Raise ImportError unless ``ext_name`` is Horovod's interface to PyTorch, the only one that there is here."""
+    """Raise ImportError unless ``ext_name`` is Horovod's interface to PyTorch, the only one here."""
     if ext_name not in _HERE:
         raise ImportError(f"Extension {ext_name} is not there: pycomm stands for horovod.torch only")
 

@@ -92,7 +92,10 @@ class Experts(nn.Module):
         size, rank = self._group.size(), self._group.rank()
         given = _ExpertsSettings(experts, width, top_k, capacity_factor, average)
         settings = agree(
-            self._group, attempt(lambda: given.checked(size), problem), "make this layer of experts", _ExpertsSettings.lines
+            self._group,
+            attempt(lambda: given.checked(size), problem),
+            "make this layer of experts",
+            _ExpertsSettings.lines,
         )
         self.num_experts, self.width, self.top_k, self.capacity_factor, self.average = settings
         share = self.num_experts // size

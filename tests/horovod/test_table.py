@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import pickle
 import typing
+from pathlib import Path
 
 import pytest
 
 import pycomm.horovod as hvd
 
+ROOT = Path(__file__).parents[2]
 REDUCTION = "average name op prescale_factor postscale_factor process_set"
 COMPRESSED = "average name compression op prescale_factor postscale_factor process_set"
 SCATTER = "name op process_set prescale_factor postscale_factor"
@@ -55,3 +57,15 @@ def test_a_function_of_the_table_is_like_any_other(name: str) -> None:
 def test_a_wrong_argument_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match=r"^allreduce_\(\) got an unexpected keyword argument 'tensors'"):
         hvd.allreduce_(tensors=[])  # type: ignore[call-arg]
+
+
+def test_the_reference_shows_functions_of_the_table() -> None:
+    griffe = pytest.importorskip("griffe")  # the extra [docs]
+    hooks = griffe.load_extensions(str(ROOT / "docs/hooks/docstrings.py"))
+    module = griffe.load("pycomm", search_paths=[ROOT], extensions=hooks)["horovod.operations"]
+    for name, parameters in PARAMETERS.items():
+        shown = module[name]
+        assert shown.is_function
+        assert [each.name for each in shown.parameters] == parameters.split()
+        assert (str(shown.returns) == "int") == ("_async" in name)
+        assert shown.docstring.value.splitlines()[0].endswith(".")
