@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pycomm.parallel.planning.speed import measure_device
+from pycomm.parallel.planning.candidates import measure_device
 from pycomm.parallel.planning.timing import time_layers
 
 

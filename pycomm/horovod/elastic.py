@@ -1,27 +1,91 @@
-"""State of training that is kept in memory, to go back to when ranks are lost."""
+"""Training that goes on, from the last commit, when ranks are lost."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import queue
-from collections.abc import Callable, Iterable
+import random
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any
 
 import torch
 
-from pycomm.horovod.basics import rank
-from pycomm.horovod.elastic.sampler import ElasticSampler
-from pycomm.horovod.errors import HostsUpdatedInterrupt
+from pycomm.communicator import Communicator
+from pycomm.elastic.membership import Membership
+from pycomm.elastic.reconvene import reconvene
+from pycomm.errors import CommError
+from pycomm.horovod.basics import begin_among, init, leave_world, rank, shutdown, size
 from pycomm.horovod.functions import (
     allgather_object,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from pycomm.horovod.names import HorovodInternalError, HostsUpdatedInterrupt, InvalidRequestError
 from pycomm.horovod.optimizer import control_of
+from pycomm.horovod.process_sets import world
+
+__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "init", "run", "run_fn", "shutdown"]
 
 NO_UPDATE, REMOVED, ADDED = 0, 1, 2
 """What has become of the job's hosts; of both, the sum."""
+
+
+class ElasticSampler(torch.utils.data.Sampler[int]):
+    """Sampler of a part of ``dataset``'s indices for each rank, which can begin anew in the middle of an epoch.
+
+    Call :meth:`record_batch` after each batch and :meth:`set_epoch` at the end of each epoch, and give it to
+    :class:`TorchState`: after ranks have been lost, the indices that nobody has processed are dealt out anew. The parts
+    are equally long; a few indices are dealt twice for it.
+
+    Args:
+        dataset: anything with a length.
+        shuffle: whether the order is random: the same on all ranks, another one in every epoch.
+        seed: of the order; equal on all ranks.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
+        self.epoch = 0
+        self.processed_num = 0
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin epoch number ``epoch``: nothing of it has been processed yet."""
+        self.epoch, self.processed_num = epoch, 0
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Note that every rank has processed a batch, number ``batch_idx``, of ``batch_size`` samples."""
+        self.processed_num += batch_size * self.num_replicas
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far the epoch is."""
+        return {"epoch": self.epoch, "processed_num": self.processed_num}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` has returned."""
+        self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
+        self.reset()
+
+    def reset(self) -> None:
+        """Deal out what is left among the present ranks."""
+        self.num_replicas, self.rank = size(), rank()
+        order = list(range(len(self.dataset)))
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(order)
+        self.remaining_indices = order[self.processed_num :]
+        self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
+        self.total_size = self.num_samples * self.num_replicas
+
+    def __iter__(self) -> Iterator[int]:
+        left = self.remaining_indices
+        times = -(-self.total_size // len(left)) if left else 0
+        return iter((left * times)[: self.total_size][self.rank :: self.num_replicas])
+
+    def __len__(self) -> int:
+        return self.num_samples
 
 
 class State:
@@ -106,15 +170,12 @@ class ObjectState(State):
         self._set_attributes()
 
     def save(self) -> None:
-        """Keep copies of the attributes."""
         self._saved_state = {name: copy.deepcopy(getattr(self, name)) for name in self._saved_state}
 
     def restore(self) -> None:
-        """Set the attributes to what was kept."""
         self._set_attributes()
 
     def sync(self) -> None:
-        """Set the attributes to those of rank 0, as it has kept them."""
         if self._saved_state:
             self._saved_state = self._bcast_object(self._saved_state)
             self._set_attributes()
@@ -156,7 +217,6 @@ class ModelStateHandler(StateHandler):
     """Handler of a module."""
 
     def sync(self) -> None:
-        """Broadcast parameters and buffers."""
         broadcast_parameters(self.value.state_dict(), root_rank=0)
 
 
@@ -164,11 +224,9 @@ class OptimizerStateHandler(StateHandler):
     """Handler of an optimizer."""
 
     def sync(self) -> None:
-        """Broadcast state and hyperparameters."""
         broadcast_optimizer_state(self.value, root_rank=0)
 
     def reset(self) -> None:
-        """Let a ``DistributedOptimizer`` reduce its gradients over the ranks that there are now."""
         control = control_of(self.value)
         if control is not None and control.has_ended:
             control.begin(self.value)
@@ -178,11 +236,9 @@ class SamplerStateHandler(StateHandler):
     """Handler of an :class:`ElasticSampler`."""
 
     def sync(self) -> None:
-        """Broadcast how far it is."""
         self.value.load_state_dict(broadcast_object(self.value.state_dict()))
 
     def reset(self) -> None:
-        """Deal out what is left anew."""
         self.value.reset()
 
 
@@ -227,26 +283,22 @@ class TorchState(ObjectState):
         super().__init__(broadcast_object, rank, **rest)
 
     def save(self) -> None:
-        """Keep copies of everything."""
         for handler in self._handlers.values():
             handler.save()
         super().save()
 
     def restore(self) -> None:
-        """Go back to what was kept."""
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
 
     def sync(self) -> None:
-        """Make everything equal to rank 0's, and keep it."""
         for handler in self._handlers.values():
             handler.sync()
         super().sync()
         self.save()
 
     def reset(self) -> None:
-        """Let optimizers and samplers know of the ranks that there are now."""
         for handler in self._handlers.values():
             handler.reset()
 
@@ -261,3 +313,106 @@ class TorchState(ObjectState):
 
 def _handler_of(value: Any) -> StateHandler | None:
     return next((handler(value) for kind, handler in _registry if isinstance(value, kind)), None)
+
+
+class Survivors:
+    """Survivors of the world: they agree on who is left, and make a world of those.
+
+    Args:
+        min_ranks: fewest ranks that go on.
+    """
+
+    def __init__(self, min_ranks: int) -> None:
+        here = world()
+        self._communicator = Communicator(here.sets[0].group, here.timeout)
+        self._membership = Membership.found(self._communicator, min_ranks, False)
+
+    def begin_anew(self, error: Exception) -> None:
+        """Leave the world, and begin another one with those that are left. Collective among these.
+
+        Raises:
+            CommError: too few are left, or this rank is left behind, or the store in which they agree is gone.
+        """
+        rank = world().rank
+        cause = _cause(error, rank, alone=len(world().sets) == 1)
+        leave_world(f"it begins anew: {cause}")
+        reconvene(
+            self._membership,
+            self._communicator,
+            cause,
+            0,
+            catch_up=lambda _: None,
+            open_again=lambda: begin_among(self._communicator),
+        )
+
+    def close(self) -> None:
+        """Release what agreeing takes."""
+        self._communicator.close()
+        self._membership.close()
+
+
+def _cause(error: Exception, rank: int, alone: bool) -> CommError:
+    if isinstance(error, CommError) and alone:
+        return error
+    return CommError.during("elastic", str(error), rank=rank)
+
+
+def run(func: Callable[..., Any], min_ranks: int = 1) -> Callable[..., Any]:
+    """Return ``func`` as a function that goes on when ranks are lost. A decorator.
+
+    Its first argument is a :class:`State`, which is made equal on all ranks before ``func`` begins. When an operation
+    or ``backward()`` fails because a rank is lost, the others agree on who is left, go back to the last ``commit()``,
+    and begin ``func`` anew among themselves; a ``DistributedOptimizer`` in the state goes on too. Mistakes
+    (``InvalidRequestError``) end it, as they would come again. New ranks are not let in.
+
+    Args:
+        func: of a state, and anything else. It may not end on one rank before the others.
+        min_ranks: fewest ranks that go on.
+
+    Raises:
+        CommError: from the function that is returned: fewer than ``min_ranks`` are left, or this rank is left behind.
+        ValueError: it is called before ``init()``.
+    """
+    if not isinstance(min_ranks, int) or min_ranks < 1:
+        raise ValueError(f"min_ranks is {min_ranks!r}, wanted an integer from 1")
+
+    @functools.wraps(func)
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
+        survivors = Survivors(min_ranks)
+        try:
+            return _loop(functools.partial(func, state, *args, **kwargs), state, survivors.begin_anew)
+        finally:
+            survivors.close()
+
+    return wrapper
+
+
+def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[..., Any]:
+    """Return ``func`` as a function that calls ``reset`` and begins anew when ranks are lost; see :func:`run`."""
+
+    @functools.wraps(func)
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
+        return _loop(functools.partial(func, state, *args, **kwargs), state, lambda _: reset())
+
+    return wrapper
+
+
+def _loop(body: Callable[[], Any], state: State, begin_anew: Callable[[Exception], None]) -> Any:
+    skips_sync = False
+    failure: Exception | None = None
+    while True:
+        if failure is not None:
+            begin_anew(failure)  # what goes wrong in here ends it
+        try:
+            if failure is not None:
+                state.on_reset()
+            if not skips_sync:
+                state.sync()
+            return body()
+        except InvalidRequestError:
+            raise
+        except HostsUpdatedInterrupt as interrupt:
+            skips_sync, failure = interrupt.skip_sync, interrupt
+        except (HorovodInternalError, CommError) as error:
+            state.restore()
+            skips_sync, failure = False, error
