@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import pycomm
 from bench.planning.models import CASES, Case
+from bench.planning.timing import time_layers
 from bench.training.ranks import _own_bytes
 from pycomm import torch_internals
 from pycomm.calibration import calibrate
@@ -21,7 +22,6 @@ from pycomm.communicator import Communicator
 from pycomm.parallel.cut import cut
 from pycomm.parallel.mesh import mesh as make_mesh
 from pycomm.parallel.pipeline import Pipeline
-from pycomm.parallel.planning.timing import time_layers
 from pycomm.parallel.split import split
 
 Layout = dict[str, Any]

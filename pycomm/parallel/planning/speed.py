@@ -18,7 +18,7 @@ _REPEATS = 7
 def measure_device() -> Device:
     """Measure this machine, with torch's number of threads: products of float32 matrices, and copies. Takes a second.
 
-    A model's own work is slower than products of large matrices: see :mod:`pycomm.parallel.planning.timing`.
+    A model's own work is slower than products of large matrices.
     """
     a, b = torch.randn(_WIDTH, _WIDTH), torch.randn(_WIDTH, _WIDTH)
     product = torch.empty(_WIDTH, _WIDTH)
