@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import pycomm
-from pycomm.cli.bench.timing import stopwatch
+from bench.harness.timing import stopwatch
 from pycomm.recorder.watch import watch
 
 EVERY = 50
