@@ -31,7 +31,7 @@ from pycomm.asynchronous.trace import Replay
 from pycomm.checkpoint.files import Reserve, told_in, write_json, write_sealed
 from pycomm.checkpoint.torch_files import load_values
 from pycomm.cli.main import build_parser
-from pycomm.monitoring.writers import CsvWriter
+from pycomm.monitoring.writers import FileWriter
 from pycomm.parallel import Plan
 from pycomm.parallel.planning.scaling import read_points
 from pycomm.schedule import NETWORKS, load
@@ -200,8 +200,13 @@ def server_trace(folder: Path) -> Reader:
 
 def rows(folder: Path) -> Reader:
     path = folder / "rows.csv"
-    CsvWriter(path).close()
-    return Reader(lambda: CsvWriter(path).close(), folder, {path: None})
+
+    def read() -> None:
+        with pytest.warns(DeprecationWarning, match="pycomm.monitor"):
+            FileWriter(path).close()
+
+    read()
+    return Reader(read, folder, {path: None})
 
 
 def told(folder: Path) -> Reader:

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from bench.common.learning_rate import learning_rate_rule
+from bench.harness.learning_rate import learning_rate_rule
+from bench.harness.ranks import join_group
 from pycomm import kernels
-from pycomm.cli.bench.ranks import join_group
 from pycomm.cli.demo.corpus import Corpus, random_starts, read_corpus, windows
 from pycomm.cli.demo.model import ByteGPT, loss_of
 

@@ -33,6 +33,9 @@ DTYPES = {
 }
 """nccl-tests' names of dtypes; unsigned ones of more than 8 bits are left out, which torch cannot add."""
 
+COMMUNICATOR = "communicator"
+"""``--backend`` and ``--peers`` call :class:`pycomm.Communicator` by this name."""
+
 REDUCTIONS = ("sum", "prod", "max", "min", "avg")
 _ALIGNMENT = 16  # bytes that a rank's part is a multiple of, where it has as many
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from pycomm import kernels
-from pycomm.cli.bench.kernels.case import (
+from bench.kernels.case import (
     SCALE,
     Arrays,
     Calls,
@@ -17,6 +16,7 @@ from pycomm.cli.bench.kernels.case import (
     require_finite_check,
     require_written,
 )
+from pycomm import kernels
 from pycomm.torch_internals import unscale_as_grad_scaler
 
 _AMP = "_amp_foreach_non_finite_check_and_unscale_"

@@ -1,4 +1,4 @@
-"""Timing: the layers of a model on this machine, in whole steps: caches and the allocator are as in training."""
+"""Times of a model's layers on this machine, taken in whole steps: caches and the allocator are as in training."""
 
 from __future__ import annotations
 

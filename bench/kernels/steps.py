@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from bench.kernels.case import Arrays, Call, Calls, Case
 from pycomm import kernels
-from pycomm.cli.bench.kernels.case import Arrays, Call, Calls, Case
 
 LOSS_SCALE = 2.0  # a power of two: both sides then get the same gradients
 NUM_STEPS = 10.0  # taken before

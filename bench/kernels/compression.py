@@ -6,8 +6,8 @@ from functools import partial
 
 import torch
 
+from bench.kernels.case import Arrays, Calls, Case, require, require_equal
 from pycomm import kernels
-from pycomm.cli.bench.kernels.case import Arrays, Calls, Case, require, require_equal
 
 _INT8 = kernels.Quantization()
 _ENCODER = "abs + amax + div + round + to(int8)"

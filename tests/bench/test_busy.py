@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from pycomm.cli.bench.busy import busy
+from bench import ROOT
+from bench.harness.busy import busy
+from tests.bench.test_nccl_tests import NCCL_TESTS
 from tests.cli.bench.running import SHORT, bench
 
 pytestmark = pytest.mark.timeout(60)
@@ -49,7 +51,7 @@ def test_none() -> None:
 
 
 def test_they_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
-    script = "from pycomm.cli.bench.busy import busy\nwith busy(1, 0) as pids:\n print(*pids, flush=True); input()"
+    script = "from bench.harness.busy import busy\nwith busy(1, 0) as pids:\n print(*pids, flush=True); input()"
     pipe, command = subprocess.PIPE, [sys.executable, "-c", script]
     with subprocess.Popen(command, cwd=tmp_path, stdin=pipe, stdout=pipe, text=True) as parent:
         assert parent.stdout is not None
@@ -62,7 +64,7 @@ def test_they_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_bench_says_so_and_leaves_nothing(tmp_path: Path) -> None:
-    code, printed, errors = bench("barrier", *SHORT, "--busy", "1", "--nice", "10", cwd=tmp_path)
+def test_a_bench_says_so_and_leaves_nothing() -> None:
+    code, printed, errors = bench("barrier", *SHORT, "--busy", "1", "--nice", "10", cwd=ROOT, command=NCCL_TESTS)
     assert code == 0, errors
     assert "# busy processes beside it: 1, niceness 10" in printed

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from bench import ROOT
 
 if TYPE_CHECKING:
-    from pycomm.cli.bench.processes import kill_session as kill_session
     from pycomm.cli.bench.timing import Samples as Samples
     from pycomm.cli.bench.timing import duration as duration
     from pycomm.cli.bench.timing import times as times
@@ -28,5 +27,4 @@ def _load(name: str) -> Any:
 
 if not TYPE_CHECKING:
     print_table = _load("table").print_table
-    kill_session = _load("bench/processes").kill_session
     Samples, duration, times = (getattr(_load("bench/timing"), name) for name in ("Samples", "duration", "times"))

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from pycomm.cli.bench.kernels.resnet50 import Shape
+from bench.kernels.resnet50 import Shape
 
 SCALE = 0.5  # a power of two: both sides' results are then equal to the bit
 CPU = torch.device("cpu")
