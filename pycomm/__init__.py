@@ -34,9 +34,10 @@ if TYPE_CHECKING:  # imported when they are first asked for: see _HOMES
     from pycomm import checkpoint, compression, ddp, kernels, optim, parallel, schedule
     from pycomm.asynchronous.averager import Averager
     from pycomm.asynchronous.averaging import elastic_averaging, local_sgd
-    from pycomm.asynchronous.compensation import DelayCompensation
+    from pycomm.asynchronous.decoupled import decoupled_sgd
     from pycomm.asynchronous.gossip import Gossip, gossip
     from pycomm.asynchronous.local_averager import LocalAverager
+    from pycomm.asynchronous.modes import Async, DelayCompensation, SoftSync, StaleSynchronous, Sync
     from pycomm.asynchronous.outer import DelayedNesterov, Nesterov
     from pycomm.asynchronous.parameter_server import ParameterServer, parameter_server
     from pycomm.checkpoint import load, save
@@ -79,6 +80,7 @@ __all__ = [
     "LAMB",
     "LARS",
     "QSGD",
+    "Async",
     "Auto",
     "Averager",
     "CommError",
@@ -102,7 +104,10 @@ __all__ = [
     "RankError",
     "Reducer",
     "SignalStop",
+    "SoftSync",
+    "StaleSynchronous",
     "StopRequest",
+    "Sync",
     "TernGrad",
     "TopK",
     "Work",
@@ -114,6 +119,7 @@ __all__ = [
     "checkpoint",
     "compression",
     "ddp",
+    "decoupled_sgd",
     "elastic_averaging",
     "fuse",
     "gossip",
@@ -168,9 +174,10 @@ _MOVED = (
 _HOMES = {
     "asynchronous.averager": ("Averager",),
     "asynchronous.averaging": ("elastic_averaging", "local_sgd"),
-    "asynchronous.compensation": ("DelayCompensation",),
+    "asynchronous.decoupled": ("decoupled_sgd",),
     "asynchronous.gossip": ("Gossip", "gossip"),
     "asynchronous.local_averager": ("LocalAverager",),
+    "asynchronous.modes": ("Async", "DelayCompensation", "SoftSync", "StaleSynchronous", "Sync"),
     "asynchronous.outer": ("DelayedNesterov", "Nesterov"),
     "asynchronous.parameter_server": ("ParameterServer", "parameter_server"),
     "checkpoint": ("load", "save"),

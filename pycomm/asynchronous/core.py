@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from pycomm.asynchronous.compensation import Compensator
-from pycomm.asynchronous.modes import Mode
+from pycomm.asynchronous.modes import Compensator, Rules
 from pycomm.asynchronous.packing import Unpackers
 from pycomm.asynchronous.states import Wanted
 from pycomm.asynchronous.updates import ShardOptimizer
@@ -33,7 +32,7 @@ class Core:
     def __init__(
         self,
         shard: ShardOptimizer,
-        mode: Mode,
+        mode: Rules,
         compensator: Compensator,
         wire: torch.dtype,
         unpackers: Unpackers | None = None,

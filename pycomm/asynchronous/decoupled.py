@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from pycomm import threads
-from pycomm.asynchronous.averager import Averager
-from pycomm.asynchronous.compensation import Compensator
+from pycomm import checks, threads
+from pycomm.asynchronous.averager import Averager, checked_parameters, named_method
 from pycomm.asynchronous.core import Core
-from pycomm.asynchronous.loop import Loop
+from pycomm.asynchronous.grace import GraceQuorum
+from pycomm.asynchronous.loop import Known, Loop
 from pycomm.asynchronous.memory import SharedMemory
-from pycomm.asynchronous.modes import Async, GraceQuorum
+from pycomm.asynchronous.modes import AsyncRules, Compensator
 from pycomm.asynchronous.outer import DelayedNesterov, Nesterov
 from pycomm.asynchronous.packing import Packer, Unpackers
 from pycomm.asynchronous.server_meeting import ServerMeeting
@@ -24,13 +27,94 @@ from pycomm.asynchronous.serving import Serving
 from pycomm.asynchronous.shards import Piece, cut
 from pycomm.asynchronous.updates import ShardOptimizer
 from pycomm.asynchronous.worker import ServerLink
+from pycomm.communicator import Communicator
 from pycomm.compression import Compression
+from pycomm.deprecated import settled
 from pycomm.descriptions import counted, settings_text, tensors_text
 from pycomm.errors import CommError
+from pycomm.optim.parameters import checked_optimizer
+from pycomm.reducer.agreement import agreed
+from pycomm.reducer.broadcast import check_same_lines, signature
 from pycomm.reducer.description import method_text
 from pycomm.transport import rendezvous
+from pycomm.transport.choice import version
 
 _FORMAT = 1
+
+
+def decoupled_sgd(
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    *,
+    every: int,
+    outer: DelayedNesterov | Nesterov | None = None,
+    quorum: int | None = None,
+    compression: Compression | str | None = None,
+    timeout: timedelta | float | None = None,
+) -> Averager:
+    """Let ranks of different speed step by themselves, and meet about every so many steps without a wait for all.
+
+    The loop stays ``zero_grad``, ``backward``, ``step``, as with :func:`local_sgd`. Each rank hands in how far it has
+    gone, and goes on from what that has come to. Slower ranks do so after fewer steps, in about the same time (dynamic
+    local updates: Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024). Rank 0 holds what the
+    ranks have in common in a thread. A rank that is lost harms nobody; if rank 0 is lost, all others get a CommError.
+
+    Args:
+        optimizer: any torch optimizer.
+        model: its parameters must all belong to the optimizer, be all float32 or all float64, and in CPU memory.
+        every: number of steps of the fastest rank from one meeting to its next.
+        outer: what is done with a contribution. ``pycomm.DelayedNesterov()``: each counts by itself, when it comes;
+            ``pycomm.Nesterov()``: with a ``quorum``. ``None``: whichever of them goes with ``quorum``.
+        quorum: number of ranks whose contributions are averaged. Others are waited for no longer than is worth it, by
+            when they have come so far; the rest come to a later average. Ranks count by their steps, or by what
+            ``set_weight`` says ("Decoupled DiLoCo", 2026).
+        compression: how far a rank has gone travels by this method, an object or a name such as "fp16"; what it leaves
+            over is added at the next meeting.
+        timeout: limit of every wait for a peer; seconds or ``timedelta``. ``None``: the process group's own.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong, or the ranks differ in them or in names, shapes or dtypes of
+            parameters: on every rank. From ``optimizer.step()``: parameters are no longer those of ``model`` and
+            ``optimizer``.
+        CommError: a rank did not come. ``optimizer.step()`` raises it, too, if rank 0 is lost.
+        RuntimeError: from ``optimizer.step()``: a parameter of this rank is not finite.
+    """
+    problem: Exception | None = None
+    lines = list[str]()
+    try:
+        optimizer = checked_optimizer(optimizer, model, "decoupled_sgd")
+        named = checked_parameters(optimizer, model, every, call="decoupled_sgd()")
+        merges = _checked_outer(settled(outer), quorum)
+        if next(iter(named.values())).device.type != "cpu":
+            raise ValueError("ranks that meet one by one require parameters in CPU memory")
+        method = named_method(compression)
+        lines = [f"pycomm {version()}", f"every={every}", f"outer={merges!r}", f"quorum={quorum}", f"{method!r}"]
+        lines += [f"{name}: {signature(p)}" for name, p in named.items()]
+    except Exception as error:  # a foreign object may raise anything
+        problem = error
+    if dist.is_initialized():  # a rank that has called local_sgd() opens a communicator, too
+        with Communicator(timeout=timeout) as communicator:
+            agreed(communicator, problem)
+            check_same_lines(communicator, ["ranks meet one by one"], "setting")
+    meeting = ServerMeeting(timeout)
+    meeting.compare(lines, problem)
+    loop = Loop(Known(model, optimizer, named, "decoupled_sgd()"), model, optimizer)
+    return DecoupledAverager(meeting, optimizer, named, Pace(every, quorum, merges, method, meeting.timeout), loop)
+
+
+def _checked_outer(outer: Any, quorum: Any) -> DelayedNesterov | Nesterov:
+    """Return what merges. Raise TypeError or ValueError if it does not go with ``quorum``, or that is too high."""
+    if quorum is None:
+        if outer is not None and not isinstance(outer, DelayedNesterov):
+            kind = ValueError if isinstance(outer, Nesterov) else TypeError
+            raise kind(f"outer is {outer!r}, wanted None or a pycomm.DelayedNesterov, or a quorum")
+        return outer or DelayedNesterov()
+    if outer is not None and not isinstance(outer, Nesterov):
+        raise ValueError(f"quorum={quorum} with outer={outer!r}: it merges by a pycomm.Nesterov")
+    num_ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if checks.count("quorum", quorum, 1) > num_ranks:
+        raise ValueError(f"quorum={quorum} of {num_ranks} ranks")
+    return outer or Nesterov()
 
 
 @dataclass(frozen=True)
@@ -65,9 +149,9 @@ class Center:
         self.shard = ShardOptimizer(
             pace.outer.optimizer(copies, meeting.size), pieces, self._memory.tensor(dtype)[:size]
         )
-        mode = Async() if pace.quorum is None else GraceQuorum(pace.quorum)
+        rules = AsyncRules() if pace.quorum is None else GraceQuorum(pace.quorum)
         unpackers = None if pace.method is None else Unpackers(params, pace.method, dtype)
-        core = Core(self.shard, mode, Compensator(None), dtype, unpackers)
+        core = Core(self.shard, rules, Compensator(None), dtype, unpackers)
         self._listener = meeting.open_listener()
         ranks = set(range(meeting.size))
         self.serving = Serving(

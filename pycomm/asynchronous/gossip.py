@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm import schedule
-from pycomm.asynchronous.averaging import checked_parameters
+from pycomm.asynchronous.averager import checked_parameters
 from pycomm.asynchronous.loop import Known
 from pycomm.communicator import Communicator
 from pycomm.descriptions import counted, tensors_text

@@ -9,10 +9,13 @@ quorum with a window of grace is from "Decoupled DiLoCo", 2026, arXiv:2604.21428
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from statistics import mean
+
+from pycomm.asynchronous.modes import Rules
 
 _REMEMBERED = 32
 
@@ -99,3 +102,49 @@ class Arrivals:
             return 0.0  # nothing is known of when that will be
         following = arrivals[quorum - 1]
         return sum(self._ranks[rank].rate * max(0.0, following - at) for at, rank in late)
+
+
+class GraceQuorum(Rules):
+    """Contributions of ``quorum`` workers are an update by their mean; and of others, if they are worth waiting for.
+
+    Args:
+        quorum: fewest workers; if there are fewer, all of them.
+        clock: seconds.
+    """
+
+    def __init__(self, quorum: int, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._quorum, self._clock = quorum, clock
+        self._here: set[int] = set()
+        self._arrivals = Arrivals()
+
+    def leave(self, worker: int) -> None:
+        super().leave(worker)
+        self._here.discard(worker)
+        self._arrivals.forget(worker)
+
+    def may_pull(self, worker: int) -> bool:
+        return worker not in self._here
+
+    def pulled(self, worker: int) -> None:
+        self._arrivals.begin(worker, self._clock())
+
+    def push(self, worker: int, staleness: int, samples: float) -> bool:
+        self._here.add(worker)
+        self._arrivals.arrive(worker, self._clock(), samples)
+        return super().push(worker, staleness, samples)
+
+    def is_due(self) -> bool:
+        return self._is_enough() and self.seconds_left() == 0
+
+    def seconds_left(self) -> float:
+        if self.num_collected == 0 or not self._is_enough():
+            return math.inf
+        return self._arrivals.worth_waiting(self._here, self._quorum, self._clock())
+
+    def _is_enough(self) -> bool:
+        return len(self._here) >= min(self._quorum, len(self.workers))
+
+    def updated(self) -> None:
+        super().updated()
+        self._here.clear()

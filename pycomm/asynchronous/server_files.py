@@ -10,7 +10,6 @@ import torch
 
 from pycomm.asynchronous.core import Core
 from pycomm.asynchronous.journal import Journal
-from pycomm.asynchronous.modes import mode_of
 from pycomm.asynchronous.recovery import Recovery
 from pycomm.asynchronous.settings import Settings
 from pycomm.asynchronous.shards import Piece, cut, shard_dtype
@@ -87,7 +86,8 @@ def wanted_by(
 ) -> Wanted:
     """Return what the server of ``pieces`` of the optimizer's parameters, of ``dtype``, will be able to take."""
     size = sum(piece.size for piece in pieces)
-    mode = mode_of(settings.mode, settings.staleness, settings.quorum, settings.backup)
     push_bytes = None if settings.compression is not None else size * dtype.itemsize
     groups = group_sizes(optimizer, pieces)
-    return Wanted(settings.of_updates(), size, shard_dtype(dtype), groups, mode.state().keys(), push_bytes)
+    return Wanted(
+        settings.of_updates(), size, shard_dtype(dtype), groups, settings.mode.rules().state().keys(), push_bytes
+    )

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from pycomm import kernels
-from pycomm.asynchronous.compensation import DelayCompensation, checked_compensation
-from pycomm.asynchronous.modes import MODES
+from pycomm.asynchronous.modes import MODES, Mode, Sync, checked_mode
 from pycomm.checks import count
 from pycomm.compression import Compression, NoCompression
 from pycomm.cost.auto import Auto
+from pycomm.deprecated import settled
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.reducer.settings import checked_method
 from pycomm.transport.choice import version
@@ -27,21 +27,26 @@ class Settings:
     """Arguments of ``parameter_server``, checked; equal on all ranks."""
 
     servers: int
-    mode: str
-    staleness: int | None
-    compensation: DelayCompensation | str | None
+    mode: Mode
     compression: Compression | None
-    quorum: int | None
-    backup: int
     checkpoint: Path | None
     trace: Path | None
     replay: Path | None
     timeout: float
 
+    @property
+    def compensation(self) -> Any:
+        """What is done to stale gradients."""
+        return getattr(self.mode, "compensation", None)
+
     def of_updates(self) -> str:
-        """Return what updates depend on."""
-        names = "mode", "staleness", "compensation", "compression", "quorum", "backup", "servers"
-        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
+        """Return what updates depend on, in the words of the first release, whose checkpoints are compared with it."""
+        name = next(name for name, kind in MODES.items() if type(self.mode) is kind)
+        staleness, quorum = (getattr(self.mode, option, None) for option in ("staleness", "quorum"))
+        return (
+            f"mode={name}, staleness={staleness}, compensation={self.compensation}, compression={self.compression}, "
+            f"quorum={quorum}, backup={getattr(self.mode, 'backup', 0)}, servers={self.servers}"
+        )
 
     def lines(self) -> list[str]:
         return [f"{name}={value}" for name, value in vars(self).items()]
@@ -49,48 +54,24 @@ class Settings:
 
 def checked_settings(
     size: int,
-    *,
-    servers: Any,
-    mode: Any,
-    staleness: Any,
-    compensation: Any,
-    compression: Any,
-    quorum: Any,
-    backup: Any,
-    checkpoint: Any,
-    trace: Any,
-    replay: Any,
     timeout: float,
+    *,
+    servers: Any = 1,
+    mode: Any = "async",
+    compression: Any = None,
+    checkpoint: Any = None,
+    trace: Any = None,
+    replay: Any = None,
 ) -> Settings:
     num_workers = size - count("servers", servers, 1)
     if num_workers < 1:
         raise ValueError(f"servers={servers} of {size} ranks leaves none to work")
-    if mode not in MODES:
-        raise ValueError(f"mode is {mode!r}, wanted one of {', '.join(MODES)}")
-    for name, value, wanted in (("staleness", staleness, "ssp"), ("quorum", quorum, "softsync")):
-        if (value is not None) != (mode == wanted):
-            raise ValueError(f'{name}={value} with mode="{mode}": it is for mode="{wanted}", which wants it')
-        if value is not None:
-            count(name, value, 1)
-    if count("backup", backup, 0) > 0 and mode != "sync":
-        raise ValueError(f'backup={backup} with mode="{mode}": it is for mode="sync"')
-    if backup >= num_workers:
-        raise ValueError(f"backup={backup} wants more workers than the {num_workers} that there are")
-    if mode == "sync" and compensation is not None:
-        raise ValueError('compensation with mode="sync", in which no gradient is stale')
-    return Settings(
-        servers=servers,
-        mode=mode,
-        staleness=staleness,
-        compensation=checked_compensation(compensation),
-        compression=_method(compression),
-        quorum=quorum,
-        backup=backup,
-        checkpoint=_path("checkpoint", checkpoint),
-        trace=_path("trace", trace),
-        replay=_path("replay", replay),
-        timeout=timeout,
-    )
+    mode = checked_mode(settled(mode))
+    if isinstance(mode, Sync) and mode.backup >= num_workers:
+        raise ValueError(f"backup={mode.backup} requires more workers than the {num_workers} that there are")
+    paths = {"checkpoint": checkpoint, "trace": trace, "replay": replay}
+    checked = {name: _path(name, path) for name, path in paths.items()}
+    return Settings(servers, mode, _method(compression), timeout=timeout, **checked)
 
 
 def _method(compression: Any) -> Compression | None:

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from pycomm.asynchronous.compensation import Compensator
 from pycomm.asynchronous.core import Core
 from pycomm.asynchronous.journal import Journal, happen
 from pycomm.asynchronous.memory import SharedMemory
-from pycomm.asynchronous.modes import mode_of
+from pycomm.asynchronous.modes import Compensator, SoftSync, StaleSynchronous, checked_mode
 from pycomm.asynchronous.serving import Serving
 from pycomm.asynchronous.shards import cut
 from pycomm.asynchronous.updates import ShardOptimizer
@@ -22,12 +21,15 @@ from pycomm.asynchronous.wire import WorkerListener
 SIZE = 8
 
 
+MODES = {"async": "async", "ssp": StaleSynchronous(1), "softsync": SoftSync(2), "sync": "sync"}
+
+
 def core_of(mode: str, settings: str = "") -> Core:
     torch.manual_seed(0)
     model = nn.Linear(3, 2).double()
     pieces = cut([6, 2], 1, anywhere=True)[0]
     shard = ShardOptimizer(torch.optim.Adam(model.parameters(), 0.01), pieces, torch.zeros(SIZE, dtype=torch.float64))
-    return Core(shard, mode_of(mode, 1, 2, 0), Compensator(None), torch.float64, settings=settings)
+    return Core(shard, checked_mode(MODES[mode]).rules(), Compensator(None), torch.float64, settings=settings)
 
 
 class Story:

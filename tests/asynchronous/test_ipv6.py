@@ -82,7 +82,7 @@ def average(port: int) -> int:
     """Ranks that meet one by one, in what rank 0 holds; how often they have."""
     meet(port, 2)
     optimizer, model = small()
-    averager = pycomm.local_sgd(optimizer, model, every=2, outer=pycomm.Nesterov(), quorum=1, timeout=20)
+    averager = pycomm.decoupled_sgd(optimizer, model, every=2, quorum=1, timeout=20)
     for _ in range(6):
         optimizer.zero_grad()
         loss_of(model).backward()

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from pycomm.asynchronous.journal import Journal
-from pycomm.asynchronous.modes import MODES
-from tests.asynchronous.stories import Story, core_of
+from tests.asynchronous.stories import MODES, Story, core_of
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from pycomm.asynchronous.journal import Journal
-from pycomm.asynchronous.modes import MODES
 from pycomm.asynchronous.trace import Replay, Trace
 from pycomm.checkpoint.torch_files import load_values
-from tests.asynchronous.stories import SIZE, Story, begun, core_of, files_in
+from tests.asynchronous.stories import MODES, SIZE, Story, begun, core_of, files_in
 
 
 def in_its_place(path: Path, make: Callable[[Path], Any]) -> None:
