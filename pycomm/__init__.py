@@ -35,10 +35,10 @@ if TYPE_CHECKING:  # imported when they are first asked for: see _HOMES
     from pycomm.asynchronous.averager import Averager
     from pycomm.asynchronous.averaging import elastic_averaging, local_sgd
     from pycomm.asynchronous.decoupled import decoupled_sgd
+    from pycomm.asynchronous.fragment import DelayedNesterov, Nesterov
     from pycomm.asynchronous.gossip import Gossip, gossip
     from pycomm.asynchronous.local_averager import LocalAverager
     from pycomm.asynchronous.modes import Async, DelayCompensation, SoftSync, StaleSynchronous, Sync
-    from pycomm.asynchronous.outer import DelayedNesterov, Nesterov
     from pycomm.asynchronous.parameter_server import ParameterServer, parameter_server
     from pycomm.checkpoint import load, save
     from pycomm.communicator import Communicator
@@ -178,7 +178,7 @@ _HOMES = {
     "asynchronous.gossip": ("Gossip", "gossip"),
     "asynchronous.local_averager": ("LocalAverager",),
     "asynchronous.modes": ("Async", "DelayCompensation", "SoftSync", "StaleSynchronous", "Sync"),
-    "asynchronous.outer": ("DelayedNesterov", "Nesterov"),
+    "asynchronous.fragment": ("DelayedNesterov", "Nesterov"),
     "asynchronous.parameter_server": ("ParameterServer", "parameter_server"),
     "checkpoint": ("load", "save"),
     "communicator": ("Communicator",),

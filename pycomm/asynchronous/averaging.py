@@ -14,10 +14,9 @@ from pycomm import checks
 from pycomm.asynchronous.averager import Averager, checked_parameters, named_method
 from pycomm.asynchronous.decoupled import decoupled_sgd
 from pycomm.asynchronous.elastic_group import ElasticGroup, Lines
-from pycomm.asynchronous.fragment import Fragment, Outer
+from pycomm.asynchronous.fragment import DelayedNesterov, Elastic, Fragment, Nesterov, Outer
 from pycomm.asynchronous.local_averager import LocalAverager, Rhythm
 from pycomm.asynchronous.loop import Known, Loop
-from pycomm.asynchronous.outer import DelayedNesterov, Elastic, Nesterov
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression, NoCompression
 from pycomm.deprecated import Moved, Old, renamed

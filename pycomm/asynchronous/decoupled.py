@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
+from statistics import mean
 from typing import Any
 
 import torch
@@ -15,17 +18,14 @@ from torch import nn
 
 from pycomm import checks, threads
 from pycomm.asynchronous.averager import Averager, checked_parameters, named_method
-from pycomm.asynchronous.core import Core
-from pycomm.asynchronous.grace import GraceQuorum
+from pycomm.asynchronous.core import Core, Piece, ShardOptimizer, cut
+from pycomm.asynchronous.fragment import DelayedNesterov, Nesterov
 from pycomm.asynchronous.loop import Known, Loop
-from pycomm.asynchronous.memory import SharedMemory
-from pycomm.asynchronous.modes import AsyncRules, Compensator
-from pycomm.asynchronous.outer import DelayedNesterov, Nesterov
+from pycomm.asynchronous.modes import AsyncRules, Compensator, Rules
 from pycomm.asynchronous.packing import Packer, Unpackers
 from pycomm.asynchronous.server_meeting import ServerMeeting
 from pycomm.asynchronous.serving import Serving
-from pycomm.asynchronous.shards import Piece, cut
-from pycomm.asynchronous.updates import ShardOptimizer
+from pycomm.asynchronous.wire import SharedMemory
 from pycomm.asynchronous.worker import ServerLink
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression
@@ -38,6 +38,139 @@ from pycomm.reducer.broadcast import check_same_lines, signature
 from pycomm.reducer.description import method_text
 from pycomm.transport import rendezvous
 from pycomm.transport.choice import version
+
+_REMEMBERED = 32
+
+
+@dataclass
+class _Rank:
+    """What is known of a rank.
+
+    Attributes:
+        since: when it began what it is doing.
+        durations: how long it took lately, in seconds.
+        samples: how many it has handed in after these.
+    """
+
+    since: float
+    durations: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    samples: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+
+    @property
+    def rate(self) -> float:
+        """Samples a second; 0 if nothing is known."""
+        total = sum(self.durations)
+        return sum(self.samples) / total if total > 0 else 0.0
+
+    def remaining(self, now: float) -> float:
+        """Return for how long it will still take, on average of the times that it took longer than now; else inf."""
+        taken = now - self.since
+        longer = [duration for duration in self.durations if duration > taken]
+        return mean(longer) - taken if longer else math.inf
+
+
+class Arrivals:
+    """Arrivals of ranks so far, in seconds of any clock."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, _Rank] = {}
+
+    def begin(self, rank: int, now: float) -> None:
+        """Note that ``rank`` has begun to work."""
+        self._ranks.setdefault(rank, _Rank(now)).since = now
+
+    def arrive(self, rank: int, now: float, samples: float) -> None:
+        """Note that ``rank`` hands in what it has done since it began."""
+        known = self._ranks.setdefault(rank, _Rank(now))
+        if now > known.since:
+            known.durations.append(now - known.since)
+            known.samples.append(samples)
+
+    def forget(self, rank: int) -> None:
+        """Forget ``rank``, which is gone."""
+        self._ranks.pop(rank, None)
+
+    def worth_waiting(self, here: Collection[int], quorum: int, now: float) -> float:
+        """Return for how many seconds those that are ``here`` had better wait; 0 for not at all.
+
+        Args:
+            here: ranks that have handed in.
+            quorum: number of ranks that the next merge will want.
+            now: the time.
+        """
+        late = sorted(
+            (known.remaining(now), rank)
+            for rank, known in self._ranks.items()
+            if rank not in here and known.remaining(now) < math.inf
+        )
+        least, best = self._undone([*here], late, 0.0, quorum), 0.0
+        for count, (seconds, _) in enumerate(late, start=1):
+            come = [rank for _, rank in late[:count]]
+            undone = self._undone([*here, *come], late[count:], seconds, quorum)
+            undone += sum(self._ranks[rank].rate * seconds for rank in here)
+            undone += sum(self._ranks[rank].rate * (seconds - at) for at, rank in late[:count])
+            if undone < least:
+                least, best = undone, seconds
+        return best
+
+    def _undone(self, merged: list[int], late: list[tuple[float, int]], after: float, quorum: int) -> float:
+        """Return what ``late`` ranks leave undone while they wait for the merge that follows the one ``after`` seconds.
+
+        That one comes when as many as the quorum are there again, of those ``merged`` and those that are late.
+        """
+        again = [after + mean(self._ranks[rank].durations) for rank in merged if self._ranks[rank].durations]
+        arrivals = sorted([*again, *(at for at, _ in late)])
+        if len(arrivals) < quorum:
+            return 0.0  # nothing is known of when that will be
+        following = arrivals[quorum - 1]
+        return sum(self._ranks[rank].rate * max(0.0, following - at) for at, rank in late)
+
+
+class GraceQuorum(Rules):
+    """Contributions of ``quorum`` workers are an update by their mean; and of others, if they are worth waiting for.
+
+    Args:
+        quorum: fewest workers; if there are fewer, all of them.
+        clock: seconds.
+    """
+
+    def __init__(self, quorum: int, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._quorum, self._clock = quorum, clock
+        self._here: set[int] = set()
+        self._arrivals = Arrivals()
+
+    def leave(self, worker: int) -> None:
+        super().leave(worker)
+        self._here.discard(worker)
+        self._arrivals.forget(worker)
+
+    def may_pull(self, worker: int) -> bool:
+        return worker not in self._here
+
+    def pulled(self, worker: int) -> None:
+        self._arrivals.begin(worker, self._clock())
+
+    def push(self, worker: int, staleness: int, samples: float) -> bool:
+        self._here.add(worker)
+        self._arrivals.arrive(worker, self._clock(), samples)
+        return super().push(worker, staleness, samples)
+
+    def is_due(self) -> bool:
+        return self._is_enough() and self.seconds_left() == 0
+
+    def seconds_left(self) -> float:
+        if self.num_collected == 0 or not self._is_enough():
+            return math.inf
+        return self._arrivals.worth_waiting(self._here, self._quorum, self._clock())
+
+    def _is_enough(self) -> bool:
+        return len(self._here) >= min(self._quorum, len(self.workers))
+
+    def updated(self) -> None:
+        super().updated()
+        self._here.clear()
+
 
 _FORMAT = 1
 
@@ -157,7 +290,7 @@ class Center:
         self.serving = Serving(
             core, self._memory, self._listener, rendezvous.host_identity(), ranks, pace.timeout, meeting.rank
         )
-        meeting.tell_address(0, self._listener)
+        meeting.publish_address(0, self._listener)
         self._timeout = pace.timeout
         self._error: BaseException | None = None
         self._thread = threads.start(self._serve, "pycomm-center", self.serving.stopped.set)

@@ -13,17 +13,22 @@ from typing import Any
 
 import torch
 
-from pycomm.asynchronous.core import Core
-from pycomm.asynchronous.memory import SharedMemory
+from pycomm.asynchronous.core import Core, Piece, ShardOptimizer, shard_dtype
+from pycomm.asynchronous.loop import Trained
 from pycomm.asynchronous.modes import Compensator, Mode, mode_of
 from pycomm.asynchronous.packing import Packer, Unpackers
-from pycomm.asynchronous.server_files import ServerFiles, shards_of, wanted_by
 from pycomm.asynchronous.server_meeting import ServerMeeting
 from pycomm.asynchronous.serving import Serving
-from pycomm.asynchronous.settings import Settings, checked_parameters, checked_settings, lines_of
-from pycomm.asynchronous.shards import Piece, shard_dtype
-from pycomm.asynchronous.trained import Trained
-from pycomm.asynchronous.updates import ShardOptimizer
+from pycomm.asynchronous.settings import (
+    ServerFiles,
+    Settings,
+    checked_parameters,
+    checked_settings,
+    lines_of,
+    shards_of,
+    wanted_by,
+)
+from pycomm.asynchronous.wire import SharedMemory
 from pycomm.asynchronous.worker import ServerLink
 from pycomm.checks import bounded, positive
 from pycomm.compression import Compression
@@ -233,7 +238,7 @@ class ParameterServer:
         self._require_worker("push")
         samples = bounded("samples", samples, "a positive, finite number", lambda n: 0 < n < math.inf)
         if not self._has_pulled:
-            raise ValueError("push() before pull(): the servers could not tell what the gradient belongs to")
+            raise ValueError("push() before pull(): the servers could not know what the gradient belongs to")
         self._trained.require_same()
         self._load()
         for link in self._links:
@@ -329,7 +334,7 @@ class ParameterServer:
         assert files is not None
         with contextlib.ExitStack() as opened:
             opened.callback(files.close)
-            with meeting.telling(meeting.rank, meeting.size - settings.servers):
+            with meeting.reporting(meeting.rank, meeting.size - settings.servers):
                 journal = files.begin(core)
                 listener = meeting.open_listener()
                 opened.callback(listener.close)
@@ -338,7 +343,7 @@ class ParameterServer:
                     *(core, self._memory, listener, rendezvous.host_identity(), expected),
                     *(settings.timeout, meeting.rank, journal, files.trace, files.replay),
                 )
-            meeting.tell_address(meeting.rank, listener)
+            meeting.publish_address(meeting.rank, listener)
             try:
                 serving.run()
             finally:

@@ -11,10 +11,8 @@ import pytest
 import torch
 
 import pycomm
-from pycomm.asynchronous.core import Core
+from pycomm.asynchronous.core import Core, Piece, ShardOptimizer
 from pycomm.asynchronous.modes import Compensator, StaleSynchronousRules
-from pycomm.asynchronous.shards import Piece
-from pycomm.asynchronous.updates import ShardOptimizer
 from tests.asynchronous.runs import Run, Simulation, loss_of, model_of, read_trace, work
 from tests.on_ranks import Pools
 

@@ -196,15 +196,15 @@ def test_tls(monkeypatch: pytest.MonkeyPatch, certificates: Callable[[str], dict
     big, out = torch.randn(1_000_000), torch.empty(1_000_000)
 
     def send() -> None:
-        wire.tell(worker, a=1)
-        wire.tell(worker, b=2)
+        wire.send(worker, a=1)
+        wire.send(worker, b=2)
         wire.send_array(worker, big)
 
     sending = threading.Thread(target=send)
     sending.start()
-    assert wire.hear(inside) == {"a": 1}
+    assert wire.receive(inside) == {"a": 1}
     assert wire.readable([inside], listener.bell, 10.0)[0] == [inside], "what TLS has read ahead is seen"
-    assert wire.hear(inside) == {"b": 2}
+    assert wire.receive(inside) == {"b": 2}
     wire.receive_array(inside, out)
     sending.join()
     assert torch.equal(out, big)

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pycomm.communicator import Communicator
-from pycomm.elastic.membership import Membership
-from pycomm.elastic.reconvene import reconvene
+from pycomm.elastic.membership import Membership, reconvene
 from pycomm.errors import CommError
 from pycomm.horovod.basics import begin_among, leave_world
 from pycomm.horovod.elastic.state import State
