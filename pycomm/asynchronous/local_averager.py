@@ -15,8 +15,7 @@ import torch
 from pycomm.asynchronous.averager import Averager
 from pycomm.asynchronous.elastic_group import ElasticGroup
 from pycomm.asynchronous.fragment import Fragment
-from pycomm.asynchronous.loop import Loop
-from pycomm.asynchronous.meeting_check import MeetingCheck
+from pycomm.asynchronous.loop import Loop, MeetingCheck
 from pycomm.broadcasting import broadcast_tensors
 from pycomm.communicator import Communicator
 from pycomm.compression.by_method import method_text

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from pycomm.communicator import Communicator
-from pycomm.elastic.membership import Membership
-from pycomm.elastic.reconvene import reconvene
+from pycomm.elastic.membership import Membership, reconvene
 from pycomm.errors import CommError
 from pycomm.horovod.basics import begin_among, init, leave_world, rank, shutdown, size
 from pycomm.horovod.functions import (
