@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pycomm.cli.bench.libraries import Call, Library, UnsupportedError
+from pycomm.cli.bench.libraries import Call, Library, UnsupportedError, through_scratch
 from pycomm.cli.bench.operations import Case
 from pycomm.cli.bench.rank import BenchRank
 
@@ -79,15 +79,7 @@ class MpiLibrary(Library):
         def call(to: torch.Tensor) -> None:
             self._world.Reduce_scatter_block(source, to.numpy(), op)
 
-        if not in_place(given, result):
-            return lambda: call(result)
-        scratch = torch.empty_like(result)
-
-        def then_copy() -> None:
-            call(scratch)
-            result.copy_(scratch)
-
-        return then_copy
+        return through_scratch(call, result) if in_place(given, result) else lambda: call(result)
 
     def _all_to_all(self, case: Case, given: torch.Tensor, result: torch.Tensor) -> Call:
         source, to = self._source(given, result), result.numpy()

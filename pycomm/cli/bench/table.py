@@ -19,8 +19,6 @@ from pycomm.cli.bench.timing import Samples, duration, times
 from pycomm.cli.table import table
 
 PLACES = ("out_of_place", "in_place")
-_NAMES = ("time", "algbw", "busbw", "#wrong")
-_UNITS = ("(us)", "(GB/s)", "(GB/s)", "")
 _SCATTERED = 2.0
 """Ratio of the 90th percentile to the 10th above which a median says little."""
 
@@ -64,7 +62,7 @@ def preamble(settings: Settings, devices: Sequence[Mapping[str, Any]]) -> str:
     """Return what stands above the table: who measures what, and where."""
     smallest, largest = settings.sizes[0], settings.sizes[-1]
     lines = [
-        f"# {_headline()}",
+        f"# {headline(cpu_model())}",
         f"# Collective test starting: {settings.operation.name}, {settings.backend}",
         f"# nThread 1 nGpus 1 minBytes {smallest} maxBytes {largest} step: {settings.step} "
         f"warmup iters: {settings.warmups_of(next(settings.cases))} iters: {settings.calls_of(next(settings.cases))} "
@@ -95,50 +93,37 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _headline() -> str:
+def headline(processor: str) -> str:
     """Return one line that says what ran where."""
     found = environment()
-    build = found["pycomm"]
-    return (
-        f"pycomm {build['version']} ({build['simd']}), torch {found['torch']}, Python {found['python']}, "
-        f"{found['cpu']}, {found['cores']} cores"
-    )
+    build, cores = found["pycomm"], found["cores"]
+    ours = f"pycomm {build['version']} ({build['simd']})"
+    return f"{ours}, torch {found['torch']}, Python {found['python']}, {processor}, {cores} cores"
 
 
 def header() -> str:
     """Return the table's head of three lines."""
+    what = "# {:>10}  {:>12}  {:>8}  {:>6}  {:>6}"
+    each = what + 2 * "  {:>7}  {:>6}  {:>6}  {:>6}"
     return "\n".join(
         [
             "#",
-            f"# {'':>10}  {'':>12}  {'':>8}  {'':>6}  {'':>6}  {'out-of-place':^31}  {'in-place':^31}",
-            _head(("size", "count", "type", "redop", "root"), _NAMES),
-            _head(("(B)", "(elements)", "", "", ""), _UNITS),
+            what.format(*5 * [""]) + f"  {'out-of-place':^31}  {'in-place':^31}",
+            each.format("size", "count", "type", "redop", "root", *2 * ("time", "algbw", "busbw", "#wrong")),
+            each.format("(B)", "(elements)", "", "", "", *2 * ("(us)", "(GB/s)", "(GB/s)", "")),
         ]
     )
-
-
-def _head(first: Sequence[str], rest: Sequence[str]) -> str:
-    what = f"# {first[0]:>10}  {first[1]:>12}  {first[2]:>8}  {first[3]:>6}  {first[4]:>6}"
-    place = f"{rest[0]:>7}  {rest[1]:>6}  {rest[2]:>6}  {rest[3]:>6}"
-    return f"{what}  {place}  {place}"
 
 
 def row(line: Line) -> str:
     """Return one line of the table."""
     case = line.case
     cells = [f"{case.size:>12}", f"{case.count:>12}", f"{case.dtype:>8}", f"{case.redop:>6}", f"{case.root:>6}"]
-    for place in PLACES:
-        cells += _cells(line, line.ours[place])
+    for timed in map(line.ours.__getitem__, PLACES):
+        algbw, busbw = line.bandwidths(timed.samples.median)
+        cells += [_fitting(timed.samples.median * 1e6, 7), _fitting(algbw, 6), _fitting(busbw, 6)]
+        cells.append(f"{'N/A':>6}" if timed.wrong is None else f"{timed.wrong:>6g}")
     return "  ".join(cells)
-
-
-def _cells(line: Line, timed: Timed) -> Iterator[str]:
-    seconds = timed.samples.median
-    algbw, busbw = line.bandwidths(seconds)
-    yield _fitting(seconds * 1e6, 7)
-    yield _fitting(algbw, 6)
-    yield _fitting(busbw, 6)
-    yield f"{'N/A':>6}" if timed.wrong is None else f"{timed.wrong:>6g}"
 
 
 def _fitting(value: float, width: int) -> str:
