@@ -77,7 +77,9 @@ class Averager(ABC):
         """Leave the others, and release what they had in common."""
 
     def set_weight(self, num_samples: float) -> None:
-        """Weigh this rank by so many samples or tokens in the meetings from now on; all ranks count alike at first.
+        """Count so many samples or tokens for this rank in the meetings from now on; all ranks count alike at first.
+
+        With :func:`decoupled_sgd` they count for each of its steps.
 
         Raises:
             TypeError, ValueError: ``num_samples`` is not a positive number.
@@ -86,7 +88,13 @@ class Averager(ABC):
         self._weight = checks.positive("num_samples", num_samples)
 
     def detach(self) -> None:
-        """Meet no more; release the memory. Idempotent."""
+        """Meet no more; release the memory. Idempotent.
+
+        With :func:`decoupled_sgd`, rank 0 waits until all other ranks have detached.
+
+        Raises:
+            CommError: they have not within the timeout.
+        """
         if self._is_attached:
             self._is_attached = False
             self._loop.close()
@@ -140,3 +148,12 @@ def named_method(compression: Any) -> Compression | None:
     if isinstance(method, Auto):
         raise ValueError('compression="auto" measures many steps, and ranks that meet this seldom have few: name one')
     return None if isinstance(method, NoCompression) else method
+
+
+def copied(value: Any) -> Any:
+    """Return a state with copies of the tensors in it."""
+    if isinstance(value, dict):
+        return {key: copied(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [copied(each) for each in value]
+    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -115,16 +116,11 @@ def local_sgd(
         RuntimeError: from ``optimizer.step()``, on every rank: a parameter of one of them is not finite; or the ranks
             have made different numbers of steps, or one of them has left out a batch (see ``skip_step`` of the handle).
     """
-    options = {
-        "every": every,
-        "fragments": fragments,
-        "delay": delay,
-        "compression": compression,
-        "on_failure": on_failure,
-        "join": join,
-        "per_rank": per_rank,
-    }
-    return _average(optimizer, model, _Request(lambda: _checked_outer(outer), options), process_group, timeout)
+    given = dict[str, Any](fragments=fragments, delay=delay, compression=compression, on_failure=on_failure)
+    checked = partial(_checked, "local_sgd", optimizer, model, partial(_checked_outer, outer), every, per_rank, **given)
+    if join is not None:
+        return _join(checked(join=join), join, timeout)
+    return _average(checked, process_group, timeout)
 
 
 def elastic_averaging(
@@ -153,63 +149,51 @@ def elastic_averaging(
         TypeError, ValueError, CommError, RuntimeError: as of :func:`local_sgd`.
     """
 
-    def checked() -> Outer:
+    def outer() -> Outer:
         checks.bounded("strength", strength, "a number above 0 and at most 1", lambda b: 0 < b <= 1)
         return Elastic(float(strength))
 
-    return _average(
-        optimizer,
-        model,
-        _Request(checked, {"every": every, "per_rank": per_rank}, "elastic_averaging"),
-        process_group,
-        timeout,
-    )
-
-
-@dataclass(frozen=True)
-class _Request:
-    """What was asked for, before it is checked."""
-
-    outer: Callable[[], Outer]
-    options: dict[str, Any]
-    call: str = "local_sgd"
+    checked = partial(_checked, "elastic_averaging", optimizer, model, outer, every, per_rank)
+    return _average(checked, process_group, timeout)
 
 
 @dataclass(frozen=True)
 class _Settings:
     """What was asked for, checked."""
 
+    call: str
+    optimizer: torch.optim.Optimizer
+    model: torch.nn.Module
     outer: Outer
     method: Compression
     rhythm: Rhythm
-    fragments: int
     survives: bool
     named: dict[str, torch.Tensor]
     per_rank: tuple[str, ...]
-    call: str
 
-    def lines(self, optimizer: torch.optim.Optimizer) -> Lines:
+    def lines(self) -> Lines:
         """Return what ranks must have in common."""
-        settings = f"outer={self.outer!r}", f"compression={self.method!r}", f"on_failure shrinks: {self.survives}"
+        settings = [
+            *(f"every={self.rhythm.every}", f"delay={self.rhythm.delay}", f"fragments={len(self.rhythm.turns)}"),
+            *(f"per_rank={list(self.per_rank)}", f"outer={self.outer!r}", f"compression={self.method!r}"),
+            f"on_failure shrinks: {self.survives}",
+        ]
         return [
             ("the version of pycomm", version()),
-            ("the optimizer", type(optimizer).__name__),
-            ("setting", f"every={self.rhythm.every}"),
-            ("setting", f"delay={self.rhythm.delay}"),
-            ("setting", f"fragments={self.fragments}"),
-            ("setting", f"per_rank={list(self.per_rank)}"),
+            ("the optimizer", type(self.optimizer).__name__),
             *(("setting", line) for line in settings),
             *(("parameter", f"{name}: {signature(p)}") for name, p in self.named.items()),
         ]
 
-    def loop_of(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Loop:
-        """Return the loop that trains them."""
-        return Loop(Known(model, optimizer, self.named, f"{self.call}()"), model, optimizer, self.per_rank)
-
-    def make_fragments(self) -> list[Fragment]:
-        """Make the fragments, which are not open yet."""
+    def averager(self, communicator: Communicator, group: ElasticGroup | None) -> LocalAverager:
+        """Make the handle of ranks that have agreed."""
         keeps = self.survives and self.rhythm.delay > 0
-        return [Fragment(part, self.outer, self.method, keeps) for part in _split(self.named, self.fragments)]
+        parts = _split(self.named, len(self.rhythm.turns))
+        fragments = [Fragment(part, self.outer, self.method, keeps) for part in parts]
+        known = Known(self.model, self.optimizer, self.named, f"{self.call}()")
+        loop = Loop(known, self.model, self.optimizer, self.per_rank)
+        buffers = list(self.model.buffers())
+        return LocalAverager(communicator, self.optimizer, fragments, self.rhythm, group, buffers, loop)
 
 
 def _checked_outer(outer: Any) -> Outer:
@@ -218,26 +202,38 @@ def _checked_outer(outer: Any) -> Outer:
     return outer
 
 
-def _checked(optimizer: torch.optim.Optimizer, model: torch.nn.Module, request: _Request) -> _Settings:
-    options = {**_DEFAULTS, "compression": None, **request.options}
-    every, delay, fragments = options["every"], options["delay"], options["fragments"]
-    outer, named = request.outer(), checked_parameters(optimizer, model, every, fragments, f"{request.call}()")
+def _checked(
+    call: str,
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    outer: Callable[[], Outer],
+    every: Any,
+    per_rank: Any,
+    *,
+    fragments: Any = 1,
+    delay: Any = 0,
+    compression: Any = None,
+    on_failure: Any = "raise",
+    join: str | None = None,
+) -> _Settings:
+    optimizer = checked_optimizer(optimizer, model, call)
+    merges, named = outer(), checked_parameters(optimizer, model, every, fragments, f"{call}()")
     if checks.count("delay", delay, 0) >= every:
         raise ValueError(f"delay={delay}, wanted less than every={every}: the next meeting would begin before that")
-    method = named_method(options["compression"]) or NoCompression()
-    if options["on_failure"] not in ("raise", "shrink"):
-        raise ValueError(f'on_failure is {options["on_failure"]!r}, wanted "raise" or "shrink"')
-    survives = options["on_failure"] == "shrink"
+    method = named_method(compression) or NoCompression()
+    if on_failure not in ("raise", "shrink"):
+        raise ValueError(f'on_failure is {on_failure!r}, wanted "raise" or "shrink"')
+    survives = on_failure == "shrink"
     if survives and next(iter(named.values())).device.type != "cpu":
         raise ValueError('on_failure="shrink" requires parameters in CPU memory')
     if survives:
-        secret()  # by which newcomers are known: what is wrong with it is told to all ranks
-    if options["join"] is not None and not survives:
+        secret()  # newcomers prove themselves by it: what is wrong with it is reported to all ranks
+    if join is not None and not survives:
         raise ValueError('join requires on_failure="shrink", as the ranks that are there have it')
     # Fragment i meets so many steps after the last meeting of all.
-    turns = tuple(every * (i + 1) // fragments for i in range(fragments))
-    per_rank = _checked_per_rank(options["per_rank"], optimizer)
-    return _Settings(outer, method, Rhythm(every, delay, turns), fragments, survives, named, per_rank, request.call)
+    rhythm = Rhythm(every, delay, tuple(every * (i + 1) // fragments for i in range(fragments)))
+    names = _checked_per_rank(per_rank, optimizer)
+    return _Settings(call, optimizer, model, merges, method, rhythm, survives, named, names)
 
 
 def _checked_per_rank(per_rank: Any, optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
@@ -252,48 +248,30 @@ def _checked_per_rank(per_rank: Any, optimizer: torch.optim.Optimizer) -> tuple[
 
 
 def _average(
-    optimizer: torch.optim.Optimizer,
-    model: torch.nn.Module,
-    request: _Request,
-    process_group: dist.ProcessGroup | None,
-    timeout: timedelta | float | None,
+    checked: Callable[[], _Settings], process_group: dist.ProcessGroup | None, timeout: timedelta | float | None
 ) -> LocalAverager:
-    if request.options.get("join") is not None:
-        return _join(optimizer, model, request, timeout)
     communicator = Communicator(process_group, timeout)
     try:
 
-        def checked() -> tuple[torch.optim.Optimizer, _Settings]:
-            inner = checked_optimizer(optimizer, model, request.call)
-            return inner, _checked(inner, model, request)
-
-        def compared(found: tuple[torch.optim.Optimizer, _Settings]) -> dict[str, list[str]]:
-            lines = found[1].lines(found[0])
+        def compared(settings: _Settings) -> dict[str, list[str]]:
+            lines = settings.lines()
             return {kind: [text for what, text in lines if what == kind] for kind in ("setting", "parameter")}
 
-        gather = communicator.channel.all_gather_bytes
-        optimizer, settings = agreed(gather, attempt(checked), lines=compared)
-        lines = settings.lines(optimizer)
-        share_tensors(communicator, named_tensors(model), src=0)
+        settings = agreed(communicator.channel.all_gather_bytes, attempt(checked), lines=compared)
+        lines = settings.lines()
+        share_tensors(communicator, named_tensors(settings.model), src=0)
         group = ElasticGroup.found(communicator, lines) if settings.survives else None
-        fragments, loop = settings.make_fragments(), settings.loop_of(optimizer, model)
-        buffers = list(model.buffers())
-        return LocalAverager(communicator, optimizer, fragments, settings.rhythm, group, buffers, loop)
+        return settings.averager(communicator, group)
     except BaseException:
         communicator.close()
         raise
 
 
-def _join(
-    optimizer: torch.optim.Optimizer, model: torch.nn.Module, request: _Request, timeout: timedelta | float | None
-) -> LocalAverager:
-    optimizer = checked_optimizer(optimizer, model, "local_sgd")
-    settings = _checked(optimizer, model, request)
-    group = ElasticGroup.join(request.options["join"], settings.lines(optimizer), timeout_seconds(timeout))
-    fragments, buffers, loop = settings.make_fragments(), list(model.buffers()), settings.loop_of(optimizer, model)
+def _join(settings: _Settings, address: str, timeout: timedelta | float | None) -> LocalAverager:
+    group = ElasticGroup.join(address, settings.lines(), timeout_seconds(timeout))
     made: LocalAverager | None = None
     try:
-        made = LocalAverager(group.communicator, optimizer, fragments, settings.rhythm, group, buffers, loop)
+        made = settings.averager(group.communicator, group)
         made.share_state(is_newcomer=True)
         return made
     except BaseException:

@@ -18,7 +18,7 @@ from torch import nn
 
 from pycomm import checks, threads
 from pycomm.agreement import agreed
-from pycomm.asynchronous.averager import Averager, checked_parameters, named_method
+from pycomm.asynchronous.averager import Averager, checked_parameters, copied, named_method
 from pycomm.asynchronous.core import Core, Piece, ShardOptimizer, cut
 from pycomm.asynchronous.fragment import DelayedNesterov, Nesterov
 from pycomm.asynchronous.loop import Known, Loop
@@ -335,12 +335,8 @@ class DecoupledAverager(Averager):
         self._params, self._names, self._pace = list(named.values()), list(named), pace
         (pieces,) = cut([p.numel() for p in self._params], 1, anywhere=False)
         self._center = Center(meeting, self._params, pieces, pace) if meeting.rank == 0 else None
-        host, access = rendezvous.host_identity(), meeting.access
         packer = None if pace.method is None else Packer(self._params, pace.method, meeting.worker)
-        self._link = ServerLink(
-            *(0, meeting.worker, pieces, self._params, lambda: meeting.address_of(0), access, host, pace.timeout, ""),
-            packer,
-        )
+        self._link = ServerLink(0, meeting, pieces, self._params, pace.timeout, packer=packer)
         self._link.open()
         self._num_steps = self._num_meetings = self._since = 0
         self._planned = pace.every
@@ -417,14 +413,6 @@ class DecoupledAverager(Averager):
         """Ranks that take part now."""
         return tuple(self._link.stats()["workers"])
 
-    def set_weight(self, num_samples: float) -> None:
-        """Count so many samples or tokens for each of this rank's steps from now on; 1 at first.
-
-        Raises:
-            TypeError, ValueError: ``num_samples`` is not a positive number.
-        """
-        super().set_weight(num_samples)
-
     def stats(self) -> dict[str, Any]:
         """Return counters.
 
@@ -453,7 +441,7 @@ class DecoupledAverager(Averager):
         if self._center is not None:
             with self._center.serving.lock:
                 found = self._center.shard.state()
-                state["center"] = {"memory": found["memory"].clone(), "optimizer": _copied(found["optimizer"])}
+                state["center"] = {"memory": found["memory"].clone(), "optimizer": copied(found["optimizer"])}
         return state
 
     @torch.no_grad()
@@ -476,25 +464,9 @@ class DecoupledAverager(Averager):
         self._since, self._begun = int(state["since"]), time.monotonic()
         if self._center is not None:
             with self._center.serving.lock:
-                self._center.shard.take_back(state["center"]["memory"], _copied(state["center"]["optimizer"]))
-
-    def detach(self) -> None:
-        """Meet no more. On rank 0, return when all other ranks have detached, too. Idempotent.
-
-        Raises:
-            CommError: on rank 0, they have not within the timeout.
-        """
-        super().detach()
+                self._center.shard.take_back(state["center"]["memory"], copied(state["center"]["optimizer"]))
 
     def _release(self) -> None:
         self._link.close()
         if self._center is not None:
             self._center.close()
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copied(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_copied(each) for each in value]
-    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -181,21 +180,13 @@ class ParameterServer:
     # Workers.
 
     def _open_links(self) -> None:
-        host = rendezvous.host_identity()
-        folder = self._settings.checkpoint
+        meeting, settings = self._meeting, self._settings
         for server, pieces in enumerate(self._shards):
-            link = ServerLink(
-                server,
-                self._meeting.worker,
-                pieces,
-                self._params,
-                functools.partial(self._meeting.address_of, server),
-                self._meeting.access,
-                host,
-                self._settings.timeout,
-                "" if folder is None else str(folder / f"server-{server}"),
-                _packer_of(self._settings.compression, pieces, self._params, self._meeting.worker),
-            )
+            folder = "" if settings.checkpoint is None else str(settings.checkpoint / f"server-{server}")
+            packer = None
+            if settings.compression is not None:
+                packer = Packer([self._params[piece.index] for piece in pieces], settings.compression, meeting.worker)
+            link = ServerLink(server, meeting, pieces, self._params, settings.timeout, folder, packer)
             link.open()
             self._links.append(link)
 
@@ -386,9 +377,3 @@ class ParameterServer:
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self.close()
-
-
-def _packer_of(
-    method: Compression | None, pieces: Sequence[Piece], params: Sequence[torch.Tensor], worker: int
-) -> Packer | None:
-    return None if method is None else Packer([params[piece.index] for piece in pieces], method, worker)

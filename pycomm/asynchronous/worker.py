@@ -7,14 +7,14 @@ import itertools
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from pycomm import kernels
 from pycomm.asynchronous.core import Piece, shard_dtype
 from pycomm.asynchronous.packing import Packer
-from pycomm.asynchronous.server_meeting import Place
+from pycomm.asynchronous.server_meeting import Place, ServerMeeting
 from pycomm.asynchronous.wire import (
     Connection,
     Message,
@@ -27,7 +27,7 @@ from pycomm.asynchronous.wire import (
     send_array,
 )
 from pycomm.errors import CommError
-from pycomm.transport.authentication import Access
+from pycomm.transport import rendezvous
 from pycomm.untrusted import COUNT, Number, OneOf
 
 Gradients = Sequence[torch.Tensor | None]
@@ -129,12 +129,9 @@ class ServerLink:
 
     Args:
         server: number of the server.
-        worker: number of this worker.
+        meeting: which knows where the server is, and what this worker can prove to other hosts.
         pieces: the server's shard.
         params: all parameters, in the optimizer's order.
-        find: returns where the server is, as far as it is known.
-        access: what this worker can prove to servers of other hosts.
-        host: identity of this host.
         timeout: limit of every wait, in seconds.
         comes_back: where the server's checkpoints are, if it may come back.
         packer: packs gradients into messages, if they do not travel as they are.
@@ -150,17 +147,14 @@ class ServerLink:
     def __init__(
         self,
         server: int,
-        worker: int,
+        meeting: ServerMeeting,
         pieces: Sequence[Piece],
         params: Sequence[torch.Tensor],
-        find: Callable[[], Place | None],
-        access: Access,
-        host: str,
         timeout: float,
-        comes_back: str,
+        comes_back: str = "",
         packer: Packer | None = None,
     ) -> None:
-        self._server, self._worker, self._find, self._access, self._host = server, worker, find, access, host
+        self._server, self._meeting, self._host = server, meeting, rendezvous.host_identity()
         self._timeout, self._comes_back, self._life = timeout, comes_back, secrets.token_hex(8)
         self._pieces, self._params = pieces, params
         count = sum(piece.size for piece in pieces)
@@ -311,10 +305,10 @@ class ServerLink:
         """Connect, to another process in the server's place if there was one, and ask once more what has no answer."""
         start, last = time.monotonic(), self._drop()
         while True:
-            place = self._find()
+            place = self._meeting.address_of(self._server)
             if place is not None and (error is None or self._comes_back):
                 try:
-                    self._greet(_connected(place, self._host, self._access))
+                    self._greet(self._connected(place))
                     return
                 except _LOST as another:
                     last = str(another) or type(another).__name__
@@ -327,12 +321,21 @@ class ServerLink:
                 raise self._error(f"it cannot be reached ({last}){where}", start) from error
             time.sleep(_RETRY)
 
+    def _connected(self, place: Place) -> Connection:
+        """Return a connection to the server at ``place``. Raises OSError if there is none."""
+        if place.host == self._host:
+            return connect_here(bytes.fromhex(place.name))
+        access = self._meeting.access
+        if access.key is None or not place.address:
+            raise OSError("it is on another host, and there is no secret: see PYCOMM_SECRET")
+        return connect((place.address, place.port), access.key, access.context(server=False))
+
     def _greet(self, connection: Connection) -> None:
         self._connection = connection
         send(
             connection,
             ask="hello",
-            worker=self._worker,
+            worker=self._meeting.worker,
             life=self._life,
             host=self._host,
             process=os.getpid(),
@@ -368,14 +371,9 @@ class ServerLink:
     def _error(self, what: str, start: float) -> CommError:
         elapsed = time.monotonic() - start
         return CommError.during(
-            "use a server", f"server {self._server}: {what}", rank=self._worker, peer=self._server, elapsed=elapsed
+            "use a server",
+            f"server {self._server}: {what}",
+            rank=self._meeting.worker,
+            peer=self._server,
+            elapsed=elapsed,
         )
-
-
-def _connected(place: Place, host: str, access: Access) -> Connection:
-    """Return a connection to the server at ``place``, from this ``host``. Raises OSError if there is none."""
-    if place.host == host:
-        return connect_here(bytes.fromhex(place.name))
-    if access.key is None or not place.address:
-        raise OSError("it is on another host, and there is no secret: see PYCOMM_SECRET")
-    return connect((place.address, place.port), access.key, access.context(server=False))
