@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from pycomm.bucket import FINGERPRINT_BITS
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag, Scaling
 from pycomm.ddp.exchanges import Part, Sorting
 from pycomm.ddp.progress import Progress, all_finite, at_pass_end
 from pycomm.errors import HALF_SENT
-from pycomm.fingerprint import FINGERPRINT_BITS
 from pycomm.reducer import StopRequest
 from pycomm.torch_internals import GradBucket, current_graph_task, current_node
 from pycomm.transport.gpu import GpuWork

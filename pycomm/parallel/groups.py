@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm.agreement import Words, agreed
-from pycomm.backend.operations import Operations
+from pycomm.backend.process_group import PycommProcessGroup
 from pycomm.errors import CommError, attempt, text_of
 from pycomm.torch_internals import backend_of
 from pycomm.transport.own_group import group_of
@@ -87,7 +87,7 @@ def refuse(group: dist.ProcessGroup, error: Exception) -> NoReturn:
     They do on the backend "pycomm", where this stands in for the collective that they call.
     """
     backend = None if isinstance(error, CommError) else backend_of(group, torch.device("cpu"))
-    if isinstance(backend, Operations):
+    if isinstance(backend, PycommProcessGroup):
         backend.engine.channel.refuse(text_of(error))
     raise error
 

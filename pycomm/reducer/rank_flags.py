@@ -36,8 +36,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from pycomm.bucket import FINGERPRINT_BITS
 from pycomm.descriptions import name_ranks
-from pycomm.fingerprint import FINGERPRINT_BITS
 from pycomm.optim.hyperparameters import Hyperparameters, Numbers, first_difference
 from pycomm.optim.loop_index import LoopIndex
 

@@ -28,10 +28,10 @@ from typing import Any
 import torch
 
 from pycomm import kernels
+from pycomm.bucket import FINGERPRINT_BITS
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag
 from pycomm.descriptions import name_ranks
-from pycomm.fingerprint import FINGERPRINT_BITS
 from pycomm.layout import on_gpu
 from pycomm.optim.hyperparameters import Hyperparameters
 from pycomm.reducer.buckets import BucketInFlight, state_of

@@ -20,8 +20,7 @@ import torch
 
 from pycomm.communicator import Communicator
 from pycomm.elastic.join_requests import JoinListener
-from pycomm.elastic.membership import Decision, Membership
-from pycomm.elastic.reconvene import reconvene
+from pycomm.elastic.membership import Decision, Membership, reconvene
 from pycomm.errors import CommError
 from pycomm.reducer.buckets import BucketInFlight
 from pycomm.reducer.engine import Grads, Launch, StepPolicy

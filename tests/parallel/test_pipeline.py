@@ -19,6 +19,7 @@ from pycomm.schedule import pipeline as tables
 from tests.backend.worlds import on_world
 from tests.parallel.test_cut import Shortcut
 from tests.ranks import SLOWER
+from tests.schedule.pipeline.mutations import mutations
 
 WIDTH = 4
 EXACT: Any = {"rtol": 0, "atol": 1e-12}
@@ -171,7 +172,7 @@ def test_wrong_pipelines_are_refused_on_every_rank() -> None:
     refused("given by stage 0 and by stage 1", layers(4), tables.zero_bubble_v(2, 2), skips=[("t", 0, 2), ("t", 1, 2)])
     refused("would not make this pipeline alike", [a, b], microbatches=2 + rank)
     refused("loss: True", [a, b], microbatches=2, loss=loss_of if rank else None)
-    for wrong in tables.mutations(tables.one_f_one_b(2, 3), 3, seed=0):
+    for wrong in mutations(tables.one_f_one_b(2, 3), 3, seed=0):
         refused("", [a, b], wrong)
     # One rank's mistake is everyone's error.
     refused(

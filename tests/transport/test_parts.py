@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pycomm import Communicator
-from pycomm.transport.hierarchical_parts import order_of
+from pycomm.transport.hosts import order_of
 from pycomm.transport.torch_group import TorchGroup
 from tests.hosts import on_hosts
 from tests.on_ranks import on_ranks

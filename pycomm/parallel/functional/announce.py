@@ -43,7 +43,7 @@ class Call:
     free_dim: int | None = None
 
 
-class Heard(NamedTuple):
+class Announcements(NamedTuple):
     """What all ranks have announced.
 
     Attributes:
@@ -57,7 +57,7 @@ class Heard(NamedTuple):
     sizes: list[list[int]]
 
 
-def announce(name: str, call: Call | Exception, group: dist.ProcessGroup, device: torch.device) -> Heard:
+def announce(name: str, call: Call | Exception, group: dist.ProcessGroup, device: torch.device) -> Announcements:
     """Tell the ranks of ``group`` what this one calls, and return what they call.
 
     Raises:
@@ -69,7 +69,7 @@ def announce(name: str, call: Call | Exception, group: dist.ProcessGroup, device
     assert not isinstance(call, Exception)
     _compare(rows, call)
     lengths = [0 if call.free_dim is None else row[_HEADER + call.free_dim] for row in rows]
-    return Heard(any(row[2] for row in rows), lengths, [row[_HEADER + MOST_DIMENSIONS :] for row in rows])
+    return Announcements(any(row[2] for row in rows), lengths, [row[_HEADER + MOST_DIMENSIONS :] for row in rows])
 
 
 def _numbers_of(name: str, call: Call, size: int) -> list[int]:

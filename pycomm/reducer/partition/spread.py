@@ -25,7 +25,7 @@ from pycomm.optim.parameters import optimizer_parameters
 from pycomm.reducer.buckets import BucketInFlight
 from pycomm.reducer.partition.partition import SpreadSegment, StepPartition, Terms, shares_of
 from pycomm.torch_internals import has_compiled, has_scripted, prepare_scripts, without_torch_function
-from pycomm.transport.hierarchical_parts import order_of
+from pycomm.transport.hosts import order_of
 from pycomm.worker import Work
 
 _arrivals: dict[int, Arrival] = {}

@@ -27,7 +27,7 @@ def inputs(case: Case) -> list[torch.Tensor]:
     given = []
     for rank in range(case.ranks):
         span = case.input_span(rank, in_place=False)
-        given.append(torch.zeros(span.end - span.begin, dtype=case.torch_dtype))
+        given.append(torch.zeros(span.stop - span.start, dtype=case.torch_dtype))
         fill(case, rank, given[-1])
     return given
 
