@@ -34,6 +34,13 @@ def slow(session: nox.Session) -> None:
     session.run("pytest", "-m", "slow", "--durations=25", *session.posargs)
 
 
+@nox.session(python=False)
+def nightly(session: nox.Session) -> None:
+    """All that CI has, whatever has changed, and then the tests that CI leaves out."""
+    session.run("bash", ".ci/run", env={"CI_FULL": "1"}, external=True)
+    session.notify("slow")
+
+
 @nox.session
 def frameworks(session: nox.Session) -> None:
     """Trainers and optimizers of other libraries, the long runs too; without the extra these tests skip themselves."""
