@@ -58,6 +58,7 @@ def train_with_masters(compression: Any, dtype: torch.dtype, generic: bool) -> N
         assert all(m.dtype == torch.float32 for m in masters.parameters())
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("generic", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("method", METHODS)
