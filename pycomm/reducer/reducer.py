@@ -104,10 +104,7 @@ class Reducer:
 
     @property
     def world(self) -> tuple[int, ...]:
-        """Ranks that take part, by their numbers: first their ranks, then one more for each newcomer.
-
-        It changes with ``survive``. This process's index in it is its present rank.
-        """
+        """Ranks that take part, by their numbers; a newcomer gets a new one. This process's index is its rank."""
         return self._engine.world
 
     def on_change(self, callback: Callable[[tuple[int, ...], tuple[int, ...]], None]) -> None:
@@ -273,9 +270,9 @@ class Reducer:
             yield
 
     def skip_step(self) -> None:
-        """Declare that ``optimizer.step()`` is left out on purpose for the last averages, on all ranks.
+        """Declare that ``optimizer.step()`` is left out on purpose, on all ranks: what was sent is lost, not sent again.
 
-        Only compression methods with state require it: what they sent of these gradients is lost, not sent again.
+        Only compression methods with state require it.
         """
         self._require_attached()
         self._progress.skipped()
@@ -319,7 +316,7 @@ class Reducer:
 
         Raises:
             TypeError, ValueError: ``max_norm`` is not a positive number.
-            RuntimeError: with ``error_if_nonfinite``, the norm is not finite (a parameter is named); or an accumulation window is open.
+            RuntimeError: an accumulation window is open; or the norm is not finite, with ``error_if_nonfinite``.
         """
         self._require_attached()
         max_norm = checks.positive("max_norm", max_norm)
