@@ -270,7 +270,7 @@ class Reducer:
             yield
 
     def skip_step(self) -> None:
-        """Declare that ``optimizer.step()`` is left out on purpose, on all ranks: what was sent is lost, not sent again.
+        """Declare that ``optimizer.step()`` is left out on purpose, on all ranks: what was sent is not sent again.
 
         Only compression methods with state require it.
         """
