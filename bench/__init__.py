@@ -1,7 +1,7 @@
 """Benches, a folder each: ``python -m bench.kernels``, ``.collectives``, ``.training``, ``.planning``,
 ``.slow_network``, ``.chaos``, ``.gpu``.
 
-More of collectives: ``.nccl_tests``, ``pycomm bench`` with MPI and busy processes; ``.scale``, to many ranks;
+More of collectives: ``.nccl_tests``, ``pycomm bench`` with MPI and busy processes; ``.scale``, with many ranks;
 ``.choices``, what "auto" takes. ``bench.slow_network.link``: simulation against links made slow (root).
 
 Each verifies before it times, measures its peers and its floor in the same run, turn by turn, and prints medians with

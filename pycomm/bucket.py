@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
 from pycomm import kernels
-from pycomm.fingerprint import FINGERPRINT_PLACES, put_fingerprint
-from pycomm.held import is_held, is_shared
 from pycomm.layout import laid_out_like, on_gpu, view_like
-from pycomm.torch_internals import storage_uses
+from pycomm.torch_internals import storage_uses, uses_outside_python
+
+FINGERPRINT_BITS = 64
+"""Bits that must be equal on all ranks, and travel with the gradients.
+
+In a sum, of any floating dtype, every bit has two places, and each rank adds 1 to one of them: if neither sum is 0,
+ranks differ.
+"""
+FINGERPRINT_PLACES = 2 * FINGERPRINT_BITS
+"""Number of elements that a fingerprint takes in a sum."""
 
 
 class Group(Protocol):
@@ -289,3 +297,49 @@ class Bucket:
         for flag in fits:
             self.too_large_flag += ~flag
         put_fingerprint(self.fingerprint_places, fingerprint)
+
+
+def put_fingerprint(places: torch.Tensor, fingerprint: torch.Tensor | None) -> None:
+    """Write this rank's part of a sum; ``None`` agrees with any fingerprint."""
+    if fingerprint is None:
+        places.zero_()
+    else:
+        places[:FINGERPRINT_BITS].copy_(fingerprint)
+        places[FINGERPRINT_BITS:].copy_(~fingerprint)
+
+
+def differing_places(places: torch.Tensor) -> torch.Tensor:
+    """Return, for each bit, whether ranks differ in it, given the sum, or mean, over all ranks: bool."""
+    there = places != 0
+    return there[:FINGERPRINT_BITS] & there[FINGERPRINT_BITS:]
+
+
+# References to a tensor, or to its memory, besides its owner's. Gradients are handed out as views of memory that the
+# next reduction writes to. Plain autograd makes a new gradient after zero_grad(), so a kept one stays as it is;
+# promising the same without copying every gradient takes knowing which ones were kept.
+
+
+def _references(tensors: list[torch.Tensor], index: int) -> int:
+    tensor = tensors[index]
+    return sys.getrefcount(tensor)
+
+
+def _usual_references() -> tuple[int, int]:
+    """Return the reference counts of a tensor that only a list holds, and of one that is also a ``.grad``."""
+    tensors, param = [torch.empty(1)], torch.nn.Parameter(torch.empty(1))
+    alone = _references(tensors, 0)
+    param.grad = tensors[0]
+    return alone, _references(tensors, 0)
+
+
+_ALONE, _AS_GRAD = _usual_references()  # releases of Python and torch count differently
+
+
+def is_held(tensors: list[torch.Tensor], index: int, is_grad: bool = False) -> bool:
+    """Return whether Python refers to ``tensors[index]`` besides in this list, and as ``.grad`` if it is one."""
+    return _references(tensors, index) > (_AS_GRAD if is_grad else _ALONE)
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Return whether DLPack's consumers or a graph, outside Python, refer to ``tensor``, which is no ``.grad``."""
+    return uses_outside_python(tensor) > 1

@@ -18,11 +18,11 @@ import torch
 
 from pycomm import schedule
 from pycomm.communicator import Communicator
-from pycomm.execute.programs import ranks_per_host
 from pycomm.schedule.collective import Schedule
 from pycomm.schedule.network import Link, Network
 from pycomm.schedule.program import Program, program_of
 from pycomm.schedule.table import COPY, REDUCE, Round
+from pycomm.transport.algorithms import ranks_per_host
 from pycomm.transport.rendezvous import host_identity
 
 SIZES = tuple(4**i for i in range(5, 13))

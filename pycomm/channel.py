@@ -1,6 +1,9 @@
 """Channel of a process group: its transport, the communication thread, and the queues of its GPUs.
 
-:class:`pycomm.Communicator` is the public face; the operations here are for pycomm's own parts only.
+:class:`pycomm.Communicator` is the public face; the operations here are for pycomm's own parts only. An array makes
+these stops on its way to C++: ``Communicator.all_reduce`` asks :meth:`Channel.side` once whether it lies in CPU memory
+or on a GPU. The answer is the channel itself, which calls the transport here or on its thread, or a :class:`GpuQueue`,
+which calls NCCL with a stream. Either has ``native``, ``run``, ``run_program``, ``send`` and ``recv``.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -17,14 +20,13 @@ import torch
 
 from pycomm import threads
 from pycomm.errors import CommError
-from pycomm.execute.gpu_program import run_on_gpu
-from pycomm.execute.runner import runner_for
 from pycomm.recorder import Recorder, from_here
 from pycomm.recorder.watch import watch
 from pycomm.schedule.program import Program
+from pycomm.schedule.table import Table
 from pycomm.transport import late_ranks
 from pycomm.transport.base import Transport, bytes_of
-from pycomm.transport.gpu import GpuQueue, GpuWork, current_stream, streams_of
+from pycomm.transport.gpu import GpuQueue, GpuWork, current_stream, gpu_of
 from pycomm.transport.nccl import NcclTransport
 from pycomm.worker import Work, Worker
 
@@ -34,7 +36,7 @@ _PATIENCE_AFTER_FAILURE = 0.5
 
 
 class Channel:
-    """Channel that passes operations to the transport, or to a GPU's stream, in the order of the calls.
+    """Queue of a group's operations in CPU memory, in the order of the calls; and of those on its GPUs.
 
     It holds no reference to its communicator, so that a communicator that is dropped can be closed.
 
@@ -51,7 +53,8 @@ class Channel:
         """Returns what peers that still wait are told when this is closed without a reason."""
         self.companions: list[Channel] = []
         """Channels over the same ranks that are closed with this one."""
-        self._runner = runner_for(transport)
+        self.native: tuple[str, ...] = ("auto", "native")
+        """Names of algorithms that are the transport's own, whatever the array."""
         self._gpus: dict[int, GpuQueue] = {}
         self._pid = os.getpid()
         self._once = threading.Lock()  # acquired by the first call of close(), on whichever thread
@@ -62,7 +65,44 @@ class Channel:
         """Recorder of its operations in CPU memory."""
         return self.transport.recorder
 
+    def side(self, x: Any) -> Channel | GpuQueue:
+        """Return the queue for operations on ``x``: this one, or that of the GPU which ``x`` is on."""
+        if isinstance(x, torch.Tensor) and not x.is_cuda:  # at once, for latency
+            return self
+        device = gpu_of(x)
+        return self if device is None else self.gpu(device)
+
     # Arrays in CPU memory.
+
+    def all_reduce(self, x: Any, op: str, async_op: bool, algorithm: str | Table) -> Work | None:
+        """Reduce ``x`` over all ranks by the transport's own algorithm, whichever of its names came."""
+        if not async_op and not self.worker.unfinished:  # at once, for latency
+            self.transport.all_reduce(x, op, self.timeout)
+            return None
+        return self.run("all_reduce", async_op, x, op)
+
+    def run(self, operation: str, async_op: bool, *args: Any) -> Work | None:
+        """Run the transport's operation of that name, after all earlier ones."""
+        if not async_op and not self.worker.unfinished:  # at once, for latency
+            getattr(self.transport, operation)(*args, self.timeout)
+            return None
+        return self.enqueue(lambda: getattr(self.transport, operation)(*args, self.timeout), async_op)
+
+    def run_program(self, program: Program, x: Any, op: str = "sum", async_op: bool = False) -> Work | None:
+        """Run this rank's program of any table, whether or not it is a collective, on ``x`` in CPU memory."""
+        return self.run("run_program", async_op, program, x, op)
+
+    def send(self, x: Any, dst: int, tag: int) -> None:
+        """Send ``x`` to rank ``dst``; see :meth:`pycomm.transport.base.Transport.send`."""
+        self.transport.send(x, dst, tag, self.timeout)
+
+    def recv(self, x: Any, src: int | None, tag: int) -> int:
+        """Receive ``x`` from rank ``src``, or from any; return the rank that it came from."""
+        receipt = self.transport.receive(x, src, tag)
+        try:
+            return receipt.wait(self.timeout)
+        finally:
+            receipt.cancel()  # unless it is completed
 
     def enqueue(self, job: Callable[[], None], async_op: bool = False) -> Work | None:
         """Run ``job`` after all earlier operations: at once, on this thread, if none is in progress."""
@@ -101,10 +141,6 @@ class Channel:
         finally:
             self.transport.skip_checks = False
 
-    def run_program(self, program: Program, x: Any, op: str = "sum", async_op: bool = False) -> Work | None:
-        """Run this rank's program of any table, whether or not it is a collective, on ``x`` in CPU memory."""
-        return self.enqueue(lambda: self._runner.run(program, x, op, self.timeout), async_op)
-
     def own_share(self, x: torch.Tensor) -> slice | None:
         """Return the elements of ``x``, from :meth:`empty`, that this rank reduces itself in the next all-reduce of it.
 
@@ -129,11 +165,11 @@ class Channel:
 
         ``out`` may be this rank's own ``xs[rank]``.
         """
-        self.enqueue(lambda: self.transport.reduce_scatter_v(out, xs, op, self.timeout))
+        self.run("reduce_scatter_v", False, out, xs, op)
 
     def all_gather_v(self, outs: Sequence[torch.Tensor], x: torch.Tensor) -> None:
         """Write the ``x`` of every rank, of any length in CPU memory, into ``outs[p]``; ``outs[rank]`` may be ``x``."""
-        self.enqueue(lambda: self.transport.all_gather_v(outs, x, self.timeout))
+        self.run("all_gather_v", False, outs, x)
 
     def all_gather_bytes(self, mine: bytes) -> list[bytes]:
         """Return the ``mine`` of every rank, in rank order. Lengths may differ; meant for small messages."""
@@ -142,31 +178,28 @@ class Channel:
         except Exception as error:  # a foreign object may raise anything
             self.refuse_and_raise(error)
         lengths = np.empty(self.size, np.int64)
-        self._all_gather(lengths, np.array([len(content)], np.int64))
+        self.run("all_gather", False, lengths, np.array([len(content)], np.int64))
         longest = int(lengths.max())
         padded = np.zeros(longest, np.uint8)
         padded[: len(content)] = content
         gathered = np.empty(self.size * longest, np.uint8)
-        self._all_gather(gathered, padded)
+        self.run("all_gather", False, gathered, padded)
         rows = gathered.reshape(self.size, longest)
         return [rows[p, : lengths[p]].tobytes() for p in range(self.size)]
 
     def all_gather_number(self, mine: int) -> list[int]:
         """Return the ``mine``, an integer of 64 bits, of every rank, in rank order: one message."""
         gathered = np.empty(self.size, np.int64)
-        self._all_gather(gathered, np.array([mine], np.int64))
+        self.run("all_gather", False, gathered, np.array([mine], np.int64))
         numbers: list[int] = gathered.tolist()
         return numbers
-
-    def _all_gather(self, out: Any, x: Any) -> None:
-        self.enqueue(lambda: self.transport.all_gather(out, x, self.timeout))
 
     # Arrays on GPUs.
 
     def gpu(self, device: int) -> GpuQueue:
         """Return the queue of the GPU with the ordinal ``device``, made at first use."""
         if device not in self._gpus:
-            self._gpus[device] = GpuQueue(device, self._make_nccl)
+            self._gpus[device] = GpuQueue(device, self.timeout, self._make_nccl)
         return self._gpus[device]
 
     def _make_nccl(self, device: int, algorithm: str, streams: Sequence[int]) -> NcclTransport:
@@ -174,25 +207,12 @@ class Channel:
         made.recorder = watch(made, f"{self.recorder.group}/nccl {algorithm}", self.recorder.ranks)
         return made
 
-    def on_gpu(
-        self,
-        device: int,
-        arrays: Sequence[Any],
-        operation: Callable[[NcclTransport, int, float], None],
-        async_op: bool = False,
-        algorithm: str = "native",
-    ) -> GpuWork | None:
-        """Enqueue ``operation(transport, stream, timeout)``, which uses ``arrays``, on the GPU ``device``."""
-        queue = self.gpu(device)
-        transport = queue.transport(algorithm, streams_of(arrays))
-        return queue.enqueue(arrays, lambda stream: operation(transport, stream, self.timeout), async_op)
-
-    def run_on_gpu(self, device: int, program: Program, x: Any, op: str, async_op: bool) -> GpuWork | None:
-        """Run this rank's program of any table, as :meth:`run_program` does, on ``x`` on the GPU ``device``."""
-        return run_on_gpu(self.gpu(device), program, x, op, self.timeout, async_op)
-
     def submit_on_gpu(
-        self, device: torch.device, job: Callable[[], Any], reads: Sequence[torch.Tensor | None], producers: set[int]
+        self,
+        device: torch.device,
+        job: Callable[[], Any],
+        reads: Sequence[torch.Tensor | None],
+        producers: Collection[int],
     ) -> GpuWork:
         """Call ``job`` now, with the communication stream of ``device`` as torch's current stream.
 
@@ -201,7 +221,7 @@ class Channel:
         producers, and the stream that is current then, wait for it. The caller may drop the tensors
         ``reads`` at once.
         """
-        return self.gpu(device.index).run(job, reads, producers)
+        return self.gpu(device.index).call(job, reads, producers)
 
     @staticmethod
     def current_stream(device: torch.device) -> int:
@@ -219,7 +239,7 @@ class Channel:
         """Stand in for an operation that the other ranks call and this one cannot; they get a ValueError."""
         text = reason.encode("utf-8", "replace").decode()  # a lone surrogate cannot be encoded in UTF-8
         # Enqueued, as earlier operations may still be in progress.
-        self.enqueue(lambda: self.transport.refuse(text, self.timeout))
+        self.run("refuse", False, text)
 
     def refuse_and_raise(self, error: Exception) -> NoReturn:
         """Tell the other ranks that this one cannot take part, then raise ``error``."""

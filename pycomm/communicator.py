@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -13,14 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm.channel import Channel
 from pycomm.checks import reduction, seconds_of, shape_of
-from pycomm.execute.programs import AlgorithmSelector
-from pycomm.point_to_point import PointToPoint
 from pycomm.schedule.network import Network
 from pycomm.schedule.program import Program
 from pycomm.schedule.table import Table
 from pycomm.transport import TRANSPORTS
+from pycomm.transport.algorithms import AlgorithmSelector
 from pycomm.transport.choice import choose_transport
-from pycomm.transport.gpu import GpuWork, gpu_of
+from pycomm.transport.gpu import GpuWork
 from pycomm.transport.own_group import Place, found_group, group_of, place_of, timeout_seconds
 from pycomm.worker import Work
 
@@ -28,10 +29,61 @@ _NOT_INITIALISED = (
     "torch.distributed is not initialised: call torch.distributed.init_process_group() first (under torchrun, or with "
     "rank and world_size)"
 )
-_NCCL_ALGORITHMS = ("auto", "native", "ring")
 
 
-class Communicator(PointToPoint):
+class _Messages:
+    """Messages between two ranks: the part of :class:`Communicator` that is no collective."""
+
+    channel: Channel
+
+    def send(self, x: Any, dst: int, tag: int = 0) -> None:
+        """Send ``x`` to rank ``dst`` (a rank of this group, not this one), which calls :meth:`recv`. Any dtype.
+
+        In CPU memory the message is copied, and the call returns whether or not ``dst`` receives it already: so ranks
+        may send and receive in any order. It is no collective; other threads may be in collectives meanwhile. What
+        has been sent and not yet received takes at most ``PYCOMM_BUFFER_BYTES`` (1 GiB, or a quarter of the memory
+        if that is less): where there is no more room, the call waits.
+
+        Args:
+            x: array.
+            dst: rank of the receiver.
+            tag: number below 2³⁰ by which the receiver asks for it; 0 on a GPU.
+
+        Raises:
+            ValueError: ``x`` alone is larger than what may be buffered.
+            CommError: ``dst`` died or closed its communicator; or there was no room within the timeout, or there
+                cannot be, as ``dst`` itself waits for this rank. Over shared memory the communicator can still be
+                used, unlike after other errors.
+        """
+        self.channel.side(x).send(x, dst, tag)
+
+    def recv(self, x: Any, src: int | None = None, tag: int = 0) -> int | None:
+        """Overwrite ``x`` with an array of equal size that rank ``src`` sends with ``tag``. Any dtype.
+
+        Messages of one rank with one tag come in the order in which they were sent. In CPU memory, ``src=None`` takes
+        the message of any rank, and the rank it came from is returned. On a GPU, ``src`` must be given, and ``None``
+        is returned.
+
+        Raises:
+            ValueError: the message has another size than ``x``. It is lost.
+            CommError: no message came within the timeout, or ``src`` died or closed its communicator before it sent
+                one. Over shared memory the communicator can still be used, unlike after other errors.
+        """
+        return self.channel.side(x).recv(x, src, tag)
+
+    @contextlib.contextmanager
+    def group(self, device: torch.device | int) -> Iterator[None]:
+        """Start the operations called inside, on arrays of one GPU, together when the block ends.
+
+        Sends and receives that need each other must be in one group. If the block raises, none of them is
+        executed on this rank.
+        """
+        index = torch.device("cuda", device).index if isinstance(device, int) else device.index
+        with self.channel.gpu(0 if index is None else index).grouped():
+            yield
+
+
+class Communicator(_Messages):
     """Communicator: collectives among the ranks of ``process_group``.
 
     Arrays in CPU memory (tensors, numpy arrays, objects with ``__dlpack__``) go through shared memory between
@@ -97,18 +149,19 @@ class Communicator(PointToPoint):
     def _open(self, place: Place, transport: str, problem: Exception | None = None) -> None:
         """Meet the other ranks at ``place``; see :func:`choose_transport`."""
         transport_used = choose_transport(place, "auto" if problem else transport, self._timeout, problem)
-        super().__init__(Channel(transport_used, self._timeout))
+        self.channel = Channel(transport_used, self._timeout)
+        """Internal: operations for pycomm's own parts."""
         self.place = place
         """Internal: where its ranks have met."""
         self.rank: int = self.channel.rank
         self.size: int = self.channel.size
-        self._transport, self._worker = transport_used, self.channel.worker
         # Closes it also if it is dropped, and before the interpreter ends: a communication thread must not be left
         # inside an operation.
         self._finalizer = weakref.finalize(self, self.channel.close)
         self._selector = AlgorithmSelector(self.rank, self.size)
         try:
-            self._selector.agree(self._network, self.transport, self.channel.all_gather_bytes)
+            share = self.channel.all_gather_bytes
+            self.channel.native = self._selector.agree(self._network, self.transport, share)
         except BaseException:
             self.close()
             raise
@@ -124,7 +177,7 @@ class Communicator(PointToPoint):
     @property
     def transport(self) -> str:
         """Name of the transport for arrays in CPU memory: "shared_memory", "hierarchical" or "torch"."""
-        return self._transport.name
+        return self.channel.transport.name
 
     def empty(
         self,
@@ -150,7 +203,7 @@ class Communicator(PointToPoint):
             return torch.empty(dims, dtype=dtype, device=device)
         if kind != "cpu":
             raise ValueError(f"device is {device!r}, wanted the CPU or a GPU")
-        return self._transport.empty(dims, dtype)
+        return self.channel.transport.empty(dims, dtype)
 
     def all_reduce(
         self, x: Any, op: str = "sum", algorithm: str | Table = "auto", async_op: bool = False
@@ -178,50 +231,30 @@ class Communicator(PointToPoint):
                 still run in the order of the calls. On a GPU, ``wait()`` makes torch's current stream and
                 the array's wait, not the host.
         """
-        op, gpu = reduction(op), gpu_of(x)
-        native = self._selector.native if gpu is None else _NCCL_ALGORITHMS
-        is_native = isinstance(algorithm, str) and algorithm in native
+        op, side = reduction(op), self.channel.side(x)
+        is_native = isinstance(algorithm, str) and algorithm in side.native
         program = None if is_native else self._program(algorithm, x)
-        if gpu is not None and program is not None:
-            return self.channel.run_on_gpu(gpu, program, x, op, async_op)
-        if gpu is not None:
-            name = "ring" if algorithm == "ring" else "native"
-            return self.channel.on_gpu(gpu, [x], lambda nccl, *when: nccl.all_reduce(x, op, *when), async_op, name)
         if program is not None:
-            return self.channel.run_program(program, x, op, async_op)
-        if not async_op and self._worker.idle():  # shortcut, for latency
-            self._transport.all_reduce(x, op, self._timeout)
-            return None
-        return self.channel.enqueue(lambda: self._transport.all_reduce(x, op, self._timeout), async_op)
+            return side.run_program(program, x, op, async_op)
+        return side.all_reduce(x, op, async_op, algorithm)
 
-    def reduce(self, x: Any, dst: int, op: str = "sum", async_op: bool = False) -> Work | None:
+    def reduce(self, x: Any, dst: int, op: str = "sum", async_op: bool = False) -> Work | GpuWork | None:
         """Reduce ``x`` over all ranks into that of rank ``dst``; the others' stay, and must be writable too.
 
         dtypes and ``op`` as in :meth:`all_reduce`. In CPU memory only, else ValueError.
         """
-        if gpu_of(x) is not None:
-            raise ValueError("reduce wants an array in CPU memory; between GPUs use all_reduce()")
-        op = reduction(op)
-        return self.channel.enqueue(lambda: self._transport.reduce(x, dst, op, self._timeout), async_op)
+        return self.channel.side(x).run("reduce", async_op, x, dst, reduction(op))
 
     def reduce_scatter(self, out: Any, x: Any, op: str = "sum", async_op: bool = False) -> Work | GpuWork | None:
         """Reduce ``x`` over all ranks and write part ``rank`` of the result into ``out``.
 
         ``x`` has ``size`` times as many elements as ``out``; dtypes and ``op`` as in :meth:`all_reduce`.
         """
-        op, gpu = reduction(op), gpu_of(out)
-        if gpu is not None:
-            return self.channel.on_gpu(
-                gpu, [out, x], lambda nccl, *when: nccl.reduce_scatter(out, x, op, *when), async_op
-            )
-        return self.channel.enqueue(lambda: self._transport.reduce_scatter(out, x, op, self._timeout), async_op)
+        return self.channel.side(out).run("reduce_scatter", async_op, out, x, reduction(op))
 
     def all_gather(self, out: Any, x: Any, async_op: bool = False) -> Work | GpuWork | None:
         """Write the ``x`` of all ranks, in rank order, into ``out`` (``size`` times as many elements). Any dtype."""
-        gpu = gpu_of(out)
-        if gpu is not None:
-            return self.channel.on_gpu(gpu, [out, x], lambda nccl, *when: nccl.all_gather(out, x, *when), async_op)
-        return self.channel.enqueue(lambda: self._transport.all_gather(out, x, self._timeout), async_op)
+        return self.channel.side(out).run("all_gather", async_op, out, x)
 
     def all_to_all(self, out: Any, x: Any, async_op: bool = False) -> Work | GpuWork | None:
         """Send part p of ``x`` to rank p, where it becomes part ``rank`` of ``out``.
@@ -229,16 +262,12 @@ class Communicator(PointToPoint):
         Both arrays consist of as many equal parts as there are ranks. Any dtype; in CPU memory only, else
         ValueError. Between GPUs, use :meth:`send` and :meth:`recv` in a :meth:`group`.
         """
-        if gpu_of(x) is not None or gpu_of(out) is not None:
-            raise ValueError("all_to_all wants arrays in CPU memory; between GPUs use group(), send() and recv()")
-        return self.channel.enqueue(lambda: self._transport.all_to_all(out, x, self._timeout), async_op)
+        side = self.channel.side(x)
+        return (self.channel.side(out) if side is self.channel else side).run("all_to_all", async_op, out, x)
 
     def broadcast(self, x: Any, src: int, async_op: bool = False) -> Work | GpuWork | None:
         """Overwrite ``x`` with that of rank ``src`` (a rank of this group). Any dtype."""
-        gpu = gpu_of(x)
-        if gpu is not None:
-            return self.channel.on_gpu(gpu, [x], lambda nccl, *when: nccl.broadcast(x, src, *when), async_op)
-        return self.channel.enqueue(lambda: self._transport.broadcast(x, src, self._timeout), async_op)
+        return self.channel.side(x).run("broadcast", async_op, x, src)
 
     def check(self) -> None:
         """Raise CommError if an operation on a GPU has failed meanwhile, by an error of NCCL or by the timeout."""
@@ -250,7 +279,7 @@ class Communicator(PointToPoint):
 
     def barrier(self) -> None:
         """Wait for all ranks, on the host."""
-        self.channel.enqueue(lambda: self._transport.barrier(self._timeout), False)
+        self.channel.run("barrier", False)
 
     def close(self, reason: str | None = None) -> None:
         """Release all resources; tensors from :meth:`empty` remain valid. Not collective, idempotent.
@@ -273,7 +302,7 @@ class Communicator(PointToPoint):
 
     def own_share(self, x: torch.Tensor, algorithm: str | Table) -> slice | None:
         """Internal: what :meth:`pycomm.channel.Channel.own_share` says, if ``algorithm`` is the transport's own."""
-        return self.channel.own_share(x) if self._selector.is_native(algorithm, x) else None
+        return self.channel.own_share(x) if self._selector.find(algorithm, x) is None else None
 
     def _program(self, algorithm: str | Table, x: Any) -> Program | None:
         try:

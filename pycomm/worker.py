@@ -102,8 +102,8 @@ class Worker:
         self._jobs: SimpleQueue[Work | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._refusal = ""  # the reason, once jobs are no longer run
-        self._unfinished: deque[Work] = deque()
-        self._in_callbacks = False
+        self.unfinished: deque[Work] = deque()
+        """Jobs that have not ended; the last one until what its end has called has returned."""
         _workers.add(self)
 
     def submit(self, job: Callable[[], Any]) -> Work:
@@ -123,7 +123,7 @@ class Worker:
                 run, end = functools.partial(self._loop, jobs), functools.partial(self._end_with_process, jobs)
                 thread = threads.start(run, self._name, end)
                 self._jobs, self._thread = jobs, thread
-            self._unfinished.append(work)
+            self.unfinished.append(work)
             self._jobs.put(work)
         return work
 
@@ -135,7 +135,7 @@ class Worker:
 
     def idle(self) -> bool:
         """Return whether all jobs submitted so far have ended, and what their ends have called has returned."""
-        return not self._unfinished and not self._in_callbacks
+        return not self.unfinished
 
     def is_current(self) -> bool:
         """Return whether the caller is itself a job of this worker."""
@@ -162,10 +162,12 @@ class Worker:
     def _loop(self, jobs: SimpleQueue[Work | None]) -> None:
         while (work := jobs.get()) is not None:
             work._run()
-            self._in_callbacks = bool(work._callbacks)
-            self._unfinished.popleft()  # before work ends, so that its waiter finds this worker idle
-            work._end()
-            self._in_callbacks = False
+            if work._callbacks:
+                work._end()
+                self.unfinished.popleft()
+            else:
+                self.unfinished.popleft()  # before work ends, so that its waiter finds this worker idle
+                work._end()
             del work  # this frame would keep the last job's tensors alive until the next job
 
     def _reset_in_child(self) -> None:
@@ -173,10 +175,11 @@ class Worker:
         self._lock = threading.RLock()
         self._jobs = SimpleQueue()
         self._thread = None
-        self._in_callbacks = False
         self._refusal = f"it was inherited by a fork from process {os.getppid()}; make one in the new process"
-        while self._unfinished:
-            self._unfinished.popleft()._end_in_child(self._make_error(self._refusal))
+        while self.unfinished:
+            work = self.unfinished.popleft()
+            if not work.is_completed():
+                work._end_in_child(self._make_error(self._refusal))
 
 
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()

@@ -25,9 +25,8 @@ import pytest
 import torch
 
 import pycomm
-from pycomm.asynchronous.events import packed, read_events
-from pycomm.asynchronous.journal import Journal
-from pycomm.asynchronous.trace import Replay
+from pycomm.asynchronous.journal import Journal, packed, read_events
+from pycomm.asynchronous.settings import Replay
 from pycomm.checkpoint.files import Reserve, told_in, write_json, write_sealed
 from pycomm.checkpoint.torch_files import load_values
 from pycomm.cli.main import build_parser

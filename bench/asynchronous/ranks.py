@@ -22,9 +22,9 @@ from pycomm.cli.demo.model import ByteGPT, loss_of
 OURS, GLOO, REDUCE = "pycomm, push and pull", "Gloo, send and recv", "pycomm, all_reduce in empty"
 MODES: dict[str, dict[str, Any]] = {
     "async": {},
-    "ssp, bound 100": {"mode": "ssp", "staleness": 100},
-    "softsync 2": {"mode": "softsync", "quorum": 2},
-    "sync, backup 1": {"mode": "sync", "backup": 1},
+    "ssp, bound 100": {"mode": pycomm.StaleSynchronous(100)},
+    "softsync 2": {"mode": pycomm.SoftSync(2)},
+    "sync, backup 1": {"mode": pycomm.Sync(backup=1)},
     "sync": {"mode": "sync"},
 }
 

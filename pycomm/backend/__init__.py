@@ -45,11 +45,11 @@ def stats(group: dist.ProcessGroup | None = None) -> dict[str, Any]:
     Raises:
         ValueError: the group has another backend, or there is none.
     """
-    from pycomm.backend.operations import Operations
+    from pycomm.backend.process_group import PycommProcessGroup
 
     found = dist.group.WORLD if group is None else group
     backend = None if found is None else backend_of(found, torch.device("cpu"))
-    if not isinstance(backend, Operations):
+    if not isinstance(backend, PycommProcessGroup):
         what = "there is no group" if found is None else f"group has the backend {dist.get_backend(found)!r}"
         raise ValueError(f"{what}, wanted one with the backend {PYCOMM!r}")
     return backend.engine.stats()

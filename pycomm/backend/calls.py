@@ -1,4 +1,4 @@
-"""What the operations of a process group have in common: their arguments, and the way that a call takes."""
+"""How operations of a process group are called: what torch passes, and the side, CPU or GPU, that runs it."""
 
 from __future__ import annotations
 
@@ -6,78 +6,116 @@ import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from pycomm.backend.engine import Engine, Job
+from pycomm.backend.engine import GroupEngine
 from pycomm.backend.gpu import GpuSide
-from pycomm.backend.monitored import USERS_TAG_END
-from pycomm.backend.reduction import name_of
 from pycomm.backend.work import BackendWork
 from pycomm.errors import CommError
 from pycomm.torch_internals import keeps_python_works
 
 F = TypeVar("F", bound=Callable[..., Any])
-Tensors = Sequence[torch.Tensor]
+
+METHODS: dict[str, Callable[..., Any]] = {}
+"""Methods of a process group by torch's names for them; see :func:`operation`."""
 
 
 class Planned(NamedTuple):
-    """What is to be run for a call.
+    """Collective to be run for a call.
 
     Attributes:
         name: name of the operation.
-        job: does it.
+        run: does it, given ``args`` and the limit of every single wait, in seconds.
         result: tensors that it writes.
-        opts: torch's options, which say whether the caller waits for it.
+        opts: torch's options, which say whether the caller waits for it, and for how long.
+        timeout: how long, where that is an argument of its own.
     """
 
     name: str
-    job: Job
+    run: Callable[..., None]
+    args: tuple[Any, ...]
     result: Sequence[Any]
     opts: Any
+    timeout: timedelta | None = None
 
 
-def collective(operation: Callable[..., Planned]) -> Callable[..., Any]:
-    """Return the method that runs what ``operation`` plans, or hands the call to the group's side on GPUs.
+class Calls:
+    """Calls of the operations of one process group.
 
-    If the call cannot be planned, the ranks that call the same are told.
+    Args:
+        engine: runs them in CPU memory.
     """
 
-    @functools.wraps(operation)
-    def call(self: Calls, *args: Any, **kwargs: Any) -> Any:
-        try:
-            args = tuple(map(_arrived, args))
-            side = self.side_of(_device_of(args))
-            planned = operation(self, *args, **kwargs) if side is None else None
-        except Exception as error:
-            self.engine.channel.refuse_and_raise(error)
-        if side is not None:
-            return side.call(operation.__name__, *args, **kwargs)
-        assert planned is not None
-        work = self.run(planned)
-        if self._coalescing is not None:
-            self._coalescing.append(work)
+    def __init__(self, engine: GroupEngine) -> None:
+        self.engine = engine
+        self.gpu: GpuSide | None = None
+        self.coalescing: list[BackendWork] | None = None
+        self.num_barriers = 0  # that were monitored
+        # For C++ that waits for them. DistributedDataParallel does at once, so that few are enough.
+        self._recent: deque[BackendWork] = deque(maxlen=0 if keeps_python_works() else 8)
+
+    def side_of(self, device: torch.device | None) -> GpuSide | None:
+        """Return what operates on tensors of ``device``; ``None`` for those in CPU memory, which the engine does."""
+        if device is None or device.type == "cpu":
+            return None
+        if self.gpu is None:
+            self.gpu = GpuSide(self.engine, device)
+        return self.gpu
+
+    def start(self, operation: Planned | BackendWork) -> BackendWork:
+        """Run what is planned, on this thread if the options say so; return its work."""
+        if isinstance(operation, Planned):
+            name, run, args, result, opts, timeout = operation
+            job = functools.partial(_timed, run, args, self.seconds(opts, timeout))
+            work = self.engine.run(name, job, result, bool(getattr(opts, "asyncOp", True)))
+            self._recent.append(work)
+        else:
+            work = operation
+        if self.coalescing is not None:
+            self.coalescing.append(work)
         return work
 
-    return call
+    def seconds(self, opts: Any, timeout: timedelta | None = None) -> float:
+        """Return the limit of every single wait of an operation."""
+        limit = timeout if timeout is not None else getattr(opts, "timeout", None)
+        seconds = limit.total_seconds() if isinstance(limit, timedelta) else 0.0
+        return seconds if seconds > 0 else self.engine.timeout
+
+    def require_one_per_rank(self, operation: str, name: str, tensors: Sequence[Any]) -> None:
+        """Raise ValueError unless there are as many ``tensors`` as ranks."""
+        if len(tensors) != self.engine.size:
+            wanted = f"wanted one for each of {self.engine.size} ranks"
+            raise ValueError(f"{operation}: {name} has {len(tensors)} tensors, {wanted}")
 
 
-def message(operation: F) -> F:
-    """Hand calls of ``operation``, which only two ranks take part in, with a tensor on a GPU to that side."""
+def operation(*names: str, is_collective: bool = True) -> Callable[[F], F]:
+    """Make a function the method of process groups that torch calls by any of ``names``.
 
-    @functools.wraps(operation)
-    def call(self: Calls, *args: Any, **kwargs: Any) -> Any:
-        args = tuple(map(_arrived, args))
-        side = self.side_of(_device_of(args))
-        if side is not None:
-            return side.call(operation.__name__, *args, **kwargs)
-        work = operation(self, *args, **kwargs)
-        if self._coalescing is not None:
-            self._coalescing.append(work)
-        return work
+    The function gets the group's :class:`Calls` and torch's arguments. It returns what is to be run, or the work of
+    what it has started. Calls with tensors on a GPU go to the group's side there. If a collective cannot be planned,
+    the ranks that call it too are told.
+    """
 
-    return cast(F, call)
+    def register(function: F) -> F:
+        @functools.wraps(function)
+        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+            calls: Calls = group.calls
+            try:
+                args = tuple(map(_arrived, args))
+                side = calls.side_of(_device_of((*args, *kwargs.values())))
+                started: Any = function(calls, *args, **kwargs) if side is None else None
+            except Exception as error:
+                if not is_collective:
+                    raise
+                calls.engine.channel.refuse_and_raise(error)
+            return calls.start(started) if side is None else side.call(names, *args, **kwargs)
+
+        METHODS.update(dict.fromkeys(names, call))
+        return function
+
+    return register
 
 
 def _arrived(arg: Any) -> Any:
@@ -94,68 +132,18 @@ def _arrived(arg: Any) -> Any:
 
 
 def _device_of(args: Sequence[Any]) -> torch.device | None:
+    """Return the device of the first tensor, or of the options of a barrier."""
     for arg in args:
-        if isinstance(arg, torch.Tensor):
-            return arg.device
-        if isinstance(arg, (list, tuple)) and (found := _device_of(arg)) is not None:
-            return found
+        found = _device_of(arg) if isinstance(arg, (list, tuple)) else getattr(arg, "device", None)
+        if found is not None:
+            return torch.device(found)
     return None
 
 
-class Calls:
-    """Group of an :class:`pycomm.backend.engine.Engine`, as its operations see it."""
-
-    engine: Engine
-
-    def set_engine(self, engine: Engine) -> None:
-        """Use ``engine`` from now on."""
-        self.engine = engine
-        self._gpu_side: GpuSide | None = None
-        self._coalescing: list[BackendWork] | None = None
-        self._num_barriers = 0  # that were monitored
-        # For C++ that waits for them. DistributedDataParallel does at once, so that few are enough.
-        self._recent: deque[BackendWork] = deque(maxlen=0 if keeps_python_works() else 8)
-
-    def gpu_side(self, device: torch.device) -> GpuSide:
-        """Return what operates on tensors of ``device``, which is made at first use."""
-        if self._gpu_side is None:
-            self._gpu_side = GpuSide(self.engine, device)
-        return self._gpu_side
-
-    def side_of(self, device: torch.device | None) -> GpuSide | None:
-        """Return what operates on tensors of ``device``; ``None`` if that is this group itself, in CPU memory."""
-        return None if device is None or device.type == "cpu" else self.gpu_side(device)
-
-    def run(self, planned: Planned) -> BackendWork:
-        """Run what is ``planned``; on this thread if the options say so."""
-        name, job, result, opts = planned
-        timed = functools.partial(_timed, job, self.seconds(opts))
-        work = self.engine.run(name, timed, result, bool(getattr(opts, "asyncOp", True)))
-        self._recent.append(work)
-        return work
-
-    def seconds(self, opts: Any, timeout: timedelta | None = None) -> float:
-        """Return the limit of every single wait of an operation."""
-        limit = timeout if timeout is not None else getattr(opts, "timeout", None)
-        seconds = limit.total_seconds() if isinstance(limit, timedelta) else 0.0
-        return seconds if seconds > 0 else self.engine.timeout
-
-    def require_one_per_rank(self, operation: str, name: str, tensors: Sequence[Any]) -> None:
-        """Raise ValueError unless there are as many ``tensors`` as ranks."""
-        if len(tensors) != self.engine.size:
-            wanted = f"wanted one for each of {self.engine.size} ranks"
-            raise ValueError(f"{operation}: {name} has {len(tensors)} tensors, {wanted}")
-
-
-def reduction(opts: Any) -> str:
-    """Return the name of the reduction that ``opts`` has."""
-    return "sum" if opts is None else name_of(getattr(opts, "reduceOp", opts))
-
-
-def _timed(job: Job, seconds: float) -> None:
-    """Run ``job``; if it fails because a wait took longer than ``seconds``, say so as torch's backends do."""
+def _timed(run: Callable[..., None], args: tuple[Any, ...], seconds: float) -> None:
+    """Call ``run(*args, seconds)``; if a wait in it takes longer than ``seconds``, say so as torch's backends do."""
     try:
-        job()
+        run(*args, seconds)
     except CommError as error:
         if error.elapsed < seconds:
             raise
@@ -163,24 +151,3 @@ def _timed(job: Job, seconds: float) -> None:
         raise CommError(
             text, rank=error.rank, peer=error.peer, operation=error.operation, elapsed=error.elapsed
         ) from error
-
-
-def only(tensors: Any) -> Any:
-    """Return the one element of a list, which torch's calling convention has for several GPUs of a process."""
-    if isinstance(tensors, torch.Tensor):
-        return tensors
-    if len(tensors) != 1:
-        raise ValueError(f"one tensor per process is wanted, {len(tensors)} came")
-    return tensors[0]
-
-
-def users_tag(tag: int) -> int:
-    """Return ``tag``, which must not be one of monitored_barrier's."""
-    if tag >= USERS_TAG_END:
-        raise ValueError(f"tag is {tag}, wanted one below {USERS_TAG_END}")
-    return tag
-
-
-def root_of(opts: Any) -> int:
-    """Return the root that ``opts`` has, a rank of the group."""
-    return int(opts) if isinstance(opts, int) else int(getattr(opts, "rootRank", 0))

@@ -9,26 +9,32 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from pycomm.backend.agreement import prepared, require_same, require_same_dtypes
-from pycomm.backend.dense import Target, contiguous, require_writable, to_change, to_fill
-from pycomm.backend.in_backward import BackwardErrors
+from pycomm.agreement import Words, agreed, prepared, rows_of_all
 from pycomm.backend.moved import MovedStorages
-from pycomm.backend.reduction import reducible
-from pycomm.backend.sparse import all_reduce_sparse
-from pycomm.backend.work import BackendWork, Collective, MessageWork, Reception
+from pycomm.backend.tensors import Target, contiguous, reducible, require_writable, to_change, to_fill
+from pycomm.backend.work import BackendWork, BackwardErrors, MessageWork, Reception
 from pycomm.channel import Channel
+from pycomm.transport.base import Transport
 from pycomm.transport.choice import choose_transport
 from pycomm.transport.own_group import Place
 
+T = TypeVar("T")
 Job = Callable[[], None]
+
 _MAILBOX_BYTES = 64 << 10
+_DTYPES = (
+    *("nothing", "another dtype", "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+    *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+)
+_WORDS = Words(differ="the ranks disagree: {here} on rank {rank}, {there} on rank 0")
 
 
-class Engine:
+class GroupEngine:
     """Engine of the group whose ranks meet at ``place``. Its creation is collective.
 
     Args:
@@ -60,32 +66,24 @@ class Engine:
         """
         worker = self.channel.worker
         if async_op:
-            submit = worker.run_here if worker.is_current() else self.channel.submit
-            work = BackendWork(Collective(submit(job)), result, name, self.rank)
+            pending = worker.run_here(job) if worker.is_current() else self.channel.submit(job)
+            work = BackendWork(pending, result, name, self.rank)
             self._backward_errors.watch(work)
             return work
         self.channel.enqueue(job)
         return BackendWork(None, result, name, self.rank)
-
-    def abort(self, reason: str) -> None:
-        """End operations in progress with an error, here and on the ranks that wait for this one: the ``reason``."""
-        self.channel.close(reason)
 
     def stats(self) -> dict[str, Any]:
         """Return what :func:`pycomm.backend.stats` does."""
         counted = {f"bytes_{way}": count for way, count in self._bytes.items()}
         return {"transport": self.transport.name, "storages_moved": self._moved.num_moved, **counted}
 
-    def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of ``count`` elements in memory that all ranks of the host reach."""
-        return self.transport.empty((count,), dtype)
-
     # Reductions.
 
-    def all_reduce(self, tensor: torch.Tensor, op: str, timeout: float, in_backward: bool = False) -> None:
+    def all_reduce(self, tensor: torch.Tensor, op: str, in_backward: bool, timeout: float) -> None:
         """Reduce ``tensor`` over all ranks, in place; ``in_backward``: a backward pass has asked for it."""
         if isinstance(tensor, torch.Tensor) and tensor.layout == torch.sparse_coo:
-            all_reduce_sparse(self.channel, tensor, op, timeout)
+            _all_reduce_sparse(self.channel, tensor, op, timeout)
             return
 
         def prepare() -> tuple[Target, torch.Tensor, torch.Tensor, str]:
@@ -93,7 +91,7 @@ class Engine:
             memory = self._moved.reachable(target.dense, in_backward)
             return target, memory, *reducible(memory, op)
 
-        target, memory, array, name = prepared(self.transport, prepare, timeout)
+        target, memory, array, name = _prepared(self.transport, prepare, timeout)
         self._count(memory)
         self.transport.all_reduce(array, name, timeout)
         target.finish()
@@ -104,19 +102,19 @@ class Engine:
         def prepare() -> list[torch.Tensor]:
             return [require_writable(tensor).detach() for tensor in tensors]
 
-        targets = prepared(self.transport, prepare, timeout)
+        targets = _prepared(self.transport, prepare, timeout)
         counts: Counter[torch.dtype] = Counter()
         for x in targets:
             counts[x.dtype] += x.numel()
         forms = ", ".join(f"{count} elements of {str(dtype)[6:]}" for dtype, count in counts.items())
-        require_same(self.channel, f"all_reduce_coalesced({forms})", timeout)
+        _require_same(self.channel, f"all_reduce_coalesced({forms})", timeout)
         for dtype, count in counts.items():
             same = [x for x in targets if x.dtype == dtype]
             flat = self._flat_of(count, dtype)
             parts = torch.split(flat, [x.numel() for x in same])
             views = [part.view(x.shape) for part, x in zip(parts, same, strict=True)]
             torch._foreach_copy_(views, same)
-            self.all_reduce(flat, op, timeout)
+            self.all_reduce(flat, op, False, timeout)
             torch._foreach_copy_(same, views)
 
     def _flat_of(self, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -133,7 +131,7 @@ class Engine:
             target = to_change(tensor)
             return target, *reducible(target.dense, op)
 
-        target, array, name = prepared(self.transport, prepare, timeout)
+        target, array, name = _prepared(self.transport, prepare, timeout)
         self._count(target.dense)
         self.transport.reduce(array, dst, name, timeout)
         target.finish()
@@ -145,7 +143,7 @@ class Engine:
             target, (source, name) = to_fill(out), reducible(contiguous(x), op)
             return target, reducible(target.dense, op)[0], source, name
 
-        target, array, source, name = prepared(self.transport, prepare, timeout)
+        target, array, source, name = _prepared(self.transport, prepare, timeout)
         self._count(source)
         self.transport.reduce_scatter(array, source, name, timeout)
         target.finish()
@@ -159,46 +157,35 @@ class Engine:
             array, name = reducible(target.dense, op)
             return target, array, sources, name
 
-        target, array, sources, name = prepared(self.transport, prepare, timeout)
+        target, array, sources, name = _prepared(self.transport, prepare, timeout)
         self._count(*sources)
         self.transport.reduce_scatter_v(array, sources, name, timeout)
         target.finish()
 
-    def reduce_scatter_coalesced(
-        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], op: str, timeout: float
-    ) -> None:
-        """Do what :meth:`reduce_scatter` does for several pairs."""
-        require_same(self.channel, f"reduce_scatter of {len(pairs)} tensors", timeout)
+    def each(self, name: str, run: Callable[..., None], pairs: Sequence[Any], *args: Any) -> None:
+        """Call ``run(out, x, *args)`` for each of ``pairs``, of which all ranks must have as many.
+
+        ``args`` end with the limit of every single wait, in seconds.
+        """
+        _require_same(self.channel, name.format(len(pairs)), args[-1])
         for out, x in pairs:
-            self.reduce_scatter(out, x, op, timeout)
+            run(out, x, *args)
 
     # Movements.
 
     def broadcast(self, tensor: torch.Tensor, src: int, timeout: float) -> None:
         """Overwrite ``tensor`` with that of rank ``src``."""
-        target = prepared(self.transport, lambda: to_change(tensor), timeout)
+        target = _prepared(self.transport, lambda: to_change(tensor), timeout)
         self._count(target.dense)
         self.transport.broadcast(target.dense, src, timeout)
         target.finish()
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, timeout: float) -> None:
         """Write the ``x`` of all ranks, in rank order, into ``out``."""
-        target, source = prepared(self.transport, lambda: (to_fill(out), contiguous(x)), timeout)
+        target, source = _prepared(self.transport, lambda: (to_fill(out), contiguous(x)), timeout)
         self._count(source)
         self.transport.all_gather(target.dense, source, timeout)
         target.finish()
-
-    def all_gather_coalesced(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], timeout: float) -> None:
-        """Do what :meth:`all_gather` does for several pairs."""
-        require_same(self.channel, f"all_gather of {len(pairs)} tensors", timeout)
-        for out, x in pairs:
-            self.all_gather(out, x, timeout)
-
-    def all_gather_lists(self, pairs: Sequence[tuple[Sequence[torch.Tensor], torch.Tensor]], timeout: float) -> None:
-        """Write, for each pair, the tensors of all ranks that are second in it into those that are first."""
-        require_same(self.channel, f"all_gather of {len(pairs)} tensors, to lists", timeout)
-        for outs, x in pairs:
-            self.exchange(outs, [x] * self.size, timeout)
 
     def exchange(self, outs: Sequence[torch.Tensor | None], xs: Sequence[torch.Tensor | None], timeout: float) -> None:
         """Send ``xs[p]`` to every rank p, and receive ``outs[p]`` from it; nothing where there is ``None``."""
@@ -208,10 +195,10 @@ class Engine:
             targets = [None if out is None else to_fill(out) for out in outs]
             return targets, [None if x is None else dense[id(x)] for x in xs]
 
-        targets, sources = prepared(self.transport, prepare, timeout)
+        targets, sources = _prepared(self.transport, prepare, timeout)
         self._count(*{id(x): x for x in sources if x is not None}.values())
         arrays = [None if target is None else target.dense for target in targets]
-        require_same_dtypes(self.channel, arrays, sources, timeout)
+        _require_same_dtypes(self.channel, arrays, sources, timeout)
         self.transport.all_to_all_v(arrays, sources, timeout)
         for target in targets:
             if target is not None:
@@ -219,7 +206,7 @@ class Engine:
 
     def all_to_all(self, out: torch.Tensor, x: torch.Tensor, timeout: float) -> None:
         """Send part p of ``x`` to rank p, where it becomes part ``rank`` of ``out``; all parts are equal."""
-        target, source = prepared(self.transport, lambda: (to_fill(out), contiguous(x)), timeout)
+        target, source = _prepared(self.transport, lambda: (to_fill(out), contiguous(x)), timeout)
         self._count(source)
         self.transport.all_to_all(target.dense, source, timeout)
         target.finish()
@@ -254,3 +241,76 @@ class Engine:
     def _reaches(self, tensor: torch.Tensor) -> bool:
         memory = self.transport.host_memory
         return memory is not None and memory.offset_of(tensor.data_ptr(), tensor.nbytes) >= 0
+
+
+def _prepared(transport: Transport, prepare: Callable[[], T], timeout: float) -> T:
+    """Return the result of ``prepare``; if it raises, tell the other ranks, which are about to compare."""
+    return prepared(prepare, lambda reason: transport.refuse(reason, timeout))
+
+
+def _require_same(channel: Channel, mine: str, timeout: float) -> None:
+    """Raise ValueError, on every rank, unless all ranks pass the same text. Collective."""
+
+    def gather(row: list[int]) -> list[list[int]]:
+        everyones = torch.empty((channel.size, 1), dtype=torch.int64)
+        channel.transport.all_gather(everyones, torch.tensor(row), timeout)
+        return everyones.tolist()
+
+    def disagree() -> None:
+        agreed(channel.all_gather_bytes, mine, "call", lambda text: {"": [text]}, _WORDS)
+
+    rows_of_all(gather, (), 0, mine, disagree)
+
+
+def _require_same_dtypes(
+    channel: Channel, outs: Sequence[torch.Tensor | None], xs: Sequence[torch.Tensor | None], timeout: float
+) -> None:
+    """Raise ValueError, on every rank, unless what each rank sends is of the dtype that its receiver expects.
+
+    The transports compare numbers of bytes only. ``outs`` and ``xs`` hold what this rank gets from, and has for, each
+    rank. Collective.
+    """
+    numbers, size = [_number_of(x) for x in (*xs, *outs)], channel.size
+    everyones = torch.empty(size * len(numbers), dtype=torch.uint8)
+    channel.transport.all_gather(everyones, torch.tensor(numbers, dtype=torch.uint8), timeout)
+    table = everyones.view(size, 2, size)
+    wrong = (table[:, 0] != table[:, 1].T).nonzero().tolist()
+    if wrong:
+        p, q = wrong[0]
+        has, wants = (_DTYPES[int(number)] for number in (table[p, 0, q], table[q, 1, p]))
+        raise ValueError(f"the ranks disagree: rank {p} has {has} for rank {q}, which wants {wants}")
+
+
+def _number_of(x: torch.Tensor | None) -> int:
+    """Return the place of the dtype of ``x`` in ``_DTYPES``."""
+    name = _DTYPES[0] if x is None else str(x.dtype).removeprefix("torch.")
+    return _DTYPES.index(name) if name in _DTYPES else 1
+
+
+def _all_reduce_sparse(channel: Channel, tensor: torch.Tensor, op: str, timeout: float) -> None:
+    """Sum COO tensors over all ranks, in place: every rank gathers the indices and values of all.
+
+    Raises:
+        TypeError, ValueError: on every rank: ``op`` is another one than "sum", or the ranks' tensors do not fit.
+    """
+
+    def prepare() -> tuple[torch.Tensor, torch.Tensor]:
+        if op != "sum":
+            raise ValueError(f"op is {op!r}, wanted 'sum' for a sparse tensor")
+        mine = tensor.detach().coalesce()
+        return contiguous(mine.indices()), contiguous(mine.values())
+
+    transport, size = channel.transport, channel.size
+    indices, values = _prepared(transport, prepare, timeout)
+    form = f"{list(tensor.shape)} {str(tensor.dtype)[6:]}, {indices.shape[0]} sparse dimensions"
+    _require_same(channel, f"all_reduce of a sparse tensor ({form})", timeout)
+    counts = torch.empty(size, dtype=torch.int64)
+    transport.all_gather(counts, torch.tensor([indices.shape[1]]), timeout)
+    lengths = counts.tolist()
+    all_indices = [torch.empty(indices.shape[0], n, dtype=torch.int64) for n in lengths]
+    all_values = [torch.empty(n, *values.shape[1:], dtype=values.dtype) for n in lengths]
+    transport.all_to_all_v(all_indices, [indices] * size, timeout)
+    transport.all_to_all_v(all_values, [values] * size, timeout)
+    total = torch.sparse_coo_tensor(torch.cat(all_indices, 1), torch.cat(all_values), tensor.shape)
+    with torch.no_grad():
+        tensor.copy_(total.coalesce())  # a detached one has indices of its own

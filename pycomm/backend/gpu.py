@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from pycomm.backend.engine import Engine
-from pycomm.backend.reduction import name_of
+from pycomm.backend.engine import GroupEngine
+from pycomm.backend.tensors import name_of
 from pycomm.torch_internals import PrefixStore
-
-_OLDER_NAMES = {
-    "all_gather_single": "_allgather_base",
-    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
-    "all_to_all_single": "alltoall_base",
-    "reduce_scatter_single": "_reduce_scatter_base",
-    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
-}
 
 
 class GpuSide:
@@ -36,20 +28,20 @@ class GpuSide:
         RuntimeError: neither torch nor this machine has NCCL, or ``device`` is no NVIDIA GPU.
     """
 
-    def __init__(self, engine: Engine, device: torch.device) -> None:
+    def __init__(self, engine: GroupEngine, device: torch.device) -> None:
         if device.type != "cuda":
             raise RuntimeError(f"backend 'pycomm': a tensor is on {device}, wanted the CPU or an NVIDIA GPU")
         self.target: Any = _torch_nccl(engine) if dist.is_nccl_available() else OwnNccl(engine, device)
 
-    def call(self, operation: str, *args: Any, **kwargs: Any) -> Any:
-        """Call ``operation``, by torch's name for it."""
-        method = getattr(self.target, operation, None) or getattr(self.target, _OLDER_NAMES.get(operation, ""), None)
+    def call(self, names: Sequence[str], *args: Any, **kwargs: Any) -> Any:
+        """Call the operation that has these names in torch; releases differ in them."""
+        method = next((found for name in names if (found := getattr(self.target, name, None))), None)
         if method is None:
-            raise RuntimeError(f"{operation} is not available on a GPU without torch's own NCCL")
+            raise RuntimeError(f"{names[0]} is not available on a GPU without torch's own NCCL")
         return method(*args, **kwargs)
 
 
-def _torch_nccl(engine: Engine) -> Any:
+def _torch_nccl(engine: GroupEngine) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=engine.timeout)
     options.global_ranks_in_group = list(engine.place.ranks)
@@ -64,38 +56,32 @@ def _torch_nccl(engine: Engine) -> Any:
 class OwnNccl:
     """Operations over pycomm's own NCCL, for a torch that was built without."""
 
-    def __init__(self, engine: Engine, device: torch.device) -> None:
-        self._channel, self._device = engine.channel, device.index or 0
-        self._engine = engine
+    def __init__(self, engine: GroupEngine, device: torch.device) -> None:
+        self._engine, self._device = engine, device.index or 0
 
     def allreduce(self, tensors: Any, opts: Any) -> Any:
         """Reduce a tensor in place."""
-        op = name_of(opts.reduceOp)
-        return self._enqueue("all_reduce", tensors, lambda nccl, *when: nccl.all_reduce(tensors[0], op, *when))
+        return self._run("all_reduce", tensors[0], name_of(opts.reduceOp))
 
     def broadcast(self, tensors: Any, opts: Any) -> Any:
         """Overwrite a tensor with the root's."""
-        root = opts.rootRank
-        return self._enqueue("broadcast", tensors, lambda nccl, *when: nccl.broadcast(tensors[0], root, *when))
+        return self._run("broadcast", tensors[0], opts.rootRank)
 
     def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
         """Gather a tensor of every rank in one tensor."""
-        return self._enqueue("all_gather", [output, x], lambda nccl, *when: nccl.all_gather(output, x, *when))
+        return self._run("all_gather", output, x)
 
     def reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any) -> Any:
         """Reduce a tensor with a part per rank into this rank's part."""
-        op = name_of(opts.reduceOp)
-        return self._enqueue(
-            "reduce_scatter", [output, x], lambda nccl, *when: nccl.reduce_scatter(output, x, op, *when)
-        )
+        return self._run("reduce_scatter", output, x, name_of(opts.reduceOp))
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
         """Send a tensor to rank ``dst``."""
-        return self._enqueue("send", tensors, lambda nccl, *when: nccl.send(tensors[0], dst, *when))
+        return self._run("send", tensors[0], dst)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
         """Receive a tensor from rank ``src``."""
-        return self._enqueue("recv", tensors, lambda nccl, *when: nccl.recv(tensors[0], src, *when))
+        return self._run("recv", tensors[0], src)
 
     def barrier(self, opts: Any = None) -> Any:
         """Wait for all ranks, and for the work on the GPU before."""
@@ -107,6 +93,7 @@ class OwnNccl:
 
     shutdown = abort
 
-    def _enqueue(self, name: str, tensors: Any, operation: Callable[..., None]) -> Any:
-        self._channel.on_gpu(self._device, tensors, operation)  # torch's current stream waits for it
-        return self._engine.run(name, lambda: None, list(tensors), False)
+    def _run(self, name: str, *args: Any) -> Any:
+        self._engine.channel.gpu(self._device).run(name, False, *args)  # torch's current stream waits for it
+        written = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        return self._engine.run(name, lambda: None, written, False)

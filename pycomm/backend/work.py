@@ -17,19 +17,18 @@ import torch
 
 from pycomm import threads
 from pycomm.errors import CommError
-from pycomm.torch_internals import TorchWork
+from pycomm.torch_internals import TorchWork, compiles_autograd, current_graph_task, queue_final_callback
 from pycomm.transport.base import Receipt
-from pycomm.worker import Work
 
 
 class Pending(Protocol):
-    """Operation in progress, as a :class:`BackendWork` sees it."""
+    """Operation in progress, as a :class:`BackendWork` sees it: a :class:`pycomm.worker.Work`, say."""
 
     def ends_within(self, seconds: float | None) -> bool:
         """Wait for its end, for at most ``seconds`` if that is a number; return whether it has ended."""
 
-    def raise_error(self) -> None:
-        """Raise its error, once it has ended, if it has failed."""
+    def wait(self) -> object:
+        """Raise its error if it has failed; it has ended."""
 
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` once it has ended."""
@@ -66,7 +65,7 @@ class BackendWork(TorchWork):
             waited = time.monotonic() - start
             what = f"Operation timed out: it had not ended after {waited:.2f} s"
             raise CommError.during(self._name, what, rank=self._rank, elapsed=waited)
-        self._pending.raise_error()
+        self._pending.wait()
         return True
 
     def synchronize(self) -> None:
@@ -86,7 +85,7 @@ class BackendWork(TorchWork):
         if self._pending is None or not self._pending.ends_within(0.0):
             return None
         try:
-            self._pending.raise_error()
+            self._pending.wait()
         except Exception as error:
             return error
         return None
@@ -108,7 +107,7 @@ class BackendWork(TorchWork):
 
         def value_of(_: Any) -> list[Any]:
             if pending is not None:
-                pending.raise_error()
+                pending.wait()
             return outcome
 
         ended: Any = torch.futures.Future()
@@ -118,25 +117,6 @@ class BackendWork(TorchWork):
         else:
             pending.when_done(lambda: ended.set_result(None))
         return future
-
-
-class Collective:
-    """Collective that a communication thread runs."""
-
-    def __init__(self, work: Work) -> None:
-        self._work = work
-
-    def ends_within(self, seconds: float | None) -> bool:
-        """See :class:`Pending`."""
-        return self._work.ends_within(seconds)
-
-    def raise_error(self) -> None:
-        """See :class:`Pending`."""
-        self._work.wait()
-
-    def when_done(self, callback: Callable[[], None]) -> None:
-        """See :class:`Pending`."""
-        self._work.when_done(callback)
 
 
 class Reception:
@@ -175,7 +155,7 @@ class Reception:
             self._receipt = None
         return True
 
-    def raise_error(self) -> None:
+    def wait(self) -> None:
         """See :class:`Pending`."""
         if self._error is not None:
             raise self._error
@@ -202,3 +182,35 @@ class MessageWork(BackendWork):
         return self._reception.source
 
     _source_rank = source_rank
+
+
+class BackwardErrors:
+    """Raiser of the errors of operations that were started inside ``backward()``, with their own types.
+
+    DistributedDataParallel waits for its buckets' futures at the end of ``backward()``, and what a future raises is a
+    plain ``RuntimeError`` that quotes the error. A callback of autograd that comes before DistributedDataParallel's
+    waits for the same operations, and raises the error itself.
+    """
+
+    def __init__(self) -> None:
+        self._pass = -1
+        self._works: list[BackendWork] = []
+
+    def watch(self, work: BackendWork) -> None:
+        """Let ``backward()`` raise the error of ``work``, if it is running on this thread."""
+        current = current_graph_task()
+        if current < 0 or compiles_autograd():
+            return
+        if current != self._pass:
+            works: list[BackendWork] = []
+            self._pass, self._works = current, works
+            queue_final_callback(lambda: _wait_for_all(works))
+        self._works.append(work)
+
+
+def _wait_for_all(works: list[BackendWork]) -> None:
+    try:
+        for work in works:
+            work.wait()
+    finally:
+        works.clear()

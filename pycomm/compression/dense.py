@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from pycomm.bucket import Bucket
+from pycomm.bucket import Bucket, differing_places
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Defaults, Flag, Scaling, State, as_flag
-from pycomm.fingerprint import differing_places
 
 
 def reduce_message(communicator: Communicator, bucket: Bucket, message: torch.Tensor, op: str) -> None:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from pycomm.fingerprint import FINGERPRINT_BITS, FINGERPRINT_PLACES, differing_places, put_fingerprint
+from pycomm.bucket import FINGERPRINT_BITS, FINGERPRINT_PLACES, differing_places, put_fingerprint
 
 UNUSED, USED, NOT_FINITE = 0, 1, 2
 

@@ -29,16 +29,10 @@ _COLLECTIVES = {
     "broadcast": (0, 1, 2),
     "barrier": (-1, 0, 0),
     "refuse": (-1, 0, 1),
-    "run_compiled": (1, 2, 3),
-    "run_schedule": (1, 2, 3),
+    "run_program": (1, 2, 3),
 }
 _MESSAGES = {"send": (0, 1, 3), "receive": (0, 1, 3), "recv": (0, 1, 2)}
-_CALLED = {
-    "all_reduce_apart": "all_reduce",
-    "run_compiled": "run_program",
-    "run_schedule": "run_program",
-    "recv": "receive",
-}
+_CALLED = {"all_reduce_apart": "all_reduce", "recv": "receive"}
 
 
 def watch(transport: Any, group: str, ranks: Sequence[int]) -> Recorder:

@@ -16,18 +16,18 @@ from collections.abc import Sequence
 
 import torch
 
-from pycomm.communicator import Communicator
-from pycomm.reducer.broadcast import (
+from pycomm.agreement import check_same_lines
+from pycomm.broadcasting import (
     OWN,
     broadcast_parts,
     broadcast_tensors,
-    check_same_lines,
     describe_difference,
     differing_memories,
     line_of,
 )
+from pycomm.communicator import Communicator
 from pycomm.reducer.parameters import ParameterTable
-from pycomm.reducer.tensor_memory import look_at, memory_of
+from pycomm.tensor_memory import look_at
 
 
 class AttachedTensors:
@@ -54,8 +54,9 @@ class AttachedTensors:
             ValueError: the ranks' tensors differ in names, order, shapes, dtypes or kinds; or contents do that cannot
                 be sent. On every rank, naming the first difference.
         """
-        check_same_lines(communicator, self._averaged, "parameter")
-        check_same_lines(communicator, self._others, "parameter or buffer outside the optimizer", f"; {OWN}")
+        gather = communicator.channel.all_gather_bytes
+        check_same_lines(gather, self._averaged, "parameter")
+        check_same_lines(gather, self._others, "parameter or buffer outside the optimizer", f"; {OWN}")
         own = dict.fromkeys(self._own)
         compared = [name for name, m in self._memories.items() if name in own or (m.parts and not m.writable)]
         differing = differing_memories(communicator, {name: self._memories[name] for name in compared})
@@ -81,17 +82,12 @@ def module_tensors(table: ParameterTable) -> dict[str, torch.Tensor]:
     return {name: t for name, t in named if name not in table.rank_local and not table.ignores(name, t)}
 
 
-def shared_parts(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the memory behind those of ``tensors`` that can be sent."""
-    memories = [memory_of(tensor) for tensor in tensors]
-    return [part for memory in memories if memory.writable for part in memory.parts]
-
-
 def _warn_of(names: Sequence[str]) -> None:
     shown = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     warnings.warn(
         f"parameters of the module that this optimizer does not have differ between the ranks: {shown}. Each rank "
-        "keeps its own. If they are meant to differ, write attach(..., ignore=[names or patterns]); if not, give them "
+        "keeps its own. If they are meant to differ, write tuning=pycomm.Tuning(ignore=[names or patterns]); if not, "
+        "give them "
         "to the optimizer, attach theirs too, or call pycomm.broadcast_parameters(model) before",
         RuntimeWarning,
         stacklevel=6,

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from pycomm.agreement import check_same_lines
+from pycomm.broadcasting import broadcast_parts, signature, write
 from pycomm.communicator import Communicator
-from pycomm.reducer.broadcast import broadcast_parts, check_same_lines, signature, write
-from pycomm.reducer.tensor_memory import Memory, digest, digests_of, look_at
+from pycomm.tensor_memory import Memory, digest, digests_of, look_at
 from pycomm.torch_internals import buffers_of, is_dtensor, keeps_statistics_aside
 
 BUFFERS = ("local", "broadcast", "average")
@@ -80,6 +81,7 @@ class BufferSync:
         mode: "broadcast" or "average".
         communicator: the ranks that share the buffers.
         leaves_out: returns whether the buffer of some name is this rank's own.
+        keeps: whether to keep what the buffers were before, so that :meth:`restore` can undo a run that did not end.
     """
 
     def __init__(
@@ -88,6 +90,8 @@ class BufferSync:
         mode: str,
         communicator: Communicator,
         leaves_out: Callable[[str, torch.Tensor], bool] = lambda _, __: False,
+        *,
+        keeps: bool = False,
     ) -> None:
         self._owners: list[tuple[str, torch.nn.Module]] = []
         for prefix, owner in module.named_modules():
@@ -98,8 +102,7 @@ class BufferSync:
         self._places: dict[str, _Place] = {}
         self._averages = mode == "average"
         self._communicator, self._leaves_out = communicator, leaves_out
-        self.keeps = False
-        """Whether to keep what the buffers were before, so that :meth:`restore` can undo a run that did not end."""
+        self._keeps = keeps
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def _present(self) -> Iterator[_Place]:
@@ -132,7 +135,7 @@ class BufferSync:
         """
         with self._unchecked():
             places = self._compared()
-            if self.keeps:
+            if self._keeps:
                 self._before = [(part, part.clone()) for place in places for part in place.parts()]
             sent: list[torch.Tensor] = []
             by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -162,7 +165,7 @@ class BufferSync:
         channel = self._communicator.channel
         mine = int.from_bytes(digest("\n".join([*lines, problem])), "little", signed=True)
         if problem or len(set(channel.all_gather_number(mine))) > 1:
-            check_same_lines(self._communicator, [problem] if problem else lines, "buffer")
+            check_same_lines(channel.all_gather_bytes, [problem] if problem else lines, "buffer")
         if problem:
             raise ValueError(problem)
         return [place for place in places if place.memory.writable]

@@ -1,7 +1,7 @@
 """State for a rank that comes later: what it must have before its first step, from a rank that has it.
 
-Ranks that were there are within a backward pass, whose graph holds their parameters: theirs are read, and not
-written to.
+Ranks that were there are within a backward pass, whose graph holds their parameters: theirs are read, and not written
+to.
 """
 
 from __future__ import annotations
@@ -14,45 +14,34 @@ from typing import Any
 import torch
 
 from pycomm import kernels
-from pycomm.checks import shown
+from pycomm.agreement import agreed
+from pycomm.broadcasting import (
+    Node,
+    decode,
+    encode,
+    group_sizes,
+    restructure_state,
+    shared_parameters,
+    signature,
+    state_nodes,
+)
 from pycomm.communicator import Communicator
 from pycomm.compression.base import State
-from pycomm.reducer.agreement import agreed
-from pycomm.reducer.attached_tensors import module_tensors, shared_parts
-from pycomm.reducer.broadcast import group_sizes, restructure_state, shared_parameters, signature, state_nodes
+from pycomm.compression.saved_state import CONTRIBUTIONS
+from pycomm.errors import attempt
+from pycomm.reducer.attached_tensors import module_tensors
 from pycomm.reducer.buckets import state_of
-from pycomm.reducer.checkpoint import CONTRIBUTIONS
+from pycomm.reducer.engine import Engine
 from pycomm.reducer.parameters import ParameterTable
-from pycomm.reducer.plain_state import Node, decode, encode
-from pycomm.reducer.progress import Progress
-from pycomm.reducer.sample_weights import SampleWeights
 from pycomm.reducer.settings import Settings
+from pycomm.reducer.window import Progress, SampleWeights
+from pycomm.tensor_memory import shared_parts
 from pycomm.transport.choice import version
 
 _CHUNK_BYTES = 32 << 20
 
 
-def checked_carry(carry: Any) -> dict[str, Any]:
-    """Return what newcomers are to get besides the rest, by name; nothing for ``None``.
-
-    Raises:
-        TypeError: ``carry`` is no mapping of names to objects with state.
-    """
-    if carry is None:
-        return {}
-    if not isinstance(carry, Mapping):
-        raise TypeError(f"carry is {shown(carry)}, wanted a mapping of names to objects with state_dict()")
-    for name, value in carry.items():
-        if not isinstance(name, str):
-            raise TypeError(f"carry has the name {shown(name)}, wanted strings")
-        if not all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")):
-            raise TypeError(
-                f"carry[{name!r}] is {shown(value)}, wanted an object with state_dict() and load_state_dict()"
-            )
-    return dict(carry)
-
-
-def lines_of(settings: Settings, table: ParameterTable, carry: Mapping[str, Any]) -> list[tuple[str, str]]:
+def lines_of(settings: Settings, table: ParameterTable) -> list[tuple[str, str]]:
     """Return what a newcomer must have in common with the ranks: kinds and texts."""
     names = dict(table.named())
     parameters = [f"{name}: {signature(p)}{'' if p.requires_grad else ' frozen'}" for name, p in names.items()]
@@ -64,7 +53,6 @@ def lines_of(settings: Settings, table: ParameterTable, carry: Mapping[str, Any]
         *(("a setting", line) for line in settings.lines()),
         *(("a parameter", line) for line in parameters),
         *(("an optimizer parameter group", size) for size in sizes),
-        ("what is carried", ", ".join(sorted(carry))),
     ]
 
 
@@ -87,6 +75,13 @@ class Carried:
     scaler: Any
     objects: Mapping[str, Any]
     weights: SampleWeights
+
+    @classmethod
+    def of(cls, engine: Engine) -> Carried:
+        """Return what a newcomer gets from ``engine``."""
+        scaler, survive, steps = engine.settings.loss_scaler, engine.settings.survive, engine.outcome.committed_steps
+        objects = (survive and survive.carry) or {}
+        return cls(engine.table, engine.progress, steps, scaler, objects, engine.window.weights)
 
     def plain(self) -> dict[str, Any]:
         """Return it as numbers, texts, tensors and containers of them."""
@@ -141,13 +136,10 @@ def share_state(communicator: Communicator, carried: Carried, newcomer: bool) ->
     nodes = [*state_nodes(optimizer, params, tensors), encode(carried.plain(), tensors)]
     mine = json.dumps(nodes).encode() if communicator.rank == 0 else b""
     nodes = json.loads(communicator.channel.all_gather_bytes(mine)[0])
-    outcome: tuple[dict[str, Any], list[torch.Tensor]] | Exception = ({}, tensors)
-    if newcomer:
-        try:
-            outcome = _restructured(table, params, nodes, carried.plain())
-        except ValueError as error:
-            outcome = error
-    plain, tensors = agreed(communicator, outcome, "take the state of rank 0")
+    outcome: tuple[dict[str, Any], list[torch.Tensor]] | Exception = attempt(
+        lambda: _restructured(table, params, nodes, carried.plain()) if newcomer else ({}, tensors)
+    )
+    plain, tensors = agreed(communicator.channel.all_gather_bytes, outcome, "take the state of rank 0")
     everything = dict(table.named()) | module_tensors(table)
     masters = stepper.masters(table.ignored.covers)
     _spread(communicator, [*shared_parts(list(everything.values())), *masters, *tensors], newcomer)

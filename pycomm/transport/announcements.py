@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from pycomm.kernels.arrays import DTYPES
@@ -63,6 +65,32 @@ def agree(
                 f"the ranks disagree: rank {p} called {_describe(row)} where rank 0 called {_describe(rows[0])}"
             )
     return [row[-1] for row in rows]
+
+
+def agree_on_lengths(
+    group: TorchGroup, kind: str, sends: Sequence[torch.Tensor], receives: Sequence[int], timeout: float
+) -> None:
+    """Compare, between all ranks, what each sends with what the other expects. Collective.
+
+    Args:
+        group: the ranks to compare.
+        kind: name of the operation.
+        sends: tensor for each rank.
+        receives: number of bytes expected from each rank.
+        timeout: of every wait, in seconds.
+
+    Raises:
+        ValueError: on every rank: they differ, for the pair of ranks that the message names.
+    """
+    mine = torch.tensor([[x.nbytes for x in sends], receives], dtype=torch.int64)
+    gathered = torch.empty(group.size * mine.numel(), dtype=torch.int64)
+    group.gather(kind, gathered, mine.view(-1), timeout)
+    lengths = gathered.view(group.size, 2, group.size)
+    wrong = (lengths[:, 0] != lengths[:, 1].T).nonzero().tolist()
+    if wrong:
+        p, q = wrong[0]
+        has, wants = int(lengths[p, 0, q]), int(lengths[q, 1, p])
+        raise ValueError(f"{kind}: rank {p} has {has} bytes for rank {q}, which wants {wants}")
 
 
 def _is_valid(row: list[int]) -> bool:

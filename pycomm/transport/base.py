@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -11,10 +12,14 @@ import torch
 
 import pycomm._native as _native
 from pycomm.recorder import Recorder
+from pycomm.schedule.program import Program
 
 Message = tuple[int, torch.Tensor]
 """Peer, and the tensor to send to it or receive from it: contiguous, one-dimensional, not empty."""
 
+
+BUFFER_VARIABLE = "PYCOMM_BUFFER_BYTES"
+_BUFFER_BYTES = 1 << 30
 
 OwnShare = Callable[[Any], tuple[int, int]]
 AllReduceApart = Callable[[Any, str, int, Sequence[Any], float], float]
@@ -133,6 +138,9 @@ class Transport(Protocol):
         """
 
     def broadcast(self, x: Any, src: int, timeout: float) -> None: ...
+    def run_program(self, program: Program, x: Any, op: str, timeout: float) -> None:
+        """All-reduce ``x`` by this rank's part of a schedule that all ranks have."""
+
     def barrier(self, timeout: float) -> None: ...
 
     def send(self, x: Any, dst: int, tag: int, timeout: float) -> None:
@@ -176,3 +184,17 @@ def bytes_of(x: Any, name: str) -> npt.NDArray[np.uint8]:
     """
     array: Any = _native.HostArray(x, name, False, True)
     return np.frombuffer(array, np.uint8)
+
+
+def buffer_limit() -> int:
+    """Return how many bytes a rank may buffer: what the environment says, else 1 GiB or a quarter of the memory.
+
+    Raises:
+        ValueError: the environment variable is no number of bytes.
+    """
+    text = os.environ.get(BUFFER_VARIABLE)
+    if text is None:
+        return min(_BUFFER_BYTES, _native.available_memory() // 4)
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
+        raise ValueError(f"the environment variable {BUFFER_VARIABLE} is {text!r}, wanted a number of bytes")
+    return int(text)

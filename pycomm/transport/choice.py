@@ -15,10 +15,9 @@ from pycomm.errors import CommError
 from pycomm.recorder import dump_on_signal
 from pycomm.recorder.watch import watch
 from pycomm.transport.base import Transport
-from pycomm.transport.hierarchical import HierarchicalTransport
 from pycomm.transport.hosts import Hosts, hosts_of, log_walls
 from pycomm.transport.meeting import Meeting
-from pycomm.transport.own_group import OWN, Place, cpu_backend_of, own_group, require_own_group
+from pycomm.transport.own_group import OWN, Place, cpu_backend_of, own_group
 from pycomm.transport.rendezvous import exchange_memory, introduction, listen
 from pycomm.transport.roll_call import RollCall
 from pycomm.transport.shared_memory import SharedMemoryTransport
@@ -53,13 +52,15 @@ def choose_transport(place: Place, wanted: str, timeout: float, problem: Excepti
     """
     patience = min(timeout, place.patience)
     with _turn_of(place, patience), _meeting_at(place, patience) as meeting:
+        mine: dict[str, Any] = {}
         with contextlib.ExitStack() as open_sockets:
             try:
                 listener = open_sockets.enter_context(listen(meeting.size))
                 mine = {"wanted": str(wanted), "version": version(), **introduction(listener)}
-                problem = problem or _group_problem(place, wanted)
-            except OSError as error:
-                problem, mine = problem or error, {}
+                if problem is None and wanted in ("hierarchical", "torch"):
+                    cpu_backend_of(place)  # raises ValueError if the group cannot have another beside it
+            except (OSError, ValueError) as error:
+                problem = problem or error
             greetings = _exchange_greetings(meeting, mine, problem)
             _require_same_choice(greetings)
             hosts = hosts_of(place.rank, greetings)
@@ -122,7 +123,7 @@ def _make(
         own = own_group(place, f"{place.name}{OWN}{meeting.name}", timeout)
         roll_call = RollCall(place.store, meeting.name, place.rank, greetings)
         until_made.pop_all()
-    return TorchTransport(own, roll_call) if local is None else HierarchicalTransport(own, roll_call, local, hosts)
+    return TorchTransport(own, roll_call, local, hosts)
 
 
 def _exchange_greetings(meeting: Meeting, mine: dict[str, Any], problem: Exception | None) -> list[dict[str, Any]]:
@@ -151,17 +152,6 @@ def _turn_of(place: Place, timeout: float) -> Iterator[None]:
         yield
     finally:
         turn.release()
-
-
-def _group_problem(place: Place, wanted: str) -> Exception | None:
-    """Return why the group at ``place`` cannot have another group beside it, if one is needed; else ``None``."""
-    try:
-        if wanted in ("hierarchical", "torch"):
-            cpu_backend_of(place)
-            require_own_group(place)
-    except ValueError as error:
-        return error
-    return None
 
 
 def _require_same_choice(greetings: Sequence[Mapping[str, Any]]) -> None:

@@ -15,7 +15,17 @@ import torch
 
 import pycomm._native as _native
 from pycomm.kernels import Scratch
+from pycomm.schedule.program import Program
+from pycomm.schedule.table import Table
+from pycomm.transport.gpu_program import GpuProgram
 from pycomm.transport.nccl import NcclTransport
+
+_NUM_ARRAYS = {"reduce_scatter": 2, "all_gather": 2}
+"""Arrays that operations use, if not one: the first of their arguments."""
+_NOT_HERE = {
+    "reduce": "reduce wants an array in CPU memory; between GPUs use all_reduce()",
+    "all_to_all": "all_to_all wants arrays in CPU memory; between GPUs use group(), send() and recv()",
+}
 
 
 def gpu_of(array: Any) -> int | None:
@@ -31,17 +41,16 @@ def gpu_of(array: Any) -> int | None:
         return None
 
 
-def stream_of(array: Any) -> int:
-    """Return the stream on which the library of ``array`` currently works, as an integer."""
+def streams_of(arrays: Sequence[Any]) -> list[int]:
+    """Return the streams on which the libraries of ``arrays`` currently work, as integers, each once."""
+    return list({_stream_of(array) for array in arrays})
+
+
+def _stream_of(array: Any) -> int:
     if isinstance(array, torch.Tensor):
         return current_stream(array.get_device())
     stream = array.__cuda_array_interface__.get("stream")
     return 0 if stream in (None, 1) else int(stream)  # 1 names the legacy default stream
-
-
-def streams_of(arrays: Sequence[Any]) -> list[int]:
-    """Return the streams of ``arrays``, each once."""
-    return list({stream_of(array) for array in arrays})
 
 
 def current_stream(device: int) -> int:
@@ -98,16 +107,24 @@ class GpuWork:
 
 
 class GpuQueue:
-    """Communication stream of one GPU. All ranks make it with their first operation on that GPU.
+    """Queue of operations on one GPU: a stream for communication. All ranks make it with their first operation there.
+
+    It runs operations as :class:`pycomm.channel.Channel` does those in CPU memory.
 
     Args:
         device: ordinal of the GPU.
+        timeout: limit of every operation, in seconds.
         make_transport: makes NCCL's communicator for a device, an algorithm and the streams of its first operation;
             collective.
     """
 
-    def __init__(self, device: int, make_transport: Callable[[int, str, Sequence[int]], NcclTransport]) -> None:
-        self.device = device
+    native = ("auto", "native", "ring")
+    """Names of algorithms that are NCCL's own."""
+
+    def __init__(
+        self, device: int, timeout: float, make_transport: Callable[[int, str, Sequence[int]], NcclTransport]
+    ) -> None:
+        self.device, self._timeout = device, timeout
         self._make_transport = make_transport
         self._transports: dict[str, NcclTransport] = {}
         self.scratch = Scratch()  # for kernels on the communication stream
@@ -156,7 +173,59 @@ class GpuQueue:
         """Return torch's current stream in a list, which is empty if torch has no CUDA."""
         return [current_stream(self.device)] if torch.cuda.is_available() else []
 
-    def enqueue(
+    def all_reduce(self, x: Any, op: str, async_op: bool, algorithm: str | Table) -> GpuWork | None:
+        """Reduce ``x`` over all ranks by an algorithm that NCCL chooses, or by its "ring"."""
+        return self._run("ring" if algorithm == "ring" else "native", "all_reduce", async_op, x, op)
+
+    def run(self, operation: str, async_op: bool, *args: Any) -> GpuWork | None:
+        """Enqueue NCCL's operation of that name.
+
+        Raises:
+            ValueError: NCCL has no such operation.
+        """
+        if operation in _NOT_HERE:
+            raise ValueError(_NOT_HERE[operation])
+        return self._run("native", operation, async_op, *args)
+
+    def _run(self, algorithm: str, operation: str, async_op: bool, *args: Any) -> GpuWork | None:
+        arrays = args[: _NUM_ARRAYS.get(operation, 1)]
+        call = getattr(self.transport(algorithm, streams_of(arrays)), operation)
+        return self._enqueue(arrays, lambda stream: call(*args, stream, self._timeout), async_op)
+
+    def run_program(self, program: Program, x: Any, op: str, async_op: bool) -> GpuWork | None:
+        """All-reduce ``x`` by this rank's part of a schedule that all ranks have.
+
+        Raises:
+            ValueError: a group of operations is open. Also the errors of :class:`GpuProgram` and of NCCL's operations.
+        """
+        if self._grouped is not None:
+            text = "a schedule inside a group, wanted its rounds to be groups of their own: end the group first"
+            raise ValueError(text)
+        producers = streams_of([x])
+        transport, run = self.transport("native", producers), GpuProgram(program, x, op, self.scratch)
+        if run.needs_memory and not isinstance(x, torch.Tensor):
+            why = "memory of x's library would be gone when the graph is launched, wanted a torch tensor"
+            self.require_no_capture(producers, "a schedule", why)
+
+        def enqueue(stream: int) -> None:
+            with self.as_current():
+                run.run(transport, stream, self._timeout)
+
+        return self._enqueue([x], enqueue, async_op, [run])
+
+    def send(self, x: Any, dst: int, tag: int) -> None:
+        """Send ``x`` to rank ``dst``; there are no tags."""
+        _require_no_tag(tag)
+        self.run("send", False, x, dst)
+
+    def recv(self, x: Any, src: int | None, tag: int) -> None:
+        """Receive ``x`` from rank ``src``."""
+        _require_no_tag(tag)
+        if src is None:
+            raise ValueError("src is None, wanted a rank: on a GPU only messages of a given rank can be received")
+        self.run("recv", False, x, src)
+
+    def _enqueue(
         self, arrays: Sequence[Any], operation: Callable[[int], None], async_op: bool, kept: Sequence[Any] = ()
     ) -> GpuWork | None:
         """Call ``operation(stream)``, ordered before and after the work on the streams of ``arrays``.
@@ -187,7 +256,7 @@ class GpuQueue:
             return None
         return self._work(moment, producers, None, [*arrays, *kept])
 
-    def run(self, job: Callable[[], Any], reads: Sequence[torch.Tensor | None], producers: Collection[int]) -> GpuWork:
+    def call(self, job: Callable[[], Any], reads: Sequence[torch.Tensor | None], producers: Collection[int]) -> GpuWork:
         """Call ``job`` with the communication stream as torch's current one, ordered after ``producers``."""
         for stream in {*producers, current_stream(self.device)}:
             self._stream.follow(stream)
@@ -202,13 +271,8 @@ class GpuQueue:
             self._kept.append((moment, kept))  # for work that is dropped
         return GpuWork(self, moment, producers, result, kept)
 
-    @property
-    def has_open_group(self) -> bool:
-        """Return whether a :meth:`grouped` context is open."""
-        return self._grouped is not None
-
     @contextlib.contextmanager
-    def grouped(self, timeout: float) -> Iterator[None]:
+    def grouped(self) -> Iterator[None]:
         """Group operations as :meth:`NcclTransport.grouped` does; all arrays' streams wait for the whole group.
 
         Raises:
@@ -218,7 +282,7 @@ class GpuQueue:
             raise RuntimeError("a group is already open on this GPU; groups do not nest")
         transport, self._grouped = self.transport(), []
         try:
-            with transport.grouped(timeout):
+            with transport.grouped(self._timeout):
                 yield
             moment = self._stream.now()
             for stream in streams_of([array for arrays in self._grouped for array in arrays]):
@@ -247,3 +311,8 @@ class GpuQueue:
     def _drop_finished(self) -> None:
         while self._kept and (not self._kept[0][1] or self._kept[0][0].has_passed()):
             self._kept.popleft()[1].clear()
+
+
+def _require_no_tag(tag: int) -> None:
+    if tag != 0:
+        raise ValueError(f"tag is {tag!r}, wanted 0: messages between GPUs have no tags")

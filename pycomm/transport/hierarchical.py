@@ -8,26 +8,31 @@ many lanes as the host with the fewest ranks has ranks:
 2. lane k's rank of every host reduces part k with the other hosts', by a schedule that is chosen by cost;
 3. the ranks of a host copy one another's parts.
 
-Between two hosts n bytes go each way. Small arrays, and what is rare between hosts, travel as over
-:class:`TorchTransport`, which also compares operations and finds the rank to blame for a failure.
+Between two hosts n bytes go each way. Small arrays, and what is rare between hosts, travel as by
+:class:`TorchCollectives`.
+
+In collectives of parts of any lengths, one for each rank, whatever rank p has for another host, or gets from it, passes
+through one rank there, its carrier: the rank whose index on its host is that of p on its own, modulo the number of
+ranks there. So a link between two hosts carries each part once, and all ranks of a host carry. What a rank carries is
+not copied first if it lies in one piece, which it does where hosts have equally many ranks, and parts lie in the order
+of :func:`pycomm.transport.hosts.order_of`.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 
+from pycomm import kernels
 from pycomm.errors import CommError
 from pycomm.transport.base import Message
-from pycomm.transport.between_hosts import BetweenHosts
-from pycomm.transport.hierarchical_parts import Exchange, HierarchicalParts, OnHost
 from pycomm.transport.hosts import Hosts
-from pycomm.transport.roll_call import RollCall
 from pycomm.transport.shared_memory import SharedMemoryTransport
-from pycomm.transport.torch_distributed import TorchTransport
+from pycomm.transport.torch_collectives import BetweenHosts, TorchCollectives
+from pycomm.transport.torch_group import TorchGroup
 
 # Bytes up to which one round of messages between all ranks is faster than three parts.
 _FLAT_BYTES = 1 << 10
@@ -38,42 +43,38 @@ _LOCAL_PATIENCE = 2.0
 _LOCAL_GRACE = 5.0  # seconds
 
 
-class HierarchicalTransport(TorchTransport):
-    """Transport through ``local`` shared memory within hosts, and torch.distributed between them; owns both.
+class HierarchicalCollectives:
+    """Collectives through ``local`` shared memory within hosts, and messages between them.
 
     Args:
-        group: all ranks; nobody else uses it.
-        roll_call: see :class:`TorchTransport`.
-        local: the ranks of this host, in rising order.
+        flat: does what is small, among all ranks.
+        group: all ranks.
+        local: the ranks of this host, in rising order; owned from now on.
         hosts: which ranks are on which host.
+
+    Attributes:
+        name, hosts, host_memory: see :class:`TorchCollectives`.
     """
 
     name = "hierarchical"
 
-    def __init__(
-        self, group: dist.ProcessGroup, roll_call: RollCall, local: SharedMemoryTransport, hosts: Hosts
-    ) -> None:
-        super().__init__(group, roll_call)
-        self._local, self._hosts = local, hosts
-        self.host_memory = local.host_memory
-        self.hosts = hosts.ranks
-        self._parts = HierarchicalParts(local, hosts)
-        self._group.on_failure = self._leave
+    def __init__(self, flat: TorchCollectives, group: TorchGroup, local: SharedMemoryTransport, hosts: Hosts) -> None:
+        self._flat, self._group, self._local, self._hosts = flat, group, local, hosts
+        self._rank, self._size = group.rank, group.size
+        self.host_memory, self.hosts = local.host_memory, hosts.ranks
+        self.empty, self.give_up_stopped_after, self.close = local.empty, local.give_up_stopped_after, local.close
+        self.reduce = flat.reduce
+        group.on_failure = self._leave
         self._num_lanes = min(len(members) for members in hosts.ranks)
         lane = hosts.local_rank
         self._lane: BetweenHosts | None = None
         if lane < self._num_lanes:
-            self._lane = BetweenHosts(self._group, [members[lane] for members in hosts.ranks])
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return self._local.empty(shape, dtype)
-
-    def give_up_stopped_after(self, seconds: float) -> None:
-        self._local.give_up_stopped_after(seconds)
-
-    def close(self, reason: str) -> None:
-        super().close(reason)  # first: it leaves the note by which others learn why
-        self._local.close(reason)
+            self._lane = BetweenHosts(group, [members[lane] for members in hosts.ranks])
+        self._carried = carried(hosts)
+        self._mine = self._carried[lane]
+        others = [members for host, members in enumerate(hosts.ranks) if host != hosts.host]
+        self._carriers = [members[lane % len(members)] for members in others]
+        """Ranks of the other hosts that carry this rank's part."""
 
     def _leave(self, reason: str) -> None:
         """After a failure: end what others of this host, and of other hosts, wait for."""
@@ -91,9 +92,10 @@ class HierarchicalTransport(TorchTransport):
 
     # all_reduce
 
-    def _reduce(self, tensor: torch.Tensor, op: str, timeout: float) -> None:
+    def all_reduce(self, tensor: torch.Tensor, op: str, timeout: float) -> None:
+        """Reduce flat ``tensor`` in place."""
         if tensor.nbytes <= _FLAT_BYTES:
-            super()._reduce(tensor, op, timeout)
+            self._flat.all_reduce(tensor, op, timeout)
             return
         kind = "sum" if op == "mean" else op
         lanes = 1 if tensor.nbytes <= _ONE_LANE_BYTES else self._num_lanes
@@ -105,7 +107,7 @@ class HierarchicalTransport(TorchTransport):
             mine = parts[self._hosts.local_rank]
             self._lane.all_reduce(mine, kind, timeout)
             if op == "mean":
-                mine.mul_(1.0 / self.size)
+                mine.mul_(1.0 / self._size)
         self._on_host("all_reduce", lambda patience: self._copy_parts(tensor, parts, patience), timeout)
 
     def _reduce_parts(self, tensor: torch.Tensor, parts: list[torch.Tensor], op: str, timeout: float) -> None:
@@ -138,42 +140,104 @@ class HierarchicalTransport(TorchTransport):
 
     # The others.
 
-    def _scatter(self, out: torch.Tensor, x: torch.Tensor, op: str, timeout: float) -> None:
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: str, timeout: float) -> None:
+        """Write part ``rank`` of the reduction of ``x`` into ``out``."""
         if out.nbytes <= _FLAT_BYTES:
-            super()._scatter(out, x, op, timeout)
-            return
-        parts = list(x.view(self.size, -1))
-        self._parts.reduce_scatter(out.view(-1), parts, op, *self._ways("reduce_scatter", timeout))
+            self._flat.reduce_scatter(out, x, op, timeout)
+        else:
+            self.reduce_scatter_v(out.view(-1), list(x.view(self._size, -1)), op, timeout, "reduce_scatter")
 
-    def _gather(self, out: torch.Tensor, x: torch.Tensor, timeout: float) -> None:
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor, timeout: float) -> None:
+        """Write the ``x`` of all ranks, bytes, into ``out``."""
         if x.nbytes <= _FLAT_BYTES:
-            super()._gather(out, x, timeout)
+            self._flat.all_gather(out, x, timeout)
+        else:
+            self.all_gather_v(list(out.view(self._size, -1)), x, timeout, "all_gather")
+
+    def reduce_scatter_v(
+        self,
+        target: torch.Tensor,
+        sources: Sequence[torch.Tensor],
+        op: str,
+        timeout: float,
+        operation: str = "reduce_scatter_v",
+    ) -> None:
+        """Write the reduction of all ranks' ``sources[rank]`` into ``target``, which may be this rank's own."""
+        if op == "mean" and target.dtype in (torch.float16, torch.bfloat16):
+            wide = torch.empty_like(target, dtype=torch.float32)  # the sum may not fit the half type
+            self.reduce_scatter_v(wide, [source.float() for source in sources], op, timeout, operation)
+            target.copy_(wide)
             return
-        self._parts.all_gather(list(out.view(self.size, -1)), x, *self._ways("all_gather", timeout))
+        kind = "sum" if op == "mean" else op
+        runs = [_joined([sources[p] for p in ranks]) for ranks in self._carried]
+        sums = torch.empty_like(runs[self._hosts.local_rank])
+        self._on_host(operation, lambda patience: self._local.reduce_scatter_v(sums, runs, kind, patience), timeout)
+        numels = [sources[p].numel() for p in self._mine]
+        of_host = dict(zip(self._mine, torch.split(sums, numels), strict=True))
+        terms = {p: torch.empty_like(target) for p in self._carriers}
+        self._group.exchange(self._to_others(of_host), _messages(terms), timeout, operation)
+        terms[self._rank] = of_host[self._rank]
+        if target.numel() > 0:
+            kernels.reduce(target, [terms[p] for p in sorted(terms)], kind)
+            if op == "mean":
+                target.mul_(1.0 / self._size)
 
-    def _scatter_parts(self, target: torch.Tensor, sources: list[torch.Tensor], op: str, timeout: float) -> None:
-        self._parts.reduce_scatter(target, sources, op, *self._ways("reduce_scatter_v", timeout))
+    def all_gather_v(
+        self, targets: Sequence[torch.Tensor], source: torch.Tensor, timeout: float, operation: str = "all_gather_v"
+    ) -> None:
+        """Write the ``source`` of every rank p, bytes, into ``targets[p]``, which may be this rank's own."""
+        if targets[self._rank].data_ptr() != source.data_ptr():
+            targets[self._rank].copy_(source)
+        received = {p: targets[p] for p in self._mine}
+        sends = _messages(dict.fromkeys(self._carriers, source))
+        self._group.exchange(sends, self._to_others(received), timeout, operation)
+        runs = [_joined([targets[p] for p in ranks]) for ranks in self._carried]
+        mine = runs[self._hosts.local_rank]
+        self._on_host(operation, lambda patience: self._local.all_gather_v(runs, mine, patience), timeout)
+        for run, ranks in zip(runs, self._carried, strict=True):
+            for p, part in zip(ranks, torch.split(run, [targets[p].numel() for p in ranks]), strict=True):
+                if part.data_ptr() != targets[p].data_ptr():
+                    targets[p].copy_(part)
 
-    def _gather_parts(self, targets: list[torch.Tensor], source: torch.Tensor, timeout: float) -> None:
-        self._parts.all_gather(targets, source, *self._ways("all_gather_v", timeout))
+    def _to_others(self, tensors: dict[int, torch.Tensor]) -> list[Message]:
+        """Return the messages with ranks of other hosts."""
+        return _messages({p: tensor for p, tensor in tensors.items() if p not in self._hosts.members})
 
-    def _ways(self, operation: str, timeout: float) -> tuple[OnHost, Exchange]:
-        """Return how a part of ``operation`` runs on this host, and how messages travel to others."""
-
-        def exchange(sends: Sequence[Message], receives: Sequence[Message]) -> None:
-            self._group.exchange(sends, receives, timeout, operation)
-
-        return lambda call: self._on_host(operation, call, timeout), exchange
-
-    def _spread(self, x: torch.Tensor, source: int, timeout: float) -> None:
+    def broadcast(self, x: torch.Tensor, source: int, timeout: float) -> None:
         """Overwrite ``x``, bytes, with that of ``source``: over a chain of one rank of each host, then within hosts."""
         if x.nbytes <= _FLAT_BYTES:
-            super()._spread(x, source, timeout)
+            self._flat.broadcast(x, source, timeout)
             return
         hosts = self._hosts
         host = next(host for host, members in enumerate(hosts.ranks) if source in members)
         heads = [members[0] if h != host else source for h, members in enumerate(hosts.ranks)]
-        if self.rank in heads:
+        if self._rank in heads:
             BetweenHosts(self._group, heads).broadcast(x, host, timeout)
         head = hosts.members.index(heads[hosts.host])
         self._on_host("broadcast", lambda patience: self._local.broadcast(x, head, patience), timeout)
+
+
+def carried(hosts: Hosts) -> list[list[int]]:
+    """Return the ranks whose parts each rank of this host carries; by index on their own host, then by host."""
+    count = len(hosts.members)
+    mine: list[list[int]] = [[] for _ in range(count)]
+    for index in range(max(map(len, hosts.ranks))):
+        mine[index % count] += [members[index] for members in hosts.ranks if index < len(members)]
+    return mine
+
+
+def _messages(tensors: dict[int, torch.Tensor]) -> list[Message]:
+    return [(p, tensor) for p, tensor in tensors.items() if tensor.numel() > 0]
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return flat tensors one after the other: where they lie so, what is there, else a copy."""
+    some = [tensor for tensor in tensors if tensor.numel() > 0]
+    if not some:
+        return tensors[0]
+    first, numel = some[0], sum(tensor.numel() for tensor in some)
+    end = first.storage_offset() + numel
+    is_one = all(a.data_ptr() + a.nbytes == b.data_ptr() for a, b in itertools.pairwise(some))
+    if is_one and end * first.itemsize <= first.untyped_storage().nbytes():
+        return first.as_strided((numel,), (1,))
+    return torch.cat(some)

@@ -1,7 +1,8 @@
-"""Arrays in CPU memory as one-dimensional tensors, checked for use in an operation."""
+"""Arrays in CPU memory as one-dimensional tensors, checked for use in an operation: one, two, or one for each rank."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import index
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -22,8 +23,6 @@ class Pair(NamedTuple):
     x: torch.Tensor
     tag: int
     """Tag of their dtype."""
-    elements: int
-    """Number of elements of ``x`` in its own dtype."""
 
 
 def require(condition: bool, problem: str, kind: type[Exception] = ValueError) -> None:
@@ -67,10 +66,11 @@ def tensor_of(array: _native.HostArray) -> torch.Tensor:
     return torch.frombuffer(array, dtype=dtype) if array.count > 0 else torch.empty(0, dtype=dtype)
 
 
-def apart(out: Any, x: Any, rank: int, size: int, ops: tuple[Any, ...] = ()) -> Pair:
+def pair_for(kind: str, out: Any, x: Any, rank: int, size: int, ops: tuple[Any, ...] = ()) -> Pair:
     """Return ``out`` and ``x`` as flat tensors; they must not overlap, or one must be this rank's part of the other.
 
     Args:
+        kind: "reduce_scatter", "all_gather" or "all_to_all", for which their lengths must fit.
         out: array to write.
         x: array to read, of the same dtype.
         rank: this rank.
@@ -94,4 +94,89 @@ def apart(out: Any, x: Any, rank: int, size: int, ops: tuple[Any, ...] = ()) -> 
     read = tensor_of(source)
     if target.count > 0 and target.overlaps(source, -1, size):
         read = read.clone()  # not every backend works in place
-    return Pair(tensor_of(target), read, source.tag, source.elements)
+    pair = Pair(tensor_of(target), read, source.tag)
+    counts = pair.out.numel(), pair.x.numel()
+    if kind == "reduce_scatter":
+        wanted = f"wanted {size * counts[0]}: {size} ranks times the {counts[0]} of out"
+        require(counts[1] == size * counts[0], f"x has {counts[1]} elements, {wanted}")
+    elif kind == "all_gather":
+        wanted = f"wanted {size * counts[1]}: {size} ranks times the {counts[1]} of x"
+        require(counts[0] == size * counts[1], f"out has {counts[0]} elements, {wanted}")
+    else:
+        require(counts[0] == counts[1], f"out has {counts[0]} elements, wanted {counts[1]}, as x")
+        problem = f"x has {source.elements} elements, wanted a multiple of the {size} ranks"
+        require(source.elements % size == 0, problem)
+    return pair
+
+
+def _one_each(name: str, arrays: object, size: int, writes: bool) -> list[_native.HostArray | None]:
+    """Return the argument ``name``, a sequence of an array, or ``None``, for each of ``size`` ranks, in memory."""
+    ordered = isinstance(arrays, Sequence) and not isinstance(arrays, str)
+    require(ordered, f"{name} is a {type(arrays).__name__}, wanted a sequence of arrays", TypeError)
+    assert isinstance(arrays, Sequence)
+    require(len(arrays) == size, f"{name} has {len(arrays)} arrays, wanted {size}, one for each rank")
+    return [
+        None if array is None else _native.HostArray(array, f"{name}[{p}]", writes, True)
+        for p, array in enumerate(arrays)
+    ]
+
+
+def _bytes_of(array: _native.HostArray | None) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8) if array is None else tensor_of(array).view(torch.uint8)
+
+
+def parts_apart(outs: object, xs: object, rank: int, size: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the arrays to write and those to read as flat tensors of bytes, empty where there is ``None``.
+
+    No array to write may overlap another one, or one to read, but that ``outs[rank]`` may be ``xs[rank]``.
+
+    Raises:
+        TypeError, ValueError: ``outs`` or ``xs`` is no sequence of an array for each rank, or they overlap.
+    """
+    targets = [_bytes_of(array) for array in _one_each("outs", outs, size, True)]
+    sources = [_bytes_of(array) for array in _one_each("xs", xs, size, False)]
+    in_place = _is_same(targets[rank], sources[rank])
+    for p, target in enumerate(targets):
+        for q in range(size):
+            problem = f"outs[{p}] overlaps outs[{q}], wanted arrays apart"
+            require(q >= p or not _overlap(target, targets[q]), problem)
+            problem = f"outs[{p}] overlaps xs[{q}], wanted arrays apart, or outs[rank] and xs[rank] the same"
+            require((p == rank and in_place) or not _overlap(target, sources[q]), problem)
+    return targets, sources
+
+
+def contributions(out: Any, xs: object, op: object, rank: int, size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return ``out`` as a flat tensor, and what each rank gets of this one, which has ``out``'s dtype.
+
+    Raises:
+        TypeError, ValueError: ``op`` cannot reduce them, ``out`` has another length than ``xs[rank]``, or they overlap.
+    """
+    target = reducible("out", out, op, writes=True)
+    sources = []
+    for p, array in enumerate(_one_each("xs", xs, size, False)):
+        if array is None:
+            sources.append(torch.empty(0, dtype=target.dtype))
+            continue
+        source = tensor_of(array)
+        found = "another dtype" if array.tag else array.dtype
+        require(
+            array.tag == 0 and source.dtype == target.dtype,
+            f"xs[{p}] has {found}, wanted dtype {str(target.dtype).removeprefix('torch.')} as out",
+            TypeError,
+        )
+        problem = f"out overlaps xs[{p}], wanted arrays apart, or out and xs[rank] the same"
+        require((p == rank and _is_same(target, source)) or not _overlap(target, source), problem)
+        sources.append(source)
+    counts = target.numel(), sources[rank].numel()
+    require(counts[0] == counts[1], f"out has {counts[0]} elements, wanted {counts[1]}, as xs[{rank}] has")
+    return target, sources
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.nbytes == b.nbytes
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.nbytes == 0 or b.nbytes == 0:
+        return False
+    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,11 @@ class Hosts:
     def are_shared(self) -> bool:
         """Whether there are several hosts, and one of them has several ranks."""
         return len(self.ranks) > 1 and any(len(members) > 1 for members in self.ranks)
+
+
+def order_of(hosts: Sequence[Sequence[int]]) -> list[int]:
+    """Return the ranks in the order in which their parts should lie: by index on their host, then by host."""
+    return [p for row in itertools.zip_longest(*hosts) for p in row if p is not None]
 
 
 def hosts_of(rank: int, greetings: Sequence[Mapping[str, Any]]) -> Hosts:

@@ -140,7 +140,7 @@ def cpu_backend_of(place: Place) -> str:
     """Return the name of the backend that moves CPU tensors of a second group at ``place``.
 
     Raises:
-        ValueError: the group has no such backend.
+        ValueError: the group has no such backend; or it is a sub-group's that only all ranks together can make.
     """
     names = dict(part.split(":", 1) for part in place.backends.split(",") if ":" in part)
     if "cpu" not in names:
@@ -148,16 +148,12 @@ def cpu_backend_of(place: Place) -> str:
             f"process_group has no backend for CPU tensors, only {place.backends}: call "
             'init_process_group("cpu:gloo,cuda:nccl"), since the ranks first agree over the CPU on what they do'
         )
-    return dist.Backend.GLOO if names["cpu"] == PYCOMM else names["cpu"]
-
-
-def require_own_group(place: Place) -> None:
-    """Raise ValueError if ``place`` is a sub-group's, and its backend can only make groups on all ranks together."""
-    if cpu_backend_of(place) == dist.Backend.MPI and place.size < dist.get_world_size():
+    if names["cpu"] == dist.Backend.MPI and place.size < dist.get_world_size():
         raise ValueError(
             "process_group is a sub-group over MPI, whose groups only all ranks together can make: pass a group of "
             "all ranks, or one over Gloo"
         )
+    return dist.Backend.GLOO if names["cpu"] == PYCOMM else names["cpu"]
 
 
 def own_group(place: Place, name: str, timeout: float) -> dist.ProcessGroup:
@@ -173,7 +169,6 @@ def own_group(place: Place, name: str, timeout: float) -> dist.ProcessGroup:
         CommError: a rank did not arrive in time, or could not be reached.
     """
     backend = cpu_backend_of(place)
-    require_own_group(place)
     patience = min(timeout, place.patience)
     try:
         made = make_process_group(place.store, place.rank, place.ranks, backend, name, timeout, patience)

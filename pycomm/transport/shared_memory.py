@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 
 import pycomm._native as _native
 from pycomm.recorder import Recorder
-from pycomm.transport.base import AllReduceApart, HostMemory, OwnShare
-from pycomm.transport.buffering import buffer_limit
+from pycomm.schedule.program import Program
+from pycomm.transport.base import AllReduceApart, HostMemory, OwnShare, buffer_limit
 from pycomm.transport.rendezvous import Peers
 
 _MOST_BYTES = 2**63 - 1
@@ -50,7 +51,7 @@ class SharedMemoryTransport:
         self.refuse = self._group.refuse
         self.hosts: Sequence[Sequence[int]] = (tuple(range(self.size)),)
         self.give_up_stopped_after = self._group.give_up_stopped_after
-        self.run_compiled = self._group.run
+        self._compiled: WeakKeyDictionary[Program, _native.Program] = WeakKeyDictionary()
         group = self._group
         self.host_memory: HostMemory | None = HostMemory(group.allocate, group.offset_of, group.memory_of, self.size)
 
@@ -78,6 +79,13 @@ class SharedMemoryTransport:
 
     def all_gather_v(self, outs: Sequence[Any], x: Any, timeout: float) -> None:
         self._group.all_to_all_v(outs, [x] * self.size, timeout)
+
+    def run_program(self, program: Program, x: Any, op: str, timeout: float) -> None:
+        if program not in self._compiled:
+            name = program.name.encode("ascii", "replace").decode()  # for errors; not all text is UTF-8
+            words = (program.words(), program.rank, program.num_ranks, name, program.digest)
+            self._compiled[program] = _native.Program(*words)
+        self._group.run(self._compiled[program], x, op, timeout)
 
     def hand_over(self, patience: float) -> None:
         pass  # messages lie in memory that their receivers have mapped, too

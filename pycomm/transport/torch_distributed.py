@@ -6,42 +6,131 @@ operation, so that ranks that disagree get an error instead of a hang.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 import pycomm._native as _native
-from pycomm import kernels
+from pycomm import checks, kernels
+from pycomm.agreement import prepared
+from pycomm.errors import CommError
+from pycomm.recorder import Recorder
 from pycomm.schedule.program import Program
-from pycomm.transport.between_hosts import BetweenHosts
-from pycomm.transport.host_tensors import apart, rank_of, reducible, require, tensor_of
-from pycomm.transport.parts import messages
-from pycomm.transport.torch_exchanges import TorchExchanges, counted
-from pycomm.transport.torch_group import DIRECT_RANKS
+from pycomm.transport.announcements import agree, agree_on_lengths
+from pycomm.transport.base import AllReduceApart, OwnShare
+from pycomm.transport.hierarchical import HierarchicalCollectives
+from pycomm.transport.host_tensors import (
+    contributions,
+    pair_for,
+    parts_apart,
+    rank_of,
+    reducible,
+    require,
+    tensor_of,
+)
+from pycomm.transport.hosts import Hosts
+from pycomm.transport.messages import run_program
+from pycomm.transport.roll_call import RollCall
+from pycomm.transport.shared_memory import SharedMemoryTransport
+from pycomm.transport.torch_collectives import TorchCollectives, messages
+from pycomm.transport.torch_group import TorchGroup
+from pycomm.transport.torch_messages import TorchMessages
 
-# Newer releases of torch renamed it, and warn about the old name.
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-# Small tensors are gathered, then reduced by every rank, as long as a rank receives at most this many bytes.
-_GATHERED_BYTES = 256 << 10
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., None])
+
 _WORD_BYTES = 8  # of an array that travels with the announcements
-_REDUCTIONS = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "product": dist.ReduceOp.PRODUCT,
-    "band": dist.ReduceOp.BAND,
-    "bor": dist.ReduceOp.BOR,
-    "bxor": dist.ReduceOp.BXOR,
-}
 
 
-class TorchTransport(TorchExchanges):
-    """Transport by torch.distributed's collectives on ``group``, which nobody else uses, and which it destroys."""
+def counted(operation: F) -> F:
+    """Count calls of ``operation``; one also counts as finished if it raises the same error on all ranks."""
 
-    name = "torch"
+    @functools.wraps(operation)
+    def count(self: TorchTransport, *args: Any) -> None:
+        self._group.begun += 1
+        try:
+            operation(self, *args)
+        except CommError as error:
+            _forget_frames(error)
+            raise
+        except Exception:
+            self._group.finished = self._group.begun
+            raise
+        self._group.finished = self._group.begun
+
+    return cast(F, count)
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Drop what the frames behind ``error`` refer to: a work keeps connections open, on whose end other ranks wait.
+
+    So does a frame of a function inside another, which has what both refer to even when it is cleared: of the errors
+    that this one is about, torch's among them, only their words stay.
+    """
+    traceback.clear_frames(error.__traceback__)
+    cause = error.__cause__ or error.__context__
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__
+
+
+class TorchTransport:
+    """Transport over ``group``, which nobody else uses, and which it destroys: it checks and compares operations.
+
+    :class:`TorchCollectives` then does them; or :class:`HierarchicalCollectives`, where some ranks share a host.
+
+    Args:
+        group: all ranks.
+        roll_call: finds the rank to blame for a failure.
+        local: the ranks of this host, in rising order; owned from now on. ``None`` where no two ranks share one.
+        hosts: which ranks are on which host.
+    """
+
+    interruptible = False
+    recorder: Recorder
+    own_share: OwnShare | None = None
+    all_reduce_apart: AllReduceApart | None = None
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        roll_call: RollCall,
+        local: SharedMemoryTransport | None = None,
+        hosts: Hosts | None = None,
+    ) -> None:
+        self.skip_checks: bool | Literal["after the next"] = False
+        self._group = TorchGroup(group, roll_call)
+        self.rank, self.size = self._group.rank, self._group.size
+        flat = TorchCollectives(self._group)
+        over: TorchCollectives | HierarchicalCollectives = flat
+        if local is not None and hosts is not None:
+            over = HierarchicalCollectives(flat, self._group, local, hosts)
+        self._over, self.name, self.hosts, self.host_memory = over, over.name, over.hosts, over.host_memory
+        self.empty, self.give_up_stopped_after = over.empty, over.give_up_stopped_after
+        self._messages = TorchMessages(self._group)
+        self.send, self.receive = self._messages.send, self._messages.receive
+        self.hand_over = self._messages.hand_over
+
+    @property
+    def buffer_limit(self) -> int:
+        return self._messages.buffer_limit
+
+    @buffer_limit.setter
+    def buffer_limit(self, num_bytes: int) -> None:
+        checks.integer("buffer_limit", num_bytes, 0)
+        self._messages.buffer_limit = num_bytes
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Number of bytes of messages that were sent and are not known to be received."""
+        return self._messages.buffered_bytes
+
+    # Reductions.
 
     @counted
     def all_reduce(self, x: Any, op: str, timeout: float) -> None:
@@ -50,12 +139,12 @@ class TorchTransport(TorchExchanges):
             self._reduce_words(tensor, op, timeout)
             return
         self._agree("all_reduce", tensor, op, 0, timeout)
-        if op == "mean" and tensor.dtype in (torch.float16, torch.bfloat16):
-            wide = tensor.float()  # the sum may not fit the half type although the mean does
-            self._reduce(wide, op, timeout)
+        if _widens(tensor, op):
+            wide = tensor.float()
+            self._over.all_reduce(wide, op, timeout)
             tensor.copy_(wide)
         else:
-            self._reduce(tensor, op, timeout)
+            self._over.all_reduce(tensor, op, timeout)
 
     def _reduce_words(self, tensor: torch.Tensor, op: str, timeout: float) -> None:
         """Reduce ``tensor``, which is so small that it travels with the announcements."""
@@ -66,143 +155,136 @@ class TorchTransport(TorchExchanges):
         kernels.reduce(tensor, [word.view(tensor.dtype)[: len(tensor)] for word in torch.split(words, 1)], op)
 
     @counted
-    def run_schedule(
-        self, program: Program, x: Any, op: str, timeout: float, run: Callable[[torch.Tensor], None]
-    ) -> None:
-        """Compare ``program`` and ``x`` with the other ranks', then call ``run`` to all-reduce ``x`` by messages."""
-
+    def run_program(self, program: Program, x: Any, op: str, timeout: float) -> None:
         def check() -> torch.Tensor:
-            require(
-                (program.rank, program.num_ranks) == (self.rank, self.size),
-                f"the program is of rank {program.rank} of {program.num_ranks}, wanted one of rank {self.rank} of "
-                f"{self.size}",
-            )
+            wanted = f"wanted one of rank {self.rank} of {self.size}"
+            mine = (program.rank, program.num_ranks) == (self.rank, self.size)
+            require(mine, f"the program is of rank {program.rank} of {program.num_ranks}, {wanted}")
             return reducible("x", x, op, writes=True)
 
         tensor = self._checked(timeout, check)
         self._agree("schedule", tensor, op, program.digest >> 1, timeout)  # 63 bits
-        run(tensor)
+        run_program(program, tensor, op, self._group, timeout)
 
     @counted
     def reduce(self, x: Any, dst: int, op: str, timeout: float) -> None:
-
-        def check() -> tuple[torch.Tensor, int]:
-            tensor = reducible("x", x, op, writes=True)
-            return tensor, rank_of(dst, "dst", self.size)
-
-        tensor, root = self._checked(timeout, check)
+        tensor, root = self._checked(
+            timeout, lambda: (reducible("x", x, op, writes=True), rank_of(dst, "dst", self.size))
+        )
         self._agree("reduce", tensor, op, root, timeout)
-        if tensor.numel() == 0:
-            return
-        if (self.size - 1) * tensor.nbytes <= _GATHERED_BYTES:
-            self._reduce_at(tensor, root, op, timeout)
-            return
-        # A copy: backends use the memory of the other ranks too.
-        wide = op == "mean" and tensor.dtype in (torch.float16, torch.bfloat16)
-        work_on = tensor.float() if wide else tensor.clone()
-        group = self._group.group
-        place = dist.get_global_rank(group, root)
-        work = self._group.begin(
-            "reduce", lambda: dist.reduce(work_on, place, _REDUCTIONS[op], group=group, async_op=True)
-        )
-        self._group.wait("reduce", work, timeout)
-        if self.rank == root:
-            tensor.copy_(work_on.mul_(1.0 / self.size) if op == "mean" else work_on)
-
-    def _reduce_at(self, tensor: torch.Tensor, root: int, op: str, timeout: float) -> None:
-        """Send ``tensor`` to ``root``, who reduces all of them, in the order of the ranks."""
-        if self.rank != root:
-            self._group.exchange([(root, tensor)], [], timeout, "reduce")
-            return
-        inputs = [tensor if p == root else torch.empty_like(tensor) for p in range(self.size)]
-        self._group.exchange([], messages(inputs, root), timeout, "reduce")
-        kernels.reduce(tensor, inputs, op)
-
-    def _reduce(self, tensor: torch.Tensor, op: str, timeout: float) -> None:
-        if self.size <= DIRECT_RANKS and (self.size - 1) * tensor.nbytes <= _GATHERED_BYTES:
-            gathered = torch.empty(self.size * tensor.numel(), dtype=tensor.dtype)
-            self._group.gather("all_reduce", gathered, tensor.view(-1), timeout)
-            kernels.reduce(tensor, list(gathered.view(self.size, *tensor.shape)), op)
-            return
-        group = self._group.group
-        if tensor.dtype == torch.float16 and dist.get_backend(group) == dist.Backend.GLOO:
-            self._by_messages = self._by_messages or BetweenHosts(self._group, range(self.size))
-            self._by_messages.all_reduce(tensor, op, timeout)  # "mean" has been widened
-            return
-        work = self._group.begin(
-            "all_reduce", lambda: dist.all_reduce(tensor, _REDUCTIONS[op], group=group, async_op=True)
-        )
-        self._group.wait("all_reduce", work, timeout)
-        if op == "mean":
-            tensor.mul_(1.0 / self.size)
+        if tensor.numel() > 0:
+            self._over.reduce(tensor, root, op, timeout)
 
     @counted
     def reduce_scatter(self, out: Any, x: Any, op: str, timeout: float) -> None:
-
-        def check() -> tuple[torch.Tensor, torch.Tensor]:
-            target, source, _, _ = apart(out, x, self.rank, self.size, (op,))
-            require(
-                source.numel() == self.size * target.numel(),
-                f"x has {source.numel()} elements, wanted {self.size * target.numel()}: {self.size} ranks times the "
-                f"{target.numel()} of out",
-            )
-            return target, source
-
-        target, source = self._checked(timeout, check)
+        pair = self._checked(timeout, lambda: pair_for("reduce_scatter", out, x, self.rank, self.size, (op,)))
+        target, source = pair.out, pair.x
         self._agree("reduce_scatter", source, op, 0, timeout)
         if target.numel() == 0:
             return
-        wide = op == "mean" and target.dtype in (torch.float16, torch.bfloat16)
-        if wide:
-            source, result = source.float(), torch.empty(target.shape, dtype=torch.float32)
-        else:
-            result = target
-        self._scatter(result, source, op, timeout)
-        if wide:
+        if _widens(target, op):
+            result = torch.empty(target.shape, dtype=torch.float32)
+            self._over.reduce_scatter(result, source.float(), op, timeout)
             target.copy_(result)
+        else:
+            self._over.reduce_scatter(target, source, op, timeout)
 
-    def _scatter(self, out: torch.Tensor, x: torch.Tensor, op: str, timeout: float) -> None:
-        group = self._group.group
-        work = self._group.begin(
-            "reduce_scatter", lambda: _reduce_scatter(out, x, _REDUCTIONS[op], group=group, async_op=True)
-        )
-        self._group.wait("reduce_scatter", work, timeout)
-        if op == "mean":
-            out.mul_(1.0 / self.size)
+    @counted
+    def reduce_scatter_v(self, out: Any, xs: Sequence[Any], op: str, timeout: float) -> None:
+        target, sources = self._checked(timeout, lambda: contributions(out, xs, op, self.rank, self.size))
+        receives = [target.nbytes] * self.size
+        self._agree_on_parts("reduce_scatter_v", sources, receives, timeout, target.dtype, op)
+        self._over.reduce_scatter_v(target, sources, op, timeout)
+
+    # Movements.
 
     @counted
     def all_gather(self, out: Any, x: Any, timeout: float) -> None:
+        pair = self._checked(timeout, lambda: pair_for("all_gather", out, x, self.rank, self.size))
+        self._agree("all_gather", pair.x, "sum", 0, timeout, pair.tag)
+        self._over.all_gather(pair.out.view(torch.uint8), pair.x.view(torch.uint8), timeout)
 
-        def check() -> tuple[torch.Tensor, torch.Tensor, int]:
-            target, source, tag, _ = apart(out, x, self.rank, self.size)
-            require(
-                target.numel() == self.size * source.numel(),
-                f"out has {target.numel()} elements, wanted {self.size * source.numel()}: {self.size} ranks times the "
-                f"{source.numel()} of x",
-            )
-            return target, source, tag
+    @counted
+    def all_gather_v(self, outs: Sequence[Any], x: Any, timeout: float) -> None:
+        targets, sources = self._checked(timeout, lambda: parts_apart(outs, [x] * self.size, self.rank, self.size))
+        self._agree_on_parts("all_gather_v", sources, [out.nbytes for out in targets], timeout)
+        self._over.all_gather_v(targets, sources[self.rank], timeout)
 
-        target, source, tag = self._checked(timeout, check)
-        self._agree("all_gather", source, "sum", 0, timeout, tag)
-        self._gather(target.view(torch.uint8), source.view(torch.uint8), timeout)
+    @counted
+    def all_to_all(self, out: Any, x: Any, timeout: float) -> None:
+        pair = self._checked(timeout, lambda: pair_for("all_to_all", out, x, self.rank, self.size))
+        self._agree("all_to_all", pair.x, "sum", 0, timeout, pair.tag)
+        if pair.x.numel() > 0:
+            targets, sources = (list(array.view(self.size, -1)) for array in (pair.out, pair.x))
+            self._exchange("all_to_all", targets, sources, timeout)
 
-    def _gather(self, out: torch.Tensor, x: torch.Tensor, timeout: float) -> None:
-        self._group.gather("all_gather", out, x, timeout)
+    @counted
+    def all_to_all_v(self, outs: Sequence[Any], xs: Sequence[Any], timeout: float) -> None:
+        targets, sources = self._checked(timeout, lambda: parts_apart(outs, xs, self.rank, self.size))
+        self._agree_on_parts("all_to_all_v", sources, [out.nbytes for out in targets], timeout)
+        self._exchange("all_to_all_v", targets, sources, timeout)
+
+    def _exchange(
+        self, kind: str, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], timeout: float
+    ) -> None:
+        """Send ``sources[p]`` to every rank p, and receive ``targets[p]`` from it."""
+        if targets[self.rank].data_ptr() != sources[self.rank].data_ptr():
+            targets[self.rank].copy_(sources[self.rank])
+        self._group.exchange(messages(sources, self.rank), messages(targets, self.rank), timeout, kind)
 
     @counted
     def broadcast(self, x: Any, src: int, timeout: float) -> None:
-
-        def check() -> tuple[_native.HostArray, int]:
-            array = _native.HostArray(x, "x", True, True)
-            return array, rank_of(src, "src", self.size)
-
-        array, source = self._checked(timeout, check)
+        array, source = self._checked(
+            timeout, lambda: (_native.HostArray(x, "x", True, True), rank_of(src, "src", self.size))
+        )
         tensor = tensor_of(array)
         self._agree("broadcast", tensor, "sum", source, timeout, array.tag)
-        self._spread(tensor.view(torch.uint8), source, timeout)
+        self._over.broadcast(tensor.view(torch.uint8), source, timeout)
 
-    def _spread(self, x: torch.Tensor, source: int, timeout: float) -> None:
-        group = self._group.group
-        root = dist.get_global_rank(group, source)
-        work = self._group.begin("broadcast", lambda: dist.broadcast(x, root, group=group, async_op=True))
-        self._group.wait("broadcast", work, timeout)
+    @counted
+    def barrier(self, timeout: float) -> None:
+        self._agree("barrier", torch.empty(0), "sum", 0, timeout)
+
+    # Comparisons, and the end.
+
+    @counted
+    def refuse(self, reason: str, timeout: float) -> None:
+        self._group.note_refusal(reason)
+        self._agree("refused", torch.empty(0), "sum", 0, timeout)
+
+    def close(self, reason: str) -> None:
+        self._group.close(reason)  # first: it leaves the note by which others learn why
+        self._over.close(reason)
+
+    def _agree(
+        self, kind: str, x: torch.Tensor, op: str, root: int, timeout: float, tag: int = 0, word: int = 0
+    ) -> list[int]:
+        """Compare the ranks' operations, unless that is to be skipped; if they are compared, return all ``word``."""
+        if self.skip_checks is True and kind != "barrier":  # which consists of nothing but the comparison
+            return []
+        words = agree(self._group, kind, x, op, root, timeout, tag, word)
+        if self.skip_checks:
+            self.skip_checks = True
+        return words
+
+    def _agree_on_parts(
+        self,
+        kind: str,
+        sends: Sequence[torch.Tensor],
+        receives: Sequence[int],
+        timeout: float,
+        dtype: torch.dtype = torch.uint8,
+        op: str = "sum",
+    ) -> None:
+        self._agree(kind, torch.empty(0, dtype=dtype), op, 0, timeout)
+        if not self.skip_checks:
+            agree_on_lengths(self._group, kind, sends, receives, timeout)
+
+    def _checked(self, timeout: float, check: Callable[[], T]) -> T:
+        """Return the result of ``check``; if it raises, tell the other ranks before passing on the error."""
+        return prepared(check, lambda _: self._agree("refused", torch.empty(0), "sum", 0, timeout))
+
+
+def _widens(x: torch.Tensor, op: str) -> bool:
+    """Return whether ``x`` is reduced in float32: the sum may not fit the half type although the mean does."""
+    return op == "mean" and x.dtype in (torch.float16, torch.bfloat16)

@@ -21,9 +21,8 @@ import torch
 import torch.distributed as dist
 
 import pycomm._native as _native
-from pycomm import checks
 from pycomm.errors import CommError
-from pycomm.transport.buffering import VARIABLE, buffer_limit
+from pycomm.transport.base import BUFFER_VARIABLE, buffer_limit
 from pycomm.transport.host_tensors import require, tensor_of
 from pycomm.transport.torch_group import NUM_FREE_TAGS, TorchGroup
 
@@ -93,7 +92,7 @@ class TorchMessages:
         tag = _index("tag", tag, TAG_END)
         payload = tensor_of(array).view(torch.uint8)
         cost = payload.numel() + 8 * _HEADER_LENGTH
-        room = f"the {self.buffer_limit} bytes that may be buffered ({VARIABLE})"
+        room = f"the {self.buffer_limit} bytes that may be buffered ({BUFFER_VARIABLE})"
         require(cost <= self.buffer_limit, f"x has {payload.numel()} bytes, wanted a message that fits into {room}")
         with self._lock:
             self._make_room(peer, cost, timeout)
@@ -159,7 +158,9 @@ class TorchMessages:
             for work in sent[0].works:
                 self._group.wait("send", work, timeout, dst)
         except CommError as error:
-            what = f"{self.buffered_bytes} bytes are buffered, of at most {self.buffer_limit} ({VARIABLE}): {error}"
+            what = (
+                f"{self.buffered_bytes} bytes are buffered, of at most {self.buffer_limit} ({BUFFER_VARIABLE}): {error}"
+            )
             raise CommError(
                 what, rank=error.rank, peer=error.peer, operation=error.operation, elapsed=error.elapsed
             ) from error
@@ -287,23 +288,3 @@ def _width(array: _native.HostArray) -> int:
 
 def _elements(num_bytes: int, width: int) -> str:
     return f"{num_bytes} bytes ({num_bytes // max(1, width)} elements of {width})"
-
-
-class BufferedMessages:
-    """What a transport says of the messages that it has buffered."""
-
-    _messages: TorchMessages
-
-    @property
-    def buffer_limit(self) -> int:
-        return self._messages.buffer_limit
-
-    @buffer_limit.setter
-    def buffer_limit(self, num_bytes: int) -> None:
-        checks.integer("buffer_limit", num_bytes, 0)
-        self._messages.buffer_limit = num_bytes
-
-    @property
-    def buffered_bytes(self) -> int:
-        """Number of bytes of messages that were sent and are not known to be received."""
-        return self._messages.buffered_bytes

@@ -15,9 +15,7 @@ from tests.reducer.models import loss_of, make_model, sgd
 
 CALLS: dict[str, Any] = {
     "local_sgd()": lambda *what: pycomm.local_sgd(*what, every=2, timeout=30),
-    "local_sgd() of several speeds": lambda *what: pycomm.local_sgd(
-        *what, every=2, outer=pycomm.DelayedNesterov(), timeout=30
-    ),
+    "decoupled_sgd()": lambda *what: pycomm.decoupled_sgd(*what, every=2, timeout=30),
     "elastic_averaging()": lambda *what: pycomm.elastic_averaging(*what, every=2, timeout=30),
     "gossip()": lambda *what: pycomm.gossip(*what, timeout=30),
     "parameter_server()": lambda *what: pycomm.parameter_server(*what, timeout=30),
@@ -55,7 +53,7 @@ def test_attach_is_refused_while_another_averages(call: str) -> None:
     optimizer = sgd(model)
     handle = CALLS[call](optimizer, model)
     with pytest.raises(ValueError, match=r"'0.weight' is averaged by \w+\(\) already: .* or close\(\) its .* attach"):
-        pycomm.attach(optimizer, model, timeout=30)
+        pycomm.attach(optimizer, model, tuning=pycomm.Tuning(timeout=30))
     with pytest.raises(ValueError, match=r"'0.weight' is averaged by \w+\(\) already: .* before local_sgd\(\)"):
         CALLS["local_sgd()"](optimizer, model)
     handle.detach()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pycomm.bucket import FINGERPRINT_PLACES
 from pycomm.cost import planning
 from pycomm.cost.pricing import Line, rehearse
-from pycomm.fingerprint import FINGERPRINT_PLACES
 
 
 def test_lines() -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from pycomm.fingerprint import FINGERPRINT_PLACES
+from pycomm.bucket import FINGERPRINT_PLACES
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
 from tests.reducer.attaching import assert_replicas_equal, attached, own_state
@@ -175,6 +175,7 @@ def spoiled(param: torch.Tensor, value: float) -> Iterator[None]:
     handle.remove()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("method", ["none", "fp16", "topk"])
 @pytest.mark.parametrize("bad_rank", [0, 1])
 @pytest.mark.parametrize(

@@ -161,6 +161,7 @@ def test_what_is_done_to_an_average_stays_allowed() -> None:
 METHODS = [None, pycomm.FP16(), pycomm.TopK(1.0), pycomm.Int8(), pycomm.PowerSGD(2)]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("compression", [None, pycomm.TopK(1.0)], ids=repr)
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2, 3)
@@ -332,7 +333,7 @@ def leave_with(how: str) -> None:
     rank, model = dist.get_rank(), make_model()
     optimizer = sgd(model)
     with over_torch(how == "torch"):
-        reducer = pycomm.attach(optimizer, model, timeout=50)
+        reducer = pycomm.attach(optimizer, model, tuning=pycomm.Tuning(timeout=50))
     for step in range(4):
         if rank == 1 and step == 3:
             reducer.detach()
@@ -361,7 +362,7 @@ def train_in_a_function(steps: int) -> None:
     """Train, and keep nothing."""
     model = make_model()
     optimizer = sgd(model)
-    pycomm.attach(optimizer, model, timeout=50)
+    pycomm.attach(optimizer, model, tuning=pycomm.Tuning(timeout=50))
     for step in range(steps):
         optimizer.zero_grad()
         loss_of(model, dist.get_rank(), step).backward()

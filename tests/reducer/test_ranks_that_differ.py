@@ -41,6 +41,7 @@ def change(optimizer: torch.optim.Optimizer, key: str, value: Any, ranks: tuple[
 CHANGES = {"lr": 0.2, "momentum": 0.5, "weight_decay": 0.01, "nesterov": True, "own": 3}
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("compression", METHODS, ids=repr)
 @pytest.mark.parametrize("key", CHANGES)
 @on_ranks(2, 3)
@@ -104,7 +105,7 @@ def test_what_is_declared_per_rank_may_differ() -> None:
 def test_per_rank_takes_names(wrong: Any) -> None:
     model = make_model()
     with pytest.raises(TypeError, match="per_rank is .*, wanted names of hyperparameters"):
-        pycomm.attach(sgd(model), model, per_rank=wrong)
+        pycomm.attach(sgd(model), model, tuning=pycomm.Tuning(per_rank=wrong))
 
 
 @on_ranks(2)

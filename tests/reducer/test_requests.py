@@ -36,6 +36,7 @@ def assert_same(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
 # A veto
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("when", ["before", "during", "first of two passes"])
 @pytest.mark.parametrize("compression", METHODS, ids=repr)
 @on_ranks(2, 3)
@@ -227,7 +228,7 @@ def test_a_window_half_full() -> None:
         assert_replicas_equal(model)
 
 
-@pytest.mark.parametrize("options", [{"on_failure": "shrink"}, {"shard": "optimizer", "full_grad": None}], ids=str)
+@pytest.mark.parametrize("options", [{"on_failure": "shrink"}, {"shard": "optimizer", "grads": "local"}], ids=str)
 @on_ranks(2)
 def test_what_requires_weights_to_skip(options: dict[str, Any]) -> None:
     model = make_model(dtype=torch.float32)

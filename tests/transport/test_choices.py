@@ -12,8 +12,8 @@ import torch
 
 from pycomm import Communicator, calibration, schedule
 from pycomm.calibration import calibrate
-from pycomm.execute import programs
-from pycomm.execute.programs import AlgorithmSelector, ranks_per_host
+from pycomm.transport import algorithms
+from pycomm.transport.algorithms import AlgorithmSelector, ranks_per_host
 from tests.ranks import PerRank, RankPool
 
 LINK = schedule.Link(alpha=1e-6, beta=1e-9, gamma=0.0)
@@ -113,7 +113,7 @@ def test_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
         ("aaaaaa", "hierarchical(3,2)"),
     ):
         found = AlgorithmSelector(0, 6)
-        monkeypatch.setattr(programs, "host_identity", lambda: "mine")
+        monkeypatch.setattr(algorithms, "host_identity", lambda: "mine")
         found.agree(None, "torch", partial(said_by, hosts))
         program = found.find("hierarchical", torch.ones(1))
         assert program is not None

@@ -72,7 +72,7 @@ def test_a_signal_handler_may_close(new_ranks: Pools, how: str) -> None:
 def in_the_operation(thread: int) -> Any:
     """Return where a thread is, if that is in an operation of a communicator."""
     frame = sys._current_frames()[thread]
-    inside = frame.f_code.co_filename.endswith("communicator.py") and frame.f_code.co_name == "<lambda>"
+    inside = frame.f_code.co_filename.endswith("channel.py") and frame.f_code.co_name == "run"
     return (id(frame), frame.f_lasti) if inside else None
 
 

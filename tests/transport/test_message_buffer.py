@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pycomm import CommError, Communicator
-from pycomm.transport import buffering
+from pycomm.transport.base import buffer_limit
 from pycomm.transport.shared_memory import SharedMemoryTransport
 from tests.on_ranks import on_ranks
 
@@ -34,13 +34,13 @@ def error_of_sending(ranks: SharedMemoryTransport, x: torch.Tensor, dst: int) ->
 
 def test_the_bound_is_the_environments_or_1_gib_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYCOMM_BUFFER_BYTES", raising=False)
-    assert 0 < buffering.buffer_limit() <= 1 << 30
+    assert 0 < buffer_limit() <= 1 << 30
     monkeypatch.setenv("PYCOMM_BUFFER_BYTES", "12345")
-    assert buffering.buffer_limit() == 12345
+    assert buffer_limit() == 12345
     for wrong in ("", "-1", "1e9", "9" * 30, "\N{SUPERSCRIPT TWO}"):
         monkeypatch.setenv("PYCOMM_BUFFER_BYTES", wrong)
         with pytest.raises(ValueError, match="the environment variable PYCOMM_BUFFER_BYTES is '.*', wanted a number"):
-            buffering.buffer_limit()
+            buffer_limit()
 
 
 @each_transport

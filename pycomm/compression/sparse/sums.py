@@ -12,14 +12,13 @@ from typing import Protocol
 import torch
 
 from pycomm import kernels
-from pycomm.bucket import Bucket
+from pycomm.bucket import FINGERPRINT_BITS, Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag
 from pycomm.compression.codec import Accumulated, Outcome, settle_by, wide_dtype
 from pycomm.compression.half_scale import agreed_scale
 from pycomm.compression.messages import SummedMessage
 from pycomm.compression.report import UNUSED, Report, Told
-from pycomm.fingerprint import FINGERPRINT_BITS
 from pycomm.layout import to_device
 
 

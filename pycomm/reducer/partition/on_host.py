@@ -16,9 +16,7 @@ import torch
 from pycomm.compression.dense import reduce_part
 from pycomm.optim.partition import Span
 from pycomm.reducer.buckets import BucketInFlight
-from pycomm.reducer.partition.common_memory import CommonMemory, Memory
-from pycomm.reducer.partition.partition import StepPartition, Terms
-from pycomm.reducer.partition.segment import HostSegment, shares_of
+from pycomm.reducer.partition.partition import CommonMemory, HostSegment, Memory, StepPartition, Terms, shares_of
 
 
 class HostPartition(StepPartition):
@@ -30,7 +28,7 @@ class HostPartition(StepPartition):
     """
 
     def __init__(self, terms: Terms, *, shares_parameters: bool) -> None:
-        self._shares_parameters, self._defers = shares_parameters, terms.full_grad is None
+        self._shares_parameters, self._defers = shares_parameters, terms.grads == "local"
         self._memory = CommonMemory(terms.communicator)
         self._terms: dict[BucketInFlight, tuple[int, list[Memory]]] = {}
         self._terms_version = 0

@@ -12,9 +12,9 @@ from torch import nn
 
 from pycomm.cli.demo.model import ByteGPT, loss_of
 from pycomm.parallel.auto import styles_of
+from pycomm.parallel.planning.candidates import measure_device
 from pycomm.parallel.planning.layers import Part, with_seconds
 from pycomm.parallel.planning.profile import make_without_memory, profile, shared_parameter, units
-from pycomm.parallel.planning.speed import measure_device
 
 
 def make_mlp() -> nn.Sequential:
