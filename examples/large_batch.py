@@ -147,7 +147,7 @@ def train(setting: Setting, samples: Samples, epochs: int, seed: int) -> tuple[n
     if half:
         pycomm.master_weights(optimizer)
     scaler = pycomm.LossScaler(enabled=half)
-    reducer = pycomm.attach(optimizer, model, loss_scaler=scaler, algorithm="auto")
+    reducer = pycomm.attach(optimizer, model, loss_scaler=scaler, tuning=pycomm.Tuning(algorithm="auto"))
     steps = setting.num_steps(samples, epochs)
     decay = pycomm.optim.PolynomialDecay(steps, POWER)
     schedule = pycomm.optim.WarmupLR(optimizer, round(setting.warmup * steps), decay, start_factor=START)

@@ -120,7 +120,7 @@ class Training:
             self.model,
             compression=make_compression(recipe, steps),
             loss_scaler=self.scaler,
-            algorithm=recipe.algorithm if recipe.has("blocks") else "native",
+            tuning=pycomm.Tuning(algorithm=recipe.algorithm if recipe.has("blocks") else "native"),
         )
 
     @property

@@ -61,13 +61,16 @@ if TYPE_CHECKING:  # imported when they are first asked for: see _HOMES
     from pycomm.optim.master_weights import master_weights
     from pycomm.reducer import (
         Reducer,
+        Sharding,
         SignalStop,
         StopRequest,
+        Survive,
+        Tuning,
         broadcast_optimizer_state,
         broadcast_parameters,
         stop_on_signal,
     )
-    from pycomm.reducer.attach import attach
+    from pycomm.reducer.attach import attach, join
     from pycomm.transport.gpu import GpuWork
 
 __version__: str = _native_build_info()["version"]
@@ -101,10 +104,13 @@ __all__ = [
     "RandomK",
     "RankError",
     "Reducer",
+    "Sharding",
     "SignalStop",
     "StopRequest",
+    "Survive",
     "TernGrad",
     "TopK",
+    "Tuning",
     "Work",
     "attach",
     "backend",
@@ -117,6 +123,7 @@ __all__ = [
     "elastic_averaging",
     "fuse",
     "gossip",
+    "join",
     "kernels",
     "launch",
     "load",
@@ -184,7 +191,7 @@ _HOMES = {
     "monitoring": ("Monitor", "monitor"),
     "optim": ("FusedStep", "LAMB", "LARS", "LossScaler", "MasterWeights", "fuse", "master_weights"),
     "reducer": (
-        *("Reducer", "SignalStop", "StopRequest", "attach"),
+        *("Reducer", "Sharding", "SignalStop", "StopRequest", "Survive", "Tuning", "attach", "join"),
         *("broadcast_optimizer_state", "broadcast_parameters", "stop_on_signal"),
     ),
     "transport.gpu": ("GpuWork",),

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -208,7 +208,11 @@ class Channel:
         return made
 
     def submit_on_gpu(
-        self, device: torch.device, job: Callable[[], Any], reads: Sequence[torch.Tensor | None], producers: set[int]
+        self,
+        device: torch.device,
+        job: Callable[[], Any],
+        reads: Sequence[torch.Tensor | None],
+        producers: Collection[int],
     ) -> GpuWork:
         """Call ``job`` now, with the communication stream of ``device`` as torch's current stream.
 

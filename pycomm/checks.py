@@ -212,9 +212,11 @@ def refuse_unknown(call: str, unknown: Iterable[str], known: Collection[str], el
     """Raise TypeError if there is an ``unknown`` argument of ``call``, and say which of the ``known`` may be meant.
 
     Args:
+        known: names; a mapping says how each is written.
         elsewhere: what to do in place of arguments that other libraries have.
     """
     for name in unknown:
         close = difflib.get_close_matches(name, known, n=1)
-        hint = elsewhere.get(name) or (f"did you mean {close[0]}?" if close else f"wanted one of {', '.join(known)}")
+        written = known[close[0]] if close and isinstance(known, Mapping) else "".join(close)
+        hint = elsewhere.get(name) or (f"did you mean {written}?" if close else f"wanted one of {', '.join(known)}")
         raise TypeError(f"{call} got an unknown argument {name!r}: {hint}")

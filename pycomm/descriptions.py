@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pycomm.checks import shown
@@ -15,6 +15,11 @@ if TYPE_CHECKING:  # `pycomm plan` does without
 def counted(number: int, noun: str, plural: str | None = None) -> str:
     """Return ``number`` with ``noun`` or its ``plural``, which has an s more if none is given."""
     return f"{number} {noun}" if number == 1 else f"{number} {plural or noun + 's'}"
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 1", or "ranks 1, 2"."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def size_text(num_bytes: float) -> str:

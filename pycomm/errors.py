@@ -12,6 +12,12 @@ import torch.distributed as dist
 
 _T = TypeVar("_T")
 
+HALF_SENT = (
+    "the last backward() ended with an exception after part of its gradients had been sent: the ranks are out of step; "
+    "restart from a checkpoint"
+)
+"""Text of the error after which no rank can go on."""
+
 
 class CommError(dist.DistBackendError):
     """Failure of a peer or of the link to it. The communicator on which it happened can no longer be used.
@@ -76,7 +82,7 @@ def text_of(error: BaseException) -> str:
         text = str(error) or type(error).__name__
         while not isinstance(cause, CommError) and cause is not None and cause.__cause__ is not None:
             cause = cause.__cause__
-        if cause is not error and not isinstance(error, CommError):
+        if not isinstance(error, CommError) and str(cause) not in text:
             text = f"{text.strip()}: {cause}"
     except Exception:  # a foreign one may raise anything
         text = type(error).__name__

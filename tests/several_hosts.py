@@ -37,7 +37,7 @@ def trained(rank: int) -> list[float]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(400, 400) for _ in range(6)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    reducer = pycomm.attach(optimizer, model, bucket_mb=1.5, timeout=30)
+    reducer = pycomm.attach(optimizer, model, tuning=pycomm.Tuning(bucket_mb=1.5, timeout=30))
     generator = torch.Generator().manual_seed(rank)
     for _ in range(3):
         optimizer.zero_grad()

@@ -120,7 +120,7 @@ def attach() -> None:
 def shrink() -> None:
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    reducer = pycomm.attach(optimizer, model, on_failure="shrink")
+    reducer = pycomm.attach(optimizer, model, survive=pycomm.Survive())
     step(model)
     optimizer.step()
     reducer.detach()

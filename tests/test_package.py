@@ -17,29 +17,18 @@ def test_names_that_scripts_rely_on() -> None:
     signature = inspect.signature(pycomm.attach)
     assert list(signature.parameters)[:2] == ["optimizer", "model_or_named_parameters"]
     keywords = {name: p.default for name, p in signature.parameters.items() if p.kind is p.KEYWORD_ONLY}
-    keywords.pop("timeout")
     assert keywords == {
         "compression": None,
         "process_group": None,
-        "bucket_mb": None,
         "accumulate": 1,
-        "average": True,
         "loss_scaler": None,
+        "average": True,
         "clip_local_norm": None,
-        "algorithm": "auto",
-        "all_parameters": False,
-        "ignore": (),
-        "check_replicas": 1000,
         "buffers": "local",
-        "optimizer_state": "broadcast",
-        "on_failure": "raise",
-        "min_ranks": 1,
-        "backup": 0,
+        "all_parameters": False,
+        "survive": None,
         "shard": None,
-        "full_grad": False,
-        "join": None,
-        "carry": None,
-        "per_rank": (),
+        "tuning": None,
     }
     methods = "state_dict load_state_dict stats flush detach set_weight clip_grad_norm paused skip_step"
     for name in methods.split():

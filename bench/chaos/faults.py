@@ -19,7 +19,7 @@ import numpy as np
 from pycomm.communicator import Communicator
 from pycomm.elastic.membership import Membership
 from pycomm.reducer.engine import Engine
-from pycomm.reducer.survival import Survival
+from pycomm.reducer.surviving import Survival
 
 _HUGE = 4 << 30  # bytes, more than the limit leaves
 _LONGEST_DELAY = 5e-4  # seconds into an exchange

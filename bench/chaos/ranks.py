@@ -6,6 +6,7 @@ import contextlib
 import copy
 import ctypes
 import faulthandler
+import functools
 import hashlib
 import logging
 import os
@@ -171,15 +172,13 @@ class Trainee:
         momentum = 0.0 if setup.method == "dgc" else 0.9
         rate = 1.0 if setup.local_steps else 0.02
         self.optimizer = torch.optim.SGD(self.model.parameters(), rate, momentum=0.0 if setup.local_steps else momentum)
-        self.reducer = pycomm.attach(
+        attach = pycomm.attach if setup.rank >= 0 else functools.partial(pycomm.join, setup.address)
+        self.reducer = attach(
             self.optimizer,
             self.model,
             compression=METHODS[setup.method],
-            on_failure="shrink",
-            bucket_mb=0.006,
-            join=setup.address if setup.rank < 0 else None,
-            carry={"steps": steps},
-            timeout=setup.timeout,
+            survive=pycomm.Survive(carry={"steps": steps}),
+            tuning=pycomm.Tuning(bucket_mb=0.006, timeout=setup.timeout),
         )
         self.number = setup.rank if setup.rank >= 0 else self.reducer.world[-1]
         self._last = -1

@@ -17,20 +17,20 @@ from pycomm.compression.dense import reduce_message
 
 WHOLE = "all_reduce, fused step"
 OPTIMIZER = 'shard="optimizer"'
-FULL = 'shard="optimizer", full_grad=True'
+FULL = 'shard=pycomm.Sharding("optimizer", grads="full")'
 PARAMETERS = 'shard="parameters"'
 ZERO = "ZeroRedundancyOptimizer over Gloo"
-LATER = 'shard="optimizer", full_grad=None'
-PARAMETERS_LATER = 'shard="parameters", full_grad=None'
+LATER = 'shard="optimizer", grads="local"'
+PARAMETERS_LATER = 'shard="parameters", grads="local"'
 WAYS = (WHOLE, OPTIMIZER, LATER, FULL, PARAMETERS, PARAMETERS_LATER, ZERO)
 
 _ATTACH: dict[str, dict[str, Any]] = {
     WHOLE: {},
     OPTIMIZER: {"shard": "optimizer"},
-    FULL: {"shard": "optimizer", "full_grad": True},
-    LATER: {"shard": "optimizer", "full_grad": None},
+    FULL: {"shard": pycomm.Sharding("optimizer", grads="full")},
+    LATER: {"shard": pycomm.Sharding("optimizer", grads="local")},
     PARAMETERS: {"shard": "parameters"},
-    PARAMETERS_LATER: {"shard": "parameters", "full_grad": None},
+    PARAMETERS_LATER: {"shard": pycomm.Sharding("parameters", grads="local")},
 }
 _BUCKET_BYTES = 25 << 20  # as DistributedDataParallel has them
 
@@ -65,7 +65,7 @@ class ShardingRank:
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
         if way == WHOLE:
             pycomm.fuse(optimizer)
-        reducer = pycomm.attach(optimizer, model, check_replicas=0, **_ATTACH[way])
+        reducer = pycomm.attach(optimizer, model, tuning=pycomm.Tuning(check_replicas=0), **_ATTACH[way])
         self._reducers.append(reducer)
         self._backward(model)
         optimizer.step()

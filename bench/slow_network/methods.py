@@ -153,9 +153,10 @@ class Synchronised:
                 self.optimizer,
                 model,
                 compression=method.compression(knobs),
-                bucket_mb=_whole_mb(model) if method.one_bucket else 25,
+                tuning=pycomm.Tuning(
+                    bucket_mb=_whole_mb(model) if method.one_bucket else 25, timeout=timedelta(seconds=knobs.patience)
+                ),
                 shard=method.shard,
-                timeout=timedelta(seconds=knobs.patience),
             )
 
     def stats(self) -> dict[str, Any]:

@@ -41,8 +41,8 @@ _UNSYNCHRONISED = (NONE, MEET)
 
 _ATTACH: dict[str, dict[str, Any]] = {
     DENSE: {},
-    SHARD: {"shard": "optimizer", "full_grad": None},
-    SHRINK: {"on_failure": "shrink"},
+    SHARD: {"shard": pycomm.Sharding("optimizer", grads="local")},
+    SHRINK: {"survive": pycomm.Survive()},
     FP16: {"compression": pycomm.FP16()},
     TOPK: {"compression": pycomm.TopK(0.01)},
 }

@@ -18,7 +18,7 @@ torch.set_num_threads(1)
 train_data, test_data = make_data()
 model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-reducer = pycomm.attach(optimizer, model, on_failure="shrink")
+reducer = pycomm.attach(optimizer, model, survive=pycomm.Survive())
 sampler = DistributedSampler(train_data)
 loader = DataLoader(train_data, batch_size=64 // dist.get_world_size(), sampler=sampler)
 for epoch in range(3):

@@ -12,22 +12,22 @@ import torch
 import torch.distributed as dist
 
 from pycomm import checks
+from pycomm.agreement import agreed
 from pycomm.asynchronous.averager import Averager
-from pycomm.asynchronous.companions import Companions, Lines
 from pycomm.asynchronous.decoupled import DecoupledAverager, Pace
+from pycomm.asynchronous.elastic_group import ElasticGroup, Lines
 from pycomm.asynchronous.fragment import Fragment, Outer
 from pycomm.asynchronous.local_averager import LocalAverager, Rhythm
 from pycomm.asynchronous.loop import Known, Loop
-from pycomm.asynchronous.meeting import Meeting
 from pycomm.asynchronous.outer import DelayedNesterov, Elastic, Nesterov
+from pycomm.asynchronous.server_meeting import ServerMeeting
+from pycomm.broadcasting import named_tensors, share_tensors, signature
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression, NoCompression
-from pycomm.cost.auto import Auto
+from pycomm.cost.auto import Auto, checked_method
+from pycomm.errors import attempt
 from pycomm.optim.attached import refuse_second_average
 from pycomm.optim.parameters import checked_optimizer, optimizer_parameters
-from pycomm.reducer.agreement import agreed
-from pycomm.reducer.broadcast import check_same_lines, named_tensors, share_tensors, signature
-from pycomm.reducer.settings import checked_method
 from pycomm.transport.authentication import secret
 from pycomm.transport.choice import version
 from pycomm.transport.own_group import timeout_seconds
@@ -259,21 +259,23 @@ def _average(
         return _join(optimizer, model, request, timeout)
     communicator = Communicator(process_group, timeout)
     try:
-        outcome: _Settings | Exception
-        try:
-            optimizer = checked_optimizer(optimizer, model, request.call)
-            outcome = _checked(optimizer, model, request)
-        except Exception as error:  # a foreign object may raise anything
-            outcome = error
-        settings = agreed(communicator, outcome)
+
+        def checked() -> tuple[torch.optim.Optimizer, _Settings]:
+            inner = checked_optimizer(optimizer, model, request.call)
+            return inner, _checked(inner, model, request)
+
+        def compared(found: tuple[torch.optim.Optimizer, _Settings]) -> dict[str, list[str]]:
+            lines = found[1].lines(found[0])
+            return {kind: [text for what, text in lines if what == kind] for kind in ("setting", "parameter")}
+
+        gather = communicator.channel.all_gather_bytes
+        optimizer, settings = agreed(gather, attempt(checked), lines=compared)
         lines = settings.lines(optimizer)
-        for kind in ("setting", "parameter"):
-            check_same_lines(communicator, [text for what, text in lines if what == kind], kind)
         share_tensors(communicator, named_tensors(model), src=0)
-        companions = Companions.found(communicator, lines) if settings.survives else None
+        group = ElasticGroup.found(communicator, lines) if settings.survives else None
         fragments, loop = settings.make_fragments(), settings.loop_of(optimizer, model)
         buffers = list(model.buffers())
-        return LocalAverager(communicator, optimizer, fragments, settings.rhythm, companions, buffers, loop)
+        return LocalAverager(communicator, optimizer, fragments, settings.rhythm, group, buffers, loop)
     except BaseException:
         communicator.close()
         raise
@@ -286,16 +288,12 @@ def _decouple(
     process_group: dist.ProcessGroup | None,
     timeout: timedelta | float | None,
 ) -> DecoupledAverager:
-    outcome: tuple[torch.optim.Optimizer, dict[str, torch.Tensor], Compression | None] | Exception
-    try:
-        outcome = _checked_decoupled(optimizer, model, options, process_group)
-    except Exception as error:  # a foreign object may raise anything
-        outcome = error
+    outcome = attempt(lambda: _checked_decoupled(optimizer, model, options, process_group))
     if dist.is_initialized():  # a rank without a quorum opens a communicator, too
         with Communicator(timeout=timeout) as communicator:
-            outcome = agreed(communicator, outcome)
-            check_same_lines(communicator, ["ranks meet one by one"], "setting")
-    meeting, every, outer, quorum = Meeting(timeout), *(options[name] for name in ("every", "outer", "quorum"))
+            same = {"setting": ["ranks meet one by one"]}
+            outcome = agreed(communicator.channel.all_gather_bytes, outcome, lines=lambda _: same)
+    meeting, every, outer, quorum = ServerMeeting(timeout), *(options[name] for name in ("every", "outer", "quorum"))
     if isinstance(outcome, Exception):
         meeting.compare([], outcome)  # raises it, on all ranks
     assert not isinstance(outcome, Exception)
@@ -342,18 +340,18 @@ def _join(
 ) -> LocalAverager:
     optimizer = checked_optimizer(optimizer, model, "local_sgd")
     settings = _checked(optimizer, model, request)
-    companions = Companions.join(request.options["join"], settings.lines(optimizer), timeout_seconds(timeout))
+    group = ElasticGroup.join(request.options["join"], settings.lines(optimizer), timeout_seconds(timeout))
     fragments, buffers, loop = settings.make_fragments(), list(model.buffers()), settings.loop_of(optimizer, model)
     made: LocalAverager | None = None
     try:
-        made = LocalAverager(companions.communicator, optimizer, fragments, settings.rhythm, companions, buffers, loop)
+        made = LocalAverager(group.communicator, optimizer, fragments, settings.rhythm, group, buffers, loop)
         made.share_state(is_newcomer=True)
         return made
     except BaseException:
         if made is not None:
             made.detach()
-        companions.close("it could not join")
-        companions.communicator.close()
+        group.close("it could not join")
+        group.communicator.close()
         raise
 
 

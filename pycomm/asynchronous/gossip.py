@@ -11,15 +11,16 @@ import torch
 import torch.distributed as dist
 
 from pycomm import schedule
+from pycomm.agreement import agreed
 from pycomm.asynchronous.averaging import checked_parameters
 from pycomm.asynchronous.loop import Known
+from pycomm.broadcasting import named_tensors, share_tensors, signature
 from pycomm.communicator import Communicator
 from pycomm.descriptions import counted, tensors_text
+from pycomm.errors import attempt
 from pycomm.optim.attached import forget_averaged, register_averaged
+from pycomm.optim.module_hooks import watch_copies
 from pycomm.optim.parameters import checked_optimizer
-from pycomm.reducer.agreement import agreed
-from pycomm.reducer.autograd_hooks import watch_copies
-from pycomm.reducer.broadcast import check_same_lines, named_tensors, share_tensors, signature
 
 _SEGMENT_BYTES = 4 << 20
 """So much is mixed at a time: messages may be buffered only up to a limit, however large the model is."""
@@ -61,21 +62,24 @@ def gossip(
     """
     communicator = Communicator(process_group, timeout)
     try:
-        request: Any
-        try:
-            optimizer = checked_optimizer(optimizer, model, "gossip")
-            named = checked_parameters(optimizer, model, every, call="gossip()")
+
+        def checked() -> tuple[torch.optim.Optimizer, dict[str, torch.Tensor], schedule.Mixing]:
+            inner = checked_optimizer(optimizer, model, "gossip")
+            named = checked_parameters(inner, model, every, call="gossip()")
             kind = next(iter(named.values())).device.type
             if kind != "cpu":
                 raise ValueError(f"parameters are on {kind}, wanted CPU memory")
             mixing = schedule.mixing(topology, communicator.size, seed)
             schedule.verify(mixing)
-            request = mixing, named
-        except (TypeError, ValueError) as error:
-            request = error
-        mixing, named = agreed(communicator, request, "gossip")
-        check_same_lines(communicator, [f"topology={mixing.name}", f"every={every}"], "setting")
-        check_same_lines(communicator, [f"{name}: {signature(p)}" for name, p in named.items()], "parameter")
+            return inner, named, mixing
+
+        def lines(found: tuple[object, dict[str, torch.Tensor], schedule.Mixing]) -> dict[str, list[str]]:
+            _, named, mixing = found
+            parameters = [f"{name}: {signature(p)}" for name, p in named.items()]
+            return {"setting": [f"topology={mixing.name}", f"every={every}"], "parameter": parameters}
+
+        gather = communicator.channel.all_gather_bytes
+        optimizer, named, mixing = agreed(gather, attempt(checked), "gossip", lines)
         share_tensors(communicator, named_tensors(model), src=0)
         known = Known(model, optimizer, named, "gossip()")
         return Gossip(communicator, optimizer, known, mixing, every)

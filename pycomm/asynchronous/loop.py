@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from pycomm.optim.attached import forget_averaged, register_averaged
+from pycomm.optim.hyperparameters import Hyperparameters, Numbers
+from pycomm.optim.loop_index import LoopIndex
+from pycomm.optim.module_hooks import AfterForward, BeforeForward, ZeroGradHook, forget_original
 from pycomm.optim.skips import listen_to_skips, stop_listening
-from pycomm.reducer.autograd_hooks import AfterForward, BeforeForward, ZeroGradHook, forget_original
-from pycomm.reducer.hyperparameters import Hyperparameters, Numbers
-from pycomm.reducer.loop_index import LoopIndex
 from pycomm.torch_internals import Places, current_graph_task, version_of
 
 _ATTACH = "detach(), and call {} again with the module and the optimizer that are trained now"

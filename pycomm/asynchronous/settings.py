@@ -14,9 +14,8 @@ from pycomm.asynchronous.compensation import DelayCompensation, checked_compensa
 from pycomm.asynchronous.modes import MODES
 from pycomm.checks import count
 from pycomm.compression import Compression, NoCompression
-from pycomm.cost.auto import Auto
+from pycomm.cost.auto import Auto, checked_method
 from pycomm.optim.parameters import optimizer_parameters
-from pycomm.reducer.settings import checked_method
 from pycomm.transport.choice import version
 
 _DTYPES = torch.float32, torch.float64, torch.float16, torch.bfloat16

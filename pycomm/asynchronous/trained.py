@@ -8,8 +8,8 @@ import torch
 
 from pycomm.asynchronous.loop import Known
 from pycomm.optim.attached import forget_averaged, register_averaged
-from pycomm.reducer.autograd_hooks import watch_copies
-from pycomm.reducer.hyperparameters import Hyperparameters, first_difference
+from pycomm.optim.hyperparameters import Hyperparameters, first_difference
+from pycomm.optim.module_hooks import watch_copies
 
 
 class Trained:

@@ -6,7 +6,6 @@ kind of torch class stands in front of it.
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,6 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from pycomm import agreement
+from pycomm.agreement import Words, agreed, rows_of_all
 from pycomm.backend.moved import MovedStorages
 from pycomm.backend.tensors import Target, contiguous, reducible, require_writable, to_change, to_fill
 from pycomm.backend.work import BackendWork, BackwardErrors, MessageWork, Reception
@@ -31,6 +32,7 @@ _DTYPES = (
     *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
 )
+_WORDS = Words(differ="the ranks disagree: {here} on rank {rank}, {there} on rank 0")
 
 
 class GroupEngine:
@@ -244,23 +246,21 @@ class GroupEngine:
 
 def _prepared(transport: Transport, prepare: Callable[[], T], timeout: float) -> T:
     """Return the result of ``prepare``; if it raises, tell the other ranks, which are about to compare."""
-    try:
-        return prepare()
-    except Exception as error:  # torch raises anything
-        transport.refuse(str(error) or type(error).__name__, timeout)
-        raise
+    return agreement.prepared(prepare, lambda reason: transport.refuse(reason, timeout))
 
 
 def _require_same(channel: Channel, mine: str, timeout: float) -> None:
     """Raise ValueError, on every rank, unless all ranks pass the same text. Collective."""
-    digest = int.from_bytes(hashlib.blake2b(mine.encode(), digest_size=8).digest(), "little", signed=True)
-    everyones = torch.empty(channel.size, dtype=torch.int64)
-    channel.transport.all_gather(everyones, torch.tensor([digest]), timeout)
-    if bool((everyones == digest).all()):
-        return
-    texts = [text.decode() for text in channel.all_gather_bytes(mine.encode())]
-    rank = next(rank for rank, text in enumerate(texts) if text != texts[0])
-    raise ValueError(f"the ranks disagree: {texts[rank]} on rank {rank}, {texts[0]} on rank 0")
+
+    def gather(row: list[int]) -> list[list[int]]:
+        everyones = torch.empty((channel.size, 1), dtype=torch.int64)
+        channel.transport.all_gather(everyones, torch.tensor(row), timeout)
+        return everyones.tolist()
+
+    def disagree() -> None:
+        agreed(channel.all_gather_bytes, mine, "call", lambda text: {"": [text]}, _WORDS)
+
+    rows_of_all(gather, (), 0, mine, disagree)
 
 
 def _require_same_dtypes(

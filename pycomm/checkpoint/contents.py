@@ -93,7 +93,7 @@ def _section(name: str, kind: Kind, value: Any, where: str = "") -> Section:
 def _kind_of_model(reducer: Reducer) -> Kind:
     """Return who has what of the parameters and of the optimizer's state."""
     table = reducer._table
-    has_own = table.ignored or table.rank_local or reducer._settings.optimizer_state == "keep"
+    has_own = table.ignored or table.rank_local or reducer._settings.tuning.optimizer_state == "keep"
     return Kind.COMPARED if has_own else Kind.EQUAL
 
 

@@ -18,11 +18,10 @@ from pycomm.checkpoint.files import DamagedError, checked
 from pycomm.checkpoint.folder import Checkpoint, numbers_in, whole
 from pycomm.checkpoint.generators import check_generators, restore_generators
 from pycomm.checkpoint.optimizers import check_optimizer, optimizer_state, restore_optimizer
-from pycomm.checkpoint.saving import settle
-from pycomm.checkpoint.together import exchanged, together
+from pycomm.checkpoint.saving import exchanged, settle, together
+from pycomm.compression.saved_state import select_state
 from pycomm.optim.step_override import stepper_of
 from pycomm.reducer import Reducer
-from pycomm.reducer.checkpoint import select_state
 from pycomm.untrusted import ANYTHING, COUNT, ListOf, MapOf, OneOf, one_line
 
 _LOG = logging.getLogger("pycomm")
@@ -68,7 +67,7 @@ def load(path: str | os.PathLike[str], reducer: Reducer, /, **more: Any) -> dict
         RuntimeError: an accumulation window is open, or the reducer is detached. All of these on every rank.
     """
     reducer._require_attached()
-    reducer._engine.stand_down()
+    reducer._engine.policy.stand_down()
     communicator = reducer._communicator
     settle(reducer)
     folder = together(communicator, "load a checkpoint", lambda: _checked_folder(path, reducer, more))

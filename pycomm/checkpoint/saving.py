@@ -8,23 +8,24 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from pycomm import checks
+from pycomm import agreement, checks
 from pycomm.checkpoint.contents import Kind, Section, collect, copy_of
 from pycomm.checkpoint.folder import numbers_in, remove_unfinished, unfinished
-from pycomm.checkpoint.together import exchanged, together
 from pycomm.checkpoint.writing import Job, PendingSave
 from pycomm.communicator import Communicator
-from pycomm.errors import CommError
+from pycomm.errors import CommError, attempt
 from pycomm.reducer import Reducer
-from pycomm.reducer.broadcast import check_same_lines
+
+T = TypeVar("T")
 
 _LOG = logging.getLogger("pycomm")
+_WORDS = agreement.Words(keeps_kind=True)
 
 _PATIENCE = 10.0  # seconds for a directory that another host has made to be seen here
 
@@ -68,7 +69,7 @@ def save(path: str | os.PathLike[str], reducer: Reducer, /, *, keep: int = 2, **
         CommError: a rank is gone. All of these on every rank.
     """
     reducer._require_attached()
-    survives = reducer._settings.survives
+    survives = reducer._settings.survive is not None
     previous = _pending.get(reducer)
     error = None if previous is None else previous.unreported()
     if survives and isinstance(error, CommError):
@@ -90,14 +91,33 @@ def settle(reducer: Reducer) -> None:
         previous.settle()
 
 
+def exchanged(communicator: Communicator, what: str, job: Callable[[], Any]) -> list[Any]:
+    """Run ``job`` on all ranks; return the results of all, in rank order, which travel as JSON. Collective.
+
+    Args:
+        communicator: the ranks.
+        what: verb for the message about another rank, which "could not" do it.
+        job: what to run.
+
+    Raises:
+        Exception: ``job`` has raised it on this rank, or on another, which is quoted: an error of the same kind.
+    """
+    return agreement.exchanged(communicator.channel.all_gather_bytes, attempt(job), what, words=_WORDS)
+
+
+def together(communicator: Communicator, what: str, job: Callable[[], T]) -> T:
+    """Run ``job`` on all ranks; return its result on this one. As :func:`exchanged`, but nothing else travels."""
+    return agreement.agreed(communicator.channel.all_gather_bytes, attempt(job), what, words=_WORDS)
+
+
 def _prepare(
     path: str | os.PathLike[str], reducer: Reducer, keep: int, more: Mapping[str, Any], error: BaseException | None
 ) -> Job:
     """Return all that is to be written by this rank. Collective."""
-    reducer._engine.stand_down()
+    reducer._engine.policy.stand_down()
     communicator = reducer._communicator
     folder, sections, shared = _agree(path, reducer, keep, more, error)
-    if not reducer._settings.survives:  # else the next reductions find whose differ, and go on without them
+    if reducer._settings.survive is None:  # else the next reductions find whose differ, and go on without them
         reducer._engine.comparison.replicas.compare(reducer._engine.progress.num_reductions)
     job = _open(folder, reducer, communicator, keep)
     job.part = {
@@ -107,7 +127,7 @@ def _prepare(
     try:
         together(communicator, "write its part", lambda: _enter(job))
         together(communicator, "copy what it saves", lambda: _copy(job, sections, shared))
-        job.vitals.meet(communicator, range(job.size))
+        job.watch.meet(communicator, range(job.size))
     except BaseException as failure:
         job.fail(failure)  # others may not see what this rank sees, and have begun to write
         raise
@@ -139,7 +159,7 @@ def _agree(
     everyones = exchanged(communicator, "save a checkpoint", look)
     mine = everyones[communicator.rank]
     if any(other["layout"] != mine["layout"] for other in everyones):
-        check_same_lines(communicator, _lines(sections), "value")
+        agreement.check_same_lines(communicator.channel.all_gather_bytes, _lines(sections), "value")
     shared = {s.name for s in sections if s.kind is Kind.EQUAL}
     for name, digest in mine["digests"].items():
         if all(other["digests"][name] == digest for other in everyones):

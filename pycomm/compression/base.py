@@ -8,7 +8,7 @@ there does state change.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, runtime_checkable
@@ -220,3 +220,14 @@ class Method:
 def as_flag(finite: torch.Tensor, bucket: Bucket) -> Flag:
     """Return ``finite`` as the flag of ``bucket``: read, unless it lies on a GPU."""
     return finite if bucket.on_gpu else bool(finite)
+
+
+def method_stats(exchanges: Iterable[Exchange]) -> dict[str, float]:
+    """Return the sums of the exchanges' counters, with the rate at which selection missed."""
+    total: dict[str, float] = {}
+    for exchange in exchanges:
+        for key, value in exchange.stats().items():
+            total[key] = total.get(key, 0) + value
+    if total.get("selections"):
+        total["miss_rate"] = total["selections_missed"] / total["selections"]
+    return total

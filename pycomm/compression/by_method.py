@@ -8,6 +8,7 @@ import torch
 
 from pycomm.compression.base import Compression
 from pycomm.compression.methods.none import NoCompression
+from pycomm.descriptions import settings_text
 
 
 def by_method(method: Compression, params: Sequence[torch.Tensor]) -> list[tuple[Compression, list[int]]]:
@@ -17,3 +18,8 @@ def by_method(method: Compression, params: Sequence[torch.Tensor]) -> list[tuple
         groups.setdefault(method.applies_to(param), []).append(i)
     otherwise = method.otherwise or NoCompression()
     return [(method if applies else otherwise, indices) for applies, indices in groups.items()]
+
+
+def method_text(compression: Compression | None) -> str:
+    """Return a compression method in a word or two; "dense" if there is none."""
+    return "dense" if compression is None or isinstance(compression, NoCompression) else settings_text(compression)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from pycomm import checks
 from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
-from pycomm.compression import DGC, FP16, Compression, NoCompression, PowerSGD
+from pycomm.compression import BF16, DGC, FP16, QSGD, Compression, Int8, NoCompression, OneBit, PowerSGD, TernGrad
 from pycomm.compression.base import Exchange, Flag, Operation, Scaling, State
 from pycomm.compression.codec import Codec
 from pycomm.compression.feedback import CodecExchange, CodecMethod, StatefulMethod
@@ -256,3 +257,31 @@ class Auto(StatefulMethod):
         for cost, local in zip(costs.values(), slowest, strict=True):
             cost.local = local
         return AutoExchange(bucket, communicator, self, costs)
+
+
+def checked_method(compression: Any) -> Compression:
+    """Return the method that ``compression`` means: an object, a name or ``None``.
+
+    Raises:
+        ValueError: it is another name.
+        TypeError: it is something else.
+    """
+    if compression is None:
+        return NoCompression()
+    if isinstance(compression, str):
+        if compression not in _NAMED:
+            names = ", ".join(map(repr, _NAMED))
+            raise ValueError(
+                f"compression is {compression!r}, wanted one of {names}; an object such as pycomm.TopK(0.01); or None"
+            )
+        return _NAMED[compression]()
+    if isinstance(compression, type) or not isinstance(compression, Compression):
+        raise TypeError(f"compression is {compression!r}, wanted an object such as pycomm.TopK(0.01), a name or None")
+    return compression
+
+
+_NAMED: Mapping[str, Callable[[], Compression]] = {
+    "auto": Auto,
+    **{kind.__name__.lower(): kind for kind in (FP16, BF16, Int8, OneBit, QSGD, TernGrad, PowerSGD, DGC)},
+}
+"""Methods that need no arguments, by the names that ``compression`` takes."""

@@ -13,17 +13,18 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from pycomm.agreement import agreed
+from pycomm.broadcasting import signature
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression
+from pycomm.compression.base import method_stats
+from pycomm.compression.saved_state import gather_state, select_state
 from pycomm.ddp.exchanges import Sorting
 from pycomm.ddp.settings import Settings, checked_settings
 from pycomm.ddp.steps import Steps, weighting_of
-from pycomm.reducer.agreement import agreed
-from pycomm.reducer.broadcast import check_same_lines, signature
-from pycomm.reducer.buckets import method_stats
-from pycomm.reducer.checkpoint import gather_state, select_state
-from pycomm.reducer.parameter_checks import check_parameters
-from pycomm.reducer.rank_flags import StopRequest
+from pycomm.errors import attempt
+from pycomm.optim.parameter_checks import check_parameters
+from pycomm.reducer import StopRequest
 from pycomm.torch_internals import GradBucket, communication_hooks, divides_by_active_ranks, zero_buckets
 
 
@@ -61,13 +62,10 @@ def register(
         TypeError, ValueError: an argument is wrong, the model has a hook already or sparse gradients, or the
             ranks' settings differ (on every rank). Nothing is left behind in that case.
     """
-    request = _check_request(ddp_model, compression, loss_scaler, optimizer, algorithm)
+    request = attempt(lambda: _checked(ddp_model, compression, loss_scaler, optimizer, algorithm))
     communicator = Communicator(getattr(ddp_model, "process_group", None), timeout)
     try:
-        settings = agreed(communicator, request, "register")
-        check_same_lines(communicator, settings.lines(), "setting")
-        names = _names_of(ddp_model)
-        check_same_lines(communicator, [f"{name}: {signature(p)}" for name, p in names.items()], "parameter")
+        settings, names = agreed(communicator.channel.all_gather_bytes, request, "register", _lines)
         communicator.all_reduce(torch.zeros(1), algorithm=algorithm)  # raises here if there is no such algorithm
         return _install(ddp_model, names, communicator, settings)
     except BaseException:
@@ -75,30 +73,33 @@ def register(
         raise
 
 
-def _check_request(
+def _checked(
     ddp_model: Any, compression: Any, loss_scaler: Any, optimizer: Any, algorithm: Any
-) -> Settings | Exception:
-    """Return the checked settings, or the error of this rank's arguments: the other ranks have to be told first."""
-    try:
-        if not isinstance(ddp_model, DistributedDataParallel):
-            raise TypeError(
-                f"ddp_model is a {type(ddp_model).__name__}, wanted a DistributedDataParallel; for a plain module, use "
-                "pycomm.attach"
-            )
-        _slot_of(ddp_model)
-        for name, module in ddp_model.module.named_modules():
-            if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
-                raise ValueError(f"{name!r} has sparse=True; pycomm reduces dense gradients")
-        check_parameters({name: p for name, p in _names_of(ddp_model).items() if p.requires_grad})
-        return checked_settings(compression, loss_scaler, optimizer, algorithm)
-    except Exception as error:  # what users pass may raise anything
-        return error
+) -> tuple[Settings, dict[str, torch.Tensor]]:
+    """Return the settings, and by name the parameters that DistributedDataParallel does not ignore.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+    """
+    if not isinstance(ddp_model, DistributedDataParallel):
+        raise TypeError(
+            f"ddp_model is a {type(ddp_model).__name__}, wanted a DistributedDataParallel; for a plain module, use "
+            "pycomm.attach"
+        )
+    _slot_of(ddp_model)
+    for name, module in ddp_model.module.named_modules():
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
+            raise ValueError(f"{name!r} has sparse=True; pycomm reduces dense gradients")
+    ignored = ddp_model.parameters_to_ignore
+    names = {name: param for name, param in ddp_model.module.named_parameters() if name not in ignored}
+    check_parameters({name: param for name, param in names.items() if param.requires_grad})
+    return checked_settings(compression, loss_scaler, optimizer, algorithm), names
 
 
-def _names_of(ddp_model: DistributedDataParallel) -> dict[str, torch.Tensor]:
-    """Return the parameters that DistributedDataParallel does not ignore, by the module's names."""
-    named = ddp_model.module.named_parameters()
-    return {name: param for name, param in named if name not in ddp_model.parameters_to_ignore}
+def _lines(checked: tuple[Settings, Mapping[str, torch.Tensor]]) -> dict[str, list[str]]:
+    """Return what the ranks must have in common."""
+    settings, names = checked
+    return {"setting": settings.lines(), "parameter": [f"{name}: {signature(p)}" for name, p in names.items()]}
 
 
 class _Slot:
@@ -149,16 +150,15 @@ def _install(
     settings: Settings,
 ) -> HookHandle:
     """Make the handle and put it into the model, on all ranks or on none."""
-    slot = _slot_of(ddp_model)
-    try:
-        handle: HookHandle | Exception = HookHandle(ddp_model, names, communicator, settings)
+
+    def install() -> tuple[HookHandle, _Slot]:
+        handle, slot = HookHandle(ddp_model, names, communicator, settings), _slot_of(ddp_model)
         if slot is None:
             slot = _Slot(ddp_model.process_group)
             ddp_model.register_comm_hook(slot, _pycomm_hook)
-    except Exception as error:
-        handle = error
-    made = agreed(communicator, handle, "register")
-    assert slot is not None
+        return handle, slot
+
+    made, slot = agreed(communicator.channel.all_gather_bytes, attempt(install), "register")
     slot.handle = made
     made._slot = slot
     return made

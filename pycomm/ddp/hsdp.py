@@ -11,16 +11,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from pycomm.agreement import agreed
+from pycomm.broadcasting import broadcast_tensors, share_tensors
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression
+from pycomm.compression.base import method_stats
+from pycomm.compression.saved_state import gather_state, select_state
 from pycomm.ddp.replicas import ReplicaSteps, Shards, state_of
 from pycomm.ddp.settings import Settings, checked_settings
-from pycomm.reducer.agreement import agreed
-from pycomm.reducer.autograd_hooks import AfterForward
-from pycomm.reducer.broadcast import broadcast_tensors, check_same_lines, share_tensors
-from pycomm.reducer.buckets import method_stats
-from pycomm.reducer.checkpoint import gather_state, select_state
-from pycomm.reducer.loop_index import LoopIndex
+from pycomm.errors import attempt
+from pycomm.optim.loop_index import LoopIndex
+from pycomm.optim.module_hooks import AfterForward
 from pycomm.torch_internals import ShardedGroup, sharded_groups
 from pycomm.transport.own_group import group_of
 
@@ -67,13 +68,11 @@ def register_hsdp(
         TypeError, ValueError: an argument is wrong, modules replicate by themselves or have a hook already, or
             the replicas' settings or parameters differ (on every rank of the group).
     """
-    request = _check_request(model, compression, loss_scaler, optimizer, algorithm)
+    request = attempt(lambda: _checked(model, compression, loss_scaler, optimizer, algorithm))
     communicator = Communicator(process_group, timeout)
     made = [communicator]
     try:
-        settings, modules = agreed(communicator, request, "register")
-        check_same_lines(communicator, settings.lines(), "setting")
-        check_same_lines(communicator, _lines(modules), "parameter")
+        settings, modules = agreed(communicator.channel.all_gather_bytes, request, "register", _lines)
         communicator.all_reduce(torch.zeros(1), algorithm=algorithm)  # raises here if there is no such algorithm
         tensors = [param.to_local() for _, group in modules.values() for param in group.params]  # type: ignore[attr-defined]
         broadcast_tensors(communicator, tensors, src=0)
@@ -86,19 +85,16 @@ def register_hsdp(
         raise
 
 
-def _check_request(
+def _checked(
     model: Any, compression: Any, loss_scaler: Any, optimizer: Any, algorithm: Any
-) -> tuple[Settings, Modules] | Exception:
-    """Return settings and modules, or the error of this rank's arguments: the other ranks have to be told first."""
-    try:
-        if not isinstance(model, torch.nn.Module):
-            raise TypeError(f"model is a {type(model).__name__}, wanted a torch.nn.Module given to fully_shard")
-        settings = checked_settings(compression, loss_scaler, optimizer, algorithm)
-        if getattr(settings.method, "weight_decay", 0.0):
-            raise ValueError(f"{settings.method!r} of sharded parameters: leave weight decay to the optimizer")
-        return settings, _modules_of(model)
-    except (TypeError, ValueError) as error:
-        return error
+) -> tuple[Settings, Modules]:
+    """Return settings and modules. Raises TypeError or ValueError if an argument is wrong."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, wanted a torch.nn.Module given to fully_shard")
+    settings = checked_settings(compression, loss_scaler, optimizer, algorithm)
+    if getattr(settings.method, "weight_decay", 0.0):
+        raise ValueError(f"{settings.method!r} of sharded parameters: leave weight decay to the optimizer")
+    return settings, _modules_of(model)
 
 
 def _modules_of(model: torch.nn.Module) -> Modules:
@@ -137,12 +133,14 @@ def _check_group(where: str, group: ShardedGroup, number: int) -> None:
         raise ValueError(f"parameters of module {where!r} are on the meta device, wanted them initialised")
 
 
-def _lines(modules: Modules) -> list[str]:
-    lines = []
+def _lines(checked: tuple[Settings, Modules]) -> dict[str, list[str]]:
+    """Return what the replicas must have in common."""
+    settings, modules = checked
+    lines: list[str] = []
     for names, group in modules.values():
         shapes = zip(names, group.params, group.shapes, strict=True)
         lines += [f"{name}: {list(p.shape)} as {list(shape)} {group.dtype}" for name, p, shape in shapes]
-    return lines
+    return {"setting": settings.lines(), "parameter": lines}
 
 
 class _Average:

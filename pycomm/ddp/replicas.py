@@ -12,15 +12,15 @@ import torch
 
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag, Scaling, State
+from pycomm.compression.nonfinite import NonfiniteSource
 from pycomm.ddp.exchanges import BucketExchanges
 from pycomm.ddp.pass_end import at_pass_end
 from pycomm.ddp.settings import Settings
 from pycomm.ddp.verdict import StepCounts, all_finite
+from pycomm.descriptions import name_ranks
+from pycomm.errors import HALF_SENT
+from pycomm.optim.loop_index import LoopIndex
 from pycomm.optim.loss_scaler import loss_scale_of
-from pycomm.reducer.damage import name_ranks
-from pycomm.reducer.loop_index import LoopIndex
-from pycomm.reducer.nonfinite import NonfiniteSource
-from pycomm.reducer.passes import HALF_SENT
 from pycomm.torch_internals import ShardedGroup, accumulation_hooks, dtensor_around, local_of
 
 _END = -1

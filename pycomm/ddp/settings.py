@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from pycomm.compression import Compression
+from pycomm.cost.auto import checked_method
+from pycomm.optim.loss_scaler import checked_scaler
 from pycomm.optim.parameters import unwrapped
-from pycomm.reducer.settings import checked_method, checked_scaler
 
 
 @dataclass(frozen=True)

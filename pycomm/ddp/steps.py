@@ -13,14 +13,14 @@ import torch
 
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag, Scaling
+from pycomm.compression.nonfinite import NonfiniteSource
 from pycomm.ddp.exchanges import Sorting
 from pycomm.ddp.pass_end import at_pass_end
 from pycomm.ddp.settings import Settings
 from pycomm.ddp.stopping import Stopping
 from pycomm.ddp.verdict import StepCounts, all_finite
+from pycomm.errors import HALF_SENT
 from pycomm.optim.loss_scaler import loss_scale_of
-from pycomm.reducer.nonfinite import NonfiniteSource
-from pycomm.reducer.passes import HALF_SENT
 from pycomm.torch_internals import GradBucket, current_graph_task, current_node
 from pycomm.transport.gpu import GpuWork
 from pycomm.worker import Work

@@ -10,7 +10,10 @@ import torch
 from pycomm.bucket import FINGERPRINT_BITS
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Exchange
-from pycomm.reducer.rank_flags import STOP, StopRequest
+from pycomm.reducer import StopRequest
+
+_STOP = FINGERPRINT_BITS - 1
+"""Number of the bit that asks to stop."""
 
 
 class Part(Protocol):
@@ -51,12 +54,12 @@ class Stopping:
         if self._sent is None:
             return self._none
         flags = self._none.clone()
-        flags[STOP] = True
+        flags[_STOP] = True
         return flags
 
     def hear(self, parts: Sequence[Part]) -> None:
         """Take note of what the ranks have told with the first bucket, of these ``parts``. Collective if one asks."""
-        if self._on_gpu or not (self._sent is not None or bool(parts[0].exchange.differing()[STOP])):
+        if self._on_gpu or not (self._sent is not None or bool(parts[0].exchange.differing()[_STOP])):
             return
         mine = b"" if self._sent is None else b"!" + self._sent.encode()
         reasons = self._communicator.channel.all_gather_bytes(mine)

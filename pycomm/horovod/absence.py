@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pycomm import threads
 from pycomm.horovod.engine import Engine, internal_error
 from pycomm.horovod.state import world
-from pycomm.reducer.reducer import Reducer
+from pycomm.reducer import Reducer
 
 _PATIENCE = 5.0  # seconds
 

@@ -12,8 +12,7 @@ from pycomm.horovod.compression import Compression
 from pycomm.horovod.process_sets import members_of
 from pycomm.horovod.reduce_ops import Average
 from pycomm.horovod.state import world
-from pycomm.reducer import attach, broadcast_parameters
-from pycomm.reducer.reducer import Reducer
+from pycomm.reducer import Reducer, Tuning, attach, broadcast_parameters
 
 
 class AttachedAveraging:
@@ -38,7 +37,7 @@ class AttachedAveraging:
             accumulate=self._passes,
             average=self._arguments.op == Average,
             loss_scaler=self._arguments.loss_scaler,
-            timeout=self._world.timeout,
+            tuning=Tuning(timeout=self._world.timeout),
         )
         self._world.attached.add(reducer)
         return reducer

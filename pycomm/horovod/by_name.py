@@ -16,8 +16,8 @@ from pycomm.horovod.pieces import pieces
 from pycomm.horovod.process_sets import members_of
 from pycomm.horovod.reduce_ops import Adasum, Average, Sum
 from pycomm.horovod.sparse_reduction import sparse_allreduce_async
+from pycomm.optim.wrappers import refuse_wrapped
 from pycomm.reducer import broadcast_optimizer_state, broadcast_parameters
-from pycomm.reducer.wrappers import refuse_wrapped
 
 _TOO_OFTEN = (
     "the gradient of {name!r} was computed more than backward_passes_per_step={passes} times before step(): pass a "

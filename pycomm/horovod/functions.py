@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from pycomm.broadcasting import encode, restructure_state
 from pycomm.errors import attempt
 from pycomm.horovod.agreement import agreed
 from pycomm.horovod.checks import check_root, check_tensor
@@ -18,8 +19,6 @@ from pycomm.horovod.operations import broadcast_, broadcast_async_
 from pycomm.horovod.process_sets import ProcessSet, global_process_set, members_of
 from pycomm.horovod.state import world
 from pycomm.optim.parameters import checked_optimizer
-from pycomm.reducer.broadcast import restructure_state
-from pycomm.reducer.plain_state import encode
 
 _NOTHING = (torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8))
 

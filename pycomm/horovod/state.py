@@ -17,7 +17,7 @@ from pycomm.horovod.engine import Engine
 from pycomm.horovod.errors import not_initialised
 from pycomm.horovod.requests import Key, Request
 from pycomm.horovod.timeline import Timeline
-from pycomm.reducer.reducer import Reducer
+from pycomm.reducer import Reducer
 
 
 def _counters() -> defaultdict[str, Iterator[int]]:

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from pycomm.checkpoint.together import exchanged, together
+from pycomm.checkpoint.saving import exchanged, together
 from pycomm.checkpoint.torch_files import load_values
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression
 from pycomm.ddp import HookHandle, register
+from pycomm.descriptions import name_ranks
 from pycomm.optim.parameters import unwrapped
 from pycomm.reducer import Reducer, StopRequest, attach
-from pycomm.reducer.damage import name_ranks
 from pycomm.torch_internals import uncompiled
 from pycomm.untrusted import create_file
 

@@ -329,3 +329,10 @@ def loss_scale_of(scaler: Any) -> LossScale:
     if scaler is None:
         return LossScale()
     return _OwnLossScale(scaler) if isinstance(scaler, LossScaler) else _ForeignLossScale(scaler)
+
+
+def checked_scaler(loss_scaler: Any) -> Any:
+    """Return ``loss_scaler``; raise TypeError if it is neither ``None`` nor has GradScaler's ``scale``."""
+    if loss_scaler is not None and not callable(getattr(loss_scaler, "scale", None)):
+        raise TypeError(f"loss_scaler is {loss_scaler!r}, wanted an object with GradScaler's scale(tensor), or None")
+    return loss_scaler

@@ -131,3 +131,20 @@ def matched(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         moved: torch.Tensor = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
     return moved
+
+
+def part_of(param: torch.Tensor) -> str:
+    """Return which part of ``param`` this rank has: "0:1/2" is the second half along dimension 0; "" for the whole."""
+    if not is_dtensor(param):
+        return ""
+    parts = []
+    for dimension, group in dimensions_of(param):
+        if is_split_in(param, dimension):
+            placement = param.placements[dimension]
+            parts.append(f"{placement.dim}:{group.rank()}/{group.size()}")
+    return ",".join(parts)
+
+
+def labels_of(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    """Return the keys of parameters in saved state: names, with the part that this rank has of those that are split."""
+    return {name: f"{name}[{part}]" if (part := part_of(param)) else name for name, param in named}

@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from pycomm.agreement import agreed
+from pycomm.broadcasting import broadcast_tensors
 from pycomm.communicator import Communicator
 from pycomm.errors import attempt
 from pycomm.parallel import auto
@@ -23,8 +25,6 @@ from pycomm.parallel.fits import check_module, padding
 from pycomm.parallel.layouts import WHOLE, layouts_of
 from pycomm.parallel.plan import STYLES, Plan
 from pycomm.parallel.styles import parallel_style
-from pycomm.reducer.agreement import agreed
-from pycomm.reducer.broadcast import broadcast_tensors, check_same_lines
 from pycomm.transport.own_group import found_group, group_of
 
 _LOG = logging.getLogger("pycomm")
@@ -72,11 +72,8 @@ def split(
     ranks, problem = found_group(lambda: group_of(_dimension(mesh)))
     with Communicator(ranks) as communicator:
         checked = attempt(lambda: _checked(model, ranks.size(), plan), problem)
-        styles = agreed(communicator, checked, "split the model")
-        lines = [f"{name}: {style}" for name, style in sorted(styles.items())]
-        check_same_lines(communicator, lines, "style")
-        params = list(model.named_parameters()) + list(model.named_buffers())
-        check_same_lines(communicator, [f"{name}: {list(t.shape)} {t.dtype}" for name, t in params], "parameter")
+        gather = communicator.channel.all_gather_bytes
+        styles = agreed(gather, checked, "split the model", lambda styles: _lines(model, styles))
         whole = [t for t in _left_whole(model, styles) if not t.is_meta]
         broadcast_tensors(communicator, whole, 0)
     let_attention_be_split()
@@ -95,6 +92,15 @@ def split(
     for first, *others in shared:
         _tie(model, first, others)
     return model
+
+
+def _lines(model: nn.Module, styles: Styles) -> dict[str, list[str]]:
+    """Return what the ranks must have in common."""
+    params = [*model.named_parameters(), *model.named_buffers()]
+    return {
+        "style": [f"{name}: {style}" for name, style in sorted(styles.items())],
+        "parameter": [f"{name}: {list(t.shape)} {t.dtype}" for name, t in params],
+    }
 
 
 def _dimension(mesh: DeviceMesh) -> DeviceMesh:

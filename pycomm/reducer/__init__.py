@@ -1,17 +1,21 @@
 """Averaging of gradients over the ranks: ``attach``, and the ``Reducer`` that it returns."""
 
-from pycomm.reducer.attach import attach
-from pycomm.reducer.broadcast import broadcast_optimizer_state, broadcast_parameters
-from pycomm.reducer.rank_flags import StopRequest
+from pycomm.broadcasting import broadcast_optimizer_state, broadcast_parameters
+from pycomm.reducer.attach import attach, join
+from pycomm.reducer.rank_flags import SignalStop, StopRequest, stop_on_signal
 from pycomm.reducer.reducer import Reducer
-from pycomm.reducer.stopping import SignalStop, stop_on_signal
+from pycomm.reducer.settings import Sharding, Survive, Tuning
 
 __all__ = [
     "Reducer",
+    "Sharding",
     "SignalStop",
     "StopRequest",
+    "Survive",
+    "Tuning",
     "attach",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "join",
     "stop_on_signal",
 ]

@@ -1,8 +1,8 @@
-"""Hooks that pycomm leaves on models and parameters. None of them keeps the rest of pycomm alive."""
+"""Hooks on optimizers, models and parameters. None of them keeps the rest of pycomm alive."""
 
 from __future__ import annotations
 
-import functools
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -10,86 +10,131 @@ from typing import Any, Protocol
 import torch
 
 from pycomm.counting import GradientCounter
-from pycomm.reducer.copies import CopyWatch
-from pycomm.reducer.uncovered import Uncovered
-from pycomm.torch_internals import accumulation_hooks, forward_pre_hooks, is_recording, leave_out_of_scripts
+from pycomm.optim.attached import is_covered
+from pycomm.optim.module_hooks import AfterForward, BeforeForward, ZeroGradHook, forget_original
+from pycomm.reducer.passes import Passes
+from pycomm.reducer.statistics import Phases
+from pycomm.reducer.window import Progress
+from pycomm.torch_internals import accumulation_hooks
 
 
-class ForwardHook:
-    """Hook of a module's forward that does nothing, as a copy of one of pycomm's does (``deepcopy``, ``pickle``).
+class ReducerHooks:
+    """Object that hooks call, and hold.
 
-    Those that do something do nothing either in a forward that torch.compile traces; what they would find is found
-    when backward begins, or before the step.
+    Args:
+        reducer: kept alive; asked which parameters it covers.
+        passes: handling of passes.
+        progress: counters of steps.
+        phases: account of where the time goes.
     """
 
-    def __call__(self, *_: Any) -> None:
-        pass
+    def __init__(self, reducer: Any, passes: Passes, progress: Progress, phases: Phases) -> None:
+        self._reducer, self._passes, self._progress, self._phases = reducer, passes, progress, phases
 
-    def __deepcopy__(self, memo: object) -> ForwardHook:
-        return self.of_copy()
+    def before_forward(self) -> None:
+        """Admit new parameters, and refuse wrappers that average these too."""
+        self._passes.before_forward()
 
-    def __reduce__(self) -> tuple[Any, tuple[()]]:
-        return type(self.of_copy()), ()
+    def note_forward(self, output: Any) -> None:
+        """Note a forward of the module in training mode."""
+        self._passes.note_forward(output)
 
-    def of_copy(self) -> ForwardHook:
-        """Return the hook that a copy of the module gets."""
-        return ForwardHook()
+    def note_zero_grad(self) -> None:
+        """Note a call of ``optimizer.zero_grad()``."""
+        self._passes.note_zero_grad()
 
+    def enter_step(self) -> bool:
+        """Note that ``optimizer.step()`` begins; return whether it is no step inside another one."""
+        return self._progress.enter_step()
 
-class BeforeForward(ForwardHook):
-    """Pre-hook that calls ``before_forward()``; ``watches_copies``: copies of the module refuse to be trained."""
+    def begin_step(self) -> None:
+        """Note that ``optimizer.step()`` is about to call its closure for the first time."""
+        self._progress.stepped()
 
-    def __init__(self, before_forward: Callable[[], None], *, watches_copies: bool = False) -> None:
-        self._before_forward, self._watches_copies = before_forward, watches_copies
+    def run_closure(self, closure: Callable[[], Any]) -> Any:
+        """Return the result of ``closure``, which runs inside ``optimizer.step()``."""
+        return self._progress.run_closure(closure)
 
-    def __call__(self, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._before_forward()
+    def before_step(self) -> None:
+        """Raise RuntimeError if ``optimizer.step()`` would use gradients that have not been averaged."""
+        self._passes.require_averaged()
 
-    def of_copy(self) -> ForwardHook:
-        return OfCopy() if self._watches_copies else ForwardHook()
+    def after_step(self) -> None:
+        """Note that ``optimizer.step()`` has returned."""
+        self._phases.end_step()
+        self._passes.stepped()
 
-
-class AfterForward(ForwardHook):
-    """Hook that calls ``after_forward(output)`` after a forward in training mode whose graph is kept."""
-
-    def __init__(self, after_forward: Callable[[Any], None]) -> None:
-        self._after_forward = after_forward
-
-    def __call__(self, module: torch.nn.Module, _inputs: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling() and module.training and torch.is_grad_enabled() and not is_recording():
-            self._after_forward(output)
-
-
-class OfCopy(ForwardHook):
-    """Pre-hook of a copy of an attached module."""
-
-    def __init__(self) -> None:
-        self._watch = CopyWatch()
-
-    def __call__(self, module: torch.nn.Module, *_: Any) -> None:
-        if not torch.compiler.is_compiling() and not is_recording():
-            self._watch.before_forward(module)
-
-    def of_copy(self) -> ForwardHook:
-        return OfCopy()
+    def covers(self, param: torch.Tensor) -> bool:
+        """Return whether the gradient of ``param`` is averaged, or left alone as ``ignore`` says."""
+        covers: bool = self._reducer.covers(param)
+        return covers
 
 
-leave_out_of_scripts(ForwardHook)
+class Uncovered:
+    """Watch over the parameters of ``module`` that no Reducer covers; warns once if one of them gets a gradient.
+
+    Args:
+        module: the module whose parameters are watched.
+        covers: returns whether the Reducer that is being made averages a parameter, or is to leave it alone.
+    """
+
+    def __init__(self, module: torch.nn.Module, covers: Callable[[torch.Tensor], bool]) -> None:
+        self._covers = covers
+        self._names: list[str] = []
+        self._handles: dict[int, Any] = {}  # by id of the parameter
+        self.watch(module)
+
+    def watch(self, module: torch.nn.Module) -> None:
+        """Hook the trainable parameters that are neither covered nor hooked yet."""
+        for name, param in module.named_parameters():
+            is_trained = param.requires_grad and param.is_leaf
+            if is_trained and id(param) not in self._handles and not self._is_covered(param):
+                register: Any = param.register_post_accumulate_grad_hook
+                self._handles[id(param)] = register(_Note(self, name))
+
+    def note(self, name: str, param: torch.Tensor) -> None:
+        """Note that ``param`` has got a gradient."""
+        if self._is_covered(param):  # by an attach that came later
+            self._handles[id(param)].remove()
+        else:
+            self._names.append(name)
+
+    def _is_covered(self, param: torch.Tensor) -> bool:
+        return self._covers(param) or is_covered(param)
+
+    def warn(self) -> None:
+        """Warn of the parameters noted so far; only once. Called at the end of a pass."""
+        if not self._names:
+            return
+        names = list(dict.fromkeys(self._names))
+        self.close()
+        shown = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        warnings.warn(
+            "these parameters of the module get gradients, but are no parameters of the optimizer, and nothing "
+            f"averages them: {shown}. Anything computed from them differs between the ranks, for example "
+            "clip_grad_norm_(model.parameters()). Attach the optimizer that has them too, or write "
+            "attach(..., all_parameters=True), or requires_grad_(False)",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def close(self) -> None:
+        """Remove all hooks, and forget what was noted."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._names.clear()
 
 
-def watch_copies(module: torch.nn.Module) -> Any:
-    """Have copies of ``module`` refuse to be trained unless they are attached; return a handle with ``remove``."""
-    forget_original(module)
-    return module.register_forward_pre_hook(BeforeForward(lambda: None, watches_copies=True))
+class _Note:
+    """Hook of a parameter that does not keep its owner alive."""
 
+    def __init__(self, owner: Uncovered, name: str) -> None:
+        self._owner, self._name = weakref.ref(owner), name
 
-def forget_original(module: torch.nn.Module) -> None:
-    """Note that ``module``, which may be a copy of an attached one, is averaged itself from now on."""
-    for part in module.modules():
-        hooks = forward_pre_hooks(part)
-        for key in [key for key, hook in hooks.items() if isinstance(hook, OfCopy)]:
-            del hooks[key]
+    def __call__(self, param: torch.Tensor) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.note(self._name, param)
 
 
 class Watcher(Protocol):
@@ -148,36 +193,6 @@ class ModelHooks:
             handle.remove()
         if self._uncovered is not None:
             self._uncovered.close()
-
-
-class ZeroGradHook:
-    """Hook that calls ``note()`` before ``optimizer.zero_grad()``, which torch has no hooks for.
-
-    The method of this one object is replaced. Copies and pickles of the optimizer have its class's.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, note: Callable[[], None]) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self._before = vars(optimizer).get("zero_grad")
-        call: Callable[..., None] = optimizer.zero_grad
-
-        @functools.wraps(call)
-        def zero_grad(*args: Any, **kwargs: Any) -> None:
-            note()
-            call(*args, **kwargs)
-
-        self._hook = zero_grad
-        vars(optimizer)["zero_grad"] = zero_grad
-
-    def remove(self) -> None:
-        """Give the optimizer back what it had, unless somebody has replaced it since."""
-        optimizer = self._optimizer()
-        if optimizer is None or vars(optimizer).get("zero_grad") is not self._hook:
-            return
-        if self._before is None:
-            del vars(optimizer)["zero_grad"]
-        else:
-            vars(optimizer)["zero_grad"] = self._before
 
 
 def step_hook(watcher: Watcher) -> Callable[..., Any]:

@@ -10,12 +10,12 @@ import torch
 from pycomm.bucket import Bucket, HasGradient
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression, NoCompression
-from pycomm.compression.base import Exchange, Flag, State
+from pycomm.compression.base import Exchange, Flag, State, method_stats
 from pycomm.counting import GradientCounter, GradientCounts, PassGate
 from pycomm.layout import on_gpu
 from pycomm.optim.step_override import HALF
+from pycomm.reducer.attached_tensors import LocalGradient
 from pycomm.reducer.autograd_hooks import GradientHook
-from pycomm.reducer.sharded import LocalGradient
 from pycomm.torch_internals import is_dtensor, local_of, version_of
 from pycomm.transport.gpu import GpuWork
 from pycomm.worker import Work
@@ -312,17 +312,6 @@ def _groups(
     return closed + [(members, compressed) for (_, compressed), members in open_.items()]
 
 
-def method_stats(exchanges: Iterable[Exchange]) -> dict[str, float]:
-    """Return the sums of the exchanges' counters, with the rate at which selection missed."""
-    total: dict[str, float] = {}
-    for exchange in exchanges:
-        for key, value in exchange.stats().items():
-            total[key] = total.get(key, 0) + value
-    if total.get("selections"):
-        total["miss_rate"] = total["selections_missed"] / total["selections"]
-    return total
-
-
 def add_counts(total: dict[str, float], exchanges: Sequence[Exchange]) -> None:
     """Add the counters of ``exchanges``, which are about to be replaced, to ``total``."""
     for counts in (method_stats(exchanges), {"bytes_sent": sum(each.bytes_sent for each in exchanges)}):
@@ -334,8 +323,3 @@ def add_counts(total: dict[str, float], exchanges: Sequence[Exchange]) -> None:
 def state_of(flights: Iterable[BucketInFlight]) -> State:
     """Return the state of all parameters, by name (not copied)."""
     return {name: entry for flight in flights for name, entry in flight.exchange.state().items()}
-
-
-def nonfinite_source(exchanges: Iterable[Exchange]) -> str | None:
-    """Return the source of the non-finite values in the last step that had any, if an exchange knows it."""
-    return next((found for exchange in exchanges if (found := exchange.nonfinite_source())), None)

@@ -1,55 +1,231 @@
-"""Beginnings of ranks that may be lost: with the first ones, or later, let in by those that are there."""
+"""Ranks that come later: how they are let in, and the state that they get.
+
+Ranks that were there are within a backward pass, whose graph holds their parameters: theirs are read, and not written
+to.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from pycomm import kernels
+from pycomm.agreement import agreed
+from pycomm.broadcasting import (
+    Node,
+    decode,
+    encode,
+    group_sizes,
+    restructure_state,
+    shared_parameters,
+    signature,
+    state_nodes,
+)
 from pycomm.communicator import Communicator, communicator_at
-from pycomm.elastic.door import Door, Guest
+from pycomm.compression.base import State
+from pycomm.compression.saved_state import CONTRIBUTIONS
+from pycomm.elastic.join_requests import JoinClient, JoinListener
+from pycomm.elastic.liveness import this_process
 from pycomm.elastic.membership import Membership
-from pycomm.elastic.vitals import this_process
-from pycomm.errors import CommError
+from pycomm.errors import CommError, attempt
 from pycomm.optim.attached import register
-from pycomm.reducer.arrivals import Waits
-from pycomm.reducer.backup import BackupEngine
+from pycomm.optim.wrappers import watch_constructions
+from pycomm.reducer.attached_tensors import module_tensors
+from pycomm.reducer.backup import BackupPolicy
+from pycomm.reducer.buckets import state_of
+from pycomm.reducer.engine import Engine
 from pycomm.reducer.lanes import open_lanes
-from pycomm.reducer.newcomers import lines_of, share_state
 from pycomm.reducer.parameters import ParameterTable
 from pycomm.reducer.reducer import Reducer
-from pycomm.reducer.settings import Settings
-from pycomm.reducer.survival import Survival
-from pycomm.reducer.surviving import SurvivingEngine
-from pycomm.reducer.wrappers import watch_constructions
+from pycomm.reducer.settings import Settings, Survive
+from pycomm.reducer.statistics import Waits
+from pycomm.reducer.surviving import Survival, SurvivingPolicy
+from pycomm.reducer.window import Progress, SampleWeights
+from pycomm.tensor_memory import shared_parts
 from pycomm.torch_internals import Store
+from pycomm.transport.choice import version
+
+_CHUNK_BYTES = 32 << 20
+
+
+def lines_of(settings: Settings, table: ParameterTable) -> list[tuple[str, str]]:
+    """Return what a newcomer must have in common with the ranks: kinds and texts."""
+    names = dict(table.named())
+    parameters = [f"{name}: {signature(p)}{'' if p.requires_grad else ' frozen'}" for name, p in names.items()]
+    sizes = group_sizes(table.optimizer, table.ignored.covers)
+    return [
+        ("the version of pycomm", version()),
+        ("the optimizer", type(table.optimizer).__name__),
+        ("the master weights", str(bool(table.stepper.masters()))),
+        *(("a setting", line) for line in settings.lines()),
+        *(("a parameter", line) for line in parameters),
+        *(("an optimizer parameter group", size) for size in sizes),
+    ]
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Everything besides parameters that a newcomer gets.
+
+    Attributes:
+        table: parameters, optimizer, and the state of compression.
+        progress: counters of this rank.
+        committed_steps: number of steps that compression has committed, 0-d int64.
+        scaler: the loss scaler, or ``None``.
+        objects: other objects with ``state_dict`` and ``load_state_dict``, by name.
+        weights: weights by samples.
+    """
+
+    table: ParameterTable
+    progress: Progress
+    committed_steps: torch.Tensor
+    scaler: Any
+    objects: Mapping[str, Any]
+    weights: SampleWeights
+
+    @classmethod
+    def of(cls, engine: Engine) -> Carried:
+        """Return what a newcomer gets from ``engine``."""
+        scaler, survive, steps = engine.settings.loss_scaler, engine.settings.survive, engine.outcome.committed_steps
+        objects = (survive and survive.carry) or {}
+        return cls(engine.table, engine.progress, steps, scaler, objects, engine.window.weights)
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as numbers, texts, tensors and containers of them."""
+        scaler = self.scaler
+        return {
+            "progress": [self.progress.num_reductions, self.progress.num_steps, int(self.committed_steps)],
+            "scaler": scaler.state_dict() if hasattr(scaler, "state_dict") else None,
+            "objects": {name: each.state_dict() for name, each in sorted(self.objects.items())},
+            "compression": self._common_state(),
+            "weighted": self.weights.in_use,
+        }
+
+    def take(self, plain: Mapping[str, Any]) -> None:
+        """Take what :meth:`plain` has returned on another rank."""
+        reductions, steps, committed = plain["progress"]
+        self.progress.resume(reductions, steps)
+        self.committed_steps.fill_(committed)
+        if plain["scaler"] is not None:
+            self.scaler.load_state_dict(plain["scaler"])
+        for name, each in self.objects.items():
+            each.load_state_dict(plain["objects"][name])
+        if plain["weighted"]:
+            self.weights.set(0, 0)
+
+    def take_compression(self, plain: Mapping[str, Any]) -> None:
+        """Take the state of compression from what :meth:`plain` has returned, once there are buckets."""
+        for flight in self.table.flights:
+            flight.exchange.load_state(plain["compression"])
+
+    def _common_state(self) -> State:
+        """Return the state of compression that is equal on all ranks."""
+        return {
+            name: {key: tensor for key, tensor in entry.items() if key not in CONTRIBUTIONS}
+            for name, entry in state_of(self.table.flights).items()
+        }
+
+
+@torch.no_grad()
+def share_state(communicator: Communicator, carried: Carried, newcomer: bool) -> dict[str, Any]:
+    """Give ``newcomer`` ranks the state of rank 0, and compare that of all. Collective.
+
+    Returns:
+        To a newcomer, rank 0's :meth:`Carried.plain`.
+
+    Raises:
+        ValueError: the optimizer state does not fit a newcomer, or the ranks' states differ; on every rank.
+    """
+    table = carried.table
+    optimizer, stepper = table.optimizer, table.stepper
+    params = shared_parameters(optimizer, table.ignored.covers)
+    tensors: list[torch.Tensor] = []
+    nodes = [*state_nodes(optimizer, params, tensors), encode(carried.plain(), tensors)]
+    mine = json.dumps(nodes).encode() if communicator.rank == 0 else b""
+    nodes = json.loads(communicator.channel.all_gather_bytes(mine)[0])
+    outcome: tuple[dict[str, Any], list[torch.Tensor]] | Exception = attempt(
+        lambda: _restructured(table, params, nodes, carried.plain()) if newcomer else ({}, tensors)
+    )
+    plain, tensors = agreed(communicator.channel.all_gather_bytes, outcome, "take the state of rank 0")
+    everything = dict(table.named()) | module_tensors(table)
+    masters = stepper.masters(table.ignored.covers)
+    _spread(communicator, [*shared_parts(list(everything.values())), *masters, *tensors], newcomer)
+    if newcomer:
+        stepper.restore()
+        carried.take(plain)
+    _compare(communicator, [*shared_parts([p for _, p in table.named()]), *masters, *tensors])
+    return plain
+
+
+def _restructured(
+    table: ParameterTable, params: list[torch.Tensor], nodes: list[Node], old: dict[str, Any]
+) -> tuple[Any, list[torch.Tensor]]:
+    tensors = restructure_state(table.optimizer, params, nodes[:-1])
+    return decode(nodes[-1], old, torch.empty(0), tensors), tensors
+
+
+def _spread(communicator: Communicator, tensors: Sequence[torch.Tensor], write: bool) -> None:
+    """Send rank 0's ``tensors`` to all ranks; those that ``write`` overwrite theirs."""
+    for chunk in _chunks(tensors):
+        parts = [t.detach().contiguous().view(-1).view(torch.uint8) for t in chunk]
+        flat = torch.cat(parts)
+        communicator.broadcast(flat, 0)
+        if write:
+            for t, piece in zip(chunk, torch.split(flat, [len(part) for part in parts]), strict=True):
+                # Cloned, as a piece of flat may start at an address that is not aligned for its dtype.
+                t.copy_(piece.clone().view(t.dtype).view(t.shape))
+
+
+def _chunks(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    chunk: list[torch.Tensor] = []
+    for tensor in tensors:
+        if tensor.numel() > 0:
+            chunk.append(tensor)
+        if sum(t.nbytes for t in chunk) >= _CHUNK_BYTES:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
+
+
+def _compare(communicator: Communicator, tensors: Sequence[torch.Tensor]) -> None:
+    """Raise ValueError, on every rank, if the hashes of ``tensors`` differ between ranks."""
+    flat = [t.detach().contiguous().view(-1).view(torch.uint8) for t in tensors if t.numel() > 0]
+    mine = kernels.hashes(flat).numpy().tobytes() if flat else b""
+    everyones = communicator.channel.all_gather_bytes(mine)
+    different = [rank for rank, theirs in enumerate(everyones) if theirs != everyones[0]]
+    if different:
+        raise ValueError(f"the state of rank {different[0]} differs from that of rank 0")
+
 
 _indices = itertools.count()
 """Of the attaches of this process that can gain ranks: the n-th of a newcomer joins the n-th of the others."""
 
 
-def surviving_engine(
-    lanes: Sequence[Communicator], table: ParameterTable, settings: Settings, carry: Mapping[str, Any]
-) -> SurvivingEngine:
-    """Return the engine by which the ranks of ``lanes`` go on without lost ones, and with newcomers. Collective."""
-    communicator = lanes[0]
-    membership = Membership.found(communicator, settings.min_ranks, settings.backup > 0)
-    door = _door(membership, membership.store, next(_indices), lines_of(settings, table, carry))
-    survival = Survival(membership, communicator, table, settings, door, carry)
-    return _engine_class(settings)(table, lanes, settings, survival)
+def surviving_policy(
+    communicator: Communicator, table: ParameterTable, settings: Settings, survive: Survive
+) -> SurvivingPolicy:
+    """Return the policy by which ranks go on without lost ones, and with newcomers. Collective."""
+    membership = Membership.found(communicator, survive.min_ranks, settings.backup > 0)
+    door = _door(membership, membership.store, next(_indices), lines_of(settings, table))
+    return _policy(settings, Survival(membership, communicator, table, settings, door))
 
 
-def _engine_class(settings: Settings) -> type[SurvivingEngine]:
-    """Return the engine that ``settings`` want."""
-    return BackupEngine if settings.backup > 0 else SurvivingEngine
+def _policy(settings: Settings, survival: Survival) -> SurvivingPolicy:
+    return BackupPolicy(survival) if settings.backup > 0 else SurvivingPolicy(survival)
 
 
-def _door(membership: Membership, store: Store, index: int | str, lines: Sequence[tuple[str, str]]) -> Door:
-    return Door(store, index, lines, str(this_process()["host"]) if membership.is_on_one_host else "")
+def _door(membership: Membership, store: Store, index: int | str, lines: Sequence[tuple[str, str]]) -> JoinListener:
+    return JoinListener(store, index, lines, str(this_process()["host"]) if membership.is_on_one_host else "")
 
 
-def join(address: str, table: ParameterTable, settings: Settings, carry: Mapping[str, Any], timeout: float) -> Reducer:
+def join_ranks(address: str, table: ParameterTable, settings: Settings, survive: Survive, timeout: float) -> Reducer:
     """Return the Reducer of this process as one more rank of those whose store listens at ``address``.
 
     It asks again where a rank is lost while it is let in.
@@ -58,38 +234,40 @@ def join(address: str, table: ParameterTable, settings: Settings, carry: Mapping
         ValueError: they refuse it; or ``address`` is malformed.
         CommError: they do not answer, or failed.
     """
-    guest = Guest(address, next(_indices), timeout)
+    client = JoinClient(address, next(_indices), timeout)
     while True:
         try:
-            return _join(guest, table, settings, carry, timeout)
+            return _join(client, table, settings, survive, timeout)
         except CommError:
-            if guest.is_late():
+            if client.is_late():
                 raise
 
 
-def _join(guest: Guest, table: ParameterTable, settings: Settings, carry: Mapping[str, Any], timeout: float) -> Reducer:
-    lines = lines_of(settings, table, carry)
-    answer = guest.ask(this_process(), lines)
-    membership, place = Membership.accept(answer, guest.store, settings.min_ranks, timeout, settings.backup > 0)
+def _join(client: JoinClient, table: ParameterTable, settings: Settings, survive: Survive, timeout: float) -> Reducer:
+    lines = lines_of(settings, table)
+    answer = client.ask(this_process(), lines)
+    membership, place = Membership.accept(answer, client.store, survive.min_ranks, timeout, settings.backup > 0)
     with contextlib.ExitStack() as until_joined:
         until_joined.callback(membership.close)
         communicator = communicator_at(place, timeout)
         until_joined.callback(communicator.close)
         lanes = open_lanes(communicator, settings, table.on_gpu)
         membership.settle(communicator)
-        door = _door(membership, guest.store, guest.index, lines)
+        door = _door(membership, client.store, client.index, lines)
         door.pass_by(answer["request"])
         until_joined.callback(door.close)
-        survival = Survival(membership, communicator, table, settings, door, carry)
-        engine = _engine_class(settings)(table, lanes, settings, survival)
-        engine.waits = Waits(ranks=engine)
-        plain = share_state(communicator, engine.carried(), newcomer=True)
+        survival = Survival(membership, communicator, table, settings, door)
+        policy = _policy(settings, survival)
+        engine = Engine(table, lanes, settings, policy)
+        engine.statistics.waits = Waits(ranks=engine)
+        plain = share_state(communicator, Carried.of(engine), newcomer=True)
         until_joined.pop_all()
     table.ranks = membership.world
     reducer = Reducer(engine)
-    engine.carried().take_compression(plain)
-    survival.welcome(membership.world[:-1], engine.progress.num_reductions, 0.0)
+    Carried.of(engine).take_compression(plain)
+    engine.told_world = membership.world[:-1]
+    survival.welcome(engine.progress.num_reductions, 0.0)
     register(reducer)
     watch_constructions(reducer)
-    engine.enter()
+    policy.enter()
     return reducer

@@ -59,11 +59,11 @@ def bucket_sizes(lanes: Sequence[Communicator], settings: Settings, num_bytes: i
     one is small, as the link would otherwise wait for it. Neither where a method has much to do for each bucket and
     little to send, nor on a GPU, where launches cost.
     """
-    most = _USUAL_BYTES if settings.bucket_bytes is None else settings.bucket_bytes
+    most = _USUAL_BYTES if settings.tuning.bucket_bytes is None else settings.tuning.bucket_bytes
     if on_gpu or settings.compression.transactional:
         return most, most
     if is_remote(lanes[0]):
         return most, min(most, int(_FIRST_BYTES / settings.compression.sent_fraction))
-    if settings.bucket_bytes is None:
+    if settings.tuning.bucket_bytes is None:
         most = min(most, max(-(-num_bytes // _NUM_BUCKETS), _LEAST_BYTES))
     return most, most

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from pycomm.agreement import check_same_lines
+from pycomm.broadcasting import broadcast_parts, signature, write
 from pycomm.communicator import Communicator
-from pycomm.reducer.broadcast import broadcast_parts, check_same_lines, signature, write
-from pycomm.reducer.tensor_memory import Memory, digest, digests_of, look_at
+from pycomm.tensor_memory import Memory, digest, digests_of, look_at
 from pycomm.torch_internals import buffers_of, is_dtensor, keeps_statistics_aside
 
 BUFFERS = ("local", "broadcast", "average")
@@ -162,7 +163,7 @@ class BufferSync:
         channel = self._communicator.channel
         mine = int.from_bytes(digest("\n".join([*lines, problem])), "little", signed=True)
         if problem or len(set(channel.all_gather_number(mine))) > 1:
-            check_same_lines(self._communicator, [problem] if problem else lines, "buffer")
+            check_same_lines(channel.all_gather_bytes, [problem] if problem else lines, "buffer")
         if problem:
             raise ValueError(problem)
         return [place for place in places if place.memory.writable]

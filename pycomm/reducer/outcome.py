@@ -1,23 +1,79 @@
-"""Outcome of a reduction: averages that are handed out, or nothing."""
+"""Outcome of a reduction: averages that are handed out, or nothing; and verdicts on whether they are finite.
+
+All ranks must share a verdict. Ranks that average the same gradients receive the same bits, and so agree without a
+message. Parts of DTensors are averaged apart: the ranks that hold them tell each other.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag
-from pycomm.reducer import norms
-from pycomm.reducer.buckets import nonfinite_source
-from pycomm.reducer.nonfinite import NonfiniteSource
+from pycomm.compression.nonfinite import NonfiniteSource, nonfinite_source
+from pycomm.optim.loss_scaler import LossScaler
+from pycomm.optim.shards import Shards
+from pycomm.reducer import clipping as norms
+from pycomm.reducer.buckets import BucketInFlight
 from pycomm.reducer.parameters import ParameterTable
-from pycomm.reducer.progress import Progress
-from pycomm.reducer.rank_flags import RankFlags
-from pycomm.reducer.rank_report import reasons_of
+from pycomm.reducer.partition import StepPartition
+from pycomm.reducer.rank_flags import RankFlags, reasons_of
 from pycomm.reducer.settings import Settings
-from pycomm.reducer.verdicts import all_finite, needs_verdict, spread_failure, spread_failure_of_parts
+from pycomm.reducer.window import Progress
+
+
+def needs_verdict(flights: Sequence[BucketInFlight], shards: Shards, settings: Settings) -> bool:
+    """Return whether it has to be known, before gradients are handed out, if the step is finite."""
+    # "auto" may choose differently for other parts of DTensors, whose ranks wait for this one's verdict.
+    transactional = bool(shards) and settings.compression.transactional
+    return transactional or any(flight.exchange.transactional for flight in flights)
+
+
+def all_finite(flights: Sequence[BucketInFlight], shards: Shards) -> torch.Tensor:
+    """Return whether all that ``flights`` received is finite, on all ranks of ``shards``: 0-d bool.
+
+    Does not wait for a GPU. Collective over the ranks of ``shards``, if there are any.
+    """
+    flags = [torch.as_tensor(flight.exchange.finite()) for flight in flights]
+    finite = torch.stack(flags).all() if flags else torch.tensor(True)
+    return shards.all_agree(finite) if shards else finite
+
+
+def spread_failure_of_parts(flights: Sequence[BucketInFlight], partition: StepPartition) -> str | None:
+    """Make all gradients NaN, on all ranks, if a rank's own part of the averages is not finite; return its name.
+
+    Every rank, and a loss scaler there, so decides the same about the step. Collective only where a rank had gradients
+    so large that their sum may not be finite, which all know from the flags.
+    """
+    if all(bool(flight.exchange.finite()) for flight in flights):
+        return None
+    partition.require_reduced()
+    parts = [(slot.name, part) for f in flights for slot, part in zip(f.slots, f.bucket.own_parts(), strict=True)]
+    found = next((i for i, (_, part) in enumerate(parts) if not bool(torch.isfinite(part).all())), len(parts))
+    first = partition.first_of(found)
+    if first == len(parts):
+        return None
+    for flight in flights:
+        flight.bucket.flat.fill_(math.nan)
+    return parts[first][0]
+
+
+def spread_failure(flights: Sequence[BucketInFlight], shards: Shards, loss_scaler: Any) -> None:
+    """Make gradients that have been handed out NaN if another rank's parts of DTensors are not finite.
+
+    torch's GradScaler looks at each rank's own gradients, and would step on some ranks only. Does nothing without a
+    scaler, for :class:`pycomm.LossScaler`, which asks :func:`all_finite`, and without DTensors. Otherwise it is
+    collective over the ranks of ``shards``, and waits for a GPU, as GradScaler is about to do.
+    """
+    if not shards or loss_scaler is None or isinstance(loss_scaler, LossScaler):
+        return
+    if not bool(all_finite(flights, shards)):
+        for flight in flights:
+            flight.bucket.flat.fill_(math.nan)
 
 
 class Outcome:
@@ -28,7 +84,7 @@ class Outcome:
         settings: arguments of ``attach``.
         flags: what the ranks have told one another.
         progress: counts of reductions and steps.
-        size: returns the number of ranks.
+        communicator: the ranks.
 
     Attributes:
         finite: whether the last step was finite; ``None`` if nothing needed to know.
@@ -45,9 +101,10 @@ class Outcome:
         settings: Settings,
         flags: RankFlags,
         progress: Progress,
-        size: Callable[[], int],
+        communicator: Communicator,
     ) -> None:
-        self._table, self._settings, self._flags, self._progress, self._size = table, settings, flags, progress, size
+        self._table, self._settings, self._flags, self._progress = table, settings, flags, progress
+        self._communicator = communicator
         self.finite: Flag | None = None
         self.not_finite: str | None = None
         self.nonfinite_steps = torch.zeros((), dtype=torch.int64, device=table.device)
@@ -56,6 +113,10 @@ class Outcome:
         self.vetoed_steps = 0
         self.last_veto: str | None = None
         self.source = NonfiniteSource()
+
+    def share_source(self) -> None:
+        """Have all ranks know which of them has a gradient that is not finite. Collective, if any has."""
+        self.source.share(self._table.flights, self._communicator)
 
     def hand_out(self, *, has_sent: bool) -> None:
         """Hand out the averages of all buckets, unless a rank has vetoed the step, or no rank had anything to send.
@@ -90,7 +151,7 @@ class Outcome:
 
     def _leave_out_skipping(self) -> None:
         """Turn the mean over all ranks into that over those that had a batch."""
-        num_skipping, size = len(self._flags.heard.skipping), self._size()
+        num_skipping, size = len(self._flags.heard.skipping), self._communicator.size
         if 0 < num_skipping < size and self._settings.average:
             for flight in self._table.flights:
                 flight.bucket.flat.mul_(size / (size - num_skipping))

@@ -1,17 +1,200 @@
-"""Parameters that are added, unfrozen or replaced while they are attached."""
+"""Changes of parameters while they are attached, and the provenance of their gradients.
+
+A gradient that no reduction made since the last step is of this rank alone: written by hand, made by
+``torch.autograd.grad``, of a parameter that nobody averages, or used by a step already. A step on it would move this
+rank's parameters alone. What is found here is known by looking at this rank's own objects; nothing is sent.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import json
+import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from typing import Any
 
+import torch
+
+from pycomm.optim.attached import is_covered
+from pycomm.optim.parameters import optimizer_parameters
 from pycomm.reducer.buckets import Slot
 from pycomm.reducer.engine import Engine
-from pycomm.reducer.provenance import ParameterPlaces
-from pycomm.reducer.rank_report import raise_different_new
+from pycomm.reducer.parameters import ParameterTable
+from pycomm.reducer.rank_flags import raise_different_new
+from pycomm.reducer.settings import Settings
+from pycomm.torch_internals import children_of, local_of, own_parameters
+
+_INSTEAD = (
+    "optimizer.step() would move this rank's parameters alone. For gradients that backward() did not make "
+    "(torch.autograd.grad, torch.func.grad, p.grad = ...), call reducer.reduce() on all ranks before the step. For "
+    "parameters that were not attached, write attach(..., all_parameters=True), or detach() and attach() again"
+)
+
+
+def require_provenance(table: ParameterTable, has_averages: bool, unused: Set[int], rank: int) -> None:
+    """Raise RuntimeError if a parameter of the optimizer has a gradient that has not been averaged since the last step.
+
+    Args:
+        table: parameters that are averaged.
+        has_averages: whether there was a reduction since the last step.
+        unused: ids of the parameters that no rank had a gradient of in that reduction.
+        rank: this rank, for the message.
+    """
+    if has_averages and not unused and not table.has_new():
+        return
+    names = {id(param): name for name, param in table.named()}
+    for param in optimizer_parameters(table.optimizer):
+        if param.grad is None or table.ignored.covers(param):
+            continue
+        name = names.get(id(param))
+        averaged = has_averages and name is not None and id(param) not in unused
+        # Zeros move nothing: distributed checkpointing steps on them to create optimizer state.
+        if averaged or not bool(local_of(param.grad).any()):
+            continue
+        if name is None:
+            name, why = _name_of(table, param), "pycomm does not know this parameter, which came after attach()"
+        elif has_averages:
+            why = "it was set after the others had been averaged"
+        else:
+            why = "there was no backward() or reduce() of all ranks since the last optimizer.step()"
+        raise RuntimeError(f"rank {rank}: the gradient of {name!r} has not been averaged: {why}. {_INSTEAD}")
+
+
+def _name_of(table: ParameterTable, param: torch.Tensor) -> str:
+    """Return the name of ``param`` in the module, or a description of it."""
+    named = [] if table.module is None else table.module.named_parameters()
+    return next((name for name, each in named if each is param), f"a parameter of shape {list(param.shape)}")
+
+
+def require_written(table: ParameterTable, settings: Settings) -> None:
+    """Raise RuntimeError if ``.grad`` still is what was handed out last, and averaging it again would be wrong."""
+    if settings.average and not settings.compression.transactional and settings.clip_local_norm is None:
+        return
+    for slot in table.slots():
+        if slot.owner.grad is not None and slot.untouched():
+            raise RuntimeError(
+                f"reduce() would average the gradient of {slot.name!r} again: backward() has averaged it, and "
+                "optimizer.step() has not used it yet"
+            )
+
+
+class _Places:
+    """Objects in dicts, and whether they are still there. Asked in every forward, so without a loop in Python."""
+
+    def __init__(self) -> None:
+        self._dicts: list[dict[str, Any]] = []
+        self._size = 0
+        self._holders: list[dict[str, Any]] = []  # one for each object
+        self._keys: list[str] = []
+        self._objects: list[Any] = []
+
+    def add(self, holder: Mapping[str, Any], wanted: Callable[[Any], bool]) -> None:
+        """Note the objects in ``holder`` that are ``wanted``; those of TorchScript's modules are in no dict."""
+        if isinstance(holder, dict):
+            self._dicts.append(holder)
+            self._size += len(holder)
+            for key, value in holder.items():
+                if value is not None and wanted(value):
+                    self._holders.append(holder)
+                    self._keys.append(key)
+                    self._objects.append(value)
+
+    def are_unchanged(self) -> bool:
+        """Return whether each object is where it was, and no other has come."""
+        found = map(dict.get, self._holders, self._keys)
+        return not self.has_others_beside() and all(map(operator.is_, found, self._objects))
+
+    def has_others_beside(self) -> bool:
+        """Return whether the dicts have other numbers of objects."""
+        return sum(map(len, self._dicts)) != self._size
+
+    def others(self) -> list[Any]:
+        """Return what is in the place of those that are not."""
+        found = zip(map(dict.get, self._holders, self._keys), self._objects, strict=True)
+        return [now for now, before in found if now is not before]
+
+
+class ParameterPlaces:
+    """Places of parameters in their modules, by which it is seen that a module has got others in their stead.
+
+    That alone is no mistake: ``torch.func.functional_call`` exchanges them for one forward, parameters move (pruning,
+    adapters), and the optimizer may be told of new ones. It is one if the new parameter is still there when backward
+    gives it a gradient.
+
+    Args:
+        table: parameters that are averaged.
+        refuse: called with the name of such a parameter; raises the error.
+    """
+
+    def __init__(self, table: ParameterTable, refuse: Callable[[str], None]) -> None:
+        self._params, self._parts = _Places(), _Places()
+        self._found: dict[int, weakref.ref[torch.Tensor]] = {}  # by id; a WeakSet would compare tensors by ==
+        self._watched: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._refuse = weakref.WeakMethod(refuse)
+        self.find(table)
+
+    def find(self, table: ParameterTable) -> None:
+        """Find the places anew."""
+        self._params, self._parts = _Places(), _Places()
+        if table.module is None:
+            return
+        known = {id(param) for _, param in table.named()}
+        for owner in table.module.modules():
+            self._params.add(own_parameters(owner), lambda param: id(param) in known)
+            self._parts.add(children_of(owner), lambda _: True)
+        self._found = {id(param): weakref.ref(param) for param in table.module.parameters()}
+
+    def look(self, table: ParameterTable) -> bool:
+        """Watch parameters that are in the place of others now; return whether the module has got any beside others."""
+        if table.module is None or (self._params.are_unchanged() and self._parts.are_unchanged()):
+            return False
+        others = self._params.others()
+        if any(isinstance(other, torch.Tensor) and not isinstance(other, torch.nn.Parameter) for other in others):
+            return False  # functional_call's
+        has_moved = not self._parts.are_unchanged() or self._params.has_others_beside()
+        has_moved = has_moved or any(other is None for other in others)
+        names = dict(table.module.named_parameters())
+        there = set(map(id, names.values()))
+        lost = any(id(param) not in there and _is(self._found, param) for _, param in table.named())
+        new = {name: p for name, p in names.items() if p.is_leaf and not (_is(self._found, p) or table.covers(p))}
+        if lost:
+            for name, param in new.items():
+                self._watch(table.module, name, param)
+        if has_moved:
+            self.find(table)
+        return bool(new) and not lost
+
+    def _watch(self, module: torch.nn.Module, name: str, param: torch.Tensor) -> None:
+        if not param.requires_grad or _is(self._watched, param):
+            return
+        self._watched[id(param)] = weakref.ref(param)
+        owner, _, key = name.rpartition(".")
+        register: Any = param.register_post_accumulate_grad_hook
+        register(_InPlaceOf(name, own_parameters(module.get_submodule(owner)), key, self._refuse))
+
+
+def _is(found: Mapping[int, weakref.ref[torch.Tensor]], param: torch.Tensor) -> bool:
+    """Return whether ``param`` is among those that were ``found``."""
+    reference = found.get(id(param))
+    return reference is not None and reference() is param
+
+
+class _InPlaceOf:
+    """Hook of a parameter that was found in the place of another."""
+
+    def __init__(self, name: str, params: Mapping[str, torch.Tensor | None], key: str, refuse: Any) -> None:
+        self._name, self._params, self._key, self._refuse = name, params, key, refuse
+
+    def __call__(self, param: torch.Tensor) -> None:
+        refuse = self._refuse()
+        if refuse is not None and self._params.get(self._key) is param and not is_covered(param):
+            refuse(self._name)
+
+    def __deepcopy__(self, memo: object) -> _InPlaceOf:
+        return _InPlaceOf(self._name, {}, self._key, self._refuse)
+
 
 _numbers = itertools.count()
 """Of the attaches of this process, which are made in the same order on all ranks."""
@@ -53,7 +236,7 @@ class ParameterChanges:
         """Admit parameters that were added or unfrozen. Collective, if there are any."""
         if not self._table.has_new():
             return
-        self._engine.stand_down()
+        self._engine.policy.stand_down()
         self._require_replaceable()
         with self._telling():
             try:
@@ -73,7 +256,7 @@ class ParameterChanges:
         if replaced:
             raise RuntimeError(
                 f"parameter {replaced[0].name!r} of the optimizer has been replaced, which shard="
-                f"{self._engine.settings.shard!r} does not go with: detach() before, and attach() afterwards"
+                f"{self._engine.settings.shard} does not go with: detach() before, and attach() afterwards"
             )
 
     def drop_replaced(self) -> None:

@@ -1,32 +1,193 @@
-"""Handling of backward passes: each gradient, the last gradient, and the end of the pass."""
+"""Backward passes: their beginning, each gradient, the last gradient, and their end; passes of this rank alone."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from pycomm.counting import PassGate
-from pycomm.errors import CommError
+from pycomm.errors import HALF_SENT, CommError
+from pycomm.optim.copies import training_alone
+from pycomm.optim.wrappers import refuse_active_wrapper
 from pycomm.reducer.autograd_hooks import GradientHook, ModelHooks
-from pycomm.reducer.backward import BackwardWatch
 from pycomm.reducer.buckets import Slot, forget_passes
-from pycomm.reducer.copies import training_alone
-from pycomm.reducer.damage import DamageError
 from pycomm.reducer.engine import Engine
-from pycomm.reducer.local_passes import LocalPasses
-from pycomm.reducer.parameter_changes import ParameterChanges
-from pycomm.reducer.provenance import require_provenance
-from pycomm.reducer.wrappers import refuse_active_wrapper
-from pycomm.torch_internals import current_graph_task
-
-HALF_SENT = (
-    "the last backward() ended with an exception after part of its gradients had been sent: the ranks are out of step; "
-    "restart from a checkpoint"
+from pycomm.reducer.parameter_changes import ParameterChanges, require_provenance
+from pycomm.reducer.replica_differences import DamageError
+from pycomm.torch_internals import (
+    calls_hooks_of_running_nodes,
+    compiles_autograd,
+    current_graph_task,
+    current_node,
+    queue_final_callback,
 )
-"""Text of the error after which no rank can go on."""
+
+
+class LocalPasses:
+    """Record of the gradients that paused passes left in ``.grad``, kept until they are gone.
+
+    Attributes:
+        depth: number of ``paused()`` contexts that are open.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self._left: WeakKeyDictionary[Slot, tuple[weakref.ref[torch.Tensor], int]] = WeakKeyDictionary()
+
+    def note(self, slot: Slot) -> None:
+        """Note that a pass that is not averaged has accumulated the gradient of ``slot``."""
+        grad = slot.owner.grad
+        assert grad is not None
+        self._left[slot] = weakref.ref(grad), slot.grad_version()
+
+    def require_gone(self, why: str, firing: Slot | None = None) -> None:
+        """Raise RuntimeError if such a gradient is still in ``.grad``.
+
+        Args:
+            why: reason for which it must be gone now, for the message.
+            firing: slot to whose gradient the current pass has already added.
+        """
+        suspects = [slot for slot in self._left if self._may_be_there(slot, slot is firing)]
+        if not suspects:
+            self._left.clear()
+            return
+        # A gradient that is all zeros was cleared by zero_grad(set_to_none=False) or grad.data.zero_(). The host
+        # waits once for all counts.
+        grads = [grad for slot in suspects if (grad := slot.owner.grad) is not None]
+        nonzero = torch.stack([grad.count_nonzero() for grad in grads]).tolist()
+        for slot, count in zip(suspects, nonzero, strict=True):
+            if count > 0 or slot is firing:
+                raise RuntimeError(
+                    f"the gradient of {slot.name!r} is still what a backward() inside reducer.paused() left, which is "
+                    f"never averaged: {why}; call optimizer.zero_grad() first"
+                )
+        self._left.clear()
+
+    def _may_be_there(self, slot: Slot, added_to: bool) -> bool:
+        reference, version = self._left[slot]
+        grad = slot.owner.grad
+        if grad is None or reference() is not grad:
+            return False
+        return not added_to or slot.grad_version() == version + 1  # else it was zeroed before this pass added to it
+
+
+class BackwardWatch:
+    """Watch that detects backward passes by the gradients they accumulate.
+
+    ``on_begin`` is called before the first gradient of a pass, ``on_gradients`` when all have arrived, and
+    ``on_end`` when ``backward()`` is about to return. If one pass produces gradients for several watches,
+    ``on_gradients`` is called on all of them before ``on_end`` is called on the first: ``on_end`` may wait
+    for other ranks, which may have reached another watch first and need what that watch sends.
+
+    Autograd's final callbacks belong to a graph task. Reentrant checkpointing runs a nested task for
+    every checkpointed piece, whose callback is called while the outer backward still runs; the node that
+    started the nested task is then still being evaluated. In that case a hook on that node requests a
+    callback from the enclosing task, and so on outwards. A task that fails is dropped without its
+    callback: this is how a pass that ended with an exception is detected, and ``on_failure`` called.
+    """
+
+    def __init__(
+        self,
+        on_begin: Callable[[], None],
+        on_gradients: Callable[[], None],
+        on_end: Callable[[], None],
+        on_failure: Callable[[], None],
+    ) -> None:
+        self._on_begin, self._on_gradients, self._on_end = on_begin, on_gradients, on_end
+        self._on_failure = on_failure
+        self._tasks: set[int] = set()
+        self._active = False
+        self._abandoned = False
+
+    def touch(self, *_: object) -> None:
+        """Note that a gradient has been accumulated, in whichever graph task is running."""
+        if not self._active:
+            _refuse_compiled_autograd()
+        task = current_graph_task()
+        if task in self._tasks:
+            return
+        if not self._active:
+            self._on_begin()
+            self._active = True
+            _active.add(self)
+        self._tasks.add(task)
+        queue_final_callback(_TaskEnd(self, task))
+
+    def abandoned(self) -> bool:
+        """Return whether a pass has ended with an exception since the last call."""
+        abandoned, self._abandoned = self._abandoned, False
+        return abandoned
+
+    def task_ended(self, task: int) -> None:
+        """Handle the final callback of a graph task."""
+        enclosing = current_node()
+        if enclosing is not None:
+            if not calls_hooks_of_running_nodes():
+                raise RuntimeError(
+                    "reentrant checkpointing, with which this torch does not tell when backward() has ended: call "
+                    "checkpoint(..., use_reentrant=False), or use a newer torch"
+                )
+            enclosing.register_hook(self.touch)
+            return
+        for watch in list(_active):
+            if task in watch._tasks:
+                watch._reset()
+                watch._on_gradients()
+                _ending.add(watch)
+        if self in _ending:
+            _ending.discard(self)
+            self._on_end()
+
+    def task_failed(self) -> None:
+        """Handle a graph task that was dropped without its final callback."""
+        if self._active:
+            self._reset()
+            self._abandoned = True
+            self._on_failure()
+        _ending.discard(self)
+
+    def _reset(self) -> None:
+        self._tasks.clear()
+        self._active = False
+        _active.discard(self)
+
+
+_active: weakref.WeakSet[BackwardWatch] = weakref.WeakSet()
+_ending: weakref.WeakSet[BackwardWatch] = weakref.WeakSet()
+"""Watches on which ``on_gradients`` has been called, and ``on_end`` not yet."""
+
+
+class _TaskEnd:
+    """Final callback of a graph task; reports a failure if it is dropped without having been called."""
+
+    def __init__(self, watch: BackwardWatch, task: int) -> None:
+        self._watch = weakref.ref(watch)
+        self._task = task
+        self._called = False
+
+    def __call__(self) -> None:
+        self._called = True
+        watch = self._watch()
+        if watch is not None:
+            watch.task_ended(self._task)
+
+    def __del__(self) -> None:
+        watch = None if self._called else self._watch()
+        if watch is not None:
+            watch.task_failed()
+
+
+def _refuse_compiled_autograd() -> None:
+    if compiles_autograd():
+        raise RuntimeError(
+            "compiled autograd does not call pycomm's hooks as backward() goes: leave it off "
+            "(torch._dynamo.config.compiled_autograd = False); torch.compile of the model is fine"
+        )
 
 
 class Passes:
@@ -147,7 +308,7 @@ class Passes:
         if self._table.flights:
             self._engine.flags.loop.note_step(self._table.flights[0].slots[0])
         if not self._window.is_open and not self.stopped:
-            self._engine.stand_in()
+            self._engine.policy.stand_by()
 
     # Callbacks of autograd.
 
@@ -172,7 +333,7 @@ class Passes:
 
     def _begin(self) -> None:
         self.forget_abandoned()
-        self.open_door()
+        self.admit_newcomer()
         self._window.begin_pass()
         self.require_right_pass()
         self._engine.begin_pass()
@@ -197,7 +358,7 @@ class Passes:
         if self._window.sending:
             self.reduce()
         else:
-            self._engine.phases.end_backward()
+            self._engine.statistics.phases.end_backward()
         if self.model_hooks is not None:
             self.model_hooks.warn_of_uncovered()
 
@@ -213,11 +374,11 @@ class Passes:
         try:
             self._engine.reduce()
         except DamageError as error:
-            if self._engine.survival is not None and error.ranks:
+            if self._engine.policy.survives and error.ranks:
                 self.stopped = str(error)  # the others go on, and must not meet this rank again
             raise
         except CommError as error:
-            if self._engine.survival is None:  # else all ranks have agreed on what happened
+            if not self._engine.policy.survives:  # else all ranks have agreed on what happened
                 number, rank = self._progress.num_reductions + 1, self._communicator.rank
                 error.args = (f"{error}; rank {rank} was in reduction {number}",)
             raise
@@ -226,10 +387,10 @@ class Passes:
         self._window.complete = True
         self.changes.drop_replaced()
 
-    def open_door(self) -> None:
+    def admit_newcomer(self) -> None:
         """Let in a newcomer that waits, between two steps."""
         if not self._window.is_open and not self.stopped:
-            self._engine.open_door()
+            self._engine.policy.admit_newcomer()
 
     # Errors.
 
@@ -252,9 +413,7 @@ class Passes:
         if self.stopped or self._communicator.size == 1 or torch.compiler.is_compiling():
             return
         self.stopped = str(error)
-        self._engine.give_up()
-        if self._engine.survival is not None:
-            self._engine.survival.leave(f"gave up: {self.stopped}")
+        self._engine.policy.leave(f"gave up: {self.stopped}")
         self._communicator.channel.abandon(self.stopped, in_step=not self._engine.is_waited_for())
 
     def forget_abandoned(self) -> None:

@@ -25,18 +25,21 @@ not wait for the gradients, that is two reductions later.
 
 from __future__ import annotations
 
+import signal
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from types import FrameType, TracebackType
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from pycomm.bucket import FINGERPRINT_BITS
-from pycomm.reducer.hyperparameters import Hyperparameters
-from pycomm.reducer.loop_index import LoopIndex
+from pycomm.descriptions import name_ranks
+from pycomm.optim.hyperparameters import Hyperparameters, Numbers, first_difference
+from pycomm.optim.loop_index import LoopIndex
 
 GROUPS = slice(32, 44)
 LOOP = slice(44, 50)
@@ -237,3 +240,153 @@ class RankFlags:
         for rank, words in by_rank.items():
             if words["stop"] is not None and not self.stop_requested:
                 self.stop_requested = StopRequest(rank, words["stop"])
+
+
+Words = Mapping[str, Any]
+"""Record of one rank; see :class:`pycomm.reducer.rank_comparison.Record`."""
+
+_PAIRED = (
+    "Their gradients would be averaged with those of other batches. A rank without a usable batch calls "
+    "reducer.skip_batch() in place of forward and backward, or reducer.veto_step() to have the step left out on all"
+)
+
+
+def raise_out_of_loop(records: Mapping[int, Words]) -> None:
+    """Raise RuntimeError if ranks have done different things since the last reduction."""
+    loops = {rank: tuple(words["loop"]) for rank, words in records.items() if words["loop"] is not None}
+    if len(set(loops.values())) < 2:
+        return
+    accumulated = [rank for rank, (_, _, flag) in loops.items() if flag]
+    if 0 < len(accumulated) < len(loops):
+        raise RuntimeError(
+            f"{name_ranks(accumulated)} added this backward() to gradients that the last optimizer.step() has used, "
+            "the others did not: optimizer.zero_grad() was left out there"
+        )
+    unused = {rank: count for rank, (count, _, _) in loops.items()}
+    if len(set(unused.values())) > 1:
+        most = [rank for rank, count in unused.items() if count > min(unused.values())]
+        raise RuntimeError(
+            f"{name_ranks(most)} left out a batch: forwards in training mode since the last reduction that no "
+            f"backward() followed: {_by_rank(unused)}. {_PAIRED}. A forward that is no training step belongs in "
+            "torch.no_grad(), after model.eval(), or in `with reducer.paused():`"
+        )
+    calls = {rank: 1 + count for rank, (_, count, _) in loops.items()}
+    most = [rank for rank, count in calls.items() if count > min(calls.values())]
+    raise RuntimeError(
+        f"{name_ranks(most)} left out a batch: calls of optimizer.zero_grad() since the last reduction: "
+        f"{_by_rank(calls)}. {_PAIRED}. A call that belongs to no training step goes in `with reducer.paused():`"
+    )
+
+
+def raise_different_groups(groups: Mapping[int, list[Numbers] | None]) -> None:
+    """Raise ValueError if hyperparameters differ; ``None`` for ranks that are not compared."""
+    found = first_difference(list(groups.values()))
+    if found is None:
+        return
+    index, key, values = found
+    by_value: dict[str, list[int]] = {}
+    for (rank, told), value in zip(groups.items(), values, strict=True):
+        if told is not None:
+            by_value.setdefault("missing" if value is None else repr(value), []).append(rank)
+    told_values = ", ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in by_value.items())
+    raise ValueError(
+        f"the ranks' optimizers differ: {key!r} of parameter group {index} is {told_values}. Change it on all ranks "
+        "alike: by the same schedule, by a loss or progress that is averaged over the ranks, by a checkpoint that all "
+        f'load. If it is meant to differ, write tuning=pycomm.Tuning(per_rank=("{key}",))'
+    )
+
+
+def raise_different_freezing(records: Mapping[int, Words]) -> None:
+    """Raise RuntimeError if a parameter is frozen on some ranks only."""
+    frozen = {rank: set(words["frozen"]) for rank, words in records.items()}
+    names = [name for words in records.values() for name in words["frozen"]]
+    for name in names:
+        where = [rank for rank, those in frozen.items() if name in those]
+        if len(where) < len(records):
+            raise RuntimeError(
+                f"parameter {name!r} is frozen (requires_grad=False) on {name_ranks(where)}, and trained on "
+                f"{name_ranks([rank for rank in records if rank not in where])}: freeze it on all ranks, or on none"
+            )
+
+
+def raise_different_new(records: Mapping[int, Words]) -> None:
+    """Raise RuntimeError if parameters are new on some ranks only."""
+    new = {rank: list(words["new"]) for rank, words in records.items()}
+    have = [rank for rank, names in new.items() if names]
+    lack = [rank for rank, names in new.items() if not names]
+    if have and lack:
+        raise RuntimeError(
+            f"there is a new parameter, {new[have[0]][0]!r}, on {name_ranks(have)}, and none on {name_ranks(lack)}: "
+            "add, replace or unfreeze parameters on all ranks, between the same steps, and have reduce() average "
+            "gradients of frozen ones on all ranks or on none"
+        )
+
+
+def _by_rank(counts: Mapping[int, int]) -> str:
+    return ", ".join(f"rank {rank}: {count}" for rank, count in counts.items())
+
+
+def reasons_of(veto: Mapping[int, str]) -> str:
+    """Return who vetoed a step, and why."""
+    return ", ".join(f"rank {rank}{f' ({reason})' if reason else ''}" for rank, reason in veto.items())
+
+
+class Stoppable(Protocol):
+    """Object through which all ranks can be asked to stop: a Reducer, or a handle of :func:`pycomm.ddp.register`."""
+
+    def request_stop(self, reason: str = "") -> None: ...
+
+
+class SignalStop:
+    """Handler of signals that requests a stop; a context manager, which gives back the former handlers at its end.
+
+    Made by :func:`stop_on_signal`.
+    """
+
+    def __init__(self, reducer: Stoppable, signals: tuple[int, ...]) -> None:
+        self._reducer = reducer
+        self._before: dict[int, Any] = {number: signal.signal(number, self._handle) for number in signals}
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._reducer.request_stop(f"signal {signal.Signals(number).name}")
+        before = self._before.get(number)
+        if callable(before) and before is not signal.default_int_handler:
+            before(number, frame)
+
+    def close(self) -> None:
+        """Give back the handlers that the signals had before. Idempotent."""
+        before, self._before = self._before, {}
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def __enter__(self) -> SignalStop:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def stop_on_signal(reducer: Stoppable, *signals: int) -> SignalStop:
+    """Have ``signals`` that this process gets request a stop of all ranks, in place of ending this one.
+
+    A batch system sends SIGTERM, or SIGUSR1, before it takes the machines away, often to one process only. All ranks
+    learn of it at the same step: see :meth:`pycomm.Reducer.request_stop`. A handler that was there is called too,
+    unless it is Python's own for Ctrl-C. Call it on any of the ranks, on the main thread.
+
+    Args:
+        reducer: what ``attach``, ``pycomm.ddp.register`` or the ``attach`` of an integration returned.
+        signals: ``signal.SIGTERM`` and others.
+
+    Returns:
+        A context manager, and an object with ``close()``, which gives back the former handlers.
+
+    Raises:
+        TypeError, ValueError: ``reducer`` has no ``request_stop``, or ``signals`` are none, or not on the main thread.
+    """
+    if not callable(getattr(reducer, "request_stop", None)):
+        raise TypeError(f"reducer is a {type(reducer).__name__}, wanted what attach() returned")
+    if not signals:
+        raise ValueError("stop_on_signal() got no signals, wanted signal.SIGTERM or others")
+    return SignalStop(reducer, signals)

@@ -1,9 +1,10 @@
-"""Differences between replicas, once a bit of their hashes differs: which tensors, on which ranks, and how far."""
+"""Reports on replicas that differ: where, on which ranks, and whether a majority says who is wrong."""
 
 from __future__ import annotations
 
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -13,8 +14,57 @@ import torch
 
 from pycomm import kernels
 from pycomm.communicator import Communicator
-from pycomm.reducer.damage import DamageError, alike, name_ranks, outvoted
-from pycomm.reducer.state_hashes import hashable
+from pycomm.descriptions import name_ranks
+from pycomm.errors import CommError
+from pycomm.tensor_memory import hashable
+
+
+class DamageError(CommError):
+    """A CommError that accuses ranks of data that they alone have, or that only memory can have spoiled.
+
+    The ranks have all come to it together, in an exchange that was whole: the communicator can still be used.
+
+    Attributes:
+        ranks: those that are wrong, by their numbers in ``Reducer.world``; empty if no majority says which.
+    """
+
+    ranks: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, ranks: Sequence[int], what: str, *, rank: int) -> DamageError:
+        """Make the error of ``rank`` that accuses ``ranks``."""
+        error = cls(f"rank {rank}: {what}", rank=rank, peer=next(iter(ranks), None), operation="backward", elapsed=0.0)
+        error.ranks = tuple(ranks)
+        return error
+
+    def spares(self, rank: int) -> bool:
+        """Return whether ``rank`` is among those that can go on without the others."""
+        return bool(self.ranks) and rank not in self.ranks
+
+
+def outvoted(by_rank: np.ndarray) -> list[int]:
+    """Return the rows that differ from what more than half of the rows have, in any column; none if undecided.
+
+    Args:
+        by_rank: hashes, a row for each rank and a column for each tensor.
+    """
+    size, odd = len(by_rank), set[int]()
+    for column in np.flatnonzero((by_rank != by_rank[0]).any(axis=0)):
+        values = by_rank[:, column].tolist()
+        usual, votes = Counter(values).most_common(1)[0]
+        if 2 * votes <= size:
+            return []
+        odd |= {rank for rank, value in enumerate(values) if value != usual}
+    return sorted(odd) if len(odd) < size else []
+
+
+def alike(column: Sequence[int], ranks: Sequence[int]) -> list[list[int]]:
+    """Return ``ranks`` sorted into those that have equal values in ``column``."""
+    groups: dict[int, list[int]] = {}
+    for rank, value in zip(ranks, column, strict=True):
+        groups.setdefault(value, []).append(rank)
+    return list(groups.values())
+
 
 _LAST_BITS = 1e-3
 """Largest difference, relative to the largest magnitude, that processors which round differently may explain."""
@@ -27,7 +77,7 @@ _FEW_OF = 8
 _DRIFT = (
     "updates them differently: a learning rate, data that decides whether a step is taken, code that writes to "
     "parameters, gradients that were never averaged. pycomm.broadcast_parameters(model) makes them equal again; "
-    "attach(..., check_replicas=0) turns this check off"
+    "tuning=pycomm.Tuning(check_replicas=0) turns this check off"
 )
 
 Named = Sequence[tuple[str, torch.Tensor]]

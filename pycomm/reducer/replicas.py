@@ -8,36 +8,135 @@ see that; they then exchange the data behind the bits, and name the difference a
 on fewer than half of the ranks is theirs alone: the error accuses them, and the others may go on without them.
 
 That is enough for averaged gradients, too, which all ranks have alike: a bit that is flipped in one, while it
-travels or where it lies, leads to another parameter, or to none, and then to no harm. The state of
-compression, which differs between ranks by nature, has hashes of its own (:mod:`pycomm.reducer.state_hashes`);
-a rank that finds it changed tells the others by a bit of the fingerprint.
+travels or where it lies, leads to another parameter, or to none, and then to no harm.
+
+Residuals and velocities differ between the ranks by nature, so no other rank can say what they should be. Nothing
+writes to them between the commit of one step and that of the next. A hash is taken right after a commit, and compared
+before the next exchange reads them; a rank that finds its own changed tells the others by a bit. The two hashes cost
+two reads of the state, and see what happens to it in the time between them: to see every flipped bit they have to be
+taken in every step.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from pycomm import kernels
 from pycomm.bucket import FINGERPRINT_BITS
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag
-from pycomm.reducer.buckets import BucketInFlight
-from pycomm.reducer.damage import DamageError, name_ranks
-from pycomm.reducer.progress import HostCopy
-from pycomm.reducer.rank_flags import FROZEN, GROUPS, LOOP, NEW, RankFlags
-from pycomm.reducer.rank_report import (
+from pycomm.descriptions import name_ranks
+from pycomm.layout import on_gpu
+from pycomm.optim.hyperparameters import Hyperparameters
+from pycomm.reducer.buckets import BucketInFlight, state_of
+from pycomm.reducer.parameters import ParameterTable
+from pycomm.reducer.rank_flags import (
+    FROZEN,
+    GROUPS,
+    LOOP,
+    NEW,
+    Heard,
+    RankFlags,
     raise_different_freezing,
     raise_different_groups,
     raise_different_new,
     raise_out_of_loop,
 )
-from pycomm.reducer.replica_differences import Hashes, Named, ReplicaDifferences
-from pycomm.reducer.state_hashes import StateHashes, Taken
-from pycomm.reducer.tensor_memory import comparable
+from pycomm.reducer.replica_differences import DamageError, Hashes, Named, ReplicaDifferences
+from pycomm.reducer.settings import Settings
+from pycomm.reducer.window import HostCopy, Progress
+from pycomm.tensor_memory import comparable, hashable
+
+_REMEMBERED = 4
+"""Verdicts that may still be asked for: on a GPU the host learns of them two reductions later."""
+
+
+class Taken:
+    """Hashes of state as it was committed. Made by the thread that commits; the rest runs where buckets are sent."""
+
+    def __init__(self, flights: Iterable[BucketInFlight], scratch: kernels.Scratch) -> None:
+        # An exchange that carries nothing in this step may have no memory for state yet, and is not to get any.
+        state = state_of(flight for flight in flights if flight.exchange.transactional)
+        found = [(f"{key} of parameter {name!r}", t) for name, entry in state.items() for key, t in entry.items()]
+        device = found[0][1].device if found else None
+        found = [(label, tensor) for label, tensor in found if tensor.device == device]
+        self.labels = [label for label, _ in found]
+        self._tensors = [hashable(tensor) for _, tensor in found]
+        self._scratch = scratch
+        self._then: torch.Tensor | None = None
+        self.changed: torch.Tensor | None = None
+        """Whether each has changed; bools, once compared."""
+
+    def take(self) -> None:
+        """Take the hashes."""
+        if self._tensors:
+            self._then = kernels.hashes(self._tensors, scratch=self._scratch, out=self._room())
+
+    def compare(self) -> None:
+        """Take them again, and compare. Lets go of the state."""
+        if self._then is not None:
+            self.changed = kernels.hashes(self._tensors, scratch=self._scratch, out=self._room()) != self._then
+        self._tensors = []
+
+    def _room(self) -> torch.Tensor:
+        return torch.empty(len(self._tensors), dtype=torch.int64, device=self._tensors[0].device)
+
+
+class StateHashes:
+    """Keeper of this rank's hashes, from a commit to the reduction after it."""
+
+    def __init__(self) -> None:
+        self._scratch = kernels.Scratch()
+        self._taken: Taken | None = None
+        self._compared: deque[Taken] = deque(maxlen=_REMEMBERED)
+        self._has_graph = False
+
+    def taking(self, flights: list[BucketInFlight]) -> Taken | None:
+        """Begin anew with the state of ``flights``; return the hashes, to be taken; ``None`` if there is nothing to."""
+        self._taken = None
+        if not self._has_graph and any(flight.exchange.transactional for flight in flights):
+            taken = Taken(flights, self._scratch)
+            self._taken = taken if taken.labels else None
+        return self._taken
+
+    def comparing(self) -> Taken | None:
+        """Return the hashes that were taken after the last commit, if they were; they are compared only once."""
+        # The launches of a CUDA graph change state unseen: between them and other steps no hash would be right.
+        self._has_graph = self._has_graph or HostCopy.impossible()
+        taken, self._taken = self._taken, None
+        return None if self._has_graph else taken
+
+    def forget(self) -> None:
+        """Let go of the hashes, and of the state: it is about to be released."""
+        self._taken = None
+
+    def changed(self, taken: Taken | None) -> Flag:
+        """Compare ``taken``; return whether any state was found changed now or lately. Does not wait for a GPU."""
+        if taken is not None:
+            taken.compare()
+            self._compared.append(taken)
+        flags = [each.changed.any() for each in self._compared if each.changed is not None]
+        if not flags:
+            return False
+        return torch.stack(flags).any() if on_gpu(flags[0]) else any(map(bool, flags))
+
+    def reported(self) -> None:
+        """Note that all ranks know what was found."""
+        self._compared.clear()
+
+    def damaged(self) -> str:
+        """Return what was found changed, "" if nothing was. Waits for a GPU."""
+        for taken in self._compared:
+            if taken.changed is not None and bool(taken.changed.any()):
+                return taken.labels[int(taken.changed.cpu().nonzero()[0])]
+        return ""
+
 
 _STEP_BITS = 4
 _BUFFER_BITS = 5
@@ -276,3 +375,70 @@ def _out_of_step(told: Mapping[int, Mapping[str, Any]]) -> str:
         "averages were of different passes. A pass that is not a training step of all ranks (a saliency map, a "
         "penalty, validation) belongs in `with reducer.paused():`"
     )
+
+
+class RankComparison:
+    """Comparison of what the ranks tell one another with their gradients.
+
+    Args:
+        communicator: the ranks.
+        table: parameters and their buckets.
+        settings: arguments of ``attach``.
+        progress: counts of reductions and steps.
+        buffers: returns the module's buffers that are compared, by name.
+        world: returns the numbers by which the ranks are called.
+
+    Attributes:
+        flags: what this rank tells besides hashes of its replica, and what it hears.
+        replicas: hashes of the replica.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        table: ParameterTable,
+        settings: Settings,
+        progress: Progress,
+        buffers: Callable[[], Named],
+        world: Callable[[], Sequence[int]],
+    ) -> None:
+        self._table, self._progress = table, progress
+        ignores = table.ignored.covers if table.ignored else None
+        self.flags = RankFlags(
+            Hyperparameters(table.optimizer, tuple(settings.tuning.per_rank), ignores),
+            table.device,
+            lambda: settings.compression.check(table.optimizer),
+        )
+        self.flags.takes_new = not table.on_gpu  # there the host learns too late
+        waits = not table.on_gpu
+        self.replicas = ReplicaCheck(
+            communicator, table.device, settings.tuning.check_replicas, waits, table.locals, buffers, world, self.flags
+        )
+
+    def fingerprint_of(self, number: int) -> Callable[[], torch.Tensor] | None:
+        """Return what makes the flags that travel with the bucket launched as ``number``, the first as 1, if any do."""
+        reductions = self._progress.num_reductions
+        first = self.replicas.fingerprint(self._progress.num_steps, reductions) if number == 1 else None
+        if number != len(self._table.flights):
+            return first
+        flags = self.flags.fix(reductions, self._table.frozen_of_trained(), self._table.new_names())
+        return (lambda: flags) if first is None else (lambda: first() | flags)
+
+    def compare(self) -> None:
+        """Report what differs, and take note of what ranks ask for; collective if there is anything."""
+        self.flags.heard = Heard()
+        if not self._table.flights:
+            return
+        first, last = self._table.flights[0].exchange, self._table.flights[-1].exchange
+        differing = first.differing() if last is first else first.differing() | last.differing()
+        progress = self._progress
+        progress.num_steps = self.replicas.check(differing, progress.num_steps, progress.num_reductions)
+
+    def compare_previous(self) -> None:
+        """Report what an earlier reduction found on a GPU."""
+        progress = self._progress
+        progress.num_steps = self.replicas.check_previous(progress.num_steps, progress.num_reductions)
+
+    def taking(self) -> Taken | None:
+        """Return what takes hashes of the state of compression, if the next reduction compares them."""
+        return self.replicas.taking(self._table.flights, self._progress.num_reductions)

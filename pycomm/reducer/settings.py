@@ -1,29 +1,211 @@
-"""Settings of a Reducer."""
+"""Settings of a Reducer: the arguments of ``attach``, and the options that belong together."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field, fields
+from datetime import timedelta
 from typing import Any
 
 import torch
 
-from pycomm.checks import count, positive
+from pycomm.checks import count, positive, shown
 from pycomm.compression import (
     BF16,
-    DGC,
     FP16,
-    QSGD,
     Compression,
-    Int8,
     NoCompression,
-    OneBit,
-    PowerSGD,
-    TernGrad,
 )
-from pycomm.cost.auto import Auto
+from pycomm.cost.auto import checked_method
+from pycomm.optim.loss_scaler import checked_scaler
 from pycomm.reducer.module_buffers import BUFFERS
+
+
+@dataclass(frozen=True)
+class Survive:
+    """Go on when ranks are lost: those that die, are stopped, miss the timeout, or raise in ``backward()``.
+
+    The ranks that are left agree on who they are and reduce the step again from the gradients that they have;
+    ``backward()`` returns the mean over them. See ``Reducer.world``, ``Reducer.on_change`` and docs/survival.md. In CPU
+    memory only, and not with DTensors.
+
+    Args:
+        min_ranks: fewest ranks that go on; with fewer left, each of them gets the same CommError.
+        backup: number of ranks that need not be waited for in a step. As soon as the others have all their gradients, a
+            late rank goes on without its own, which it adds to those of its next step (Chen et al., "Revisiting
+            Distributed Synchronous SGD", 2016).
+        carry: objects with ``state_dict`` and ``load_state_dict``, by name, whose state newcomers get as well:
+            learning-rate schedules, samplers. Equal names on all ranks.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+    """
+
+    min_ranks: int = 1
+    backup: int = 0
+    carry: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "min_ranks", count("min_ranks", self.min_ranks, 1))
+        object.__setattr__(self, "backup", count("backup", self.backup, 0))
+        object.__setattr__(self, "carry", _carry(self.carry))
+
+    def __repr__(self) -> str:
+        return _written(self, carry=sorted(self.carry or ()))
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Share the optimizer's step out among the ranks (ZeRO, Rajbhandari et al., 2020); see docs/sharding.md.
+
+    Args:
+        kind: "optimizer": each rank steps its own part of the parameters and keeps that part of the optimizer's state
+            only. "parameters": likewise, and the ranks of one host have one copy of the parameters among them.
+        grads: what ``.grad`` has after ``backward()``. "part": the average of this rank's own part, else its own
+            gradient; "full": all of the average on every rank; "local": this rank's own gradient, as gradients are
+            summed inside ``step()``, which moves fewer bytes.
+
+    Raises:
+        ValueError: an argument is wrong.
+    """
+
+    kind: str
+    grads: str = "part"
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("optimizer", "parameters"):
+            raise ValueError(f'shard is {self.kind!r}, wanted "optimizer", "parameters" or None')
+        if self.grads not in ("part", "full", "local"):
+            raise ValueError(f'grads is {self.grads!r}, wanted "part", "full" or "local"')
+
+    def __repr__(self) -> str:
+        return f"Sharding({self.kind!r})" if self.grads == "part" else f"Sharding({self.kind!r}, grads={self.grads!r})"
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Settings that most scripts leave alone.
+
+    Args:
+        bucket_mb: approximate size of a bucket in MiB; gradients are sent in buckets, while backward computes those of
+            the next one. ``None``: 25. On one host a model of less than 100 MiB then has four equal buckets, but none
+            below 1 MiB, if gradients travel as they are or in half precision. On a GPU, the size is that of what
+            ``TopK`` and ``DGC`` send, up to eight times as much of the gradients.
+        algorithm: name of the algorithm that sums dense buckets; see ``Communicator.all_reduce``.
+        check_replicas: compare all ranks' parameters after the first step and then once in this many reductions (by
+            hashes, which read them once); 0 never does. A difference is an error: a :class:`pycomm.CommError` if most
+            ranks agree, whose ``peer`` is then the other one, or if only a few elements differ, as after a flipped
+            bit. Residuals and velocities are compared with what they were after the step before; a rank whose own have
+            changed is an error of all. Buffers that differ are only logged.
+        timeout: limit of every wait for a peer; seconds or ``timedelta``. ``None``: the process group's own.
+        ignore: what is each rank's own: names of parameters and buffers, patterns of them as in a shell
+            ("experts.*"), parameters, or modules. It is not sent, averaged, compared or warned of, and may have other
+            shapes on other ranks. Patterns must be equal on all ranks. Without it, trainable parameters of the module
+            that this optimizer does not have, and that differ between ranks, stay as they are, with a RuntimeWarning
+            that names them; all others become rank 0's.
+        per_rank: keys of ``optimizer.param_groups``, such as "lr", whose numbers may differ between ranks. All others
+            are compared in every reduction, and a difference is an error that names group, key and values.
+        optimizer_state: "broadcast": all ranks get rank 0's; what other ranks have and rank 0 does not is an error.
+            "keep": each rank keeps its own, for an optimizer that shares its state out among the ranks; only
+            hyperparameters become rank 0's.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+    """
+
+    _: KW_ONLY
+    bucket_mb: float | None = None
+    algorithm: str = "auto"
+    check_replicas: int = 1000
+    timeout: timedelta | float | None = None
+    ignore: Iterable[Any] = ()
+    per_rank: Iterable[str] = ()
+    optimizer_state: str = "broadcast"
+
+    def __post_init__(self) -> None:
+        if self.bucket_mb is not None:
+            object.__setattr__(self, "bucket_mb", float(positive("bucket_mb", self.bucket_mb)))
+        if not isinstance(self.algorithm, str):
+            raise TypeError(f"algorithm is {self.algorithm!r}, wanted a name")
+        object.__setattr__(self, "check_replicas", count("check_replicas", self.check_replicas, 0))
+        object.__setattr__(self, "per_rank", _per_rank(self.per_rank))
+        if self.optimizer_state not in ("broadcast", "keep"):
+            raise ValueError(f'optimizer_state is {self.optimizer_state!r}, wanted "broadcast" or "keep"')
+
+    def __repr__(self) -> str:
+        return _written(self)
+
+    @property
+    def bucket_bytes(self) -> int | None:
+        """Size of a bucket in bytes, if it is given."""
+        return None if self.bucket_mb is None else int(self.bucket_mb * 2**20)
+
+
+def survive_of(*, on_failure: Any = "raise", min_ranks: Any = 1, backup: Any = 0, carry: Any = None) -> Survive | None:
+    """Return what earlier arguments of ``attach`` are now."""
+    if on_failure not in ("raise", "shrink"):
+        raise ValueError(f'on_failure is {on_failure!r}, wanted "raise" or "shrink"')
+    made = Survive(min_ranks, backup, carry)
+    if on_failure == "shrink":
+        return made
+    if made.backup > 0:
+        raise ValueError(
+            f'backup={backup} does not go with on_failure="raise": write survive=pycomm.Survive(backup=...)'
+        )
+    return None
+
+
+def sharding_of(*, shard: Any = None, full_grad: Any = False) -> Sharding | None:
+    """Return what earlier arguments of ``attach`` are now."""
+    if full_grad is not None and not isinstance(full_grad, bool):
+        raise TypeError(f"full_grad is {full_grad!r}, wanted True, False or None")
+    if shard is not None:
+        return Sharding(shard, {True: "full", False: "part", None: "local"}[full_grad])
+    if full_grad is not False:
+        raise ValueError(f"full_grad={full_grad} without shard: every rank has all averaged gradients anyway")
+    return None
+
+
+def checked_option(name: str, value: Any, kind: type, example: str) -> Any:
+    """Return ``value``, an option of ``kind`` or ``None``; raise TypeError otherwise, or the error that it is.
+
+    Earlier arguments become options before ranks meet, and what is wrong with them is raised where all learn of it.
+    """
+    if isinstance(value, Exception):
+        raise value
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(f"{name} is {shown(value)}, wanted {example} or None")
+    return value
+
+
+def _written(option: Any, **texts: object) -> str:
+    """Return an option as one writes it, with what differs from its defaults."""
+    given = {field.name: getattr(option, field.name) for field in fields(option)}
+    changed = {f.name: given[f.name] for f in fields(option) if given[f.name] != f.default}
+    written = ", ".join(f"{name}={texts.get(name, value)!r}" for name, value in changed.items())
+    return f"{type(option).__name__}({written})"
+
+
+def _per_rank(value: Any) -> tuple[str, ...]:
+    keys = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else None
+    if keys is None or not all(isinstance(key, str) for key in keys):
+        raise TypeError(f'per_rank is {value!r}, wanted names of hyperparameters, such as ("lr",)')
+    return tuple(sorted(set(keys)))
+
+
+def _carry(carry: Any) -> dict[str, Any] | None:
+    if carry is None:
+        return None
+    if not isinstance(carry, Mapping):
+        raise TypeError(f"carry is {shown(carry)}, wanted a mapping of names to objects with state_dict()")
+    for name, value in carry.items():
+        if not isinstance(name, str):
+            raise TypeError(f"carry has the name {shown(name)}, wanted strings")
+        if not all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")):
+            raise TypeError(
+                f"carry[{name!r}] is {shown(value)}, wanted an object with state_dict() and load_state_dict()"
+            )
+    return dict(carry)
 
 
 @dataclass(frozen=True)
@@ -31,28 +213,56 @@ class Settings:
     """Arguments of ``attach``, checked; equal on all ranks."""
 
     compression: Compression
-    bucket_bytes: int | None
-    accumulate: int | Callable[[], bool]
-    average: bool
-    loss_scaler: Any
+    accumulate: int | Callable[[], bool] = 1
+    loss_scaler: Any = None
+    average: bool = True
     clip_local_norm: float | None = None
-    algorithm: str = "auto"
-    all_parameters: bool = False
-    check_replicas: int = 0
     buffers: str = "local"
-    on_failure: str = "raise"
-    min_ranks: int = 1
-    backup: int = 0
-    shard: str | None = None
-    full_grad: bool | None = False
-    ignore: tuple[str, ...] = ()
-    optimizer_state: str = "broadcast"
-    per_rank: tuple[str, ...] = ()
+    all_parameters: bool = False
+    survive: Survive | None = None
+    shard: Sharding | None = None
+    tuning: Tuning = field(default_factory=Tuning)
+
+    @classmethod
+    def checked(
+        cls,
+        model: Any,
+        *,
+        compression: Any,
+        accumulate: Any,
+        loss_scaler: Any,
+        clip_local_norm: Any,
+        buffers: Any,
+        survive: Any,
+        shard: Any,
+        tuning: Any,
+        **flags: bool,
+    ) -> Settings:
+        """Return the arguments of ``attach`` as settings.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong, or does not go with others; it is named.
+        """
+        shard = Sharding(shard) if isinstance(shard, str) else shard
+        tuning = checked_option("tuning", tuning, Tuning, "pycomm.Tuning(bucket_mb=...)")
+        settings = cls(
+            compression=checked_method(compression),
+            accumulate=accumulate if callable(accumulate) else count("accumulate", accumulate, 1),
+            loss_scaler=checked_scaler(loss_scaler),
+            clip_local_norm=None if clip_local_norm is None else positive("clip_local_norm", clip_local_norm),
+            buffers=_buffers(buffers, model),
+            survive=checked_option("survive", survive, Survive, "pycomm.Survive(min_ranks=...)"),
+            shard=checked_option("shard", shard, Sharding, '"optimizer", "parameters", pycomm.Sharding(...)'),
+            tuning=Tuning() if tuning is None else tuning,
+            **flags,
+        )
+        _check_together(settings)
+        return settings
 
     @property
-    def survives(self) -> bool:
-        """Whether the ranks that are left go on when one is lost."""
-        return self.on_failure == "shrink"
+    def backup(self) -> int:
+        """Number of ranks that need not be waited for."""
+        return 0 if self.survive is None else self.survive.backup
 
     @property
     def accumulates(self) -> bool:
@@ -72,94 +282,21 @@ class Settings:
 
     def lines(self) -> list[str]:
         """Return one line per setting, to be compared between the ranks."""
-        return [
-            f"compression={self.compression!r}",
-            f"bucket_mb={None if self.bucket_bytes is None else self.bucket_bytes / 2**20}",
-            f"accumulate={self.passes}",
-            f"average={self.average}",
-            f"loss_scaler={type(self.loss_scaler).__name__}",
-            f"clip_local_norm={self.clip_local_norm}",
-            f"algorithm={self.algorithm}",
-            f"all_parameters={self.all_parameters}",
-            f"check_replicas={self.check_replicas}",
-            f"buffers={self.buffers}",
-            f"on_failure={self.on_failure}",
-            f"min_ranks={self.min_ranks}",
-            f"backup={self.backup}",
-            f"shard={self.shard}",
-            f"full_grad={self.full_grad}",
-            f"ignore={list(self.ignore)}",
-            f"optimizer_state={self.optimizer_state}",
-            f"per_rank={list(self.per_rank)}",
-        ]
-
-
-def checked_settings(
-    model: Any,
-    *,
-    compression: Any,
-    bucket_mb: float | None,
-    accumulate: int | Callable[[], bool],
-    average: bool,
-    loss_scaler: Any,
-    clip_local_norm: float | None,
-    algorithm: str,
-    all_parameters: bool,
-    check_replicas: int,
-    buffers: str,
-    on_failure: str,
-    min_ranks: int,
-    backup: int,
-    shard: str | None,
-    full_grad: bool | None,
-    optimizer_state: str,
-    per_rank: Iterable[str],
-) -> Settings:
-    """Return the arguments of ``attach`` as checked settings.
-
-    Raises:
-        TypeError, ValueError: an argument is wrong; it is named.
-    """
-    settings = Settings(
-        compression=checked_method(compression),
-        bucket_bytes=None if bucket_mb is None else int(positive("bucket_mb", bucket_mb) * 2**20),
-        accumulate=accumulate if callable(accumulate) else count("accumulate", accumulate, 1),
-        average=average,
-        loss_scaler=checked_scaler(loss_scaler),
-        clip_local_norm=None if clip_local_norm is None else positive("clip_local_norm", clip_local_norm),
-        algorithm=_name("algorithm", algorithm),
-        all_parameters=all_parameters,
-        check_replicas=count("check_replicas", check_replicas, 0),
-        buffers=_buffers(buffers, model),
-        on_failure=_on_failure(on_failure),
-        min_ranks=count("min_ranks", min_ranks, 1),
-        backup=count("backup", backup, 0),
-        shard=_shard(shard),
-        full_grad=_full_grad(full_grad),
-        optimizer_state=_optimizer_state(optimizer_state),
-        per_rank=_per_rank(per_rank),
-    )
-    _check_together(settings)
-    return settings
-
-
-NAMES = tuple(inspect.signature(checked_settings).parameters)[1:]
-"""Arguments of ``attach`` that become settings."""
+        texts = {"accumulate": self.passes, "loss_scaler": type(self.loss_scaler).__name__}
+        return [f"{each.name}={texts.get(each.name, getattr(self, each.name))}" for each in fields(self)]
 
 
 def _check_together(settings: Settings) -> None:
     """Raise ValueError if some of ``settings`` do not go with others."""
-    if settings.optimizer_state == "keep":
+    if settings.tuning.optimizer_state == "keep":
         _check_kept_state(settings)
     if settings.backup > 0:
         _check_backup(settings)
-    if settings.full_grad is not False and settings.shard is None:
-        raise ValueError(f"full_grad={settings.full_grad} without shard: every rank has all averaged gradients anyway")
     if settings.shard is not None:
-        _check_shard(settings)
+        _check_shard(settings, settings.shard)
 
 
-def _check_shard(settings: Settings) -> None:
+def _check_shard(settings: Settings, shard: Sharding) -> None:
     """Raise ValueError if ``settings`` do not go with steps that the ranks take together."""
     method = type(settings.compression).__name__
     unsuitable = {
@@ -167,36 +304,35 @@ def _check_shard(settings: Settings) -> None:
             not isinstance(settings.compression, (NoCompression, FP16, BF16)),
             "a rank gets the sum of its own part only, which this method cannot send by itself; FP16 and BF16 can be",
         ),
-        f'on_failure="{settings.on_failure}"': (
-            settings.survives,
+        f"survive={settings.survive}": (
+            settings.survive is not None,
             "a lost rank takes its part of the step with it; go on from a checkpoint",
         ),
-        f"full_grad=None, compression={method}": (
-            settings.full_grad is None and not isinstance(settings.compression, NoCompression),
+        f'grads="local" and compression={method}': (
+            shard.grads == "local" and not isinstance(settings.compression, NoCompression),
             "only gradients that travel as they are can be summed in the step",
         ),
         "all_parameters=True": (settings.all_parameters, "the optimizer steps its own parameters only"),
     }
     for what, (is_unsuitable, why) in unsuitable.items():
         if is_unsuitable:
-            raise ValueError(f'shard="{settings.shard}" does not go with {what}: {why}')
+            raise ValueError(f'shard="{shard.kind}" does not go with {what}: {why}')
 
 
 def _check_kept_state(settings: Settings) -> None:
     """Raise ValueError if ``settings`` do not go with optimizer state that each rank has for itself."""
     unsuitable = {
-        'on_failure="shrink"': (settings.survives, "a lost rank takes its share of the state with it"),
-        f'shard="{settings.shard}"': (settings.shard is not None, "pycomm shares the state out by itself then"),
+        f"survive={settings.survive}": (settings.survive, "a lost rank takes its share of the state with it"),
+        f"shard={settings.shard}": (settings.shard, "pycomm shares the state out by itself then"),
     }
-    for what, (is_unsuitable, why) in unsuitable.items():
-        if is_unsuitable:
+    for what, (option, why) in unsuitable.items():
+        if option is not None:
             raise ValueError(f'optimizer_state="keep" does not go with {what}: {why}')
 
 
 def _check_backup(settings: Settings) -> None:
     """Raise ValueError if ``settings`` do not go with ranks that are not waited for, whose gradients come later."""
     unsuitable = {
-        f'on_failure="{settings.on_failure}"': not settings.survives,
         f"accumulate={settings.passes}": settings.accumulates,
         "a loss_scaler": settings.loss_scaler is not None,
         f"clip_local_norm={settings.clip_local_norm}": settings.clip_local_norm is not None,
@@ -205,37 +341,10 @@ def _check_backup(settings: Settings) -> None:
     for what, is_unsuitable in unsuitable.items():
         if is_unsuitable:
             raise ValueError(
-                f"backup={settings.backup} does not go with {what}: it takes one backward() per step and ranks that "
-                'survive failures (on_failure="shrink"), and sends gradients in a later step, as they are'
+                f"backup={settings.backup} does not go with {what}: it requires one backward() per step, and sends "
+                "gradients in a later step, as they are"
             )
 
-
-def checked_method(compression: Any) -> Compression:
-    """Return the method that ``compression`` means: an object, a name or ``None``.
-
-    Raises:
-        ValueError: it is another name.
-        TypeError: it is something else.
-    """
-    if compression is None:
-        return NoCompression()
-    if isinstance(compression, str):
-        if compression not in _NAMED:
-            names = ", ".join(map(repr, _NAMED))
-            raise ValueError(
-                f"compression is {compression!r}, wanted one of {names}; an object such as pycomm.TopK(0.01); or None"
-            )
-        return _NAMED[compression]()
-    if isinstance(compression, type) or not isinstance(compression, Compression):
-        raise TypeError(f"compression is {compression!r}, wanted an object such as pycomm.TopK(0.01), a name or None")
-    return compression
-
-
-_NAMED: Mapping[str, Callable[[], Compression]] = {
-    "auto": Auto,
-    **{kind.__name__.lower(): kind for kind in (FP16, BF16, Int8, OneBit, QSGD, TernGrad, PowerSGD, DGC)},
-}
-"""Methods that need no arguments, by the names that ``compression`` takes."""
 
 OF_DISTRIBUTED_DATA_PARALLEL = {
     "broadcast_buffers": 'buffers="broadcast" does what it does in DistributedDataParallel',
@@ -247,53 +356,9 @@ OF_DISTRIBUTED_DATA_PARALLEL = {
 """What stands for arguments of torch's DistributedDataParallel whose names are not near enough to be guessed."""
 
 
-def checked_scaler(loss_scaler: Any) -> Any:
-    """Return ``loss_scaler``; raise TypeError if it is neither ``None`` nor has GradScaler's ``scale``."""
-    if loss_scaler is not None and not callable(getattr(loss_scaler, "scale", None)):
-        raise TypeError(f"loss_scaler is {loss_scaler!r}, wanted an object with GradScaler's scale(tensor), or None")
-    return loss_scaler
-
-
-def _name(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{name} is {value!r}, wanted a name")
-    return value
-
-
-def _shard(value: Any) -> str | None:
-    if value not in (None, "optimizer", "parameters"):
-        raise ValueError(f'shard is {value!r}, wanted "optimizer", "parameters" or None')
-    return None if value is None else str(value)
-
-
-def _full_grad(value: Any) -> bool | None:
-    if value is not None and not isinstance(value, bool):
-        raise TypeError(f"full_grad is {value!r}, wanted True, False or None")
-    return value
-
-
-def _optimizer_state(value: Any) -> str:
-    if value not in ("broadcast", "keep"):
-        raise ValueError(f'optimizer_state is {value!r}, wanted "broadcast" or "keep"')
-    return str(value)
-
-
-def _per_rank(value: Any) -> tuple[str, ...]:
-    keys = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else None
-    if keys is None or not all(isinstance(key, str) for key in keys):
-        raise TypeError(f'per_rank is {value!r}, wanted names of hyperparameters, such as ("lr",)')
-    return tuple(sorted(set(keys)))
-
-
-def _on_failure(value: Any) -> str:
-    if value not in ("raise", "shrink"):
-        raise ValueError(f'on_failure is {value!r}, wanted "raise" or "shrink"')
-    return str(value)
-
-
 def _buffers(mode: Any, model: Any) -> str:
     if mode not in BUFFERS:
         raise ValueError(f"buffers is {mode!r}, wanted one of {', '.join(BUFFERS)}")
     if mode != "local" and not isinstance(model, torch.nn.Module):
-        raise ValueError(f"buffers={mode!r} wants the module itself, not its named_parameters()")
+        raise ValueError(f"buffers={mode!r} requires the module itself, not its named_parameters()")
     return str(mode)

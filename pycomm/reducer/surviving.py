@@ -1,42 +1,242 @@
-"""Engine that goes on when ranks are lost, and when others come."""
+"""Steps that go on when ranks are lost, and when others come (``attach(..., survive=pycomm.Survive())``).
+
+Each step ends with an exchange, the commit, after which every rank is known to have all results; only then are they
+handed out. If an operation fails, no rank uses the old memory or the old connections again. The ranks that are left
+agree on who they are (:mod:`pycomm.elastic`), meet anew, move the state of compression into buckets that no lost rank
+has mapped, and reduce the step again from the gradients that backward made. Backward itself is not repeated.
+"""
 
 from __future__ import annotations
 
 import functools
+import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 
 from pycomm.communicator import Communicator
+from pycomm.elastic.join_requests import JoinListener
+from pycomm.elastic.membership import Decision, Membership
+from pycomm.elastic.reconvene import reconvene
 from pycomm.errors import CommError
-from pycomm.reducer.buckets import BucketInFlight, Slot
-from pycomm.reducer.damage import DamageError
-from pycomm.reducer.engine import Engine
-from pycomm.reducer.newcomers import Carried
+from pycomm.reducer.buckets import BucketInFlight
+from pycomm.reducer.engine import Grads, Launch, StepPolicy
+from pycomm.reducer.joining import Carried, share_state
+from pycomm.reducer.lanes import open_lanes
 from pycomm.reducer.parameters import ParameterTable
+from pycomm.reducer.replica_differences import DamageError
 from pycomm.reducer.settings import Settings
-from pycomm.reducer.survival import Survival
 from pycomm.transport.gpu import GpuWork
 from pycomm.worker import Work
 
+_LOG = logging.getLogger("pycomm")
 
-class SurvivingEngine(Engine):
-    """Engine whose steps are whole: all ranks have the averages before any of them hands them out.
+World = tuple[int, ...]
 
-    Each step ends with an exchange, the commit, after which every rank is known to have all results. If an operation
-    fails, the ranks that are left reduce the step again, from the gradients that backward has made.
+
+class Survival:
+    """Keeper of a step's gradients until all ranks have the averages, and guide of those that are left.
+
+    Args:
+        membership: who belongs to the group.
+        communicator: their communicator, which moves with them.
+        table: parameters and their buckets.
+        settings: arguments of ``attach``.
+        door: where newcomers ask to be let in.
+
+    Attributes:
+        recoveries, joins: what happened, a dict each; see ``Reducer.stats``.
+        invited: number of a newcomer's request that the last commit has announced; 0 for none.
+        arrivals: when ranks had all their gradients of the last step, in seconds before its commit.
     """
 
-    survival: Survival
-
     def __init__(
-        self, table: ParameterTable, lanes: Sequence[Communicator], settings: Settings, survival: Survival
+        self,
+        membership: Membership,
+        communicator: Communicator,
+        table: ParameterTable,
+        settings: Settings,
+        door: JoinListener,
     ) -> None:
-        super().__init__(table, lanes, settings)
+        self.membership, self.invited = membership, 0
+        self._door = door
+        self._newcomers: set[int] = set()  # of the present step
+        self._communicator, self._table, self._settings = communicator, table, settings
+        self.recoveries: list[dict[str, Any]] = []
+        self.joins: list[dict[str, Any]] = []
+        self._has_left = False
+        self.arrivals: dict[int, float] = {}
+
+    def stats(self) -> dict[str, Any]:
+        """Return what happened to the world so far."""
+        return {"recoveries": list(self.recoveries), "joins": list(self.joins)}
+
+    # Keeping.
+
+    @staticmethod
+    def keep(flight: BucketInFlight, grads: list[torch.Tensor | None]) -> None:
+        """Keep ``grads``, which are about to be sent; a gradient that lies in the bucket itself is copied."""
+        for i, (slot, grad) in enumerate(zip(flight.slots, grads, strict=True)):
+            if grad is not None and flight.bucket.holds(i, grad):
+                slot.spare = torch.empty_like(grad) if slot.spare is None else slot.spare
+                grad = slot.spare.copy_(grad)
+            slot.kept = grad
+
+    def kept(self, flight: BucketInFlight) -> list[torch.Tensor | None]:
+        """Return what was kept of the gradients of ``flight``."""
+        return [slot.kept for slot in flight.slots]
+
+    def forget_newcomers(self) -> None:
+        """Take newcomers for ranks like the others: the step is over."""
+        self._newcomers.clear()
+
+    def commit(self, microseconds_here: int = 0) -> None:
+        """Return once all ranks have the results of this step. On the communication thread, with its results there.
+
+        The first rank tells the others of a newcomer, if one waits; each tells for how long it has been there, 0 if it
+        does not know.
+        """
+        words = np.zeros(1 + self._communicator.size, np.int64)
+        words[1 + self._communicator.rank] = microseconds_here
+        if self.membership.is_first and (waiting := self._door.waiting()) is not None:
+            words[0] = waiting.number
+        with self._communicator.channel.skip_checks():
+            self._communicator.all_reduce(words, "max")
+        self.invited = int(words[0])
+        here = zip(self.membership.world, words[1:].tolist(), strict=True)
+        self.arrivals = {rank: -1e-6 * microseconds for rank, microseconds in here if microseconds > 0}
+
+    def take_arrivals(self) -> dict[int, float]:
+        """Return when ranks had all their gradients of the last step, as they told in its commit; forget it."""
+        arrivals, self.arrivals = self.arrivals, {}
+        return arrivals
+
+    # Losing ranks.
+
+    def leave(self, reason: str) -> None:
+        """Tell the others that this rank no longer takes part; the first reason counts."""
+        if not self._has_left:
+            self._has_left = True
+            self.membership.leave(reason)
+
+    def close(self, reason: str) -> None:
+        """Leave, and release what the agreement needs."""
+        self._door.close()
+        self.leave(reason)
+        self.membership.close()
+
+    def run_or_leave(self, job: Callable[[], None]) -> None:
+        """Run ``job``; leave if it fails by itself: the next one would send what the others take for this one's."""
+        try:
+            job()
+        except (CommError, ValueError):  # the latter is raised by all ranks alike
+            raise
+        except BaseException as error:
+            try:
+                self.leave(f"failed: {error}")
+            finally:
+                self._communicator.close(f"it failed: {error}")
+            raise
+
+    def recover(self, error: CommError, num_committed: int, complete: Callable[[], None]) -> tuple[bool, Any]:
+        """Go on among those that are left. Collective among them.
+
+        Args:
+            error: how this rank learned that an operation failed.
+            num_committed: number of steps that this rank has committed.
+            complete: hands out the results of the present step, if another rank has committed it.
+
+        Returns:
+            Whether ``complete`` was called, and the lanes to go on with.
+
+        Raises:
+            CommError: this rank is left behind, or is damaged, or too few are left.
+        """
+        if isinstance(error, DamageError) and not error.spares(self.membership.me):
+            if error.ranks:
+                self.leave("is damaged")
+                self._communicator.close(str(error))
+            raise error
+        start, old = time.monotonic(), self.membership.world
+        found = reconvene(
+            self.membership,
+            self._communicator,
+            error,
+            num_committed,
+            catch_up=lambda _: complete(),
+            open_again=lambda: open_lanes(self._communicator, self._settings, self._table.on_gpu),
+            nobody_waits=isinstance(error, DamageError),  # and a rank that was slower shall learn it, too
+        )
+        is_complete = found.committed > num_committed
+        self._rebuild(found.opened, is_complete)
+        self._note(old, found.decision, num_committed, time.monotonic() - start)
+        return is_complete, found.opened
+
+    # Gaining ranks.
+
+    def let_in(self, carried: Carried) -> list[Communicator]:
+        """Let in the newcomer that was announced; return the lanes to go on with. Collective, with it.
+
+        Raises:
+            CommError: it did not come, or a rank was lost meanwhile.
+            ValueError: its state does not fit.
+        """
+        start = time.monotonic()
+        number, self.invited = self.invited, 0
+        self._door.pass_by(number)
+        place = self.membership.admit(self._door.read(number))
+        try:
+            if self.membership.is_first:
+                self._door.answer(number, self.membership.invitation())
+            self._communicator.move(place)
+            lanes = open_lanes(self._communicator, self._settings, self._table.on_gpu)
+            self.membership.settle(self._communicator)
+            self._rebuild(lanes, adopt=False)
+            share_state(self._communicator, carried, newcomer=False)
+        except BaseException:
+            self.membership.dismiss()
+            raise
+        self.welcome(carried.progress.num_reductions, time.monotonic() - start)
+        return lanes
+
+    def welcome(self, step: int, seconds: float) -> None:
+        """Note that the newest rank has come."""
+        newcomer = self.membership.world[-1]
+        self._newcomers.add(newcomer)
+        self.joins.append({"seconds": seconds, "step": step, "rank": newcomer, "world": self.membership.world})
+        if self.membership.is_first:
+            _LOG.warning("rank %d has come: %d ranks go on at step %d", newcomer, len(self.membership.world), step)
+
+    def num_newcomers(self) -> int:
+        """Return the number of ranks that take part in the present step without gradients."""
+        return len(self._newcomers.intersection(self.membership.world))
+
+    def _rebuild(self, lanes: list[Communicator], adopt: bool) -> None:
+        """Sort all parameters into new buckets, with the state of the old ones; ``adopt``: and their gradients."""
+        self._table.rebuild(lanes, self._settings, adopt=adopt)
+
+    def _note(self, old: World, decision: Decision, step: int, seconds: float) -> None:
+        left = {rank: decision.gone.get(rank, "was lost while the others met") for rank in old}
+        for rank in self.membership.world:
+            del left[rank]
+        self.recoveries.append({"seconds": seconds, "step": step, "left": left, "world": self.membership.world})
+        if self.membership.is_first:
+            fates = ", ".join(f"rank {rank} {fate}" for rank, fate in left.items())
+            count = len(self.membership.world)
+            _LOG.warning("%s: %d ranks go on at step %d, after %.2f s", fates, count, step, seconds)
+
+
+class SurvivingPolicy(StepPolicy):
+    """Policy of ranks that go on without those that are lost, and with newcomers; ``survival`` has them meet again."""
+
+    survives = True
+
+    def __init__(self, survival: Survival) -> None:
         self.survival = survival
-        self.flags.takes_new = False  # what is launched after a step's commit would not be part of it
-        self.flags.compares_loop = self.comparison.replicas.looks_soon = settings.backup == 0
         self._commit_work: Work | GpuWork | None = None
         self._is_idle = False  # whether this step was launched without gradients, before its passes
 
@@ -45,194 +245,136 @@ class SurvivingEngine(Engine):
         """Ranks that take part, by the numbers that they got when they came."""
         return self.survival.membership.world
 
-    # A step, with its gradients kept.
+    def turn(self) -> AbstractContextManager[bool]:
+        """Yield whether this step has been launched without this rank's gradients."""
+        return nullcontext(self._is_idle)
 
-    def begin_pass(self, *, with_next: bool | None = True) -> None:
-        """Prepare for this pass's gradients, unless the step has been launched without them."""
-        if not self._is_idle:
-            super().begin_pass(with_next=with_next)
-
-    def take(self, slot: Slot) -> None:
-        """Note that the gradient of ``slot`` has been accumulated; see :meth:`Engine.take`."""
-        if self._is_idle:
-            slot.fire()
-        else:
-            super().take(slot)
-
-    def may_count(self) -> bool:
-        """Return whether hooks may count by themselves; see :meth:`Engine.may_count`."""
-        return not self._is_idle and super().may_count()
-
-    def _launch(self, flight: BucketInFlight, grads: list[torch.Tensor | None] | None = None) -> None:
-        # What was kept of the last step goes only now. If all went when that step ended, the allocator would give the
-        # pages back, and autograd would touch new ones in every step.
+    def launching(self, flight: BucketInFlight) -> None:
+        """Forget what was kept of the last step; if all went at its end, autograd would touch new pages each time."""
         for slot in flight.slots:
             slot.kept = None
-        super()._launch(flight, grads)
 
-    def launch_rest(self) -> None:
-        """Launch the remaining buckets, in order, and the commit after them."""
-        if self.buffers is not None:
-            self.buffers.keeps = True
-        super().launch_rest()
+    def contributed(self, flight: BucketInFlight, grads: Grads) -> Grads:
+        """Keep ``grads``, and return them."""
+        self.survival.keep(flight, grads)
+        return grads
+
+    def launched(self) -> None:
+        """Launch the commit after the last bucket."""
         if self._commit_work is None:
-            self._launch_commit()
+            self.launch_commit()
 
-    def _launch_commit(self) -> None:
-        self._commit_work = self._submit(self.communicator, self._commit_job(), [], set())
+    def launch_commit(self) -> None:
+        """Launch the exchange that ends the step."""
+        self._commit_work = self.engine.submit(self.engine.communicator, self._commit_job())
 
     def _commit_job(self) -> Callable[[], None]:
-        works = [flight.work for flight in self.table.flights] + [self._buffer_work]
+        engine, works = self.engine, self.engine.works()
 
         def job() -> None:
             for work in works:
-                if work is not None:
-                    work.wait()  # at once, but for those of other lanes; raises if it failed
-            self.outcome.source.share(self.table.flights, self.communicator)  # before the commit: a rank may be lost
-            is_known = not self._is_idle and not self.table.on_gpu  # there the host runs ahead of the gradients
-            self.survival.commit(self.waits.microseconds_here() if is_known else 0)
+                work.wait()  # at once, but for those of other lanes; raises if it failed
+            engine.outcome.share_source()  # before the commit: a rank may be lost in it
+            is_known = not self._is_idle and not engine.table.on_gpu  # there the host runs ahead of the gradients
+            self.survival.commit(engine.statistics.waits.microseconds_here() if is_known else 0)
 
         return job
 
-    def _exchange_of(self, flight: BucketInFlight, grads: list[torch.Tensor | None], number: int) -> Callable[[], None]:
-        sent = list(grads)
-        exchange = super()._exchange_of(flight, sent, number)
+    def submit(self, job: Callable[[], None], launch: Launch) -> Work | GpuWork:
+        """Have ``job`` run by ``launch``; this rank leaves if it fails."""
+        return launch(functools.partial(self.survival.run_or_leave, job))
 
-        def job() -> None:
-            self.survival.keep(flight, grads)
-            self._complete(flight, sent)
-            exchange()
-
-        return job
-
-    def _complete(self, flight: BucketInFlight, grads: list[torch.Tensor | None]) -> None:
-        """Add to ``grads``, which are about to be sent, what else this rank has to contribute."""
-
-    def _submit(self, communicator: Communicator, job: Callable[[], None], *rest: Any, **named: Any) -> Work | GpuWork:
-        return super()._submit(communicator, functools.partial(self._run_or_leave, job), *rest, **named)
-
-    def _run_or_leave(self, job: Callable[[], None]) -> None:
-        """Run ``job``; leave if it fails by itself: the next one would send what the others take for this one's."""
-        try:
-            job()
-        except (CommError, ValueError):  # the latter is raised by all ranks alike
-            raise
-        except BaseException as error:
-            try:
-                self.survival.leave(f"failed: {error}")
-            finally:
-                self.communicator.close(f"it failed: {error}")
-            raise
-
-    def reduce(self) -> None:
-        """Launch the remaining buckets, wait for all, and hand out the averages; with the ranks that are left then."""
-        try:
-            super().reduce()
-        finally:
-            self._commit_work = None
-            if self._is_idle:
-                self._is_idle = False
-                self.window.weights.forget_passes()
-        self.survival.tell()
-
-    def _receive(self) -> None:
+    def receive(self) -> Mapping[int, float]:
+        """Wait for all results and hand them out; reduce the step again if ranks are lost meanwhile."""
+        engine = self.engine
         while True:
             try:
-                self._await_all()
+                engine.await_all(self._wait)
             except CommError as error:
                 if not self.recover(error):
                     self._launch_again()
                     continue
             else:
-                with self.phases.unpacking():
-                    self._hand_out()
+                self.hand_out()
             self.survival.forget_newcomers()
-            self.window.num_idle = 0
-            return
+            engine.window.num_idle = 0
+            return self.survival.take_arrivals()
 
-    def _share_sources(self) -> None:
-        """Do nothing: the commit has done it, as a rank may be lost in it."""
-
-    def _await_results(self) -> None:
-        super()._await_results()
+    def _wait(self) -> None:
         assert self._commit_work is not None
         self._commit_work.wait()
+
+    def hand_out(self) -> None:
+        """Hand out the averages."""
+        self.engine.hand_out()
+
+    def ended(self) -> None:
+        """Forget the step, which has been handed out or has failed."""
+        self._commit_work = None
+        if self._is_idle:
+            self._is_idle, self.lets_count = False, True
+            self.engine.window.weights.forget_passes()
 
     # Losing ranks.
 
     def recover(self, error: CommError) -> bool:
         """Go on among the ranks that are left; return whether they count this step, which has been handed out then."""
-        if isinstance(error, DamageError) and not error.spares(self.survival.membership.me):
-            if error.ranks:
-                self.survival.leave("is damaged")
-                self.communicator.close(str(error))
-            raise error
-        works = [*(flight.work for flight in self.table.flights), self._buffer_work, self._commit_work]
-        was_complete, lanes = self.survival.recover(error, self.progress.num_reductions, self._hand_out)
-        self._go_on(lanes)
+        engine = self.engine
+        works = [*engine.works(), self._commit_work]
+        was_complete, lanes = self.survival.recover(error, engine.progress.num_reductions, self.hand_out)
+        self.go_on(lanes)
         for work in works:
             if isinstance(work, Work):
                 work.forget_trace()  # else the memory of the old world would stay mapped until it is collected
         return was_complete
 
-    def _go_on(self, lanes: Sequence[Communicator]) -> None:
-        self.lanes = lanes
-        self.window.num_idle = self.survival.num_newcomers()
-        self.window.rescale()
-        self._num_launched = 0
-        self._buffer_work = self._commit_work = None
-        self.hash_state()
-
-    def _arrivals(self) -> Mapping[int, float]:
-        arrivals, self.survival.arrivals = self.survival.arrivals, {}
-        return arrivals
-
-    def _compare_previous(self) -> None:
-        try:
-            super()._compare_previous()
-        except DamageError as error:
-            self.recover(error)
+    def go_on(self, lanes: Sequence[Communicator]) -> None:
+        """Go on over ``lanes``, whose ranks are those of the new world."""
+        self.engine.window.num_idle = self.survival.num_newcomers()
+        self._commit_work = None
+        self.engine.restart(lanes)
 
     def _launch_again(self) -> None:
         """Launch all buckets with what was kept of their gradients."""
-        if self.window.weights.in_use:
-            self.window.weights.sum_again()
-        if self.buffers is not None:
-            self.buffers.restore()
-        for flight in self.table.flights:
-            self._launch(flight, self.survival.kept(flight))
-        self.launch_rest()
+        engine = self.engine
+        if engine.window.weights.in_use:
+            engine.window.weights.sum_again()
+        if engine.buffers is not None:
+            engine.buffers.restore()
+        for flight in engine.table.flights:
+            engine.launch(flight, self.survival.kept(flight))
+        engine.launch_rest()
 
-    # Gaining ranks.
-
-    def open_door(self) -> None:
+    def admit_newcomer(self) -> None:
         """Let in the newcomer that the last commit has announced, if any. Collective then; between two steps."""
         if self.survival.invited == 0:
             return
         try:
-            self._go_on(self.survival.let_in(self.carried()))
+            self.go_on(self.survival.let_in(Carried.of(self.engine)))
         except (RuntimeError, ValueError) as error:  # CommError is the former, and so is what the store raises
             what = f"the newcomer was not let in: {error}"
-            self.recover(CommError.during("join", what, rank=self.communicator.rank))
-
-    def carried(self) -> Carried:
-        """Return what a newcomer gets besides parameters."""
-        scaler, carry = self.settings.loss_scaler, self.survival.carry
-        return Carried(self.table, self.progress, self.outcome.committed_steps, scaler, carry, self.window.weights)
+            self.recover(CommError.during("join", what, rank=self.engine.communicator.rank))
 
     def enter(self) -> None:
         """Take part in the present step without gradients, as a newcomer does, whose first pass only gets averages."""
-        self.expect_gradients()
-        self.flags.has_pass = False
-        self.window.num_idle = self.survival.num_newcomers()
-        self.window.fix_scales(with_next=True, step=self.outcome.committed_steps)
-        self._is_idle = True
-        for flight in self.table.flights:
-            self._launch(flight, [None] * len(flight.slots))
-        self.launch_rest()
+        engine = self.engine
+        engine.expect_gradients()
+        engine.flags.has_pass = False
+        engine.window.num_idle = self.survival.num_newcomers()
+        engine.window.fix_scales(with_next=True, step=engine.outcome.committed_steps)
+        self._is_idle, self.lets_count = True, False
+        for flight in engine.table.flights:
+            engine.launch(flight, [None] * len(flight.slots))
+        engine.launch_rest()
 
-    # Questions from users.
+    def leave(self, reason: str) -> None:
+        """Tell the others that this rank takes part no more."""
+        self.survival.leave(reason)
+
+    def close(self, reason: str) -> None:
+        """Leave, and release what the agreement needs."""
+        self.survival.close(reason)
 
     def stats(self) -> dict[str, Any]:
-        """Return the counters of ``Reducer.stats``, and what happened to the world."""
-        return {**super().stats(), **self.survival.stats()}
+        """Return what happened to the world."""
+        return self.survival.stats()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import pycomm._native as _native
 from pycomm import checks, kernels
+from pycomm.agreement import prepared
 from pycomm.errors import CommError
 from pycomm.recorder import Recorder
 from pycomm.schedule.program import Program
@@ -281,11 +282,7 @@ class TorchTransport:
 
     def _checked(self, timeout: float, check: Callable[[], T]) -> T:
         """Return the result of ``check``; if it raises, tell the other ranks before passing on the error."""
-        try:
-            return check()
-        except Exception:
-            self._agree("refused", torch.empty(0), "sum", 0, timeout)
-            raise
+        return prepared(check, lambda _: self._agree("refused", torch.empty(0), "sum", 0, timeout))
 
 
 def _widens(x: torch.Tensor, op: str) -> bool:

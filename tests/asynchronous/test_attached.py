@@ -55,7 +55,7 @@ def test_attach_is_refused_while_another_averages(call: str) -> None:
     optimizer = sgd(model)
     handle = CALLS[call](optimizer, model)
     with pytest.raises(ValueError, match=r"'0.weight' is averaged by \w+\(\) already: .* or close\(\) its .* attach"):
-        pycomm.attach(optimizer, model, timeout=30)
+        pycomm.attach(optimizer, model, tuning=pycomm.Tuning(timeout=30))
     with pytest.raises(ValueError, match=r"'0.weight' is averaged by \w+\(\) already: .* before local_sgd\(\)"):
         CALLS["local_sgd()"](optimizer, model)
     handle.detach()

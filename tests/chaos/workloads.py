@@ -215,10 +215,10 @@ class Training:
                 self._optimizer,
                 self._model,
                 compression=None if self._dense else pycomm.TopK(0.1),
-                bucket_mb=0.02,
+                tuning=pycomm.Tuning(
+                    bucket_mb=0.02, algorithm="ring" if fault.variant % 3 == 0 else "auto", timeout=fault.timeout
+                ),
                 average=self._average,
-                algorithm="ring" if fault.variant % 3 == 0 else "auto",
-                timeout=fault.timeout,
             )
 
     def _offset(self, rank: int) -> int:

@@ -16,11 +16,12 @@ import pycomm
 from pycomm.checkpoint.folder import unfinished
 from tests.checkpoint.training import Training, training
 from tests.on_ranks import on_ranks
+from tests.reducer.attaching import grouped
 
 
 def attached(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> pycomm.Reducer:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) if optimizer is None else optimizer
-    return pycomm.attach(optimizer, model, timeout=30, **options)
+    return pycomm.attach(optimizer, model, **grouped(timeout=30, **options))
 
 
 @on_ranks(2)
@@ -163,7 +164,9 @@ def test_parts_of_parameters_are_refused(tmp_path: Path) -> None:
     model.weight = nn.Parameter(DTensor.from_local(model.weight.detach(), mesh["tp"], [Replicate()]))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = pycomm.LossScaler()
-    reducer = pycomm.attach(optimizer, model, process_group=mesh["dp"], timeout=30, loss_scaler=scaler)
+    reducer = pycomm.attach(
+        optimizer, model, process_group=mesh["dp"], tuning=pycomm.Tuning(timeout=30), loss_scaler=scaler
+    )
     with pytest.raises(TypeError, match="'weight' is a DTensor, of which each rank has a part"):
         pycomm.save(tmp_path, reducer)
     with pytest.raises(TypeError, match="'weight' is a DTensor, of which each rank has a part"):

@@ -108,7 +108,7 @@ def test_saves_what_was_there_when_it_was_called(tmp_path: Path) -> None:
 def test_named_parameters_alone(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    reducer = pycomm.attach(optimizer, model.named_parameters(), timeout=30)
+    reducer = pycomm.attach(optimizer, model.named_parameters(), tuning=pycomm.Tuning(timeout=30))
     pycomm.save(tmp_path, reducer).wait()
     wanted = model.weight.detach().clone()
     model(torch.ones(1, 3)).sum().backward()
@@ -145,7 +145,7 @@ def test_channels_last_and_views(tmp_path: Path) -> None:
     model = torch.nn.Conv2d(3, 4, 3)
     model.weight.data = model.weight.data.to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    reducer = pycomm.attach(optimizer, model, timeout=30)
+    reducer = pycomm.attach(optimizer, model, tuning=pycomm.Tuning(timeout=30))
     model(torch.ones(1, 3, 8, 8).to(memory_format=torch.channels_last)).sum().backward()
     optimizer.step()
     wanted = [t.detach().clone() for t in (model.weight, optimizer.state[model.weight]["momentum_buffer"])]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
+from tests.reducer.attaching import grouped
 
 METHODS: dict[str, Any] = {
     "dense": None,
@@ -64,7 +65,7 @@ class Training:
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [4, 8, 14], gamma=0.7)
         self.generator = torch.Generator().manual_seed(rank())
         options = {"timeout": 30, "loss_scaler": self.scaler, **options}
-        self.reducer = pycomm.attach(self.optimizer, self.model, compression=METHODS[method], **options)
+        self.reducer = pycomm.attach(self.optimizer, self.model, compression=METHODS[method], **grouped(**options))
         self.losses: list[float] = []
 
     @property

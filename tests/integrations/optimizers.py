@@ -136,7 +136,7 @@ def trained(package: str, name: str, backward: Callable[[nn.Module, int], torch.
     if attaches:
         named = {id(p) for group in optimizer.param_groups for p in group["params"]}
         trainable = [(n, p) for n, p in module.named_parameters() if id(p) in named]
-        reducer = pycomm.attach(optimizer, trainable, timeout=30)
+        reducer = pycomm.attach(optimizer, trainable, tuning=pycomm.Tuning(timeout=30))
     try:
         _switch(optimizer, "train")
         torch.manual_seed(1)  # some draw noise

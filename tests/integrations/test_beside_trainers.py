@@ -173,7 +173,7 @@ def gan(alone: bool, method: Any) -> list[torch.Tensor]:
     reducers = []
     if not alone:
         for optimizer, part in zip(optimizers, (maker, judge), strict=True):
-            reducers.append(pycomm.attach(optimizer, part, compression=method, timeout=30))
+            reducers.append(pycomm.attach(optimizer, part, compression=method, tuning=pycomm.Tuning(timeout=30)))
     for step in range(STEPS):
         for optimizer, part, loss in ((optimizers[1], judge, judged), (optimizers[0], maker, fooled)):
             optimizer.zero_grad()
@@ -208,7 +208,7 @@ def test_averaged_weights_in_a_distributed_checkpoint(tmp_path: Any) -> None:
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         averaged = swa_utils.AveragedModel(model)
-        reducer = pycomm.attach(optimizer, model, compression=pycomm.TopK(0.1), timeout=30)
+        reducer = pycomm.attach(optimizer, model, compression=pycomm.TopK(0.1), tuning=pycomm.Tuning(timeout=30))
         return {"model": model, "optimizer": optimizer, "averaged": averaged, "reducer": reducer}
 
     def run(parts: dict[str, Any]) -> None:
@@ -269,13 +269,13 @@ def test_compiled_blocks_keep_the_overlap() -> None:
     for block in (model.first, model.second, model.third):
         block.compile(backend="aot_eager", fullgraph=True)
     optimizer = sgd(model)
-    original = Engine._launch
+    original = Engine.launch
 
     def launch(*args: Any) -> None:
         events.append("launch")
         original(*args)
 
-    with patch.object(Engine, "_launch", launch):
+    with patch.object(Engine, "launch", launch):
         with attached(optimizer, model, bucket_mb=1e-5) as reducer:
             buckets = reducer.stats()["num_buckets"]
             for step in range(3):

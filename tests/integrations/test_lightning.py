@@ -225,7 +225,7 @@ def fabric_resumes(folder: str) -> None:
 
 
 def fabric_shards() -> None:
-    together = Looped(None, shard="optimizer", full_grad=True).run(range(BATCHES))
+    together = Looped(None, shard=pycomm.Sharding("optimizer", grads="full")).run(range(BATCHES))
     apart = Looped(None).run(range(BATCHES))
     for mine, theirs in zip(together, apart, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
@@ -248,7 +248,7 @@ def refused(case: str, folder: str) -> str:
     class Attaches(lightning.LightningModule):  # type: ignore[misc, unused-ignore]
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            pycomm.attach(optimizer, self, timeout=30)
+            pycomm.attach(optimizer, self, tuning=pycomm.Tuning(timeout=30))
             return optimizer
 
     model, attached = make_model(), None
@@ -263,7 +263,9 @@ def refused(case: str, folder: str) -> str:
             PycommStrategy(shard="optimizer")
         if case == "far away":
             strategy = strategy_of(False, METHOD)
-            strategy.reducers.append(attached := pycomm.attach(sgd(model), model, compression=METHOD, timeout=30))
+            strategy.reducers.append(
+                attached := pycomm.attach(sgd(model), model, compression=METHOD, tuning=pycomm.Tuning(timeout=30))
+            )
             strategy.remove_checkpoint("s3://there/a.ckpt")
         if case == "both":
             module = module_of(False)

@@ -233,7 +233,9 @@ def refused(case: str, folder: str) -> str:
             callback("topk")
         trainer = trainer_of(folder, [Late()] if case == "late" else [callback()], base, model, save_strategy="no")
         if case == "attached":
-            kept.append(pycomm.attach(torch.optim.SGD(model.parameters(), lr=0.1), model, timeout=30))
+            kept.append(
+                pycomm.attach(torch.optim.SGD(model.parameters(), lr=0.1), model, tuning=pycomm.Tuning(timeout=30))
+            )
         trainer.train()
     except Exception as error:
         return f"{type(error).__name__}: {error}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,7 +74,14 @@ def training() -> dict[str, Any]:
 
 
 def attached(optimizer: Any, model: Any, **given: Any) -> None:
-    pycomm.attach(optimizer, model, timeout=TIMEOUT, **given).detach()
+    pycomm.attach(optimizer, model, tuning=pycomm.Tuning(timeout=TIMEOUT), **given).detach()
+
+
+def attached_by_old_arguments(optimizer: Any, model: Any, **given: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        attach: Any = pycomm.attach
+        attach(optimizer, model, timeout=TIMEOUT, **given).detach()
 
 
 def ended(start: Callable[..., Any]) -> Callable[..., None]:
@@ -102,7 +110,9 @@ class Stateless:
 
 
 def reducer() -> pycomm.Reducer:
-    made: pycomm.Reducer = kept("reducer", lambda: pycomm.attach(*training().values(), timeout=TIMEOUT))
+    made: pycomm.Reducer = kept(
+        "reducer", lambda: pycomm.attach(*training().values(), tuning=pycomm.Tuning(timeout=TIMEOUT))
+    )
     return made
 
 
@@ -170,15 +180,43 @@ CALLS: dict[str, Call] = {
         attached,
         lambda: {
             **training(),
-            "carry": None,
-            "bucket_mb": 25,
             "accumulate": 1,
             "average": True,
             "compression": None,
-            "algorithm": "auto",
             "process_group": None,
-            "ignore": (),
             "buffers": "local",
+            "loss_scaler": None,
+            "clip_local_norm": None,
+            "all_parameters": False,
+            "survive": None,
+            "shard": None,
+        },
+        optimizer=(*NO_OPTIMIZERS, Awkward),
+        model=NO_MODELS,
+        accumulate=(*NO_COUNTS[:6], lambda: 2),
+        average=(lambda: 5, lambda: None, lambda: False),
+        compression=(lambda: 5, lambda: "zip", lambda: pycomm.TopK, lambda: pycomm.FP16()),
+        process_group=NO_GROUPS,
+        buffers=(lambda: 5, lambda: "all", lambda: "average"),
+        loss_scaler=(lambda: 5, pycomm.LossScaler),
+        clip_local_norm=(lambda: -1.0, lambda: "1", lambda: math.nan, lambda: 1.0),
+        all_parameters=(lambda: 5, lambda: "x"),
+        survive=(lambda: 5, lambda: "shrink", pycomm.Survive, lambda: pycomm.Survive(2), Awkward),
+        shard=(lambda: 5, lambda: "gradients", lambda: "optimizer", lambda: pycomm.Sharding("optimizer")),
+    ),
+    "attach, tuning": call(
+        lambda tuning: pycomm.attach(*training().values(), tuning=tuning).detach(),
+        lambda: {"tuning": pycomm.Tuning(timeout=TIMEOUT)},
+        tuning=(lambda: 5, lambda: {"bucket_mb": 1}, lambda: pycomm.Tuning(bucket_mb=1, timeout=TIMEOUT), Awkward),
+    ),
+    "attach, by old arguments": call(
+        attached_by_old_arguments,
+        lambda: {
+            **training(),
+            "carry": None,
+            "bucket_mb": 25,
+            "algorithm": "auto",
+            "ignore": (),
             "on_failure": "raise",
             "min_ranks": 1,
             "backup": 0,
@@ -187,10 +225,7 @@ CALLS: dict[str, Call] = {
             "per_rank": (),
             "check_replicas": 1000,
             "optimizer_state": "broadcast",
-            "loss_scaler": None,
-            "clip_local_norm": None,
             "join": None,
-            "all_parameters": False,
         },
         optimizer=(*NO_OPTIMIZERS, Awkward),
         model=NO_MODELS,
@@ -204,14 +239,8 @@ CALLS: dict[str, Call] = {
             Awkward,
         ),
         bucket_mb=(lambda: -1, lambda: "25", lambda: math.nan, lambda: math.inf, lambda: 10**400, Awkward),
-        accumulate=(*NO_COUNTS[:6], lambda: 2),
-        average=(lambda: 5, lambda: None, lambda: False),
-        all_parameters=(lambda: 5, lambda: "x"),
-        compression=(lambda: 5, lambda: "zip", lambda: pycomm.TopK, lambda: pycomm.FP16()),
         algorithm=(lambda: 5, lambda: "magic", lambda: "ring"),
-        process_group=NO_GROUPS,
         ignore=(lambda: 5, lambda: ["nothing.*"], lambda: [5], Awkward),
-        buffers=(lambda: 5, lambda: "all", lambda: "average"),
         on_failure=(lambda: 5, lambda: "ignore", Awkward),
         min_ranks=(*NO_COUNTS[:6], lambda: 2),
         backup=(lambda: -1, lambda: "1", lambda: 1),
@@ -220,12 +249,10 @@ CALLS: dict[str, Call] = {
         per_rank=(lambda: 5, lambda: "lr", lambda: [5], lambda: ["lr"]),
         check_replicas=(lambda: -1, lambda: "often", lambda: 10),
         optimizer_state=(lambda: 5, lambda: "keep"),
-        loss_scaler=(lambda: 5, pycomm.LossScaler),
-        clip_local_norm=(lambda: -1.0, lambda: "1", lambda: math.nan, lambda: 1.0),
         join=(lambda: 5, Awkward),
     ),
     "attach, with a wrong timeout": call(
-        lambda timeout: pycomm.attach(*training().values(), timeout=timeout).detach(),
+        lambda timeout: pycomm.attach(*training().values(), tuning=pycomm.Tuning(timeout=timeout)).detach(),
         lambda: {"timeout": TIMEOUT},
         timeout=NO_TIMEOUTS,
     ),

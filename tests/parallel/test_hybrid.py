@@ -13,6 +13,7 @@ from torch import nn
 import pycomm
 from pycomm import parallel
 from tests.backend.worlds import on_world
+from tests.reducer.attaching import grouped
 
 WIDTH, STEPS = 8, 20
 EXACT: Any = {"rtol": 0, "atol": 1e-12}
@@ -133,7 +134,7 @@ def test_a_gradient_that_overflows_in_one_stage_stops_the_step_in_all() -> None:
         pipeline = parallel.Pipeline(layers(), mesh, microbatches=2, loss=lambda y, t: scaler.scale(loss_of(y, t)))  # noqa: B023
         optimizer = sgd(pipeline.module.parameters())
         options = {"process_group": mesh["dp"], "loss_scaler": scaler, "compression": pycomm.TopK(1.0)}
-        reducer = pycomm.attach(optimizer, pipeline.module, **options)  # type: ignore[arg-type]
+        reducer = pycomm.attach(optimizer, pipeline.module, **grouped(**options))
         before = copy.deepcopy(list(pipeline.module.parameters()))
         if dist.get_rank() == 0:  # the gradient of the first stage's own weights alone
             next(pipeline.module.parameters()).register_hook(lambda grad: grad * float("inf"))

@@ -113,7 +113,7 @@ def test_only_the_last_operations_are_kept_and_all_are_counted() -> None:
 @on_ranks(2)
 def test_buckets_of_a_reducer_are_noted_with_the_line_of_backward() -> None:
     model = make_model()
-    reducer = pycomm.attach(sgd(model), model, bucket_mb=1e-3)
+    reducer = pycomm.attach(sgd(model), model, tuning=pycomm.Tuning(bucket_mb=1e-3))
     for step in range(2):
         model.zero_grad()
         loss_of(model, dist.get_rank(), step).backward()

@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -16,10 +17,29 @@ import pycomm
 from pycomm import communicator
 from tests.reducer.models import loss_of, make_model, sgd
 
+_TUNING = frozenset(field.name for field in fields(pycomm.Tuning))
+_SURVIVE = frozenset(field.name for field in fields(pycomm.Survive))
+
+
+def grouped(**options: Any) -> dict[str, Any]:
+    """Return arguments of ``attach``: fields of its options, given one by one, in the options that they belong to.
+
+    ``on_failure="shrink"`` makes a Survive without any fields, ``grads`` belongs to ``shard``.
+    """
+    tuning = {name: options.pop(name) for name in list(options) if name in _TUNING}
+    survive = {name: options.pop(name) for name in list(options) if name in _SURVIVE}
+    if tuning:
+        options["tuning"] = replace(options.get("tuning") or pycomm.Tuning(), **tuning)
+    if options.pop("on_failure", "raise") == "shrink" or survive:
+        options["survive"] = pycomm.Survive(**survive)
+    if "grads" in options:
+        options["shard"] = pycomm.Sharding(options["shard"], options.pop("grads"))
+    return options
+
 
 @contextmanager
 def attached(optimizer: torch.optim.Optimizer, model: Any, **options: Any) -> Iterator[pycomm.Reducer]:
-    reducer = pycomm.attach(optimizer, model, timeout=30, **options)
+    reducer = pycomm.attach(optimizer, model, **grouped(timeout=30, **options))
     try:
         yield reducer
     finally:
@@ -45,7 +65,7 @@ class Training:
         self.rank, self.model = dist.get_rank(), make_model()
         self.optimizer = sgd(self.model)
         with over_torch(torchs):
-            self.reducer = pycomm.attach(self.optimizer, self.model, timeout=30, **options)
+            self.reducer = pycomm.attach(self.optimizer, self.model, **grouped(timeout=30, **options))
 
     def step(self, index: int, nap: float = 0.0) -> None:
         """Take step ``index``, with a pause of ``nap`` seconds before ``backward()``."""

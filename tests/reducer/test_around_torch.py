@@ -75,7 +75,7 @@ def test_compiled_autograd_is_refused(fullgraph: bool) -> None:
     from torch._dynamo import compiled_autograd as ca
 
     model = make_model()
-    reducer = pycomm.attach(sgd(model), model, timeout=30)
+    reducer = pycomm.attach(sgd(model), model, tuning=pycomm.Tuning(timeout=30))
     with ca._enable(torch.compile(backend="eager", fullgraph=fullgraph)):
         says = r"compiled autograd does not call pycomm's hooks as backward\(\) goes: leave it off"
         with pytest.raises(RuntimeError, match=says):
@@ -275,7 +275,7 @@ def test_functions_among_hyperparameters() -> None:
         if rank == 0:
             optimizer.state[p]["odd"] = [Odd()]
     with pytest.raises(ValueError, match=r"rank 0 does not fit rank 1: \['odd'\]\[0\] is a .*Odd, which cannot be"):
-        pycomm.attach(optimizer, model, timeout=30)
+        pycomm.attach(optimizer, model, tuning=pycomm.Tuning(timeout=30))
 
 
 @on_ranks(2)

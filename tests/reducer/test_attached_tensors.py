@@ -16,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import pycomm
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
-from tests.reducer.attaching import attached
+from tests.reducer.attaching import attached, grouped
 from tests.reducer.models import average_gradients, close, loss_of, losses_at, make_model, sgd
 from tests.reducer.odd_tensors import Quantised, quantised
 
@@ -164,7 +164,7 @@ REFUSED: list[tuple[type[Exception], str, Callable[[], Any]]] = [
 def attach_refused(number: int, guilty: list[int]) -> str:
     model = Holder(nn.Parameter(REFUSED[number][2]() if dist.get_rank() in guilty else torch.ones(2)))
     with pytest.raises((TypeError, ValueError)) as caught:
-        pycomm.attach(sgd(model), model, timeout=20)
+        pycomm.attach(sgd(model), model, tuning=pycomm.Tuning(timeout=20))
     with attached(sgd(model.body), model.body):
         pass
     return f"{type(caught.value).__name__} {caught.value}"
@@ -190,7 +190,7 @@ def test_gradients_of_another_dtype_are_refused() -> None:
     with pytest.raises(
         (TypeError, ValueError), match="parameter 'bias' has dtype torch.bfloat16 and grad_dtype torch.fl"
     ):
-        pycomm.attach(sgd(model), model, timeout=20)
+        pycomm.attach(sgd(model), model, tuning=pycomm.Tuning(timeout=20))
     model.bias.requires_grad_(False)  # has no gradients
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of half-precision parameters
@@ -220,7 +220,7 @@ def keyed(how: str) -> str:
     if how == "dropped before":
         pycomm.broadcast_optimizer_state(optimizer)
     try:
-        reducer = pycomm.attach(optimizer, model, timeout=20, **options)
+        reducer = pycomm.attach(optimizer, model, **grouped(timeout=20, **options))
     except ValueError as error:
         return str(error)
     assert optimizer.param_groups[0]["lr"] == 0.1
@@ -258,7 +258,7 @@ def test_a_sharded_optimizer_is_resumed_with_its_state() -> None:
                 optimizer.state.update(
                     {p: {"momentum_buffer": state[i]} for i, p in enumerate(net.parameters()) if i in state}
                 )
-                reducer = pycomm.attach(optimizer, net, timeout=20, optimizer_state="keep")
+                reducer = pycomm.attach(optimizer, net, tuning=pycomm.Tuning(timeout=20, optimizer_state="keep"))
             for step in range(3):
                 optimizer.zero_grad()
                 loss_of(net, rank, 3 * part + step).backward()
@@ -272,6 +272,6 @@ def test_a_sharded_optimizer_is_resumed_with_its_state() -> None:
         assert torch.equal(here, there)
     for options, says in (({"on_failure": "shrink"}, "shrink"), ({"shard": "optimizer"}, "shard")):
         with pytest.raises(ValueError, match=f'optimizer_state="keep" does not go with .*{says}'):
-            pycomm.attach(sgd(model), model, optimizer_state="keep", **options)  # type: ignore[arg-type]
+            pycomm.attach(sgd(model), model, **grouped(optimizer_state="keep", **options))
     with pytest.raises(ValueError, match='optimizer_state is \'drop\', wanted "broadcast" or "keep"'):
-        pycomm.attach(sgd(model), model, optimizer_state="drop")
+        pycomm.attach(sgd(model), model, tuning=pycomm.Tuning(optimizer_state="drop"))

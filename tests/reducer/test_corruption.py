@@ -46,7 +46,9 @@ class Training:
         self.model = make_model(dtype=torch.float32)
         self.optimizer = sgd(self.model)
         self.scaler = options.get("loss_scaler")
-        self.reducer = pycomm.attach(self.optimizer, self.model, compression=compression, timeout=30, **options)
+        self.reducer = pycomm.attach(
+            self.optimizer, self.model, compression=compression, tuning=pycomm.Tuning(timeout=30), **options
+        )
         self.steps = 0
 
     def step(self, between: Callable[[], None] = lambda: None, overflow: bool = False) -> None:

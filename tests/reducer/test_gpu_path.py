@@ -18,7 +18,7 @@ from torch import nn
 import pycomm
 from pycomm.channel import Channel
 from pycomm.communicator import Communicator
-from pycomm.reducer.progress import HostCopy
+from pycomm.reducer.window import HostCopy
 from tests.on_ranks import on_ranks
 from tests.reducer.attaching import attached, own_state
 from tests.reducer.models import loss_of, make_model

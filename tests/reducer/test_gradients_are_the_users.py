@@ -217,7 +217,7 @@ def test_residuals_are_nobodys() -> None:
 def test_a_converted_model_is_an_error() -> None:
     model = make_model(dtype=torch.float32)
     optimizer = sgd(model)
-    reducer = pycomm.attach(optimizer, model, timeout=30)
+    reducer = pycomm.attach(optimizer, model, tuning=pycomm.Tuning(timeout=30))
     loss_of(model, dist.get_rank(), 0).backward()
     model.double()
     with pytest.raises(

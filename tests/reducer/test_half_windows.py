@@ -111,7 +111,7 @@ def test_hooks_that_come_later_see_each_gradient(clip: float | None) -> None:
 def test_detach_in_a_window_keeps_what_there_is() -> None:
     rank, model = dist.get_rank(), make(torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    reducer = pycomm.attach(optimizer, model, accumulate=3, timeout=30)
+    reducer = pycomm.attach(optimizer, model, accumulate=3, tuning=pycomm.Tuning(timeout=30))
     loss_of(model, rank, 0, torch.bfloat16).backward()
     reducer.detach()
     own = torch.autograd.grad(loss_of(model, rank, 0, torch.bfloat16), list(model.parameters()))

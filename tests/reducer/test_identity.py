@@ -38,7 +38,7 @@ COPIES: dict[str, Callable[[nn.Module], Any]] = {
 def test_training_a_copy_is_an_error(how: str, drop: bool) -> None:
     rank, model = dist.get_rank(), make_model()
     optimizer = sgd(model)
-    reducer = pycomm.attach(optimizer, model, timeout=30)
+    reducer = pycomm.attach(optimizer, model, tuning=pycomm.Tuning(timeout=30))
     copied = COPIES[how](model)
     if drop:
         reducer.detach()

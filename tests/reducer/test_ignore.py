@@ -16,7 +16,7 @@ from torch import nn
 import pycomm
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
-from tests.reducer.attaching import attached, warnings_noted
+from tests.reducer.attaching import attached, grouped, warnings_noted
 from tests.reducer.models import average_gradients, batch_of, close, losses_at, make_model, sgd
 
 
@@ -131,7 +131,7 @@ def mistaken(how: str, guilty: list[int]) -> str:
     }
     options = wrong[how] if is_guilty else {"ignore": ["experts.*"]}
     with pytest.raises((TypeError, ValueError)) as caught:
-        pycomm.attach(optimizer, model, timeout=20, **options)
+        pycomm.attach(optimizer, model, **grouped(timeout=20, **options))
     with attached(optimizer, model, ignore=["experts.*"]):
         pass
     return f"{type(caught.value).__name__}: {caught.value}"
@@ -166,7 +166,7 @@ def test_patterns_must_be_equal() -> None:
     with pytest.raises(
         ValueError, match=r"\"ignore=\['experts.0.\*'\]\" on rank 1, \"ignore=\['experts.\*'\]\" on rank 0"
     ):
-        pycomm.attach(sgd(model), model, ignore=[["experts.*"], ["experts.0.*"]][dist.get_rank()])
+        pycomm.attach(sgd(model), model, tuning=pycomm.Tuning(ignore=[["experts.*"], ["experts.0.*"]][dist.get_rank()]))
 
 
 @on_ranks(2)

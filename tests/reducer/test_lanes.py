@@ -14,6 +14,7 @@ from pycomm import CommError
 from pycomm.compression.dense import DenseExchange
 from tests.hosts import on_hosts
 from tests.on_ranks import Pools, on_ranks
+from tests.reducer.attaching import grouped
 
 STEPS = 3
 
@@ -28,7 +29,7 @@ def attached(hosts: str, **options: object) -> tuple[torch.nn.Module, torch.opti
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with on_hosts(hosts):
-        return model, optimizer, pycomm.attach(optimizer, model, timeout=20, **options)  # type: ignore[arg-type]
+        return model, optimizer, pycomm.attach(optimizer, model, **grouped(timeout=20, **options))
 
 
 def batch(rank: int, step: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import pycomm
 from tests.on_ranks import Pools, on_ranks
 from tests.ranks import RankPool
-from tests.reducer.attaching import attached, over_torch
+from tests.reducer.attaching import attached, grouped, over_torch
 from tests.reducer.models import average_gradients, close, explode, loss_of, losses_at, make_model, sgd
 
 
@@ -45,7 +45,10 @@ def dropped(compression: Any, torch_transport: bool, named: bool) -> None:
             model = make_model()
             optimizer = sgd(model)
             reducer = pycomm.attach(
-                optimizer, model.named_parameters() if named else model, compression=compression, timeout=30
+                optimizer,
+                model.named_parameters() if named else model,
+                compression=compression,
+                tuning=pycomm.Tuning(timeout=30),
             )
             for step in range(2):
                 optimizer.zero_grad()
@@ -79,14 +82,14 @@ def test_it_lives_as_long_as_optimizer_or_module() -> None:
     rank = dist.get_rank()
     model = make_model()
     optimizer: Any = sgd(model)
-    pycomm.attach(optimizer, model, timeout=30)
+    pycomm.attach(optimizer, model, tuning=pycomm.Tuning(timeout=30))
     del optimizer
     gc.collect()
     loss_of(model, rank, 0).backward()
     close(model[0].weight.grad, average_gradients(make_model(), losses_at(0))["0.weight"])
     model = make_model()
     optimizer = sgd(model)
-    pycomm.attach(optimizer, model.named_parameters(), timeout=30)
+    pycomm.attach(optimizer, model.named_parameters(), tuning=pycomm.Tuning(timeout=30))
     gc.collect()
     loss_of(model, rank, 0).backward()
     close(model[0].weight.grad, average_gradients(make_model(), losses_at(0))["0.weight"])
@@ -109,7 +112,7 @@ def test_attached_anew_without_a_collection() -> None:
     try:
         for step in range(3):
             optimizer = sgd(model)
-            pycomm.attach(optimizer, model.named_parameters(), timeout=30)
+            pycomm.attach(optimizer, model.named_parameters(), tuning=pycomm.Tuning(timeout=30))
             model.zero_grad()
             loss_of(model, rank, step).backward()
             close(model[0].weight.grad, average_gradients(make_model(), losses_at(step))["0.weight"])
@@ -143,7 +146,7 @@ def fails(how: str) -> str:
     elif how == "by an algorithm":
         options["algorithm"] = "rong"
     with pytest.raises((ValueError, MemoryError)) as raised:
-        pycomm.attach(optimizer, model, timeout=30, **options)
+        pycomm.attach(optimizer, model, **grouped(timeout=30, **options))
     said = f"{type(raised.value).__name__}: {raised.value}"
     del raised  # whose traceback knows a lot
     gc.collect()
@@ -184,7 +187,7 @@ def interrupted(torch_transport: bool) -> float:
     started = time.monotonic()
     timer.start()
     with over_torch(torch_transport), pytest.raises(KeyboardInterrupt):
-        pycomm.attach(optimizer, model, timeout=60)
+        pycomm.attach(optimizer, model, tuning=pycomm.Tuning(timeout=60))
     took = time.monotonic() - started
     timer.join()
     gc.collect()

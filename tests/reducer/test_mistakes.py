@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from tests.on_ranks import Pools, on_ranks
 from tests.ranks import PerRank, RankPool
-from tests.reducer.attaching import attached
+from tests.reducer.attaching import attached, grouped
 from tests.reducer.models import close, explode, loss_of, make_model, sgd
 
 
@@ -50,7 +50,7 @@ def make(kind: str) -> tuple[nn.Module, dict[str, Any]]:
 def attach_differently(kind: str) -> str:
     model, options = make(kind)
     with pytest.raises(ValueError, match="the ranks disagree") as caught:
-        pycomm.attach(sgd(model), model, timeout=20, **options)
+        pycomm.attach(sgd(model), model, **grouped(timeout=20, **options))
     dist.barrier()
     model, _ = make("same")
     with attached(sgd(model), model):
@@ -72,7 +72,7 @@ def attach_differently(kind: str) -> str:
         ),
         (["topk", "topk 10 %"], "ratio=0.1"),
         (["same", "accumulate"], "'accumulate=2' on rank 1, 'accumulate=1' on rank 0"),
-        (["same", "small buckets"], "'bucket_mb=1.0' on rank 1, 'bucket_mb=None' on rank 0"),
+        (["same", "small buckets"], "'tuning=Tuning(bucket_mb=1.0)' on rank 1, 'tuning=Tuning()' on rank 0"),
     ],
 )
 def test_ranks_that_differ(two_ranks: RankPool, kinds: list[str], says: str) -> None:
@@ -89,12 +89,20 @@ def test_wrong_arguments() -> None:
         (TypeError, "optimizer is a Sequential", lambda: pycomm.attach(model, model)),
         (TypeError, "wanted a torch.nn.Module or", lambda: pycomm.attach(optimizer, list(model.parameters()))),
         (ValueError, "6 parameter.* are not among", lambda: pycomm.attach(optimizer, make_model())),
-        (ValueError, "bucket_mb is 0", lambda: pycomm.attach(optimizer, model, bucket_mb=0)),
-        (ValueError, "'nope'.*native.*ring", lambda: pycomm.attach(optimizer, model, algorithm="nope")),
-        (TypeError, "algorithm is 3, wanted a name", lambda: pycomm.attach(optimizer, model, algorithm=3)),  # type: ignore[arg-type]
+        (ValueError, "bucket_mb is 0", lambda: pycomm.attach(optimizer, model, tuning=pycomm.Tuning(bucket_mb=0))),
+        (
+            ValueError,
+            "'nope'.*native.*ring",
+            lambda: pycomm.attach(optimizer, model, tuning=pycomm.Tuning(algorithm="nope")),
+        ),
+        (
+            TypeError,
+            "algorithm is 3, wanted a name",
+            lambda: pycomm.attach(optimizer, model, tuning=pycomm.Tuning(algorithm=3)),  # type: ignore[arg-type]
+        ),
         (ValueError, "accumulate is 0", lambda: pycomm.attach(optimizer, model, accumulate=0)),
         (TypeError, "accumulate is 1.5", lambda: pycomm.attach(optimizer, model, accumulate=1.5)),  # type: ignore[arg-type]
-        (ValueError, "timeout is -1", lambda: pycomm.attach(optimizer, model, timeout=-1)),
+        (ValueError, "timeout is -1", lambda: pycomm.attach(optimizer, model, tuning=pycomm.Tuning(timeout=-1))),
         (ValueError, "compression is 'topk', wanted", lambda: pycomm.attach(optimizer, model, compression="topk")),
         (TypeError, r"compression is <class .*TopK", lambda: pycomm.attach(optimizer, model, compression=pycomm.TopK)),  # type: ignore[arg-type]
         (TypeError, "loss_scaler is 1024", lambda: pycomm.attach(optimizer, model, loss_scaler=1024.0)),
@@ -122,7 +130,7 @@ def test_wrong_arguments() -> None:
         pycomm.attach(optimizer, twice)
     with attached(optimizer, model):
         with pytest.raises(ValueError, match="parameter '0.weight' is already attached"):
-            pycomm.attach(optimizer, model, timeout=20)
+            pycomm.attach(optimizer, model, tuning=pycomm.Tuning(timeout=20))
     with attached(optimizer, model):
         pass
 
@@ -131,7 +139,7 @@ def test_wrong_arguments() -> None:
     ("name", "says"),
     [
         ("ratio", "unknown argument 'ratio': wanted one of compression, process_group, "),
-        ("bucket_cap_mb", r"'bucket_cap_mb': did you mean bucket_mb\?"),
+        ("bucket_cap_mb", r"'bucket_cap_mb': did you mean tuning=pycomm.Tuning\(bucket_mb=...\)\?"),
         ("find_unused_parameters", "'find_unused_parameters': leave it out"),
     ],
 )
@@ -140,7 +148,7 @@ def test_unknown_arguments(name: str, says: str) -> None:
     model = make_model()
     unknown: dict[str, Any] = {name: True}
     with pytest.raises(TypeError, match=says):
-        pycomm.attach(sgd(model), model, timeout=20, **unknown)
+        pycomm.attach(sgd(model), model, tuning=pycomm.Tuning(timeout=20), **unknown)
 
 
 def wrong_on_one_rank(mistake: str) -> str:
@@ -155,7 +163,7 @@ def wrong_on_one_rank(mistake: str) -> str:
         else:
             options[mistake] = "no_such_method"
     with pytest.raises((TypeError, ValueError)) as caught:
-        pycomm.attach(*arguments, **options)
+        pycomm.attach(*arguments, **grouped(**options))
     with attached(sgd(model), model):
         return str(caught.value)
 
@@ -269,7 +277,7 @@ def die_in_backward(compression: Any) -> str:
     torch.manual_seed(0)
     model: Any = nn.Sequential(*[nn.Linear(600, 600) for _ in range(6)])
     optimizer = sgd(model)
-    reducer = pycomm.attach(optimizer, model, compression=compression, timeout=60, bucket_mb=1)
+    reducer = pycomm.attach(optimizer, model, compression=compression, tuning=pycomm.Tuning(timeout=60, bucket_mb=1))
     step = 0
     started = time.monotonic()
     try:

@@ -74,7 +74,7 @@ ATTACHED: dict[str, dict[str, Any]] = {
     "FP16": {"compression": pycomm.FP16()},
     "TopK": {"compression": pycomm.TopK(1.0)},
     "windows": {"accumulate": 2},
-    "shard": {"shard": "optimizer", "full_grad": True},
+    "shard": {"shard": "optimizer", "grads": "full"},
     "shard, own part": {"shard": "optimizer"},
     "parameters": {"shard": "parameters"},
 }

@@ -75,7 +75,9 @@ def test_loss_scalers_end_windows() -> None:
 def attach_with(numbers: list[Any]) -> None:
     model = make_model()
     given = numbers[dist.get_rank()]
-    pycomm.attach(sgd(model), model, accumulate=(lambda: True) if given is None else given, timeout=30).detach()
+    pycomm.attach(
+        sgd(model), model, accumulate=(lambda: True) if given is None else given, tuning=pycomm.Tuning(timeout=30)
+    ).detach()
 
 
 def test_a_function_on_one_rank_and_a_number_on_the_other(two_ranks: RankPool) -> None:

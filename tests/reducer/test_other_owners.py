@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from pycomm.reducer.wrappers import wrapper_of
+from pycomm.optim.wrappers import wrapper_of
 from tests.on_ranks import on_ranks
 from tests.reducer.attaching import attached
 from tests.reducer.models import average_gradients, close, loss_of, losses_at, make_model, sgd
@@ -93,17 +93,17 @@ def test_ddp_that_nothing_noticed() -> None:
     """Made where nothing could notice: its forward is noticed, and without that its gradients are right."""
     rank = dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pycomm.reducer.wrappers.wrapper_of", lambda _: None)
+        patch.setattr("pycomm.optim.wrappers.wrapper_of", lambda _: None)
         model = make_model()
-        reducer = pycomm.attach(sgd(model), model, timeout=30)
+        reducer = pycomm.attach(sgd(model), model, tuning=pycomm.Tuning(timeout=30))
         ddp = DistributedDataParallel(model)
         with pytest.MonkeyPatch.context() as restored:
-            restored.setattr("pycomm.reducer.wrappers.wrapper_of", wrapper_of)
+            restored.setattr("pycomm.optim.wrappers.wrapper_of", wrapper_of)
             with pytest.raises(ValueError, match=SAYS):
                 loss_of(ddp, rank, 0)
         reducer.detach()
         named = make_model()
-        reducer = pycomm.attach(sgd(named), named.named_parameters(), timeout=30, bucket_mb=0.001)
+        reducer = pycomm.attach(sgd(named), named.named_parameters(), tuning=pycomm.Tuning(timeout=30, bucket_mb=0.001))
         ddp = DistributedDataParallel(named, gradient_as_bucket_view=False)
         for step in range(4):
             for p in named.parameters():

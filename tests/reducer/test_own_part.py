@@ -15,6 +15,7 @@ import pycomm
 from pycomm.bucket import Bucket
 from pycomm.transport.base import Transport
 from tests.on_ranks import on_ranks
+from tests.reducer.attaching import grouped
 
 WIDTHS = (300, 1100, 1300, 3)
 
@@ -85,7 +86,7 @@ def training(**options: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer, py
     layers = [layer for i, o in itertools.pairwise(WIDTHS) for layer in (torch.nn.Linear(i, o), torch.nn.Tanh())]
     model = torch.nn.Sequential(*layers[:-1])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return model, optimizer, pycomm.attach(optimizer, model, **options)
+    return model, optimizer, pycomm.attach(optimizer, model, **grouped(**options))
 
 
 def backward(model: torch.nn.Module, step: int) -> None:

@@ -23,8 +23,8 @@ class Gan:
         torch.manual_seed(0)
         self.d, self.g = nn.Linear(6, 4, dtype=torch.float64), nn.Linear(3, 6, dtype=torch.float64)
         self.opt_d, self.opt_g = sgd(self.d), sgd(self.g)
-        self.red_d = pycomm.attach(self.opt_d, self.d, compression=compression, timeout=30)
-        self.red_g = pycomm.attach(self.opt_g, self.g, timeout=30)
+        self.red_d = pycomm.attach(self.opt_d, self.d, compression=compression, tuning=pycomm.Tuning(timeout=30))
+        self.red_g = pycomm.attach(self.opt_g, self.g, tuning=pycomm.Tuning(timeout=30))
 
     def losses(self, step: int) -> tuple[Any, Any]:
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())

@@ -124,7 +124,9 @@ def test_what_a_paused_pass_left_must_go(named: bool) -> None:
     for when in ("backward", "step", "step after the average"):
         model = make_model()
         optimizer = sgd(model)
-        reducer = pycomm.attach(optimizer, model.named_parameters() if named else model, timeout=30)
+        reducer = pycomm.attach(
+            optimizer, model.named_parameters() if named else model, tuning=pycomm.Tuning(timeout=30)
+        )
         if when == "step after the average":
             loss_of(model, rank, 0).backward()
         with reducer.paused():
@@ -142,7 +144,7 @@ def leftover_of_one_rank(torch_transport: bool) -> str:
     rank = dist.get_rank()
     model = make_model()
     with over_torch(torch_transport):
-        reducer = pycomm.attach(sgd(model), model, timeout=50)
+        reducer = pycomm.attach(sgd(model), model, tuning=pycomm.Tuning(timeout=50))
     loss_of(model, rank, 0).backward()
     model.zero_grad()
     if rank == 0:
@@ -187,7 +189,10 @@ def one_extra(named: bool, torch_transport: bool, compression: Any) -> str:
     optimizer = sgd(model)
     with over_torch(torch_transport):
         reducer = pycomm.attach(
-            optimizer, model.named_parameters() if named else model, timeout=50, compression=compression
+            optimizer,
+            model.named_parameters() if named else model,
+            tuning=pycomm.Tuning(timeout=50),
+            compression=compression,
         )
     steps = 0
 
@@ -246,7 +251,7 @@ def stops_in_the_middle(torch_transport: bool) -> str:
     model = make_model()
     optimizer = sgd(model)
     with over_torch(torch_transport):
-        reducer = pycomm.attach(optimizer, model, timeout=50, bucket_mb=0.0001)
+        reducer = pycomm.attach(optimizer, model, tuning=pycomm.Tuning(timeout=50, bucket_mb=0.0001))
     loss_of(model, rank, 0).backward()
     optimizer.zero_grad()
     if rank == 1:

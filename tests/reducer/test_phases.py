@@ -18,8 +18,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import pycomm
 from pycomm.recorder.traced_step import FOLDER, STEP
-from pycomm.reducer.figures import INTERVAL
+from pycomm.reducer.statistics import INTERVAL
 from tests.on_ranks import on_ranks
+from tests.reducer.attaching import grouped
 from tests.reducer.models import loss_of, make_model, sgd
 
 
@@ -27,7 +28,7 @@ class Training:
     def __init__(self, **options: Any) -> None:
         self.rank, self.model = dist.get_rank(), make_model(dtype=torch.float32)
         self.optimizer = sgd(self.model)
-        self.reducer = pycomm.attach(self.optimizer, self.model, **options)
+        self.reducer = pycomm.attach(self.optimizer, self.model, **grouped(**options))
         self.steps = 0
 
     def backward(self) -> None:

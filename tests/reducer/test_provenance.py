@@ -332,7 +332,7 @@ def leave_with(how: str) -> None:
     rank, model = dist.get_rank(), make_model()
     optimizer = sgd(model)
     with over_torch(how == "torch"):
-        reducer = pycomm.attach(optimizer, model, timeout=50)
+        reducer = pycomm.attach(optimizer, model, tuning=pycomm.Tuning(timeout=50))
     for step in range(4):
         if rank == 1 and step == 3:
             reducer.detach()
@@ -361,7 +361,7 @@ def train_in_a_function(steps: int) -> None:
     """Train, and keep nothing."""
     model = make_model()
     optimizer = sgd(model)
-    pycomm.attach(optimizer, model, timeout=50)
+    pycomm.attach(optimizer, model, tuning=pycomm.Tuning(timeout=50))
     for step in range(steps):
         optimizer.zero_grad()
         loss_of(model, dist.get_rank(), step).backward()

@@ -104,7 +104,7 @@ def test_what_is_declared_per_rank_may_differ() -> None:
 def test_per_rank_takes_names(wrong: Any) -> None:
     model = make_model()
     with pytest.raises(TypeError, match="per_rank is .*, wanted names of hyperparameters"):
-        pycomm.attach(sgd(model), model, per_rank=wrong)
+        pycomm.attach(sgd(model), model, tuning=pycomm.Tuning(per_rank=wrong))
 
 
 @on_ranks(2)

@@ -14,7 +14,7 @@ from torch import nn
 import pycomm
 from tests.on_ranks import Pools, on_ranks
 from tests.ranks import RankPool
-from tests.reducer.attaching import assert_replicas_equal, attached, warnings_noted
+from tests.reducer.attaching import assert_replicas_equal, attached, grouped, warnings_noted
 from tests.reducer.models import Normed, average_gradients, close, loss_of, losses_at, make_model, sgd
 
 
@@ -88,9 +88,9 @@ def test_not_looked_where_not_asked() -> None:
             if rank == 1:
                 model[0].weight.data += 1.0
     with pytest.raises(ValueError, match="check_replicas is -1, wanted at least 0"):
-        pycomm.attach(optimizer, model, check_replicas=-1)
+        pycomm.attach(optimizer, model, tuning=pycomm.Tuning(check_replicas=-1))
     with pytest.raises(ValueError, match="the ranks disagree: setting 8 is 'check_replicas=6' on rank 1"):
-        pycomm.attach(optimizer, model, check_replicas=5 + rank)
+        pycomm.attach(optimizer, model, tuning=pycomm.Tuning(check_replicas=5 + rank))
 
 
 def other_processors(factor: float) -> list[str]:
@@ -134,7 +134,7 @@ def test_no_false_alarm() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of half-precision parameters
-        reducer = pycomm.attach(optimizer, model, check_replicas=1, timeout=30)
+        reducer = pycomm.attach(optimizer, model, tuning=pycomm.Tuning(check_replicas=1, timeout=30))
     for step in range(6):
         if step == 3:
             model[0].bias.requires_grad_(True)
@@ -215,9 +215,11 @@ def part_of_the_model(how: str) -> list[str]:
     optimizer = torch.optim.SGD(model[4].parameters(), lr=0.1)
     said: list[str] = []
     options: dict[str, Any] = {"all_parameters": True} if how == "all" else {}
-    reducers = [pycomm.attach(optimizer, model, timeout=30, **options)]
+    reducers = [pycomm.attach(optimizer, model, **grouped(timeout=30, **options))]
     if how == "two attaches":
-        reducers.append(pycomm.attach(torch.optim.Adam(model[:4].parameters()), model, timeout=30))
+        reducers.append(
+            pycomm.attach(torch.optim.Adam(model[:4].parameters()), model, tuning=pycomm.Tuning(timeout=30))
+        )
     for step in range(3):
         model.zero_grad()
         with warnings_noted(said):

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from pycomm.reducer.autograd_hooks import ForwardHook
+from pycomm.optim.module_hooks import ForwardHook
 from tests.hosts import on_hosts
 from tests.on_ranks import on_ranks
-from tests.reducer.attaching import assert_replicas_equal
+from tests.reducer.attaching import assert_replicas_equal, grouped
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 
@@ -45,7 +45,7 @@ class Net(nn.Module):
 
 
 def attach(**options: Any) -> Callable[..., Any]:
-    return lambda optimizer, model: pycomm.attach(optimizer, model, timeout=30, **options)
+    return lambda optimizer, model: pycomm.attach(optimizer, model, **grouped(timeout=30, **options))
 
 
 def average(optimizer: torch.optim.Optimizer, model: nn.Module) -> Any:
@@ -67,7 +67,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 KINDS: dict[str, Callable[..., Any]] = {
     "attach": attach(),
-    "shrink": attach(on_failure="shrink"),
+    "shrink": attach(survive=pycomm.Survive()),
     "shard": attach(shard="parameters"),
     "DGC": attach(compression=pycomm.TopK(0.5)),
     "local_sgd": average,
@@ -107,7 +107,7 @@ def test_a_scripted_model_is_trained() -> None:
     models[1].load_state_dict(models[0].state_dict())
     for model in models:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        reducer = pycomm.attach(optimizer, model, timeout=30)
+        reducer = pycomm.attach(optimizer, model, tuning=pycomm.Tuning(timeout=30))
         trained: Any = torch.jit.script(model) if model is models[1] else model
         for _ in range(3):
             train(trained, optimizer)
@@ -125,7 +125,7 @@ def double(module: nn.Module, given: tuple[torch.Tensor]) -> tuple[torch.Tensor]
 def test_the_users_hooks_are_scripted() -> None:
     model, x = Net(), torch.randn(3, 4)
     before = model.register_forward_pre_hook(double)
-    reducer = pycomm.attach(torch.optim.SGD(model.parameters(), lr=0.1), model, timeout=30)
+    reducer = pycomm.attach(torch.optim.SGD(model.parameters(), lr=0.1), model, tuning=pycomm.Tuning(timeout=30))
     model.register_forward_pre_hook(double)
     hooks = dict(model._forward_pre_hooks)
     assert torch.equal(reloaded(torch.jit.script(model))(x), model(x))
@@ -145,7 +145,7 @@ def test_the_users_hooks_are_scripted() -> None:
 def test_torch_keeps_nothing_of_ours() -> None:
     """TorchScript keeps the types of modules for ever, with their hooks."""
     model = Net()
-    reducer = pycomm.attach(torch.optim.SGD(model.parameters(), lr=0.1), model, timeout=30)
+    reducer = pycomm.attach(torch.optim.SGD(model.parameters(), lr=0.1), model, tuning=pycomm.Tuning(timeout=30))
     torch.jit.script(model)
     kept: list[Any] = [weakref.ref(model), weakref.ref(reducer)]
     del model, reducer
@@ -174,7 +174,7 @@ def test_scripts_wait_for_parameters_that_arrive_late() -> None:
     model, x = Net(), torch.randn(3, 4)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     with on_hosts("ab"):
-        reducer = pycomm.attach(optimizer, model, timeout=30, shard="optimizer", bucket_mb=1e-4)
+        reducer = pycomm.attach(optimizer, model, tuning=pycomm.Tuning(timeout=30, bucket_mb=1e-4), shard="optimizer")
     train(model, optimizer)
     assert any(type(p) is not nn.Parameter for p in model.parameters())
     scripted: Any = torch.jit.script(model)

@@ -26,7 +26,7 @@ def test_two_attaches_in_one_backward(torch_transport: bool, uneven: bool) -> No
     vectors = [p for p in model.parameters() if p.dim() == 1]
     first, second = torch.optim.SGD(matrices, lr=0.1), torch.optim.SGD(vectors, lr=0.1)
     with over_torch(torch_transport):
-        reducers = [pycomm.attach(o, model, timeout=30, bucket_mb=0.001) for o in (first, second)]
+        reducers = [pycomm.attach(o, model, tuning=pycomm.Tuning(timeout=30, bucket_mb=0.001)) for o in (first, second)]
 
     def loss(module: Any, rank: int, step: int) -> torch.Tensor:
         if uneven and rank == 0:  # the last layer's bias takes no part here, so that the other reducer hears first
@@ -54,7 +54,9 @@ def test_two_attaches_that_keep_buffers(torch_transport: bool) -> None:
     first = torch.optim.SGD([model.body.weight], lr=0.1)
     second = torch.optim.SGD([model.body.bias, *model.norm.parameters()], lr=0.1)
     with over_torch(torch_transport):
-        reducers = [pycomm.attach(o, model, timeout=20, buffers="average") for o in (first, second)]
+        reducers = [
+            pycomm.attach(o, model, tuning=pycomm.Tuning(timeout=20), buffers="average") for o in (first, second)
+        ]
     for step in range(6):
         model.zero_grad()
         x = torch.randn(6, 12, generator=torch.Generator().manual_seed(10 * step + rank))
@@ -91,7 +93,7 @@ def test_the_users_own_collectives_in_backward(torch_transport: bool) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     model, plain = make_model(), make_model()
     with over_torch(torch_transport):
-        reducer = pycomm.attach(sgd(model), model, timeout=30, bucket_mb=0.0001)
+        reducer = pycomm.attach(sgd(model), model, tuning=pycomm.Tuning(timeout=30, bucket_mb=0.0001))
     for step in range(10):
         model.zero_grad()
         x = [torch.randn(4, 12, generator=torch.Generator().manual_seed(10 * step + r)).double() for r in range(size)]

@@ -17,10 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm import CommError, Communicator, torch_internals
+from pycomm.broadcasting import broadcast_optimizer_state
 from pycomm.checks import LONGEST_TIMEOUT
-from pycomm.reducer.broadcast import broadcast_optimizer_state
 from pycomm.transport.own_group import timeout_seconds
 from tests.on_ranks import on_ranks
+from tests.reducer.attaching import grouped
 from tests.reducer.models import loss_of, make_model, sgd
 
 Body = Callable[..., Any]
@@ -33,9 +34,9 @@ def optimizer_and_model() -> tuple[torch.optim.Optimizer, nn.Module]:
 
 MEETINGS: dict[str, Body] = {
     "Communicator": lambda group, **given: Communicator(group, **given),
-    "attach": lambda group, **given: pycomm.attach(*optimizer_and_model(), process_group=group, **given),
+    "attach": lambda group, **given: pycomm.attach(*optimizer_and_model(), process_group=group, **grouped(**given)),
     "shrink": lambda group, **given: pycomm.attach(
-        *optimizer_and_model(), process_group=group, on_failure="shrink", **given
+        *optimizer_and_model(), process_group=group, survive=pycomm.Survive(), **given
     ),
     "local_sgd": lambda group, **given: pycomm.local_sgd(*optimizer_and_model(), every=2, process_group=group, **given),
     "elastic": lambda group, **given: pycomm.elastic_averaging(
@@ -49,7 +50,7 @@ SERVERS: dict[str, Body] = {  # which meet in the default group
     "quorum": lambda **given: pycomm.local_sgd(
         *optimizer_and_model(), every=2, outer=pycomm.Nesterov(), quorum=1, **given
     ),
-    "attach": lambda **given: pycomm.attach(*optimizer_and_model(), **given),
+    "attach": lambda **given: pycomm.attach(*optimizer_and_model(), **grouped(**given)),
 }
 
 
@@ -110,21 +111,17 @@ def test_a_given_one_counts() -> None:
 
 @on_ranks(2, fresh=True)
 def test_a_late_rank_is_waited_for_as_long_as_the_group_says() -> None:
-    """Whatever default ``attach`` declares: nobody has given it."""
     slow = dist.new_group([0, 1], timeout=timedelta(seconds=60))
-    with pytest.MonkeyPatch.context() as patch:
-        defaults: Any = pycomm.attach.__kwdefaults__
-        patch.setitem(defaults, "timeout", 0.5)
-        model = make_model()
-        optimizer = sgd(model)
-        reducer = pycomm.attach(optimizer, model, process_group=slow)
-        for step in range(2):
-            if dist.get_rank() == step:
-                time.sleep(1.5)
-            optimizer.zero_grad()
-            loss_of(model, dist.get_rank(), step).backward()
-            optimizer.step()
-        reducer.detach()
+    model = make_model()
+    optimizer = sgd(model)
+    reducer = pycomm.attach(optimizer, model, process_group=slow)
+    for step in range(2):
+        if dist.get_rank() == step:
+            time.sleep(1.5)
+        optimizer.zero_grad()
+        loss_of(model, dist.get_rank(), step).backward()
+        optimizer.step()
+    reducer.detach()
 
 
 def made_of(backend: str, seconds: float) -> Any:

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from pycomm.reducer.backup import BackupEngine, Standin
+from pycomm.reducer.backup import BackupPolicy, StandbyJob
 from tests.hosts import on_hosts
 from tests.on_ranks import Pools
+from tests.reducer.attaching import grouped
 from tests.survival.training import METHODS, die, digest, loss_of, small_model
 
 TIMEOUT = 100.0
@@ -94,9 +95,7 @@ def train(run: Late, folder: str) -> dict[str, Any]:
             optimizer,
             model,
             compression=METHODS[run.method],
-            on_failure="shrink",
-            backup=run.backup,
-            **{"check_replicas": 4, "timeout": 30, "bucket_mb": 0.004, **run.options},
+            **grouped(backup=run.backup, **{"check_replicas": 4, "timeout": 30, "bucket_mb": 0.004, **run.options}),
         )
         records = Records(params)
         for step in range(run.steps):
@@ -204,7 +203,7 @@ def attach_with(options: dict[str, Any]) -> None:
     options = {"on_failure": "shrink", "backup": 1, **options}
     if options.pop("scaler", False):
         options["loss_scaler"] = pycomm.LossScaler()
-    reducer = pycomm.attach(optimizer, model, **options)
+    reducer = pycomm.attach(optimizer, model, **grouped(**options))
     try:
         if options["backup"] > 0:
             reducer.set_weight(3)
@@ -234,7 +233,7 @@ def test_what_does_not_go_with_it_is_refused(rank_pools: Pools, options: dict[st
 def load_late(state: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    reducer = pycomm.attach(optimizer, model, on_failure="shrink", backup=1)
+    reducer = pycomm.attach(optimizer, model, survive=pycomm.Survive(backup=1))
     reducer.load_state_dict(state)
     loaded = reducer.state_dict()["ranks"][str(dist.get_rank())]
     for p in model.parameters():
@@ -264,7 +263,7 @@ def test_late_gradients_are_saved_and_sent_by_fewer_ranks(new_ranks: Pools, tmp_
 def test_a_job_that_stands_by_ends_with_its_worker() -> None:
     """Otherwise a process that ends without detach() would wait for a step that does not come."""
     stopped = False
-    standin = Standin(lambda: False, lambda: None, lambda: stopped)
+    standin = StandbyJob(lambda: False, lambda: None, lambda: stopped)
     stopped = True
     standin.run()
     assert standin.add(lambda: None) is None
@@ -274,7 +273,7 @@ def test_works_of_a_job_that_failed_end_nevertheless() -> None:
     def fail() -> None:
         raise OSError("no memory")
 
-    standin = Standin(lambda: True, fail, lambda: False)
+    standin = StandbyJob(lambda: True, fail, lambda: False)
     with pytest.raises(OSError, match="no memory"):
         standin.run()
     work = standin.add(lambda: 3)
@@ -287,13 +286,13 @@ def train_without_end() -> int:
     """Leave without detach(), while a job stands by."""
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    reducer = pycomm.attach(optimizer, model, on_failure="shrink", backup=1)
+    reducer = pycomm.attach(optimizer, model, survive=pycomm.Survive(backup=1))
     for step in range(4):
         optimizer.zero_grad()
         nn.functional.mse_loss(model(torch.ones(1, 20)), torch.full((1, 5), float(step))).backward()
         optimizer.step()
-    assert isinstance(reducer._engine, BackupEngine)
-    assert reducer._engine._standin is not None
+    assert isinstance(reducer._engine.policy, BackupPolicy)
+    assert reducer._engine.policy._standby is not None
     return os.getpid()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,36 +17,30 @@ from torch import nn
 
 import pycomm
 from pycomm import CommError
-from pycomm.reducer import joining, newcomers, survival
+from pycomm.reducer import joining, surviving
 from tests.hosts import on_hosts
 from tests.on_ranks import Pools
 from tests.ranks import Outcome
+from tests.reducer.attaching import grouped
 from tests.survival.training import METHODS, Plan, batch, die, digest, expected, small_model
 
 TIMEOUT = 50.0
 AFTERWARDS = 8  # steps that all ranks take together once the last newcomer has come
 
 
-def attach(plan: Plan, model: nn.Module, **options: Any) -> tuple[pycomm.Reducer, Any]:
+def attach(plan: Plan, model: nn.Module, *, join: str | None = None) -> tuple[pycomm.Reducer, Any]:
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.0 if plan.method == "dgc" else 0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
-    options = {"timeout": 30, "check_replicas": 3, "carry": {"scheduler": scheduler}, **plan.options, **options}
-    method = METHODS[plan.method]
-    reducer = pycomm.attach(
-        optimizer,
-        model,
-        compression=method,
-        on_failure="shrink",
-        bucket_mb=0.004,
-        accumulate=plan.accumulate,
-        **options,
-    )
+    options = {"timeout": 30, "check_replicas": 3, "bucket_mb": 0.004, "carry": {"scheduler": scheduler}}
+    given = grouped(**{**options, **plan.options}, compression=METHODS[plan.method], accumulate=plan.accumulate)
+    attach = pycomm.attach if join is None else functools.partial(pycomm.join, join)
+    reducer = attach(optimizer, model, **given)
     return reducer, scheduler
 
 
 def go_on(plan: Plan, reducer: pycomm.Reducer, scheduler: Any, model: nn.Module, size: int) -> dict[str, Any]:
     """Train until the world has had ``size`` ranks, and ``AFTERWARDS`` steps more."""
-    number, first = reducer._engine.survival.membership.me, reducer.stats()["steps"]  # type: ignore[union-attr]
+    number, first = reducer._engine.policy.survival.membership.me, reducer.stats()["steps"]  # type: ignore[attr-defined]
     worlds: list[tuple[int, ...]] = []
     step, left, begun = first, AFTERWARDS, time.monotonic()
     while left > 0:
@@ -163,7 +158,7 @@ def come_and_die(plan: Plan, size: int, port: int) -> None:
         elif moment == "state":
             patch.setattr(joining, "share_state", lambda *_, **__: die())
         elif moment == "hashes":
-            patch.setattr(newcomers, "_compare", lambda *_: die())
+            patch.setattr(joining, "_compare", lambda *_: die())
         model = small_model()
         attach(replace(plan, options={}), model, join=f"127.0.0.1:{port}")
         next(iter(model.parameters())).register_hook(lambda _: die())
@@ -192,7 +187,7 @@ def come_later(plan: Plan, size: int, port: int) -> dict[str, Any]:
 def lose_a_rank_meanwhile(plan: Plan, size: int) -> dict[str, Any]:
     if dist.get_rank() == 1:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(survival, "share_state", lambda *_, **__: die())
+            patch.setattr(surviving, "share_state", lambda *_, **__: die())
             return stay(plan, size)
     return stay(plan, size)
 
@@ -217,18 +212,16 @@ def other(plan: Plan, size: int, port: int) -> None:
     what = plan.options["differs"]
     with pytest.MonkeyPatch.context() as patch:
         if what == "version":
-            patch.setattr(newcomers, "version", lambda: "0.0.1")
+            patch.setattr(joining, "version", lambda: "0.0.1")
         model = nn.Sequential(*small_model(), nn.Linear(5, 5)) if what == "model" else small_model()
         kind = torch.optim.AdamW if what == "optimizer" else torch.optim.SGD
         optimizer = kind(model.parameters(), lr=0.05)
-        options: dict[str, Any] = {"bucket_mb": 0.004 if what != "setting" else 25, "check_replicas": 3}
-        pycomm.attach(
+        pycomm.join(
+            f"127.0.0.1:{port}",
             optimizer,
             model,
-            on_failure="shrink",
-            join=f"127.0.0.1:{port}",
-            carry={"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)},
-            **options,
+            survive=pycomm.Survive(carry={"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}),
+            tuning=pycomm.Tuning(bucket_mb=0.004 if what != "setting" else 25, check_replicas=3),
         )
 
 
@@ -238,7 +231,10 @@ def other(plan: Plan, size: int, port: int) -> None:
         ("version", "the version of pycomm is '0.0.1' here"),
         ("model", "a parameter is '5.weight: [5, 5] torch.float32' here"),
         ("optimizer", "the optimizer is 'AdamW' here, 'SGD' on the ranks"),
-        ("setting", "a setting is 'bucket_mb=25.0' here, 'bucket_mb=0.00"),
+        (
+            "setting",
+            "a setting is 'tuning=Tuning(bucket_mb=25.0, check_replicas=3)' here, 'tuning=Tuning(",
+        ),
     ],
 )
 def test_one_that_does_not_fit_is_refused_and_the_others_go_on(new_ranks: Pools, differs: str, says: str) -> None:
@@ -251,24 +247,21 @@ def test_one_that_does_not_fit_is_refused_and_the_others_go_on(new_ranks: Pools,
     assert [join["rank"] for join in told[0]["joins"]] == [2]
 
 
-def ask_in_vain(address: str, on_failure: str) -> None:
+def ask_in_vain(address: str) -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    pycomm.attach(optimizer, model, join=address, timeout=1.0, on_failure=on_failure)
+    pycomm.join(address, optimizer, model, tuning=pycomm.Tuning(timeout=1.0))
 
 
 def test_nobody_to_join(new_ranks: Pools) -> None:
     ranks = new_ranks(1)
     for address in ("nowhere", "host:", ":80", "127.0.0.1:port"):
-        (outcome,) = ranks.outcomes(ask_in_vain, address, "shrink")
+        (outcome,) = ranks.outcomes(ask_in_vain, address)
         assert isinstance(outcome.error, ValueError)
         assert "wanted the address of the process group's store" in str(outcome.error)
-    (outcome,) = ranks.outcomes(ask_in_vain, "127.0.0.1:1", "shrink")
+    (outcome,) = ranks.outcomes(ask_in_vain, "127.0.0.1:1")
     assert isinstance(outcome.error, CommError)
     assert "no store listens at 127.0.0.1:1" in str(outcome.error)
-    (outcome,) = ranks.outcomes(ask_in_vain, f"127.0.0.1:{ranks.port}", "shrink")
+    (outcome,) = ranks.outcomes(ask_in_vain, f"127.0.0.1:{ranks.port}")
     assert isinstance(outcome.error, CommError)
     assert "did not answer" in str(outcome.error)
-    (outcome,) = ranks.outcomes(ask_in_vain, f"127.0.0.1:{ranks.port}", "raise")
-    assert isinstance(outcome.error, ValueError)
-    assert 'join wants on_failure="shrink"' in str(outcome.error)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import pycomm
 from pycomm import CommError, Communicator
 from pycomm.elastic import membership
-from pycomm.reducer import survival
+from pycomm.reducer import surviving
 from tests.on_ranks import Pools
 from tests.survival.training import METHODS, Plan, batch, die, expected, small_model, train
 
@@ -21,10 +21,10 @@ DEATH = 5  # the step
 
 def at_commit(moment: str, plan: Plan) -> dict[str, Any]:
     """Rank 2 dies around its commit of a step. "half": rank 1 does not learn that the commit has ended, rank 0 does."""
-    original = survival.Survival.commit
+    original = surviving.Survival.commit
     calls = 0
 
-    def commit(self: survival.Survival, *arguments: int) -> None:
+    def commit(self: surviving.Survival, *arguments: int) -> None:
         nonlocal calls
         step, rank = calls, dist.get_rank()
         calls += 1
@@ -37,7 +37,7 @@ def at_commit(moment: str, plan: Plan) -> dict[str, Any]:
             raise CommError.during("barrier", "rank 2 died", rank=1, peer=2)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(survival.Survival, "commit", commit)
+        patch.setattr(surviving.Survival, "commit", commit)
         return train(plan)
 
 
@@ -91,7 +91,11 @@ def contributions(plan: Plan) -> dict[str, Any]:
     rank, model = dist.get_rank(), small_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     reducer = pycomm.attach(
-        optimizer, model, compression=METHODS[plan.method], on_failure="shrink", bucket_mb=0.004, timeout=30
+        optimizer,
+        model,
+        compression=METHODS[plan.method],
+        survive=pycomm.Survive(),
+        tuning=pycomm.Tuning(bucket_mb=0.004, timeout=30),
     )
     given = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
     got = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}

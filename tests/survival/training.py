@@ -19,6 +19,7 @@ from torch import nn
 import pycomm
 from pycomm.compression import Compression
 from tests.hosts import on_hosts
+from tests.reducer.attaching import grouped
 
 METHODS: dict[str, Compression | None] = {
     "dense": None,
@@ -103,10 +104,8 @@ def train(plan: Plan) -> dict[str, Any]:
             optimizer,
             model,
             compression=METHODS[plan.method],
-            on_failure="shrink",
-            bucket_mb=0.004,
             accumulate=plan.accumulate,
-            **{"timeout": 30, "check_replicas": 3, **plan.options},
+            **grouped(on_failure="shrink", **{"timeout": 30, "check_replicas": 3, "bucket_mb": 0.004, **plan.options}),
         )
         with logged() as lines:
             told = run(plan, reducer, model, rank, range(plan.steps))

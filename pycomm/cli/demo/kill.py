@@ -34,7 +34,9 @@ def train_with_a_death(settings: Settings, tell: Tell) -> None:
     if rank > 0:
         logging.getLogger("pycomm").setLevel(logging.ERROR)  # rank 0 says that one died, and how long it took
     optimizer = make_optimizer(model, None)
-    reducer = pycomm.attach(optimizer, model, on_failure="shrink", check_replicas=10, timeout=PATIENCE)
+    reducer = pycomm.attach(
+        optimizer, model, survive=pycomm.Survive(), tuning=pycomm.Tuning(check_replicas=10, timeout=PATIENCE)
+    )
     seconds, losses = [], []
     for step in range(1, _STEPS + 1):
         if rank == size - 1 and step == _STEPS // 2:

@@ -56,7 +56,11 @@ class Trainee:
                 self._forward.register_comm_hook(None, fp16_compress_hook)
         else:
             self._reducer = pycomm.attach(
-                self._optimizer, model, compression=compression, shard=method.shard, timeout=PATIENCE
+                self._optimizer,
+                model,
+                compression=compression,
+                shard=method.shard,
+                tuning=pycomm.Tuning(timeout=PATIENCE),
             )
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[float, float]:

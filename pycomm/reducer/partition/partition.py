@@ -7,18 +7,47 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from pycomm.agreement import check_same_lines
 from pycomm.communicator import Communicator
 from pycomm.errors import CommError
 from pycomm.optim.fused import KernelStep
+from pycomm.optim.module_hooks import BeforeForward
 from pycomm.optim.partition import Span
-from pycomm.reducer.broadcast import check_same_lines
 from pycomm.reducer.buckets import BucketInFlight
-from pycomm.reducer.partition.aftermath import Aftermath
-from pycomm.reducer.partition.segment import Segment
+from pycomm.reducer.partition.on_host import Segment
 from pycomm.torch_internals import version_of
+
+_TEXT = (
+    "a rank was lost in the middle of optimizer.step(), while the ranks wrote to each other's parameters: those here "
+    "may be a mixture of old and new ones. Load a checkpoint (model.load_state_dict) before they are used. The cause: "
+)
+
+
+class Aftermath:
+    """Guard that makes every forward of ``module`` and every step of ``optimizer`` raise, until the module is loaded.
+
+    It stays when the Reducer is detached.
+    """
+
+    def __init__(self, module: torch.nn.Module | None, optimizer: torch.optim.Optimizer, cause: BaseException) -> None:
+        self._text = _TEXT + str(cause)
+        self._handles: list[Any] = [optimizer.register_step_pre_hook(lambda *_: self._raise())]
+        if module is not None:
+            self._handles.append(module.register_forward_pre_hook(BeforeForward(self._raise)))
+            register: Any = module.register_load_state_dict_post_hook
+            self._handles.append(register(lambda *_: self._loaded()))
+
+    def _raise(self) -> None:
+        raise RuntimeError(self._text)
+
+    def _loaded(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
 
 @dataclass(frozen=True)
@@ -39,7 +68,7 @@ class Terms:
     communicator: Communicator
     stepper: KernelStep
     module: torch.nn.Module | None
-    full_grad: bool | None
+    grads: str
     average: bool
     most_writes: int
     was_fused_here: bool
@@ -79,7 +108,7 @@ class StepPartition(_Plain, ABC):
     """Partition of the parameters of an attached optimizer; see :class:`pycomm.optim.partition.Partition`."""
 
     def __init__(self, terms: Terms) -> None:
-        self.full_grad = terms.full_grad is True
+        self.full_grad = terms.grads == "full"
         self.reduction = "mean" if terms.average else "sum"
         self._communicator, self._stepper, self._module = terms.communicator, terms.stepper, terms.module
         self._most_writes, self._was_fused_here = terms.most_writes, terms.was_fused_here
@@ -207,8 +236,8 @@ class StepPartition(_Plain, ABC):
                 if slot.param.grad is view and version_of(view) - slot.version > self._most_writes:
                     raise ValueError(
                         f"the gradient of {slot.name!r} was written to after backward(), and each rank has only its "
-                        "own part of the average: clip by reducer.clip_grad_norm(), or attach(..., full_grad=True); a "
-                        "torch.amp.GradScaler is given to attach as loss_scaler"
+                        'own part of the average: clip by reducer.clip_grad_norm(), or pass Sharding(grads="full"); '
+                        "a torch.amp.GradScaler is given to attach as loss_scaler"
                     )
 
     def _agree(self, optimizer: torch.optim.Optimizer, is_skipped: bool) -> bool:
@@ -219,7 +248,8 @@ class StepPartition(_Plain, ABC):
         self._communicator.all_reduce(votes, "max")
         most, least, skips, moved = votes.tolist()
         if most != -least:
-            check_same_lines(self._communicator, settings.decode().splitlines(), "parameter group")
+            lines = settings.decode().splitlines()
+            check_same_lines(self._communicator.channel.all_gather_bytes, lines, "parameter group")
             raise AssertionError("lines of equal text have equal digests")
         if moved and not skips:
             self._open_terms()

@@ -76,7 +76,7 @@ def lose_a_rank(shard: str, point: str) -> str:
     """Return what the parameters of a rank that is left are: "old", "new" or "unusable"."""
     model = Weights()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    reducer = pycomm.attach(optimizer, model, timeout=20, shard=shard, check_replicas=0)
+    reducer = pycomm.attach(optimizer, model, tuning=pycomm.Tuning(timeout=20, check_replicas=0), shard=shard)
 
     def step(number: int) -> None:
         optimizer.zero_grad()

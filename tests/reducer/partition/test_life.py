@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import pycomm
 from tests.on_ranks import on_ranks
-from tests.reducer.attaching import attached, over_torch
+from tests.reducer.attaching import attached, grouped, over_torch
 from tests.reducer.partition.stepping import OPTIMIZERS, Weights, assert_same, backward, gradients_of, rank, values_of
 
 
@@ -176,7 +176,7 @@ def test_after_detach_each_rank_steps_alone_and_nothing_is_shared(shard: str) ->
 
 def refused(match: str, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
     with pytest.raises(ValueError, match=match):
-        pycomm.attach(optimizer, model, timeout=30, **options)
+        pycomm.attach(optimizer, model, **grouped(timeout=30, **options))
     optimizer.zero_grad()
 
 
@@ -184,15 +184,14 @@ def refused(match: str, model: nn.Module, optimizer: torch.optim.Optimizer, **op
 def test_what_cannot_be_sharded_is_refused_by_name() -> None:
     model = Weights()
     adam = torch.optim.Adam(model.parameters())
-    refused('shard is "?.model', model, adam, shard="model")
+    refused("shard is 'model'", model, adam, shard="model")
     refused("Adamax", model, torch.optim.Adamax(model.parameters()), shard="optimizer")
     refused("TopK", model, adam, shard="optimizer", compression=pycomm.TopK(0.1))
-    refused("shrink", model, adam, shard="optimizer", on_failure="shrink")
+    refused(r"survive=Survive\(\)", model, adam, shard="optimizer", on_failure="shrink")
     refused("all_parameters", model, adam, shard="optimizer", all_parameters=True)
-    refused("full_grad=True without shard", model, adam, full_grad=True)
-    refused(
-        "full_grad=None, compression=FP16", model, adam, shard="optimizer", full_grad=None, compression=pycomm.FP16()
-    )
+    half_sent = {"shard": "optimizer", "grads": "local", "compression": pycomm.FP16()}
+    refused('grads="local" and compression=FP16', model, adam, **half_sent)
+    refused('optimizer_state="keep" does not go with shard', model, adam, shard="optimizer", optimizer_state="keep")
     half = Weights().half()
     refused("master_weights", half, torch.optim.Adam(half.parameters()), shard="optimizer")
     with over_torch():

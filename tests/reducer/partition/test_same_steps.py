@@ -233,10 +233,10 @@ def test_gradients_after_backward(shard: str) -> None:
                 span = own_span(p, reducer)
                 assert p.grad is not None
                 got = in_memory_order(p.grad)
-                full = options.get("full_grad", False)
-                if full is True:
+                full = options.get("grads", "part")
+                if full == "full":
                     assert torch.equal(got, mean)
-                elif full is None:
+                elif full == "local":
                     assert torch.equal(got, mine)
                 else:
                     assert torch.equal(got[span], mean[span])

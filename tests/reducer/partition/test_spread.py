@@ -23,7 +23,7 @@ import pycomm
 from pycomm.channel import Channel
 from tests.hosts import on_hosts
 from tests.on_ranks import Pools, on_ranks
-from tests.reducer.attaching import assert_replicas_equal, attached
+from tests.reducer.attaching import assert_replicas_equal, attached, grouped
 from tests.reducer.partition import test_same_steps as whole
 from tests.reducer.partition.stepping import (
     OPTIMIZERS,
@@ -40,7 +40,7 @@ from tests.reducer.partition.stepping import (
 HOSTS = {2: "ab", 3: "aab", 4: "abab"}
 SHARDS: dict[str, dict[str, Any]] = {
     "own gradients": {"shard": "optimizer"},
-    "all gradients": {"shard": "optimizer", "full_grad": True},
+    "all gradients": {"shard": "optimizer", "grads": "full"},
 }
 
 
@@ -330,15 +330,15 @@ def train(_: Any, optimizer: torch.optim.Optimizer, model: Weights, begin: int =
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"shard": "parameters"}, 'shard="parameters" wants all ranks on one host'),
-        ({"shard": "optimizer", "full_grad": None}, "full_grad=None wants all ranks on one host"),
+        ({"shard": "parameters"}, r"shard=Sharding\('parameters'\) requires all ranks on one host"),
+        ({"shard": "optimizer", "grads": "local"}, r"grads='local'\) requires all ranks on one host"),
     ],
 )
 @on_ranks(2)
 def test_what_wants_one_host_is_refused(options: dict[str, Any], match: str) -> None:
     model = Weights()
     with hosts(), pytest.raises(ValueError, match=match):
-        pycomm.attach(torch.optim.Adam(model.parameters()), model, timeout=30, **options)
+        pycomm.attach(torch.optim.Adam(model.parameters()), model, **grouped(timeout=30, **options))
 
 
 @on_ranks(2)
@@ -359,7 +359,9 @@ def lose_a_rank(point: str) -> None:
     model = Layers()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     with hosts():
-        reducer = pycomm.attach(optimizer, model, timeout=20, shard="optimizer", bucket_mb=0.02, check_replicas=0)
+        reducer = pycomm.attach(
+            optimizer, model, tuning=pycomm.Tuning(timeout=20, bucket_mb=0.02, check_replicas=0), shard="optimizer"
+        )
     stepped(model, optimizer)
     dying = rank() == 1
     if dying and point == "before its gathering":

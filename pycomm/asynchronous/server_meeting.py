@@ -1,0 +1,253 @@
+"""ServerMeeting of the ranks of a parameter server in the store of their process group, without a process group.
+
+What is agreed there stays: a process that comes later, or in the place of one that has died, finds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from pycomm.asynchronous.wire import WorkerListener
+from pycomm.errors import CommError
+from pycomm.torch_internals import PrefixStore, Store, root_store, store_of
+from pycomm.transport import rendezvous
+from pycomm.transport.addresses import address_towards, loopback
+from pycomm.transport.authentication import SECRET, SECRET_FILE, Access
+from pycomm.transport.own_group import timeout_seconds
+from pycomm.untrusted import ListOf, Number, OneOf, parse
+
+_POLL = 0.01  # seconds
+_PATIENCE = 5.0  # seconds for others to read what is wrong
+_numbers = itertools.count()
+"""Of the parameter servers of this process: the n-th call of one rank meets the n-th of the others."""
+
+_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+_LAST_PORT = 65535
+_PLACE = {"host": str, "name": str, "address": str, "port": Number(0, _LAST_PORT, whole=True)}
+_FAILURE = {"failure": str}
+_TOLD = {"problem": str, "lines": ListOf(str), "host": str, "secret": str}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Place of a server.
+
+    Attributes:
+        host: identity of its host.
+        name: of its Unix socket, in hexadecimal digits.
+        address, port: where it listens for other hosts; "" and 0 if it does not.
+    """
+
+    host: str
+    name: str
+    address: str
+    port: int
+
+
+class ServerMeeting:
+    """ServerMeeting of the ranks.
+
+    Args:
+        timeout: limit of every wait for a rank; seconds or ``timedelta``, ``None`` for the process group's own.
+
+    Attributes:
+        rank, size: of the process group, or of torchrun's environment variables.
+        worker: number of this process if it is a worker: its rank, or a new one if it has none.
+        is_late: whether the others have met before, and this process comes later.
+        timeout: limit of every wait for a rank, in seconds.
+        access: what this process can prove to those of other hosts.
+
+    Raises:
+        RuntimeError: there is neither a process group nor what torchrun sets.
+    """
+
+    def __init__(self, timeout: timedelta | float | None) -> None:
+        number, self.timeout, self.access = next(_numbers), timeout_seconds(None), Access()
+        self._hosts: set[str] = set()  # of the ranks
+        self._problem: Exception | None = None  # of the timeout or the secret, raised by compare()
+        try:
+            self.timeout, self.access = timeout_seconds(timeout), Access.read()
+        except (TypeError, ValueError, OSError) as error:
+            self._problem = error
+        if dist.is_initialized():
+            group = dist.group.WORLD
+            assert group is not None
+            store, self.rank, self.size = root_store(store_of(group)), dist.get_rank(), dist.get_world_size()
+        else:
+            store, self.rank, self.size = _from_environment(self.timeout)
+        self._host = str(getattr(store, "host", "")) or loopback()
+        self._store: Store = PrefixStore(f"pycomm/server/{number}", store)
+        self.is_late = self._store.check(["begun"])
+        if 0 <= self.rank < self.size:
+            self.worker = self.rank
+        else:
+            self.worker = self.size + self._store.add("newcomers", 1) - 1
+
+    def compare(self, lines: Sequence[str], problem: Exception | None = None) -> None:
+        """Raise an error on all ranks if their ``lines`` or secrets differ, or one of them has a ``problem``.
+
+        Raises:
+            ValueError: see above, from the ``problem`` on the rank that has it. A process that is late is compared
+                with rank 0.
+            CommError: a rank did not come.
+        """
+        problem = self._problem or problem
+        if self.is_late:
+            if problem is not None:
+                raise ValueError(_words(problem)) from problem
+            self._compare_with_first(lines)
+            return
+        mine = {"problem": "" if problem is None else _words(problem), "lines": list(lines)}
+        self._store.set(f"lines/{self.rank}", json.dumps({**mine, **_safety(self.access)}))
+        everyones = self._told()
+        self._store.set("begun", "")
+        self._store.add("read", 1)
+        try:
+            if problem is not None:
+                raise ValueError(_words(problem)) from problem
+            for rank, told in enumerate(everyones):
+                if told["problem"]:
+                    raise ValueError(f"rank {rank}: {told['problem']}")
+            for rank, told in enumerate(everyones):
+                _require_same(told["lines"], everyones[0]["lines"], f"rank {rank}")
+                _require_safe(told, everyones[0], rank)
+        except ValueError:
+            if self.rank == 0:
+                self._await("read", self.size)
+            raise
+
+    def _compare_with_first(self, lines: Sequence[str]) -> None:
+        first = self._told()[0]
+        _require_same([line for line in lines if not line.startswith("values")], first["lines"], "this process")
+        _require_safe(_safety(self.access), first, self.worker)
+
+    def _told(self) -> list[dict[str, Any]]:
+        """Return what all ranks have told."""
+        told = [parse(self._get(f"lines/{p}", p), _TOLD, f"what rank {p} has told") for p in range(self.size)]
+        self._hosts = {one["host"] for one in told} | {rendezvous.host_identity()}
+        return told
+
+    def open_listener(self) -> WorkerListener:
+        """Return where workers come in: from other hosts only if there is a secret, and a way from them."""
+        key, address = self.access.key, self.own_address()
+        is_reached = len(self._hosts) > 1 or not ipaddress.ip_address(address.partition("%")[0]).is_loopback
+        return (
+            WorkerListener()
+            if key is None or not is_reached
+            else WorkerListener(address, key, self.access.context(server=True))
+        )
+
+    def tell_address(self, server: int, listener: WorkerListener) -> None:
+        """Tell where ``server`` is."""
+        place = Place(rendezvous.host_identity(), listener.name.hex(), *listener.address)
+        self._store.set(f"server/{server}", json.dumps(asdict(place)))
+
+    @contextlib.contextmanager
+    def telling(self, server: int, num_workers: int) -> Iterator[None]:
+        """Tell ``num_workers``, who wait for ``server``, of an error inside, because of which it will not come."""
+        try:
+            yield
+        except Exception as error:
+            if not self.is_late:  # else they wait for one that takes its place
+                self._store.set(f"server/{server}", json.dumps({"failure": _words(error)}))
+                self._await(f"heard/{server}", num_workers)
+            raise
+
+    def _await(self, key: str, count: int) -> None:
+        """Wait until ``key`` is ``count``: with this process the store may go in which others find what is wrong."""
+        start = time.monotonic()
+        with contextlib.suppress(RuntimeError):  # the store is gone: torch's DistNetworkError is one
+            while self._store.add(key, 0) < count and time.monotonic() - start < _PATIENCE:
+                time.sleep(_POLL)
+
+    def address_of(self, server: int) -> Place | None:
+        """Return where ``server`` is, or was last; ``None`` if that is not known yet.
+
+        Raises:
+            CommError: it has said that it will not come, or the store is gone.
+        """
+        try:
+            if not self._store.check([f"server/{server}"]):
+                return None
+            text = self._store.get(f"server/{server}")
+            found = parse(text, OneOf(_PLACE, _FAILURE), f"the address of server {server}")
+            if "failure" in found:
+                self._store.add(f"heard/{server}", 1)
+                what = f"server {server} could not begin: {found['failure']}"
+                raise CommError.during("find a server", what, rank=self.worker, peer=server)
+        except CommError:
+            raise
+        except RuntimeError as error:  # torch's DistNetworkError is one
+            what = f"the store in which servers say where they are is gone: {error}"
+            raise CommError.during("find a server", what, rank=self.worker, peer=server) from error
+        return Place(**{name: found[name] for name in _PLACE})
+
+    def own_address(self) -> str:
+        """Return this host's address as the others reach it: that from which it reaches the store."""
+        return address_towards(self._host)
+
+    def _get(self, key: str, rank: int) -> bytes:
+        start = time.monotonic()
+        while not self._store.check([key]):
+            if time.monotonic() - start > self.timeout:
+                what = f"rank {rank} has not called parameter_server()"
+                raise CommError.during("meet", what, rank=self.rank, peer=rank, elapsed=self.timeout)
+            time.sleep(_POLL)
+        return bytes(self._store.get(key))
+
+
+def _words(problem: Exception) -> str:
+    return str(problem) or type(problem).__name__
+
+
+def _from_environment(timeout: float) -> tuple[Store, int, int]:
+    missing = [name for name in _VARIABLES if name not in os.environ and name != "RANK"]
+    if missing:
+        raise RuntimeError(
+            "torch.distributed is not initialised, and the environment does not say where the others are: "
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set"
+        )
+    host, port, size = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"])
+    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
+    return store, int(os.environ.get("RANK", "-1")), size
+
+
+def _require_same(lines: Sequence[str], first: Sequence[str], who: str) -> None:
+    wanted = [line for line in first if len(lines) == len(first) or not line.startswith("values")]
+    for i in range(max(len(lines), len(wanted))):
+        here = lines[i] if i < len(lines) else "nothing"
+        there = wanted[i] if i < len(wanted) else "nothing"
+        if here != there:
+            raise ValueError(f"the ranks disagree: {here!r} on {who}, {there!r} on rank 0")
+
+
+def _safety(access: Access) -> dict[str, str]:
+    """Return what tells whether connections can be proven: this host, and a fingerprint of the secret."""
+    return {"host": rendezvous.host_identity(), "secret": str(access)}
+
+
+def _require_safe(told: dict[str, Any], first: dict[str, Any], rank: int) -> None:
+    """Raise ValueError if ``rank`` and the first one cannot prove to each other who they are."""
+    if told["secret"] != first["secret"]:
+        raise ValueError(
+            f"the ranks disagree about {SECRET} or certificates: {told['secret']} on rank {rank}, {first['secret']} on "
+            "rank 0"
+        )
+    if told["host"] != first["host"] and told["secret"] == str(Access()):
+        raise ValueError(
+            f"rank {rank} and rank 0 are on different hosts, or belong to different users or containers, and have no "
+            f"secret by which they know each other: without one, servers listen on their own host only. Set {SECRET} "
+            f"or {SECRET_FILE} on all ranks"
+        )

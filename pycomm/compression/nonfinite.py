@@ -1,0 +1,69 @@
+"""Name of the gradient that was not finite, for all ranks: a sum alone does not tell whose it was.
+
+Compression that carries state sends the names along (see :mod:`pycomm.compression.report`). Of gradients that travel
+as they are, or in half precision, all ranks know by a flag that some rank's were not finite, or too large for a sum.
+In such a step, and in no other, they tell each other which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from pycomm.bucket import Bucket
+from pycomm.communicator import Communicator
+from pycomm.compression.base import Exchange, Flag
+
+
+class Sent(Protocol):
+    """Bucket that has been sent, and its exchange."""
+
+    @property
+    def bucket(self) -> Bucket: ...
+
+    @property
+    def exchange(self) -> Exchange: ...
+
+
+class NonfiniteSource:
+    """Source of the non-finite values of the last step that had any; the same on all ranks, but not known on GPUs.
+
+    Attributes:
+        told: what the ranks have told each other; ``None`` if none of them knew it, or none has since been asked.
+    """
+
+    def __init__(self) -> None:
+        self.told: str | None = None
+        self._is_flagged = False
+
+    def share(self, sent: Iterable[Sent], communicator: Communicator) -> None:
+        """Have all ranks know the source, once they have all results of a step. Sends nothing if these are finite.
+
+        Collective if they are not, which all ranks of ``communicator`` know by the same flags.
+        """
+        flagged = [each for each in sent if _is_flagged(each)]
+        self._is_flagged = bool(flagged)
+        if flagged:
+            mine = nonfinite_source(each.exchange for each in flagged) or ""
+            everyones = communicator.channel.all_gather_bytes(mine.encode())
+            self.told = next((source.decode() for source in everyones if source), None)
+
+    def count(self, finite: Flag | None) -> None:
+        """Note the verdict on the step: what was told is of an earlier one if compression found this not finite."""
+        if finite is False and not self._is_flagged:
+            self.told = None
+
+    def of(self, sent: Iterable[Sent]) -> str | None:
+        """Return the source, sent along or told; ``None`` if it is not known. Waits for a GPU."""
+        return nonfinite_source(each.exchange for each in sent if each.exchange.transactional) or self.told
+
+
+def _is_flagged(sent: Sent) -> bool:
+    """Return whether some rank's gradients were not finite, or too large; not asked where the host would wait."""
+    bucket = sent.bucket
+    return not sent.exchange.transactional and not bucket.on_gpu and float(bucket.too_large_flag) != 0.0
+
+
+def nonfinite_source(exchanges: Iterable[Exchange]) -> str | None:
+    """Return the source of the non-finite values in the last step that had any, if an exchange knows it."""
+    return next((found for exchange in exchanges if (found := exchange.nonfinite_source())), None)

@@ -1,0 +1,112 @@
+"""Loop index: what shows that a rank has left out a batch, so that ranks would average passes of different batches.
+
+A rank that leaves out a batch (``continue``, because the loss is NaN) does less than the others, or something else:
+its forward leads to no backward, or it calls ``zero_grad`` twice in a row. Both are counted from one reduction to
+the next, and the counts travel with the gradients.
+
+The number of forwards itself says nothing: an episode, or a sequence, has as many as it is long.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+
+_MOST_TENSORS = 16
+"""Number of tensors of an output that are looked at."""
+
+
+class _Forward:
+    """Hook of the nodes that have computed a forward's output: whether backward has come to one of them."""
+
+    __slots__ = ("used",)
+
+    def __init__(self) -> None:
+        self.used = False
+
+    def __call__(self, _: Any) -> None:
+        self.used = True
+
+
+class Gradient(Protocol):
+    """Gradient of a parameter, to which backward has added ``fired`` times in this pass."""
+
+    @property
+    def owner(self) -> Any: ...
+    @property
+    def fired(self) -> int: ...
+    def holds_average(self) -> bool: ...
+    def grad_version(self) -> int: ...
+
+
+class LoopIndex:
+    """Counts of one rank since its last reduction.
+
+    Attributes:
+        num_zero_grads: number of calls of ``optimizer.zero_grad()``.
+        has_paused: whether there was a pass of this rank alone, around which it may have called ``zero_grad`` too.
+        accumulated: whether backward has added to gradients that the last step has used already.
+    """
+
+    def __init__(self) -> None:
+        self._forwards: list[_Forward] = []
+        self._stepped: tuple[Gradient, int] | None = None  # a gradient that the last step has used, with its version
+        self.num_zero_grads = 0
+        self.accumulated = self.has_paused = False
+
+    def note_step(self, slot: Gradient) -> None:
+        """Note that the optimizer has used the gradient of ``slot``, which stands for all: they are cleared alike."""
+        has_average = slot.owner.grad is not None and slot.holds_average()
+        self._stepped = (slot, slot.grad_version()) if has_average else None
+
+    def note_gradient(self, slot: Gradient) -> None:
+        """Note that backward has added to the gradient of ``slot``, which has been counted."""
+        if self._stepped is not None and self._stepped[0] is slot and slot.owner.grad is not None:
+            kept = slot.holds_average() and slot.grad_version() == self._stepped[1] + slot.fired
+            self.accumulated |= kept and slot.fired > 0
+
+    def note_forward(self, output: Any) -> None:
+        """Note a forward in training mode whose ``output`` is a tensor, or containers of tensors."""
+        forward = _Forward()
+        is_hooked = False
+        for tensor in _tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(forward)
+                is_hooked = True
+        if is_hooked:
+            self._forwards.append(forward)
+
+    @property
+    def num_unused(self) -> int:
+        """Number of forwards that no backward has come to."""
+        return sum(not forward.used for forward in self._forwards)
+
+    @property
+    def num_restarts(self) -> int:
+        """Number of times that ``zero_grad`` began a step anew, with no reduction since it was called before."""
+        return 0 if self.has_paused else max(self.num_zero_grads - 1, 0)
+
+    def restart(self) -> None:
+        """Count from zero: gradients have been averaged."""
+        self._forwards.clear()
+        self._stepped = None
+        self.num_zero_grads, self.accumulated, self.has_paused = 0, False, False
+
+
+def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
+    """Yield the first tensors of ``output``: of tuples, lists, dicts and dataclasses."""
+    left, found = [output], 0
+    while left and found < _MOST_TENSORS:
+        value = left.pop()
+        if isinstance(value, torch.Tensor):
+            found += 1
+            yield value
+        elif isinstance(value, dict):
+            left.extend(value.values())
+        elif isinstance(value, (tuple, list)):
+            left.extend(value[:_MOST_TENSORS])
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            left.extend(vars(value).values())

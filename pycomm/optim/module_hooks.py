@@ -1,0 +1,120 @@
+"""Hooks of a training loop: of a module's forward, and of ``optimizer.zero_grad()``."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pycomm.optim.copies import CopyWatch
+from pycomm.torch_internals import forward_pre_hooks, is_recording, leave_out_of_scripts
+
+
+class ForwardHook:
+    """Hook of a module's forward that does nothing, as a copy of one of pycomm's does (``deepcopy``, ``pickle``).
+
+    Those that do something do nothing either in a forward that torch.compile traces; what they would find is found
+    when backward begins, or before the step.
+    """
+
+    def __call__(self, *_: Any) -> None:
+        pass
+
+    def __deepcopy__(self, memo: object) -> ForwardHook:
+        return self.of_copy()
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return type(self.of_copy()), ()
+
+    def of_copy(self) -> ForwardHook:
+        """Return the hook that a copy of the module gets."""
+        return ForwardHook()
+
+
+class BeforeForward(ForwardHook):
+    """Pre-hook that calls ``before_forward()``; ``watches_copies``: copies of the module refuse to be trained."""
+
+    def __init__(self, before_forward: Callable[[], None], *, watches_copies: bool = False) -> None:
+        self._before_forward, self._watches_copies = before_forward, watches_copies
+
+    def __call__(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._before_forward()
+
+    def of_copy(self) -> ForwardHook:
+        return OfCopy() if self._watches_copies else ForwardHook()
+
+
+class AfterForward(ForwardHook):
+    """Hook that calls ``after_forward(output)`` after a forward in training mode whose graph is kept."""
+
+    def __init__(self, after_forward: Callable[[Any], None]) -> None:
+        self._after_forward = after_forward
+
+    def __call__(self, module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and module.training and torch.is_grad_enabled() and not is_recording():
+            self._after_forward(output)
+
+
+class OfCopy(ForwardHook):
+    """Pre-hook of a copy of an attached module."""
+
+    def __init__(self) -> None:
+        self._watch = CopyWatch()
+
+    def __call__(self, module: torch.nn.Module, *_: Any) -> None:
+        if not torch.compiler.is_compiling() and not is_recording():
+            self._watch.before_forward(module)
+
+    def of_copy(self) -> ForwardHook:
+        return OfCopy()
+
+
+leave_out_of_scripts(ForwardHook)
+
+
+def watch_copies(module: torch.nn.Module) -> Any:
+    """Have copies of ``module`` refuse to be trained unless they are attached; return a handle with ``remove``."""
+    forget_original(module)
+    return module.register_forward_pre_hook(BeforeForward(lambda: None, watches_copies=True))
+
+
+def forget_original(module: torch.nn.Module) -> None:
+    """Note that ``module``, which may be a copy of an attached one, is averaged itself from now on."""
+    for part in module.modules():
+        hooks = forward_pre_hooks(part)
+        for key in [key for key, hook in hooks.items() if isinstance(hook, OfCopy)]:
+            del hooks[key]
+
+
+class ZeroGradHook:
+    """Hook that calls ``note()`` before ``optimizer.zero_grad()``, which torch has no hooks for.
+
+    The method of this one object is replaced. Copies and pickles of the optimizer have its class's.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, note: Callable[[], None]) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._before = vars(optimizer).get("zero_grad")
+        call: Callable[..., None] = optimizer.zero_grad
+
+        @functools.wraps(call)
+        def zero_grad(*args: Any, **kwargs: Any) -> None:
+            note()
+            call(*args, **kwargs)
+
+        self._hook = zero_grad
+        vars(optimizer)["zero_grad"] = zero_grad
+
+    def remove(self) -> None:
+        """Give the optimizer back what it had, unless somebody has replaced it since."""
+        optimizer = self._optimizer()
+        if optimizer is None or vars(optimizer).get("zero_grad") is not self._hook:
+            return
+        if self._before is None:
+            del vars(optimizer)["zero_grad"]
+        else:
+            vars(optimizer)["zero_grad"] = self._before

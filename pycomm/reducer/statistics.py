@@ -1,0 +1,361 @@
+"""Statistics of a Reducer: what ``Reducer.stats`` returns about buckets, time, waits and compression.
+
+It is known who is waited for by when each rank had all gradients of a reduction. Ranks of one host write that to a page
+of memory that all of them see. It takes no message, and can be read while the others are waited for. Ranks that survive
+failures tell it in the exchange with which each step ends, on however many hosts they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import statistics
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from pycomm.communicator import Communicator
+from pycomm.compression.base import Exchange, method_stats
+from pycomm.elastic.agreement_store import shared_file
+from pycomm.elastic.ready import ReadyPage
+from pycomm.recorder import Recorder, labelled, listened_to
+from pycomm.reducer.parameters import ParameterTable
+from pycomm.reducer.step_trace import StepTrace
+from pycomm.torch_internals import is_profiling, profiled_range
+from pycomm.transport import late_ranks
+
+INTERVAL = 10
+"""Number of reductions for which figures stand: looking at each of them could cost a tenth of the time of a step."""
+
+_TINY = 1e-300
+"""Square that stands for zero where it divides."""
+
+
+class CompressionFigures:
+    """Figures of what this rank's compression leaves out, looked at anew once they are ``INTERVAL`` reductions old."""
+
+    def __init__(self) -> None:
+        self._looked_at: int | None = None
+        self._residual: float | None = None
+        self._error: float | None = None
+
+    def forget(self) -> None:
+        """Look anew at the next question, since what was left has been replaced."""
+        self._looked_at = None
+
+    def report(self, exchanges: Sequence[Exchange], num_reductions: int) -> dict[str, float]:
+        """Return ``residual_norm`` and ``compression_error``, as far as they are known; see ``Reducer.stats``."""
+        if self._looked_at is None or num_reductions >= self._looked_at + INTERVAL:
+            self._looked_at = num_reductions
+            self._look(exchanges)
+        measured = [found for exchange in exchanges if (found := exchange.measured()) is not None]
+        if measured:
+            there_was, left = (sum(squares) for squares in zip(*measured, strict=True))
+            if math.isfinite(there_was):  # else the step was left out
+                self._error = math.sqrt(left / max(there_was, _TINY))
+        known = {"residual_norm": self._residual, "compression_error": self._error}
+        return {name: figure for name, figure in known.items() if figure is not None}
+
+    def _look(self, exchanges: Sequence[Exchange]) -> None:
+        """Read the residuals, and have the next reduction measured."""
+        residuals = [square for exchange in exchanges if (square := exchange.squared_residual()) is not None]
+        self._residual = math.sqrt(sum(residuals)) if residuals else None
+        for exchange in exchanges:
+            exchange.measure_next()
+
+
+class Phases:
+    """Account of the seconds of all reductions of a rank.
+
+    The communication thread packs (with compression: encodes, and decodes what comes) and calls collectives; the thread
+    of ``backward()`` waits for the rest of that, and unpacks: hands out the gradients, and commits compression's state.
+
+    Attributes:
+        trace: gets the spans of one step, if somebody wants to see them.
+    """
+
+    def __init__(self) -> None:
+        self.pack = self.wire = self.wait = self.unpack = 0.0
+        self.trace: StepTrace | None = None
+        self._profiling = False
+
+    def begin(self) -> None:
+        """Note that a backward pass begins."""
+        self._profiling = is_profiling()
+        if self.trace is not None:
+            self.trace.begin_backward()
+
+    def end_backward(self) -> None:
+        """Note that a backward pass has ended."""
+        if self.trace is not None:
+            self.trace.end_backward()
+
+    def end_reduction(self) -> None:
+        """Note that gradients have been handed out."""
+        if self.trace is not None:
+            self.trace.end_reduction()
+
+    def end_step(self) -> None:
+        """Note that ``optimizer.step()`` has returned."""
+        if self.trace is not None:
+            self.trace.end_step()
+
+    def exchange(self, number: int, recorder: Recorder | None, job: Callable[[], None]) -> None:
+        """Run the ``job`` that exchanges the bucket launched as ``number``; without ``recorder``, only enqueue it."""
+        label = f"bucket {number}"
+        began = time.monotonic()
+        before = 0.0 if recorder is None else recorder.seconds
+        with labelled(label), _ranges(label) if self._profiling else contextlib.nullcontext():
+            job()
+        if recorder is None:
+            return
+        ended = time.monotonic()
+        wire = recorder.seconds - before
+        self.wire += wire
+        self.pack += ended - began - wire
+        if self.trace is not None:
+            self.trace.add("communication", label, began, ended)
+            self.trace.add_operations(recorder, label, began)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count what happens inside as waiting."""
+        began = time.monotonic()
+        try:
+            with self._range("wait"):
+                yield
+        finally:
+            self.wait += self._note("wait", began)
+
+    @contextlib.contextmanager
+    def unpacking(self) -> Iterator[None]:
+        """Count what happens inside as unpacking."""
+        began = time.monotonic()
+        try:
+            with self._range("unpack"):
+                yield
+        finally:
+            self.unpack += self._note("unpack", began)
+
+    def _note(self, name: str, began: float) -> float:
+        ended = time.monotonic()
+        if self.trace is not None:
+            self.trace.add("training", name, began, ended)
+        return ended - began
+
+    def _range(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        return profiled_range(f"pycomm::{name}") if self._profiling else contextlib.nullcontext()
+
+    def report(self) -> dict[str, float | None]:
+        """Return the account; see ``Reducer.stats``."""
+        busy = self.pack + self.wire
+        return {
+            "pack_seconds": self.pack,
+            "wire_seconds": self.wire,
+            "unpack_seconds": self.unpack,
+            "hidden_share": max(0.0, 1.0 - self.wait / busy) if busy > 0.0 else None,
+        }
+
+
+@contextlib.contextmanager
+def _ranges(label: str) -> Iterator[None]:
+    """Show a profiler what is done inside: collectives as ranges ``pycomm::wire``, all else as ``pycomm::pack``."""
+    with contextlib.ExitStack() as present:
+
+        def change(on_the_wire: bool) -> None:
+            present.close()
+            present.enter_context(profiled_range(f"pycomm::{'wire' if on_the_wire else 'pack'} {label}"))
+
+        change(False)
+        with listened_to(change):
+            yield
+
+
+_LOG = logging.getLogger("pycomm")
+
+_FACTOR = 10
+"""How many times the usual wait is worth a warning."""
+_LEAST_WARNED = 1.0
+"""Shortest wait that is: shorter ones are the operating system's."""
+_FEWEST_KNOWN = 10
+"""Number of steps after which it is known what is usual."""
+_REMEMBERED = 100
+"""Number of steps by which it is known."""
+_NOTHING = (0.0, 0.0, 0)
+_WARN_EVERY = 60.0
+"""Seconds from one warning about a rank to the next."""
+
+
+def open_board(communicator: Communicator, on_gpu: bool) -> ReadyPage | None:
+    """Return the board of the ranks of ``communicator``. Collective.
+
+    ``None`` if they are on several hosts; and on GPUs, where the host runs ahead of the gradients.
+    """
+    if on_gpu or communicator.size == 1 or communicator.transport != "shared_memory":
+        return None
+    file = shared_file(communicator, "pycomm-board", "Reducer.stats() does not say which rank is waited for")
+    return None if file < 0 else ReadyPage(file, communicator.rank, communicator.size)
+
+
+class Ranks(Protocol):
+    """Ranks that reduce together, by the numbers that they got when they came, and what they reduce by."""
+
+    lanes: Sequence[Communicator]
+
+    @property
+    def world(self) -> tuple[int, ...]: ...
+
+
+class Waits:
+    """Account of who was waited for. One thread keeps it; any may ask for the :meth:`report`.
+
+    A reduction ends when the last rank has arrived. It is that rank that the others wait for: from when half of them
+    were there, so that neither another late one nor an early one counts.
+
+    Args:
+        board: of the ranks, if they have one.
+        ranks: who reduces together; they are not kept alive. While this rank waits for others, these are named in the
+            log (see :mod:`pycomm.transport.late_ranks`).
+
+    Attributes:
+        seconds: time that this rank has waited, for whatever reason.
+    """
+
+    def __init__(self, board: ReadyPage | None = None, ranks: Ranks | None = None) -> None:
+        self.seconds = 0.0
+        self._ranks = None if ranks is None else weakref.ref(ranks)
+        if ranks is not None:
+            late_ranks.add_reductions(self)
+        self._board = board
+        self._reduction: int | None = None  # the present one, once this rank has arrived at it
+        self._arrived = 0.0
+        self._began: tuple[float, float] | None = None  # the present wait, by the monotonic clock and the wall's
+        self._accounts: dict[int, tuple[float, float, int]] = {}  # seconds in all and at most, times
+        self._usual: deque[float] = deque(maxlen=_REMEMBERED)
+        self._warned: dict[int, float] = {}
+
+    def arrive(self, reduction: int) -> None:
+        """Note that this rank has all gradients of ``reduction``; only the first call for it counts."""
+        if self._reduction is not None:
+            return
+        self._reduction, self._arrived = reduction, time.monotonic()
+        if self._board is not None:
+            self._board.write(reduction)
+
+    def microseconds_here(self) -> int:
+        """Return for how long this rank has been there, at least 1; 0 if it has not arrived."""
+        return 0 if self._reduction is None else 1 + int((time.monotonic() - self._arrived) * 1e6)
+
+    def on_board(self) -> dict[int, float]:
+        """Return when the ranks have arrived at the present reduction, as far as the board tells; in seconds."""
+        board, reduction = self._board, self._reduction  # which another thread may change
+        return {} if board is None or reduction is None else board.read(reduction)
+
+    def begin(self) -> None:
+        """Note that this rank waits from now on."""
+        self._began = (time.monotonic(), time.time())
+
+    def end(self) -> None:
+        """Note that it does not any more, and that the reduction is over."""
+        if self._began is not None:
+            self.seconds += time.monotonic() - self._began[0]
+        self._began = self._reduction = None
+
+    def count(self, arrivals: Mapping[int, float], *, warn: bool) -> None:
+        """Charge the last of the ranks that arrived at these times, in seconds; ``warn`` of it if that is unusual."""
+        if len(arrivals) < 2:
+            return
+        last = max(arrivals, key=arrivals.__getitem__)
+        seconds = arrivals[last] - sorted(arrivals.values())[(len(arrivals) - 1) // 2]
+        total, longest, times = self._accounts.get(last, _NOTHING)
+        self._accounts[last] = (total + seconds, max(longest, seconds), times + 1)
+        if warn and seconds >= _LEAST_WARNED and len(self._usual) >= _FEWEST_KNOWN:
+            self._warn(last, seconds)
+        self._usual.append(seconds)
+
+    def _warn(self, rank: int, seconds: float) -> None:
+        usual, now = statistics.median(self._usual), time.monotonic()
+        if seconds < _FACTOR * usual or now - self._warned.get(rank, -_WARN_EVERY) < _WARN_EVERY:
+            return
+        self._warned[rank] = now
+        _LOG.warning(
+            "rank %d is slow: the others have waited %.2g s for it in this step, %.0f times the median of %.2g s",
+            rank,
+            seconds,
+            seconds / max(usual, 1e-6),
+            usual,
+        )
+
+    def awaited(self) -> late_ranks.Reduction | None:
+        """Return the reduction for which this rank waits now, if any. On any thread."""
+        began, reduction, ranks = self._began, self._reduction, self._present_ranks()
+        if began is None or reduction is None or ranks is None:
+            return None
+        return late_ranks.Reduction(reduction, began[0], self.on_board(), ranks.world)
+
+    def recorders(self) -> list[Recorder]:
+        """Return the recorders of what the ranks reduce by. On any thread."""
+        ranks = self._present_ranks()
+        return [] if ranks is None else [lane.channel.recorder for lane in ranks.lanes]
+
+    def _present_ranks(self) -> Ranks | None:
+        return None if self._ranks is None else self._ranks()
+
+    def close(self) -> None:
+        """Let go of the board; name nobody any more."""
+        self._board = self._ranks = None
+        late_ranks.forget_reductions(self)
+
+    def report(self, world: Sequence[int]) -> dict[str, Any]:
+        """Return the account of ``world``; see ``Reducer.stats``. On any thread, and without waiting."""
+        accounts, began = dict(self._accounts), self._began
+        names = ("seconds", "longest", "times")
+        by_rank = {rank: dict(zip(names, accounts.get(rank, _NOTHING), strict=True)) for rank in world}
+        return {
+            "now": None if began is None else self._present(began, world),
+            "by_rank": by_rank if accounts else {},
+        }
+
+    def _present(self, began: tuple[float, float], world: Sequence[int]) -> dict[str, Any]:
+        there, board = self.on_board(), self._board
+        # Without this rank among them the reduction is over, and the next has not begun.
+        absent = tuple(rank for rank in world if rank < board.size and rank not in there) if board and there else ()
+        return {"seconds": time.monotonic() - began[0], "since": began[1], "ranks": absent}
+
+
+class Statistics:
+    """Statistics of all reductions of a rank.
+
+    Attributes:
+        waits: who was waited for.
+        phases: where the time goes.
+        figures: what compression leaves out.
+    """
+
+    def __init__(self) -> None:
+        self.waits, self.phases, self.figures = Waits(), Phases(), CompressionFigures()
+
+    def report(self, table: ParameterTable, num_reductions: int, world: tuple[int, ...]) -> dict[str, Any]:
+        """Return the counters, by the names that ``Reducer.stats`` documents."""
+        exchanges = [flight.exchange for flight in table.flights]
+        sent = sum(exchange.bytes_sent for exchange in exchanges)
+        gradients = sum(flight.bucket.flat.nbytes for flight in table.flights) * num_reductions
+        stats: dict[str, Any] = {
+            "bytes_sent": sent,
+            "steps": num_reductions,
+            "wait_seconds": self.waits.seconds,
+            "waits": self.waits.report(world),
+            "num_buckets": len(exchanges),
+            **self.phases.report(),
+            "compression_ratio": gradients / sent if sent else None,
+            **self.figures.report(exchanges, num_reductions),
+            **method_stats(exchanges),
+        }
+        for key, value in table.earlier.items():
+            stats[key] = stats.get(key, 0) + value
+        if stats.get("selections"):
+            stats["miss_rate"] = stats["selections_missed"] / stats["selections"]
+        return stats

@@ -1,0 +1,242 @@
+"""Memory behind tensors of any kind: what can be overwritten byte by byte, and what can only be compared.
+
+Modules hold more than plain parameters: expanded buffers, sparse matrices, quantised weights that are made of several
+tensors. Plain memory can be copied from rank to rank. Of the rest the bytes can at least be read, so that ranks notice
+that theirs differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from pycomm import kernels
+from pycomm.kernels.arrays import DTYPES
+from pycomm.torch_internals import is_dtensor, local_of, without_conjugation, without_torch_function
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""Dtypes by bytes per element that all tensors can be viewed as, and copied, whatever their own dtype is."""
+
+_KNOWN_DTYPES = frozenset(getattr(torch, name) for name in DTYPES)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+_COMPRESSED = {
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory behind one tensor.
+
+    Attributes:
+        parts: plain tensors over it without overlaps, with dtypes that every operation knows.
+        writable: whether writing to ``parts`` is all that it takes to overwrite the tensor.
+        text: what ranks must have in common besides shape and dtype; "" for plain memory.
+    """
+
+    parts: tuple[torch.Tensor, ...]
+    writable: bool
+    text: str = ""
+
+
+NOTHING = Memory((), writable=False, text="without memory")
+"""What is behind tensors that have no memory, or none that can be read."""
+
+
+@torch.no_grad()
+def memory_of(tensor: torch.Tensor) -> Memory:
+    """Return the memory behind ``tensor``, or behind this rank's part of a DTensor. Nothing is copied if it is plain.
+
+    Raises:
+        TypeError: a lazy parameter or buffer, which has no shape yet.
+    """
+    if is_lazy(tensor):
+        raise TypeError("is not initialised: run a forward, which gives lazy modules their shapes, first")
+    tensor = local_of(tensor)
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, context = tensor.__tensor_flatten__()
+        inner = [memory_of(getattr(tensor, name)) for name in names]
+        text = f"{type(tensor).__name__}({', '.join([_numbers_in(context), *(m.text for m in inner)])})"
+        return Memory(tuple(itertools.chain.from_iterable(m.parts for m in inner)), writable=False, text=text)
+    if tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided:
+        return _odd_memory(tensor)
+    if tensor.device.type == "meta" or (tensor.numel() > 0 and has_no_memory(tensor)):
+        return NOTHING
+    inside = [] if tensor.requires_grad else _tensors_inside(tensor)
+    with without_torch_function():
+        behind = _once(without_conjugation(tensor.detach()))
+        writable = behind is not None
+        if behind is None:
+            behind = without_conjugation(tensor.detach()).contiguous()
+        kinds = [
+            f"{behind.numel()} elements in memory" if behind.numel() != tensor.numel() else "",
+            "" if writable else "overlapping itself",
+            "conjugated" if tensor.is_conj() else "",
+            "negated" if tensor.is_neg() else "",
+        ]
+        if behind.numel() == 1:  # whose strides, such as 0, mean nothing, but keep torch from viewing it as bytes
+            behind = behind.as_strided((1,), (1,))
+        parts = (behind.view(_INTEGERS[behind.element_size()]),)
+    if inside:
+        more = tuple(itertools.chain.from_iterable(memory_of(t).parts for t in inside))
+        return Memory(parts + more, writable=False, text=f"{type(tensor).__name__} with {len(inside)} tensors")
+    return Memory(parts, writable, ", ".join(filter(None, kinds)))
+
+
+def look_at(name: str, tensor: torch.Tensor, what: str = "parameter or buffer") -> Memory:
+    """Return the memory behind ``tensor``; raise TypeError, which names it as ``what``, if there can be none yet."""
+    try:
+        return memory_of(tensor)
+    except TypeError as error:
+        raise TypeError(f"{what} {name!r} {error}") from None
+
+
+def has_no_memory(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` has no address."""
+    try:
+        return tensor.data_ptr() == 0
+    except RuntimeError:  # a tensor subclass without storage
+        return True
+
+
+def _odd_memory(tensor: torch.Tensor) -> Memory:
+    """Return what can be read of a tensor that is sparse, quantised, nested or in a layout of some library."""
+    try:
+        parts, text = _opened(tensor)
+    except (RuntimeError, NotImplementedError):  # torch cannot open it on this device, or for this dtype
+        return Memory((), writable=False, text=str(tensor.layout))
+    inner = [memory_of(part) for part in parts]
+    return Memory(tuple(itertools.chain.from_iterable(m.parts for m in inner)), writable=False, text=text)
+
+
+def _opened(tensor: torch.Tensor) -> tuple[Sequence[torch.Tensor], str]:
+    """Return the plain tensors that ``tensor`` consists of, and what else there is to it."""
+    if tensor.is_nested:
+        return tensor.unbind(), f"nested {[list(part.shape) for part in tensor.unbind()]}"
+    if tensor.is_quantized:
+        if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+            return [tensor.int_repr()], f"scale {tensor.q_scale()}, zero point {tensor.q_zero_point()}"
+        return [tensor.int_repr(), tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()], "by channel"
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()  # ranks may hold the same matrix in another order
+        return [tensor.indices(), tensor.values()], f"sparse, {tensor.values().numel()} values"
+    if tensor.layout in _COMPRESSED:
+        return [getattr(tensor, name)() for name in _COMPRESSED[tensor.layout]], str(tensor.layout)
+    return [tensor.to_dense()], str(tensor.layout)
+
+
+def _tensors_inside(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors in the attributes of a subclass, without which its memory means nothing.
+
+    Quantised parameters of bitsandbytes are such: bytes, and their scales in an object beside them.
+    """
+    if type(tensor) in _PLAIN or is_dtensor(tensor):
+        return []
+    found: list[torch.Tensor] = []
+    for value in vars(tensor).values():
+        inner = vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, torch.Tensor) else [value]
+        if not isinstance(value, (torch.nn.Module, type)):
+            found += [each for each in inner if isinstance(each, torch.Tensor) and each is not tensor]
+    return found
+
+
+def _numbers_in(context: Any) -> str:
+    """Return the numbers, texts and shapes in what a subclass tells of itself besides tensors."""
+    if isinstance(context, Mapping):
+        return str({str(key): _numbers_in(value) for key, value in context.items()})
+    if isinstance(context, (bool, int, float, str, torch.dtype, torch.Size)):
+        return str(context)
+    return str([_numbers_in(each) for each in context]) if isinstance(context, (list, tuple)) else ""
+
+
+def _once(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a view that has every element of the memory of ``tensor`` once; ``None`` if there is none.
+
+    An expanded tensor has one row of memory for many of its rows. What overlaps in other ways, as sliding windows do,
+    is one piece of memory if it has no gaps.
+    """
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    if not _may_overlap(tensor):
+        return tensor
+    positions = torch.zeros((), dtype=torch.int64)
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        positions = torch.unique(positions.unsqueeze(-1) + torch.arange(size) * stride)
+    if len(positions) == tensor.numel():
+        return tensor
+    return tensor.as_strided((len(positions),), (1,)) if len(positions) == int(positions.max()) + 1 else None
+
+
+def _may_overlap(tensor: torch.Tensor) -> bool:
+    """Return whether two elements may lie in the same place; if not, they certainly do not."""
+    if tensor.numel() == 0:
+        return False
+    end = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < end:
+            return True
+        end += (size - 1) * stride
+    return False
+
+
+def comparable(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """Return tensors by which ranks can compare ``named`` ones: themselves where they are plain, else their memory."""
+    found: list[tuple[str, torch.Tensor]] = []
+    for name, tensor in named:
+        is_plain = type(tensor) in _PLAIN and tensor.dtype in _KNOWN_DTYPES and tensor.layout is torch.strided
+        if is_plain and tensor.data_ptr() != 0:
+            found.append((name, tensor))
+        else:
+            found += [(name, part) for part in memory_of(tensor).parts]
+    return found
+
+
+def hashable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` detached, as bytes if the kernels do not know its dtype."""
+    tensor = tensor.detach()
+    return tensor if tensor.dtype in _KNOWN_DTYPES else tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def shared_parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the memory behind those of ``tensors`` that can be sent."""
+    memories = [memory_of(tensor) for tensor in tensors]
+    return [part for memory in memories if memory.writable for part in memory.parts]
+
+
+def digests_of(memories: Iterable[Memory]) -> list[bytes]:
+    """Return eight bytes for each of ``memories`` that tell texts and contents apart. Waits for GPUs."""
+    known = list(memories)
+    parts = [(index, hashable(part)) for index, memory in enumerate(known) for part in memory.parts]
+    found: list[list[int]] = [[] for _ in known]
+    for device in dict.fromkeys(part.device for _, part in parts):
+        here = [(index, part) for index, part in parts if part.device == device]
+        for (index, _), value in zip(here, _hashes([part for _, part in here]), strict=True):
+            found[index].append(value)
+    return [_combined(memory.text, values) for memory, values in zip(known, found, strict=True)]
+
+
+def _hashes(parts: list[torch.Tensor]) -> list[int]:
+    if parts[0].device.type not in ("cpu", "cuda"):
+        parts = [part.cpu() for part in parts]
+    values: list[int] = kernels.hashes(parts).tolist()
+    return values
+
+
+def _combined(text: str, values: Sequence[int]) -> bytes:
+    return digest("\n".join([text, *map(str, values)]))
+
+
+def digest(text: str) -> bytes:
+    """Return eight bytes that almost certainly differ if ``text`` does."""
+    return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()

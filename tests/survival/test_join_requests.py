@@ -1,0 +1,188 @@
+"""The listener by which newcomers come in: who may, and what happens when a connection or a rank breaks."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from pycomm import CommError
+from pycomm.elastic.join_requests import JoinClient, JoinListener, Request
+from pycomm.elastic.liveness import this_process
+from pycomm.elastic.membership import Membership
+from pycomm.torch_internals import Store
+from tests.ranks import free_port
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    port = free_port()
+    keeper = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    yield TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    del keeper
+
+
+def break_connections(port: int) -> None:
+    """Shut down all connections of this process to ``port``."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            copy = socket.socket(fileno=os.dup(int(name)))
+        except OSError:
+            continue
+        with copy:
+            listens = copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if copy.family == socket.AF_INET6 and not listens and copy.getpeername()[1] == port:
+                copy.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_broken_connection_to_the_store_is_made_anew(store: TCPStore) -> None:
+    listener = JoinListener(store, 0, [], "")
+    listener.answer(1, {"a": 1})
+    break_connections(store.port)
+    with pytest.raises(RuntimeError):
+        store.check(["something"])
+    listener.answer(2, {"a": 2})
+    assert listener._store.check(["answer/1", "answer/2"])
+    listener.close()
+
+
+def test_a_newcomer_whose_host_has_died_meanwhile_learns_it(store: TCPStore) -> None:
+    invitation = {"agreement": ["name", "/proc/999999999/fd/3"], "world": [0, 1]}
+    with pytest.raises(CommError, match="the rank that let it in has died"):
+        Membership.accept(invitation, store, 1, 1.0, counts_ready=False)
+
+
+LINES = [("setting", "every=1"), ("parameter", "weight: [2]")]
+ANSWER = {
+    "name": "group",
+    "backends": "cpu:gloo",
+    "agreement": ["agreement", ""],
+    "world": [0, 1, 2],
+    "round": 0,
+    "epoch": 1,
+    "numbers": 3,
+    "processes": {},
+}
+
+
+@pytest.fixture
+def listener(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[JoinListener]:
+    """Return the listener of ranks that know a secret."""
+    monkeypatch.setenv("PYCOMM_SECRET", "what the ranks know")
+    made = JoinListener(store, 0, LINES, "")
+    yield made
+    made.close()
+
+
+def look(listener: JoinListener, seconds: float = 10.0) -> Request | None:
+    """Return the request that fits, if one comes."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if (found := listener.waiting()) is not None:
+            return found
+        time.sleep(0.01)
+    return None
+
+
+def ask(store: TCPStore, process: dict[str, Any], lines: list[tuple[str, str]] = LINES) -> Future[dict[str, Any]]:
+    """Ask as a newcomer does that knows what the environment says now."""
+    client = JoinClient(f"127.0.0.1:{store.port}", 0, 20.0)
+    executor = ThreadPoolExecutor(1)
+    asked = executor.submit(client.ask, process, lines)
+    executor.shutdown(wait=False)
+    return asked
+
+
+def test_who_knows_the_secret_is_let_in_and_knows_the_ranks(store: TCPStore, listener: JoinListener) -> None:
+    elsewhere = {**this_process(), "host": "another"}
+    asked = ask(store, elsewhere)
+    request = look(listener)
+    assert request is not None
+    assert request.process == elsewhere
+    listener.answer(request.number, ANSWER)
+    assert asked.result(20.0) == {**ANSWER, "request": request.number}
+
+
+@pytest.mark.parametrize("known", [None, "what others know of it"])
+def test_who_does_not_is_refused(
+    store: TCPStore, listener: JoinListener, monkeypatch: pytest.MonkeyPatch, known: str | None
+) -> None:
+    if known is None:
+        monkeypatch.delenv("PYCOMM_SECRET")
+    else:
+        monkeypatch.setenv("PYCOMM_SECRET", known)
+    asked = ask(store, this_process())
+    assert look(listener, 1.0) is None
+    with pytest.raises(ValueError, match="it does not know PYCOMM_SECRET"):
+        asked.result(20.0)
+
+
+def test_a_request_of_another_number_or_another_process_is_not_signed(store: TCPStore, listener: JoinListener) -> None:
+    """A stranger who has seen a request writes it once more, as it is and with a process of its own."""
+    asked = ask(store, this_process())
+    request = look(listener)
+    assert request is not None
+    listener.pass_by(request.number)
+    listener.answer(request.number, ANSWER)
+    asked.result(20.0)
+    seen = json.loads(listener._store.get(f"request/{request.number}"))
+    for change in ({}, {"process": {**seen["process"], "host": "of the stranger"}}, {"proof": None}, {"nonce": "x"}):
+        number = listener._store.add("requests", 1)
+        listener._store.set(f"request/{number}", json.dumps({**seen, **change}))
+        assert look(listener, 0.5) is None
+        assert "refused" in json.loads(listener._store.get(f"answer/{number}"))["content"]
+
+
+def test_an_answer_of_somebody_else_is_not_believed(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYCOMM_SECRET", "what the newcomer knows")
+    asked = ask(store, this_process())
+    monkeypatch.delenv("PYCOMM_SECRET")
+    stranger = JoinListener(store, 0, LINES, "")
+    request = look(stranger)
+    assert request is not None
+    stranger.answer(request.number, {**ANSWER, "agreement": ["x", "/etc/passwd"]})
+    with pytest.raises(ValueError, match="who answers at .* does not know PYCOMM_SECRET"):
+        asked.result(20.0)
+    stranger.close()
+
+
+def test_without_a_secret_only_processes_of_this_user_and_host_are_let_in(store: TCPStore) -> None:
+    listener = JoinListener(store, 0, LINES, "")
+    asked = ask(store, this_process())
+    request = look(listener)
+    assert request is not None
+    listener.pass_by(request.number)
+    listener.answer(request.number, ANSWER)
+    asked.result(20.0)
+    for change, message in (
+        ({"host": "another"}, "not on the host of the first rank, .*; set PYCOMM_SECRET on all ranks"),
+        ({"pid": 1 << 22}, "it has ended, or belongs to another user"),
+        ({"start": 0}, "it has ended, or belongs to another user"),
+        ({"pid": "1"}, "the request is malformed: process.pid is"),
+        ({"pid": -1}, "the request is malformed: process.pid is"),
+    ):
+        asked = ask(store, {**this_process(), **change})
+        assert look(listener, 1.0) is None
+        with pytest.raises(ValueError, match=message):
+            asked.result(20.0)
+    listener.close()
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "5", "", "\0", "{}", '{"process": {}, "lines": {}}'])
+def test_a_malformed_request_is_refused(store: TCPStore, listener: JoinListener, text: str) -> None:
+    number = listener._store.add("requests", 1)
+    listener._store.set(f"request/{number}", text)
+    assert look(listener, 0.5) is None
+    assert "the request is" in json.loads(listener._store.get(f"answer/{number}"))["content"]["refused"]
+    asked = ask(store, this_process())
+    assert look(listener) is not None
+    listener.answer(number + 1, {"refused": "there is no room"})
+    with pytest.raises(ValueError, match="refused this process: there is no room"):
+        asked.result(20.0)
