@@ -1,6 +1,6 @@
 """Meeting of the ranks of a parameter server in the store of their process group, without a process group.
 
-What is agreed there stays: a process that comes later, or in the place of one that has died, finds it.
+The store keeps what was agreed, for processes that come later or replace one that has died.
 """
 
 from __future__ import annotations
@@ -104,8 +104,7 @@ class ServerMeeting:
         """Raise an error on all ranks if their ``lines`` or secrets differ, or one of them has a ``problem``.
 
         Raises:
-            ValueError: see above, from the ``problem`` on the rank that has it. A process that is late is compared
-                with rank 0.
+            ValueError: as above, caused by the ``problem`` where there is one. A late process is compared with rank 0.
             CommError: a rank did not come.
         """
         outcome: list[str] | Exception = list(lines)

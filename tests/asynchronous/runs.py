@@ -16,6 +16,7 @@ from torch import nn
 
 import pycomm
 from pycomm.asynchronous.parameter_server import traced
+from tests.models import mean_square, perceptron
 
 STEPS = 8
 
@@ -34,8 +35,7 @@ class Run:
 
 
 def model_of(dtype: torch.dtype = torch.float64) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
+    return perceptron(6, 5, 3, dtype=dtype)
 
 
 def optimizer_of(run: Run, model: nn.Module) -> torch.optim.Optimizer:
@@ -55,7 +55,7 @@ def optimizer_of(run: Run, model: nn.Module) -> torch.optim.Optimizer:
 
 def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * rank + step))
-    return (model(x.to(next(model.parameters()).dtype)) - x[:, :3]).square().mean()
+    return mean_square(model(x.to(next(model.parameters()).dtype)), x[:, :3])
 
 
 def weight_of(rank: int, step: int) -> float:

@@ -71,6 +71,7 @@ def test_right_results_are_right_and_each_wrong_element_is_counted(operation: st
         assert count_wrong(case, rank, result.roll(1)) > len(result) // 2
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("redop", REDUCTIONS)
 @pytest.mark.parametrize("dtype", ["float", "half", "bfloat16", "double"])
 @pytest.mark.parametrize("ranks", [2, 3])
