@@ -27,11 +27,18 @@ def slow(session: nox.Session) -> None:
     All of torch's own suite and the faults put into it, chaos, the emulator without one barrier after another, hosts
     made of network namespaces, schedules on up to eight ranks and over up to 1025, the limits of all kernels' machine
     code, calibration, inductor, the longer benches, 200 ends of processes of each kind, 10,000 damaged files for each
-    reader, and all examples but one. Those that want the sanitized, emulated build are skipped here:
-    `nox -s sanitize -- -m slow`.
+    reader, all examples but one, and all products of parameters that CI runs in pairs. Those that want the sanitized,
+    emulated build are skipped here: `nox -s sanitize -- -m slow`.
     """
     session.install("-c", "constraints.txt", ".[demo,test]")
     session.run("pytest", "-m", "slow", "--durations=25", *session.posargs)
+
+
+@nox.session(python=False)
+def nightly(session: nox.Session) -> None:
+    """All that CI has, whatever has changed, and then the tests that CI leaves out."""
+    session.run("bash", ".ci/run", env={"CI_FULL": "1"}, external=True)
+    session.notify("slow")
 
 
 @nox.session
@@ -76,14 +83,21 @@ def pythons(session: nox.Session) -> None:
 @nox.session
 def clang(session: nox.Session) -> None:
     """Builds, with warnings as errors, by every clang on PATH (Debian: clang-14 and others), and tests of kernels."""
-    found = [name for name in ("clang++", *(f"clang++-{n}" for n in range(14, 30))) if shutil.which(name)]
+    names = ("clang++", *(f"clang++-{n}" for n in range(14, 30)))
+    found = {Path(path).resolve(): name for name in reversed(names) if (path := shutil.which(name))}
     if not found:
         session.error("there is no clang++ on PATH, wanted one of version 14 or newer")
-    session.install("-c", "constraints.txt", ".[test]", env={"PYCOMM_CUDA": "OFF", "CXX": found[0]})
-    strict = "--config-settings=cmake.define.PYCOMM_WERROR=ON"
-    for name in found:
-        env = {"PYCOMM_CUDA": "OFF", "CXX": name}
-        session.install("--no-deps", "--force-reinstall", strict, ".", env=env)
+    packages = ["-c", "constraints.txt", ".[test]"]
+    for name in found.values():
+        # A folder for each: CMake keeps the compiler that a folder was configured with, whatever CXX says later.
+        folder = f"--config-settings=build-dir={session.create_tmp()}/{name}"
+        strict = "--config-settings=cmake.define.PYCOMM_WERROR=ON"
+        session.install(folder, strict, *packages, env={"PYCOMM_CUDA": "OFF", "CXX": name})
+        packages = ["--no-deps", "--force-reinstall", "."]
+        said = session.run("pycomm", "info", silent=True) or ""
+        session.log(f"{name}: {said.partition('compiler')[2].splitlines()[0].strip()}")
+        if "Clang" not in said:
+            session.error(f"the extension was built by another compiler than {name}")
         session.run("pytest", *(session.posargs or ("tests/kernels", "tests/transport/test_collectives.py")))
 
 

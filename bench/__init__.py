@@ -1,8 +1,8 @@
 """Benches, a folder each: ``python -m bench.kernels``, ``.collectives``, ``.training``, ``.planning``,
 ``.slow_network``, ``.chaos``, ``.gpu``.
 
-More of collectives: ``bench.collectives.scale``, as the ranks become many; ``bench.collectives.choices``, what "auto"
-takes; ``bench.slow_network.link``, simulation against links made slow (root).
+More of collectives: ``.nccl_tests``, ``pycomm bench`` with MPI and busy processes; ``.scale``, with many ranks;
+``.choices``, what "auto" takes. ``bench.slow_network.link``: simulation against links made slow (root).
 
 Each verifies before it times, measures its peers and its floor in the same run, turn by turn, and prints medians with
 their spread. ``--json FILE`` also writes the figures with the versions in use. ``bench.gpu`` checks, too, and always

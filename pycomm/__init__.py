@@ -34,11 +34,13 @@ if TYPE_CHECKING:  # imported when they are first asked for: see _HOMES
     from pycomm import checkpoint, compression, ddp, kernels, optim, parallel, schedule
     from pycomm.asynchronous.averager import Averager
     from pycomm.asynchronous.averaging import elastic_averaging, local_sgd
-    from pycomm.asynchronous.compensation import DelayCompensation
+    from pycomm.asynchronous.decoupled import decoupled_sgd
+    from pycomm.asynchronous.fragment import DelayedNesterov, Nesterov
     from pycomm.asynchronous.gossip import Gossip, gossip
     from pycomm.asynchronous.local_averager import LocalAverager
-    from pycomm.asynchronous.outer import DelayedNesterov, Nesterov
+    from pycomm.asynchronous.modes import Async, DelayCompensation, SoftSync, StaleSynchronous, Sync
     from pycomm.asynchronous.parameter_server import ParameterServer, parameter_server
+    from pycomm.broadcasting import broadcast_optimizer_state, broadcast_parameters
     from pycomm.checkpoint import load, save
     from pycomm.communicator import Communicator
     from pycomm.compression import (
@@ -66,8 +68,6 @@ if TYPE_CHECKING:  # imported when they are first asked for: see _HOMES
         StopRequest,
         Survive,
         Tuning,
-        broadcast_optimizer_state,
-        broadcast_parameters,
         stop_on_signal,
     )
     from pycomm.reducer.attach import attach, join
@@ -82,6 +82,7 @@ __all__ = [
     "LAMB",
     "LARS",
     "QSGD",
+    "Async",
     "Auto",
     "Averager",
     "CommError",
@@ -106,8 +107,11 @@ __all__ = [
     "Reducer",
     "Sharding",
     "SignalStop",
+    "SoftSync",
+    "StaleSynchronous",
     "StopRequest",
     "Survive",
+    "Sync",
     "TernGrad",
     "TopK",
     "Tuning",
@@ -120,6 +124,7 @@ __all__ = [
     "checkpoint",
     "compression",
     "ddp",
+    "decoupled_sgd",
     "elastic_averaging",
     "fuse",
     "gossip",
@@ -175,11 +180,13 @@ _MOVED = (
 _HOMES = {
     "asynchronous.averager": ("Averager",),
     "asynchronous.averaging": ("elastic_averaging", "local_sgd"),
-    "asynchronous.compensation": ("DelayCompensation",),
+    "asynchronous.decoupled": ("decoupled_sgd",),
     "asynchronous.gossip": ("Gossip", "gossip"),
     "asynchronous.local_averager": ("LocalAverager",),
-    "asynchronous.outer": ("DelayedNesterov", "Nesterov"),
+    "asynchronous.modes": ("Async", "DelayCompensation", "SoftSync", "StaleSynchronous", "Sync"),
+    "asynchronous.fragment": ("DelayedNesterov", "Nesterov"),
     "asynchronous.parameter_server": ("ParameterServer", "parameter_server"),
+    "broadcasting": ("broadcast_optimizer_state", "broadcast_parameters"),
     "checkpoint": ("load", "save"),
     "communicator": ("Communicator",),
     "compression": (
@@ -192,7 +199,7 @@ _HOMES = {
     "optim": ("FusedStep", "LAMB", "LARS", "LossScaler", "MasterWeights", "fuse", "master_weights"),
     "reducer": (
         *("Reducer", "Sharding", "SignalStop", "StopRequest", "Survive", "Tuning", "attach", "join"),
-        *("broadcast_optimizer_state", "broadcast_parameters", "stop_on_signal"),
+        "stop_on_signal",
     ),
     "transport.gpu": ("GpuWork",),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ def renamed(moved: Moved | None = None, **arguments: Old) -> Callable[[_F], _F]:
             if moved is not None and moved.is_meant(kwargs):
                 target = moved.target()
                 args, kwargs = (args, kwargs) if moved.rewrite is None else moved.rewrite(args, kwargs)
-            failed = any(isinstance(kwargs.get(name), Exception) for name in arguments)
+            failed = any(isinstance(value, Exception) for value in kwargs.values())
             if not failed and (old or target is not function):
                 what = f"{', '.join(f'{name}=' for name in old)} of " if old else "this call of "
                 line = _line(target, args, kwargs)
@@ -116,7 +117,7 @@ def _replaced(kwargs: dict[str, Any], arguments: Mapping[str, Old]) -> dict[str,
             given[new] = rest[new]
         try:
             rest[new] = replaced.make(**given)
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # a foreign object may raise anything
             rest[new] = error
     return rest
 
@@ -125,7 +126,10 @@ def _line(target: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
     """Return a call as one would write it; what is no plain value is left out or ``...``."""
     positional = [_written(value) for value in args]
     first = [text for i, text in enumerate(positional) if text != "..." or positional[i - 1 : i] != ["..."]]
-    return f"pycomm.{target.__name__}({', '.join([*first, *(f'{n}={_written(v)}' for n, v in kwargs.items())])})"
+    name, module = target.__name__, target.__module__
+    is_public = not module.startswith("pycomm.") or hasattr(sys.modules["pycomm"], name)
+    named = [f"{keyword}={_written(value)}" for keyword, value in kwargs.items()]
+    return f"{'pycomm' if is_public else module}.{name}({', '.join([*first, *named])})"
 
 
 def _written(value: Any) -> str:

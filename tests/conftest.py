@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 from torch._C._distributed_c10d import HashStore
 
-from tests import selection
+from tests import pairwise, selection
 from tests.kernels.gpus import why_skipped
 from tests.on_ranks import Pools
 from tests.processes import child_processes
@@ -97,13 +97,16 @@ def pytest_configure(config: pytest.Config) -> None:
             settings.load_profile("quick")
 
 
-@pytest.hookimpl(trylast=True)  # when what is marked slow has been left out
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, object, object]:
+    pairwise.mark_slow(items)
+    result = yield  # in which what is marked slow is left out
     part = selection.part_of(config)
     if part != "all":
         quick, rest = selection.divide(items)
         items[:], left_out = (quick, rest) if part == "quick" else (rest, quick)
         config.hook.pytest_deselected(items=left_out)
+    return result
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

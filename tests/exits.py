@@ -178,7 +178,7 @@ def _center(here: Here) -> None:
     """The first rank serves the others, who come again and again until it has ended."""
     with contextlib.suppress(pycomm.CommError):
         steps = 3 if here.rank == 0 else 10**6
-        _train(pycomm.local_sgd, steps=steps, every=1, outer=pycomm.DelayedNesterov())
+        _train(pycomm.decoupled_sgd, steps=steps, every=1)
 
 
 def _late_ranks(here: Here) -> None:

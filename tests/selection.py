@@ -15,6 +15,8 @@ from collections.abc import Iterable
 
 import pytest
 
+from tests.pairwise import case_of
+
 LEFT_OUT = {
     "tests/bench": "the benchmarks themselves: they are no part of what is installed",
     "tests/chaos": "random faults for minutes",
@@ -82,7 +84,7 @@ def part_of(config: pytest.Config) -> str:
 def divide(items: Iterable[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """Return the tests of the quick part, and the others."""
     quick, rest = list[pytest.Item](), list[pytest.Item]()
-    seen, taken = set[tuple[str, str, int]](), Counter[str]()
+    seen, taken = dict[str, set[tuple[str, int]]](), Counter[str]()
     for item in items:
         test = item.nodeid.partition("[")[0]
         if test.startswith(FIRST_OF_FILE):
@@ -90,13 +92,12 @@ def divide(items: Iterable[pytest.Item]) -> tuple[list[pytest.Item], list[pytest
             (rest if taken[path] else quick).append(item)
             taken[path] += 1
             continue
-        callspec = getattr(item, "callspec", None)
-        values = {(test, name, index) for name, index in (callspec.indices.items() if callspec else ())}
-        is_new = not values <= seen or taken[test] == 0
+        values, before = case_of(item), seen.setdefault(test, set())
+        is_new = not values <= before or taken[test] == 0
         most = next((number for path, number in MOST_CASES.items() if test.startswith(path)), 1)
         if not test.startswith(tuple(LEFT_OUT)) and is_new and taken[test] < most:
             quick.append(item)
-            seen |= values
+            before |= values
             taken[test] += 1
         else:
             rest.append(item)

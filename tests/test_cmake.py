@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,18 +15,34 @@ ROOT = Path(__file__).parent.parent
 CMAKE = shutil.which("cmake")
 
 
-def configure(build: Path, path: str, **variables: str) -> str:
-    """Return what CMake says when it is to build with CUDA, in one line."""
-    pybind11 = pytest.importorskip("pybind11")
+def run(*command: str, **environment: str) -> str:
+    """Return all that CMake says."""
     assert CMAKE is not None
-    version = {f"SKBUILD_PROJECT_{name}": value for name, value in {"NAME": "pycomm", "VERSION": "0.1.0"}.items()}
-    settings = {**version, "pybind11_DIR": pybind11.get_cmake_dir(), "PYCOMM_CUDA": "ON"}
-    command = [CMAKE, "-S", str(ROOT), "-B", str(build), *(f"-D{name}={value}" for name, value in settings.items())]
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("CUDA", "CUDACXX"))}
-    done = subprocess.run(
-        command, env={**kept, "PATH": path, **variables}, capture_output=True, text=True, timeout=100, check=False
+    done = subprocess.run([CMAKE, *command], env=environment, capture_output=True, text=True, timeout=100, check=False)
+    return done.stdout + done.stderr
+
+
+def configure(build: Path, path: str, cuda: str = "ON", **variables: str) -> str:
+    """Return what CMake says when it is to build, in one line; nothing is built, so pybind11 needs no headers."""
+    pybind11 = build.with_name("pybind11")
+    pybind11.mkdir(parents=True)
+    (pybind11 / "pybind11Config.cmake").write_text(
+        "function(pybind11_add_module name)\n  list(REMOVE_ITEM ARGN NO_EXTRAS)\n"
+        "  add_library(${name} MODULE ${ARGN})\nendfunction()\n"
     )
-    return " ".join((done.stdout + done.stderr).split())
+    version = {f"SKBUILD_PROJECT_{name}": value for name, value in {"NAME": "pycomm", "VERSION": "0.1.0"}.items()}
+    settings = {**version, "pybind11_DIR": pybind11, "PYCOMM_CUDA": cuda, "Python_EXECUTABLE": sys.executable}
+    settings |= {
+        "CMAKE_IGNORE_PATH": "/usr/local/cuda/bin;/opt/cuda/bin"
+    }  # where a toolkit may lie that is not asked for
+    options = [f"-D{name}={value}" for name, value in settings.items()]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("CUDA", "CUDACXX"))}
+    said = run("-S", str(ROOT), "-B", str(build), *options, **{**kept, "PATH": path, **variables})
+    return " ".join(said.split())
+
+
+def path_without_nvcc() -> str:
+    return os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if not Path(p, "nvcc").exists())
 
 
 @pytest.mark.skipif(CMAKE is None, reason="needs cmake")
@@ -37,8 +54,7 @@ def test_a_compiler_that_is_not_on_path(variable: str, tmp_path: Path) -> None:
     nvcc.parent.mkdir(parents=True)
     nvcc.write_text(f"#!/bin/sh\n: > {asked}\nexit 1\n")
     nvcc.chmod(0o755)
-    path = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if not Path(p, "nvcc").exists())
-    said = configure(tmp_path / "build", path, **{variable: str(tmp_path / "toolkit")})
+    said = configure(tmp_path / "build", path_without_nvcc(), **{variable: str(tmp_path / "toolkit")})
     assert asked.exists(), said
     assert f"by {nvcc}, for 75-virtual (other GPUs: CUDAARCHS; none: PYCOMM_CUDA=OFF)" in said
 
@@ -50,13 +66,13 @@ def test_no_compiler_and_an_old_one(tmp_path: Path) -> None:
     for name in ("ninja", "make", "uname", "sh"):
         if found := shutil.which(name):
             (tools / name).symlink_to(found)
-    said = configure(tmp_path / "none", str(tools))
+    said = configure(tmp_path / "none" / "build", str(tools))
     assert "no C++ compiler on PATH, wanted g++ 11, clang 14 or newer. Debian and Ubuntu: apt install g++" in said
     real = shutil.which("c++")
     old = tools / "old-c++"  # says of itself what g++ 10 says
     old.write_text(f'#!/bin/sh\nexec {real} -U__GNUC__ -D__GNUC__=10 "$@"\n')
     old.chmod(0o755)
-    said = configure(tmp_path / "old", os.environ["PATH"], CXX=str(old))
+    said = configure(tmp_path / "old" / "build", os.environ["PATH"], CXX=str(old))
     assert re.search(r"old-c\+\+ is GNU 10\.[\d.]+, wanted g\+\+ 11, clang 14 or newer", said), said
 
 
@@ -78,6 +94,35 @@ def architectures(folder: Path, gpus: str, known: str) -> str:
         [CMAKE, "-P", str(script)], env={"PATH": str(folder)}, capture_output=True, text=True, timeout=60, check=True
     )
     return done.stdout.removeprefix("-- ").strip()
+
+
+@pytest.mark.skipif(CMAKE is None, reason="needs cmake")
+@pytest.mark.parametrize(
+    ("cuda", "says"),
+    [
+        ("OFF", "CUDA kernels: none (PYCOMM_CUDA=OFF)"),
+        ("AUTO", "CUDA kernels: none, as no nvcc was found: put it on PATH, or set CUDA_HOME or CUDACXX"),
+    ],
+)
+def test_a_build_without_cuda_ends_with_a_line_that_says_so(cuda: str, says: str, tmp_path: Path) -> None:
+    said = configure(tmp_path / "build", path_without_nvcc(), cuda)
+    assert "Generating done" in said
+    rules = [*(tmp_path / "build").glob("build.ninja"), *(tmp_path / "build").rglob("_native.dir/build.make")]
+    assert [says in rule.read_text() for rule in rules] == [True]
+
+
+@pytest.mark.skipif(CMAKE is None, reason="needs cmake")
+def test_the_last_line_of_a_build_names_every_architecture(tmp_path: Path) -> None:
+    says = "CUDA kernels: by /opt/cuda 13/nvcc, for 80-real;90-virtual (other GPUs: CUDAARCHS; none: PYCOMM_CUDA=OFF)"
+    (tmp_path / "native.cpp").write_text("int answer() { return 42; }\n")
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.24)\nproject(small LANGUAGES CXX)\n"
+        f"include({ROOT}/csrc/device/architectures.cmake)\nadd_library(native MODULE native.cpp)\n"
+        f'pycomm_say_last(native "{says}")\n'
+    )
+    run("-S", str(tmp_path), "-B", str(tmp_path / "build"), **os.environ)
+    lines = run("--build", str(tmp_path / "build"), **os.environ).splitlines()
+    assert says in lines[-2:]  # make has one more, that the target is built
 
 
 @pytest.mark.skipif(CMAKE is None, reason="needs cmake")

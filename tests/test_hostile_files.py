@@ -25,13 +25,12 @@ import pytest
 import torch
 
 import pycomm
-from pycomm.asynchronous.events import packed, read_events
-from pycomm.asynchronous.journal import Journal
-from pycomm.asynchronous.trace import Replay
+from pycomm.asynchronous.journal import Journal, packed, read_events
+from pycomm.asynchronous.settings import Replay
 from pycomm.checkpoint.files import Reserve, told_in, write_json, write_sealed
 from pycomm.checkpoint.torch_files import load_values
 from pycomm.cli.main import build_parser
-from pycomm.monitoring.writers import CsvWriter
+from pycomm.monitoring.writers import FileWriter
 from pycomm.parallel import Plan
 from pycomm.parallel.planning.scaling import read_points
 from pycomm.schedule import NETWORKS, load
@@ -200,8 +199,13 @@ def server_trace(folder: Path) -> Reader:
 
 def rows(folder: Path) -> Reader:
     path = folder / "rows.csv"
-    CsvWriter(path).close()
-    return Reader(lambda: CsvWriter(path).close(), folder, {path: None})
+
+    def read() -> None:
+        with pytest.warns(DeprecationWarning, match="pycomm.monitor"):
+            FileWriter(path).close()
+
+    read()
+    return Reader(read, folder, {path: None})
 
 
 def told(folder: Path) -> Reader:

@@ -141,7 +141,7 @@ def server() -> None:
 def quorum() -> None:
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    averager = pycomm.local_sgd(optimizer, model, every=1, quorum=1, outer=pycomm.Nesterov(), timeout=20)
+    averager = pycomm.decoupled_sgd(optimizer, model, every=1, quorum=1, timeout=20)
     step(model)
     optimizer.step()
     averager.detach()

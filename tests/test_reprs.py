@@ -83,7 +83,7 @@ def test_averagers() -> None:
     averager = pycomm.elastic_averaging(optimizer, model, every=1, timeout=30)
     assert repr(averager).endswith("in 1 fragment, every 1 step, Elastic(strength=0.9), dense)")
     averager.detach()
-    averager = pycomm.local_sgd(optimizer, model, every=2, outer=pycomm.DelayedNesterov(), timeout=30)
+    averager = pycomm.decoupled_sgd(optimizer, model, every=2, timeout=30)
     center = "holds the center" if dist.get_rank() == 0 else "rank 0 holds the center"
     what = f"{center}, {parameters}, every 2 steps of the fastest rank, DelayedNesterov(), dense"
     assert repr(averager) == f"DecoupledAverager({what})"
@@ -100,7 +100,7 @@ def test_parameter_server() -> None:
     model = make_model().float()
     server = pycomm.parameter_server(sgd(model), model, servers=1, timeout=30)
     me = "worker 1" if server.is_worker else "server 0"
-    said = f"ParameterServer({me}, 1 server, 6 parameters of 7.62 KB, mode='async', dense)"
+    said = f"ParameterServer({me}, 1 server, 6 parameters of 7.62 KB, mode=Async(), dense)"
     assert repr(server) == said
     if server.is_worker:
         with server.step():

@@ -24,10 +24,10 @@ from statistics import mean, stdev
 from typing import Any
 
 from bench.asynchronous.ranks import GLOO, MODES, OURS, REDUCE, WAYS
-from bench.common.arguments import make_parser, positive
-from pycomm.cli.bench.ranks import Ranks
-from pycomm.cli.bench.results import headline, write_json
-from pycomm.cli.bench.timing import Samples, times
+from bench.harness.arguments import make_parser, positive
+from bench.harness.ranks import Ranks
+from bench.harness.results import headline, write_json
+from bench.harness.timing import Samples, times
 from pycomm.cli.table import print_table
 from pycomm.launching import rendezvous
 

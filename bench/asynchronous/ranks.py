@@ -13,18 +13,18 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from bench.common.learning_rate import learning_rate_rule
+from bench.harness.learning_rate import learning_rate_rule
+from bench.harness.ranks import join_group
 from pycomm import kernels
-from pycomm.cli.bench.ranks import join_group
 from pycomm.cli.demo.corpus import Corpus, random_starts, read_corpus, windows
 from pycomm.cli.demo.model import ByteGPT, loss_of
 
 OURS, GLOO, REDUCE = "pycomm, push and pull", "Gloo, send and recv", "pycomm, all_reduce in empty"
 MODES: dict[str, dict[str, Any]] = {
     "async": {},
-    "ssp, bound 100": {"mode": "ssp", "staleness": 100},
-    "softsync 2": {"mode": "softsync", "quorum": 2},
-    "sync, backup 1": {"mode": "sync", "backup": 1},
+    "ssp, bound 100": {"mode": pycomm.StaleSynchronous(100)},
+    "softsync 2": {"mode": pycomm.SoftSync(2)},
+    "sync, backup 1": {"mode": pycomm.Sync(backup=1)},
     "sync": {"mode": "sync"},
 }
 

@@ -36,10 +36,10 @@ from bench.chaos.cuts import cut_links
 from bench.chaos.faults import KINDS
 from bench.chaos.ranks import METHODS
 from bench.chaos.residuals import compare_fates
-from bench.common.arguments import counts, plain_parser, positive
+from bench.harness.arguments import counts, plain_parser, positive
+from bench.harness.results import headline, write_json
+from bench.harness.timing import duration
 from bench.slow_network.namespaces import available
-from pycomm.cli.bench.results import headline, write_json
-from pycomm.cli.bench.timing import duration
 from pycomm.cli.table import print_table
 
 

@@ -1,1 +1,1 @@
-"""``python -m bench.collectives``: all_reduce on one host; and ``.choices`` of "auto", and ``.scale`` to many ranks."""
+"""``python -m bench.collectives``: all_reduce on one host. Others are ``.nccl_tests``, ``.choices`` and ``.scale``."""

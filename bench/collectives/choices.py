@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.common.arguments import make_parser
+from bench.harness.arguments import make_parser
+from bench.harness.results import headline, write_json
+from bench.harness.timing import duration, times
 from pycomm import Communicator, schedule
 from pycomm.calibration import calibrate
-from pycomm.cli.bench.results import headline, write_json
-from pycomm.cli.bench.timing import duration, times
 from pycomm.cli.table import print_table
 
 _SIZES = tuple(4**i for i in range(5, 14))

@@ -24,11 +24,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from bench.common.arguments import counts, make_parser, positive, size_text, sizes
-from pycomm.cli.bench.mpi import MPIS, Mpi, NotInstalledError
-from pycomm.cli.bench.ranks import Ranks
-from pycomm.cli.bench.results import headline, write_json
-from pycomm.cli.bench.timing import Samples, times
+from bench.harness.arguments import counts, make_parser, positive, size_text, sizes
+from bench.harness.mpi import MPIS, Mpi, NotInstalledError
+from bench.harness.ranks import Ranks, by_launcher
+from bench.harness.results import headline, write_json
+from bench.harness.timing import Samples, times
 from pycomm.cli.table import print_table
 from pycomm.launching import rendezvous
 
@@ -137,8 +137,8 @@ def _start(
 
     def group(name: str, worker: str, variants: list[str], setup: dict[str, Any], mpi: Mpi | None = None) -> Ranks:
         setup = {**setup, "num_elements": largest, "variants": variants}
-        launcher, environment = ([], {}) if mpi is None else (mpi.launcher, mpi.environment)
-        return stack.enter_context(Ranks(name, f"bench.collectives.peers:{worker}", size, setup, launcher, environment))
+        how: tuple[Any, ...] = () if mpi is None else (mpi.environment, by_launcher(name, mpi.launcher))
+        return stack.enter_context(Ranks(name, f"bench.collectives.peers:{worker}", size, setup, *how))
 
     def store() -> dict[str, Any]:
         return {"port": stack.enter_context(rendezvous())}

@@ -14,7 +14,7 @@ import os
 import sys
 import traceback
 
-from pycomm.cli.bench.worker import answer_driver
+from bench.harness.worker import answer_driver
 
 
 def main() -> None:

@@ -230,7 +230,7 @@ class MpiPeer(AllReducePeer):
 
 
 def _join(port: int) -> tuple[int, int]:
-    from pycomm.cli.bench.ranks import join_group
+    from bench.harness.ranks import join_group
 
     return join_group(port)
 

@@ -23,16 +23,16 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
-from bench.common.arguments import counts, make_parser, size_text, sizes
-from pycomm.cli.bench.ranks import Ranks
-from pycomm.cli.bench.results import headline, write_json
-from pycomm.cli.bench.timing import Samples, times
+from bench.harness.arguments import counts, make_parser, size_text, sizes
+from bench.harness.ranks import Ranks, by_launcher
+from bench.harness.results import headline, write_json
+from bench.harness.timing import Samples, times
 from pycomm.cli.table import print_table
 from pycomm.launching import rendezvous
 
 _VARIANTS = ("pycomm", "Gloo")  # bench.collectives.scale_ranks imports torch, which the driver need not
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # every one of many ranks warns of addresses without names
-_LAUNCHER = [sys.executable, "-m", "bench.collectives.forked"]
+_LAUNCHER = by_launcher("scale", [sys.executable, "-m", "bench.collectives.forked"])
 _CALLS_OF_ALL = 320  # calls of a block times ranks
 _MOST_CALLS = 40
 _BLOCKS = 3
@@ -81,7 +81,7 @@ def _measure(size: int, arguments: argparse.Namespace) -> Measured:
     with contextlib.ExitStack() as stack:
         setup = {"port": stack.enter_context(rendezvous()), "num_elements": max(sizes), "variants": _VARIANTS}
         ranks = stack.enter_context(
-            Ranks("scale", "bench.collectives.scale_ranks:ScaleRank", size, setup, _LAUNCHER, _QUIET)
+            Ranks("scale", "bench.collectives.scale_ranks:ScaleRank", size, setup, _QUIET, _LAUNCHER)
         )
         for variant in _VARIANTS:
             ranks.call("open", variant, sizes)  # the first one also takes what stays: code, pages of the heap

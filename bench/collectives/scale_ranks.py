@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from bench.collectives.peers import AllReducePeer
+from bench.harness.ranks import join_group
 from pycomm import Communicator
-from pycomm.cli.bench.ranks import join_group
 
 PYCOMM = "pycomm"
 GLOO = "Gloo"

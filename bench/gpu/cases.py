@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from bench.gpu.targets import COLD_READS, COPY, FOUR_TIMES, TEN_TIMES, WARM_READS, Target
-from pycomm.cli.bench.kernels import compression, dense, sparse, steps
-from pycomm.cli.bench.kernels.case import Arrays, Calls, Case
-from pycomm.cli.bench.kernels.resnet50 import Shape
+from bench.kernels import compression, dense, sparse, steps
+from bench.kernels.case import Arrays, Calls, Case
+from bench.kernels.resnet50 import Shape
 
 _RATIOS = (0.001, 0.01)
 _DGC_RATIO = 0.001

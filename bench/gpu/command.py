@@ -35,9 +35,9 @@ from pathlib import Path
 import torch
 
 from bench import ROOT
-from bench.common.arguments import plain_parser, positive
 from bench.gpu.report import RESULTS
 from bench.gpu.run import Run, slug
+from bench.harness.arguments import plain_parser, positive
 
 _NO_GPU = "bench.gpu: torch finds no GPU here; this bench needs a CUDA device and a torch that can use it"
 _TO_BUILD = {"scikit_build_core": "scikit-build-core", "pybind11": "pybind11"}

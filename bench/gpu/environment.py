@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from pycomm.cli.bench.results import environment, installed_version
+from bench.harness.mpi import installed_version
+from bench.harness.results import environment
 
 _CUPY = ("cupy", "cupy-cuda12x", "cupy-cuda13x")
 
 
 def gpu_environment(device: torch.device) -> dict[str, Any]:
-    """Return the device and ``pycomm.cli.bench.results.environment()``, which is left out where pycomm is not."""
+    """Return the device and ``bench.harness.results.environment()``, which is left out where pycomm is not."""
     found: dict[str, Any] = {"torch": torch.__version__}
     with contextlib.suppress(ImportError):
         found |= environment()

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bench.common.arguments import plain_parser, positive
 from bench.gpu.environment import gpu_environment, l2_bytes
 from bench.gpu.targets import OVERHEAD, judged
 from bench.gpu.timing import WARM_UP_TURNS, Turn, num_copies
-from pycomm.cli.bench.kernels.resnet50 import parameter_shapes
-from pycomm.cli.bench.timing import Samples, interleave
+from bench.harness.arguments import plain_parser, positive
+from bench.harness.timing import Samples, interleave
+from bench.kernels.resnet50 import parameter_shapes
 
 if TYPE_CHECKING:
     from bench.gpu.cases import Plan
@@ -220,7 +220,7 @@ class Measurement:
         if self._device.type != "cuda":
             self._skip("NCCL", "no GPU")
             return
-        from pycomm.cli.bench.ranks import Ranks  # imports pycomm, as above
+        from bench.harness.ranks import Ranks  # imports pycomm, as above
         from pycomm.launching import rendezvous
 
         with rendezvous() as port, Ranks("NCCL", "bench.gpu.ranks:NcclRank", 1, {"port": port}) as ranks:
@@ -245,14 +245,14 @@ class Measurement:
 
     def _attach_in(self, size: int, environment: dict[str, str]) -> None:
         from bench.gpu.ranks import WAYS
-        from pycomm.cli.bench.ranks import Ranks  # imports pycomm, as above
+        from bench.harness.ranks import Ranks  # imports pycomm, as above
         from pycomm.launching import rendezvous
 
         sizes = self._sizes
         setup = {"device": str(self._device), "blocks": sizes.blocks, "batch": sizes.batch, "image": sizes.image}
         rounds, worker = 2 * self._arguments.rounds, "bench.gpu.ranks:AttachRank"  # a few per cent take more of them
         turns: list[dict[str, dict[str, Any]]] = []
-        with rendezvous() as port, Ranks("attach", worker, size, {"port": port, **setup}, (), environment) as ranks:
+        with rendezvous() as port, Ranks("attach", worker, size, {"port": port, **setup}, environment) as ranks:
             ranks.call("verify")
             for number in range(rounds):
                 if number >= _LEAST_ATTACH_ROUNDS and self._out_of_time():

@@ -15,8 +15,8 @@ from torch import nn
 
 import pycomm
 from bench.gpu.timing import Turn
-from pycomm.cli.bench.ranks import join_group
-from pycomm.cli.bench.timing import interleave
+from bench.harness.ranks import join_group
+from bench.harness.timing import interleave
 
 NONE = "without attach"
 DENSE = "attach"
@@ -55,7 +55,7 @@ class _Bottleneck(nn.Module):
 def resnet(blocks: Sequence[int] = (3, 4, 6, 3)) -> nn.Sequential:
     """Return ResNet-50 as torchvision has it, or one with fewer blocks; always with the same parameters.
 
-    ``pycomm.cli.bench.kernels.resnet50`` lists the shapes of ResNet-50's.
+    ``bench.kernels.resnet50`` lists the shapes of ResNet-50's.
     """
     torch.manual_seed(0)
     layers: list[nn.Module] = [_convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import ROOT
-from bench.common.arguments import plain_parser
-from bench.common.unbuilt import Samples, duration, print_table, times
+from bench.harness.arguments import plain_parser
+from bench.harness.unbuilt import Samples, duration, print_table, times
 
 RESULTS = ROOT / "bench" / "results"
 

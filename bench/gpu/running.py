@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from bench import ROOT
-from bench.common.unbuilt import kill_session
+from bench.harness.processes import kill_session
 
 _LOOK_SECONDS = 0.5
 _SILENCE_SECONDS = 30.0

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import argparse
 
-from bench.common.arguments import make_parser, positive, size_text, sizes
+from bench.harness.arguments import make_parser, positive, size_text, sizes
+from bench.harness.ranks import KEEP_MEMORY, Ranks
+from bench.harness.results import headline, write_json
+from bench.harness.timing import Samples, duration, times
 from bench.horovod.ranks import AGREED, WAYS
-from pycomm.cli.bench.ranks import KEEP_MEMORY, Ranks
-from pycomm.cli.bench.results import headline, write_json
-from pycomm.cli.bench.timing import Samples, duration, times
 from pycomm.cli.table import print_table
 from pycomm.launching import rendezvous
 

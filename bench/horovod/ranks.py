@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import pycomm
 import pycomm.horovod as hvd
-from pycomm.cli.bench.ranks import join_group
+from bench.harness.ranks import join_group
 
 AGREED = "Communicator.all_reduce"
 NAMED = "allreduce_, one name"

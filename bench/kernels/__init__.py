@@ -1,1 +1,4 @@
-"""``python -m bench.kernels``: what ``pycomm bench kernels`` does; and ``.host``, the host's work of a step."""
+"""``python -m bench.kernels``: the CPU kernels against torch, of cases that are those of the GPU's bench, too.
+
+``.host`` measures the host's work of a step.
+"""

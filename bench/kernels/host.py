@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 import pycomm
-from bench.common.arguments import counts, make_parser, positive
-from pycomm.cli.bench.results import headline, write_json
-from pycomm.cli.bench.timing import Samples, interleave, stopwatch, times
+from bench.harness.arguments import counts, make_parser, positive
+from bench.harness.results import headline, write_json
+from bench.harness.timing import Samples, interleave, stopwatch, times
 from pycomm.cli.table import print_table
 
 _ADAM = {"lr": 1e-3, "weight_decay": 1e-2}

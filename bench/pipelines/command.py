@@ -16,10 +16,10 @@ import time
 from itertools import pairwise
 from typing import Any
 
-from bench.common.arguments import make_parser, positive
-from pycomm.cli.bench.ranks import Ranks
-from pycomm.cli.bench.results import headline, write_json
-from pycomm.cli.bench.timing import Samples, duration
+from bench.harness.arguments import make_parser, positive
+from bench.harness.ranks import Ranks
+from bench.harness.results import headline, write_json
+from bench.harness.timing import Samples, duration
 from pycomm.cli.table import print_table
 from pycomm.launching import rendezvous
 from pycomm.schedule import pipeline as tables

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pycomm.cli.bench.ranks import join_group
+from bench.harness.ranks import join_group
 from pycomm.parallel import Pipeline
 from pycomm.schedule import pipeline as tables
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from bench.common.arguments import make_parser, positive
+from bench.harness.arguments import make_parser, positive
+from bench.harness.ranks import KEEP_MEMORY, Ranks
+from bench.harness.results import headline, write_json
 from bench.planning.models import CASES, Case
-from pycomm.cli.bench.ranks import KEEP_MEMORY, Ranks
-from pycomm.cli.bench.results import headline, write_json
 from pycomm.cli.plan.report import time_text
 from pycomm.cli.table import print_table
 from pycomm.descriptions import size_text

@@ -12,16 +12,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import pycomm
+from bench.harness.ranks import join_group
 from bench.planning.models import CASES, Case
+from bench.planning.timing import time_layers
 from bench.training.ranks import _own_bytes
 from pycomm import torch_internals
 from pycomm.calibration import calibrate
-from pycomm.cli.bench.ranks import join_group
 from pycomm.communicator import Communicator
 from pycomm.parallel.cut import cut
 from pycomm.parallel.mesh import mesh as make_mesh
 from pycomm.parallel.pipeline import Pipeline
-from pycomm.parallel.planning.timing import time_layers
 from pycomm.parallel.split import split
 
 Layout = dict[str, Any]

@@ -25,11 +25,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.common.arguments import plain_parser, positive
+from bench.harness.arguments import plain_parser, positive
+from bench.harness.results import headline, write_json
 from bench.recommended_stack.experiment import example, measure, recipes, search, start
 from bench.slow_network.figures import Link, link_name, ring_bytes
 from bench.slow_network.namespaces import available, hosts, run_ranks
-from pycomm.cli.bench.results import headline, write_json
 from pycomm.cli.table import print_table
 from pycomm.launching import RankError
 

@@ -16,12 +16,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from bench.common.arguments import make_parser, positive
+from bench.harness.arguments import make_parser, positive
+from bench.harness.busy import add_arguments, busy
+from bench.harness.ranks import KEEP_MEMORY, Ranks
+from bench.harness.results import headline, write_json
+from bench.harness.timing import Samples, times
 from bench.sharding.ranks import FULL, LATER, OPTIMIZER, PARAMETERS, PARAMETERS_LATER, WAYS, WHOLE
-from pycomm.cli.bench.busy import add_arguments, busy
-from pycomm.cli.bench.ranks import KEEP_MEMORY, Ranks
-from pycomm.cli.bench.results import headline, write_json
-from pycomm.cli.bench.timing import Samples, times
 from pycomm.cli.table import print_table
 from pycomm.launching import rendezvous
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import pycomm
-from pycomm.cli.bench.ranks import join_group
+from bench.harness.ranks import join_group
 from pycomm.compression.dense import reduce_message
 
 WHOLE = "all_reduce, fused step"

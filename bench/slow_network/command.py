@@ -37,7 +37,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.common.arguments import plain_parser, positive
+from bench.harness.arguments import plain_parser, positive
+from bench.harness.ranks import KEEP_MEMORY
+from bench.harness.results import headline, write_json
 from bench.slow_network.figures import Curve, Failure, Figures, Link, Rate, hosts_name, link_name
 from bench.slow_network.methods import (
     COMPUTE,
@@ -50,8 +52,6 @@ from bench.slow_network.methods import (
 from bench.slow_network.namespaces import available, hosts, run_ranks
 from bench.slow_network.ranks import make_model
 from bench.slow_network.report import print_report, write_docs
-from pycomm.cli.bench.ranks import KEEP_MEMORY
-from pycomm.cli.bench.results import headline, write_json
 from pycomm.launching import RankError
 
 _MODULE = "bench.slow_network.ranks"

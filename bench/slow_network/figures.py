@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from bench.harness.timing import Samples
 from bench.slow_network.methods import AUTO, COMPUTE, CONTROL, DDP, DDP_FP16, DENSE, DGC, FP16, METHODS
-from pycomm.cli.bench.timing import Samples
 
 Link = float | None
 """Gbit/s; ``None``: unlimited."""

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.common.arguments import make_parser, positive, sizes
+from bench.harness.arguments import make_parser, positive, sizes
+from bench.harness.results import headline, write_json
+from bench.harness.timing import Samples, duration, interleave, times
 from bench.slow_network.namespaces import Host, available, go_first, hosts, run_ranks
 from pycomm import schedule
 from pycomm.calibration import SIZES, calibrate
-from pycomm.cli.bench.results import headline, write_json
-from pycomm.cli.bench.timing import Samples, duration, interleave, times
 from pycomm.cli.table import print_table
 from pycomm.communicator import Communicator
 from pycomm.schedule import Network

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from bench import ROOT
-from pycomm.cli.bench.processes import kill_session
+from bench.harness.processes import kill_session
 from pycomm.launching import RankError
 
 _DEVICE = "eth0"

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.common.learning_rate import learning_rate_rule
+from bench.harness.learning_rate import learning_rate_rule
 from bench.slow_network.methods import COMPUTE, Knobs, Synchronised
 from pycomm.cli.demo.corpus import Corpus, random_starts, read_corpus, windows
 from pycomm.cli.demo.model import ByteGPT, loss_of

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.harness.timing import Samples, duration, times
 from bench.slow_network.figures import (
     Figures,
     Link,
@@ -22,7 +23,6 @@ from bench.slow_network.figures import (
     targets,
 )
 from bench.slow_network.methods import COMPUTE, DDP, METHODS, label_of
-from pycomm.cli.bench.timing import Samples, duration, times
 from pycomm.cli.table import print_table
 
 Table = tuple[list[str], list[list[str]]]

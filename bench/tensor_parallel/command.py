@@ -15,11 +15,11 @@ import contextlib
 from collections.abc import Iterator
 from statistics import median
 
-from bench.common.arguments import make_parser, positive
+from bench.harness.arguments import make_parser, positive
+from bench.harness.ranks import KEEP_MEMORY, Ranks
+from bench.harness.results import headline, write_json
+from bench.harness.timing import Samples, times
 from bench.tensor_parallel.ranks import GLOO, PYCOMM, WAYS
-from pycomm.cli.bench.ranks import KEEP_MEMORY, Ranks
-from pycomm.cli.bench.results import headline, write_json
-from pycomm.cli.bench.timing import Samples, times
 from pycomm.cli.table import print_table
 from pycomm.launching import rendezvous
 

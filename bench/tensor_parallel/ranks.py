@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from bench.harness.ranks import join_group
 from pycomm import parallel
-from pycomm.cli.bench.ranks import join_group
 from pycomm.cli.demo.model import ByteGPT, loss_of
 
 GLOO = "gloo"

@@ -28,13 +28,13 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from bench.common.arguments import counts, make_parser, positive
+from bench.harness.arguments import counts, make_parser, positive
+from bench.harness.busy import add_arguments, busy
+from bench.harness.ranks import KEEP_MEMORY, Ranks
+from bench.harness.results import headline, write_json
+from bench.harness.timing import Samples, duration, times
 from bench.training.monitoring import EVERY, share
 from bench.training.ranks import DDP, DDP_VIEWS, DENSE, NONE, TOPK, WAYS, make_model
-from pycomm.cli.bench.busy import add_arguments, busy
-from pycomm.cli.bench.ranks import KEEP_MEMORY, Ranks
-from pycomm.cli.bench.results import headline, write_json
-from pycomm.cli.bench.timing import Samples, duration, times
 from pycomm.cli.table import print_table
 from pycomm.launching import rendezvous
 

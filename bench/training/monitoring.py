@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
+import json
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
 import pycomm
-from pycomm.cli.bench.timing import stopwatch
+from bench.harness.timing import stopwatch
 from pycomm.recorder.watch import watch
 
 EVERY = 50
@@ -49,10 +48,9 @@ def _seconds_per_call(call: Callable[..., None], x: torch.Tensor) -> float:
 def cost_of_monitoring(reducer: pycomm.Reducer, step: Callable[[], None], steps: int) -> dict[str, float]:
     """Return seconds: of a ``step``, of one row, of noting an operation; and the number of ``operations`` of a step."""
     communicators = reducer._engine.lanes
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, f"{os.getpid()}.jsonl")
+    with tempfile.TemporaryFile("w", buffering=1) as file:
         rows: list[float] = []
-        with pycomm.monitor(reducer, every=10**9, to=[file, lambda _: None]) as monitor:
+        with pycomm.monitor(reducer, every=10**9, to=lambda row: file.write(json.dumps(row) + "\n")) as monitor:
             before = sum(each.channel.recorder.count for each in communicators)
             seconds = []
             for _ in range(steps):

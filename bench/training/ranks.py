@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
+from bench.harness.ranks import join_group
 from bench.training.monitoring import cost_of_monitoring
-from pycomm.cli.bench.ranks import join_group
 from pycomm.ddp import HookHandle, register
 
 NONE = "no communication"

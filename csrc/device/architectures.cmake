@@ -32,3 +32,8 @@ function(pycomm_architectures out compiler)
   endif()
   set(${out} "${chosen}" PARENT_SCOPE)
 endfunction()
+
+# Has the build end with a line that says `text`, whenever `target` has been linked.
+function(pycomm_say_last target text)
+  add_custom_command(TARGET ${target} POST_BUILD COMMAND "${CMAKE_COMMAND}" -E echo "${text}" VERBATIM)
+endfunction()

@@ -3,17 +3,31 @@
 ``pycomm.kernels.pack`` is a function for whoever imports pycomm, and the module that defines it for whoever reads the
 sources: the reference wants the function. A role becomes a link where its target has an entry in the reference, code
 elsewhere; the name of a page of the documentation becomes a link to it. A line of a section that does not begin an item
-continues the one before, however it is indented. The arguments of ``attach`` are shown in groups.
+continues the one before, however it is indented. The arguments of ``attach`` are shown in groups. Rows of Horovod's
+table of functions are shown as the functions that they are.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from griffe import Alias, DocstringSectionKind, DocstringSectionParameters, Extension, Module, Object
+from griffe import (
+    Alias,
+    Attribute,
+    Docstring,
+    DocstringSectionKind,
+    DocstringSectionParameters,
+    ExprCall,
+    Extension,
+    Function,
+    Module,
+    Object,
+)
 
 _ROLE = re.compile(r":(?:class|func|meth|mod|attr|data|exc):`~?([\w.]+)`")
 _ENTRY = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
@@ -137,6 +151,21 @@ def _moved(path: str, moved: dict[str, str]) -> str:
     return path
 
 
+def functions_of_table(module: Module) -> list[Function]:
+    """Put a function in the place of each row ``name = _function("name", form, way, doc)``, and return them."""
+    made = []
+    for name, member in list(module.members.items()):
+        value = member.value if isinstance(member, Attribute) else None
+        if isinstance(value, ExprCall) and str(value.function) == "_function":
+            _, form, way, doc = map(str, value.arguments)
+            arguments, returns = module[form].parameters, module[way].returns
+            function = Function(name, parameters=arguments, returns=returns, lineno=member.lineno, parent=module)
+            function.docstring = Docstring(inspect.cleandoc(ast.literal_eval(doc)), parent=function)
+            module.members[name] = function
+            made.append(function)
+    return made
+
+
 class Docstrings(Extension):
     """Rewrites every docstring that is read, and what names mean once a package is."""
 
@@ -151,6 +180,12 @@ class Docstrings(Extension):
             if obj.path in GROUPS:
                 sections = obj.docstring.parse("google", warn_unknown_params=False, warn_missing_types=False)
                 obj.docstring.parsed = in_groups(sections, GROUPS[obj.path])
+
+    def on_module_members(self, *, mod: Module, **_: Any) -> None:
+        """Show the functions of a table, before anything refers to them."""
+        if mod.path == "pycomm.horovod.operations":
+            for function in functions_of_table(mod):
+                self.on_object(obj=function)
 
     def on_package(self, *, pkg: Module, **_: Any) -> None:
         """Rewrite the names of one package."""

@@ -1,4 +1,4 @@
-"""What handles of ranks that average less often have in common."""
+"""What ranks that average less often have in common: their handle, and checks of what they are given."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import torch
 
 from pycomm import checks
 from pycomm.asynchronous.loop import Loop
+from pycomm.compression import Compression, NoCompression
+from pycomm.cost.auto import Auto, checked_method
+from pycomm.optim.attached import refuse_second_average
+from pycomm.optim.parameters import optimizer_parameters
 
 
 class Averager(ABC):
-    """Handle of :func:`local_sgd` and :func:`elastic_averaging`, kept alive by the optimizer's hook.
+    """Handle of :func:`local_sgd` and its kin, kept alive by the optimizer's hook.
 
     Attributes:
         optimizer: the one after whose steps ranks meet.
@@ -73,7 +77,9 @@ class Averager(ABC):
         """Leave the others, and release what they had in common."""
 
     def set_weight(self, num_samples: float) -> None:
-        """Weigh this rank by so many samples or tokens in the meetings from now on; all ranks count alike at first.
+        """Count so many samples or tokens for this rank in the meetings from now on; all ranks count alike at first.
+
+        With :func:`decoupled_sgd` they count for each of its steps.
 
         Raises:
             TypeError, ValueError: ``num_samples`` is not a positive number.
@@ -82,7 +88,13 @@ class Averager(ABC):
         self._weight = checks.positive("num_samples", num_samples)
 
     def detach(self) -> None:
-        """Meet no more; release the memory. Idempotent."""
+        """Meet no more; release the memory. Idempotent.
+
+        With :func:`decoupled_sgd`, rank 0 waits until all other ranks have detached.
+
+        Raises:
+            CommError: they have not within the timeout.
+        """
         if self._is_attached:
             self._is_attached = False
             self._loop.close()
@@ -101,3 +113,47 @@ class Averager(ABC):
     def _require_attached(self) -> None:
         if not self._is_attached:
             raise RuntimeError(f"this {type(self).__name__} is detached")
+
+
+def checked_parameters(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, every: Any, fragments: Any = 1, call: str = "local_sgd()"
+) -> dict[str, torch.Tensor]:
+    """Return the parameters by name. Raise TypeError or ValueError if these cannot be averaged."""
+    checks.count("every", every, 1)
+    checks.instance("model", model, torch.nn.Module)
+    named: dict[str, torch.Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if checks.count("fragments", fragments, 1) > min(every, len(named)):
+        raise ValueError(f"fragments={fragments}, wanted at most every={every} and the {len(named)} parameters")
+    refuse_second_average(named, call)
+    own = {id(p) for p in optimizer_parameters(optimizer)}
+    left = next((name for name, p in named.items() if id(p) not in own), None)
+    if left is not None:
+        raise ValueError(f"parameter {left!r} does not belong to the optimizer")
+    there = {id(p) for p in model.parameters()}
+    alone = next((p for p in optimizer_parameters(optimizer) if p.requires_grad and id(p) not in there), None)
+    if alone is not None:
+        raise ValueError(
+            f"the optimizer has a parameter of shape {list(alone.shape)} that is not in the model, and would stay each "
+            "rank's own: pass a module that has all of them"
+        )
+    kinds = sorted({f"{p.dtype} on {p.device}" for p in named.values()})
+    if len(kinds) != 1 or next(iter(named.values())).dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"parameters are {', '.join(kinds)}, wanted all float32 or all float64 on one device")
+    return named
+
+
+def named_method(compression: Any) -> Compression | None:
+    """Return the method, ``None`` for none at all."""
+    method = checked_method(compression)
+    if isinstance(method, Auto):
+        raise ValueError('compression="auto" measures many steps, and ranks that meet this seldom have few: name one')
+    return None if isinstance(method, NoCompression) else method
+
+
+def copied(value: Any) -> Any:
+    """Return a state with copies of the tensors in it."""
+    if isinstance(value, dict):
+        return {key: copied(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [copied(each) for each in value]
+    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -2,49 +2,78 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from pycomm import checks
 from pycomm.agreement import agreed
-from pycomm.asynchronous.averager import Averager
-from pycomm.asynchronous.decoupled import DecoupledAverager, Pace
+from pycomm.asynchronous.averager import Averager, checked_parameters, named_method
+from pycomm.asynchronous.decoupled import decoupled_sgd
 from pycomm.asynchronous.elastic_group import ElasticGroup, Lines
-from pycomm.asynchronous.fragment import Fragment, Outer
+from pycomm.asynchronous.fragment import DelayedNesterov, Elastic, Fragment, Nesterov, Outer
 from pycomm.asynchronous.local_averager import LocalAverager, Rhythm
 from pycomm.asynchronous.loop import Known, Loop
-from pycomm.asynchronous.outer import DelayedNesterov, Elastic, Nesterov
-from pycomm.asynchronous.server_meeting import ServerMeeting
 from pycomm.broadcasting import named_tensors, share_tensors, signature
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression, NoCompression
-from pycomm.cost.auto import Auto, checked_method
+from pycomm.deprecated import Moved, Old, renamed
 from pycomm.errors import attempt
-from pycomm.optim.attached import refuse_second_average
-from pycomm.optim.parameters import checked_optimizer, optimizer_parameters
+from pycomm.optim.parameters import checked_optimizer
 from pycomm.transport.authentication import secret
 from pycomm.transport.choice import version
 from pycomm.transport.own_group import timeout_seconds
 
+_DEFAULTS = {"fragments": 1, "delay": 0, "on_failure": "raise", "join": None, "per_rank": ()}
+"""Options that only ranks have that wait for each other."""
 
+
+class _Quorum(NamedTuple):
+    """What ``local_sgd`` was given for :func:`decoupled_sgd`."""
+
+    outer: Any
+    quorum: Any
+
+
+def _with_quorum(quorum: Any, outer: Any = None) -> Any:
+    return outer if quorum is None else _Quorum(outer, quorum)
+
+
+def _to_decoupled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of :func:`decoupled_sgd` that those of ``local_sgd`` mean."""
+    rest, outer = dict(kwargs), kwargs["outer"]
+    if isinstance(outer, _Quorum):
+        rest |= outer._asdict()
+    for name, default in {**_DEFAULTS, "process_group": None}.items():
+        value = rest.pop(name, default)
+        if value != default:
+            what = f"{name}={value!r} does not go with ranks that meet one by one"
+            rest["outer"] = ValueError(f"{what} (quorum, or outer=DelayedNesterov)")
+    return args, rest
+
+
+@renamed(
+    Moved(
+        lambda kwargs: isinstance(kwargs.get("outer"), _Quorum | DelayedNesterov), lambda: decoupled_sgd, _to_decoupled
+    ),
+    outer=Old(("quorum",), _with_quorum, short=object),
+)
 def local_sgd(
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module,
     *,
     every: int,
-    outer: Nesterov | DelayedNesterov | None = None,
+    outer: Nesterov | None = None,
     fragments: int = 1,
     delay: int = 0,
     compression: Compression | str | None = None,
     on_failure: str = "raise",
     join: str | None = None,
-    quorum: int | None = None,
     per_rank: Iterable[str] = (),
     process_group: dist.ProcessGroup | None = None,
     timeout: timedelta | float | None = None,
@@ -61,10 +90,6 @@ def local_sgd(
         every: number of steps from one meeting to the next; equal on all ranks, which must make equally many.
         outer: what is done with the mean. ``None``: it becomes the parameters (local SGD; post-local SGD, if this is
             called after a beginning with ``attach``, which must be detached). ``pycomm.Nesterov()``: DiLoCo.
-            ``pycomm.DelayedNesterov()``: for ranks of different speed, none of which waits for another. Each hands in
-            how far it has gone when it is there, and goes on from what that has come to; slower ranks do so after
-            fewer steps, in about the same time (dynamic local updates: Liu et al., "Asynchronous Local-SGD Training
-            for Language Modeling", 2024).
         fragments: number of parts, of about as many bytes, that meet in turns, each every ``every`` steps: then the
             same bytes travel in smaller portions (Douillard et al., "Streaming DiLoCo", 2025).
         delay: number of steps, below ``every``, that ranks make while a mean is on its way. What it comes to is then
@@ -77,12 +102,7 @@ def local_sgd(
             parameters.
         join: address, "host:port" or "[::1]:port", of the store in which other ranks have met, to become one more of
             them after their next meeting. Such a process calls no ``init_process_group``; it begins with their
-            parameters, and with the state that ``optimizer`` has. Wants "shrink", on all ranks.
-        quorum: number of ranks that a meeting wants, with ``pycomm.Nesterov()``. It waits for others no longer than is
-            worth it, by when they have come so far; those that it does not wait for come to a later one. Ranks count by
-            their steps, or what ``set_weight`` says ("Decoupled DiLoCo", 2026). Steps are as with ``DelayedNesterov``.
-            For both, rank 0 holds what the ranks have in common in a thread: a rank that is lost harms nobody, but if
-            rank 0 is lost, all others get a CommError. Without ``fragments``, ``delay``, "shrink".
+            parameters, and with the state that ``optimizer`` has. Requires "shrink", on all ranks.
         per_rank: names of numbers of parameter groups, such as "lr", that may differ between ranks. All others are
             compared in each meeting, but for those that the optimizer changes in its own steps.
         process_group: the ranks; the default group if ``None``.
@@ -96,20 +116,11 @@ def local_sgd(
         RuntimeError: from ``optimizer.step()``, on every rank: a parameter of one of them is not finite; or the ranks
             have made different numbers of steps, or one of them has left out a batch (see ``skip_step`` of the handle).
     """
-    options = {
-        "every": every,
-        "outer": outer,
-        "fragments": fragments,
-        "delay": delay,
-        "compression": compression,
-        "on_failure": on_failure,
-        "join": join,
-        "quorum": quorum,
-        "per_rank": per_rank,
-    }
-    if quorum is not None or isinstance(outer, DelayedNesterov):
-        return _decouple(optimizer, model, options, process_group, timeout)
-    return _average(optimizer, model, _Request(lambda: _checked_outer(outer), options), process_group, timeout)
+    given = dict[str, Any](fragments=fragments, delay=delay, compression=compression, on_failure=on_failure)
+    checked = partial(_checked, "local_sgd", optimizer, model, partial(_checked_outer, outer), every, per_rank, **given)
+    if join is not None:
+        return _join(checked(join=join), join, timeout)
+    return _average(checked, process_group, timeout)
 
 
 def elastic_averaging(
@@ -138,95 +149,91 @@ def elastic_averaging(
         TypeError, ValueError, CommError, RuntimeError: as of :func:`local_sgd`.
     """
 
-    def checked() -> Outer:
+    def outer() -> Outer:
         checks.bounded("strength", strength, "a number above 0 and at most 1", lambda b: 0 < b <= 1)
         return Elastic(float(strength))
 
-    return _average(
-        optimizer,
-        model,
-        _Request(checked, {"every": every, "per_rank": per_rank}, "elastic_averaging"),
-        process_group,
-        timeout,
-    )
-
-
-_DEFAULTS = {"fragments": 1, "delay": 0, "on_failure": "raise", "join": None, "per_rank": ()}
-"""Options that only ranks have that wait for each other."""
-
-
-@dataclass(frozen=True)
-class _Request:
-    """What was asked for, before it is checked."""
-
-    outer: Callable[[], Outer]
-    options: dict[str, Any]
-    call: str = "local_sgd"
+    checked = partial(_checked, "elastic_averaging", optimizer, model, outer, every, per_rank)
+    return _average(checked, process_group, timeout)
 
 
 @dataclass(frozen=True)
 class _Settings:
     """What was asked for, checked."""
 
+    call: str
+    optimizer: torch.optim.Optimizer
+    model: torch.nn.Module
     outer: Outer
     method: Compression
     rhythm: Rhythm
-    fragments: int
     survives: bool
     named: dict[str, torch.Tensor]
     per_rank: tuple[str, ...]
-    call: str
 
-    def lines(self, optimizer: torch.optim.Optimizer) -> Lines:
+    def lines(self) -> Lines:
         """Return what ranks must have in common."""
-        settings = f"outer={self.outer!r}", f"compression={self.method!r}", f"on_failure shrinks: {self.survives}"
+        settings = [
+            *(f"every={self.rhythm.every}", f"delay={self.rhythm.delay}", f"fragments={len(self.rhythm.turns)}"),
+            *(f"per_rank={list(self.per_rank)}", f"outer={self.outer!r}", f"compression={self.method!r}"),
+            f"on_failure shrinks: {self.survives}",
+        ]
         return [
             ("the version of pycomm", version()),
-            ("the optimizer", type(optimizer).__name__),
-            ("setting", f"every={self.rhythm.every}"),
-            ("setting", f"delay={self.rhythm.delay}"),
-            ("setting", f"fragments={self.fragments}"),
-            ("setting", f"per_rank={list(self.per_rank)}"),
+            ("the optimizer", type(self.optimizer).__name__),
             *(("setting", line) for line in settings),
             *(("parameter", f"{name}: {signature(p)}") for name, p in self.named.items()),
         ]
 
-    def loop_of(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Loop:
-        """Return the loop that trains them."""
-        return Loop(Known(model, optimizer, self.named, f"{self.call}()"), model, optimizer, self.per_rank)
-
-    def make_fragments(self) -> list[Fragment]:
-        """Make the fragments, which are not open yet."""
+    def averager(self, communicator: Communicator, group: ElasticGroup | None) -> LocalAverager:
+        """Make the handle of ranks that have agreed."""
         keeps = self.survives and self.rhythm.delay > 0
-        return [Fragment(part, self.outer, self.method, keeps) for part in _split(self.named, self.fragments)]
+        parts = _split(self.named, len(self.rhythm.turns))
+        fragments = [Fragment(part, self.outer, self.method, keeps) for part in parts]
+        known = Known(self.model, self.optimizer, self.named, f"{self.call}()")
+        loop = Loop(known, self.model, self.optimizer, self.per_rank)
+        buffers = list(self.model.buffers())
+        return LocalAverager(communicator, self.optimizer, fragments, self.rhythm, group, buffers, loop)
 
 
 def _checked_outer(outer: Any) -> Outer:
     if outer is not None and not isinstance(outer, Nesterov):
-        raise TypeError(f"outer is {outer!r}, wanted None, a pycomm.Nesterov or a pycomm.DelayedNesterov")
+        raise TypeError(f"outer is {outer!r}, wanted None or a pycomm.Nesterov, or pycomm.decoupled_sgd()")
     return outer
 
 
-def _checked(optimizer: torch.optim.Optimizer, model: torch.nn.Module, request: _Request) -> _Settings:
-    options = {**_DEFAULTS, "compression": None, **request.options}
-    every, delay, fragments = options["every"], options["delay"], options["fragments"]
-    outer, named = request.outer(), checked_parameters(optimizer, model, every, fragments, f"{request.call}()")
+def _checked(
+    call: str,
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    outer: Callable[[], Outer],
+    every: Any,
+    per_rank: Any,
+    *,
+    fragments: Any = 1,
+    delay: Any = 0,
+    compression: Any = None,
+    on_failure: Any = "raise",
+    join: str | None = None,
+) -> _Settings:
+    optimizer = checked_optimizer(optimizer, model, call)
+    merges, named = outer(), checked_parameters(optimizer, model, every, fragments, f"{call}()")
     if checks.count("delay", delay, 0) >= every:
         raise ValueError(f"delay={delay}, wanted less than every={every}: the next meeting would begin before that")
-    method = _named_method(options["compression"]) or NoCompression()
-    if options["on_failure"] not in ("raise", "shrink"):
-        raise ValueError(f'on_failure is {options["on_failure"]!r}, wanted "raise" or "shrink"')
-    survives = options["on_failure"] == "shrink"
+    method = named_method(compression) or NoCompression()
+    if on_failure not in ("raise", "shrink"):
+        raise ValueError(f'on_failure is {on_failure!r}, wanted "raise" or "shrink"')
+    survives = on_failure == "shrink"
     if survives and next(iter(named.values())).device.type != "cpu":
-        raise ValueError('on_failure="shrink" wants parameters in CPU memory')
+        raise ValueError('on_failure="shrink" requires parameters in CPU memory')
     if survives:
-        secret()  # by which newcomers are known: what is wrong with it is told to all ranks
-    if options["join"] is not None and not survives:
-        raise ValueError('join wants on_failure="shrink", as the ranks that are there have it')
+        secret()  # newcomers prove themselves by it: what is wrong with it is reported to all ranks
+    if join is not None and not survives:
+        raise ValueError('join requires on_failure="shrink", as the ranks that are there have it')
     # Fragment i meets so many steps after the last meeting of all.
-    turns = tuple(every * (i + 1) // fragments for i in range(fragments))
-    per_rank = _checked_per_rank(options["per_rank"], optimizer)
-    return _Settings(outer, method, Rhythm(every, delay, turns), fragments, survives, named, per_rank, request.call)
+    rhythm = Rhythm(every, delay, tuple(every * (i + 1) // fragments for i in range(fragments)))
+    names = _checked_per_rank(per_rank, optimizer)
+    return _Settings(call, optimizer, model, merges, method, rhythm, survives, named, names)
 
 
 def _checked_per_rank(per_rank: Any, optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
@@ -240,111 +247,31 @@ def _checked_per_rank(per_rank: Any, optimizer: torch.optim.Optimizer) -> tuple[
     return names
 
 
-def _named_method(compression: Any) -> Compression | None:
-    """Return the method, ``None`` for none at all."""
-    method = checked_method(compression)
-    if isinstance(method, Auto):
-        raise ValueError('compression="auto" measures many steps, and ranks that meet this seldom have few: name one')
-    return None if isinstance(method, NoCompression) else method
-
-
 def _average(
-    optimizer: torch.optim.Optimizer,
-    model: torch.nn.Module,
-    request: _Request,
-    process_group: dist.ProcessGroup | None,
-    timeout: timedelta | float | None,
+    checked: Callable[[], _Settings], process_group: dist.ProcessGroup | None, timeout: timedelta | float | None
 ) -> LocalAverager:
-    if request.options.get("join") is not None:
-        return _join(optimizer, model, request, timeout)
     communicator = Communicator(process_group, timeout)
     try:
 
-        def checked() -> tuple[torch.optim.Optimizer, _Settings]:
-            inner = checked_optimizer(optimizer, model, request.call)
-            return inner, _checked(inner, model, request)
-
-        def compared(found: tuple[torch.optim.Optimizer, _Settings]) -> dict[str, list[str]]:
-            lines = found[1].lines(found[0])
+        def compared(settings: _Settings) -> dict[str, list[str]]:
+            lines = settings.lines()
             return {kind: [text for what, text in lines if what == kind] for kind in ("setting", "parameter")}
 
-        gather = communicator.channel.all_gather_bytes
-        optimizer, settings = agreed(gather, attempt(checked), lines=compared)
-        lines = settings.lines(optimizer)
-        share_tensors(communicator, named_tensors(model), src=0)
+        settings = agreed(communicator.channel.all_gather_bytes, attempt(checked), lines=compared)
+        lines = settings.lines()
+        share_tensors(communicator, named_tensors(settings.model), src=0)
         group = ElasticGroup.found(communicator, lines) if settings.survives else None
-        fragments, loop = settings.make_fragments(), settings.loop_of(optimizer, model)
-        buffers = list(model.buffers())
-        return LocalAverager(communicator, optimizer, fragments, settings.rhythm, group, buffers, loop)
+        return settings.averager(communicator, group)
     except BaseException:
         communicator.close()
         raise
 
 
-def _decouple(
-    optimizer: torch.optim.Optimizer,
-    model: torch.nn.Module,
-    options: Mapping[str, Any],
-    process_group: dist.ProcessGroup | None,
-    timeout: timedelta | float | None,
-) -> DecoupledAverager:
-    outcome = attempt(lambda: _checked_decoupled(optimizer, model, options, process_group))
-    if dist.is_initialized():  # a rank without a quorum opens a communicator, too
-        with Communicator(timeout=timeout) as communicator:
-            same = {"setting": ["ranks meet one by one"]}
-            outcome = agreed(communicator.channel.all_gather_bytes, outcome, lines=lambda _: same)
-    meeting, every, outer, quorum = ServerMeeting(timeout), *(options[name] for name in ("every", "outer", "quorum"))
-    if isinstance(outcome, Exception):
-        meeting.compare([], outcome)  # raises it, on all ranks
-    assert not isinstance(outcome, Exception)
-    optimizer, named, method = outcome
-    lines = [f"pycomm {version()}", f"every={every}", f"outer={outer!r}", f"quorum={quorum}", f"{method!r}"]
-    meeting.compare([*lines, *(f"{name}: {signature(p)}" for name, p in named.items())])
-    loop = Loop(Known(model, optimizer, named, "local_sgd()"), model, optimizer)
-    return DecoupledAverager(meeting, optimizer, named, Pace(every, quorum, outer, method, meeting.timeout), loop)
-
-
-def _checked_decoupled(
-    optimizer: torch.optim.Optimizer,
-    model: torch.nn.Module,
-    options: Mapping[str, Any],
-    process_group: dist.ProcessGroup | None,
-) -> tuple[torch.optim.Optimizer, dict[str, torch.Tensor], Compression | None]:
-    """Return the optimizer, the parameters by name and the method. Raise TypeError or ValueError if one is wrong."""
-    optimizer = checked_optimizer(optimizer, model, "local_sgd")
-    named = checked_parameters(optimizer, model, options["every"])
-    size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    _require_decoupled({**options, "process_group": process_group}, size)
-    if next(iter(named.values())).device.type != "cpu":
-        raise ValueError("ranks that meet one by one want parameters in CPU memory")
-    return optimizer, named, _named_method(options["compression"])
-
-
-def _require_decoupled(options: Mapping[str, Any], num_ranks: int) -> None:
-    """Raise TypeError or ValueError if ranks cannot meet one by one like this."""
-    for name, default in {**_DEFAULTS, "process_group": None}.items():
-        if options[name] != default:
-            what = f"{name}={options[name]!r} does not go with ranks that meet one by one"
-            raise ValueError(f"{what} (quorum, or outer=DelayedNesterov)")
-    outer, quorum = options["outer"], options["quorum"]
-    if quorum is None:
-        return
-    if not isinstance(outer, Nesterov):
-        raise ValueError(f"quorum={quorum} with outer={outer!r}: it merges by a pycomm.Nesterov")
-    if checks.count("quorum", quorum, 1) > num_ranks:
-        raise ValueError(f"quorum={quorum} of {num_ranks} ranks")
-
-
-def _join(
-    optimizer: torch.optim.Optimizer, model: torch.nn.Module, request: _Request, timeout: timedelta | float | None
-) -> LocalAverager:
-    optimizer = checked_optimizer(optimizer, model, "local_sgd")
-    settings = _checked(optimizer, model, request)
-    group = ElasticGroup.join(request.options["join"], settings.lines(optimizer), timeout_seconds(timeout))
-    fragments, buffers, loop = settings.make_fragments(), list(model.buffers()), settings.loop_of(optimizer, model)
+def _join(settings: _Settings, address: str, timeout: timedelta | float | None) -> LocalAverager:
+    group = ElasticGroup.join(address, settings.lines(), timeout_seconds(timeout))
     made: LocalAverager | None = None
     try:
-        made = LocalAverager(group.communicator, optimizer, fragments, settings.rhythm, group, buffers, loop)
+        made = settings.averager(group.communicator, group)
         made.share_state(is_newcomer=True)
         return made
     except BaseException:
@@ -353,33 +280,6 @@ def _join(
         group.close("it could not join")
         group.communicator.close()
         raise
-
-
-def checked_parameters(
-    optimizer: torch.optim.Optimizer, model: torch.nn.Module, every: Any, fragments: Any = 1, call: str = "local_sgd()"
-) -> dict[str, torch.Tensor]:
-    """Return the parameters by name. Raise TypeError or ValueError if these cannot be averaged."""
-    checks.count("every", every, 1)
-    checks.instance("model", model, torch.nn.Module)
-    named: dict[str, torch.Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if checks.count("fragments", fragments, 1) > min(every, len(named)):
-        raise ValueError(f"fragments={fragments}, wanted at most every={every} and the {len(named)} parameters")
-    refuse_second_average(named, call)
-    own = {id(p) for p in optimizer_parameters(optimizer)}
-    left = next((name for name, p in named.items() if id(p) not in own), None)
-    if left is not None:
-        raise ValueError(f"parameter {left!r} does not belong to the optimizer")
-    there = {id(p) for p in model.parameters()}
-    alone = next((p for p in optimizer_parameters(optimizer) if p.requires_grad and id(p) not in there), None)
-    if alone is not None:
-        raise ValueError(
-            f"the optimizer has a parameter of shape {list(alone.shape)} that is not in the model, and would stay each "
-            "rank's own: pass a module that has all of them"
-        )
-    kinds = sorted({f"{p.dtype} on {p.device}" for p in named.values()})
-    if len(kinds) != 1 or next(iter(named.values())).dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"parameters are {', '.join(kinds)}, wanted all float32 or all float64 on one device")
-    return named
 
 
 def _split(named: Mapping[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:

@@ -1,17 +1,367 @@
-"""Core of a server: what pulls and pushes do to its shard, whoever asks for them and however."""
+"""Core of a server: its shard of the parameters, the optimizer that steps it, and what pulls and pushes do to both."""
 
 from __future__ import annotations
 
+import bisect
+import contextlib
+import itertools
 from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
-from pycomm.asynchronous.compensation import Compensator
-from pycomm.asynchronous.modes import Mode
+from pycomm.asynchronous.modes import Compensator, Rules
 from pycomm.asynchronous.packing import Unpackers
-from pycomm.asynchronous.states import Wanted
-from pycomm.asynchronous.updates import ShardOptimizer
+from pycomm.checkpoint.files import DamagedError, checked
+from pycomm.optim import fuse
+from pycomm.optim.fused import RULES
+from pycomm.untrusted import ANYTHING, COUNT, INTEGER, ListOf, MapOf, OneOf, PairOf
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a parameter that one server holds: elements ``begin`` to ``end`` of parameter ``index``."""
+
+    index: int
+    begin: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.end - self.begin
+
+
+def shard_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which servers hold and step parameters of ``dtype``: float32 for half types."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def cut(sizes: Sequence[int], num_shards: int, *, anywhere: bool) -> list[list[Piece]]:
+    """Return the pieces of each shard, in order; parameters have ``sizes`` elements.
+
+    Args:
+        anywhere: whether a cut may go through a parameter, as it may where each element is updated by itself. Otherwise
+            it is at the border of two parameters that is nearest.
+    """
+    ends = list(itertools.accumulate(sizes))
+    total = ends[-1] if ends else 0
+    cuts = [total * k // num_shards for k in range(num_shards + 1)]
+    if not anywhere:
+        borders = [0, *ends]
+        cuts = [0, *(min(borders, key=lambda b: abs(b - cut)) for cut in cuts[1:-1]), total]
+    shards: list[list[Piece]] = []
+    for first, last in itertools.pairwise(cuts):
+        pieces = []
+        for index, (size, end) in enumerate(zip(sizes, ends, strict=True)):
+            begin = end - size
+            low, high = max(first, begin), min(last, end)
+            if low < high:
+                pieces.append(Piece(index, low - begin, high - begin))
+        shards.append(pieces)
+    return shards
+
+
+_ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop", "ASGD")
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether ``optimizer`` is known to update each element by itself: then parameters may be cut anywhere."""
+    kind = type(optimizer)
+    return any(kind is getattr(torch.optim, name, None) for name in _ELEMENTWISE)
+
+
+def group_sizes(optimizer: torch.optim.Optimizer, pieces: Sequence[Piece]) -> tuple[int, ...]:
+    """Return how many parameters a :class:`ShardOptimizer` of ``pieces`` has in each of its groups."""
+    ends = list(itertools.accumulate(len(group["params"]) for group in optimizer.param_groups))
+    indices = sorted(piece.index for piece in pieces)
+    return tuple(
+        bisect.bisect_left(indices, end) - bisect.bisect_left(indices, begin)
+        for begin, end in itertools.pairwise([0, *ends])
+    )
+
+
+@contextlib.contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Name what does not take its state: a foreign object may raise anything."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{what} does not take what was saved: {type(error).__name__}: {error}") from error
+
+
+@dataclass
+class _Schedule:
+    """Schedule of the learning rate, and how often it was stepped."""
+
+    scheduler: Any
+    samples: float | None
+    num_steps: int = 0
+
+    def follow(self, due: float) -> None:
+        """Step until it has been stepped ``due`` times."""
+        while self.num_steps + 1 <= due:
+            self.scheduler.step()
+            self.num_steps += 1
+
+
+class ShardOptimizer:
+    """Optimizer of the pieces of one shard, which lie one after the other in ``memory``.
+
+    The given optimizer is the one that steps: its groups keep their options, but have only what lies in the shard from
+    now on. A whole parameter stays the object that it was, with its values in ``memory``; a part of one becomes a flat
+    parameter of its own, and one of a half type, for which ``memory`` is float32, one of its shape.
+
+    Args:
+        optimizer: the user's.
+        pieces: of the optimizer's parameters, counted in the order of its groups.
+        memory: flat, for all elements; gets the parameters' values.
+
+    Attributes:
+        memory: the parameters.
+        num_updates: number of steps.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, pieces: Sequence[Piece], memory: torch.Tensor) -> None:
+        self._optimizer, self.memory, self.num_updates = optimizer, memory, 0
+        self._params: list[torch.Tensor] = []
+        self._sum: torch.Tensor | None = None
+        self._weight = self._samples = 0.0
+        self._count, self._all_samples = 0, 0.0
+        self._schedules: list[_Schedule] = []
+        self._take_over(pieces)
+        if type(optimizer) in RULES:
+            fuse(optimizer)
+
+    @torch.no_grad()
+    def _take_over(self, pieces: Sequence[Piece]) -> None:
+        by_index = {piece.index: piece for piece in pieces}
+        index, found = 0, dict[int, tuple[int, list[torch.Tensor]]]()
+        for group in self._optimizer.param_groups:
+            kept: list[torch.Tensor] = []
+            for p in group["params"]:
+                if index in by_index:
+                    found[index] = len(kept), kept
+                    kept.append(p)
+                else:
+                    self._optimizer.state.pop(p, None)
+                index += 1
+            group["params"] = kept
+        begin = 0
+        for piece in pieces:
+            position, kept = found[piece.index]
+            view = self.memory[begin : begin + piece.size]
+            begin += piece.size
+            kept[position] = self._in_memory(kept[position], piece, view)
+            self._params.append(kept[position])
+
+    def _in_memory(self, p: torch.Tensor, piece: Piece, view: torch.Tensor) -> torch.Tensor:
+        view.copy_(p.detach().reshape(-1)[piece.begin : piece.end])
+        is_whole = piece.size == p.numel()
+        if is_whole and p.dtype == view.dtype:
+            p.data = view.view(p.shape)
+            return p
+        part = nn.Parameter(view.view(p.shape) if is_whole else view)
+        state = self._optimizer.state
+        if p in state:
+            state[part] = {
+                key: value.reshape(-1)[piece.begin : piece.end].to(view.dtype, copy=True).view(part.shape)
+                if isinstance(value, torch.Tensor) and value.shape == p.shape
+                else value
+                for key, value in state.pop(p).items()
+            }
+        return part
+
+    def collect(self, gradient: torch.Tensor, samples: float, rate: float) -> None:
+        """Add ``gradient`` to the next update, whose learning rate it wants to be multiplied by ``rate``.
+
+        It must stay as it is until :meth:`update` if it is the only one.
+        """
+        weight = samples * rate
+        self._all_samples += samples
+        if self._count == 0:
+            self._sum = gradient
+        else:
+            assert self._sum is not None
+            if self._count == 1:
+                self._sum = self._sum * self._weight
+            self._sum.add_(gradient, alpha=weight)
+        self._count += 1
+        self._weight += weight
+        self._samples += samples
+
+    def own(self) -> None:
+        """Copy what was collected, if it is the memory of somebody else."""
+        if self._count == 1 and self._sum is not None:
+            self._sum = self._sum.clone()
+
+    def update(self) -> None:
+        """Step by the weighted mean of what was collected."""
+        gradient, weight = self._sum, self._weight
+        assert gradient is not None
+        if self._count > 1:
+            gradient = gradient / weight if weight else gradient
+        rate = weight / self._samples if self._samples else 1.0
+        self._count, self._sum, self._weight, self._samples = 0, None, 0.0, 0.0
+        begin = 0
+        for p in self._params:
+            p.grad = gradient[begin : begin + p.numel()].view(p.shape)
+            begin += p.numel()
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        if rate != 1.0:
+            for group in self._optimizer.param_groups:
+                group["lr"] = group["lr"] * rate
+        try:
+            self._optimizer.step()
+        finally:
+            for group, before in zip(self._optimizer.param_groups, rates, strict=True):
+                group["lr"] = before
+            for p in self._params:
+                p.grad = None
+        self.num_updates += 1
+        for schedule in self._schedules:
+            schedule.follow(self.num_updates if schedule.samples is None else self._all_samples / schedule.samples)
+
+    def schedule(self, scheduler: Any, samples: float | None) -> None:
+        """Step ``scheduler`` after each update, or each time that so many ``samples`` more were counted."""
+        self._schedules.append(_Schedule(scheduler, samples))
+
+    def group_sizes(self) -> tuple[int, ...]:
+        """Return the number of parameters in each of the optimizer's groups."""
+        return tuple(len(group["params"]) for group in self._optimizer.param_groups)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a server that begins again has to know."""
+        return {
+            "memory": self.memory,
+            "updates": self.num_updates,
+            "optimizer": self._optimizer.state_dict(),
+            "sum": self._sum,
+            "collected": [self._count, self._weight, self._samples, self._all_samples],
+            "schedules": [[each.scheduler.state_dict(), each.num_steps] for each in self._schedules],
+        }
+
+    def take_back(self, memory: torch.Tensor, optimizer: dict[str, Any]) -> None:
+        """Take back parameters and the optimizer's state."""
+        self._optimizer.load_state_dict(optimizer)
+        self.memory.copy_(memory)
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take back what :meth:`state` gave.
+
+        Raises:
+            ValueError: it is of another model or optimizer.
+        """
+        if len(state["schedules"]) != len(self._schedules):
+            raise ValueError(
+                f"the checkpoint has {len(state['schedules'])} schedules, this server {len(self._schedules)}"
+            )
+        with _named("the optimizer"):
+            self.take_back(state["memory"], state["optimizer"])
+        self.num_updates, self._sum = state["updates"], state["sum"]
+        self._count, self._weight, self._samples, self._all_samples = state["collected"]
+        for each, (own, num_steps) in zip(self._schedules, state["schedules"], strict=True):
+            with _named(f"a {type(each.scheduler).__name__}"):
+                each.scheduler.load_state_dict(own)
+            each.num_steps = num_steps
+
+
+_NUMBER = OneOf(INTEGER, float)  # sums of weights may have become infinite
+_TENSOR = OneOf(None, torch.Tensor)
+_SHAPE = {
+    "settings": str,
+    "shard": {
+        "memory": torch.Tensor,
+        "updates": COUNT,
+        "optimizer": MapOf(ANYTHING, key=ANYTHING),
+        "sum": _TENSOR,
+        "collected": ListOf(_NUMBER, 4),
+        "schedules": ListOf(PairOf(ANYTHING, COUNT)),
+    },
+    "mode": {
+        "collected": COUNT,
+        "workers": ListOf(COUNT),
+        "clocks?": MapOf(INTEGER, key=COUNT),
+        "done?": ListOf(COUNT),
+    },
+    "compensator": {"then": MapOf(torch.Tensor, key=COUNT), "squares": _TENSOR},
+    "staleness": MapOf(COUNT, key=INTEGER),
+    "counts": MapOf(COUNT),
+    "lives": MapOf(str, key=COUNT),
+    "last": MapOf(COUNT, key=COUNT),
+    "pulled": MapOf(COUNT, key=COUNT),
+}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a server can take.
+
+    Attributes:
+        settings: what updates depend on.
+        size, dtype: of its shard of the parameters.
+        groups: number of parameters in each group of its optimizer.
+        mode: names of what its mode has to know.
+        push_bytes: bytes of what a push brings; ``None`` if that is packed.
+    """
+
+    settings: str
+    size: int
+    dtype: torch.dtype
+    groups: tuple[int, ...]
+    mode: Collection[str]
+    push_bytes: int | None
+
+    def check(self, state: Any, what: str) -> None:
+        """Compare ``state``, which ``what`` holds.
+
+        Raises:
+            ValueError: it is of another model, optimizer, or of other settings.
+            DamagedError: it is no state.
+        """
+        checked(state, {"settings": str, "shard": {"memory": torch.Tensor}}, what)
+        if state["settings"] != self.settings:
+            raise ValueError(
+                f"{what}: the checkpoint is of a server with {state['settings']}, this one has {self.settings}"
+            )
+        memory = state["shard"]["memory"]
+        if tuple(memory.shape) != (self.size,) or memory.dtype != self.dtype:
+            found, here = f"{memory.numel()} elements of {memory.dtype}", f"{self.size} of {self.dtype}"
+            raise ValueError(f"{what}: the checkpoint has {found}, and this shard {here}: it is of another model")
+        checked(state, _SHAPE, what)
+        self._check_groups(state["shard"]["optimizer"], what)
+        problem = self._problem(state)
+        if problem:
+            raise DamagedError(f"{what} is malformed: {problem}")
+
+    def _check_groups(self, optimizer: dict[Any, Any], what: str) -> None:
+        """Compare the groups of an optimizer whose state has the form that torch's optimizers give it."""
+        groups = optimizer.get("param_groups")
+        if not isinstance(groups, list) or not all(isinstance(g, dict) and "params" in g for g in groups):
+            return
+        found = [len(g["params"]) if isinstance(g["params"], list) else -1 for g in groups]
+        if found != list(self.groups):
+            here = f"this server's has {list(self.groups)}"
+            raise ValueError(f"{what}: the checkpoint is of an optimizer with groups of {found} parameters, {here}")
+
+    def _problem(self, state: dict[str, Any]) -> str:
+        """Return in what parts of ``state`` contradict each other, or the server; "" if they do not."""
+        mode, shard, then = state["mode"], state["shard"], state["compensator"]["then"]
+        flat = [shard["sum"], state["compensator"]["squares"], *then.values()]
+        if any(each is not None and (tuple(each.shape), each.dtype) != ((self.size,), self.dtype) for each in flat):
+            return "it has a tensor that does not fit the shard"
+        if not set(self.mode) <= mode.keys():
+            return f"its mode has {sorted(mode)}, wanted {sorted(self.mode)}"
+        if not set(mode["workers"]) <= mode.get("clocks", dict.fromkeys(mode["workers"])).keys():
+            return "a worker has no clock"
+        if mode["collected"] > 0 and (shard["sum"] is None or not shard["collected"][0] > 0):
+            return "gradients that were collected are missing"
+        if state["lives"].keys() != state["last"].keys():
+            return "it does not know the last push of every worker"
+        return ""
 
 
 class Core:
@@ -33,7 +383,7 @@ class Core:
     def __init__(
         self,
         shard: ShardOptimizer,
-        mode: Mode,
+        mode: Rules,
         compensator: Compensator,
         wire: torch.dtype,
         unpackers: Unpackers | None = None,

@@ -2,35 +2,252 @@
 
 from __future__ import annotations
 
+import math
+import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from statistics import mean
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from pycomm import threads
-from pycomm.asynchronous.averager import Averager
-from pycomm.asynchronous.compensation import Compensator
-from pycomm.asynchronous.core import Core
-from pycomm.asynchronous.loop import Loop
-from pycomm.asynchronous.memory import SharedMemory
-from pycomm.asynchronous.modes import Async, GraceQuorum
-from pycomm.asynchronous.outer import DelayedNesterov, Nesterov
+from pycomm import checks, threads
+from pycomm.agreement import agreed
+from pycomm.asynchronous.averager import Averager, checked_parameters, copied, named_method
+from pycomm.asynchronous.core import Core, Piece, ShardOptimizer, cut
+from pycomm.asynchronous.fragment import DelayedNesterov, Nesterov
+from pycomm.asynchronous.loop import Known, Loop
+from pycomm.asynchronous.modes import AsyncRules, Compensator, Rules
 from pycomm.asynchronous.packing import Packer, Unpackers
 from pycomm.asynchronous.server_meeting import ServerMeeting
 from pycomm.asynchronous.serving import Serving
-from pycomm.asynchronous.shards import Piece, cut
-from pycomm.asynchronous.updates import ShardOptimizer
+from pycomm.asynchronous.wire import SharedMemory
 from pycomm.asynchronous.worker import ServerLink
+from pycomm.broadcasting import signature
+from pycomm.communicator import Communicator
 from pycomm.compression import Compression
 from pycomm.compression.by_method import method_text
+from pycomm.deprecated import settled
 from pycomm.descriptions import counted, settings_text, tensors_text
 from pycomm.errors import CommError
+from pycomm.optim.parameters import checked_optimizer
 from pycomm.transport import rendezvous
+from pycomm.transport.choice import version
+
+_REMEMBERED = 32
+
+
+@dataclass
+class _Rank:
+    """What is known of a rank.
+
+    Attributes:
+        since: when it began what it is doing.
+        durations: how long it took lately, in seconds.
+        samples: how many it has handed in after these.
+    """
+
+    since: float
+    durations: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    samples: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+
+    @property
+    def rate(self) -> float:
+        """Samples a second; 0 if nothing is known."""
+        total = sum(self.durations)
+        return sum(self.samples) / total if total > 0 else 0.0
+
+    def remaining(self, now: float) -> float:
+        """Return for how long it will still take, on average of the times that it took longer than now; else inf."""
+        taken = now - self.since
+        longer = [duration for duration in self.durations if duration > taken]
+        return mean(longer) - taken if longer else math.inf
+
+
+class Arrivals:
+    """Arrivals of ranks so far, in seconds of any clock."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, _Rank] = {}
+
+    def begin(self, rank: int, now: float) -> None:
+        """Note that ``rank`` has begun to work."""
+        self._ranks.setdefault(rank, _Rank(now)).since = now
+
+    def arrive(self, rank: int, now: float, samples: float) -> None:
+        """Note that ``rank`` hands in what it has done since it began."""
+        known = self._ranks.setdefault(rank, _Rank(now))
+        if now > known.since:
+            known.durations.append(now - known.since)
+            known.samples.append(samples)
+
+    def forget(self, rank: int) -> None:
+        """Forget ``rank``, which is gone."""
+        self._ranks.pop(rank, None)
+
+    def worth_waiting(self, here: Collection[int], quorum: int, now: float) -> float:
+        """Return for how many seconds those that are ``here`` had better wait; 0 for not at all.
+
+        Args:
+            here: ranks that have handed in.
+            quorum: number of ranks that the next merge will want.
+            now: the time.
+        """
+        late = sorted(
+            (known.remaining(now), rank)
+            for rank, known in self._ranks.items()
+            if rank not in here and known.remaining(now) < math.inf
+        )
+        least, best = self._undone([*here], late, 0.0, quorum), 0.0
+        for count, (seconds, _) in enumerate(late, start=1):
+            come = [rank for _, rank in late[:count]]
+            undone = self._undone([*here, *come], late[count:], seconds, quorum)
+            undone += sum(self._ranks[rank].rate * seconds for rank in here)
+            undone += sum(self._ranks[rank].rate * (seconds - at) for at, rank in late[:count])
+            if undone < least:
+                least, best = undone, seconds
+        return best
+
+    def _undone(self, merged: list[int], late: list[tuple[float, int]], after: float, quorum: int) -> float:
+        """Return what ``late`` ranks leave undone while they wait for the merge that follows the one ``after`` seconds.
+
+        That one comes when as many as the quorum are there again, of those ``merged`` and those that are late.
+        """
+        again = [after + mean(self._ranks[rank].durations) for rank in merged if self._ranks[rank].durations]
+        arrivals = sorted([*again, *(at for at, _ in late)])
+        if len(arrivals) < quorum:
+            return 0.0  # nothing is known of when that will be
+        following = arrivals[quorum - 1]
+        return sum(self._ranks[rank].rate * max(0.0, following - at) for at, rank in late)
+
+
+class GraceQuorum(Rules):
+    """Contributions of ``quorum`` workers are an update by their mean; and of others, if they are worth waiting for.
+
+    Args:
+        quorum: fewest workers; if there are fewer, all of them.
+        clock: seconds.
+    """
+
+    def __init__(self, quorum: int, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._quorum, self._clock = quorum, clock
+        self._here: set[int] = set()
+        self._arrivals = Arrivals()
+
+    def leave(self, worker: int) -> None:
+        super().leave(worker)
+        self._here.discard(worker)
+        self._arrivals.forget(worker)
+
+    def may_pull(self, worker: int) -> bool:
+        return worker not in self._here
+
+    def pulled(self, worker: int) -> None:
+        self._arrivals.begin(worker, self._clock())
+
+    def push(self, worker: int, staleness: int, samples: float) -> bool:
+        self._here.add(worker)
+        self._arrivals.arrive(worker, self._clock(), samples)
+        return super().push(worker, staleness, samples)
+
+    def is_due(self) -> bool:
+        return self._is_enough() and self.seconds_left() == 0
+
+    def seconds_left(self) -> float:
+        if self.num_collected == 0 or not self._is_enough():
+            return math.inf
+        return self._arrivals.worth_waiting(self._here, self._quorum, self._clock())
+
+    def _is_enough(self) -> bool:
+        return len(self._here) >= min(self._quorum, len(self.workers))
+
+    def updated(self) -> None:
+        super().updated()
+        self._here.clear()
+
 
 _FORMAT = 1
+
+
+def decoupled_sgd(
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    *,
+    every: int,
+    outer: DelayedNesterov | Nesterov | None = None,
+    quorum: int | None = None,
+    compression: Compression | str | None = None,
+    timeout: timedelta | float | None = None,
+) -> Averager:
+    """Let ranks of different speed step by themselves, and meet about every so many steps without a wait for all.
+
+    The loop stays ``zero_grad``, ``backward``, ``step``, as with :func:`local_sgd`. Each rank hands in how far it has
+    gone, and goes on from what that has come to. Slower ranks do so after fewer steps, in about the same time (dynamic
+    local updates: Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024). Rank 0 holds what the
+    ranks have in common in a thread. A rank that is lost harms nobody; if rank 0 is lost, all others get a CommError.
+
+    Args:
+        optimizer: any torch optimizer.
+        model: its parameters must all belong to the optimizer, be all float32 or all float64, and in CPU memory.
+        every: number of steps of the fastest rank from one meeting to its next.
+        outer: what is done with a contribution. ``pycomm.DelayedNesterov()``: each counts by itself, when it comes;
+            ``pycomm.Nesterov()``: with a ``quorum``. ``None``: whichever of them goes with ``quorum``.
+        quorum: number of ranks whose contributions are averaged. Others are waited for no longer than is worth it, by
+            when they have come so far; the rest come to a later average. Ranks count by their steps, or by what
+            ``set_weight`` says ("Decoupled DiLoCo", 2026).
+        compression: how far a rank has gone travels by this method, an object or a name such as "fp16"; what it leaves
+            over is added at the next meeting.
+        timeout: limit of every wait for a peer; seconds or ``timedelta``. ``None``: the process group's own.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong, or the ranks differ in them or in names, shapes or dtypes of
+            parameters: on every rank. From ``optimizer.step()``: parameters are no longer those of ``model`` and
+            ``optimizer``.
+        CommError: a rank did not come. ``optimizer.step()`` raises it, too, if rank 0 is lost.
+        RuntimeError: from ``optimizer.step()``: a parameter of this rank is not finite.
+    """
+    problem: Exception | None = None
+    lines = list[str]()
+    try:
+        optimizer = checked_optimizer(optimizer, model, "decoupled_sgd")
+        named = checked_parameters(optimizer, model, every, call="decoupled_sgd()")
+        merges = _checked_outer(settled(outer), quorum)
+        if next(iter(named.values())).device.type != "cpu":
+            raise ValueError("ranks that meet one by one require parameters in CPU memory")
+        method = named_method(compression)
+        lines = [f"pycomm {version()}", f"every={every}", f"outer={merges!r}", f"quorum={quorum}", f"{method!r}"]
+        lines += [f"{name}: {signature(p)}" for name, p in named.items()]
+    except Exception as error:  # a foreign object may raise anything
+        problem = error
+    if dist.is_initialized():  # a rank that has called local_sgd() opens a communicator, too
+        with Communicator(timeout=timeout) as communicator:
+            same = {"setting": ["ranks meet one by one"]}
+            agreed(communicator.channel.all_gather_bytes, problem, lines=lambda _: same)
+    meeting = ServerMeeting(timeout)
+    meeting.compare(lines, problem)
+    loop = Loop(Known(model, optimizer, named, "decoupled_sgd()"), model, optimizer)
+    return DecoupledAverager(meeting, optimizer, named, Pace(every, quorum, merges, method, meeting.timeout), loop)
+
+
+def _checked_outer(outer: Any, quorum: Any) -> DelayedNesterov | Nesterov:
+    """Return what merges. Raise TypeError or ValueError if it does not go with ``quorum``, or that is too high."""
+    if quorum is None:
+        if outer is not None and not isinstance(outer, DelayedNesterov):
+            kind = ValueError if isinstance(outer, Nesterov) else TypeError
+            raise kind(f"outer is {outer!r}, wanted None or a pycomm.DelayedNesterov, or a quorum")
+        return outer or DelayedNesterov()
+    if outer is not None and not isinstance(outer, Nesterov):
+        raise ValueError(f"quorum={quorum} with outer={outer!r}: it merges by a pycomm.Nesterov")
+    num_ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if checks.count("quorum", quorum, 1) > num_ranks:
+        raise ValueError(f"quorum={quorum} of {num_ranks} ranks")
+    return outer or Nesterov()
 
 
 @dataclass(frozen=True)
@@ -65,15 +282,15 @@ class Center:
         self.shard = ShardOptimizer(
             pace.outer.optimizer(copies, meeting.size), pieces, self._memory.tensor(dtype)[:size]
         )
-        mode = Async() if pace.quorum is None else GraceQuorum(pace.quorum)
+        rules = AsyncRules() if pace.quorum is None else GraceQuorum(pace.quorum)
         unpackers = None if pace.method is None else Unpackers(params, pace.method, dtype)
-        core = Core(self.shard, mode, Compensator(None), dtype, unpackers)
+        core = Core(self.shard, rules, Compensator(None), dtype, unpackers)
         self._listener = meeting.open_listener()
         ranks = set(range(meeting.size))
         self.serving = Serving(
             core, self._memory, self._listener, rendezvous.host_identity(), ranks, pace.timeout, meeting.rank
         )
-        meeting.tell_address(0, self._listener)
+        meeting.publish_address(0, self._listener)
         self._timeout = pace.timeout
         self._error: BaseException | None = None
         self._thread = threads.start(self._serve, "pycomm-center", self.serving.stopped.set)
@@ -118,12 +335,8 @@ class DecoupledAverager(Averager):
         self._params, self._names, self._pace = list(named.values()), list(named), pace
         (pieces,) = cut([p.numel() for p in self._params], 1, anywhere=False)
         self._center = Center(meeting, self._params, pieces, pace) if meeting.rank == 0 else None
-        host, access = rendezvous.host_identity(), meeting.access
         packer = None if pace.method is None else Packer(self._params, pace.method, meeting.worker)
-        self._link = ServerLink(
-            *(0, meeting.worker, pieces, self._params, lambda: meeting.address_of(0), access, host, pace.timeout, ""),
-            packer,
-        )
+        self._link = ServerLink(0, meeting, pieces, self._params, pace.timeout, packer=packer)
         self._link.open()
         self._num_steps = self._num_meetings = self._since = 0
         self._planned = pace.every
@@ -200,14 +413,6 @@ class DecoupledAverager(Averager):
         """Ranks that take part now."""
         return tuple(self._link.stats()["workers"])
 
-    def set_weight(self, num_samples: float) -> None:
-        """Count so many samples or tokens for each of this rank's steps from now on; 1 at first.
-
-        Raises:
-            TypeError, ValueError: ``num_samples`` is not a positive number.
-        """
-        super().set_weight(num_samples)
-
     def stats(self) -> dict[str, Any]:
         """Return counters.
 
@@ -236,7 +441,7 @@ class DecoupledAverager(Averager):
         if self._center is not None:
             with self._center.serving.lock:
                 found = self._center.shard.state()
-                state["center"] = {"memory": found["memory"].clone(), "optimizer": _copied(found["optimizer"])}
+                state["center"] = {"memory": found["memory"].clone(), "optimizer": copied(found["optimizer"])}
         return state
 
     @torch.no_grad()
@@ -259,25 +464,9 @@ class DecoupledAverager(Averager):
         self._since, self._begun = int(state["since"]), time.monotonic()
         if self._center is not None:
             with self._center.serving.lock:
-                self._center.shard.take_back(state["center"]["memory"], _copied(state["center"]["optimizer"]))
-
-    def detach(self) -> None:
-        """Meet no more. On rank 0, return when all other ranks have detached, too. Idempotent.
-
-        Raises:
-            CommError: on rank 0, they have not within the timeout.
-        """
-        super().detach()
+                self._center.shard.take_back(state["center"]["memory"], copied(state["center"]["optimizer"]))
 
     def _release(self) -> None:
         self._link.close()
         if self._center is not None:
             self._center.close()
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copied(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_copied(each) for each in value]
-    return value.clone() if isinstance(value, torch.Tensor) else value

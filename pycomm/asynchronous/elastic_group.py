@@ -13,8 +13,7 @@ import numpy as np
 from pycomm.communicator import Communicator, communicator_at
 from pycomm.elastic.join_requests import JoinClient, JoinListener
 from pycomm.elastic.liveness import this_process
-from pycomm.elastic.membership import Membership
-from pycomm.elastic.reconvene import reconvene
+from pycomm.elastic.membership import Membership, reconvene
 from pycomm.errors import CommError
 
 _LOG = logging.getLogger("pycomm")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from pycomm import schedule
 from pycomm.agreement import agreed
-from pycomm.asynchronous.averaging import checked_parameters
+from pycomm.asynchronous.averager import checked_parameters
 from pycomm.asynchronous.loop import Known
 from pycomm.broadcasting import named_tensors, share_tensors, signature
 from pycomm.communicator import Communicator

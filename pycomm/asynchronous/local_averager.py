@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from pycomm.asynchronous.averager import Averager
+from pycomm.asynchronous.averager import Averager, copied
 from pycomm.asynchronous.elastic_group import ElasticGroup
 from pycomm.asynchronous.fragment import Fragment
-from pycomm.asynchronous.loop import Loop
-from pycomm.asynchronous.meeting_check import MeetingCheck
+from pycomm.asynchronous.loop import Loop, MeetingCheck
 from pycomm.broadcasting import broadcast_tensors
 from pycomm.communicator import Communicator
 from pycomm.compression.by_method import method_text
@@ -348,11 +347,3 @@ def _check_state(state: dict[str, Any], current: dict[str, Any], fragments: Sequ
     under_way = [fragments[index] for _, index in state["counters"]["under_way"]]
     if state["means"].keys() != {name for fragment in under_way for name in fragment.names}:
         raise ValueError("state lacks what meetings that were under way have come to")
-
-
-def copied(state: dict[str, Any]) -> dict[str, Any]:
-    """Return ``state`` with copies of the tensors in it."""
-    return {
-        key: copied(value) if isinstance(value, dict) else value.clone() if isinstance(value, torch.Tensor) else value
-        for key, value in state.items()
-    }

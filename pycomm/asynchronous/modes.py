@@ -1,20 +1,203 @@
-"""Modes of a parameter server: which gradients make an update, and who has to wait for whom.
+"""Modes of a parameter server: which gradients make an update, who has to wait for whom, and what stale ones are worth.
 
-They know nothing of tensors or of connections: a server asks them, and tells them what it has done.
+Users pass a frozen dataclass; each server makes its own rules from it. Rules know nothing of tensors or of connections:
+a server asks them, and tells them what it has done.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from pycomm.asynchronous.grace import Arrivals
+import torch
+
+from pycomm import checks
+
+
+@dataclass(frozen=True)
+class DelayCompensation:
+    """DC-ASGD (Zheng et al., "Asynchronous SGD with Delay Compensation", 2017): g + λ g⊙g⊙(w_now - w_then).
+
+    The product g⊙g stands for the diagonal of the Hessian. The server keeps the parameters that each worker has pulled.
+
+    Args:
+        strength: λ; with ``adaptive``, λ₀, not negative.
+        adaptive: divide λ₀, element by element, by the square root of a moving mean of g⊙g.
+        decay: of that mean, from 0 to below 1.
+        eps: added to the mean, positive.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; it is named.
+    """
+
+    strength: float = 0.04
+    adaptive: bool = False
+    decay: float = 0.95
+    eps: float = 1e-7
+
+    def __post_init__(self) -> None:
+        checks.real("strength", self.strength, 0.0)
+        checks.flag("adaptive", self.adaptive)
+        checks.real("decay", self.decay, 0.0, 1.0)
+        checks.real("eps", self.eps, 0.0, or_equal=False)
+
+
+def _check_compensation(mode: Async | StaleSynchronous | SoftSync) -> None:
+    """Put an object in place of the name "dc"."""
+    value: Any = mode.compensation
+    if not (value is None or isinstance(value, DelayCompensation)):
+        if not isinstance(value, str) or value not in ("lr", "dc"):
+            found = checks.shown(value)
+            raise ValueError(f'compensation is {found}, wanted None, "lr", "dc" or a pycomm.DelayCompensation')
+        object.__setattr__(mode, "compensation", "lr" if value == "lr" else DelayCompensation())
 
 
 class Mode(ABC):
+    """What :func:`pycomm.parameter_server` takes as ``mode``."""
+
+    @abstractmethod
+    def rules(self) -> Rules:
+        """Return the rules of one server."""
+
+
+@dataclass(frozen=True)
+class Async(Mode):
+    """Every gradient is an update, and nobody waits.
+
+    Args:
+        compensation: of gradients whose parameters have been updated since they were pulled. "lr": the learning rate is
+            divided by the number of updates (Zhang et al., "Staleness-aware Async-SGD", 2016). "dc", or a
+            :class:`pycomm.DelayCompensation`: DC-ASGD.
+
+    Raises:
+        ValueError: ``compensation`` is something else.
+    """
+
+    compensation: DelayCompensation | str | None = None
+
+    def __post_init__(self) -> None:
+        _check_compensation(self)
+
+    def rules(self) -> Rules:
+        return AsyncRules()
+
+
+@dataclass(frozen=True)
+class StaleSynchronous(Mode):
+    """Every gradient is an update; no worker is more than ``staleness`` gradients ahead of another (Ho et al., 2013).
+
+    Args:
+        staleness: the bound, at least 1.
+        compensation: as of :class:`pycomm.Async`.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; it is named.
+    """
+
+    staleness: int
+    compensation: DelayCompensation | str | None = None
+
+    def __post_init__(self) -> None:
+        checks.integer("staleness", self.staleness, 1)
+        _check_compensation(self)
+
+    def rules(self) -> Rules:
+        return StaleSynchronousRules(self.staleness)
+
+
+@dataclass(frozen=True)
+class SoftSync(Mode):
+    """Every ``quorum`` gradients, of whichever workers, are an update by their mean (Zhang et al., 2016).
+
+    Args:
+        quorum: number of gradients, at least 1.
+        compensation: as of :class:`pycomm.Async`.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; it is named.
+    """
+
+    quorum: int
+    compensation: DelayCompensation | str | None = None
+
+    def __post_init__(self) -> None:
+        checks.integer("quorum", self.quorum, 1)
+        _check_compensation(self)
+
+    def rules(self) -> Rules:
+        return SoftSyncRules(self.quorum)
+
+
+@dataclass(frozen=True)
+class Sync(Mode):
+    """One gradient of each worker is an update by their mean; all but ``backup`` of them suffice (Chen et al., 2016).
+
+    Gradients that come after that are dropped.
+
+    Args:
+        backup: number of workers that need not be waited for, below that of all workers.
+
+    Raises:
+        TypeError, ValueError: ``backup`` is wrong.
+    """
+
+    backup: int = 0
+
+    def __post_init__(self) -> None:
+        checks.integer("backup", self.backup, 0)
+
+    def rules(self) -> Rules:
+        return SyncRules(self.backup)
+
+
+MODES: dict[str, type[Mode]] = {"async": Async, "ssp": StaleSynchronous, "softsync": SoftSync, "sync": Sync}
+_SHORT = {"async": Async(), "sync": Sync()}
+_EXAMPLES = {"ssp": "StaleSynchronous(3)", "softsync": "SoftSync(4)"}
+
+
+def checked_mode(mode: Any) -> Mode:
+    """Return ``mode``, an object or the name of one without options. Raise TypeError or ValueError if it is neither."""
+    if isinstance(mode, Mode):
+        return mode
+    name = mode if isinstance(mode, str) else ""
+    if name in _SHORT:
+        return _SHORT[name]
+    wanted = '"async", "sync", a pycomm.Async, StaleSynchronous, SoftSync or Sync'
+    if name in _EXAMPLES:
+        wanted = f"an object that has its number, such as pycomm.{_EXAMPLES[name]}"
+    raise (ValueError if isinstance(mode, str) else TypeError)(f"mode is {checks.shown(mode)}, wanted {wanted}")
+
+
+def mode_of(
+    mode: Any = "async", staleness: Any = None, compensation: Any = None, quorum: Any = None, backup: Any = 0
+) -> Mode:
+    """Return the mode that a name and options mean, as ``parameter_server`` took them before.
+
+    Raises:
+        TypeError, ValueError: they do not go together, or one is wrong.
+    """
+    for name, value, wanted in (("staleness", staleness, "ssp"), ("quorum", quorum, "softsync")):
+        if (value is not None) != (mode == wanted):
+            raise ValueError(f'{name}={value} with mode="{mode}": it is for mode="{wanted}", which requires it')
+    if backup != 0 and mode != "sync":
+        raise ValueError(f'backup={backup} with mode="{mode}": it is for mode="sync"')
+    match mode:
+        case "ssp":
+            return StaleSynchronous(staleness, compensation)
+        case "softsync":
+            return SoftSync(quorum, compensation)
+        case "async":
+            return Async(compensation)
+        case "sync" if compensation is not None:
+            raise ValueError('compensation with mode="sync", in which no gradient is stale')
+        case "sync":
+            return Sync(backup)
+    return checked_mode(mode)
+
+
+class Rules(ABC):
     """Rules of one server.
 
     Attributes:
@@ -68,14 +251,14 @@ class Mode(ABC):
         self.num_collected, self.workers = state["collected"], set(state["workers"])
 
 
-class Async(Mode):
+class AsyncRules(Rules):
     """Every gradient is an update, and nobody waits."""
 
     def is_due(self) -> bool:
         return self.num_collected > 0
 
 
-class Softsync(Mode):
+class SoftSyncRules(Rules):
     """Every ``count`` gradients, of whichever workers, are an update by their mean (Zhang et al., 2016)."""
 
     def __init__(self, count: int) -> None:
@@ -86,7 +269,7 @@ class Softsync(Mode):
         return self.num_collected >= self._count
 
 
-class StaleSynchronous(Async):
+class StaleSynchronousRules(AsyncRules):
     """Every gradient is an update; no worker is more than ``bound`` gradients ahead of another (Ho et al., 2013)."""
 
     def __init__(self, bound: int) -> None:
@@ -119,7 +302,7 @@ class StaleSynchronous(Async):
         self._clocks = dict(state["clocks"])
 
 
-class Sync(Mode):
+class SyncRules(Rules):
     """One gradient of each worker is an update by their mean; all but ``backup`` of them suffice (Chen et al., 2016).
 
     Gradients of earlier parameters do not count.
@@ -158,61 +341,54 @@ class Sync(Mode):
         self._done = set(state["done"])
 
 
-class GraceQuorum(Mode):
-    """Contributions of ``quorum`` workers are an update by their mean; and of others, if they are worth waiting for.
+class Compensator:
+    """What a server does to stale gradients.
 
     Args:
-        quorum: fewest workers; if there are fewer, all of them.
-        clock: seconds.
+        kind: see :class:`Async`.
     """
 
-    def __init__(self, quorum: int, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__()
-        self._quorum, self._clock = quorum, clock
-        self._here: set[int] = set()
-        self._arrivals = Arrivals()
+    def __init__(self, kind: DelayCompensation | str | None) -> None:
+        self._delay = kind if isinstance(kind, DelayCompensation) else None
+        self._by_rate = kind == "lr"
+        self._then: dict[int, torch.Tensor] = {}
+        self._squares: torch.Tensor | None = None
+
+    def pulled(self, worker: int, now: torch.Tensor) -> None:
+        """Note that ``worker`` has the parameters ``now``."""
+        if self._delay is None:
+            return
+        if worker in self._then:
+            self._then[worker].copy_(now)
+        else:
+            self._then[worker] = now.clone()
 
     def leave(self, worker: int) -> None:
-        super().leave(worker)
-        self._here.discard(worker)
-        self._arrivals.forget(worker)
+        """Forget ``worker``."""
+        self._then.pop(worker, None)
 
-    def may_pull(self, worker: int) -> bool:
-        return worker not in self._here
+    def weight(self, staleness: int) -> float:
+        """Return the factor of the learning rate for a gradient."""
+        return 1.0 / max(staleness, 1) if self._by_rate else 1.0
 
-    def pulled(self, worker: int) -> None:
-        self._arrivals.begin(worker, self._clock())
+    def compensate(self, worker: int, gradient: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+        """Return the gradient that ``worker`` would have had with the parameters ``now``, as far as one can tell."""
+        if self._delay is None:
+            return gradient
+        delay, square = self._delay, gradient * gradient
+        strength: float | torch.Tensor = delay.strength
+        if delay.adaptive:
+            if self._squares is None:
+                self._squares = torch.zeros_like(square)
+            self._squares.mul_(delay.decay).add_(square, alpha=1 - delay.decay)
+            strength = delay.strength / (self._squares + delay.eps).sqrt()
+        then = self._then.get(worker)
+        return gradient if then is None else gradient + strength * square * (now - then)
 
-    def push(self, worker: int, staleness: int, samples: float) -> bool:
-        self._here.add(worker)
-        self._arrivals.arrive(worker, self._clock(), samples)
-        return super().push(worker, staleness, samples)
+    def state(self) -> dict[str, Any]:
+        """Return what a server that begins again has to know."""
+        return {"then": dict(self._then), "squares": self._squares}
 
-    def is_due(self) -> bool:
-        return self._is_enough() and self.seconds_left() == 0
-
-    def seconds_left(self) -> float:
-        if self.num_collected == 0 or not self._is_enough():
-            return math.inf
-        return self._arrivals.worth_waiting(self._here, self._quorum, self._clock())
-
-    def _is_enough(self) -> bool:
-        return len(self._here) >= min(self._quorum, len(self.workers))
-
-    def updated(self) -> None:
-        super().updated()
-        self._here.clear()
-
-
-MODES = ("async", "ssp", "softsync", "sync")
-
-
-def mode_of(name: str, staleness: int | None, quorum: int | None, backup: int) -> Mode:
-    """Return the mode called ``name``."""
-    if name == "ssp":
-        assert staleness is not None
-        return StaleSynchronous(staleness)
-    if name == "softsync":
-        assert quorum is not None
-        return Softsync(quorum)
-    return Sync(backup) if name == "sync" else Async()
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take back what :meth:`state` gave."""
+        self._then, self._squares = dict(state["then"]), state["squares"]

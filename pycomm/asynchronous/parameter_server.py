@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -13,42 +12,47 @@ from typing import Any
 
 import torch
 
-from pycomm.asynchronous.compensation import Compensator, DelayCompensation
-from pycomm.asynchronous.core import Core
-from pycomm.asynchronous.memory import SharedMemory
-from pycomm.asynchronous.modes import mode_of
+from pycomm.asynchronous.core import Core, Piece, ShardOptimizer, shard_dtype
+from pycomm.asynchronous.loop import Trained
+from pycomm.asynchronous.modes import Compensator, Mode, mode_of
 from pycomm.asynchronous.packing import Packer, Unpackers
-from pycomm.asynchronous.server_files import ServerFiles, shards_of, wanted_by
 from pycomm.asynchronous.server_meeting import ServerMeeting
 from pycomm.asynchronous.serving import Serving
-from pycomm.asynchronous.settings import Settings, checked_parameters, checked_settings, lines_of
-from pycomm.asynchronous.shards import Piece, shard_dtype
-from pycomm.asynchronous.trained import Trained
-from pycomm.asynchronous.updates import ShardOptimizer
+from pycomm.asynchronous.settings import (
+    ServerFiles,
+    Settings,
+    checked_parameters,
+    checked_settings,
+    lines_of,
+    shards_of,
+    wanted_by,
+)
+from pycomm.asynchronous.wire import SharedMemory
 from pycomm.asynchronous.worker import ServerLink
 from pycomm.checks import bounded, positive
 from pycomm.compression import Compression
 from pycomm.compression.by_method import method_text
-from pycomm.descriptions import counted, tensors_text
+from pycomm.deprecated import Moved, Old, renamed
+from pycomm.descriptions import counted, settings_text, tensors_text
 from pycomm.optim.attached import refuse_second_average
 from pycomm.optim.parameters import checked_optimizer
 from pycomm.transport import rendezvous
 
+_TRACED = frozenset(("trace", "replay"))
 
+
+@renamed(
+    Moved(lambda kwargs: not _TRACED.isdisjoint(kwargs), lambda: traced),
+    mode=Old(("staleness", "compensation", "quorum", "backup"), mode_of, short=str),
+)
 def parameter_server(
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module,
     *,
     servers: int = 1,
-    mode: str = "async",
-    staleness: int | None = None,
-    compensation: DelayCompensation | str | None = None,
+    mode: Mode | str = "async",
     compression: Compression | str | None = None,
-    quorum: int | None = None,
-    backup: int = 0,
     checkpoint: str | Path | None = None,
-    trace: str | Path | None = None,
-    replay: str | Path | None = None,
     timeout: timedelta | float | None = None,
 ) -> ParameterServer:
     """Train with a parameter server: ranks 0 to ``servers - 1`` hold the parameters and step them, the others work.
@@ -66,24 +70,15 @@ def parameter_server(
             bfloat16 parameters the servers hold and step float32 ones, which workers get rounded.
         servers: number of serving ranks. Each holds an equal part of the parameters' bytes; parameters are cut only
             where the optimizer is known to update each element by itself.
-        mode: "async": every gradient is an update, and nobody waits. "ssp" (stale synchronous): likewise, but no
-            worker gets parameters who is more than ``staleness`` gradients ahead of another. "softsync": every
-            ``quorum`` gradients are an update by their mean, whoever they are from. "sync": one gradient of every
-            worker is an update by their mean; of all but ``backup`` workers, which need not be waited for. Gradients
-            that come after that are dropped.
-        staleness: bound of "ssp", at least 1.
-        compensation: of gradients whose parameters have been updated since they were pulled. "lr": the learning
-            rate is divided by the number of updates. "dc", or a :class:`pycomm.DelayCompensation`: DC-ASGD.
+        mode: which gradients make an update, and who waits: :class:`pycomm.Async`, :class:`pycomm.StaleSynchronous`,
+            :class:`pycomm.SoftSync` or :class:`pycomm.Sync`. "async" and "sync" are short for the first and the last
+            without options.
         compression: method by which gradients travel, or its name, over the connection even on one host. What it
             leaves over stays with the worker, for its next push. Takes a server about as much memory for each worker
             as the method's state and a bucket, 8 bytes a parameter for most. Parameters are then cut only at their
             borders.
-        quorum: of "softsync", at least 1.
-        backup: of "sync".
         checkpoint: folder in which servers write down what has happened before they acknowledge it. A server that is
             started again goes on from there, without any loss, and workers wait for it. All ranks name the same folder.
-        trace: file to which a server writes the order of events; its number is added to the name.
-        replay: such a file, in whose order they shall happen again: to the bit.
         timeout: limit of every wait for a peer; seconds or ``timedelta``. ``None``: the process group's own.
 
     Raises:
@@ -92,34 +87,38 @@ def parameter_server(
             parameters: on every rank. Or a server cannot open one of its files, or it is damaged: the error names it.
         CommError: a rank did not come.
     """
-    settings_of = functools.partial(
-        checked_settings,
+    return traced(
+        *(optimizer, model),
         servers=servers,
         mode=mode,
-        staleness=staleness,
-        compensation=compensation,
         compression=compression,
-        quorum=quorum,
-        backup=backup,
         checkpoint=checkpoint,
-        trace=trace,
-        replay=replay,
+        timeout=timeout,
     )
-    return _meet(optimizer, model, settings_of, timeout)
 
 
-def _meet(
+def traced(
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module,
-    settings_of: Callable[..., Settings],
-    timeout: timedelta | float | None,
+    *,
+    trace: str | Path | None = None,
+    replay: str | Path | None = None,
+    timeout: timedelta | float | None = None,
+    **options: Any,
 ) -> ParameterServer:
-    """Return the handle of ranks that agree. What is wrong on one of them is raised when all have been told."""
+    """Do as :func:`parameter_server` does, with servers that write traces, or repeat them. For tests and debugging.
+
+    Args:
+        optimizer, model, timeout, options: as of :func:`parameter_server`.
+        trace: file to which a server writes the order of events; its number is added to the name.
+        replay: such a file, in whose order they shall happen again: to the bit.
+    """
     meeting, lines, problem = ServerMeeting(timeout), list[str](), None
     files: ServerFiles | None = None
     try:
         optimizer = checked_optimizer(optimizer, model, "parameter_server")
-        settings, named = settings_of(meeting.size, timeout=meeting.timeout), checked_parameters(optimizer, model)
+        settings = checked_settings(meeting.size, meeting.timeout, trace=trace, replay=replay, **options)
+        named = checked_parameters(optimizer, model)
         refuse_second_average(named, "parameter_server()")
         if settings.compression is not None:
             settings.compression.check(optimizer)
@@ -176,26 +175,18 @@ class ParameterServer:
         if self._is_closed:
             return f"ParameterServer({me}, closed)"
         params, method = tensors_text(self._params), method_text(self._settings.compression)
-        return f"ParameterServer({me}, {counted(servers, 'server')}, {params}, mode={mode!r}, {method})"
+        return f"ParameterServer({me}, {counted(servers, 'server')}, {params}, mode={settings_text(mode)}, {method})"
 
     # Workers.
 
     def _open_links(self) -> None:
-        host = rendezvous.host_identity()
-        folder = self._settings.checkpoint
+        meeting, settings = self._meeting, self._settings
         for server, pieces in enumerate(self._shards):
-            link = ServerLink(
-                server,
-                self._meeting.worker,
-                pieces,
-                self._params,
-                functools.partial(self._meeting.address_of, server),
-                self._meeting.access,
-                host,
-                self._settings.timeout,
-                "" if folder is None else str(folder / f"server-{server}"),
-                _packer_of(self._settings.compression, pieces, self._params, self._meeting.worker),
-            )
+            folder = "" if settings.checkpoint is None else str(settings.checkpoint / f"server-{server}")
+            packer = None
+            if settings.compression is not None:
+                packer = Packer([self._params[piece.index] for piece in pieces], settings.compression, meeting.worker)
+            link = ServerLink(server, meeting, pieces, self._params, settings.timeout, folder, packer)
             link.open()
             self._links.append(link)
 
@@ -238,7 +229,7 @@ class ParameterServer:
         self._require_worker("push")
         samples = bounded("samples", samples, "a positive, finite number", lambda n: 0 < n < math.inf)
         if not self._has_pulled:
-            raise ValueError("push() before pull(): the servers could not tell what the gradient belongs to")
+            raise ValueError("push() before pull(): the servers could not know what the gradient belongs to")
         self._trained.require_same()
         self._load()
         for link in self._links:
@@ -326,16 +317,15 @@ class ParameterServer:
             unpackers = Unpackers([self._params[piece.index] for piece in pieces], settings.compression, dtype)
         memory = SharedMemory(max(1, size) * dtype.itemsize)
         shard = ShardOptimizer(self._optimizer, pieces, memory.tensor(dtype)[:size])
-        mode = mode_of(settings.mode, settings.staleness, settings.quorum, settings.backup)
-        compensator = Compensator(settings.compensation)
-        return Core(shard, mode, compensator, wire, unpackers, settings.of_updates()), memory
+        rules, compensator = settings.mode.rules(), Compensator(settings.compensation)
+        return Core(shard, rules, compensator, wire, unpackers, settings.of_updates()), memory
 
     def _serve(self) -> None:
         settings, meeting, core, files = self._settings, self._meeting, self._core, self._files
         assert files is not None
         with contextlib.ExitStack() as opened:
             opened.callback(files.close)
-            with meeting.telling(meeting.rank, meeting.size - settings.servers):
+            with meeting.reporting(meeting.rank, meeting.size - settings.servers):
                 journal = files.begin(core)
                 listener = meeting.open_listener()
                 opened.callback(listener.close)
@@ -344,7 +334,7 @@ class ParameterServer:
                     *(core, self._memory, listener, rendezvous.host_identity(), expected),
                     *(settings.timeout, meeting.rank, journal, files.trace, files.replay),
                 )
-            meeting.tell_address(meeting.rank, listener)
+            meeting.publish_address(meeting.rank, listener)
             try:
                 serving.run()
             finally:
@@ -387,9 +377,3 @@ class ParameterServer:
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self.close()
-
-
-def _packer_of(
-    method: Compression | None, pieces: Sequence[Piece], params: Sequence[torch.Tensor], worker: int
-) -> Packer | None:
-    return None if method is None else Packer([params[piece.index] for piece in pieces], method, worker)

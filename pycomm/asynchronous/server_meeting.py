@@ -1,4 +1,4 @@
-"""ServerMeeting of the ranks of a parameter server in the store of their process group, without a process group.
+"""Meeting of the ranks of a parameter server in the store of their process group, without a process group.
 
 What is agreed there stays: a process that comes later, or in the place of one that has died, finds it.
 """
@@ -37,7 +37,7 @@ _VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 _LAST_PORT = 65535
 _PLACE = {"host": str, "name": str, "address": str, "port": Number(0, _LAST_PORT, whole=True)}
 _FAILURE = {"failure": str}
-_TOLD = {"problem": str, "lines": ListOf(str), "host": str, "secret": str}
+_REPORT = {"problem": str, "lines": ListOf(str), "host": str, "secret": str}
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Place:
 
 
 class ServerMeeting:
-    """ServerMeeting of the ranks.
+    """Meeting of the ranks of a parameter server.
 
     Args:
         timeout: limit of every wait for a rank; seconds or ``timedelta``, ``None`` for the process group's own.
@@ -111,58 +111,56 @@ class ServerMeeting:
             return
         mine = {"problem": "" if problem is None else _words(problem), "lines": list(lines)}
         self._store.set(f"lines/{self.rank}", json.dumps({**mine, **_safety(self.access)}))
-        everyones = self._told()
+        everyones = self._reports()
         self._store.set("begun", "")
         self._store.add("read", 1)
         try:
             if problem is not None:
                 raise ValueError(_words(problem)) from problem
-            for rank, told in enumerate(everyones):
-                if told["problem"]:
-                    raise ValueError(f"rank {rank}: {told['problem']}")
-            for rank, told in enumerate(everyones):
-                _require_same(told["lines"], everyones[0]["lines"], f"rank {rank}")
-                _require_safe(told, everyones[0], rank)
+            for rank, report in enumerate(everyones):
+                if report["problem"]:
+                    raise ValueError(f"rank {rank}: {report['problem']}")
+            for rank, report in enumerate(everyones):
+                _require_same(report["lines"], everyones[0]["lines"], f"rank {rank}")
+                _require_safe(report, everyones[0], rank)
         except ValueError:
             if self.rank == 0:
                 self._await("read", self.size)
             raise
 
     def _compare_with_first(self, lines: Sequence[str]) -> None:
-        first = self._told()[0]
+        first = self._reports()[0]
         _require_same([line for line in lines if not line.startswith("values")], first["lines"], "this process")
         _require_safe(_safety(self.access), first, self.worker)
 
-    def _told(self) -> list[dict[str, Any]]:
-        """Return what all ranks have told."""
-        told = [parse(self._get(f"lines/{p}", p), _TOLD, f"what rank {p} has told") for p in range(self.size)]
-        self._hosts = {one["host"] for one in told} | {rendezvous.host_identity()}
-        return told
+    def _reports(self) -> list[dict[str, Any]]:
+        """Return the reports of all ranks."""
+        reports = [parse(self._get(f"lines/{p}", p), _REPORT, f"the report of rank {p}") for p in range(self.size)]
+        self._hosts = {report["host"] for report in reports} | {rendezvous.host_identity()}
+        return reports
 
     def open_listener(self) -> WorkerListener:
         """Return where workers come in: from other hosts only if there is a secret, and a way from them."""
         key, address = self.access.key, self.own_address()
         is_reached = len(self._hosts) > 1 or not ipaddress.ip_address(address.partition("%")[0]).is_loopback
-        return (
-            WorkerListener()
-            if key is None or not is_reached
-            else WorkerListener(address, key, self.access.context(server=True))
-        )
+        if key is None or not is_reached:
+            return WorkerListener()
+        return WorkerListener(address, key, self.access.context(server=True))
 
-    def tell_address(self, server: int, listener: WorkerListener) -> None:
-        """Tell where ``server`` is."""
+    def publish_address(self, server: int, listener: WorkerListener) -> None:
+        """Write to the store where ``server`` is."""
         place = Place(rendezvous.host_identity(), listener.name.hex(), *listener.address)
         self._store.set(f"server/{server}", json.dumps(asdict(place)))
 
     @contextlib.contextmanager
-    def telling(self, server: int, num_workers: int) -> Iterator[None]:
-        """Tell ``num_workers``, who wait for ``server``, of an error inside, because of which it will not come."""
+    def reporting(self, server: int, num_workers: int) -> Iterator[None]:
+        """Report an error inside the block to the ``num_workers`` that wait for ``server``, which will not come."""
         try:
             yield
         except Exception as error:
             if not self.is_late:  # else they wait for one that takes its place
                 self._store.set(f"server/{server}", json.dumps({"failure": _words(error)}))
-                self._await(f"heard/{server}", num_workers)
+                self._await(f"read_failure/{server}", num_workers)
             raise
 
     def _await(self, key: str, count: int) -> None:
@@ -184,7 +182,7 @@ class ServerMeeting:
             text = self._store.get(f"server/{server}")
             found = parse(text, OneOf(_PLACE, _FAILURE), f"the address of server {server}")
             if "failure" in found:
-                self._store.add(f"heard/{server}", 1)
+                self._store.add(f"read_failure/{server}", 1)
                 what = f"server {server} could not begin: {found['failure']}"
                 raise CommError.during("find a server", what, rank=self.worker, peer=server)
         except CommError:
@@ -238,14 +236,14 @@ def _safety(access: Access) -> dict[str, str]:
     return {"host": rendezvous.host_identity(), "secret": str(access)}
 
 
-def _require_safe(told: dict[str, Any], first: dict[str, Any], rank: int) -> None:
+def _require_safe(report: dict[str, Any], first: dict[str, Any], rank: int) -> None:
     """Raise ValueError if ``rank`` and the first one cannot prove to each other who they are."""
-    if told["secret"] != first["secret"]:
+    if report["secret"] != first["secret"]:
         raise ValueError(
-            f"the ranks disagree about {SECRET} or certificates: {told['secret']} on rank {rank}, {first['secret']} on "
-            "rank 0"
+            f"the ranks disagree about {SECRET} or certificates: {report['secret']} on rank {rank}, "
+            f"{first['secret']} on rank 0"
         )
-    if told["host"] != first["host"] and told["secret"] == str(Access()):
+    if report["host"] != first["host"] and report["secret"] == str(Access()):
         raise ValueError(
             f"rank {rank} and rank 0 are on different hosts, or belong to different users or containers, and have no "
             f"secret by which they know each other: without one, servers listen on their own host only. Set {SECRET} "

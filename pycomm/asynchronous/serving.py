@@ -16,18 +16,18 @@ import torch
 
 from pycomm.asynchronous.core import Core
 from pycomm.asynchronous.journal import Journal
-from pycomm.asynchronous.memory import SharedMemory
-from pycomm.asynchronous.trace import Replay, Trace
+from pycomm.asynchronous.settings import Replay, Trace
 from pycomm.asynchronous.wire import (
     Connection,
     Message,
+    SharedMemory,
     WorkerListener,
     as_array,
-    hear,
     readable,
+    receive,
     receive_array,
+    send,
     send_array,
-    tell,
 )
 from pycomm.errors import CommError
 from pycomm.transport import processes
@@ -74,7 +74,7 @@ class _Worker:
         slot: where its gradients are: memory that it shares, or this server's, or the message that it has sent.
         since: when it was given the parameters that it is reading; 0 if it is not.
         rate: how many steps a second it makes, as far as it says so.
-        heard: when it has said something last.
+        last_message: when its last message came.
     """
 
     connection: Connection
@@ -84,7 +84,7 @@ class _Worker:
     is_local: bool = False
     since: float = 0.0
     rate: float = 0.0
-    heard: float = field(default_factory=time.monotonic)
+    last_message: float = field(default_factory=time.monotonic)
 
     def open(self, core: Core, path: str | None) -> None:
         """Open the memory that it shares, at ``path``, or make one for what it sends."""
@@ -183,13 +183,13 @@ class Serving:
 
     def _listen(self, worker: _Worker) -> None:
         try:
-            message = _checked(hear(worker.connection, _ASKS), worker)
-            worker.heard = time.monotonic()
+            message = _checked(receive(worker.connection, _ASKS), worker)
+            worker.last_message = time.monotonic()
             match message["ask"]:
                 case "read":
                     worker.since = 0.0
                 case "stats":
-                    tell(worker.connection, **self.stats())
+                    send(worker.connection, **self.stats())
                 case ask:
                     if ask == "push":
                         worker.receive(self._core)
@@ -215,7 +215,7 @@ class Serving:
         if worker.connection not in self._workers:
             return
         try:
-            tell(worker.connection, **content)
+            send(worker.connection, **content)
             if array is not None:
                 send_array(worker.connection, array)
         except OSError as error:
@@ -239,7 +239,7 @@ class Serving:
             self._lose(worker, TimeoutError(f"it has read parameters for {_TO_READ:g} s"))
         queue, everyone = self._queue, self._workers.values()
         for worker in [w for w in everyone if _is_silent(w, now, self._timeout, queue, everyone)]:
-            self._lose(worker, TimeoutError(f"it has said nothing for {now - worker.heard:.3g} s"))
+            self._lose(worker, TimeoutError(f"it has said nothing for {now - worker.last_message:.3g} s"))
         for number in [number for number, until in self._away.items() if now > until]:
             del self._away[number]
         if self._expected and now - self._begun > self._timeout:
@@ -359,12 +359,12 @@ def _is_silent(
     One that takes long for a step is no hindrance, unless others wait for it, or it is the last.
     """
     if worker.number < 0:
-        return now - worker.heard > _TO_GREET
-    if now - worker.heard <= timeout or any(w is worker for w, _ in queue):
+        return now - worker.last_message > _TO_GREET
+    if now - worker.last_message <= timeout or any(w is worker for w, _ in queue):
         return False
     if worker.process:
         return bool(processes.fate_of(worker.process))
-    return bool(queue) or all(now - w.heard > timeout for w in everyone)
+    return bool(queue) or all(now - w.last_message > timeout for w in everyone)
 
 
 def _checked(message: Message, worker: _Worker) -> Message:

@@ -1,8 +1,12 @@
-"""Arguments of a parameter server, checked."""
+"""Arguments of a parameter server, checked, and the files that they name."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import json
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,13 +14,80 @@ from typing import Any
 import torch
 
 from pycomm import kernels
-from pycomm.asynchronous.compensation import DelayCompensation, checked_compensation
-from pycomm.asynchronous.modes import MODES
+from pycomm.asynchronous.core import Core, Piece, Wanted, cut, group_sizes, is_elementwise, shard_dtype
+from pycomm.asynchronous.journal import Journal, Recovery
+from pycomm.asynchronous.modes import MODES, Mode, Sync, checked_mode
 from pycomm.checks import count
 from pycomm.compression import Compression, NoCompression
 from pycomm.cost.auto import Auto, checked_method
+from pycomm.deprecated import settled
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.transport.choice import version
+from pycomm.untrusted import COUNT, OneOf, open_output, parse, reading
+
+KEYS = ("event", "worker", "number")
+"""What tells an event from the others of its worker."""
+
+_EVENT = {"event": OneOf("pull", "push", "leave"), "worker": COUNT, "number?": COUNT}
+_LARGEST = 512 << 20  # bytes: ten million events
+
+
+class Trace:
+    """Trace that is written to ``path``, an event a line. What was in that file stays until :meth:`begin`.
+
+    Raises:
+        ValueError: it is no regular file.
+        OSError: it cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = open_output(path)
+
+    def begin(self) -> None:
+        """Begin the trace, in an empty file."""
+        self._file.truncate(0)
+
+    def write(self, event: dict[str, Any]) -> None:
+        """Write what is about to happen."""
+        self._file.write(json.dumps({key: event[key] for key in KEYS if key in event}).encode() + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class Replay:
+    """Order that was traced at ``path``, in which events shall happen again.
+
+    Raises:
+        ValueError: the file is no trace.
+        OSError: it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with reading(path) as file:
+            if os.fstat(file.fileno()).st_size > _LARGEST:
+                raise ValueError(f"replay={str(path)!r} has more than {_LARGEST} bytes")
+            try:
+                self._events = [_order(parse(line, _EVENT, f"line {n}")) for n, line in enumerate(file, 1)]
+            except ValueError as error:
+                raise ValueError(f"replay={str(path)!r} is no trace: {error}") from error
+        self._next = 0
+
+    def is_next(self, event: dict[str, Any]) -> bool:
+        """Return whether ``event`` is the one to happen now. After the last one, any is."""
+        return self._next >= len(self._events) or _order(event) == self._events[self._next]
+
+    def advance(self) -> None:
+        """Note that the next event has happened."""
+        self._next += 1
+
+
+def _order(event: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what tells ``event`` from the others."""
+    return tuple(event.get(key) for key in KEYS)
+
 
 _DTYPES = torch.float32, torch.float64, torch.float16, torch.bfloat16
 
@@ -26,21 +97,26 @@ class Settings:
     """Arguments of ``parameter_server``, checked; equal on all ranks."""
 
     servers: int
-    mode: str
-    staleness: int | None
-    compensation: DelayCompensation | str | None
+    mode: Mode
     compression: Compression | None
-    quorum: int | None
-    backup: int
     checkpoint: Path | None
     trace: Path | None
     replay: Path | None
     timeout: float
 
+    @property
+    def compensation(self) -> Any:
+        """What is done to stale gradients."""
+        return getattr(self.mode, "compensation", None)
+
     def of_updates(self) -> str:
-        """Return what updates depend on."""
-        names = "mode", "staleness", "compensation", "compression", "quorum", "backup", "servers"
-        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
+        """Return what updates depend on, in the words of the first release, whose checkpoints are compared with it."""
+        name = next(name for name, kind in MODES.items() if type(self.mode) is kind)
+        staleness, quorum = (getattr(self.mode, option, None) for option in ("staleness", "quorum"))
+        return (
+            f"mode={name}, staleness={staleness}, compensation={self.compensation}, compression={self.compression}, "
+            f"quorum={quorum}, backup={getattr(self.mode, 'backup', 0)}, servers={self.servers}"
+        )
 
     def lines(self) -> list[str]:
         return [f"{name}={value}" for name, value in vars(self).items()]
@@ -48,48 +124,24 @@ class Settings:
 
 def checked_settings(
     size: int,
-    *,
-    servers: Any,
-    mode: Any,
-    staleness: Any,
-    compensation: Any,
-    compression: Any,
-    quorum: Any,
-    backup: Any,
-    checkpoint: Any,
-    trace: Any,
-    replay: Any,
     timeout: float,
+    *,
+    servers: Any = 1,
+    mode: Any = "async",
+    compression: Any = None,
+    checkpoint: Any = None,
+    trace: Any = None,
+    replay: Any = None,
 ) -> Settings:
     num_workers = size - count("servers", servers, 1)
     if num_workers < 1:
         raise ValueError(f"servers={servers} of {size} ranks leaves none to work")
-    if mode not in MODES:
-        raise ValueError(f"mode is {mode!r}, wanted one of {', '.join(MODES)}")
-    for name, value, wanted in (("staleness", staleness, "ssp"), ("quorum", quorum, "softsync")):
-        if (value is not None) != (mode == wanted):
-            raise ValueError(f'{name}={value} with mode="{mode}": it is for mode="{wanted}", which wants it')
-        if value is not None:
-            count(name, value, 1)
-    if count("backup", backup, 0) > 0 and mode != "sync":
-        raise ValueError(f'backup={backup} with mode="{mode}": it is for mode="sync"')
-    if backup >= num_workers:
-        raise ValueError(f"backup={backup} wants more workers than the {num_workers} that there are")
-    if mode == "sync" and compensation is not None:
-        raise ValueError('compensation with mode="sync", in which no gradient is stale')
-    return Settings(
-        servers=servers,
-        mode=mode,
-        staleness=staleness,
-        compensation=checked_compensation(compensation),
-        compression=_method(compression),
-        quorum=quorum,
-        backup=backup,
-        checkpoint=_path("checkpoint", checkpoint),
-        trace=_path("trace", trace),
-        replay=_path("replay", replay),
-        timeout=timeout,
-    )
+    mode = checked_mode(settled(mode))
+    if isinstance(mode, Sync) and mode.backup >= num_workers:
+        raise ValueError(f"backup={mode.backup} requires more workers than the {num_workers} that there are")
+    paths = {"checkpoint": checkpoint, "trace": trace, "replay": replay}
+    checked = {name: _path(name, path) for name, path in paths.items()}
+    return Settings(servers, mode, _method(compression), timeout=timeout, **checked)
 
 
 def _method(compression: Any) -> Compression | None:
@@ -144,3 +196,78 @@ def lines_of(settings: Settings, optimizer: torch.optim.Optimizer, named: dict[s
         *(f"{name}: {list(p.shape)} {p.dtype}" for name, p in named.items()),
         f"values {hashes.tolist()}",
     ]
+
+
+class ServerFiles:
+    """Files of one server. Making it reads what is there, compares it with what the server can take, and changes none.
+
+    Args:
+        settings: which files there are.
+        server: number of the server.
+        wanted: what it can take.
+
+    Attributes:
+        trace: order of what happens, if it is to be written.
+        replay: order in which it shall happen.
+
+    Raises:
+        ValueError: a file is damaged, or of another model or other settings. It is named.
+        OSError: one cannot be read or written.
+    """
+
+    def __init__(self, settings: Settings, server: int, wanted: Wanted) -> None:
+        self._folder: Path | None = None
+        self._recovery: Recovery | None = None
+        self.trace: Trace | None = None
+        self.replay: Replay | None = None
+        with contextlib.ExitStack() as opened:
+            if settings.checkpoint is not None:
+                self._folder = settings.checkpoint / f"server-{server}"
+                self._recovery = Recovery(self._folder, wanted)
+            if settings.replay is not None:
+                self.replay = Replay(_numbered(settings.replay, server))
+            if settings.trace is not None:
+                self.trace = Trace(_numbered(settings.trace, server))
+                opened.callback(self.trace.close)
+            self._opened = opened.pop_all()
+
+    def begin(self, core: Core) -> Journal | None:
+        """Let happen to ``core`` what the folder tells; return the journal that goes on, if there is to be one.
+
+        Raises as :class:`Journal`.
+        """
+        if self.trace is not None:
+            self.trace.begin()
+        if self._folder is None:
+            return None
+        journal = Journal(self._folder, core, self._recovery)
+        self._opened.callback(journal.close)
+        return journal
+
+    def close(self) -> None:
+        """Close them."""
+        self._opened.close()
+
+
+def _numbered(path: Path, server: int) -> Path:
+    return path.with_name(f"{path.name}.{server}")
+
+
+def shards_of(
+    settings: Settings, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
+) -> list[list[Piece]]:
+    """Return the pieces of the parameters that each server holds."""
+    anywhere = is_elementwise(optimizer) and settings.compression is None  # whose methods look at shapes
+    return cut([p.numel() for p in params], settings.servers, anywhere=anywhere)
+
+
+def wanted_by(
+    settings: Settings, optimizer: torch.optim.Optimizer, pieces: Sequence[Piece], dtype: torch.dtype
+) -> Wanted:
+    """Return what the server of ``pieces`` of the optimizer's parameters, of ``dtype``, will be able to take."""
+    size = sum(piece.size for piece in pieces)
+    push_bytes = None if settings.compression is not None else size * dtype.itemsize
+    groups = group_sizes(optimizer, pieces)
+    return Wanted(
+        settings.of_updates(), size, shard_dtype(dtype), groups, settings.mode.rules().state().keys(), push_bytes
+    )

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import mmap
+import os
 import queue
 import secrets
 import select
@@ -27,6 +29,49 @@ from pycomm import threads
 from pycomm.transport.addresses import family_of, join_address
 from pycomm.transport.authentication import Proof, Step, process_behind, prove_as_client
 from pycomm.untrusted import ANYTHING, MapOf, parse
+
+_ACCESS = os.O_RDWR | os.O_CLOEXEC
+
+
+class SharedMemory:
+    """Piece of memory, made here or opened by the path that another process told.
+
+    Args:
+        num_bytes: its size, positive.
+        path: where it is; made anew if it is ``None``.
+
+    Attributes:
+        path: by which another process of this host opens it, as long as this one has it.
+
+    Raises:
+        OSError: there is none, or it is smaller.
+    """
+
+    def __init__(self, num_bytes: int, path: str | None = None) -> None:
+        made = path is None
+        descriptor = os.memfd_create("pycomm-server", os.MFD_CLOEXEC) if path is None else os.open(path, _ACCESS)
+        try:
+            if made:
+                os.ftruncate(descriptor, num_bytes)
+            elif os.fstat(descriptor).st_size < num_bytes:  # an access beyond its end would be a SIGBUS
+                raise OSError(f"{path} has {os.fstat(descriptor).st_size} bytes, wanted {num_bytes}")
+            self._memory = mmap.mmap(descriptor, num_bytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+        self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
+
+    def tensor(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return all of it as a flat tensor, which keeps the memory, but not its path."""
+        return torch.frombuffer(self._memory, dtype=dtype)
+
+    def close(self) -> None:
+        """Let go of its path. Idempotent."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
 
 _LONGEST = 1 << 20  # bytes of a message
 _STALLED = 10.0
@@ -136,12 +181,12 @@ def readable(connections: Collection[Connection], bell: socket.socket, seconds: 
     return [*found, *(one for one in ahead if one not in found)], bell.fileno() in ready
 
 
-def tell(connection: Connection, **content: Any) -> None:
+def send(connection: Connection, **content: Any) -> None:
     """Send a message. Raises OSError if the connection is lost."""
     connection.send_bytes(json.dumps(content).encode())
 
 
-def hear(connection: Connection, shape: Any = _OBJECT) -> Message:
+def receive(connection: Connection, shape: Any = _OBJECT) -> Message:
     """Return the next message. Raises EOFError or OSError if the connection is lost, ValueError if it is malformed.
 
     Args:

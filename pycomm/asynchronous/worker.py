@@ -3,23 +3,115 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from pycomm import kernels
-from pycomm.asynchronous.memory import SharedMemory
-from pycomm.asynchronous.outbox import Gradients, Outbox
+from pycomm.asynchronous.core import Piece, shard_dtype
 from pycomm.asynchronous.packing import Packer
-from pycomm.asynchronous.server_meeting import Place
-from pycomm.asynchronous.shards import Piece, shard_dtype
-from pycomm.asynchronous.wire import Connection, Message, connect, connect_here, hear, receive_array, tell
+from pycomm.asynchronous.server_meeting import Place, ServerMeeting
+from pycomm.asynchronous.wire import (
+    Connection,
+    Message,
+    SharedMemory,
+    connect,
+    connect_here,
+    receive,
+    receive_array,
+    send,
+    send_array,
+)
 from pycomm.errors import CommError
-from pycomm.transport.authentication import Access
+from pycomm.transport import rendezvous
 from pycomm.untrusted import COUNT, Number, OneOf
+
+Gradients = Sequence[torch.Tensor | None]
+
+
+class Outbox:
+    """Outbox for one server.
+
+    Args:
+        pieces: the server's shard.
+        dtype: of the gradients.
+        packer: packs them into messages, if they do not travel as they are.
+
+    Attributes:
+        num_bytes: of the push that was loaded last.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], dtype: torch.dtype, packer: Packer | None) -> None:
+        self._pieces, self._packer = list(pieces), packer
+        size = 0 if packer is not None else sum(piece.size for piece in pieces)
+        # What is packed goes over the connection; then this memory only tells a server that it is on this host.
+        self._memory = SharedMemory(max(1, size) * dtype.itemsize)
+        self._slot = self._memory.tensor(dtype)[:size]
+        self._message = torch.empty(0, dtype=torch.uint8)
+        self.num_bytes = 0
+
+    @property
+    def path(self) -> str:
+        """Path of the memory."""
+        return self._memory.path
+
+    @torch.no_grad()
+    def load(self, gradients: Gradients, number: int) -> bool:
+        """Prepare push ``number``, of ``gradients`` of all parameters; return whether they are finite.
+
+        :meth:`commit` or :meth:`unload` must follow.
+        """
+        if self._packer is not None:
+            message = self._packer.pack([gradients[piece.index] for piece in self._pieces], number)
+            if message is not None:
+                self._message, self.num_bytes = message, len(message)
+            return message is not None
+        self.num_bytes = self._slot.nbytes
+        return self._copy(gradients)
+
+    def _copy(self, gradients: Gradients) -> bool:
+        finite, begin = True, 0
+        for is_none, run in itertools.groupby(self._pieces, lambda piece: gradients[piece.index] is None):
+            pieces = list(run)
+            target = self._slot[begin : begin + sum(piece.size for piece in pieces)]
+            begin += len(target)
+            if is_none:
+                target.zero_()
+            else:
+                finite &= bool(kernels.pack([_part(gradients[piece.index], piece) for piece in pieces], target))
+        return finite
+
+    def unload(self) -> None:
+        """Forget what was loaded."""
+        if self._packer is not None:
+            self._packer.finish(sent=False)
+
+    def commit(self) -> None:
+        """Keep what the push has left over, for the next one."""
+        if self._packer is not None:
+            self._packer.finish(sent=True)
+
+    def send(self, connection: Connection, is_shared: bool) -> None:
+        """Send what was loaded, unless the server has it because the memory ``is_shared``."""
+        if self._packer is not None:
+            send_array(connection, self._message)
+        elif not is_shared:
+            send_array(connection, self._slot)
+
+    def close(self) -> None:
+        """Let go of the memory's path. Idempotent."""
+        self._memory.close()
+
+
+def _part(gradient: torch.Tensor | None, piece: Piece) -> torch.Tensor:
+    """Return what ``piece`` has of a gradient."""
+    assert gradient is not None
+    return gradient.reshape(-1)[piece.begin : piece.end]
+
 
 _RETRY = 0.05  # seconds
 _LOST = (EOFError, OSError, ValueError)
@@ -37,12 +129,9 @@ class ServerLink:
 
     Args:
         server: number of the server.
-        worker: number of this worker.
+        meeting: which knows where the server is, and what this worker can prove to other hosts.
         pieces: the server's shard.
         params: all parameters, in the optimizer's order.
-        find: returns where the server is, as far as it is known.
-        access: what this worker can prove to servers of other hosts.
-        host: identity of this host.
         timeout: limit of every wait, in seconds.
         comes_back: where the server's checkpoints are, if it may come back.
         packer: packs gradients into messages, if they do not travel as they are.
@@ -58,17 +147,14 @@ class ServerLink:
     def __init__(
         self,
         server: int,
-        worker: int,
+        meeting: ServerMeeting,
         pieces: Sequence[Piece],
         params: Sequence[torch.Tensor],
-        find: Callable[[], Place | None],
-        access: Access,
-        host: str,
         timeout: float,
-        comes_back: str,
+        comes_back: str = "",
         packer: Packer | None = None,
     ) -> None:
-        self._server, self._worker, self._find, self._access, self._host = server, worker, find, access, host
+        self._server, self._meeting, self._host = server, meeting, rendezvous.host_identity()
         self._timeout, self._comes_back, self._life = timeout, comes_back, secrets.token_hex(8)
         self._pieces, self._params = pieces, params
         count = sum(piece.size for piece in pieces)
@@ -117,7 +203,7 @@ class ServerLink:
         if targets:
             kernels.unpack(self._values, targets)
         if self._there is not None:
-            tell(connection, ask="read")
+            send(connection, ask="read")
             if connection.poll(0):  # nothing else can come: the server has closed it, before it went on
                 raise EOFError("the server did not wait for this worker to read")
 
@@ -167,7 +253,7 @@ class ServerLink:
             with contextlib.suppress(*_LOST):  # all that counts was acknowledged
                 self._send({"ask": "close"})
                 if self._require().poll(self._timeout):
-                    hear(self._require())
+                    receive(self._require())
         finally:
             self.abandon()
 
@@ -196,7 +282,7 @@ class ServerLink:
 
     def _send(self, message: Message) -> None:
         connection = self._require()
-        tell(connection, **message)
+        send(connection, **message)
         if message["ask"] == "push":
             self._outbox.send(connection, is_shared=self._there is not None)
 
@@ -209,7 +295,7 @@ class ServerLink:
                     if not self._require().poll(max(0.0, start + self._timeout - time.monotonic())):
                         self._drop()  # or what it answers later would be taken for the answer to something else
                         raise self._error(f"it has not answered for {self._timeout:g} s", start)
-                    return hear(self._require(), _ANSWERS[what])
+                    return receive(self._require(), _ANSWERS[what])
                 except _LOST as error:
                     self._reconnect(error)
         finally:
@@ -219,10 +305,10 @@ class ServerLink:
         """Connect, to another process in the server's place if there was one, and ask once more what has no answer."""
         start, last = time.monotonic(), self._drop()
         while True:
-            place = self._find()
+            place = self._meeting.address_of(self._server)
             if place is not None and (error is None or self._comes_back):
                 try:
-                    self._greet(_connected(place, self._host, self._access))
+                    self._greet(self._connected(place))
                     return
                 except _LOST as another:
                     last = str(another) or type(another).__name__
@@ -235,12 +321,21 @@ class ServerLink:
                 raise self._error(f"it cannot be reached ({last}){where}", start) from error
             time.sleep(_RETRY)
 
+    def _connected(self, place: Place) -> Connection:
+        """Return a connection to the server at ``place``. Raises OSError if there is none."""
+        if place.host == self._host:
+            return connect_here(bytes.fromhex(place.name))
+        access = self._meeting.access
+        if access.key is None or not place.address:
+            raise OSError("it is on another host, and there is no secret: see PYCOMM_SECRET")
+        return connect((place.address, place.port), access.key, access.context(server=False))
+
     def _greet(self, connection: Connection) -> None:
         self._connection = connection
-        tell(
+        send(
             connection,
             ask="hello",
-            worker=self._worker,
+            worker=self._meeting.worker,
             life=self._life,
             host=self._host,
             process=os.getpid(),
@@ -248,7 +343,7 @@ class ServerLink:
         )
         if not connection.poll(self._timeout):
             raise OSError("it does not greet")
-        answer = hear(connection, _GREETED)
+        answer = receive(connection, _GREETED)
         if answer["memory"] is not None:
             there = shard_dtype(self._dtype)
             self._there = SharedMemory(max(1, self._count) * there.itemsize, answer["memory"])
@@ -276,14 +371,9 @@ class ServerLink:
     def _error(self, what: str, start: float) -> CommError:
         elapsed = time.monotonic() - start
         return CommError.during(
-            "use a server", f"server {self._server}: {what}", rank=self._worker, peer=self._server, elapsed=elapsed
+            "use a server",
+            f"server {self._server}: {what}",
+            rank=self._meeting.worker,
+            peer=self._server,
+            elapsed=elapsed,
         )
-
-
-def _connected(place: Place, host: str, access: Access) -> Connection:
-    """Return a connection to the server at ``place``, from this ``host``. Raises OSError if there is none."""
-    if place.host == host:
-        return connect_here(bytes.fromhex(place.name))
-    if access.key is None or not place.address:
-        raise OSError("it is on another host, and there is no secret: see PYCOMM_SECRET")
-    return connect((place.address, place.port), access.key, access.context(server=False))

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from pycomm import agreement
-from pycomm.agreement import Words, agreed, rows_of_all
+from pycomm.agreement import Words, agreed, prepared, rows_of_all
 from pycomm.backend.moved import MovedStorages
 from pycomm.backend.tensors import Target, contiguous, reducible, require_writable, to_change, to_fill
 from pycomm.backend.work import BackendWork, BackwardErrors, MessageWork, Reception
@@ -246,7 +245,7 @@ class GroupEngine:
 
 def _prepared(transport: Transport, prepare: Callable[[], T], timeout: float) -> T:
     """Return the result of ``prepare``; if it raises, tell the other ranks, which are about to compare."""
-    return agreement.prepared(prepare, lambda reason: transport.refuse(reason, timeout))
+    return prepared(prepare, lambda reason: transport.refuse(reason, timeout))
 
 
 def _require_same(channel: Channel, mine: str, timeout: float) -> None:

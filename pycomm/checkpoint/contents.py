@@ -92,9 +92,7 @@ def _section(name: str, kind: Kind, value: Any, where: str = "") -> Section:
 
 def _kind_of_model(reducer: Reducer) -> Kind:
     """Return who has what of the parameters and of the optimizer's state."""
-    table = reducer._table
-    has_own = table.ignored or table.rank_local or reducer._settings.tuning.optimizer_state == "keep"
-    return Kind.COMPARED if has_own else Kind.EQUAL
+    return Kind.COMPARED if reducer.attached.has_own_values else Kind.EQUAL
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -141,7 +139,7 @@ def device_of(reducer: Reducer) -> torch.device:
 
 def loss_scaler_of(reducer: Reducer) -> Any:
     """Return the loss scaler that ``attach`` was given, if it has state."""
-    scaler = reducer._settings.loss_scaler
+    scaler = reducer.attached.loss_scaler
     return scaler if is_stateful(scaler) else None
 
 

@@ -19,7 +19,6 @@ from pycomm.checkpoint.folder import Checkpoint, numbers_in, whole
 from pycomm.checkpoint.generators import check_generators, restore_generators
 from pycomm.checkpoint.optimizers import check_optimizer, optimizer_state, restore_optimizer
 from pycomm.checkpoint.saving import exchanged, settle, together
-from pycomm.compression.saved_state import select_state
 from pycomm.optim.step_override import stepper_of
 from pycomm.reducer import Reducer
 from pycomm.untrusted import ANYTHING, COUNT, ListOf, MapOf, OneOf, one_line
@@ -66,9 +65,9 @@ def load(path: str | os.PathLike[str], reducer: Reducer, /, **more: Any) -> dict
         TypeError: a value of ``more`` has no state to restore, or a parameter is a DTensor.
         RuntimeError: an accumulation window is open, or the reducer is detached. All of these on every rank.
     """
-    reducer._require_attached()
-    reducer._engine.policy.stand_down()
-    communicator = reducer._communicator
+    training = reducer.attached
+    training.stand_down()
+    communicator = training.communicator
     settle(reducer)
     folder = together(communicator, "load a checkpoint", lambda: _checked_folder(path, reducer, more))
     found, plan = _last_whole(folder, reducer, more)
@@ -110,7 +109,7 @@ def _take_back(step: Callable[[], Any]) -> None:
 
 def _checked_folder(path: str | os.PathLike[str], reducer: Reducer, more: Mapping[str, Any]) -> Path:
     """Return the directory. Raises TypeError or RuntimeError if it is none, or nothing can be loaded now."""
-    if reducer._window.is_open:
+    if reducer.attached.is_window_open:
         raise RuntimeError("load inside an accumulation window: call flush() and step first")
     contents.refuse_parts(contents.parameters_of(reducer) | contents.buffers_of(reducer))
     for name, value in more.items():
@@ -124,7 +123,7 @@ def _checked_folder(path: str | os.PathLike[str], reducer: Reducer, more: Mappin
 
 def _last_whole(folder: Path, reducer: Reducer, more: Mapping[str, Any]) -> tuple[Path, _Plan]:
     """Return the last checkpoint that all ranks find whole, and what it has for this one. Collective."""
-    communicator = reducer._communicator
+    communicator = reducer.attached.communicator
     listed = exchanged(communicator, "load a checkpoint", lambda: [one_line(str(folder)), numbers_in(folder)])
     for rank, (where, numbers) in enumerate(listed):
         if not numbers:
@@ -151,7 +150,7 @@ def _damage(path: Path, reducer: Reducer, more: Mapping[str, Any], found: list[_
     Raises:
         ValueError: it is whole, and does not fit.
     """
-    communicator = reducer._communicator
+    communicator = reducer.attached.communicator
     try:
         checkpoint = Checkpoint(path)
         old, here = checkpoint.world_size, communicator.rank
@@ -179,7 +178,7 @@ class _Plan:
         # Imported here, as it takes torch half a second.
         from pycomm.checkpoint.reading import Saved
 
-        communicator = reducer._communicator
+        communicator = reducer.attached.communicator
         saved = Saved(checkpoint, communicator.rank, communicator.size)
         what = str(checkpoint.path)
         self._check_names(saved.names(contents.STATEFUL), bool(saved.names("loss_scaler")))
@@ -199,9 +198,8 @@ class _Plan:
         self._optimizer = optimizer["state_dict"]
         states = saved.of_all("compression")
         self._compression = [_of_shape(each, _COMPRESSION, f"{what}: compression") for each in states]
-        table, method = reducer._table, reducer._settings.compression
         with _named(f"{checkpoint.path}: compression", DamagedError):
-            select_state(self._compression, reducer._engine.state(), method, communicator, True, table.labels())
+            reducer.attached.check_state(self._compression)
         self._generators = saved.value("generators") if saved.has_own else None
         if self._generators is not None:
             check_generators(self._generators)

@@ -19,7 +19,7 @@ def optimizer_state(reducer: Reducer) -> dict[str, Any]:
     """Return the class of the optimizer, the names of its parameters, and its state, by their numbers in that list."""
     optimizer = reducer.optimizer
     averaged = {id(param): name for name, param in reducer.named_parameters().items()}
-    names = [averaged.get(id(p)) or reducer._table.ignored.name_of(p) for p in optimizer_parameters(optimizer)]
+    names = [averaged.get(id(p)) or reducer.attached.name_of_ignored(p) for p in optimizer_parameters(optimizer)]
     if None in names:
         raise RuntimeError("a parameter was added to the optimizer, and no backward() has used it yet")
     state = dict(optimizer.state_dict())

@@ -68,8 +68,7 @@ def save(path: str | os.PathLike[str], reducer: Reducer, /, *, keep: int = 2, **
             (``attach(..., check_replicas=)``).
         CommError: a rank is gone. All of these on every rank.
     """
-    reducer._require_attached()
-    survives = reducer._settings.survive is not None
+    survives = reducer.attached.survives
     previous = _pending.get(reducer)
     error = None if previous is None else previous.unreported()
     if survives and isinstance(error, CommError):
@@ -114,11 +113,12 @@ def _prepare(
     path: str | os.PathLike[str], reducer: Reducer, keep: int, more: Mapping[str, Any], error: BaseException | None
 ) -> Job:
     """Return all that is to be written by this rank. Collective."""
-    reducer._engine.policy.stand_down()
-    communicator = reducer._communicator
+    training = reducer.attached
+    training.stand_down()
+    communicator = training.communicator
     folder, sections, shared = _agree(path, reducer, keep, more, error)
-    if reducer._settings.survive is None:  # else the next reductions find whose differ, and go on without them
-        reducer._engine.comparison.replicas.compare(reducer._engine.progress.num_reductions)
+    if not training.survives:  # else the next reductions find whose differ, and go on without them
+        training.compare_replicas()
     job = _open(folder, reducer, communicator, keep)
     job.part = {
         "own": {s.name: s.node for s in sections if s.name not in shared},
@@ -138,15 +138,14 @@ def _agree(
     path: str | os.PathLike[str], reducer: Reducer, keep: int, more: Mapping[str, Any], error: BaseException | None
 ) -> tuple[Path, list[Section], set[str]]:
     """Return the directory, the sections of this rank, and the names of those that are the same on all. Collective."""
-    sections: list[Section] = []
-    folders: list[Path] = []
+    training, sections, folders = reducer.attached, list[Section](), list[Path]()
 
     def look() -> dict[str, Any]:
         if error is not None:
             raise error
         folders.append(Path(path))
         checks.count("keep", keep, 1)
-        if reducer._window.is_open:
+        if training.is_window_open:
             raise RuntimeError("save inside an accumulation window: call flush() and step first, or save later")
         sections.extend(collect(reducer, more))
         layout = "\n".join(_lines(sections))
@@ -155,7 +154,7 @@ def _agree(
             "digests": {s.name: s.digest() for s in sections if s.kind is Kind.COMPARED},
         }
 
-    communicator = reducer._communicator
+    communicator = training.communicator
     everyones = exchanged(communicator, "save a checkpoint", look)
     mine = everyones[communicator.rank]
     if any(other["layout"] != mine["layout"] for other in everyones):

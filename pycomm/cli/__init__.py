@@ -1,1 +1,1 @@
-"""Command line: ``pycomm info``, ``demo``, ``plan`` and ``bench``."""
+"""Command line: ``pycomm info``, ``demo``, ``plan``, ``bench``, ``trace`` and ``explain``."""

@@ -165,7 +165,12 @@ def _install(
 
 
 class HookHandle:
-    """Handle of pycomm's communication hook in a DistributedDataParallel. Made by :func:`pycomm.ddp.register`."""
+    """Handle of pycomm's communication hook in a DistributedDataParallel. Made by :func:`pycomm.ddp.register`.
+
+    Attributes:
+        communicator: of the ranks whose gradients are averaged.
+        method: of compression.
+    """
 
     _last_stats: Mapping[str, Any] = MappingProxyType({})
     _slot: _Slot | None = None
@@ -180,7 +185,7 @@ class HookHandle:
         # Weakly: the model holds its hook where the garbage collector does not see it.
         self._model = weakref.ref(ddp_model)
         self._group = ddp_model.process_group
-        self._communicator, self._settings = communicator, settings
+        self.communicator, self.method = communicator, settings.method
         self._params = list(names.values())  # an id stays that of the same parameter
         by_id = {id(param): name for name, param in names.items()}
         self._sorting = Sorting(by_id, settings.method, communicator, settings.algorithm)
@@ -222,7 +227,7 @@ class HookHandle:
             "nonfinite_steps": nonfinite_steps,
             "last_nonfinite": source,
             "num_buckets": len(self._sorting),
-            "transport": "nccl" if self._params[0].is_cuda else self._communicator.transport,
+            "transport": "nccl" if self._params[0].is_cuda else self.communicator.transport,
             **method_stats(part.exchange for part in parts),
         }
 
@@ -247,7 +252,7 @@ class HookHandle:
         """
         self._require_between_steps("state_dict")
         steps = int(self._steps.counts.committed)
-        return gather_state(self._sorting.state(), self._settings.method, self._communicator, steps)
+        return gather_state(self._sorting.state(), self.method, self.communicator, steps)
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]], *, strict: bool = True) -> None:
         """Load state that :meth:`state_dict`, or ``Reducer.state_dict``, returned.
@@ -264,8 +269,8 @@ class HookHandle:
         """
         self._require_between_steps("load_state_dict")
         given = state if isinstance(state, dict) else list(state)
-        current, method = self._sorting.state(), self._settings.method
-        chosen, steps = select_state(given, current, method, self._communicator, strict)
+        current, method = self._sorting.state(), self.method
+        chosen, steps = select_state(given, current, method, self.communicator, strict)
         self._sorting.load_state(chosen)
         self._steps.counts.committed.fill_(steps)
 
@@ -280,7 +285,7 @@ class HookHandle:
         self._last_stats = self.stats()
         assert self._slot is not None
         self._slot.handle, self._slot = None, None
-        self._communicator.close(self._steps.stopped or None)
+        self.communicator.close(self._steps.stopped or None)
         self._sorting.clear()
 
     @property

@@ -30,48 +30,55 @@ from pycomm.horovod.basics import (
     start_timeline,
     stop_timeline,
 )
-from pycomm.horovod.compression import Compression
-from pycomm.horovod.differentiable import (
-    allgather,
-    allreduce,
-    alltoall,
-    broadcast,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_reducescatter,
-    reducescatter,
-)
-from pycomm.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt, InvalidRequestError
+from pycomm.horovod.collectives import poll, synchronize
 from pycomm.horovod.functions import (
     allgather_object,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from pycomm.horovod.handles import poll, synchronize
 from pycomm.horovod.installed import install
+from pycomm.horovod.names import (
+    Adasum,
+    Average,
+    Compression,
+    HorovodInternalError,
+    HostsUpdatedInterrupt,
+    InvalidRequestError,
+    Max,
+    Min,
+    Product,
+    Sum,
+)
 from pycomm.horovod.operations import (
+    allgather,
     allgather_async,
+    allreduce,
     allreduce_,
     allreduce_async,
     allreduce_async_,
+    alltoall,
     alltoall_async,
     barrier,
+    broadcast,
     broadcast_,
     broadcast_async,
     broadcast_async_,
+    grouped_allgather,
     grouped_allgather_async,
+    grouped_allreduce,
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
+    grouped_reducescatter,
     grouped_reducescatter_async,
     join,
+    reducescatter,
     reducescatter_async,
+    sparse_allreduce_async,
 )
 from pycomm.horovod.optimizer import DistributedOptimizer
 from pycomm.horovod.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from pycomm.horovod.reduce_ops import Adasum, Average, Max, Min, Product, Sum
-from pycomm.horovod.sparse_reduction import sparse_allreduce_async
 from pycomm.horovod.sync_batch_norm import SyncBatchNorm
 from pycomm.horovod.util import check_extension
 

@@ -14,18 +14,20 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from pycomm.communicator import Communicator
-from pycomm.errors import CommError
-from pycomm.horovod import settings
-from pycomm.horovod.launched import Launched, by_mpi, launched
+from pycomm.errors import CommError, attempt
+from pycomm.horovod.environment import Launched, by_mpi, launched, meeting_seconds, timeout
 from pycomm.horovod.process_sets import (
+    Members,
     ProcessSet,
-    close_members,
+    World,
     engine_over,
     global_process_set,
+    known_world,
     open_sets,
     ranks_of_comm,
+    set_world,
+    world,
 )
-from pycomm.horovod.state import Members, World, known_world, set_world, world
 from pycomm.horovod.timeline import Timeline, path_from_environment
 from pycomm.torch_internals import PrefixStore, Store
 
@@ -55,11 +57,9 @@ def init(comm: Sequence[int] | Any = None, process_sets: Sequence[ProcessSet] | 
             raise ValueError("process_sets: Horovod is initialized already; call add_process_set()")
         return
     owns_group = not (dist.is_available() and dist.is_initialized())
-    problem, sets = _checked_sets(process_sets)
+    sets = attempt(lambda: _checked(process_sets, comm, owns_group))
     if owns_group:
         _make_group(comm)
-    else:
-        problem = problem or _problem_of(comm)
     try:
         here = _open_world(owns_group)
     except BaseException:
@@ -67,7 +67,7 @@ def init(comm: Sequence[int] | Any = None, process_sets: Sequence[ProcessSet] | 
             dist.destroy_process_group()
         raise
     try:
-        open_sets(sets, here, problem)
+        open_sets(sets, here)
     except BaseException:
         shutdown()
         raise
@@ -86,11 +86,12 @@ def leave_world(reason: str, keep_group: bool = False) -> None:
     ``keep_group``: torch's process group stays.
     """
     here = world()
-    for undo in here.on_shutdown:
-        undo()
+    for known in here.on_shutdown:
+        if (method := known()) is not None:
+            method()
     set_world(None)
     for members in here.sets.values():
-        close_members(members, reason)
+        members.close(reason)
     here.timeline.stop()
     here.handles.clear()
     global_process_set.ranks = []
@@ -119,7 +120,7 @@ def begin_among(communicator: Communicator) -> None:
 
 def _init_process_group(store: Store, rank: int, size: int) -> None:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-    patience = timedelta(seconds=settings.meeting_seconds())
+    patience = timedelta(seconds=meeting_seconds())
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
 
 
@@ -128,41 +129,26 @@ def is_initialized() -> bool:
     return known_world() is not None
 
 
-def _checked_sets(process_sets: Any) -> tuple[Exception | None, list[ProcessSet]]:
-    """Return what is wrong with ``process_sets``, which the other ranks have to be told first, and the sets."""
+def _checked(process_sets: Any, comm: Any, owns_group: bool) -> list[ProcessSet]:
+    """Return the sets. Raises TypeError or ValueError if they or ``comm`` are wrong."""
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
-            text = f"process_sets is {process_sets!r}, wanted a list of ProcessSet objects or 'dynamic'"
-            return ValueError(text), []
-        return None, []
-    try:
-        sets = list(process_sets or ())
-    except Exception as error:  # a foreign object may raise anything
-        return error, []
+            raise ValueError(f"process_sets is {process_sets!r}, wanted a list of ProcessSet objects or 'dynamic'")
+        process_sets = ()
+    sets = list(process_sets or ())
     for made in sets:
         if not isinstance(made, ProcessSet):
-            return TypeError(f"process_sets has a {type(made).__name__}, wanted ProcessSet objects"), []
-    return None, sets
-
-
-def _problem_of(comm: Any) -> Exception | None:
-    """Return what is wrong with ``comm`` where torch's default group is the world already."""
-    try:
-        if comm is None or _is_everybody(comm):
-            return None
-    except Exception as error:  # a foreign object may raise anything
-        return error
-    return ValueError("comm: torch.distributed is initialised already, and its default group is the world")
-
-
-def _is_everybody(comm: Any) -> bool:
-    ranks = sorted(comm) if isinstance(comm, Iterable) else ranks_of_comm(comm)
-    return not ranks or list(ranks) == list(range(dist.get_world_size()))
+            raise TypeError(f"process_sets has a {type(made).__name__}, wanted ProcessSet objects")
+    if comm is not None and not owns_group:
+        ranks = sorted(comm) if isinstance(comm, Iterable) else ranks_of_comm(comm)
+        if ranks and list(ranks) != list(range(dist.get_world_size())):
+            raise ValueError("comm: torch.distributed is initialised already, and its default group is the world")
+    return sets
 
 
 def _make_group(comm: Any) -> None:
     """Initialise torch.distributed, among the ranks that ``comm`` stands for."""
-    patience = settings.meeting_seconds()
+    patience = meeting_seconds()
     if comm is not None and not isinstance(comm, Iterable):
         said: Launched = by_mpi(comm)
         ranks = list(range(said.size))
@@ -185,7 +171,7 @@ def _open_world(owns_group: bool) -> World:
     assert group is not None
     size, rank = dist.get_world_size(), dist.get_rank()
     timeline = Timeline()
-    here = World(rank, size, [], [], [], settings.timeout(), timeline, owns_group)
+    here = World(rank, size, [], [], [], timeout(), timeline, owns_group)
     here.sets[0] = everybody = Members(list(range(size)), group)
     everybody.engine = engine_over(group, "global", here)
     _find_hosts(here, everybody.engine.communicator.channel.all_gather_bytes(_host().encode()))

@@ -1,29 +1,34 @@
-"""Coordinator: what all ranks have announced, and what of it can be done now.
+"""Agreement of ranks on what to do: rounds, in which each announces what it asks for, and what follows from these.
 
-Horovod has one rank that collects everybody's announcements and answers. Here every rank hears all announcements, in
-the same rounds and order, and comes to the same answers by itself: nothing has to be sent back. All of its state, the
-numbers of known names among it, follows from what it was told.
+A round's message has a fixed size, so that one all-gather does it: of shared memory, in a few microseconds. It names
+what is known by numbers. What is announced for the first time follows in a second all-gather, with its name and
+signature. Horovod has one rank that collects everybody's announcements and answers. Here every rank hears all of them,
+in the same rounds and order, and comes to the same answers by itself: nothing has to be sent back.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import json
+from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
-from pycomm.horovod.requests import ALLREDUCE, JOIN, REFUSED, Key, kind_of, op_of
+import numpy as np
+
+from pycomm.communicator import Communicator
+from pycomm.horovod.requests import ALLREDUCE, JOIN, REFUSED, Key, Request, kind_of, op_of
 
 _MOST_KNOWN = 4096
 _SUMS = ("sum", "mean")
 _NOT_PLAIN = (JOIN, REFUSED)
 _LONGEST = 400  # characters of a signature in a message
+_WORDS = 256
+_HEAD = 2  # words: how many numbers follow, and how many bytes of JSON
+_MOST = (_WORDS - _HEAD) // 2
+_MOST_NEW = 512
 
-
-@dataclass
-class Pending:
-    """Operation that some ranks have announced: their signatures by rank."""
-
-    signatures: dict[int, str] = field(default_factory=dict)
+New = list[tuple[str, int, str]]
 
 
 @dataclass
@@ -46,14 +51,14 @@ class Response:
 
 
 class Coordinator:
-    """Coordinator of ``size`` ranks."""
+    """Coordinator of ``size`` ranks. All of its state, the numbers of names too, follows from what was announced."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._numbers: OrderedDict[tuple[str, str], int] = OrderedDict()
         self._known: dict[int, tuple[str, str]] = {}
         self._next = 0
-        self._pending: dict[Key, Pending] = {}
+        self._pending: dict[Key, dict[int, str]] = {}  # signatures by rank
         self._complete: list[Key] = []
         self._joined: dict[int, Key] = {}
         self._last = -1
@@ -114,10 +119,8 @@ class Coordinator:
     def announce_new(self, rank: int, name: str, count: int, signature: str) -> None:
         """Note that ``rank`` announces an operation."""
         key = (name, count)
-        pending = self._pending.get(key)
-        if pending is None:
-            pending = self._pending[key] = Pending()
-        pending.signatures[rank] = signature
+        pending = self._pending.setdefault(key, {})
+        pending[rank] = signature
         if kind_of(signature) == JOIN:
             self._joined[rank] = key
             self._last = rank
@@ -126,39 +129,34 @@ class Coordinator:
 
     def responses(self) -> list[Response]:
         """End a round: return what can be done now, in the order in which all ranks do it."""
-        responses = self._responses()
-        self._forget_oldest()
-        return responses
-
-    def _responses(self) -> list[Response]:
         keys, self._complete = self._complete, []
+        everybody = len(self._joined) == self._size
         if self._joined:
             keys = [key for key, pending in self._pending.items() if self._is_complete(pending)]
-            everybody = len(self._joined) == self._size
             keys.sort(key=lambda key: key in self._joined.values())  # operations first, then the join itself
-            responses = [self._respond(key) for key in keys]
-            if everybody:
-                self._joined.clear()
-            return responses
-        return [self._respond(key) for key in keys]
+        responses = [self._respond(key) for key in keys]
+        if everybody:
+            self._joined.clear()
+        self._forget_oldest()
+        return responses
 
     def waiting(self) -> dict[Key, list[int]]:
         """Return the ranks that each pending operation waits for. On any thread."""
         return {
-            key: [rank for rank in range(self._size) if rank not in pending.signatures and rank not in self._joined]
+            key: [rank for rank in range(self._size) if rank not in pending and rank not in self._joined]
             for key, pending in list(self._pending.items())
         }
 
-    def _is_complete(self, pending: Pending) -> bool:
-        there = len(pending.signatures)
+    def _is_complete(self, pending: dict[int, str]) -> bool:
+        there = len(pending)
         if there == self._size or not self._joined:
             return there == self._size
-        if any(kind_of(signature) == JOIN for signature in pending.signatures.values()):
+        if any(kind_of(signature) == JOIN for signature in pending.values()):
             return False
-        return all(rank in pending.signatures or rank in self._joined for rank in range(self._size))
+        return all(rank in pending or rank in self._joined for rank in range(self._size))
 
     def _respond(self, key: Key) -> Response:
-        signatures = self._pending.pop(key).signatures
+        signatures = self._pending.pop(key)
         first = signatures[min(signatures)]
         absent = tuple(rank for rank in range(self._size) if rank not in signatures)
         error = _difference(key, signatures) or (_unjoinable(key, first, absent) if absent else "")
@@ -195,3 +193,80 @@ def _unjoinable(key: Key, signature: str, absent: tuple[int, ...]) -> str:
         f"{full_name(key)}: rank {absent[0]} has called join(), and what it could contribute to an allreduce by Sum or "
         f"Average, zeros, means nothing to {signature[:_LONGEST]!r}"
     )
+
+
+class Rounds:
+    """Rounds of the ranks of ``communicator``, all of which are this object's."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._transport, self._timeout = communicator.channel.transport, communicator.channel.timeout
+        self.coordinator = Coordinator(communicator.size)
+        self._mine = np.zeros(_WORDS, np.uint32)
+        self._all = np.zeros(_WORDS * communicator.size, np.uint32)
+        self._words, self._read = memoryview(self._mine.data), memoryview(self._all.data)
+        self._sent, self._heard = self._words.cast("B"), self._read.cast("B")
+        self._starts = range(0, len(self._heard), 4 * _WORDS)
+
+    def run(self, fresh: deque[Request]) -> tuple[list[Response], bool]:
+        """Announce what is ``fresh``, which is taken out; return what can be done now, and whether anyone had news.
+
+        Collective. What does not fit into a message remains for the next round.
+        """
+        new: New = []
+        text = self._write(fresh, new)
+        self._transport.all_gather(self._all, self._mine, self._timeout)
+        if not text and (agreed := self._agreed()) is not None:
+            return agreed, True
+        heads = [(self._read[at], self._read[at + 1]) for at in range(0, len(self._read), _WORDS)]
+        texts = self._exchange(text, max(length for _, length in heads)) if any(length for _, length in heads) else []
+        for rank, (count, length) in enumerate(heads):
+            if count:
+                self._announce(rank, count)
+            if length:
+                self._announce_new(rank, json.loads(texts[rank][:length]))
+        return self.coordinator.responses(), any(count or length for count, length in heads)
+
+    def _agreed(self) -> list[Response] | None:
+        """Return what can be done if all ranks have announced the same, which is known; ``None`` if they have not."""
+        end = _HEAD + 2 * self._words[0]
+        if end == _HEAD:
+            return None
+        mine = self._sent[: 4 * end]
+        for start in self._starts:
+            if self._heard[start : start + 4 * end] != mine:
+                return None
+        words = self._words[_HEAD:end].tolist()
+        return self.coordinator.agreed(words[::2], words[1::2])
+
+    def _write(self, fresh: deque[Request], new: New) -> bytes:
+        words, at = self._words, _HEAD
+        while fresh and len(new) < _MOST_NEW and at < _HEAD + 2 * _MOST:
+            request = fresh.popleft()
+            name, count = request.key
+            number = self.coordinator.number_of(name, request.signature)
+            if number is None:
+                new.append((name, count, request.signature))
+            else:
+                words[at], words[at + 1] = number, count
+                at += 2
+        text = json.dumps(new).encode() if new else b""
+        words[0], words[1] = (at - _HEAD) // 2, len(text)
+        return text
+
+    def _exchange(self, text: bytes, longest: int) -> list[bytes]:
+        padded = np.zeros(longest, np.uint8)
+        padded[: len(text)] = np.frombuffer(text, np.uint8)
+        everyones = np.empty((self._communicator.size, longest), np.uint8)
+        self._transport.all_gather(everyones, padded, self._timeout)
+        return [row.tobytes() for row in everyones]
+
+    def _announce(self, rank: int, count: int) -> None:
+        start = rank * _WORDS + _HEAD
+        for at in range(start, start + 2 * count, 2):
+            self.coordinator.announce(rank, self._read[at], self._read[at + 1])
+
+    def _announce_new(self, rank: int, new: list[Any]) -> None:
+        for name, count, signature in new:
+            self.coordinator.announce_new(rank, name, count, signature)
+            self.coordinator.register(name, signature)

@@ -10,6 +10,7 @@ else is asked for, as Horovod does: it travels together then.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -19,12 +20,10 @@ from collections.abc import Sequence
 from pycomm import threads
 from pycomm.communicator import Communicator
 from pycomm.errors import CommError
-from pycomm.horovod.coordinator import Response, full_name
-from pycomm.horovod.errors import HorovodInternalError, InvalidRequestError, LostPeerError
+from pycomm.horovod.coordinator import Response, Rounds, full_name
 from pycomm.horovod.execution import Execution, can_fuse
+from pycomm.horovod.names import HorovodInternalError, InvalidRequestError, LostPeerError
 from pycomm.horovod.requests import ALLREDUCE, Key, Request, Terms, op_of
-from pycomm.horovod.rounds import Rounds
-from pycomm.horovod.stalls import StallWatch
 from pycomm.horovod.timeline import Timeline
 
 _SHORTEST_PAUSE = 5e-5
@@ -32,9 +31,10 @@ LONGEST_PAUSE = 5e-3
 """Seconds between rounds in which nobody has news, at most."""
 _SLICE = 1.0  # seconds
 _PATIENCE = 5.0
+_LOG = logging.getLogger("pycomm")
 
 
-class Engine:
+class NegotiatingEngine:
     """Engine over ``communicator``, which it owns from now on.
 
     Args:
@@ -59,13 +59,7 @@ class Engine:
         self._rounds, self._execution = Rounds(communicator), Execution(communicator)
         self._fresh: deque[Request] = deque()
         self._outstanding: dict[Key, Request] = {}
-        self._stalls = StallWatch(
-            stall_after,
-            self.rank,
-            self.size,
-            lambda: list(self._outstanding.values()),
-            self._rounds.coordinator.waiting,
-        )
+        self._stalls = _StallWatch(stall_after, self)
         self._driving = threading.Lock()
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -76,8 +70,8 @@ class Engine:
 
     # Callers.
 
-    def submit(self, requests: Sequence[Request], wake: bool = True) -> None:
-        """Take ``requests``. ``wake``: nobody is about to :meth:`wait` for them.
+    def submit(self, request: Request, wake: bool = True) -> None:
+        """Take ``request``. ``wake``: nobody is about to :meth:`wait` for it.
 
         Raises:
             ValueError: an operation of the same name is not done yet.
@@ -85,21 +79,27 @@ class Engine:
         """
         with self._lock:
             self._require_usable()
-            for request in requests:
-                if request.key in self._outstanding:
-                    raise ValueError(
-                        f"an operation named {full_name(request.key)!r} is not done yet: pass another name=, or "
-                        "synchronize() the first one before"
-                    )
-            for request in requests:
-                self._outstanding[request.key] = request
-                self._fresh.append(request)
-                if self._timeline.active:
-                    self._timeline.begin(full_name(request.key), f"NEGOTIATE_{request.terms.kind.upper()}")
+            if request.key in self._outstanding:
+                raise ValueError(
+                    f"an operation named {full_name(request.key)!r} is not done yet: pass another name=, or "
+                    "synchronize() the first one before"
+                )
+            self._outstanding[request.key] = request
+            self._fresh.append(request)
+            if self._timeline.active:
+                self._timeline.begin(full_name(request.key), f"NEGOTIATE_{request.terms.kind.upper()}")
             self._start_thread()
             self._stalls.begin()
         if wake or self._driving.locked():  # whoever drives may be pausing
             self._wake.set()
+
+    def outstanding(self) -> list[Request]:
+        """Return the requests that are not done. On any thread."""
+        return list(self._outstanding.values())
+
+    def waiting(self) -> dict[Key, list[int]]:
+        """Return the ranks that operations wait for, of those that all ranks have heard of. On any thread."""
+        return self._rounds.coordinator.waiting()
 
     def knows(self, key: Key) -> bool:
         """Return whether this rank has asked for the operation ``key``, which is not done yet."""
@@ -276,3 +276,69 @@ def internal_error(error: BaseException) -> HorovodInternalError:
             str(error), rank=error.rank, peer=error.peer, operation=error.operation, elapsed=error.elapsed
         )
     return HorovodInternalError(f"{type(error).__name__}: {error}")
+
+
+class _StallWatch:
+    """Watch that names operations once they have been outstanding for long; each of them once.
+
+    It has a thread of its own while anything is outstanding, as all others may be inside a round, which ends when the
+    last rank has come.
+
+    Args:
+        after: seconds after which an operation has stalled; 0: nobody watches.
+        engine: whose operations are watched.
+    """
+
+    def __init__(self, after: float, engine: NegotiatingEngine) -> None:
+        self._after, self._engine = after, engine
+        self._others = [other for other in range(engine.size) if other != engine.rank]
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._named: set[Request] = set()
+
+    def begin(self) -> None:
+        """Watch, now that something is outstanding."""
+        if self._after <= 0:
+            return
+        with self._lock:
+            if self._thread is None:
+                self._thread = threads.start(self._watch, "pycomm-horovod-stalls", self._closing.set)
+
+    def close(self) -> None:
+        """Watch no more, and wait for the thread. Idempotent."""
+        self._closing.set()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_PATIENCE)
+
+    def _watch(self) -> None:
+        while True:
+            with self._lock:
+                requests = self._engine.outstanding()
+                if not requests or self._closing.is_set():
+                    self._thread = None
+                    return
+            self._named &= set(requests)
+            now = time.monotonic()
+            stalled = [request for request in requests if now - request.since >= self._after]
+            if not self._named.issuperset(stalled):
+                self._named.update(stalled)
+                self._name(stalled, now)
+            ends = [request.since + self._after for request in requests if request not in self._named]
+            self._closing.wait(min(ends, default=now + self._after) - now)
+
+    def _name(self, stalled: Sequence[Request], now: float) -> None:
+        known = self._engine.waiting()
+        lines = [f"{full_name(request.key)} waits for {self._whom(known.get(request.key))}" for request in stalled]
+        longest = max(now - request.since for request in stalled)
+        _LOG.warning(
+            "Horovod operations have stalled for %.0f s on rank %d: %s", longest, self._engine.rank, "; ".join(lines)
+        )
+
+    def _whom(self, ranks: Sequence[int] | None) -> str:
+        if ranks:
+            return f"rank {', '.join(map(str, ranks))}"
+        names = ", ".join(map(str, self._others))
+        some = "" if len(self._others) == 1 else "one or more of "
+        return f"{some}rank {names}, to come and say what it asks for: it asks for nothing, is in other code, or hangs"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import TypeVar
 
 import torch
 
 from pycomm.backend.tensors import reducible
 from pycomm.communicator import Communicator
-from pycomm.horovod.adasum import combine
 from pycomm.horovod.coordinator import Response
-from pycomm.horovod.pieces import lengths
 from pycomm.horovod.requests import (
     ALLGATHER,
     ALLREDUCE,
@@ -24,6 +24,8 @@ from pycomm.horovod.requests import (
     Terms,
     zeros_for,
 )
+
+T = TypeVar("T")
 
 _FUSED_ALONE = 1 << 20
 """Bytes from which a tensor is reduced by itself: it costs more to copy than another operation does."""
@@ -240,3 +242,36 @@ def _finish(x: torch.Tensor, terms: Terms, size: int) -> None:
         x.div_(size, **({} if x.is_floating_point() or x.is_complex() else {"rounding_mode": "trunc"}))
     elif terms.postscale != 1.0:
         _scaled_into(x, x, terms.postscale / size if mean else terms.postscale)
+
+
+def combine(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the Adasum of ``tensors``, a power of two of them, in their dtype; computed in float64 (complex128).
+
+    Of two gradients a and b it is (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b: their sum if they are orthogonal, their
+    mean if they are equal. Of more than two, pairs are combined, then pairs of pairs (Maleki et al., "Scaling
+    distributed training with adaptive summation", MLSys 2021, sections 3 and 4).
+    """
+    assert tensors
+    assert len(tensors) & (len(tensors) - 1) == 0
+    dtype = tensors[0].dtype
+    wide = [tensor.to(torch.complex128 if dtype.is_complex else torch.float64) for tensor in tensors]
+    while len(wide) > 1:
+        wide = [_pair(a, b) for a, b in zip(wide[::2], wide[1::2], strict=True)]
+    return wide[0].to(dtype)
+
+
+def _pair(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    common = torch.vdot(a.flatten(), b.flatten()).real
+    norms = [torch.vdot(x.flatten(), x.flatten()).real for x in (a, b)]
+    factors = [1.0 - common / (2.0 * norm) if norm > 0 else torch.ones(()) for norm in norms]
+    return factors[0] * a + factors[1] * b
+
+
+def lengths(count: int, parts: int) -> list[int]:
+    """Return the lengths of ``parts`` pieces of ``count`` things: the first ones have one more."""
+    return [count // parts + (i < count % parts) for i in range(parts)]
+
+
+def split_list(values: Sequence[T], parts: int) -> list[Sequence[T]]:
+    """Return ``values`` in ``parts`` pieces, in order; with more pieces than values the last ones are empty."""
+    return [values[a:b] for a, b in pairwise(accumulate(lengths(len(values), parts), initial=0))]

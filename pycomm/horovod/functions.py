@@ -2,25 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
 from pycomm.broadcasting import encode, restructure_state
-from pycomm.errors import attempt
-from pycomm.horovod.agreement import agreed
-from pycomm.horovod.checks import check_root, check_tensor
-from pycomm.horovod.differentiable import allgather
-from pycomm.horovod.errors import InvalidRequestError
-from pycomm.horovod.handles import synchronize_all
-from pycomm.horovod.objects import from_tensors, to_tensors
-from pycomm.horovod.operations import broadcast_, broadcast_async_
-from pycomm.horovod.process_sets import ProcessSet, global_process_set, members_of
-from pycomm.horovod.state import world
+from pycomm.checkpoint import values
+from pycomm.errors import attempt, text_of
+from pycomm.horovod.collectives import AllGather, check_root, check_tensor, synchronize_all
+from pycomm.horovod.names import InvalidRequestError
+from pycomm.horovod.operations import allgather, broadcast_, broadcast_async_
+from pycomm.horovod.process_sets import ProcessSet, global_process_set, members_of, world
 from pycomm.optim.parameters import checked_optimizer
 
-_NOTHING = (torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8))
+T = TypeVar("T")
+
+_SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+_MAPPINGS: dict[str, type] = {"dict": dict, "ordered": OrderedDict}
+_DEEPEST = 100
+_LEVELS_OF_NODES = 4  # at most, of one level of a value
+_KIND_OF = {kind: name for name, kind in (_SEQUENCES | _MAPPINGS).items()}
+
+
+def agreed(
+    outcome: T | Exception, what: str, process_set: ProcessSet, lines: Callable[[T], Sequence[str]] = lambda _: ()
+) -> T:
+    """Return this rank's outcome if every rank of ``process_set`` succeeded, with the same ``lines``. Collective.
+
+    Args:
+        outcome: the result of this rank, or its error.
+        what: name of the call.
+        process_set: the ranks.
+        lines: description of the result, which must be the same on all ranks.
+
+    Raises:
+        InvalidRequestError: on every rank: another rank had an error, or another description, of which the first line
+            that differs is named. This rank's own error is raised as it is.
+    """
+    own = outcome if isinstance(outcome, Exception) else attempt(lambda: list(lines(outcome)))
+    said = [text_of(own), []] if isinstance(own, Exception) else ["", own]
+    mine = torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
+    call = AllGather(f"agreement on {what}", process_set)
+    (texts,) = call.run([mine])
+    everyone = [json.loads(part.numpy().tobytes()) for part in torch.split(texts, call.parts[0])]
+    if isinstance(outcome, Exception):
+        raise outcome
+    if isinstance(own, Exception):
+        raise own
+    for rank, (problem, _) in enumerate(everyone):
+        if problem:
+            raise InvalidRequestError(f"{what}: rank {rank} of the set cannot take part: {problem}")
+    for rank, (_, theirs) in enumerate(everyone):
+        if theirs != everyone[0][1]:
+            pairs = zip(everyone[0][1], theirs, strict=False)
+            first, other = next(((a, b) for a, b in pairs if a != b), ("fewer or more", "of them"))
+            raise InvalidRequestError(
+                f"{what}: the ranks disagree: {other!r} on rank {rank} of the set, {first!r} on rank 0 of it"
+            )
+    return outcome
 
 
 def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = global_process_set) -> None:
@@ -133,36 +175,119 @@ def broadcast_object(
         TypeError, ValueError: ``obj`` has something else in it, or itself; other ranks get an InvalidRequestError.
     """
     is_root = type(root_rank) is int and world().rank == root_rank
-    packed = attempt(lambda: to_tensors(obj, "obj")) if is_root else _NOTHING
-    text, content = _NOTHING if isinstance(packed, Exception) else packed
-    sizes = torch.tensor([-1 if isinstance(packed, Exception) else text.numel(), content.numel()])
+    length, data, error = _packed(obj) if is_root else (0, torch.empty(0, dtype=torch.uint8), None)
+    sizes = torch.tensor([length, data.numel()])
     broadcast_(sizes, root_rank, _part(name, "sizes"), process_set)
-    if isinstance(packed, Exception):
-        raise packed
+    if error is not None:
+        raise error
     if sizes[0] < 0:
         raise InvalidRequestError(f"obj of rank {root_rank} cannot be sent; the error there says what is in it")
-    both = torch.cat([text, content]) if is_root else torch.empty(int(sizes.sum()), dtype=torch.uint8)
-    broadcast_(both, root_rank, _part(name, "content"), process_set)
-    return obj if is_root else from_tensors(both[: int(sizes[0])], both[int(sizes[0]) :], "obj")
+    if not is_root:
+        data = torch.empty(int(sizes[1]), dtype=torch.uint8)
+    broadcast_(data, root_rank, _part(name, "content"), process_set)
+    return obj if is_root else _unpacked(data, int(sizes[0]))
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Return the ``obj`` of all ranks, in rank order. What can be sent, and errors: as of :func:`broadcast_object`."""
-    packed = attempt(lambda: to_tensors(obj, "obj"))
-    text, content = _NOTHING if isinstance(packed, Exception) else packed
-    mine = torch.tensor([[-1 if isinstance(packed, Exception) else text.numel(), content.numel()]])
-    sizes = allgather(mine, _part(name, "sizes"), process_set).tolist()
-    if isinstance(packed, Exception):
-        raise packed
+    own_length, data, error = _packed(obj)
+    sizes = allgather(torch.tensor([[own_length, data.numel()]]), _part(name, "sizes"), process_set).tolist()
+    if error is not None:
+        raise error
     for rank, (length, _) in enumerate(sizes):
         if length < 0:
             raise InvalidRequestError(
                 f"obj of rank {rank} of the set cannot be sent; the error there says what is in it"
             )
-    everything = allgather(torch.cat([text, content]), _part(name, "content"), process_set)
-    parts = torch.split(everything, [length + rest for length, rest in sizes])
-    return [from_tensors(part[:n], part[n:], "obj") for part, (n, _) in zip(parts, sizes, strict=True)]
+    everything = allgather(data, _part(name, "content"), process_set)
+    parts = torch.split(everything, [whole for _, whole in sizes])
+    return [_unpacked(part, length) for part, (length, _) in zip(parts, sizes, strict=True)]
 
 
 def _part(name: Any, part: str) -> Any:
     return f"{name}.{part}" if isinstance(name, str) else name  # what is no name is an error of the operation
+
+
+# Objects as tensors. Nothing is unpickled.
+
+
+def _packed(obj: Any) -> tuple[int, torch.Tensor, Exception | None]:
+    """Return ``obj`` as bytes: a description, of the length that comes first, then what its tensors and arrays hold.
+
+    In their place the length -1, no bytes and an error if there is something else in it, or it is nested too deeply.
+    """
+    data = attempt(lambda: _to_bytes(obj))
+    return (-1, torch.empty(0, dtype=torch.uint8), data) if isinstance(data, Exception) else (*data, None)
+
+
+def _to_bytes(obj: Any) -> tuple[int, torch.Tensor]:
+    tensors: list[torch.Tensor] = []
+    try:
+        node = _encode(obj, tensors, "obj")
+    except RecursionError:
+        raise ValueError(f"obj contains itself, or is nested too deeply: {_DEEPEST} levels can be sent") from None
+    _require_shallow(node)
+    for tensor in tensors:
+        if tensor.is_cpu and tensor.numel() > 0 and tensor.data_ptr() == 0:
+            raise ValueError(f"obj has a tensor of shape {list(tensor.shape)} without memory: it was freed")
+    forms = [[str(t.dtype).removeprefix("torch."), list(t.shape), str(t.device)] for t in tensors]
+    text = json.dumps([node, forms]).encode()
+    contents = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in tensors if t.numel()]
+    return len(text), torch.cat([torch.frombuffer(bytearray(text), dtype=torch.uint8), *contents])
+
+
+def _unpacked(data: torch.Tensor, length: int) -> Any:
+    """Return what :func:`_packed` was given. Tensors of GPUs are on this process's GPU, or on the CPU."""
+    node, forms = json.loads(data[:length].numpy().tobytes())
+    tensors, at = [], length
+    for name, shape, device in forms:
+        dtype = values.dtype_called(name, "obj")
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        made = data[at : at + num_bytes].clone().view(dtype).reshape(shape)
+        tensors.append(made.cuda() if device.startswith("cuda") and torch.cuda.is_available() else made)
+        at += num_bytes
+    return _decode(node, tensors)
+
+
+def _encode(value: Any, tensors: list[torch.Tensor], where: str) -> list[Any]:
+    kind = _KIND_OF.get(type(value))
+    if kind in _SEQUENCES:
+        items = list(value)
+        return [f"s:{kind}", [_encode(item, tensors, f"{where}[{i}]") for i, item in enumerate(items)]]
+    if kind in _MAPPINGS:
+        pairs = [
+            [_encode(key, tensors, f"a key of {where}"), _encode(item, tensors, f"{where}[{key!r}]")]
+            for key, item in value.items()
+        ]
+        return [f"m:{kind}", pairs]
+    if isinstance(value, complex):
+        return ["complex", [value.real, value.imag]]
+    try:
+        return values.encode(value, tensors, where)
+    except TypeError as error:
+        raise TypeError(
+            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, wanted numbers, text, bytes, tensors, "
+            "arrays, and lists, tuples, sets and dicts of them: nothing that another rank has sent is unpickled; send "
+            "what the object is made of, such as its state_dict()"
+        ) from error
+
+
+def _require_shallow(node: Any) -> None:
+    """Raise ValueError if there are so many levels that other ranks, in calls of their own, may not come to the end."""
+    level, depth = [node], 0
+    while level := [part for each in level if isinstance(each, list) for part in each]:
+        depth += 1
+        if depth > _LEVELS_OF_NODES * _DEEPEST:
+            raise ValueError(f"obj is nested too deeply: {_DEEPEST} levels can be sent")
+
+
+def _decode(node: list[Any], tensors: list[torch.Tensor]) -> Any:
+    kind, content = node[0], node[1]
+    if kind == "complex":
+        return complex(*content)
+    if kind.startswith("s:"):
+        return _SEQUENCES[kind[2:]](_decode(item, tensors) for item in content)
+    if kind.startswith("m:"):
+        pairs = ((_decode(key, tensors), _decode(item, tensors)) for key, item in content)
+        return _MAPPINGS[kind[2:]](pairs)
+    return values.decode(node, tensors, "obj")

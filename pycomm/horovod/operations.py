@@ -1,4 +1,4 @@
-"""Operations as they are submitted: the functions with ``_async`` in their names, and those that write in place.
+"""Operations of Horovod's interface: one function for each row of a table, and those that are like no other.
 
 Operations are matched by name, whatever the order in which ranks ask for them. Without a name, the n-th of a kind on
 one rank goes with the n-th on the others. Tensors may be anything dense, also with gaps.
@@ -6,66 +6,54 @@ one rank goes with the n-th on the others. Tensors may be anything dense, also w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import contextlib
+import functools
+import gc
+import inspect
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from pycomm.horovod import checks
-from pycomm.horovod.absence import absence
-from pycomm.horovod.handles import (
+from pycomm import threads
+from pycomm.horovod.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Call,
+    Collective,
+    ReduceScatter,
     Submission,
-    checked_tensors,
-    empty_like,
-    grouped,
-    single,
+    Tensors,
+    synchronize_all,
+    waited,
 )
-from pycomm.horovod.process_sets import ProcessSet, global_process_set
-from pycomm.horovod.reduce_ops import NAMES, Adasum, Average, checked_op
-from pycomm.horovod.requests import (
-    ALLGATHER,
-    ALLREDUCE,
-    ALLTOALL,
-    BARRIER,
-    BROADCAST,
-    JOIN,
-    REDUCESCATTER,
-    Request,
-    Terms,
-    terms_of,
+from pycomm.horovod.engine import NegotiatingEngine, internal_error
+from pycomm.horovod.names import (
+    NAMES,
+    Average,
+    Compression,
+    InvalidRequestError,
+    ReduceOp,
+    checked_op,
+    op_or_error,
 )
+from pycomm.horovod.process_sets import ProcessSet, global_process_set, world
+from pycomm.horovod.requests import ALLGATHER, BARRIER, JOIN, Request, Terms
+from pycomm.reducer import Reducer
 
-Tensors = Sequence[torch.Tensor]
+P = ParamSpec("P")
+R = TypeVar("R")
 
-
-def submit_allreduce(
-    tensors: Any,
-    name: str | None,
-    op: Any,
-    factors: tuple[Any, Any],
-    process_set: ProcessSet,
-    *,
-    average: bool | None = None,
-    in_place: bool = False,
-    wake: bool = True,
-) -> Submission:
-    """Submit an allreduce of all ``tensors`` together. ``factors``: prescale and postscale."""
-    with Submission(ALLREDUCE, name, process_set) as submission:
-        chosen = checked_op(op, average)
-        xs = checked_tensors(tensors)
-        checks.check_reducible(xs, chosen)
-        checks.check_adasum(chosen, process_set, submission.members)
-        before = checks.check_factor("prescale_factor", factors[0])
-        after = checks.check_factor("postscale_factor", factors[1])
-        terms = terms_of(ALLREDUCE, NAMES[chosen], before, after)
-        if in_place:
-            checks.check_writable(xs)
-        outputs: list[torch.Tensor | None] = [*xs] if in_place else empty_like(xs)
-        submission.submit(Request(submission.key, terms, xs, outputs), wake)
-    return submission
+_PATIENCE = 5.0  # seconds
 
 
-def allreduce_async(
+# Forms: what arguments a function takes.
+
+
+def _reduction(
     tensor: torch.Tensor,
     average: bool | None = None,
     name: str | None = None,
@@ -73,42 +61,11 @@ def allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> int:
-    """Begin to reduce ``tensor`` over the ranks into a new one; return a handle. See :func:`allreduce`."""
-    factors = (prescale_factor, postscale_factor)
-    return submit_allreduce([tensor], name, op, factors, process_set, average=average).handle(single)
+) -> Call:
+    return AllReduce(name, process_set, op_or_error(op, average), prescale_factor, postscale_factor).one(tensor)
 
 
-def allreduce_async_(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
-    """Begin to reduce ``tensor`` over the ranks in place; return a handle. See :func:`allreduce`."""
-    factors = (prescale_factor, postscale_factor)
-    return submit_allreduce([tensor], name, op, factors, process_set, average=average, in_place=True).handle(single)
-
-
-def allreduce_(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
-    """Reduce ``tensor`` over the ranks in place, and return it. See :func:`allreduce`."""
-    factors = (prescale_factor, postscale_factor)
-    made = submit_allreduce([tensor], name, op, factors, process_set, average=average, in_place=True, wake=False)
-    return single(waited(made))
-
-
-def grouped_allreduce_async(
+def _reductions(
     tensors: Tensors,
     average: bool | None = None,
     name: str | None = None,
@@ -116,177 +73,296 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> int:
-    """Begin to reduce ``tensors`` over the ranks, all or none of them; return a handle."""
-    factors = (prescale_factor, postscale_factor)
-    return submit_allreduce(tensors, name, op, factors, process_set, average=average).handle(grouped)
+) -> Call:
+    return AllReduce(name, process_set, op_or_error(op, average), prescale_factor, postscale_factor).all(tensors)
 
 
-def grouped_allreduce_async_(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
-    """Begin to reduce ``tensors`` over the ranks in place, all or none of them; return a handle."""
-    factors = (prescale_factor, postscale_factor)
-    return submit_allreduce(tensors, name, op, factors, process_set, average=average, in_place=True).handle(grouped)
-
-
-def grouped_allreduce_(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> tuple[torch.Tensor, ...]:
-    """Reduce ``tensors`` over the ranks in place, all or none of them, and return them."""
-    factors = (prescale_factor, postscale_factor)
-    made = submit_allreduce(tensors, name, op, factors, process_set, average=average, in_place=True, wake=False)
-    return grouped(waited(made))
-
-
-def submit_allgather(
-    tensors: Any, name: str | None, process_set: ProcessSet, wake: bool = True, detail: str = ""
-) -> Submission:
-    """Submit an allgather of all ``tensors``, each by itself. ``detail``: what else must be the same on all ranks."""
-    with Submission(ALLGATHER, name, process_set) as submission:
-        xs = checked_tensors(tensors)
-        checks.check_rows(xs, ALLGATHER)
-        submission.submit(Request(submission.key, Terms(ALLGATHER, detail=detail), xs, [None] * len(xs)), wake)
-    return submission
-
-
-def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """Begin to gather the rows of all ranks; return a handle. See :func:`allgather`."""
-    return submit_allgather([tensor], name, process_set).handle(single)
-
-
-def grouped_allgather_async(
-    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> int:
-    """Begin to gather the rows of all ranks, of each of ``tensors``; return a handle."""
-    return submit_allgather(tensors, name, process_set).handle(grouped)
-
-
-def submit_broadcast(
-    tensor: Any, root_rank: Any, name: str | None, process_set: ProcessSet, in_place: bool, wake: bool = True
-) -> Submission:
-    """Submit a broadcast."""
-    with Submission(BROADCAST, name, process_set) as submission:
-        checks.check_tensor(tensor)
-        terms = Terms(BROADCAST, root=checks.check_root(root_rank, submission.members))
-        if in_place:
-            checks.check_writable([tensor])
-        outputs: list[torch.Tensor | None] = [tensor] if in_place else empty_like([tensor])
-        submission.submit(Request(submission.key, terms, [tensor], outputs), wake)
-    return submission
-
-
-def broadcast_async(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> int:
-    """Begin to broadcast the ``tensor`` of ``root_rank`` into a new one; return a handle. See :func:`broadcast`."""
-    return submit_broadcast(tensor, root_rank, name, process_set, False).handle(single)
-
-
-def broadcast_async_(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> int:
-    """Begin to overwrite ``tensor`` with that of ``root_rank``; return a handle. See :func:`broadcast`."""
-    return submit_broadcast(tensor, root_rank, name, process_set, True).handle(single)
-
-
-def broadcast_(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
-    """Overwrite ``tensor`` with that of ``root_rank``, and return it. See :func:`broadcast`."""
-    return single(waited(submit_broadcast(tensor, root_rank, name, process_set, True, wake=False)))
-
-
-def submit_alltoall(
-    tensor: Any, splits: Any, name: str | None, process_set: ProcessSet, wake: bool = True
-) -> Submission:
-    """Submit an alltoall."""
-    with Submission(ALLTOALL, name, process_set) as submission:
-        checks.check_tensor(tensor)
-        checks.check_rows([tensor], ALLTOALL)
-        numbers = checks.check_splits(splits, tensor, len(submission.members.ranks))
-        submission.submit(Request(submission.key, Terms(ALLTOALL), [tensor], [None], splits=numbers), wake)
-    return submission
-
-
-def received_of(request: Request, splits: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output of an alltoall, and how many rows have come from each rank, in the form of ``splits``."""
-    form = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32)
-    return single(request), torch.tensor(request.result, dtype=form.dtype, device=form.device)
-
-
-def alltoall_async(
+def _reduction_compressed(
     tensor: torch.Tensor,
-    splits: Any = None,
+    average: bool | None = None,
     name: str | None = None,
+    compression: Any = Compression.none,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> int:
-    """Begin to exchange rows with all ranks; return a handle. See :func:`alltoall`."""
-    submission = submit_alltoall(tensor, splits, name, process_set)
-    return submission.handle(lambda request: received_of(request, splits))
+) -> Call:
+    chosen = op_or_error(op, average)
+    return AllReduce(name, process_set, chosen, prescale_factor, postscale_factor, compression).one(tensor)
 
 
-def submit_reducescatter(
-    tensors: Any,
-    name: str | None,
-    op: Any,
-    factors: tuple[Any, Any],
-    process_set: ProcessSet,
-    wake: bool = True,
-) -> Submission:
-    """Submit a reducescatter of all ``tensors``, each by itself."""
-    with Submission(REDUCESCATTER, name, process_set) as submission:
-        chosen = checked_op(op)
-        xs = checked_tensors(tensors)
-        checks.check_rows(xs, REDUCESCATTER)
-        if chosen == Adasum:
-            raise ValueError(
-                "op is Adasum, which a reducescatter does not know: wanted Average, Sum, Min, Max or Product"
-            )
-        checks.check_reducible(xs, chosen)
-        before = checks.check_factor("prescale_factor", factors[0])
-        after = checks.check_factor("postscale_factor", factors[1])
-        terms = terms_of(REDUCESCATTER, NAMES[chosen], before, after)
-        submission.submit(Request(submission.key, terms, xs, [None] * len(xs)), wake)
-    return submission
+def _reductions_compressed(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Call:
+    chosen = op_or_error(op, average)
+    return AllReduce(name, process_set, chosen, prescale_factor, postscale_factor, compression).all(tensors)
 
 
-def reducescatter_async(
+def _gather(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Call:
+    return AllGather(name, process_set).one(tensor)
+
+
+def _gathers(tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set) -> Call:
+    return AllGather(name, process_set).all(tensors)
+
+
+def _root(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Call:
+    return Broadcast(name, process_set, root_rank).one(tensor)
+
+
+def _exchange(
+    tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Call:
+    return AllToAll(name, process_set, splits).one(tensor)
+
+
+def _scatter(
     tensor: torch.Tensor,
     name: str | None = None,
     op: Any = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> int:
-    """Begin to reduce ``tensor`` over the ranks, of which each gets some rows; return a handle."""
-    factors = (prescale_factor, postscale_factor)
-    return submit_reducescatter([tensor], name, op, factors, process_set).handle(single)
+) -> Call:
+    return ReduceScatter(name, process_set, op, prescale_factor, postscale_factor).one(tensor)
 
 
-def grouped_reducescatter_async(
+def _scatters(
     tensors: Tensors,
     name: str | None = None,
     op: Any = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> int:
-    """Begin to reduce ``tensors`` over the ranks, of which each gets some rows of each; return a handle."""
-    factors = (prescale_factor, postscale_factor)
-    return submit_reducescatter(tensors, name, op, factors, process_set).handle(grouped)
+) -> Call:
+    return ReduceScatter(name, process_set, op, prescale_factor, postscale_factor).all(tensors)
+
+
+def _scatter_compressed(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: Any = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Call:
+    return ReduceScatter(name, process_set, op, prescale_factor, postscale_factor, compression).one(tensor)
+
+
+def _scatters_compressed(
+    tensors: Tensors,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: Any = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Call:
+    return ReduceScatter(name, process_set, op, prescale_factor, postscale_factor, compression).all(tensors)
+
+
+# Ways: what a function does with the collective and the tensors that a form has made of its arguments.
+
+
+def _begin(call: Collective, tensors: Any) -> int:
+    return call.submit(tensors).handle(call.finish)
+
+
+def _begin_in_place(call: Collective, tensors: Any) -> int:
+    call.in_place = True
+    return _begin(call, tensors)
+
+
+def _in_place(call: Collective, tensors: Any) -> torch.Tensor:
+    return _in_place_all(call, tensors)[0]
+
+
+def _in_place_all(call: Collective, tensors: Any) -> tuple[torch.Tensor, ...]:
+    call.in_place = True
+    return call.run(tensors)
+
+
+def _differentiated(call: Collective, tensors: Any) -> torch.Tensor:
+    return call.differentiated(tensors)[0]
+
+
+def _differentiated_all(call: Collective, tensors: Any) -> list[torch.Tensor]:
+    return list(call.differentiated(tensors))
+
+
+def _rows_and_splits(call: Collective, tensors: Any) -> Any:
+    both = call.result(call.differentiated(tensors))
+    return both if call.splits is not None else both[0]
+
+
+def _function(name: str, form: Callable[P, Call], way: Callable[[Collective, Any], R], doc: str) -> Callable[P, R]:
+    """Return the function ``name`` of this module: it takes what ``form`` does, and returns what ``way`` does."""
+
+    call = FunctionType(form.__code__, form.__globals__, name, form.__defaults__)  # errors of arguments say whose
+    call.__qualname__ = name
+
+    def function(*args: P.args, **kwargs: P.kwargs) -> R:
+        return way(*call(*args, **kwargs))
+
+    returns = way.__annotations__["return"]
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = doc
+    function.__annotations__ = {**form.__annotations__, "return": returns}
+    function.__signature__ = inspect.signature(form).replace(return_annotation=returns)  # type: ignore[attr-defined]
+    return function
+
+
+# The table: name, form, way and docstring of each function.
+
+allreduce = _function(
+    "allreduce",
+    _reduction_compressed,
+    _differentiated,
+    """Return the reduction of ``tensor`` over the ranks. Autograd differentiates it.
+
+    Args:
+        tensor: of any shape, the same on all ranks; of floating-point, integer, complex or boolean dtype.
+        average: what ``op`` has replaced.
+        name: by which the ranks match the operation, in any order; a number if ``None``.
+        compression: ``Compression.none`` or ``.fp16``, or a class with the same methods.
+        op: ``Average`` (of integers cut off), ``Sum``, ``Min``, ``Max``, ``Product``, ``Adasum``; Average if ``None``.
+        prescale_factor, postscale_factor: factors before and after the reduction; of integers computed in float64 and
+            cut off, of half types computed in float32.
+        process_set: the ranks.
+
+    Raises:
+        InvalidRequestError: an argument is wrong, or the ranks disagree: on every rank, and the ranks go on.
+        HorovodInternalError: a rank is lost.
+        ValueError: before ``init()``; or an operation of that name is not done yet.
+    """,
+)
+allreduce_async = _function(
+    "allreduce_async", _reduction, _begin, "Begin an :func:`allreduce` into a new tensor; return a handle."
+)
+allreduce_async_ = _function(
+    "allreduce_async_", _reduction, _begin_in_place, "Begin an :func:`allreduce` in place; return a handle."
+)
+allreduce_ = _function(
+    "allreduce_", _reduction, _in_place, "Reduce ``tensor`` in place, and return it. See :func:`allreduce`."
+)
+grouped_allreduce = _function(
+    "grouped_allreduce",
+    _reductions_compressed,
+    _differentiated_all,
+    "Return the reductions of ``tensors``, of all or none. See :func:`allreduce`.",
+)
+grouped_allreduce_async = _function(
+    "grouped_allreduce_async", _reductions, _begin, "Begin to reduce ``tensors``, all or none; return a handle."
+)
+grouped_allreduce_async_ = _function(
+    "grouped_allreduce_async_",
+    _reductions,
+    _begin_in_place,
+    "Begin to reduce ``tensors`` in place, all or none; return a handle.",
+)
+grouped_allreduce_ = _function(
+    "grouped_allreduce_", _reductions, _in_place_all, "Reduce ``tensors`` in place, all or none, and return them."
+)
+allgather = _function(
+    "allgather",
+    _gather,
+    _differentiated,
+    """Return the rows of all ranks' ``tensor``, in rank order. Autograd differentiates it.
+
+    ``tensor`` has one dimension or more, of which only the first may differ between ranks; any dtype. Errors: as of
+    :func:`allreduce`.
+    """,
+)
+allgather_async = _function("allgather_async", _gather, _begin, "Begin an :func:`allgather`; return a handle.")
+grouped_allgather = _function(
+    "grouped_allgather",
+    _gathers,
+    _differentiated_all,
+    "Return all ranks' rows of each of ``tensors``. See :func:`allgather`.",
+)
+grouped_allgather_async = _function(
+    "grouped_allgather_async", _gathers, _begin, "Begin to gather the rows of each of ``tensors``; return a handle."
+)
+broadcast = _function(
+    "broadcast",
+    _root,
+    _differentiated,
+    """Return the ``tensor`` of the global rank ``root_rank``. Autograd differentiates it.
+
+    Shape and dtype, any, are the same on all ranks. Errors: as of :func:`allreduce`.
+    """,
+)
+broadcast_async = _function(
+    "broadcast_async", _root, _begin, "Begin a :func:`broadcast` into a new tensor; return a handle."
+)
+broadcast_async_ = _function(
+    "broadcast_async_",
+    _root,
+    _begin_in_place,
+    "Begin to overwrite ``tensor`` with that of ``root_rank``; return a handle.",
+)
+broadcast_ = _function(
+    "broadcast_",
+    _root,
+    _in_place,
+    "Overwrite ``tensor`` with that of ``root_rank``, and return it. See :func:`broadcast`.",
+)
+alltoall = _function(
+    "alltoall",
+    _exchange,
+    _rows_and_splits,
+    """Send rows to every rank, and return those that come, in rank order. Autograd differentiates it.
+
+    Args:
+        tensor: rows in the order of the ranks that they go to; dimensions but the first, and any dtype, are the same on
+            all ranks.
+        splits: how many rows go to each rank: a tensor or list of integers, none negative. Equally many if ``None``.
+        name, process_set: as of :func:`allreduce`.
+
+    Returns:
+        The rows; if ``splits`` is given, also how many have come from each rank, a tensor like ``splits`` (of int32 if
+        that is none).
+
+    Raises:
+        InvalidRequestError and others: as of :func:`allreduce`.
+    """,
+)
+alltoall_async = _function("alltoall_async", _exchange, _begin, "Begin an :func:`alltoall`; return a handle.")
+reducescatter = _function(
+    "reducescatter",
+    _scatter_compressed,
+    _differentiated,
+    """Return this rank's rows of the reduction of ``tensor`` over the ranks. Autograd differentiates it.
+
+    Of n rows, each of P ranks gets n // P, the first n % P ranks one more. Arguments and errors: as of
+    :func:`allreduce`, without Adasum.
+    """,
+)
+reducescatter_async = _function(
+    "reducescatter_async", _scatter, _begin, "Begin a :func:`reducescatter`; return a handle."
+)
+grouped_reducescatter = _function(
+    "grouped_reducescatter",
+    _scatters_compressed,
+    _differentiated_all,
+    "Return this rank's rows of each reduction. See :func:`reducescatter`.",
+)
+grouped_reducescatter_async = _function(
+    "grouped_reducescatter_async", _scatters, _begin, "Begin a :func:`grouped_reducescatter`; return a handle."
+)
+
+
+# Others.
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -314,7 +390,7 @@ def join(device: int = -1) -> int:
         if not isinstance(device, int):
             raise TypeError(f"device is {device!r}, wanted the number of a GPU, or -1")
         submission.submit(Request(submission.key, Terms(JOIN)), wake=False)
-    with absence(submission.engine) as counts:
+    with _absence(submission.engine) as counts:
         last = int(waited(submission).result)
     last = _latest(sum(counts), last)
     # The ranks may have asked for different numbers of operations; none is left now, so that they can count anew.
@@ -328,13 +404,107 @@ def _latest(absences: int, last: int) -> int:
     Announcements alone do not tell: a rank may announce nothing until the end, while its gradients are reduced.
     """
     mine = torch.tensor([absences])
-    everyones = single(waited(submit_allgather([mine], "join.absences", global_process_set, wake=False))).tolist()
+    everyones = AllGather("join.absences", global_process_set).run([mine])[0].tolist()
     latest = [rank for rank, count in enumerate(everyones) if count == min(everyones)]
     return last if last in latest else latest[-1]
 
 
-def waited(submission: Submission) -> Request:
-    """Return the request of ``submission``, once it has ended. Raises its error."""
-    assert submission.request is not None
-    submission.engine.wait(submission.request)
-    return submission.request
+@contextlib.contextmanager
+def _absence(engine: NegotiatingEngine) -> Iterator[list[int]]:
+    """Take part in reductions of attached optimizers inside, and return once all ranks have got so far.
+
+    These reductions are not announced, as all ranks make the same ones in the same order. A rank that has joined sits
+    in the next one of every optimizer, on a thread for each, and contributes nothing. When all have joined, all sit
+    there: a reduction that comes to nothing is followed by a message of two numbers, which says that it was the last.
+    Ranks that have data pay nothing for it.
+
+    Args:
+        engine: of all ranks, by which this one waits meanwhile; closed if a reduction fails.
+
+    Yields:
+        A list: afterwards, how many reductions of each optimizer this rank has been absent from.
+
+    Raises:
+        HorovodInternalError: a reduction has failed.
+    """
+    gc.collect()  # what a script has let go of must be gone on all ranks or on none
+    counts: list[int] = []
+    errors: list[BaseException] = []
+
+    def stay(reducer: Reducer) -> None:
+        try:
+            counts.append(reducer.stay_absent())
+        except BaseException as error:
+            errors.append(error)
+            engine.close(f"a reduction of gradients failed while this rank had joined: {error}")
+
+    reducers = list(world().attached)
+    staying = [threads.start(functools.partial(stay, each), "pycomm-horovod-joined") for each in reducers]
+    patience: float | None = _PATIENCE  # whatever ends the wait by an error ends the threads too, as a rule
+    try:
+        yield counts
+        patience = None
+    finally:
+        for reducer, thread in zip(reducers, staying, strict=True):
+            thread.join(patience)
+            if thread.is_alive():
+                reducer.detach()
+        if errors:
+            raise internal_error(errors[0]) from errors[0]
+
+
+class SparseHandle:
+    """Handle of a sparse allreduce: call it, or pass it to ``synchronize``, for the sum or average, a COO tensor."""
+
+    def __init__(self, tensor: torch.Tensor, handles: tuple[int, int], divisor: int) -> None:
+        self.handles, self._shape, self._divisor = handles, tensor.shape, divisor
+
+    def __call__(self) -> torch.Tensor:
+        indices, values = synchronize_all(self.handles)
+        return torch.sparse_coo_tensor(
+            indices.t(), values / self._divisor if self._divisor > 1 else values, self._shape
+        )
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str | None, op: Any, process_set: ProcessSet = global_process_set
+) -> SparseHandle:
+    """Begin to sum or average the COO ``tensor`` of all ranks, each of which gets the entries of all.
+
+    Args:
+        tensor: sparse, in COO form; its shape is the same on all ranks, its entries need not be.
+        name: of the operation.
+        op: ``Sum`` or ``Average``.
+        process_set: the ranks.
+
+    Raises:
+        TypeError, ValueError: ``tensor`` is not sparse, or ``op`` is another one.
+    """
+    label: Any = "sparse.noname" if name is None else name
+    labels = [f"{label}.{part}" if isinstance(label, str) else label for part in ("indices", "values")]
+    try:
+        chosen, mine = _checked_sparse(tensor, op)
+    except Exception as error:
+        for label in labels:  # the others are about to call both of the operations that this is made of
+            with contextlib.suppress(type(error), InvalidRequestError), Submission(ALLGATHER, label, process_set):
+                raise
+        raise
+    form = f"of a sparse tensor {list(tensor.shape)}"
+    parts = (mine.indices().t().contiguous(), mine.values())
+    indices, values = (
+        _begin(*AllGather(label, process_set, form).one(part)) for label, part in zip(labels, parts, strict=True)
+    )
+    size = process_set.size() or 1
+    return SparseHandle(tensor, (indices, values), size if chosen == Average else 1)
+
+
+def _checked_sparse(tensor: Any, op: Any) -> tuple[ReduceOp, torch.Tensor]:
+    """Return the reduction and the tensor, each index once. Raises TypeError or ValueError if they are wrong."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.sparse_coo:
+        raise TypeError("tensor: wanted a sparse tensor in COO form; pass dense ones to allreduce_async()")
+    if tensor.is_meta:
+        raise TypeError("tensor is on the device meta, where it has no values")
+    chosen = checked_op(op)
+    if NAMES[chosen] not in ("sum", "mean"):
+        raise ValueError(f"op is {chosen.name}, wanted Sum or Average of sparse tensors")
+    return chosen, tensor.detach().coalesce()

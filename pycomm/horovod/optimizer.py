@@ -5,22 +5,27 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 import pycomm.compression as methods
 from pycomm.errors import attempt
-from pycomm.horovod import by_attach, by_name
-from pycomm.horovod.agreement import agreed
-from pycomm.horovod.arguments import Arguments, named_parameters_of, require_groups
-from pycomm.horovod.compression import Compression
-from pycomm.horovod.errors import HorovodInternalError
-from pycomm.horovod.process_sets import ProcessSet, global_process_set, members_of
-from pycomm.horovod.reduce_ops import Adasum, Average, checked_op
-from pycomm.horovod.sparse import sparse_parameters
-from pycomm.horovod.state import known_world, world
+from pycomm.horovod.averaging import (
+    Arguments,
+    AttachedAveraging,
+    Averaging,
+    DeltaAveraging,
+    Named,
+    NamedAveraging,
+    is_needed,
+    sparse_parameters,
+)
+from pycomm.horovod.functions import agreed
+from pycomm.horovod.names import Adasum, Average, Compression, HorovodInternalError, checked_op
+from pycomm.horovod.process_sets import ProcessSet, global_process_set, known_set, known_world, world
 from pycomm.optim.parameters import checked_optimizer, unwrapped
 
 _LATE = (
@@ -29,29 +34,10 @@ _LATE = (
 )
 
 
-class Averaging(Protocol):
-    """Way in which the gradients of an optimizer are reduced."""
-
-    def synchronize(self) -> None:
-        """Return once all gradients are reduced; those of a window that has not ended yet, too. Collective."""
-
-    def set_passes(self, passes: int) -> None:
-        """Reduce after every ``passes`` backward passes from now on. Collective."""
-
-    def detach(self) -> None:
-        """Reduce no more. Idempotent."""
-
-
 class Control:
-    """Control of one optimizer: the methods that Horovod gives it, and what they share.
-
-    Args:
-        optimizer: the user's.
-        arguments: of ``DistributedOptimizer``.
-    """
+    """Control of one optimizer: the methods that Horovod gives it, and what they share."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, arguments: Arguments) -> None:
-        self._optimizer = weakref.ref(optimizer)
         self._arguments = arguments
         self._skips, self._synchronized = False, False
         self._averaging: Averaging | None = None
@@ -63,20 +49,19 @@ class Control:
             raise
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """Begin to reduce the gradients of ``optimizer``, among the ranks that there are now. Collective."""
+        """Begin to reduce the gradients of ``optimizer``, among the present ranks. Collective."""
         here = world()
         self._averaging = self._make(optimizer) if self._arguments.process_set.included() else None
-        control = weakref.ref(self)
-        here.on_shutdown.append(lambda: _end(control))
+        here.on_shutdown.append(weakref.WeakMethod(self.end))
         self._world = here
 
     def _make(self, optimizer: torch.optim.Optimizer) -> Averaging:
         arguments = self._arguments
         if arguments.op == Adasum and world().size > 1:
-            return by_name.DeltaAveraging(optimizer, arguments)
-        if arguments.sparse or by_name.is_needed(arguments):
-            return by_name.NamedAveraging(optimizer, arguments, set(arguments.sparse))
-        return by_attach.AttachedAveraging(optimizer, arguments)
+            return DeltaAveraging(optimizer, arguments)
+        if arguments.sparse or is_needed(arguments):
+            return NamedAveraging(optimizer, arguments)
+        return AttachedAveraging(optimizer, arguments)
 
     def end(self) -> None:
         """Reduce no more; a step is an error then."""
@@ -93,13 +78,10 @@ class Control:
         """Whether Horovod has been shut down since."""
         return known_world() is not self._world
 
-    # Methods of the optimizer.
-
     def synchronize(self) -> None:
         """Return once all gradients are reduced. Collective if some are not yet."""
         self._require_begun()
-        if self._averaging is not None:
-            self._averaging.synchronize()
+        self._average()
         self._synchronized = True
 
     @contextlib.contextmanager
@@ -120,8 +102,6 @@ class Control:
         if self._averaging is not None:
             self._averaging.set_passes(passes)
 
-    # Hook.
-
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         self._require_begun()
         skips, late = self._skips, self._synchronized
@@ -133,22 +113,19 @@ class Control:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            self._synchronize_before_step()
+            self._average()
             return None
-        wrapped = self._reduced_closure(closure)
-        return ((args[0], wrapped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": wrapped})
 
-    def _synchronize_before_step(self) -> None:
-        if self._averaging is not None:
-            self._averaging.synchronize()
-
-    def _reduced_closure(self, closure: Any) -> Any:
         def reduced() -> Any:
             loss = closure()
-            self._synchronize_before_step()
+            self._average()
             return loss
 
-        return reduced
+        return ((args[0], reduced, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": reduced})
+
+    def _average(self) -> None:
+        if self._averaging is not None:
+            self._averaging.synchronize()
 
     def _require_begun(self) -> None:
         if self.has_ended:
@@ -156,12 +133,6 @@ class Control:
                 "Horovod has been shut down since this optimizer was wrapped: its gradients are not reduced; call "
                 "hvd.init() and hvd.DistributedOptimizer(optimizer, ...) again"
             )
-
-
-def _end(control: weakref.ref[Control]) -> None:
-    found = control()
-    if found is not None:
-        found.end()
 
 
 def control_of(optimizer: torch.optim.Optimizer) -> Control | None:
@@ -218,14 +189,25 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """
     if isinstance(num_groups, int) and num_groups:
         warnings.warn("num_groups= has been replaced by groups=", DeprecationWarning, stacklevel=2)
-    ranks, misplaced = _set_of(process_set)
+    ranks, misplaced = known_set(process_set, included=False)
+    if groups is None:
+        groups = num_groups or None
 
     def checked() -> tuple[torch.optim.Optimizer, Arguments]:
         if misplaced is not None:
             raise misplaced
-        return _checked(
-            *(optimizer, named_parameters, compression, backward_passes_per_step, op, gradient_predivide_factor),
-            *(num_groups or None if groups is None else groups, sparse_as_dense, process_set, loss_scaler, unknown),
+        _require_no_others(unknown)
+        inner = checked_optimizer(optimizer)
+        named = _named_parameters_of(inner, named_parameters)
+        _require_unwrapped(inner)
+        _require_groups(groups)
+        _require_passes(backward_passes_per_step)
+        chosen = checked_op(op)
+        _require_factor(gradient_predivide_factor, chosen)
+        _require_compression(compression)
+        return inner, Arguments(
+            *(named, compression, backward_passes_per_step, chosen, groups, bool(sparse_as_dense), process_set),
+            *(sparse_parameters(inner, named), loss_scaler),
         )
 
     outcome = attempt(checked)
@@ -233,64 +215,58 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         outcome = agreed(outcome, "DistributedOptimizer", ranks, lambda made: _lines(made[1]))
     if isinstance(outcome, Exception):
         raise outcome
-    inner, arguments = outcome
-    known = control_of(inner)
-    if known is not None:
-        known.remove()
-    control = Control(inner, arguments)
-    for each in {id(inner): inner, id(optimizer): optimizer}.values():  # a trainer's proxy, and what is inside it
-        _install(each, control, arguments)
+    _wrap(optimizer, *outcome)
     return optimizer
 
 
-def _set_of(process_set: Any) -> tuple[ProcessSet, Exception | None]:
-    """Return the set whose ranks have to agree, and what is wrong with ``process_set``.
+def _named_parameters_of(optimizer: torch.optim.Optimizer, given: Iterable[Any] | None) -> Named:
+    """Return the names that are ``given``, or numbers made up by the position in the optimizer's groups.
 
     Raises:
-        TypeError, ValueError: it is none that is in use, and nobody knows in which of several the others are.
+        TypeError, ValueError: they are no names of parameters, two are equal, or a parameter has none.
     """
-    try:
-        members_of(process_set)
-        return process_set, None
-    except Exception as error:
-        if len(world().sets) > 1:
-            raise
-        return global_process_set, error
+    own = [
+        (f"allreduce.noname.{i}.{j}", param)
+        for i, group in enumerate(optimizer.param_groups)
+        for j, param in enumerate(group["params"])
+    ]
+    if given is None:
+        return own
+    if isinstance(given, torch.nn.Module):
+        raise TypeError(f"named_parameters is a {type(given).__name__}, wanted model.named_parameters()")
+    named = list(given)
+    for item in named:
+        if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)):
+            raise ValueError(f"named_parameters has a {type(item).__name__}, wanted pairs: model.named_parameters()")
+    twice = [name for name, times in Counter(name for name, _ in named).items() if times > 1]
+    if twice:
+        raise ValueError(f"named_parameters has the name {twice[0]!r} more than once: put the model's name in front")
+    known = {id(param) for _, param in named}
+    for position, param in own:
+        if id(param) not in known:
+            where = position.removeprefix("allreduce.noname.")
+            raise ValueError(f"named_parameters leaves out the optimizer's parameter {where} (group.position)")
+    return named
 
 
-def _checked(
-    optimizer: Any,
-    named_parameters: Any,
-    compression: Any,
-    passes: Any,
-    op: Any,
-    factor: Any,
-    groups: Any,
-    sparse_as_dense: Any,
-    process_set: ProcessSet,
-    loss_scaler: Any,
-    unknown: Mapping[str, Any],
-) -> tuple[torch.optim.Optimizer, Arguments]:
-    """Return the optimizer inside ``optimizer``, and the arguments. Raises TypeError or ValueError if one is wrong."""
-    if unknown:
-        raise TypeError(
-            f"DistributedOptimizer() has no argument {sorted(unknown)[0]!r}: leave it out; see pycomm.attach for what "
-            "else there is"
-        )
-    inner = checked_optimizer(optimizer)
-    named = named_parameters_of(inner, named_parameters)
-    known = control_of(inner)
-    if known is not None and not known.has_ended:
-        raise ValueError("optimizer has been passed to DistributedOptimizer before: leave one of the two calls out")
-    require_groups(groups)
-    _require_passes(passes)
-    chosen = checked_op(op)
-    _require_factor(factor, chosen)
-    _require_compression(compression)
-    sparse = sparse_parameters(inner, named)
-    return inner, Arguments(
-        named, compression, passes, chosen, groups, bool(sparse_as_dense), process_set, sparse, loss_scaler
-    )
+def _require_groups(groups: Any) -> None:
+    """Raise TypeError or ValueError unless ``groups`` is a number, or a list of lists of tensors, or ``None``."""
+    if groups is None:
+        return
+    if isinstance(groups, int) and not isinstance(groups, bool):
+        if groups < 0:
+            raise ValueError(f"groups is {groups}, wanted a number that is not negative")
+        return
+    if not isinstance(groups, list):
+        raise TypeError(f"groups is a {type(groups).__name__}, wanted a number or a list of lists of tensors")
+    seen: set[int] = set()
+    for group in groups:
+        for param in group:
+            if not isinstance(param, torch.Tensor):
+                raise ValueError(f"groups has a {type(param).__name__}, wanted lists of tensors")
+            if id(param) in seen:
+                raise ValueError("groups has a parameter twice")
+            seen.add(id(param))
 
 
 def _lines(arguments: Arguments) -> list[str]:
@@ -308,12 +284,31 @@ def _lines(arguments: Arguments) -> list[str]:
     ]
 
 
-def _install(optimizer: Any, control: Control, arguments: Arguments) -> None:
-    optimizer._horovod = control  # a copy or a pickle of the optimizer does not have these
-    optimizer.synchronize = control.synchronize
-    optimizer.skip_synchronize = control.skip_synchronize
-    optimizer.set_backward_passes_per_step = control.set_backward_passes_per_step
-    optimizer._parameter_names = {param: name for name, param in arguments.named}
+def _wrap(optimizer: Any, inner: Any, arguments: Arguments) -> None:
+    """Reduce the gradients of ``inner``, which a trainer's proxy may be around: ``optimizer``."""
+    known = control_of(inner)
+    if known is not None:
+        known.remove()
+    control = Control(inner, arguments)
+    for each in {id(inner): inner, id(optimizer): optimizer}.values():
+        each._horovod = control  # a copy or a pickle of the optimizer does not have these
+        each.synchronize, each.skip_synchronize = control.synchronize, control.skip_synchronize
+        each.set_backward_passes_per_step = control.set_backward_passes_per_step
+        each._parameter_names = {param: name for name, param in arguments.named}
+
+
+def _require_no_others(unknown: Collection[str]) -> None:
+    if unknown:
+        raise TypeError(
+            f"DistributedOptimizer() has no argument {sorted(unknown)[0]!r}: leave it out; see pycomm.attach for what "
+            "else there is"
+        )
+
+
+def _require_unwrapped(optimizer: torch.optim.Optimizer) -> None:
+    known = control_of(optimizer)
+    if known is not None and not known.has_ended:
+        raise ValueError("optimizer has been passed to DistributedOptimizer before: leave one of the two calls out")
 
 
 def _require_passes(passes: Any) -> None:

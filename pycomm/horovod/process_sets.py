@@ -1,21 +1,114 @@
-"""Process sets: ranks that run operations among themselves."""
+"""Horovod's state in this process, in one place: the ranks, and the process sets among them."""
 
 from __future__ import annotations
 
+import itertools
+import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
 
 import torch.distributed as dist
 
 from pycomm.communicator import Communicator
-from pycomm.horovod.engine import Engine
-from pycomm.horovod.errors import InvalidRequestError
-from pycomm.horovod.requests import BARRIER, Request, Terms
-from pycomm.horovod.settings import cycle_seconds, meeting_seconds, stall_check_seconds
-from pycomm.horovod.state import Members, World, known_world, world
+from pycomm.errors import attempt
+from pycomm.horovod.engine import NegotiatingEngine
+from pycomm.horovod.environment import cycle_seconds, meeting_seconds, stall_check_seconds
+from pycomm.horovod.names import InvalidRequestError
+from pycomm.horovod.requests import BARRIER, Key, Request, Terms
+from pycomm.horovod.timeline import Timeline
+from pycomm.reducer import Reducer
 from pycomm.transport import late_ranks
+
+
+def _counters() -> defaultdict[str, Iterator[int]]:
+    return defaultdict(lambda: itertools.count(1))
+
+
+@dataclass(eq=False)
+class Members:
+    """Members of a process set.
+
+    Attributes:
+        ranks: global ranks, rising.
+        group: torch's group of them; ``None`` on other ranks.
+        engine: that agrees with them; ``None`` on other ranks.
+        counters: numbers for operations without a name, by kind.
+    """
+
+    ranks: Sequence[int]
+    group: dist.ProcessGroup | None = None
+    engine: NegotiatingEngine | None = None
+    counters: defaultdict[str, Iterator[int]] = field(default_factory=_counters)
+
+    def key(self, kind: str, name: str | None) -> Key:
+        """Return the key of an operation that is called ``name``, or of the next one without a name."""
+        return (f"{kind}.{name}", 0) if name is not None else (f"{kind}.noname", next(self.counters[kind]))
+
+    def close(self, reason: str) -> None:
+        """End what the set has outstanding."""
+        if self.engine is not None:
+            self.engine.close(reason)
+
+
+@dataclass(eq=False)
+class World:
+    """World: all ranks.
+
+    Attributes:
+        rank, size: of this process, and how many there are.
+        local: ranks of this host.
+        hosts: number of ranks of each host, in the order of their first ranks.
+        cross: ranks with this one's local rank, one on each host that has so many.
+        sets: process sets by id; 0 is the one of all ranks.
+        timeout: limit of every single wait.
+        handles: results to come, by handle: the request, and what ``synchronize`` makes of it.
+        owns_group: whether torch's process group was made by ``init()``.
+        numbers, set_ids: the next handles, and the next process sets' numbers.
+        attached: what averages the gradients of optimizers in buckets, on this rank among others.
+        on_shutdown: methods that ``shutdown()`` calls first, if their objects still are.
+        pid: the process that has called ``init()``, of which a fork has a copy.
+    """
+
+    rank: int
+    size: int
+    local: Sequence[int]
+    hosts: Sequence[int]
+    cross: Sequence[int]
+    timeout: timedelta
+    timeline: Timeline
+    owns_group: bool
+    sets: dict[int, Members] = field(default_factory=dict)
+    handles: dict[int, tuple[Request, NegotiatingEngine, Callable[[Request], Any]]] = field(default_factory=dict)
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    set_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    attached: weakref.WeakSet[Reducer] = field(default_factory=weakref.WeakSet)
+    on_shutdown: list[weakref.WeakMethod[Callable[[], None]]] = field(default_factory=list)
+    pid: int = field(default_factory=os.getpid)
+
+
+_worlds: list[World] = []
+"""The world, if there is one."""
+
+
+def world() -> World:
+    """Return the world. Raises ValueError before ``init()`` and after ``shutdown()``."""
+    if not _worlds:
+        raise ValueError("Horovod has not been initialized; call hvd.init() first")
+    return _worlds[0]
+
+
+def known_world() -> World | None:
+    """Return the world; ``None`` before ``init()`` and after ``shutdown()``."""
+    return _worlds[0] if _worlds else None
+
+
+def set_world(made: World | None) -> None:
+    """Make ``made`` the world, or have none."""
+    _worlds[:] = [] if made is None else [made]
 
 
 class ProcessSet:
@@ -68,6 +161,10 @@ class ProcessSet:
         here = known_world()
         return None if here is None else here.rank in self.ranks
 
+    def _take_out_of_use(self) -> None:
+        """Note that it has no number any more."""
+        self.process_set_id = None
+
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
@@ -98,6 +195,25 @@ def members_of(process_set: ProcessSet) -> Members:
     return here.sets[process_set.process_set_id]
 
 
+def known_set(process_set: Any, included: bool = True) -> tuple[ProcessSet, Exception | None]:
+    """Return the set whose ranks can be told of errors, and what is wrong with ``process_set``.
+
+    ``included``: whether this rank has to be in it.
+
+    Raises:
+        TypeError, ValueError: it is none that is in use, and nobody knows in which of several the others are.
+    """
+    try:
+        members = members_of(process_set)
+        if included:
+            require_included(process_set, members)
+        return process_set, None
+    except Exception as error:
+        if len(world().sets) > 1:
+            raise
+        return global_process_set, error
+
+
 def require_included(process_set: ProcessSet, members: Members) -> None:
     """Raise ValueError if this process is not in ``process_set``."""
     if world().rank not in members.ranks:
@@ -115,12 +231,13 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
             ones (on every rank).
     """
     here = world()
-    made: ProcessSet | Exception
-    try:
+
+    def checked() -> ProcessSet:
         made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
         _require_new(made, here)
-    except Exception as error:  # a foreign object may raise anything
-        made = error
+        return made
+
+    made = attempt(checked)
     if isinstance(made, Exception):
         agree("add_process_set", made)
         raise made
@@ -129,12 +246,12 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     return made
 
 
-def open_sets(process_sets: Sequence[ProcessSet], here: World, problem: Exception | None = None) -> None:
-    """Put ``process_sets`` to use. Collective.
-
-    ``problem``: error in this rank's arguments, which is raised once the others have been told.
-    """
-    agree(f"init process_sets={[made.ranks for made in process_sets]}", problem)
+def open_sets(process_sets: Sequence[ProcessSet] | Exception, here: World) -> None:
+    """Put ``process_sets`` to use. Collective. An error in their place is raised once the others have been told."""
+    if isinstance(process_sets, Exception):
+        agree("init", process_sets)
+        raise process_sets
+    agree(f"init process_sets={[made.ranks for made in process_sets]}")
     for i, made in enumerate(process_sets):
         try:  # which comes to the same on all ranks
             _require_new(made, here)
@@ -157,17 +274,11 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if not is_in_use:
         return False
     members = here.sets.pop(number)
-    process_set.process_set_id = None
-    close_members(members, "its process set was removed")
+    process_set._take_out_of_use()
+    members.close("its process set was removed")
     if members.group is not None:
         dist.destroy_process_group(members.group)
     return True
-
-
-def close_members(members: Members, reason: str) -> None:
-    """End what the set has outstanding."""
-    if members.engine is not None:
-        members.engine.close(reason)
 
 
 def agree(what: str, problem: Exception | None = None) -> None:
@@ -182,7 +293,7 @@ def agree(what: str, problem: Exception | None = None) -> None:
     assert everybody.engine is not None
     refusal = "" if problem is None else f"cannot take part: {problem}"
     request = Request(everybody.key("process_sets", None), Terms(BARRIER, detail=what), refusal=refusal)
-    everybody.engine.submit([request], wake=False)
+    everybody.engine.submit(request, wake=False)
     try:
         everybody.engine.wait(request)
     except InvalidRequestError:
@@ -209,18 +320,11 @@ def _open(process_set: ProcessSet, here: World) -> None:
             members.engine = engine_over(group, f"set{number}", here)
     here.sets[number] = members
     process_set.process_set_id = number
-    known = weakref.ref(process_set)
-    here.on_shutdown.append(lambda: _invalidate(known))
+    here.on_shutdown.append(weakref.WeakMethod(process_set._take_out_of_use))
 
 
-def _invalidate(known: weakref.ref[ProcessSet]) -> None:
-    process_set = known()
-    if process_set is not None:
-        process_set.process_set_id = None
-
-
-def engine_over(group: dist.ProcessGroup, name: str, here: World) -> Engine:
+def engine_over(group: dist.ProcessGroup, name: str, here: World) -> NegotiatingEngine:
     """Return an engine over a communicator of its own among the ranks of ``group``. Collective among them."""
     communicator = Communicator(group, here.timeout)
     late_ranks.forget(communicator.channel.recorder)  # ranks wait in rounds that nobody need come to: see StallWatch
-    return Engine(communicator, name, here.timeline, stall_check_seconds(), cycle_seconds())
+    return NegotiatingEngine(communicator, name, here.timeline, stall_check_seconds(), cycle_seconds())

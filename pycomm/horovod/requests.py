@@ -69,7 +69,7 @@ class Request:
         terms: what must be equal.
         tensors: the inputs.
         outputs: what the results go to; ``None`` where their sizes depend on other ranks, until it has run.
-        signature: text that is equal on all ranks if they want the same; made of the rest.
+        signature: text that is equal on all ranks if they ask for the same; made of the rest.
         splits: of an alltoall, how many rows go to each rank.
         refusal: mistake of this rank, for which the others are to be told not to wait.
         ready: on GPUs, events after which the inputs are there.
@@ -162,5 +162,5 @@ def kind_of(signature: str) -> str:
 
 
 def op_of(signature: str) -> str:
-    """Return the reduction that ``signature`` wants; empty if none."""
+    """Return the reduction of ``signature``; empty if it has none."""
     return next((word[3:] for word in signature.split(" ") if word.startswith("op=")), "")

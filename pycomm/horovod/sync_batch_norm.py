@@ -6,13 +6,11 @@ from typing import Any
 
 import torch
 
-from pycomm.horovod.checks import check_tensor
-from pycomm.horovod.differentiable import allgather, allreduce
-from pycomm.horovod.handles import Submission
-from pycomm.horovod.process_sets import global_process_set
-from pycomm.horovod.reduce_ops import Sum
+from pycomm.horovod.collectives import Submission, check_tensor
+from pycomm.horovod.names import Sum
+from pycomm.horovod.operations import allgather, allreduce
+from pycomm.horovod.process_sets import global_process_set, world
 from pycomm.horovod.requests import ALLGATHER
-from pycomm.horovod.state import world
 
 
 class SyncBatchNorm(torch.nn.BatchNorm1d):

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from pycomm.horovod.basics import ccl_built, ddl_built, gloo_built, mpi_built, nccl_built
-from pycomm.horovod.pieces import pieces
+from pycomm.horovod.basics import ccl_built as ccl_built
+from pycomm.horovod.basics import ddl_built as ddl_built
+from pycomm.horovod.basics import gloo_built as gloo_built
+from pycomm.horovod.basics import mpi_built as mpi_built
+from pycomm.horovod.basics import nccl_built as nccl_built
+from pycomm.horovod.execution import split_list as split_list
 
 _HERE = ("torch", "horovod.torch")
 
 
 def check_extension(ext_name: str, *_: Any) -> None:
-    """Raise ImportError unless ``ext_name`` is Horovod's interface to PyTorch, the only one that there is here."""
+    """Raise ImportError unless ``ext_name`` is Horovod's interface to PyTorch, the only one here."""
     if ext_name not in _HERE:
         raise ImportError(f"Extension {ext_name} is not there: pycomm stands for horovod.torch only")
 
@@ -34,11 +37,6 @@ def num_rank_is_power_2(num_rank: int) -> bool:
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
 
 
-def split_list(values: Sequence[Any], parts: int) -> list[Sequence[Any]]:
-    """Return ``values`` in ``parts`` pieces that differ in length by at most one."""
-    return pieces(values, parts)
-
-
 def is_iterable(x: Any) -> bool:
     """Return whether ``x`` can be iterated over."""
     try:
@@ -46,18 +44,3 @@ def is_iterable(x: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-__all__ = [
-    "ccl_built",
-    "check_extension",
-    "ddl_built",
-    "extension_available",
-    "gloo_built",
-    "gpu_available",
-    "is_iterable",
-    "mpi_built",
-    "nccl_built",
-    "num_rank_is_power_2",
-    "split_list",
-]

@@ -87,6 +87,7 @@ class Averaging:
 
     def __init__(self, inner: Reducer | HookHandle | None, optimizer: torch.optim.Optimizer | None = None) -> None:
         self.inner = inner
+        self._training = inner.attached if isinstance(inner, Reducer) else inner
         self._stop = StopRequest()
         self.on_detach: list[Callable[[], None]] = []
         self._is_detached = False
@@ -197,14 +198,12 @@ class Averaging:
 
     @property
     def _method(self) -> Compression | None:
-        if isinstance(self.inner, Reducer):
-            return self.inner._settings.compression
-        return None if self.inner is None else self.inner._settings.method
+        return None if self._training is None else self._training.method
 
     @property
     def _communicator(self) -> Communicator:
-        assert self.inner is not None
-        return self.inner._communicator
+        assert self._training is not None
+        return self._training.communicator
 
     def _save(self, folder: Path, prefix: str) -> None:
         rank, size = self._communicator.rank, self._communicator.size

@@ -101,9 +101,9 @@ def monitor(
     Args:
         reducer: what ``attach`` or ``pycomm.ddp.register`` has returned, or another object with their ``stats()``.
         every: number of steps from one row to the next.
-        to: "table" shows the last rows on the terminal (stderr; extra ``[demo]``); the path of a ``.csv`` or ``.jsonl``
-            file, which is continued if it has the same columns, or one without suffix: a folder for TensorBoard; a
-            ``SummaryWriter``; a function that is called with each row, a dict; or a list of these.
+        to: "table" shows the last rows on the terminal (stderr; extra ``[demo]``); a function that is called with each
+            row, a dict; a ``SummaryWriter``; the path of a folder for TensorBoard; or a list of these. Deprecated: the
+            path of a ``.csv`` or ``.jsonl`` file, which is continued if it has the same columns.
         optimizer: whose steps are counted; that of ``reducer``, unless it has none.
 
     Returns:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,23 +29,31 @@ class Writer(Protocol):
         """Finish what has been written."""
 
 
-class CsvWriter:
-    """Writer of comma-separated values, below a line of names. A file that is there already is continued.
+class FileWriter:
+    """Writer of a file that is named by its path: comma-separated values or JSON lines, by its suffix.
+
+    A file that is there already is continued. Deprecated: a function does the same, as in docs/seeing.md.
 
     Raises:
         ValueError: that file has other columns.
     """
 
     def __init__(self, path: Path) -> None:
+        advice = "pass a function that is called with each row, as docs/seeing.md shows"
+        warnings.warn(f"to={str(path)!r} of pycomm.monitor is deprecated: {advice}", DeprecationWarning, stacklevel=6)
+        self._comma = path.suffix == ".csv"
         path.parent.mkdir(parents=True, exist_ok=True)
-        _require_columns(path)
-        self._file = path.open("a", newline="")
-        self._rows = csv.DictWriter(self._file, FIELDS)
-        if self._file.tell() == 0:
-            self._rows.writeheader()
+        if self._comma:
+            _require_columns(path)
+        self._file = path.open("a", newline="" if self._comma else None)
+        if self._comma and self._file.tell() == 0:
+            csv.writer(self._file).writerow(FIELDS)
 
     def write(self, row: Row) -> None:
-        self._rows.writerow(row)
+        if self._comma:
+            csv.DictWriter(self._file, FIELDS).writerow(row)
+        else:
+            self._file.write(json.dumps(row) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -67,21 +76,6 @@ def _require_columns(path: Path) -> None:
             f"to is {str(path)!r}, a file with other columns than these rows: {found}. It may be of another "
             "version of pycomm, or of something else; choose another name"
         )
-
-
-class JsonLinesWriter:
-    """Writer of one JSON object per line. A file that is there already is continued."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a")
-
-    def write(self, row: Row) -> None:
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
 
 
 class ScalarsWriter:
@@ -154,10 +148,8 @@ def _writer_at(text: str, rank: int) -> Writer | None:
     if text == TABLE:
         return _live_table()
     path = Path(text.replace("{rank}", str(rank)))
-    if path.suffix == ".csv":
-        return CsvWriter(path)
-    if path.suffix in (".jsonl", ".ndjson"):
-        return JsonLinesWriter(path)
+    if path.suffix in (".csv", ".jsonl", ".ndjson"):
+        return FileWriter(path)
     if path.suffix:
         raise ValueError(f"to is {text!r}, wanted a path that ends in .csv or .jsonl, or a folder for TensorBoard")
     return ScalarsWriter(_summary_writer(path), owned=True)

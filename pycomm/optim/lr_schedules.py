@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from pycomm.checks import bounded, count
 from pycomm.optim.parameters import checked_optimizer
@@ -59,8 +59,7 @@ class CosineDecay:
     final: float = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "total_steps", count("total_steps", self.total_steps, 1))
-        object.__setattr__(self, "final", _fraction("final", self.final))
+        _set(self, total_steps=count("total_steps", self.total_steps, 1), final=_fraction("final", self.final))
 
     def factor(self, step: int, warmup_steps: int) -> float:
         """Return the factor by which lr is multiplied in ``step``, which is not inside the warm-up."""
@@ -90,10 +89,9 @@ class PolynomialDecay:
     final: float = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "total_steps", count("total_steps", self.total_steps, 1))
         power = bounded("power", self.power, "a positive number", lambda x: 0 < x < math.inf)
-        object.__setattr__(self, "power", power)
-        object.__setattr__(self, "final", _fraction("final", self.final))
+        final = _fraction("final", self.final)
+        _set(self, total_steps=count("total_steps", self.total_steps, 1), power=power, final=final)
 
     def factor(self, step: int, warmup_steps: int) -> float:
         """Return the factor by which lr is multiplied in ``step``, which is not inside the warm-up."""
@@ -118,9 +116,8 @@ class StepDecay:
     gamma: float = 0.1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "milestones", _milestones(self.milestones))
         gamma = bounded("gamma", self.gamma, "above 0 and at most 1", lambda x: 0 < x <= 1)
-        object.__setattr__(self, "gamma", gamma)
+        _set(self, milestones=_milestones(self.milestones), gamma=gamma)
 
     def factor(self, step: int, warmup_steps: int) -> float:
         """Return the factor by which lr is multiplied in ``step``, which is not inside the warm-up."""
@@ -130,7 +127,7 @@ class StepDecay:
 Decay = CosineDecay | PolynomialDecay | StepDecay
 
 
-class WarmupLR(LRScheduler):
+class WarmupLR(LambdaLR):
     """Scheduler for gradual warm-up and then decay; call its ``step()`` after every optimizer step.
 
     ``WarmupLR(optimizer, 500, CosineDecay(total_steps=90_000), start_factor=0.1)``. Optimizer step s,
@@ -172,7 +169,7 @@ class WarmupLR(LRScheduler):
         self.start_factor = _fraction("start_factor", start_factor)
         self.decay = decay
         _check_warmup(self.warmup_steps, decay)
-        super().__init__(optimizer, count("last_epoch", last_epoch, -1))
+        super().__init__(optimizer, self.factor, count("last_epoch", last_epoch, -1))
 
     def factor(self, step: int) -> float:
         """Return the factor by which lr is multiplied in optimizer step ``step``."""
@@ -182,15 +179,14 @@ class WarmupLR(LRScheduler):
 
     def get_lr(self) -> list[float | torch.Tensor]:
         """Return the learning rates of the next optimizer step, one for each parameter group."""
-        # Floats even if lr is a tensor, which LRScheduler would read back from its device in every step.
+        # Floats even if lr is a tensor, which torch would read back from its device in every step.
         self.base_lrs = [float(lr) for lr in self.base_lrs]
-        factor = self.factor(self.last_epoch)
-        return [lr * factor for lr in self.base_lrs]
+        return super().get_lr()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step, learning rates and schedule as plain values, for ``torch.load(weights_only=True)``."""
-        own = ("warmup_steps", "start_factor", "decay")
-        state = {key: value for key, value in super().state_dict().items() if key not in own}
+        own = ("warmup_steps", "start_factor", "decay", "lr_lambdas")
+        state = {key: value for key, value in LRScheduler.state_dict(self).items() if key not in own}
         return {**state, "schedule": self._schedule()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -199,14 +195,14 @@ class WarmupLR(LRScheduler):
         Raises:
             ValueError: it is of another schedule or another number of parameter groups; nothing is changed.
         """
-        _check_keys(state_dict, self.state_dict(), "WarmupLR")
-        state = dict(state_dict)
-        _check_same(
-            state.pop("schedule", None),
-            self._schedule(),
+        _check_state(
+            state_dict,
+            self.state_dict(),
+            "schedule",
             "WarmupLR",
             "; for another schedule, construct it with last_epoch",
         )
+        state = {key: value for key, value in state_dict.items() if key != "schedule"}
         groups = len(self.optimizer.param_groups)
         for key in ("base_lrs", "_last_lr"):
             if not _are_numbers(state[key]):
@@ -215,7 +211,7 @@ class WarmupLR(LRScheduler):
             raise ValueError(f"state_dict has {len(state['base_lrs'])} parameter groups, the optimizer has {groups}")
         if not isinstance(state["last_epoch"], int) or state["last_epoch"] < -1:
             raise ValueError(f"state_dict['last_epoch'] is {state['last_epoch']!r}, wanted an int")
-        super().load_state_dict(state)
+        LRScheduler.load_state_dict(self, state)
 
     def _schedule(self) -> dict[str, Any]:
         schedule: dict[str, Any] = {"warmup_steps": self.warmup_steps, "start_factor": self.start_factor}
@@ -289,8 +285,7 @@ class BatchSizeGrowth:
         Raises:
             ValueError: it is of a growth with other arguments; nothing is changed.
         """
-        _check_keys(state_dict, self.state_dict(), "BatchSizeGrowth")
-        _check_same(state_dict["growth"], self._growth(), "BatchSizeGrowth", "")
+        _check_state(state_dict, self.state_dict(), "growth", "BatchSizeGrowth")
         try:
             self.steps = count("steps", state_dict["steps"], 0)
         except TypeError as error:
@@ -301,6 +296,11 @@ class BatchSizeGrowth:
 
     def _growth(self) -> dict[str, Any]:
         return {"initial": self.initial, "milestones": list(self.milestones), "factor": self.factor}
+
+
+def _set(frozen: Any, **values: Any) -> None:
+    for name, value in values.items():
+        object.__setattr__(frozen, name, value)
 
 
 def _progress(step: int, warmup_steps: int, total_steps: int) -> float:
@@ -320,26 +320,23 @@ def _check_warmup(warmup_steps: int, decay: Any) -> None:
         raise ValueError(f"warmup_steps is {warmup_steps}, wanted at most total_steps = {decay.total_steps}")
 
 
-def _check_keys(saved: Any, own: dict[str, Any], kind: str) -> None:
-    missing = None if not isinstance(saved, dict) else [key for key in own if key not in saved]
-    if missing is None or missing:
-        lacks = "" if missing is None else f": it has no {missing[0]!r}"
+def _check_state(saved: Any, own: dict[str, Any], key: str, kind: str, advice: str = "") -> None:
+    """Raise ValueError unless ``saved`` has the keys of ``own``, and under ``key`` the same arguments."""
+    missing = [name for name in own if name not in saved] if isinstance(saved, dict) else []
+    if not isinstance(saved, dict) or missing or not isinstance(saved[key], dict):
+        lacks = f": it has no {missing[0]!r}" if missing else ""
         raise ValueError(f"state_dict is not of a {kind}, wanted what its state_dict() returned{lacks}")
+    before, now = saved[key], own[key]
+    for name in [*now, *(before.keys() - now.keys())]:
+        if before.get(name) != now.get(name):
+            raise ValueError(
+                f"state_dict was saved with {name} = {before.get(name)}, this {kind} has {now.get(name)}; "
+                f"wanted the same{advice}"
+            )
 
 
 def _are_numbers(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, int | float | torch.Tensor) for item in value)
-
-
-def _check_same(saved: Any, own: dict[str, Any], kind: str, advice: str) -> None:
-    if not isinstance(saved, dict):
-        raise ValueError(f"state_dict is not of a {kind}, wanted what its state_dict() returned")
-    for name in [*own, *(saved.keys() - own.keys())]:
-        if saved.get(name) != own.get(name):
-            raise ValueError(
-                f"state_dict was saved with {name} = {saved.get(name)}, this {kind} has {own.get(name)}; "
-                f"wanted the same{advice}"
-            )
 
 
 def _milestones(values: Any) -> tuple[int, ...]:

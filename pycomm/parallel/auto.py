@@ -16,7 +16,7 @@ from torch import nn
 
 from pycomm.checks import count
 from pycomm.parallel.chains import CONVOLUTIONS, Chain, chains, inputs, outputs, passes
-from pycomm.parallel.fits import unfit
+from pycomm.parallel.styles import unfit
 
 _FEWEST = 2**16
 """Parameters of a layer without a partner that is worth gathering its output for."""

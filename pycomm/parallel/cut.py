@@ -52,7 +52,7 @@ def cut(
     else:
         raise ValueError(
             f"model is {type(model).__name__}, no nn.Sequential: the order in which it runs its modules is known only "
-            "from tracing it, for which cut() wants an example, the inputs of one microbatch"
+            "from tracing it, for which cut() requires an example, the inputs of one microbatch"
         )
     require_parameters_apart(dict(enumerate(made)))
     return made

@@ -14,7 +14,7 @@ from pycomm.errors import attempt
 from pycomm.parallel.functional import all_to_all
 from pycomm.parallel.functional.announce import agreed_rows, fail_together, require_tensor
 from pycomm.parallel.groups import GroupLike, agree
-from pycomm.parallel.routing import Choices, Route, capacity_of, choose, counts_of, route
+from pycomm.parallel.routing import Choices, TokenRoute, capacity_of, choose, counts_of, route
 from pycomm.transport.own_group import found_group, group_of
 
 
@@ -90,9 +90,12 @@ class Experts(nn.Module):
         super().__init__()
         self._group, problem = found_group(lambda: group_of(group))  # not part of the state
         size, rank = self._group.size(), self._group.rank()
-        given = _Settings(experts, width, top_k, capacity_factor, average)
+        given = _ExpertsSettings(experts, width, top_k, capacity_factor, average)
         settings = agree(
-            self._group, attempt(lambda: given.checked(size), problem), "make this layer of experts", _Settings.lines
+            self._group,
+            attempt(lambda: given.checked(size), problem),
+            "make this layer of experts",
+            _ExpertsSettings.lines,
         )
         self.num_experts, self.width, self.top_k, self.capacity_factor, self.average = settings
         share = self.num_experts // size
@@ -161,7 +164,7 @@ class Experts(nn.Module):
         assert not isinstance(made, Exception)
         return made[0], made[1], rows
 
-    def _compute(self, received: torch.Tensor, way: Route) -> torch.Tensor:
+    def _compute(self, received: torch.Tensor, way: TokenRoute) -> torch.Tensor:
         """Return what this rank's experts make of the tokens that it has received, in their order."""
         by_expert = way.by_expert.to(received.device)
         size = self._group.size() if self.average else 1
@@ -212,7 +215,7 @@ def _scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
     return out
 
 
-class _Settings(NamedTuple):
+class _ExpertsSettings(NamedTuple):
     """Arguments of a layer, which must be equal on all ranks."""
 
     experts: Any
@@ -221,7 +224,7 @@ class _Settings(NamedTuple):
     capacity_factor: Any
     average: Any
 
-    def checked(self, ranks: int) -> _Settings:
+    def checked(self, ranks: int) -> _ExpertsSettings:
         """Return them as plain numbers. Raises TypeError or ValueError if they are wrong."""
         experts = count("experts", self.experts, 1)
         if experts % ranks:
@@ -232,14 +235,14 @@ class _Settings(NamedTuple):
         if factor is not None:
             factor = bounded("capacity_factor", factor, "a number above 0 and below 1e6", lambda f: 1e-6 <= f < 1e6)
         flag("average", self.average)
-        return _Settings(experts, count("width", self.width, 1), top_k, factor, self.average)
+        return _ExpertsSettings(experts, count("width", self.width, 1), top_k, factor, self.average)
 
     def lines(self) -> list[str]:
         """Return a line for each."""
         return [f"{name} = {value}" for name, value in self._asdict().items()]
 
 
-def _made(make_expert: Callable[[], nn.Module], settings: _Settings) -> tuple[nn.Linear, list[nn.Module]]:
+def _made(make_expert: Callable[[], nn.Module], settings: _ExpertsSettings) -> tuple[nn.Linear, list[nn.Module]]:
     """Return the gate and all experts.
 
     Raises:

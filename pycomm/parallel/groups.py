@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from pycomm.agreement import Words, agreed
 from pycomm.backend.process_group import PycommProcessGroup
 from pycomm.errors import CommError, attempt, text_of
 from pycomm.torch_internals import backend_of
@@ -18,6 +18,8 @@ from pycomm.transport.own_group import group_of
 GroupLike = dist.ProcessGroup | DeviceMesh | None
 
 _T = TypeVar("_T")
+
+_WORDS = Words(differ="the ranks would not {what} alike: rank 0 has {there!r}, rank {rank} {here!r}")
 
 
 def group_along(mesh: GroupLike, dimension: str) -> dist.ProcessGroup:
@@ -72,24 +74,11 @@ def agree(
         ValueError: on every rank: another rank had an error, or another description, of which the first
             line that differs is named. This rank's own error is raised as it is.
     """
-    own: list[str] | Exception
-    own = outcome if isinstance(outcome, Exception) else attempt(lambda: lines(outcome))
-    problem = text_of(own) if isinstance(own, Exception) else ""
-    mine = json.dumps([problem, [] if isinstance(own, Exception) else own])
-    everyone = [json.loads(text) for text in all_gather_text(mine, group)]
-    if isinstance(outcome, Exception):
-        raise outcome
-    if isinstance(own, Exception):
-        raise own
-    for rank, (problem, _) in enumerate(everyone):
-        if problem:
-            raise ValueError(f"rank {rank} could not {what}: {problem}")
-    for rank, (_, others) in enumerate(everyone):
-        if others != everyone[0][1]:
-            pairs = zip(everyone[0][1], others, strict=False)
-            first, other = next(((a, b) for a, b in pairs if a != b), ("more", "less"))
-            raise ValueError(f"the ranks would not {what} alike: rank 0 has {first!r}, rank {rank} {other!r}")
-    return outcome
+
+    def gather(mine: bytes) -> list[bytes]:
+        return [text.encode() for text in all_gather_text(mine.decode(), group)]
+
+    return agreed(gather, outcome, what, lambda made: {"": lines(made)}, _WORDS)
 
 
 def refuse(group: dist.ProcessGroup, error: Exception) -> NoReturn:

@@ -21,7 +21,7 @@ from pycomm.transport.rendezvous import host_identity
 
 
 @dataclass(frozen=True)
-class _Request:
+class _MeshRequest:
     """What a rank asks for: sizes by dimension, outermost first."""
 
     sizes: tuple[tuple[str, int], ...]
@@ -79,7 +79,7 @@ def mesh(
     sizes_given = {"pp": pp, "dp": dp, "ep": ep, "tp": tp}
     request = attempt(lambda: _checked(sizes_given, device_type, tp_between_hosts))
     world = group_of(None)
-    agreed = agree(world, request, "make this mesh", _Request.lines)
+    agreed = agree(world, request, "make this mesh", _MeshRequest.lines)
     hosts = all_gather_text(host_identity(), world)
     names, sizes = zip(*agreed.sizes, strict=True)
     ranks = place(hosts, dict(agreed.sizes).get("tp", 1), agreed.tp_between_hosts)
@@ -147,7 +147,7 @@ def _rows(mesh: Any, dimensions: Sequence[str]) -> list[list[int]]:
     return rows
 
 
-def _checked(sizes: dict[str, int | None], device_type: str | None, between: bool) -> _Request:
+def _checked(sizes: dict[str, int | None], device_type: str | None, between: bool) -> _MeshRequest:
     """Return this rank's request. Raises TypeError or ValueError if it cannot be."""
     given = tuple((name, count(name, sizes[name], 1)) for name in DIMENSIONS if sizes[name] is not None)
     if not given:
@@ -162,4 +162,4 @@ def _checked(sizes: dict[str, int | None], device_type: str | None, between: boo
         device_type = "cuda" if served and torch.cuda.is_available() else "cpu"
     if device_type not in ("cpu", "cuda"):
         raise ValueError(f"device_type is {device_type!r}, wanted 'cpu' or 'cuda'")
-    return _Request(given, device_type, between)
+    return _MeshRequest(given, device_type, between)

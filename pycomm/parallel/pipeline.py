@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,19 +13,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from pycomm.backend.process_group import PycommProcessGroup
 from pycomm.descriptions import counted, tensors_text
 from pycomm.errors import attempt, text_of
+from pycomm.optim.attached import attached_to
 from pycomm.optim.shards import note_stages
 from pycomm.parallel.cut import require_parameters_apart
-from pycomm.parallel.groups import agree, cpu_or, group_along
-from pycomm.parallel.handover import averaged_once, left_over
-from pycomm.parallel.own_messages import OwnMessages
+from pycomm.parallel.groups import agree, all_gather_text, cpu_or, group_along
 from pycomm.parallel.routes import Route, Routed, Skip, chain
-from pycomm.parallel.stage import TaggedStage
 from pycomm.schedule import pipeline as tables
 from pycomm.schedule.pipeline.table import LETTERS
-from pycomm.torch_internals.pipelines import forget_shapes, pipeline_runtime, run_forward
-from pycomm.transport.own_group import found_group
+from pycomm.torch_internals import backend_of, make_process_group, number_process_group, store_of, timeout_of
+from pycomm.torch_internals.pipelines import QuietStage, forget_shapes, pipeline_runtime, run_forward
+from pycomm.transport.own_group import OWN, PYCOMM, destroy_group, found_group
 
 
 class Pipeline:
@@ -108,7 +110,7 @@ class Pipeline:
 
     def _begin(self) -> None:
         """Make the runtime, and a group for its messages. Collective."""
-        self._messages = OwnMessages(self._group)
+        self._messages = _OwnMessages(self._group)
         self._shapes: list[torch.Size] | None = None  # of the last batch
         made = attempt(self._make_runtime)
         self._runtime = agree(self._group, made, "run this pipeline")
@@ -117,7 +119,7 @@ class Pipeline:
     def _make_runtime(self) -> Any:
         prepared, table = self._prepared, self.table
         wrapped = [
-            TaggedStage(prepared.routed(number), number, table.num_stages, self._device, group=self._messages.group)
+            _TaggedStage(prepared.routed(number), number, table.num_stages, self._device, group=self._messages.group)
             for number in sorted(self.stages)
         ]
         rows = {rank: _cells_of(table, rank) for rank in range(table.num_ranks)}
@@ -149,7 +151,7 @@ class Pipeline:
         targets = () if target is None else (target,)
         self._agree_on(lambda: self._problem_of_step(inputs, targets), inputs)
         losses: list[torch.Tensor] = []
-        with self._ending(), averaged_once(self.module):
+        with self._ending(), _averaged_once(self.module):
             self._runtime.step(
                 *(inputs if self._first else ()),
                 target=target if self._last else None,
@@ -184,7 +186,7 @@ class Pipeline:
         problem = self._problem("inputs", inputs, self._first) or self._problem("target", targets, self._last)
         if not problem and inputs and targets and len(inputs[0]) != len(targets[0]):
             problem = f"inputs has a batch of {len(inputs[0])}, target one of {len(targets[0])}"
-        return problem or left_over(self.module)
+        return problem or _left_over(self.module)
 
     def _problem(self, what: str, tensors: tuple[Any, ...], wanted: bool) -> str:
         """Return what is wrong with a part of a batch that this rank has; "" if nothing is."""
@@ -308,3 +310,115 @@ class _Prepared:
 def _cells_of(table: tables.Pipeline, rank: int) -> list[tuple[int, str, int]]:
     """Return what ``rank`` does, in order, as torch's runtime takes it."""
     return [(action.stage, LETTERS[action.kind], action.microbatch) for action in table.program(rank)]
+
+
+class _TaggedStage(QuietStage):
+    """Stage whose messages say what they are: which way they go, the stage they are for, and the microbatch.
+
+    torch tells messages between two ranks apart by their order alone, so that a table whose sends and receives are
+    not in the same order hands a stage another one's tensor. With tags the order does not matter.
+    """
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the receives of the activations of a microbatch."""
+        return self._tagged(super().get_fwd_recv_ops(fwd_chunk_id), 0, self.stage_index, fwd_chunk_id)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the sends of the activations of a microbatch."""
+        return self._tagged(super().get_fwd_send_ops(fwd_chunk_id), 0, self.stage_index + 1, fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the receives of the gradients of a microbatch."""
+        return self._tagged(super().get_bwd_recv_ops(bwd_chunk_id), 1, self.stage_index, bwd_chunk_id)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the sends of the gradients of a microbatch."""
+        return self._tagged(super().get_bwd_send_ops(bwd_chunk_id), 1, self.stage_index - 1, bwd_chunk_id)
+
+    def _tagged(self, operations: list[dist.P2POp], way: int, stage: int, microbatch: int) -> list[dist.P2POp]:
+        # Tensors of the same message keep their order: tags are matched first come, first served.
+        for operation in operations:
+            operation.tag = 1 + way + 2 * (stage + self.num_stages * microbatch)
+        return operations
+
+
+class _OwnMessages:
+    """Group for messages between the ranks of ``users``. Collective.
+
+    Where messages are pycomm's, that is another group of the same ranks: what a failed step has sent and nobody has
+    received is lost with it, and ranks that wait are told of its end. On other backends it is ``users`` itself.
+
+    Attributes:
+        group: the group.
+        can_end: whether it is another one, so that :meth:`end` ends it.
+    """
+
+    def __init__(self, users: dist.ProcessGroup) -> None:
+        self.group, self.can_end = users, isinstance(backend_of(users, torch.device("cpu")), PycommProcessGroup)
+        if not self.can_end:
+            return
+        name = f"{users.group_name}{OWN}pipeline/{all_gather_text(secrets.token_hex(8), users)[0]}"
+        ranks = dist.get_process_group_ranks(users)
+        seconds = timeout_of(users).total_seconds()
+        self.group = make_process_group(store_of(users), users.rank(), ranks, PYCOMM, name, seconds, seconds)
+        number_process_group(self.group, ranks)
+        self._finalizer = weakref.finalize(self, _destroy, self.group)
+
+    def end(self, reason: str) -> None:
+        """Tell ranks that wait for messages of this one the ``reason``, and send and receive no more."""
+        if self.can_end:
+            backend = backend_of(self.group, torch.device("cpu"))
+            backend.abort(reason)
+            self._finalizer()
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    with contextlib.suppress(RuntimeError, ValueError):  # torch's own groups are destroyed already
+        destroy_group(group)
+
+
+def _left_over(module: nn.Module) -> str:
+    """Return why the gradients of ``module`` cannot be averaged now; "" if they can."""
+    parameters = [p for p in module.parameters() if p.requires_grad and p.grad is not None]
+    if not attached_to(parameters):
+        return ""
+    return (
+        "a parameter has a gradient from an earlier step: call optimizer.zero_grad() first, with set_to_none=True. "
+        "attach(accumulate=...) is not for pipelines: microbatches are what is accumulated"
+    )
+
+
+@contextlib.contextmanager
+def _averaged_once(module: nn.Module) -> Iterator[None]:
+    """Average the gradients of ``module`` once, at the end, however many backward passes run inside.
+
+    A pipeline runs a backward pass per stage and microbatch, and with a table that splits the weights' gradients off,
+    torch stores these without autograd's hooks. So the passes inside are this rank's own, and what they leave is
+    handed to autograd again in one pass at the end, which :func:`pycomm.attach` sees as any other. Gradients that were
+    there before are set aside meanwhile, as torch divides whatever it finds by the number of microbatches. After an
+    error they are what they were.
+    """
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    reducers = attached_to(parameters)
+    before = [(p, p.grad) for p in parameters if p.grad is not None]
+    for p, _ in before:
+        p.grad = None
+    try:
+        with contextlib.ExitStack() as stack:
+            for reducer in reducers:
+                stack.enter_context(reducer.paused())
+            yield
+    except BaseException:
+        for p in parameters:
+            p.grad = None
+        for p, grad in before:
+            p.grad = grad
+        raise
+    averaged = {id(p) for p in parameters if any(reducer.knows(p) for reducer in reducers)}
+    arrived = [(p, p.grad) for p in parameters if p.grad is not None and id(p) in averaged]
+    for p, _ in arrived:
+        p.grad = None
+    if arrived:
+        torch.autograd.backward([p for p, _ in arrived], [grad for _, grad in arrived])
+    for p, grad in before:
+        p.grad = grad if p.grad is None else grad + p.grad

@@ -49,7 +49,7 @@ def capacity_of(tokens: int, top_k: int, experts: int, factor: float | None) -> 
 
 
 @dataclass(frozen=True)
-class Route:
+class TokenRoute:
     """Way of this rank's tokens to the experts' ranks, and of theirs to its own experts.
 
     Attributes:
@@ -68,7 +68,7 @@ class Route:
     rows: list[int]
 
 
-def route(experts: torch.Tensor, counts: torch.Tensor, rank: int, capacity: int) -> Route:
+def route(experts: torch.Tensor, counts: torch.Tensor, rank: int, capacity: int) -> TokenRoute:
     """Return the route of this rank's choices ``experts`` of shape (T, k).
 
     An expert takes the first ``capacity`` of its tokens: all first choices before all second ones, and among those by
@@ -99,4 +99,4 @@ def route(experts: torch.Tensor, counts: torch.Tensor, rank: int, capacity: int)
     sends = kept_by_rank[rank].view(ranks, own).sum(1).tolist()
     received = kept_by_rank[:, rank * own : (rank + 1) * own]  # (sources, own experts)
     labels = torch.arange(own).repeat(ranks).repeat_interleave(received.reshape(-1))
-    return Route(places, sends, received.sum(1).tolist(), labels.argsort(stable=True), received.sum(0).tolist())
+    return TokenRoute(places, sends, received.sum(1).tolist(), labels.argsort(stable=True), received.sum(0).tolist())

@@ -20,11 +20,9 @@ from pycomm.broadcasting import broadcast_tensors
 from pycomm.communicator import Communicator
 from pycomm.errors import attempt
 from pycomm.parallel import auto
-from pycomm.parallel.attention import let_attention_be_split
-from pycomm.parallel.fits import check_module, padding
-from pycomm.parallel.layouts import WHOLE, layouts_of
+from pycomm.parallel.chains import WHOLE, layouts_of
 from pycomm.parallel.plan import STYLES, Plan
-from pycomm.parallel.styles import parallel_style
+from pycomm.parallel.styles import check_module, let_attention_be_split, padding, parallel_style
 from pycomm.transport.own_group import found_group, group_of
 
 _LOG = logging.getLogger("pycomm")
@@ -40,15 +38,15 @@ def split(
     Collective over these ranks, which all have to have a model of the same structure; they end with the first one's
     parameters and buffers, each rank with its part of those that are split, as DTensors. The model takes and
     returns the same plain tensors as before, equal on all of these ranks, and computes the same; whatever
-    is not split runs on all of them alike (so dropout wants equal random seeds there).
+    is not split runs on all of them alike (so dropout requires equal random seeds there).
 
         pycomm.parallel.split(model, mesh, {"blocks.*.up": "columns", "blocks.*.down": "rows"})
 
     The styles, of Shoeybi et al., "Megatron-LM" (arXiv:1909.08053, section 3), for n ranks:
 
     - "columns" (Linear, Conv1d, Conv2d, Conv3d, Embedding): each rank computes 1/n of the output features or channels.
-      The output is gathered, unless it goes to a "rows" layer that wants it split
-      (:func:`pycomm.parallel.layouts.layouts_of` has the rule).
+      The output is gathered, unless it goes to a "rows" layer that takes it split
+      (:func:`pycomm.parallel.chains.layouts_of` has the rule).
     - "rows" (Linear, Conv1d, Conv2d, Conv3d): each rank computes what 1/n of the input features or channels
       contributes; the contributions are added up.
     - "vocabulary" (Embedding, Linear): each rank has 1/n of the entries of an embedding, or of the outputs of the head;

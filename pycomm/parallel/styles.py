@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, cast
 
 import torch
@@ -10,18 +11,24 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.nn.utils import parametrize
 
-from pycomm.parallel.chains import CONVOLUTIONS, outputs
+from pycomm.parallel.chains import CONVOLUTIONS, PART, SHARDED, outputs
 from pycomm.parallel.functional import copy_to_group, gather_from_group, reduce_from_group, scatter_to_group
 from pycomm.parallel.groups import told
-from pycomm.parallel.layouts import PART, SHARDED
 from pycomm.torch_internals import convolve
 
 NORMS = (nn.LayerNorm, nn.RMSNorm)
+_FIT: dict[str, tuple[type[nn.Module], ...]] = {
+    "columns": (nn.Linear, nn.Embedding, *CONVOLUTIONS),
+    "rows": (nn.Linear, *CONVOLUTIONS),
+    "vocabulary": (nn.Embedding, nn.Linear),
+    "sequence": NORMS,
+}
 
 
 def parallel_style(module: nn.Module, style: str, layout: str, devices: int) -> ParallelStyle:
-    """Return what splits ``module``, of a type that ``style`` fits, in this layout (:mod:`pycomm.parallel.layouts`).
+    """Return what splits ``module``, of a type that ``style`` fits, in this layout (:mod:`pycomm.parallel.chains`).
 
     Embeddings, heads that ``devices`` do not divide, and subclasses of Linear are split by torch's own styles.
     """
@@ -229,3 +236,127 @@ class SequenceRMSNorm(_SequenceNorm, nn.RMSNorm):
 
 
 _SEQUENCE: dict[type, Any] = {nn.LayerNorm: SequenceLayerNorm, nn.RMSNorm: SequenceRMSNorm}
+
+
+# Fits: which modules can be split in which style, and by how many devices.
+
+
+def check_module(model: nn.Module, name: str, style: str, devices: int) -> None:
+    """Raise ValueError, naming the module, unless it can be split in this style over so many devices."""
+    module = model.get_submodule(name)
+    owner = _owner(model, name)
+    if owner is not None:
+        raise ValueError(f"module {name!r} is run by {owner}, which takes its weights apart: it stays whole")
+    kind = type(module).__name__
+    if not isinstance(module, _FIT[style]):
+        wanted = ", ".join(each.__name__ for each in _FIT[style])
+        raise ValueError(f"module {name!r} is a {kind}, which {style!r} does not fit: wanted one of {wanted}")
+    if isinstance(module, CONVOLUTIONS + NORMS) and type(module) not in CONVOLUTIONS + NORMS:
+        raise ValueError(f"module {name!r} is a {kind} with a forward of its own, which is not split")
+    if parametrize.is_parametrized(module):
+        raise ValueError(f"module {name!r} is parametrized: what its parameters become is not split")
+    _check_sizes(name, module, style, devices)
+
+
+def unfit(model: nn.Module, name: str, style: str, devices: int) -> str:
+    """Return why a module cannot be split so; an empty text if it can."""
+    try:
+        check_module(model, name, style, devices)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def padding(module: nn.Module, style: str, devices: int) -> str:
+    """Return what torch pads where the sizes of a vocabulary do not divide; an empty text if nothing."""
+    if style != "vocabulary" or _divided(module, style)[1] % devices == 0:
+        return ""
+    what, size = _divided(module, style)
+    return f"{size} {what} on {devices} devices, padded to {-(-size // devices)} on each while they travel"
+
+
+def _owner(model: nn.Module, name: str) -> str | None:
+    parts = name.split(".")
+    for end in range(len(parts)):
+        if isinstance(model.get_submodule(".".join(parts[:end])), nn.MultiheadAttention):
+            return "nn.MultiheadAttention"
+    return None
+
+
+def _check_sizes(name: str, module: nn.Module, style: str, devices: int) -> None:
+    if isinstance(module, CONVOLUTIONS) and module.groups != 1:
+        raise ValueError(f"module {name!r} has {module.groups} groups, wanted a convolution with one")
+    if style == "sequence":
+        if len(module.normalized_shape) != 1 or module.weight is None:  # type: ignore[arg-type]
+            raise ValueError(f"module {name!r} is {module}, wanted a norm with a weight, over the last dimension alone")
+        return
+    if style == "vocabulary" and isinstance(module, nn.Embedding) and _looks_entries_up_otherwise(module):
+        raise ValueError(f"module {name!r} has a padding_idx, max_norm or sparse gradients, which is not split")
+    what, size = _divided(module, style)
+    if style != "vocabulary" and size % devices:
+        raise ValueError(f"module {name!r} has {size} {what}, which {devices} devices cannot share evenly")
+
+
+def _looks_entries_up_otherwise(module: nn.Embedding) -> bool:
+    return module.padding_idx is not None or module.max_norm is not None or module.sparse
+
+
+def _divided(module: nn.Module, style: str) -> tuple[str, int]:
+    if isinstance(module, nn.Embedding):
+        vocabulary = style == "vocabulary"
+        return ("entries", module.num_embeddings) if vocabulary else ("features", module.embedding_dim)
+    kind = "channels" if isinstance(module, CONVOLUTIONS) else "features"
+    which = "in" if style == "rows" else "out"
+    return f"{which}put {kind}", int(getattr(module, f"{which}_{kind}"))
+
+
+# Attention on DTensors split by heads: what torch knows for GPUs, for the CPU.
+
+
+@functools.cache
+def let_attention_be_split() -> None:
+    """Tell DTensor how ``scaled_dot_product_attention`` on the CPU may be split: by heads, or by samples.
+
+    Where torch cannot be told, or tells itself, nothing changes.
+    """
+    try:
+        from torch.distributed.tensor.experimental import register_sharding
+    except ImportError:  # torch < 2.6: attention over heads then says that it has no sharding strategy
+        return
+    forward: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+    backward: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
+    if forward is not None and backward is not None:
+        register_sharding(forward.default)(_forward)
+        register_sharding(backward.default)(_backward)
+
+
+_PLACEMENTS = (Shard(1), Shard(0), Replicate())  # tensors are (samples, heads, positions, features)
+
+
+def _forward(
+    query: Any,
+    key: Any,
+    value: Any,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    attn_mask: Any = None,
+    scale: float | None = None,
+) -> list[Any]:
+    mask = None if attn_mask is None else Replicate()
+    return [([each] * 2, [*[each] * 3, None, None, mask, None]) for each in _PLACEMENTS]
+
+
+def _backward(
+    grad: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    out: Any,
+    logsumexp: Any,
+    dropout_p: float,
+    is_causal: bool,
+    attn_mask: Any = None,
+    scale: float | None = None,
+) -> list[Any]:
+    mask = None if attn_mask is None else Replicate()
+    return [([each] * 3, [*[each] * 6, None, None, mask, None]) for each in _PLACEMENTS]

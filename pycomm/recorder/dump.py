@@ -20,8 +20,7 @@ from types import FrameType
 from typing import Any
 
 from pycomm.logs import prefix
-from pycomm.recorder.lines import Line, line_of
-from pycomm.recorder.ring import Entry, Recorder, is_forked, recorders
+from pycomm.recorder.ring import Entry, Line, Recorder, is_forked, line_of, recorders
 
 DIRECTORY = "PYCOMM_FLIGHT_DIR"
 """Environment variable that names the folder; if it is set and empty, nothing is ever written."""

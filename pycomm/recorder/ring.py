@@ -1,18 +1,43 @@
-"""Recorder of the last operations on one group of ranks."""
+"""Recorder of the last operations on one group of ranks, and of the lines of the script that called them."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
+import site
+import sysconfig
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import pycomm._native as _native
-from pycomm.recorder.lines import Line
 
 LENGTH = 256
 """Number of operations that are kept."""
+
+Line = tuple[str, int, str]
+"""File, number of the line in it, and name of the function."""
+
+_TORCH = importlib.util.find_spec("torch")  # not imported: `pycomm explain` answers without it
+assert _TORCH is not None
+_OWN = (
+    *(os.path.dirname(os.path.abspath(path)) + os.sep for path in (os.path.dirname(__file__), str(_TORCH.origin))),
+    threading.__file__,
+    "<frozen ",
+)
+# A trainer calls us from the same line of its own whatever the script does.
+_LIBRARIES = tuple(
+    os.path.join(folder, "")
+    for folder in (
+        *(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+    )
+)
+_native.set_origins(list(_OWN), list(_LIBRARIES))
 
 T = TypeVar("T")
 
@@ -148,3 +173,21 @@ def array_of(x: Any) -> tuple[str | None, int]:
         return (parts[0][0] if parts else None), sum(count for _, count in parts)
     count = x.numel() if hasattr(x, "numel") else x.size
     return str(x.dtype).removeprefix("torch."), int(count)
+
+
+def line_of(frame: FrameType | None) -> Line | None:
+    """Return the innermost line of the script from ``frame`` outwards, which is neither pycomm's nor torch's.
+
+    If there is none, it is the innermost of another library. ``None`` if there is none of these either, as on threads
+    that pycomm and torch have started.
+    """
+    library: Line | None = None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(_OWN):
+            line = file, frame.f_lineno, frame.f_code.co_name
+            if not file.startswith(_LIBRARIES):
+                return line
+            library = library or line
+        frame = frame.f_back
+    return library

@@ -1,12 +1,13 @@
 """Averaging of gradients over the ranks: ``attach``, and the ``Reducer`` that it returns."""
 
-from pycomm.broadcasting import broadcast_optimizer_state, broadcast_parameters
 from pycomm.reducer.attach import attach, join
+from pycomm.reducer.attached_training import AttachedTraining
 from pycomm.reducer.rank_flags import SignalStop, StopRequest, stop_on_signal
 from pycomm.reducer.reducer import Reducer
 from pycomm.reducer.settings import Sharding, Survive, Tuning
 
 __all__ = [
+    "AttachedTraining",
     "Reducer",
     "Sharding",
     "SignalStop",
@@ -14,8 +15,6 @@ __all__ = [
     "Survive",
     "Tuning",
     "attach",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
     "join",
     "stop_on_signal",
 ]

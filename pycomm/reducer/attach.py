@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,15 +19,22 @@ from pycomm.communicator import Communicator
 from pycomm.compression import Compression
 from pycomm.deprecated import Moved, Old, renamed
 from pycomm.errors import attempt
+from pycomm.layout import require_dense
 from pycomm.optim.attached import refuse_second_average, register
+from pycomm.optim.fused import FusedStep, KernelStep, rule_of
+from pycomm.optim.master_weights import MasterWeights
 from pycomm.optim.parameters import optimizer_parameters
+from pycomm.optim.step_override import HALF
 from pycomm.optim.wrappers import refuse_wrapped, watch_constructions
-from pycomm.reducer.attached_tensors import AttachedTensors, check_sharding
+from pycomm.reducer.attached_tensors import AttachedTensors
+from pycomm.reducer.buckets import check_sharding
 from pycomm.reducer.engine import Engine, StepPolicy
 from pycomm.reducer.joining import join_ranks, surviving_policy
 from pycomm.reducer.lanes import open_lanes
 from pycomm.reducer.parameters import ParameterTable, table_of
-from pycomm.reducer.partition.opening import open_partition, require_reachable, require_shardable, settings_lines
+from pycomm.reducer.partition.on_host import HostPartition
+from pycomm.reducer.partition.partition import StepPartition, Terms, memory_of_all, settings_of
+from pycomm.reducer.partition.spread import SpreadPartition
 from pycomm.reducer.reducer import Reducer
 from pycomm.reducer.settings import (
     OF_DISTRIBUTED_DATA_PARALLEL,
@@ -42,6 +49,73 @@ from pycomm.reducer.statistics import Waits, open_board
 from pycomm.torch_internals import is_dtensor
 from pycomm.transport.authentication import secret
 from pycomm.transport.own_group import timeout_seconds
+
+if TYPE_CHECKING:
+    from pycomm.reducer.parameters import ParameterTable
+
+
+def require_shardable(table: ParameterTable, shard: str) -> None:
+    """Raise ValueError if kernels do not step the optimizer of ``table``, or its parameters cannot be shared."""
+    name, optimizer = f'shard="{shard}"', table.optimizer
+    try:
+        rule_of(optimizer)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} requires an optimizer that pycomm's kernels step: {error}") from None
+    stepper = table.stepper
+    if isinstance(stepper, MasterWeights) and not stepper.has_kernels:
+        raise ValueError(
+            f"{name} requires masters that pycomm's kernels step; {type(optimizer).__name__} steps its own"
+        )
+    for label, param in table.named():
+        if param.device.type != "cpu":
+            raise ValueError(f"{name} requires parameters in CPU memory, and {label!r} is on {param.device}")
+        if is_dtensor(param):
+            raise ValueError(
+                f"{name} requires ordinary parameters, and {label!r} is a DTensor, which is sharded already"
+            )
+        if param.dtype in HALF and not stepper.has_masters:
+            raise ValueError(
+                f"{name}: parameter {label!r} has dtype {param.dtype}, which kernels step by float32 masters only: "
+                "call pycomm.master_weights(optimizer) before attach"
+            )
+        require_dense(param)
+
+
+def require_reachable(communicator: Communicator, shard: Sharding) -> None:
+    """Raise ValueError if ``shard`` requires all ranks of ``communicator`` to reach one memory, and they do not."""
+    if memory_of_all(communicator) is not None:
+        return
+    if shard.kind == "parameters" or shard.grads == "local":
+        raise ValueError(
+            f"shard={shard} requires all ranks on one host, where they reach each other's memory; these travel by "
+            f'{communicator.transport!r}, over which Sharding("optimizer", grads="part" or "full") works'
+        )
+
+
+def open_partition(
+    communicator: Communicator, table: ParameterTable, settings: Settings, shard: Sharding
+) -> StepPartition:
+    """Return a partition of the parameters that ``table`` is about to sort into buckets. Collective."""
+    there = table.stepper
+    is_there = isinstance(there, KernelStep)
+    terms = Terms(
+        communicator,
+        there if isinstance(there, KernelStep) else FusedStep(table.optimizer),
+        table.module,
+        grads=shard.grads,
+        average=settings.average,
+        most_writes=0 if settings.loss_scaler is None else 1,  # by unscale_()
+        was_fused_here=not is_there,
+    )
+    if memory_of_all(communicator) is None:
+        return SpreadPartition(terms)
+    return HostPartition(terms, shares_parameters=shard.kind == "parameters")
+
+
+def settings_lines(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return a line for each parameter group, to be compared between ranks."""
+    return settings_of(optimizer).decode().splitlines()
+
 
 _OPTIONS: Any = {
     "model": Old(("model_or_named_parameters",), lambda model_or_named_parameters: model_or_named_parameters),

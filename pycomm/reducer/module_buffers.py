@@ -81,6 +81,7 @@ class BufferSync:
         mode: "broadcast" or "average".
         communicator: the ranks that share the buffers.
         leaves_out: returns whether the buffer of some name is this rank's own.
+        keeps: whether to keep what the buffers were before, so that :meth:`restore` can undo a run that did not end.
     """
 
     def __init__(
@@ -89,6 +90,8 @@ class BufferSync:
         mode: str,
         communicator: Communicator,
         leaves_out: Callable[[str, torch.Tensor], bool] = lambda _, __: False,
+        *,
+        keeps: bool = False,
     ) -> None:
         self._owners: list[tuple[str, torch.nn.Module]] = []
         for prefix, owner in module.named_modules():
@@ -99,8 +102,7 @@ class BufferSync:
         self._places: dict[str, _Place] = {}
         self._averages = mode == "average"
         self._communicator, self._leaves_out = communicator, leaves_out
-        self.keeps = False
-        """Whether to keep what the buffers were before, so that :meth:`restore` can undo a run that did not end."""
+        self._keeps = keeps
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def _present(self) -> Iterator[_Place]:
@@ -133,7 +135,7 @@ class BufferSync:
         """
         with self._unchecked():
             places = self._compared()
-            if self.keeps:
+            if self._keeps:
                 self._before = [(part, part.clone()) for place in places for part in place.parts()]
             sent: list[torch.Tensor] = []
             by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}

@@ -17,8 +17,7 @@ from pycomm.optim.parameter_checks import check_parameters
 from pycomm.optim.parameters import checked_optimizer, optimizer_parameters, parameter_ids
 from pycomm.optim.shards import Shards, labels_of
 from pycomm.optim.step_override import Stepper, stepper_of
-from pycomm.reducer.attached_tensors import check_sharding
-from pycomm.reducer.buckets import BucketInFlight, Slot, add_counts, make_buckets, state_of
+from pycomm.reducer.buckets import BucketInFlight, Slot, add_counts, check_sharding, make_buckets, state_of
 from pycomm.reducer.lanes import bucket_sizes
 from pycomm.reducer.partition import StepPartition
 from pycomm.reducer.settings import Settings

@@ -169,6 +169,13 @@ class RankFlags:
         self._telling = (Record(), 0, torch.empty(0, dtype=torch.bool))  # for these words
         self._records: deque[tuple[int, Record, int]] = deque(maxlen=_REMEMBERED)
 
+    def request_stop(self, reason: str, lone_rank: int | None) -> None:
+        """Ask all ranks to stop, with the next reduction; at once if ``lone_rank`` is alone, and reduces nothing."""
+        if lone_rank is not None and not self.stop_requested:
+            self.stop_requested = StopRequest(lone_rank, reason)
+        elif self.stop is None:
+            self.stop = reason
+
     def require_suitable(self) -> None:
         """Have hyperparameters that have changed checked, and raise ValueError if they do not go with compression."""
         if self.hyperparameters.refresh():

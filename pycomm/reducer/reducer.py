@@ -16,12 +16,14 @@ from pycomm.descriptions import counted, size_text, tensors_text
 from pycomm.optim.attached import forget
 from pycomm.optim.wrappers import unwatch_constructions
 from pycomm.reducer import clipping
-from pycomm.reducer.autograd_hooks import ModelHooks, ReducerHooks
+from pycomm.reducer.attached_training import AttachedTraining
+from pycomm.reducer.autograd_hooks import ModelHooks
 from pycomm.reducer.buckets import scale_gradients
 from pycomm.reducer.engine import Engine
 from pycomm.reducer.module_buffers import BufferSync
 from pycomm.reducer.passes import Passes
 from pycomm.reducer.rank_flags import StopRequest
+from pycomm.reducer.statistics import Phases
 from pycomm.reducer.step_trace import StepTrace
 from pycomm.reducer.window import Progress
 from pycomm.reducer.without_backward import WithoutBackward, request_veto
@@ -71,11 +73,7 @@ class Reducer:
         _say_at_the_end(engine, "its optimizer and model are gone, or its process has ended")
         self._lone_factor = clipping.LoneFactor(engine.table)
         engine.statistics.phases.trace = StepTrace.wanted(communicator.channel.recorder.global_rank, communicator.size)
-        # One rank that compresses nothing has nothing to do.
-        # (With DTensors it has: gradients that are still to be summed over their mesh.)
-        self._idle = communicator.size == 1 and not settings.compression.transactional and not settings.clip_local_norm
-        self._idle = self._idle and not engine.policy.survives and self._table.partition is None
-        self._idle = self._idle and not any(is_dtensor(param) for _, param in self._table.named())
+        self._idle = _has_nothing_to_do(engine)
         if self._idle:
             self._table.admit()
             return
@@ -92,9 +90,8 @@ class Reducer:
         hooks = ReducerHooks(self, self._passes, self._engine.progress, self._engine.statistics.phases)
         self._passes.model_hooks = ModelHooks(self.optimizer, self.module, hooks)
         if self.module is not None and self._settings.buffers != "local":
-            self._engine.buffers = BufferSync(
-                self.module, self._settings.buffers, self._communicator, self._table.ignores
-            )
+            mode, keeps = self._settings.buffers, self._engine.policy.survives
+            self._engine.buffers = BufferSync(self.module, mode, self._communicator, self._table.ignores, keeps=keeps)
 
     def _uninstall(self) -> None:
         self._passes.unhook()
@@ -107,34 +104,27 @@ class Reducer:
 
     @property
     def world(self) -> tuple[int, ...]:
-        """Ranks that take part, by the numbers that they got when they came; it changes with ``on_failure="shrink"``.
-
-        The first ones have the numbers of their ranks, newcomers the next ones. This process's place among them is its
-        rank now.
-        """
+        """Ranks that take part, by their numbers; a newcomer gets a new one. This process's index is its rank."""
         return self._engine.world
 
     def on_change(self, callback: Callable[[tuple[int, ...], tuple[int, ...]], None]) -> None:
-        """Call ``callback(old_world, new_world)`` on each rank that is left whenever :attr:`world` has changed.
+        """Call ``callback(old_world, new_world)`` on each remaining rank when :attr:`world` has changed.
 
-        It is called at the end of the ``backward()`` in which that happened, before ``optimizer.step()``: the place
-        to divide samples anew, or to scale the learning rate. Never called with ``on_failure="raise"``.
+        It is called at the end of that ``backward()``, before ``optimizer.step()``: the place to divide samples anew or
+        to scale the learning rate. Never called without ``survive``.
         """
         self._require_attached()
         self._engine.callbacks.append(callback)
 
     def stats(self) -> dict[str, Any]:
-        """Return the counters since ``attach``. On any thread, also while ``backward()`` waits.
-
-        Sends nothing and waits for no rank; on a GPU it waits for the work that it has been given.
+        """Return the counters since ``attach``. On any thread; sends nothing, waits for no rank.
 
         Returns:
             A dict. Always: ``steps``, ``bytes_sent``, ``compression_ratio``, ``num_buckets``, ``transport``,
             ``wait_seconds``, ``pack_seconds``, ``wire_seconds``, ``unpack_seconds``, ``hidden_share``, ``waits``,
             ``nonfinite_steps``, ``last_nonfinite``, ``vetoed_steps``, ``last_veto``. With error feedback also
             ``residual_norm`` and ``compression_error``; with TopK and DGC ``selections``, ``selections_missed``,
-            ``miss_rate``; if ranks may be lost ``recoveries``, ``joins`` and ``late``. The reference has a table of
-            what each of them means.
+            ``miss_rate``; with ``survive`` ``recoveries``, ``joins``, ``late``. The reference explains each of them.
         """
         if self._detached:
             return dict(self._last_stats)
@@ -144,10 +134,9 @@ class Reducer:
         """Average what is in ``.grad`` now, in place of a ``backward()``. Collective.
 
         For gradients that ``backward()`` did not make: ``torch.autograd.grad``, ``torch.func.grad``, evolution
-        strategies, clipping by sample. Write them to ``.grad``, call this, then ``optimizer.step()``. Afterwards
-        ``.grad`` is as after ``backward()``, with every method of compression and every scaler. Frozen parameters that
-        have a gradient take part, if they have one on all ranks; a parameter without one counts as zeros. It ends an
-        accumulation window, and counts as its last pass. Other ranks may call ``backward()`` meanwhile.
+        strategies, clipping by sample. Write them to ``.grad``, call this, then ``optimizer.step()``. It ends an
+        accumulation window. Other ranks may call ``backward()`` meanwhile. A parameter without a gradient counts as
+        zeros. Frozen parameters take part if they have a gradient on all ranks.
 
         Raises:
             RuntimeError: inside ``backward()``, or the gradients have been averaged already.
@@ -162,11 +151,9 @@ class Reducer:
     def veto_step(self, reason: str = "") -> None:
         """Have this step left out on all ranks. Call it on any rank, before or during its ``backward()``.
 
-        The averages of this step are discarded on all ranks like those that are not finite: compression keeps what it
-        had. All ranks go on as usual. With a loss scaler the scaler leaves out the step. Otherwise ``.grad`` is
-        ``None`` everywhere, so that ``optimizer.step()`` has nothing to do. It costs nothing unless a rank asks for it.
-        :class:`pycomm.LossScaler` keeps its scale, torch's GradScaler lowers it. In an accumulation window the whole
-        window is left out. ``stats()`` has ``vetoed_steps`` and ``last_veto``.
+        The averages are discarded like those that are not finite: compression's state stays as it was. A loss scaler
+        leaves out the step; :class:`pycomm.LossScaler` keeps its scale, torch's GradScaler lowers it. Without a scaler
+        ``.grad`` is ``None`` on all ranks. An accumulation window is left out as a whole. It costs nothing if unused.
 
         Raises:
             RuntimeError: this step's gradients have been sent, or averaged.
@@ -178,16 +165,14 @@ class Reducer:
             self._install()
 
     def skip_batch(self) -> None:
-        """Take part in this step without a batch, in place of forward and backward; ``.grad`` gets the average.
+        """Take part in this step without a batch, in place of forward and backward.
 
-        The average is that of the ranks that have a batch, as if this rank's weight were zero. The step is the same on
-        all ranks: call ``optimizer.step()`` afterwards. If no rank has a batch, ``.grad`` is ``None``. Methods that
-        keep residuals weight them in this step as the gradients.
+        ``.grad`` gets the average over the ranks that have a batch, or ``None`` if no rank has one. Call
+        ``optimizer.step()`` afterwards, as on all ranks. Methods that keep residuals weight them like the gradients.
 
         Raises:
             RuntimeError: after ``backward()``, or in an accumulation window that has gradients already.
-            ValueError: on a GPU, with ``on_failure="shrink"`` or ``full_grad=None``, unless :meth:`set_weight` is in
-                use.
+            ValueError: on a GPU, with ``survive`` or ``grads="local"``, unless :meth:`set_weight` is in use.
         """
         self._require_attached()
         if self._idle:
@@ -198,16 +183,11 @@ class Reducer:
     def request_stop(self, reason: str = "") -> None:
         """Ask all ranks to end the training together. Call it on any rank and thread, or in a signal handler.
 
-        The request travels with the next reduction, and :attr:`stop_requested` becomes true on all ranks when that
-        reduction returns (on a GPU two reductions later). So all can save and leave after the same step. Nothing is
-        ended by it.
+        The request travels with the next reduction. When that returns, :attr:`stop_requested` is true on all ranks (on
+        a GPU two reductions later), so that all can save and leave after the same step. It ends nothing by itself.
         """
         self._require_attached()
-        flags = self._engine.flags
-        if self._idle and not flags.stop_requested:
-            flags.stop_requested = StopRequest(self._engine.communicator.rank, str(reason))
-        elif flags.stop is None:
-            flags.stop = str(reason)
+        self._engine.flags.request_stop(str(reason), self._communicator.rank if self._idle else None)
 
     @property
     def stop_requested(self) -> StopRequest:
@@ -220,11 +200,10 @@ class Reducer:
         return bool(self._engine.flags.heard.veto)
 
     def reduce_now(self) -> None:
-        """Average the gradients that there are, whoever made them, unless their averages wait for a step already.
+        """Average the gradients that there are, unless their averages wait for a step already. Collective.
 
-        What ``backward()`` does when it returns, for a rank whose ``.grad`` was set by hand, whose window ends early,
-        or which has nothing in this step: it goes with the other ranks' ``backward()`` or ``reduce_now()``. A
-        parameter without a gradient counts as zeros. Collective. :mod:`pycomm.horovod` calls it in each step.
+        For a rank whose ``.grad`` was set by hand, whose window ends early, or which has no gradients in this step,
+        while others call ``backward()``. A parameter without a gradient counts as zeros. :mod:`pycomm.horovod` uses it.
 
         Raises:
             RuntimeError: a gradient was set after the others had been averaged.
@@ -236,22 +215,22 @@ class Reducer:
     def stay_absent(self) -> int:
         """Take part in the other ranks' reductions without data, until all ranks have called this.
 
-        Averages still divide by the number of all ranks. Gradients are dropped, and parameters remain what they are.
+        Averages still divide by the number of all ranks. Gradients are dropped; parameters do not change.
 
         Returns:
-            How many reductions of the others this rank has been absent from.
+            Number of the others' reductions that this rank was absent from.
         """
         self._require_attached()
-        if self._idle:
-            return 0
-        table, count = self._engine.table, 0
-        with torch.no_grad(), torch.cuda.device(table.device if table.on_gpu else -1):
-            while not self._without_backward.take_part(absent=True):
-                count += 1
-        return count
+        return 0 if self._idle else self._without_backward.stay_absent()
+
+    @property
+    def attached(self) -> AttachedTraining:
+        """What the rest of pycomm may use of this training. Raises RuntimeError once it is detached."""
+        self._require_attached()
+        return AttachedTraining(self._engine)
 
     def knows(self, param: torch.Tensor) -> bool:
-        """Return whether the gradient of ``param`` is averaged here, or will be once it is unfrozen."""
+        """Return whether ``param`` is averaged here, or will be once it is unfrozen."""
         return self._table.knows(param)
 
     def covers(self, param: torch.Tensor) -> bool:
@@ -266,10 +245,9 @@ class Reducer:
     def flush(self) -> None:
         """Average an accumulation window that ended early. Collective; call before unscaling, clipping and ``step``.
 
-        Does nothing if no rank has gradients waiting. If :meth:`set_weight` is in use, the ranks may have had
-        different numbers of passes: a rank whose window was complete has already sent its gradients and does
-        nothing here, while ranks with fewer passes, or none, join it by this call. Otherwise all ranks must
-        have had equally many.
+        Does nothing if no rank has gradients waiting. All ranks must have had equally many passes, unless
+        :meth:`set_weight` is in use. A rank whose window is complete then does nothing here; ranks with fewer passes,
+        or none, join it by this call.
         """
         self._require_attached()
         if not self._idle:
@@ -279,11 +257,10 @@ class Reducer:
     def paused(self) -> Iterator[None]:
         """Keep backward passes inside local to this rank: nothing is sent, and no rank is waited for.
 
-        Use it for passes that are not a training step of this optimizer: a saliency map, a penalty, the generator's
-        pass through its discriminator (``with discriminator_reducer.paused(): generator_loss.backward()``).
-        Gradients that such passes leave in ``.grad`` are never averaged and enter no residual. It is an error if
-        they are still there in the next pass outside, or at ``optimizer.step()``: call ``zero_grad()`` first.
-        Not collective: any of the ranks may pause.
+        For passes that are no training step of this optimizer: a saliency map, a penalty, the generator's pass through
+        its discriminator (``with discriminator_reducer.paused(): generator_loss.backward()``). Their gradients are
+        never averaged. If they are still in ``.grad`` in the next pass outside, or at ``optimizer.step()``, that is an
+        error: call ``zero_grad()`` first. Not collective.
 
         Raises:
             RuntimeError: an accumulation window is open.
@@ -293,9 +270,9 @@ class Reducer:
             yield
 
     def skip_step(self) -> None:
-        """Declare that ``optimizer.step()`` is left out on purpose for the last averaged gradients, on all ranks.
+        """Declare that ``optimizer.step()`` is left out on purpose, on all ranks: what was sent is not sent again.
 
-        Only compression methods with state require it: what they sent of these gradients is lost, not sent again.
+        Only compression methods with state require it.
         """
         self._require_attached()
         self._progress.skipped()
@@ -303,21 +280,16 @@ class Reducer:
     def set_weight(self, num_samples: float) -> None:
         """Declare, before ``backward()``, that the loss is the mean over ``num_samples`` samples or tokens.
 
-        From now on ``.grad`` gets the mean over the samples of all ranks and of all passes of an
-        accumulation window: the sum of n_p g_p divided by the sum of n_p, with g_p the gradient of pass p
-        and n_p its ``num_samples``. The loss of each pass must therefore be the plain mean over its own
-        samples, not divided by the number of passes. The value holds for later passes until the next call.
-        All ranks must make their first call in the same step. With ``average=False`` the result is that
-        mean times the world size. A rank that has no samples in this step sets 0; its gradients, even NaN,
-        do not count.
-
-        Args:
-            num_samples: not negative; may be fractional.
+        From now on ``.grad`` gets the mean over the samples of all ranks and passes: the sum of n_p g_p divided by the
+        sum of n_p, with g_p the gradient of pass p. So the loss of each pass must be the mean over its own samples, not
+        divided by the number of passes. The value holds until the next call. All ranks make their first call in the
+        same step. With ``average=False`` the result is that mean times the world size. A rank without samples sets 0;
+        its gradients do not count, even NaN. ``num_samples`` may be fractional.
 
         Raises:
-            TypeError, ValueError: ``num_samples`` is not a finite number, or is negative; or, inside an accumulation
-                window, it is 0 or the window began without it; or ``backup`` is in use, which it does not go with. On
-                every rank, from ``backward()``: all weights are 0.
+            TypeError, ValueError: ``num_samples`` is not a finite number, or is negative; inside an accumulation
+                window it is 0, or the window began without it; ``backup`` is in use. From ``backward()``, on every
+                rank: all weights are 0.
         """
         self._require_attached()
         if self._settings.backup > 0:
@@ -334,22 +306,17 @@ class Reducer:
     def clip_grad_norm(self, max_norm: float, *, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Scale the averaged gradients so that their total norm, without the loss scale, is at most ``max_norm``.
 
-        Call it between ``backward()`` and ``step()``, like ``torch.nn.utils.clip_grad_norm_``. The norm is
-        that of what is in ``.grad`` now, however it was written. If pycomm's kernels do the step
-        (:func:`pycomm.fuse`, :func:`pycomm.master_weights`), they apply the factor, and ``.grad`` stays unchanged.
-        With torch's GradScaler, call ``unscale_`` first. The result is the same on all ranks: DTensors count as a
-        whole, and parameters that all ranks have once (collective over the ranks that have parts).
-
-        Args:
-            max_norm: the bound, a positive number.
-            error_if_nonfinite: raise RuntimeError if the norm is not finite; waits for a GPU.
+        Call it between ``backward()`` and ``step()``, like ``torch.nn.utils.clip_grad_norm_``; with torch's GradScaler
+        after ``unscale_``. The norm is of what is in ``.grad`` now. If pycomm's kernels do the step, they apply the
+        factor, and ``.grad`` stays unchanged. The result is the same on all ranks; DTensors count as a whole.
 
         Returns:
-            The norm before clipping: a 0-d float64 tensor on the parameters' device.
+            The norm before clipping: a 0-d float64 tensor on the parameters' device. ``error_if_nonfinite`` waits for
+            a GPU.
 
         Raises:
             TypeError, ValueError: ``max_norm`` is not a positive number.
-            RuntimeError: the norm is not finite (a parameter is named), or an accumulation window is open.
+            RuntimeError: an accumulation window is open; or the norm is not finite, with ``error_if_nonfinite``.
         """
         self._require_attached()
         max_norm = checks.positive("max_norm", max_norm)
@@ -379,14 +346,11 @@ class Reducer:
     def state_dict(self) -> dict[str, Any]:
         """Return the state that compression carries from step to step on *this* rank, to be saved by every rank.
 
-        ``["ranks"][str(rank)][parameter_name]["residual"]`` is the part of this rank's gradients that has
-        not been sent yet (DGC's v), as its contribution to the average, without the loss scale: a tensor
-        of the parameter's shape. With momentum correction there is also ``["velocity"]``, DGC's u, in the
-        same units; with PowerSGD ``["q"]``, equal on all ranks. The other keys are ``format``,
-        ``world_size``, ``method`` and ``steps``, the number of committed steps. The dict loads with
-        ``torch.load(weights_only=True)``; ``torch.distributed.checkpoint.save({"reducer": reducer})``
-        keeps every rank's. Of a DTensor each rank saves the state of its own part, as an ordinary tensor,
-        under a key that says which: ``"up.weight[0:1/2]"`` is the second half along dimension 0.
+        ``["ranks"][str(rank)][parameter_name]`` has tensors of the parameter's shape, as this rank's contribution to
+        the average, without the loss scale: ``"residual"``, what has not been sent yet (DGC's v), and ``"velocity"``
+        (DGC's u); with PowerSGD ``"q"``, equal on all ranks. The other keys are ``format``, ``world_size``, ``method``
+        and ``steps``. It loads with ``torch.load(weights_only=True)``. ``torch.distributed.checkpoint`` keeps every
+        rank's. The key of a DTensor's part says which: ``"up.weight[0:1/2]"`` is the second half along dimension 0.
         """
         self._require_attached()
         method, steps = self._settings.compression, int(self._engine.outcome.committed_steps)
@@ -396,12 +360,10 @@ class Reducer:
         """Load state that :meth:`state_dict` returned.
 
         Args:
-            state: this rank's own dict, one dict with the ``ranks`` of all, or the list of all ranks'
-                dicts. If it comes from a different number of ranks, residuals and velocities are
-                redistributed so that their sums over the ranks are kept. DTensors must be in as many parts as
-                they were: each rank takes those of its own.
-            strict: raise ValueError for missing or unknown parameters and for another method's state,
-                instead of loading what fits.
+            state: this rank's own dict, one dict with the ``ranks`` of all, or the list of all ranks' dicts. From
+                another number of ranks, residuals and velocities are redistributed so that their sums are kept.
+                DTensors must be in as many parts as they were.
+            strict: raise ValueError for missing or unknown parameters and for another method's state.
 
         Raises:
             ValueError: a single dict is of another rank or world size, or method, names or shapes do not match.
@@ -419,26 +381,41 @@ class Reducer:
         self._detached = True
         self._lone_factor.remove()
         self._uninstall()
-        self._engine.policy.stand_down()
-        self._engine.comparison.replicas.state_hashes.forget()
-        self._engine.statistics.waits.close()
+        _let_go(self._engine)
         for slot in self._table.slots():
             slot.leave_bucket()
-        if self._table.partition is not None:
-            self._table.partition.move_out()
+        partition = self._table.partition
+        if partition is not None:
+            partition.move_out()
         forget(self)
         unwatch_constructions(self)
         _say_at_the_end(self._engine, "detach")
         self._engine.policy.close(self._passes.stopped or _farewell(self._progress, "detach"))
         self._communicator.close(self._passes.stopped or None)
-        if self._table.partition is not None:
-            self._table.partition.release()
+        if partition is not None:
+            partition.release()
         # Cleared now, so that shared memory is released with its last view and not when this object is collected.
         self._table.clear()
 
     def _require_attached(self) -> None:
         if self._detached:
             raise RuntimeError("this Reducer is detached")
+
+
+def _has_nothing_to_do(engine: Engine) -> bool:
+    """Return whether this is one rank that compresses nothing. (Of DTensors gradients are summed over their mesh.)"""
+    settings, table = engine.settings, engine.table
+    if engine.communicator.size > 1 or engine.policy.survives or table.partition is not None:
+        return False
+    transforms = settings.compression.transactional or settings.clip_local_norm
+    return not transforms and not any(is_dtensor(param) for _, param in table.named())
+
+
+def _let_go(engine: Engine) -> None:
+    """Have ``engine`` let go of memory that is not its own."""
+    engine.policy.stand_down()
+    engine.comparison.replicas.state_hashes.forget()
+    engine.statistics.waits.close()
 
 
 def _say_at_the_end(engine: Engine, how: str) -> None:
@@ -450,3 +427,55 @@ def _say_at_the_end(engine: Engine, how: str) -> None:
 def _farewell(progress: Progress, how: str) -> str:
     """Return what a rank says to those that wait for it when it ends."""
     return f"it has ended its training ({how}) after step {progress.num_reductions}"
+
+
+class ReducerHooks:
+    """Object that hooks call, and hold.
+
+    Args:
+        reducer: kept alive; asked which parameters it covers.
+        passes: handling of passes.
+        progress: counters of steps.
+        phases: account of where the time goes.
+    """
+
+    def __init__(self, reducer: Any, passes: Passes, progress: Progress, phases: Phases) -> None:
+        self._reducer, self._passes, self._progress, self._phases = reducer, passes, progress, phases
+
+    def before_forward(self) -> None:
+        """Admit new parameters, and refuse wrappers that average these too."""
+        self._passes.before_forward()
+
+    def note_forward(self, output: Any) -> None:
+        """Note a forward of the module in training mode."""
+        self._passes.note_forward(output)
+
+    def note_zero_grad(self) -> None:
+        """Note a call of ``optimizer.zero_grad()``."""
+        self._passes.note_zero_grad()
+
+    def enter_step(self) -> bool:
+        """Note that ``optimizer.step()`` begins; return whether it is no step inside another one."""
+        return self._progress.enter_step()
+
+    def begin_step(self) -> None:
+        """Note that ``optimizer.step()`` is about to call its closure for the first time."""
+        self._progress.stepped()
+
+    def run_closure(self, closure: Callable[[], Any]) -> Any:
+        """Return the result of ``closure``, which runs inside ``optimizer.step()``."""
+        return self._progress.run_closure(closure)
+
+    def before_step(self) -> None:
+        """Raise RuntimeError if ``optimizer.step()`` would use gradients that have not been averaged."""
+        self._passes.require_averaged()
+
+    def after_step(self) -> None:
+        """Note that ``optimizer.step()`` has returned."""
+        self._phases.end_step()
+        self._passes.stepped()
+
+    def covers(self, param: torch.Tensor) -> bool:
+        """Return whether the gradient of ``param`` is averaged, or left alone as ``ignore`` says."""
+        covers: bool = self._reducer.covers(param)
+        return covers

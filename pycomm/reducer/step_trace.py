@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pycomm.recorder import Recorder
-from pycomm.recorder.traced_step import DEFAULT_STEP, FOLDER, STEP
+from pycomm.recorder.traces import DEFAULT_STEP, FOLDER, STEP
 
 _LOG = logging.getLogger("pycomm")
 _optimizers: Counter[Path] = Counter()  # attached ones of this process, by the folder of their files

@@ -20,13 +20,12 @@ import torch
 
 from pycomm.communicator import Communicator
 from pycomm.elastic.join_requests import JoinListener
-from pycomm.elastic.membership import Decision, Membership
-from pycomm.elastic.reconvene import reconvene
+from pycomm.elastic.membership import Decision, Membership, reconvene
 from pycomm.errors import CommError
 from pycomm.reducer.buckets import BucketInFlight
 from pycomm.reducer.engine import Grads, Launch, StepPolicy
-from pycomm.reducer.joining import Carried, share_state
 from pycomm.reducer.lanes import open_lanes
+from pycomm.reducer.newcomers import Carried, share_state
 from pycomm.reducer.parameters import ParameterTable
 from pycomm.reducer.replica_differences import DamageError
 from pycomm.reducer.settings import Settings

@@ -186,6 +186,14 @@ class WithoutBackward:
                         "Set .grad before backward(), on all ranks, or leave backward() out and set all of them"
                     )
 
+    def stay_absent(self) -> int:
+        """Take part without data until all ranks do; see ``Reducer.stay_absent``."""
+        count = 0
+        with torch.no_grad(), torch.cuda.device(self._table.device if self._table.on_gpu else -1):
+            while not self.take_part(absent=True):
+                count += 1
+        return count
+
     def _prepare(self) -> None:
         self._passes.require_taking_part()
         self._engine.policy.stand_down()

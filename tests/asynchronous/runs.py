@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
+from pycomm.asynchronous.parameter_server import traced
+from tests.models import mean_square, perceptron
 
 STEPS = 8
 
@@ -33,8 +35,7 @@ class Run:
 
 
 def model_of(dtype: torch.dtype = torch.float64) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
+    return perceptron(6, 5, 3, dtype=dtype)
 
 
 def optimizer_of(run: Run, model: nn.Module) -> torch.optim.Optimizer:
@@ -54,11 +55,17 @@ def optimizer_of(run: Run, model: nn.Module) -> torch.optim.Optimizer:
 
 def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * rank + step))
-    return (model(x.to(next(model.parameters()).dtype)) - x[:, :3]).square().mean()
+    return mean_square(model(x.to(next(model.parameters()).dtype)), x[:, :3])
 
 
 def weight_of(rank: int, step: int) -> float:
     return 1.0 + (rank + step) % 3
+
+
+def serve(optimizer: torch.optim.Optimizer, model: nn.Module, **options: Any) -> pycomm.ParameterServer:
+    """Start a parameter server, which may write a trace, or repeat it."""
+    is_traced = not {"trace", "replay"}.isdisjoint(options)
+    return (traced if is_traced else pycomm.parameter_server)(optimizer, model, **options)
 
 
 def work(run: Run) -> dict[str, Any]:
@@ -66,7 +73,7 @@ def work(run: Run) -> dict[str, Any]:
     rank, model = dist.get_rank(), model_of(run.dtype)
     optimizer = optimizer_of(run, model)
     pauses = random.Random(rank)
-    server = pycomm.parameter_server(optimizer, model, **{"timeout": run.timeout, **run.options})
+    server = serve(optimizer, model, **{"timeout": run.timeout, **run.options})
     if server.is_worker:
         for step in range(run.steps):
             with server.step(weight_of(rank, step)):
@@ -145,15 +152,13 @@ class Simulation:
         return sent[piece]
 
     def _push(self, server: int, worker: int, step: int) -> None:
-        options, piece = self._run.options, self._pieces[server]
+        mode, piece = self._run.options.get("mode", pycomm.Async()), self._pieces[server]
         version, then = self._pulled[server, worker, step]
         stale = self._updates[server] - version
-        if options.get("mode") == "sync" and stale > 0:
+        if isinstance(mode, pycomm.Sync) and stale > 0:
             return
         g = self._sent(worker, self._gradient(worker, step), piece)
-        compensation = options.get("compensation")
-        if compensation == "dc":
-            compensation = pycomm.DelayCompensation()
+        compensation = getattr(mode, "compensation", None)
         if isinstance(compensation, pycomm.DelayCompensation):
             strength: Any = compensation.strength
             if compensation.adaptive:
@@ -166,9 +171,12 @@ class Simulation:
         self._update_if_due(server)
 
     def _update_if_due(self, server: int) -> None:
-        options, count = self._run.options, len(self._collected[server])
-        needed = {"sync": self._workers[server] - options.get("backup", 0), "softsync": options.get("quorum", 1)}
-        if count >= max(1, needed.get(options.get("mode", "async"), 1)):
+        mode, needed = self._run.options.get("mode"), 1
+        if isinstance(mode, pycomm.SoftSync):
+            needed = mode.quorum
+        elif isinstance(mode, pycomm.Sync):
+            needed = max(1, self._workers[server] - mode.backup)
+        if len(self._collected[server]) >= needed:
             self._update(server)
 
     def _update(self, server: int) -> None:

@@ -1,4 +1,4 @@
-"""Stories: events of two workers that happen to a core, and are written to a journal before."""
+"""Stories: events of two workers that are written to a journal, and then applied to a core."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from pycomm.asynchronous.compensation import Compensator
-from pycomm.asynchronous.core import Core
-from pycomm.asynchronous.journal import Journal, happen
-from pycomm.asynchronous.memory import SharedMemory
-from pycomm.asynchronous.modes import mode_of
+from pycomm.asynchronous.core import Core, ShardOptimizer, cut
+from pycomm.asynchronous.journal import Journal, apply
+from pycomm.asynchronous.modes import Compensator, SoftSync, StaleSynchronous, checked_mode
 from pycomm.asynchronous.serving import Serving
-from pycomm.asynchronous.shards import cut
-from pycomm.asynchronous.updates import ShardOptimizer
-from pycomm.asynchronous.wire import WorkerListener
+from pycomm.asynchronous.wire import SharedMemory, WorkerListener
 
 SIZE = 8
+
+
+MODES = {"async": "async", "ssp": StaleSynchronous(1), "softsync": SoftSync(2), "sync": "sync"}
 
 
 def core_of(mode: str, settings: str = "") -> Core:
@@ -27,11 +26,11 @@ def core_of(mode: str, settings: str = "") -> Core:
     model = nn.Linear(3, 2).double()
     pieces = cut([6, 2], 1, anywhere=True)[0]
     shard = ShardOptimizer(torch.optim.Adam(model.parameters(), 0.01), pieces, torch.zeros(SIZE, dtype=torch.float64))
-    return Core(shard, mode_of(mode, 1, 2, 0), Compensator(None), torch.float64, settings=settings)
+    return Core(shard, checked_mode(MODES[mode]).rules(), Compensator(None), torch.float64, settings=settings)
 
 
 class Story:
-    """Events of two workers that happen to a core, and are written down before."""
+    """Events of two workers that are written down, and then applied to a core."""
 
     def __init__(self, mode: str, folder: Path, workers: Collection[int] = (1, 2)) -> None:
         self.core = core_of(mode)
@@ -42,33 +41,33 @@ class Story:
         listener.close()
         self.past = [self.core.shard.memory.clone()]
 
-    def tell(self, **event: Any) -> None:
+    def add(self, **event: Any) -> None:
         gradient = torch.randn(SIZE, dtype=torch.float64) if event["event"] == "push" else torch.empty(0)
         self.journal.write(event, gradient if event["event"] == "push" else None)
-        happen(self.core, event, gradient)
+        apply(self.core, event, gradient)
         if not torch.equal(self.past[-1], self.core.shard.memory):
             self.past.append(self.core.shard.memory.clone())
 
-    def tell_all(self) -> None:
-        self.tell(event="join", worker=1, life="a")
-        self.tell(event="pull", worker=1, number=1)
-        self.tell(event="push", worker=1, number=1, samples=1.0)  # while the other one has not come yet
-        self.tell(event="join", worker=2, life="b")
+    def add_all(self) -> None:
+        self.add(event="join", worker=1, life="a")
+        self.add(event="pull", worker=1, number=1)
+        self.add(event="push", worker=1, number=1, samples=1.0)  # while the other one has not come yet
+        self.add(event="join", worker=2, life="b")
         for number in (2, 3):
             for event in ("pull", "push"):
                 for worker in (1, 2):
-                    self.tell(event=event, worker=worker, number=number - (worker == 2), samples=2.0)
+                    self.add(event=event, worker=worker, number=number - (worker == 2), samples=2.0)
 
 
 def begun(mode: str, folder: Path) -> Story:
-    """Return a story of three checkpoints, between which everything is told."""
+    """Return a story of three checkpoints, between which events are added."""
     story = Story(mode, folder)
     for number in range(2):
-        story.tell(event="join", worker=1, life="a")
-        story.tell(event="join", worker=2, life="b")
+        story.add(event="join", worker=1, life="a")
+        story.add(event="join", worker=2, life="b")
         for event in ("pull", "push"):
             for worker in (1, 2):
-                story.tell(event=event, worker=worker, number=number + 1, samples=1.0 + number)
+                story.add(event=event, worker=worker, number=number + 1, samples=1.0 + number)
         if number == 0:
             story.journal.checkpoint()
     story.journal.close()

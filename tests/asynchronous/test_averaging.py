@@ -20,6 +20,7 @@ STEPS = 13
 OUTERS = [None, pycomm.Nesterov(0.7, 0.9)]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("outer", OUTERS, ids=["local SGD", "DiLoCo"])
 @pytest.mark.parametrize("fragments", [1, 2])
 @pytest.mark.parametrize(("delay", "top"), [(0, None), (1, None), (3, None), (0, 0.2), (2, 0.2)])

@@ -1,9 +1,10 @@
-"""``local_sgd`` with a quorum or ``DelayedNesterov``: ranks of different speed that meet one by one."""
+"""``decoupled_sgd``: ranks of different speed that meet one by one."""
 
 from __future__ import annotations
 
+import re
 import time
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -105,7 +106,7 @@ def train(way: str, steps: int, pause: float, slow: int = -1, dies: int = -1) ->
         else:
             next(model.parameters()).data.zero_()  # rank 0's is taken
         optimizer = torch.optim.Adam(model.parameters(), 0.02)
-        handle = pycomm.local_sgd(optimizer, model, every=8, timeout=60, **WAYS[way])
+        handle = pycomm.decoupled_sgd(optimizer, model, every=8, timeout=60, **WAYS[way])
         handle.set_weight(rank + 1)
         meetings = []
         for step in range(steps // 4 if rank == slow else steps):
@@ -236,7 +237,7 @@ def test_it_goes_on_from_its_state() -> None:
         model = model_of()
         optimizer = torch.optim.SGD(model.parameters(), 0.05)
         options: dict[str, Any] = {"every": 2, "timeout": 60, "outer": pycomm.DelayedNesterov(0.5, 0.9)}
-        handle = pycomm.local_sgd(optimizer, model, **options)
+        handle = pycomm.decoupled_sgd(optimizer, model, **options)
         for step in range(12):
             if interrupted and step == 7:
                 state, weights = handle.state_dict(), model.state_dict()
@@ -244,7 +245,7 @@ def test_it_goes_on_from_its_state() -> None:
                 handle.detach()
                 model = model_of()
                 optimizer = torch.optim.SGD(model.parameters(), 0.05)
-                handle = pycomm.local_sgd(optimizer, model, **options)
+                handle = pycomm.decoupled_sgd(optimizer, model, **options)
                 dist.barrier()
                 handle.load_state_dict(state)
                 model.load_state_dict(weights)
@@ -277,7 +278,9 @@ def make(options: dict[str, Any]) -> None:
     if dist.get_rank() == 1:
         options |= options.pop("other", {})
     options.pop("other", None)
-    pycomm.local_sgd(torch.optim.SGD(model.parameters(), 0.1), model, timeout=60, **{"every": 4, **options}).detach()
+    pycomm.decoupled_sgd(
+        torch.optim.SGD(model.parameters(), 0.1), model, timeout=60, **{"every": 4, **options}
+    ).detach()
 
 
 @pytest.mark.parametrize(
@@ -285,15 +288,40 @@ def make(options: dict[str, Any]) -> None:
     [
         ({"quorum": 3, "outer": pycomm.Nesterov()}, "quorum=3 of 2 ranks"),
         ({"quorum": 0, "outer": pycomm.Nesterov()}, "quorum"),
-        ({"quorum": 1}, "merges by a pycomm.Nesterov"),
+        ({"outer": pycomm.Nesterov()}, "wanted None or a pycomm.DelayedNesterov, or a quorum"),
+        ({"outer": "nesterov"}, "outer is 'nesterov'"),
         ({"quorum": 1, "outer": pycomm.DelayedNesterov()}, "merges by a pycomm.Nesterov"),
-        ({"outer": pycomm.DelayedNesterov(), "delay": 1}, "delay=1 does not go with"),
-        ({"outer": pycomm.DelayedNesterov(), "on_failure": "shrink"}, "does not go with"),
-        ({"outer": pycomm.DelayedNesterov(), "every": 0}, "every"),
-        ({"outer": pycomm.DelayedNesterov(), "other": {"every": 5}}, "the ranks disagree: 'every=5'"),
+        ({"every": 0}, "every"),
+        ({"other": {"every": 5}}, "the ranks disagree: 'every=5'"),
     ],
 )
 def test_mistakes_are_told_to_all(rank_pools: Pools, options: dict[str, Any], problem: str) -> None:
     for outcome in rank_pools(2).outcomes(make, options, timeout=TIMEOUT):
         assert isinstance(outcome.error, (ValueError, TypeError)), outcome.trace
         assert problem in str(outcome.error)
+
+
+OLD: list[tuple[dict[str, Any], str]] = [
+    ({"outer": pycomm.DelayedNesterov(0.5), "process_group": None}, "every=4, outer=pycomm.DelayedNesterov(lr=0.5))"),
+    ({"outer": pycomm.Nesterov(0.5), "quorum": 1}, "every=4, outer=pycomm.Nesterov(lr=0.5), quorum=1)"),
+]
+
+
+@on_ranks(2)
+def test_local_sgd_with_what_is_of_decoupled_ranks_goes_on_working() -> None:
+    model, call = model_of(), cast(Any, pycomm.local_sgd)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for options, line in OLD:
+        with pytest.warns(
+            DeprecationWarning, match=re.escape(f"pycomm.decoupled_sgd(..., timeout=60, {line}")
+        ) as caught:
+            handle = call(optimizer, model, timeout=60, every=4, **options)
+        assert len(caught) == 1
+        assert repr(handle).startswith("DecoupledAverager(")
+        dist.barrier()
+        handle.detach()
+    with pytest.warns(DeprecationWarning, match=r"quorum= of .* write pycomm.local_sgd\(..., every=4, outer=None\)$"):
+        call(optimizer, model, every=4, quorum=None).detach()
+    for options in ({"quorum": 1, "delay": 1}, {"outer": pycomm.DelayedNesterov(), "on_failure": "shrink"}):
+        with pytest.raises(ValueError, match="does not go with ranks that meet one by one"):
+            call(optimizer, model, timeout=60, every=4, **options)

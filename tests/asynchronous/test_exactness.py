@@ -11,11 +11,8 @@ import pytest
 import torch
 
 import pycomm
-from pycomm.asynchronous.compensation import Compensator
-from pycomm.asynchronous.core import Core
-from pycomm.asynchronous.modes import StaleSynchronous
-from pycomm.asynchronous.shards import Piece
-from pycomm.asynchronous.updates import ShardOptimizer
+from pycomm.asynchronous.core import Core, Piece, ShardOptimizer
+from pycomm.asynchronous.modes import Compensator, StaleSynchronousRules
 from tests.asynchronous.runs import Run, Simulation, loss_of, model_of, read_trace, work
 from tests.on_ranks import Pools
 
@@ -27,21 +24,21 @@ RUNS = {
     "async, Adam": Run(optimizer="adam"),
     "async, Adagrad": Run(optimizer="adagrad"),
     "async, two servers": Run({"servers": 2}),
-    "divided by staleness": Run({"compensation": "lr"}),
-    "delay compensation": Run({"compensation": "dc"}, "sgd"),
+    "divided by staleness": Run({"mode": pycomm.Async("lr")}),
+    "delay compensation": Run({"mode": pycomm.Async("dc")}, "sgd"),
     "adaptive, two servers": Run(
-        {"compensation": pycomm.DelayCompensation(0.5, adaptive=True, decay=0.9), "servers": 2}
+        {"mode": pycomm.Async(pycomm.DelayCompensation(0.5, adaptive=True, decay=0.9)), "servers": 2}
     ),
-    "stale synchronous": Run({"mode": "ssp", "staleness": 1}, slow=2),
-    "softsync": Run({"mode": "softsync", "quorum": 2}),
-    "softsync, divided": Run({"mode": "softsync", "quorum": 3, "compensation": "lr"}, "sgd"),
-    "sync": Run({"mode": "sync"}, "adam"),
-    "sync, backup": Run({"mode": "sync", "backup": 1}, slow=3),
+    "stale synchronous": Run({"mode": pycomm.StaleSynchronous(1)}, slow=2),
+    "softsync": Run({"mode": pycomm.SoftSync(2)}),
+    "softsync, divided": Run({"mode": pycomm.SoftSync(3, "lr")}, "sgd"),
+    "sync": Run({"mode": pycomm.Sync()}, "adam"),
+    "sync, backup": Run({"mode": pycomm.Sync(backup=1)}, slow=3),
     "async, TopK": Run({"compression": pycomm.TopK(0.2)}),
     "softsync, TopK, two servers": Run(
-        {"mode": "softsync", "quorum": 2, "servers": 2, "compression": pycomm.TopK(0.1)}, "adam"
+        {"mode": pycomm.SoftSync(2), "servers": 2, "compression": pycomm.TopK(0.1)}, "adam"
     ),
-    "delay compensation, TopK": Run({"compensation": "dc", "compression": pycomm.TopK(0.3)}, "sgd"),
+    "delay compensation, TopK": Run({"mode": pycomm.Async("dc"), "compression": pycomm.TopK(0.3)}, "sgd"),
 }
 
 
@@ -78,9 +75,9 @@ def test_every_mode_is_its_simulation(rank_pools: Pools, run: Run, tmp_path: Pat
         stats = told[server]["stats"]
         assert stats["pushes"] == sum(stats["staleness"].values()) == pushes
         assert stats["duplicates"] == 0
-        if run.options.get("mode") == "ssp":
+        if isinstance(mode := run.options.get("mode"), pycomm.StaleSynchronous):
             # Of each other worker, no more gradients than the bound and the one that it may just be pushing.
-            assert max(map(int, stats["staleness"])) <= 2 * (2 * run.options["staleness"] + 1)
+            assert max(map(int, stats["staleness"])) <= 2 * (2 * mode.staleness + 1)
     assert {worker["stats"]["steps"] for worker in told[servers:]} == {run.steps}
 
 
@@ -191,7 +188,7 @@ def test_a_gradient_that_is_not_finite_goes_to_no_server(rank_pools: Pools, opti
 
 def test_a_worker_that_comes_late_counts_from_the_beginning() -> None:
     """When it came is in no trace: a replay would wait for others than the run did."""
-    mode = StaleSynchronous(1)
+    mode = StaleSynchronousRules(1)
     parameter = torch.nn.Parameter(torch.zeros(2))
     shard = ShardOptimizer(torch.optim.SGD([parameter], 0.1), [Piece(0, 0, 2)], torch.zeros(2))
     core = Core(shard, mode, Compensator(None), torch.float64)

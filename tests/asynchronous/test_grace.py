@@ -7,8 +7,7 @@ import itertools
 
 import pytest
 
-from pycomm.asynchronous.grace import Arrivals
-from pycomm.asynchronous.modes import GraceQuorum
+from pycomm.asynchronous.decoupled import Arrivals, GraceQuorum
 
 
 def after_rounds(durations: list[list[float]], samples: float = 1.0) -> Arrivals:

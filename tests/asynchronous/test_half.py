@@ -97,6 +97,7 @@ def simulated(name: str, dtype: torch.dtype, stepped: bool = False) -> list[torc
     return found
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("hosts", ["", "ABC"], ids=["shared memory", "TCP"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["momentum", "adam"])

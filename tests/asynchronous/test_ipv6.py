@@ -82,7 +82,7 @@ def average(port: int) -> int:
     """Ranks that meet one by one, in what rank 0 holds; how often they have."""
     meet(port, 2)
     optimizer, model = small()
-    averager = pycomm.local_sgd(optimizer, model, every=2, outer=pycomm.Nesterov(), quorum=1, timeout=20)
+    averager = pycomm.decoupled_sgd(optimizer, model, every=2, quorum=1, timeout=20)
     for _ in range(6):
         optimizer.zero_grad()
         loss_of(model).backward()
@@ -149,9 +149,9 @@ def test_the_listener_of_workers(host: str) -> None:
     with pytest.raises(OSError, match=rf"{name}:\d+: it was refused there: PYCOMM_SECRET differs"):
         wire.connect(listener.address, b"another")
     connection = wire.connect(listener.address, b"secret")
-    wire.tell(connection, hello=1)
+    wire.send(connection, hello=1)
     (inside,) = listener.admitted()
-    assert wire.hear(inside) == {"hello": 1}
+    assert wire.receive(inside) == {"hello": 1}
     for one in (connection, inside, listener):
         one.close()
     with pytest.raises(OSError):  # noqa: PT011  # refused, or reset

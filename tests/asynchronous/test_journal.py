@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from pycomm.asynchronous.journal import Journal
-from pycomm.asynchronous.modes import MODES
-from tests.asynchronous.stories import Story, core_of
+from tests.asynchronous.stories import MODES, Story, core_of
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_journal_that_was_cut_anywhere_is_a_beginning(tmp_path: Path, mode: str) -> None:
     story = Story(mode, tmp_path / "whole")
-    story.tell_all()
+    story.add_all()
     story.journal.close()
     (path,) = (tmp_path / "whole").glob("journal-*")
     content, reached = path.read_bytes(), 0
@@ -40,7 +39,7 @@ def test_a_journal_that_was_cut_anywhere_is_a_beginning(tmp_path: Path, mode: st
 @pytest.mark.parametrize("mode", MODES)
 def test_a_checkpoint_knows_the_workers(tmp_path: Path, mode: str) -> None:
     story = Story(mode, tmp_path)
-    story.tell_all()
+    story.add_all()
     story.journal.checkpoint()
     story.journal.close()
     core = core_of(mode)

@@ -17,7 +17,7 @@ import pycomm
 from pycomm import CommError
 from pycomm.asynchronous import serving, wire, worker
 from pycomm.asynchronous.core import Core
-from pycomm.asynchronous.outbox import Outbox
+from pycomm.asynchronous.worker import Outbox
 from tests.asynchronous.runs import Run, work
 from tests.hosts import on_hosts
 from tests.on_ranks import Pools

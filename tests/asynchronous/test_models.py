@@ -135,7 +135,7 @@ def stop_for_a_second() -> None:
     os.waitpid(child, 0)
 
 
-@pytest.mark.parametrize("options", [{}, {"mode": "sync", "backup": 1}], ids=["async", "backup"])
+@pytest.mark.parametrize("options", [{}, {"mode": pycomm.Sync(backup=1)}], ids=["async", "backup"])
 def test_a_worker_that_is_stopped_holds_up_nobody_and_goes_on(rank_pools: Pools, options: dict[str, Any]) -> None:
     outcomes = rank_pools(4).outcomes(work_beside_one_that_is_stopped, Run(options), timeout=TIMEOUT)
     for outcome in outcomes:

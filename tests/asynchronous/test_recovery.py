@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from pycomm.asynchronous.journal import Journal
-from pycomm.asynchronous.modes import MODES
-from pycomm.asynchronous.trace import Replay, Trace
+from pycomm.asynchronous.settings import Replay, Trace
 from pycomm.checkpoint.torch_files import load_values
-from tests.asynchronous.stories import SIZE, Story, begun, core_of, files_in
+from tests.asynchronous.stories import MODES, SIZE, Story, begun, core_of, files_in
 
 
 def in_its_place(path: Path, make: Callable[[Path], Any]) -> None:
@@ -76,9 +75,9 @@ def test_also_where_a_server_has_begun_again(mode: str, tmp_path: Path) -> None:
     again = Story(mode, tmp_path, workers={2, 5})
     assert again.core.shard.num_updates >= first.core.shard.num_updates
     assert again.core.mode.workers == {2, 5}
-    again.tell(event="join", worker=5, life="c")
-    again.tell(event="pull", worker=5, number=1)
-    again.tell(event="push", worker=5, number=1, samples=1.0)
+    again.add(event="join", worker=5, life="c")
+    again.add(event="pull", worker=5, number=1)
+    again.add(event="push", worker=5, number=1, samples=1.0)
     again.journal.close()
     assert files_in(tmp_path) == ["checkpoint-2.pt", "checkpoint-3.pt", "journal-2", "journal-3"]
     (tmp_path / "checkpoint-3.pt").write_bytes(b"")

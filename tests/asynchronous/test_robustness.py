@@ -19,7 +19,7 @@ from torch import nn
 
 import pycomm
 from pycomm.asynchronous.worker import ServerLink
-from tests.asynchronous.runs import Run, loss_of, model_of, optimizer_of, weight_of, work
+from tests.asynchronous.runs import Run, loss_of, model_of, optimizer_of, serve, weight_of, work
 from tests.on_ranks import Pools
 from tests.ranks import free_port
 
@@ -32,7 +32,7 @@ def lose_a_worker(run: Run, number: int, when: str) -> dict[str, Any]:
     if dist.get_rank() != number:
         return work(run)
     model = model_of(run.dtype)
-    server = pycomm.parameter_server(optimizer_of(run, model), model, **{"timeout": run.timeout, **run.options})
+    server = serve(optimizer_of(run, model), model, **{"timeout": run.timeout, **run.options})
     for step in range(3):
         server.pull()
         if step == 2 and when == "reading":
@@ -53,7 +53,7 @@ def lose_a_worker(run: Run, number: int, when: str) -> dict[str, Any]:
 @pytest.mark.parametrize("when", ["backward", "reading", "pushed"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"mode": "sync"}, {"mode": "ssp", "staleness": 1}, {"compression": pycomm.TopK(0.2)}],
+    [{}, {"mode": "sync"}, {"mode": pycomm.StaleSynchronous(1)}, {"compression": pycomm.TopK(0.2)}],
     ids=["async", "sync", "ssp", "compressed"],
 )
 def test_a_worker_that_dies_costs_its_gradient_only(new_ranks: Pools, options: dict[str, Any], when: str) -> None:
@@ -334,7 +334,7 @@ def make(options: dict[str, Any]) -> None:
         options["compression"] = options.pop("compressions")[dist.get_rank()]
     kind = options.pop("optimizer", torch.optim.SGD)
     momentum = {"momentum": options.pop("momentum")} if "momentum" in options else {}
-    pycomm.parameter_server(kind(model.parameters(), 0.1, **momentum), model, timeout=60, **options)
+    serve(kind(model.parameters(), 0.1, **momentum), model, timeout=60, **options)
 
 
 @pytest.mark.parametrize(
@@ -343,12 +343,15 @@ def make(options: dict[str, Any]) -> None:
         ({"servers": 3}, "servers=3 of 3 ranks leaves none to work"),
         ({"servers": 0}, "servers"),
         ({"mode": "bulk"}, "mode is 'bulk'"),
+        ({"mode": "ssp"}, "mode is 'ssp', wanted an object that has its number, such as pycomm.StaleSynchronous(3)"),
+        ({"mode": "softsync"}, "such as pycomm.SoftSync(4)"),
         ({"mode": "ssp", "staleness": 0}, "staleness"),
-        ({"mode": "ssp"}, "which wants it"),
         ({"mode": "softsync", "quorum": 0}, "quorum"),
         ({"quorum": 2}, 'it is for mode="softsync"'),
-        ({"mode": "sync", "backup": 2}, "backup=2 wants more workers"),
+        ({"mode": "softsync", "compensation": "lr"}, 'it is for mode="softsync", which requires it'),
+        ({"mode": pycomm.Sync(backup=2)}, "backup=2 requires more workers"),
         ({"backup": 1}, 'it is for mode="sync"'),
+        ({"mode": "sync", "compensation": "lr"}, "in which no gradient is stale"),
         ({"compression": "topk"}, "compression is 'topk'"),
         ({"compensation": "more"}, "compensation is 'more'"),
         ({"optimizer": torch.optim.LBFGS}, "wants a closure"),

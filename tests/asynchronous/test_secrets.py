@@ -73,13 +73,8 @@ def test_hosts_without_a_secret_are_an_error_of_all() -> None:
             patch.setenv("PYCOMM_SECRET", secrets[dist.get_rank()])
             for call in (
                 lambda: pycomm.parameter_server(torch.optim.SGD(model.parameters(), 0.1), model, timeout=20),
-                lambda: pycomm.local_sgd(
-                    torch.optim.SGD(model.parameters(), 0.1),
-                    model,
-                    every=2,
-                    quorum=1,
-                    outer=pycomm.Nesterov(),
-                    timeout=20,
+                lambda: pycomm.decoupled_sgd(
+                    torch.optim.SGD(model.parameters(), 0.1), model, every=2, quorum=1, timeout=20
                 ),
             ):
                 with pytest.raises(ValueError, match=message):
@@ -117,7 +112,7 @@ def test_a_wrong_timeout_on_one_rank_is_told_to_all(rank: int) -> None:
 
     def averager(timeout: Any) -> None:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        pycomm.local_sgd(optimizer, model, every=2, quorum=1, outer=pycomm.Nesterov(), timeout=timeout).detach()
+        pycomm.decoupled_sgd(optimizer, model, every=2, quorum=1, timeout=timeout).detach()
 
     for call in (server, averager):
         for wrong in (-1, "ten", float("nan"), float("inf")):
@@ -128,15 +123,17 @@ def test_a_wrong_timeout_on_one_rank_is_told_to_all(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_a_quorum_on_one_rank_is_told_to_all() -> None:
+def test_ranks_of_which_one_is_decoupled_are_told() -> None:
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    quorum: dict[str, Any] = {"quorum": 1, "outer": pycomm.Nesterov()}
-    for options in ({}, {"outer": pycomm.Nesterov()}, {"on_failure": "shrink"}):
-        mine: dict[str, Any] = quorum if dist.get_rank() == 0 else options
+    given: list[dict[str, Any]] = [{}, {"outer": pycomm.Nesterov()}, {"on_failure": "shrink"}]
+    for options in given:
+        mine: tuple[Any, dict[str, Any]] = (
+            (pycomm.local_sgd, options) if dist.get_rank() else (pycomm.decoupled_sgd, {})
+        )
         with pytest.raises(ValueError, match="the ranks disagree: setting 0 is .*'ranks meet one by one' on rank 0"):
-            pycomm.local_sgd(optimizer, model, every=2, timeout=20, **mine)
-    pycomm.local_sgd(optimizer, model, every=2, timeout=20, **quorum).detach()
+            mine[0](optimizer, model, every=2, timeout=20, **mine[1])
+    pycomm.decoupled_sgd(optimizer, model, every=2, quorum=1, timeout=20).detach()
 
 
 # TLS.
@@ -199,15 +196,15 @@ def test_tls(monkeypatch: pytest.MonkeyPatch, certificates: Callable[[str], dict
     big, out = torch.randn(1_000_000), torch.empty(1_000_000)
 
     def send() -> None:
-        wire.tell(worker, a=1)
-        wire.tell(worker, b=2)
+        wire.send(worker, a=1)
+        wire.send(worker, b=2)
         wire.send_array(worker, big)
 
     sending = threading.Thread(target=send)
     sending.start()
-    assert wire.hear(inside) == {"a": 1}
+    assert wire.receive(inside) == {"a": 1}
     assert wire.readable([inside], listener.bell, 10.0)[0] == [inside], "what TLS has read ahead is seen"
-    assert wire.hear(inside) == {"b": 2}
+    assert wire.receive(inside) == {"b": 2}
     wire.receive_array(inside, out)
     sending.join()
     assert torch.equal(out, big)

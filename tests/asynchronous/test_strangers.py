@@ -21,8 +21,8 @@ import pytest
 import torch
 
 from pycomm.asynchronous import wire
-from pycomm.asynchronous.memory import SharedMemory
 from pycomm.asynchronous.serving import Serving
+from pycomm.asynchronous.wire import SharedMemory
 from pycomm.untrusted import COUNT
 from tests.asynchronous.stories import SIZE, core_of
 
@@ -42,8 +42,8 @@ def come_in(listener: wire.WorkerListener) -> None:
     with contextlib.closing(wire.connect(listener.address, KEY)) as worker:
         assert wire.readable([], listener.bell, 10.0)[1]
         (inside,) = listener.admitted()
-        wire.tell(worker, hello=1)
-        assert wire.hear(inside) == {"hello": 1}
+        wire.send(worker, hello=1)
+        assert wire.receive(inside) == {"hello": 1}
         inside.close()
 
 
@@ -250,23 +250,23 @@ class Server:
             "process": process,
             "memory": None,
         }
-        wire.tell(connection, ask="hello", **{**hello, **more})
+        wire.send(connection, ask="hello", **{**hello, **more})
         assert connection.poll(10.0)
-        assert wire.hear(connection)["last"] == 0
+        assert wire.receive(connection)["last"] == 0
         return connection
 
     def step(self, connection: wire.Connection, number: int) -> None:
-        wire.tell(connection, ask="pull", number=number)
-        wire.hear(connection, {"version": COUNT})
+        wire.send(connection, ask="pull", number=number)
+        wire.receive(connection, {"version": COUNT})
         wire.receive_array(connection, torch.empty(SIZE, dtype=torch.float64))
-        wire.tell(connection, ask="push", number=number, samples=1.0, rate=0.0)
+        wire.send(connection, ask="push", number=number, samples=1.0, rate=0.0)
         wire.send_array(connection, torch.ones(SIZE, dtype=torch.float64))
-        assert wire.hear(connection) == {"pushed": number}
+        assert wire.receive(connection) == {"pushed": number}
 
     def end(self, *connections: wire.Connection) -> None:
         for connection in connections:
-            wire.tell(connection, ask="close")
-            assert wire.hear(connection) == {"closed": True}
+            wire.send(connection, ask="close")
+            assert wire.receive(connection) == {"closed": True}
             connection.close()
         self.thread.join(20.0)
         assert not self.thread.is_alive()
@@ -317,9 +317,9 @@ def test_who_is_malformed_is_dropped_by_name_and_the_others_go_on(
         for is_known in (False, True):
             connection = server.worker(100 + number) if is_known else wire.connect_here(server.listener.name)
             with caplog.at_level(logging.WARNING, "pycomm"):
-                wire.tell(connection, **message)
+                wire.send(connection, **message)
                 with pytest.raises((EOFError, OSError)):
-                    wire.hear(connection)
+                    wire.receive(connection)
             connection.close()
             until = time.monotonic() + 5.0
             while is_known and f"worker {100 + number} is gone" not in caplog.text:
@@ -331,7 +331,7 @@ def test_who_is_malformed_is_dropped_by_name_and_the_others_go_on(
         connection = server.worker(50)
         connection.send_bytes(content)
         with pytest.raises((EOFError, OSError)):
-            wire.hear(connection)
+            wire.receive(connection)
         connection.close()
     server.step(good, len(MALFORMED) + 1)
     server.end(good)
@@ -355,11 +355,11 @@ def test_whatever_a_worker_sends_ends_only_itself(serve: Callable[..., Server]) 
     server.step(good, 1)
     for size in (0, 1, SIZE * 8 - 1, SIZE * 8 + 1, 2**20 + 1):  # of an array
         connection = server.worker(7)
-        wire.tell(connection, ask="push", number=1, samples=1.0, rate=0.0)
+        wire.send(connection, ask="push", number=1, samples=1.0, rate=0.0)
         with contextlib.suppress(OSError):
             connection.send_bytes(bytes(size))
         with pytest.raises((EOFError, OSError)):
-            wire.hear(connection)
+            wire.receive(connection)
         connection.close()
     server.step(good, 2)
     server.end(good)

@@ -13,6 +13,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
 from tests.backend.worlds import on_world
+from tests.models import mean_square
 
 BATCHES, WIDTH = 4, 5
 STAGES_PER_RANK = {
@@ -26,10 +27,6 @@ STAGES_PER_RANK = {
 }
 BOTH_WAYS = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 """Schedules in which the last rank has the two stages in the middle, and the first rank the first and the last."""
-
-
-def loss_of(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return (y - target).square().mean()
 
 
 def stages_of(rank: int, size: int, name: str) -> list[int]:
@@ -46,13 +43,13 @@ def test_gradients_equal_one_process(name: str) -> None:
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(size * STAGES_PER_RANK[name])]
     x, target = torch.randn(2, 2 * BATCHES, WIDTH).unbind()
     whole = nn.Sequential(*copy.deepcopy(blocks))
-    loss = loss_of(whole(x), target)
+    loss = mean_square(whole(x), target)
     loss.backward()
 
     mine = stages_of(rank, size, name)
     stages = [PipelineStage(blocks[i], i, len(blocks), torch.device("cpu")) for i in mine]
     made: Any = getattr(pipelining, name, None) or getattr(pipelining.schedules, name)
-    schedule = made(stages if STAGES_PER_RANK[name] > 1 else stages[0], BATCHES, loss_fn=loss_of)
+    schedule = made(stages if STAGES_PER_RANK[name] > 1 else stages[0], BATCHES, loss_fn=mean_square)
     losses: list[torch.Tensor] = []
     last = len(blocks) - 1 in mine
     schedule.step(*((x,) if 0 in mine else ()), target=target if last else None, losses=losses if last else None)

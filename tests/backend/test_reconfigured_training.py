@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from tests.backend.test_reconfigure import TORCH, begin, group, reconfigure, wait_for_all
 from tests.backend.worlds import RELEASE, on_world
+from tests.models import perceptron
 
 pytestmark = pytest.mark.skipif(RELEASE < (2, 14), reason="torch reconfigures groups from 2.14 on")
 
@@ -26,8 +27,7 @@ WORLDS = [(0, 1, 2), (0, 2), (0, 1, 2)]
 
 
 def small_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    return perceptron(6, 8, 2, dtype=torch.float32)
 
 
 def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.kernels import command as kernels_command
 from bench.kernels import host
+from bench.kernels.case import Arrays, Calls
+from bench.kernels.command import make_cases
+from bench.kernels.resnet50 import parameter_shapes
 from pycomm import kernels
-from pycomm.cli.bench.kernels.case import Arrays, Calls
-from pycomm.cli.bench.kernels.command import make_cases
-from pycomm.cli.bench.kernels.resnet50 import parameter_shapes
 from pycomm.kernels.prepared import PreparedStep
 
 ROOT = Path(__file__).parents[2]
@@ -64,6 +65,37 @@ def test_bench(arguments: list[str], tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "verified" in done.stdout or not arguments[0].startswith("kernels")
     assert json.loads(report.read_text())
+
+
+def test_one_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "k.json"
+    arguments = ["--only", "absmax", "--shapes", "9", "--rounds", "2", "-J", str(report)]
+    monkeypatch.setattr(sys, "argv", ["bench.kernels", *arguments])
+    threads = torch.get_num_threads()
+    assert kernels_command.main() == 0
+    torch.set_num_threads(threads)
+    assert "verified: absmax" in capsys.readouterr().out
+    (row,) = json.loads(report.read_text())["rows"]
+    assert row["kernel"] == "absmax"
+    assert row["time_over_floor"] == pytest.approx(row["pycomm"]["median"] / row["floor"]["seconds"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--only", "fft"], "--only: no kernel has 'fft' in its name"),
+        (["--rounds", "0"], "--rounds: 0, wanted at least 1"),
+        (["-b", "1K"], "unrecognized arguments: -b 1K"),
+    ],
+)
+def test_wrong_arguments_of_kernels(
+    arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.kernels", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        kernels_command.main()
+    assert caught.value.code == 2
+    assert says in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

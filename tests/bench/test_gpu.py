@@ -21,8 +21,8 @@ from bench.gpu.measure import Measurement
 from bench.gpu.ranks import resnet
 from bench.gpu.run import Run, merged
 from bench.gpu.timing import Turn, num_copies
+from bench.kernels.resnet50 import parameter_shapes
 from pycomm import kernels
-from pycomm.cli.bench.kernels.resnet50 import parameter_shapes
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -29,15 +31,17 @@ PATIENCE = 40.0  # ranks that import torch on a busy machine notice late that th
 
 @pytest.mark.timeout(110)
 def test_a_short_run_shows_a_table_and_writes_the_picture(tmp_path: Path) -> None:
-    """On links between namespaces, where these are allowed."""
-    done = subprocess.run(
-        [*COMMAND, *TINY, "--kill", "--link", "1gbit", "--output", "picture"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        start_new_session=True,
-        timeout=100,
-    )
+    """On links between namespaces, where these are allowed. That ports are in use does not matter."""
+    with port_in_use(network.PORT):
+        done = subprocess.run(
+            [*COMMAND, *TINY, "--kill", "--link", "1gbit", "--output", "picture"],
+            cwd=tmp_path,
+            env={**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(network.PORT)},
+            capture_output=True,
+            text=True,
+            start_new_session=True,
+            timeout=100,
+        )
     assert done.returncode == 0, done.stderr
     check_output(done.stdout)
     assert "Rank 2 of 3 will be killed." in done.stdout
@@ -45,6 +49,20 @@ def test_a_short_run_shows_a_table_and_writes_the_picture(tmp_path: Path) -> Non
     assert "rank 2 died: 2 ranks go on at step" in done.stderr
     assert (tmp_path / "picture").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert os.listdir(tmp_path) == ["picture"]
+
+
+@contextmanager
+def port_in_use(port: int) -> Iterator[None]:
+    """Keep a port of this host from everybody else, at all of its addresses."""
+    with contextlib.ExitStack() as sockets:
+        for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::1")):
+            with contextlib.suppress(OSError):  # of others, who keep it as well
+                listener = sockets.enter_context(socket.socket(family))
+                listener.bind((address, port))
+                listener.listen()
+        with pytest.raises(OSError, match="in use"), socket.socket() as another:
+            another.bind(("127.0.0.1", port))
+        yield
 
 
 def check_output(text: str) -> None:

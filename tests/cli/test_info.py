@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import pycomm
+from pycomm.cli import info
 from pycomm.cli.main import main
 
 
@@ -22,6 +23,25 @@ def test_info_says_what_runs_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert "hierarchical" in facts["transports"]
     assert "gpus" in facts
     assert facts["nccl"].split()[0] == (pycomm.build_info()["nccl"] or "none")
+
+
+@pytest.mark.parametrize(
+    ("cuda", "architectures", "says"),
+    [
+        (None, None, "none (built without)"),
+        ("13.0", "80-real;90-virtual", "13.0, for 80-real, 90-virtual"),
+        (
+            *("13.0", "75-virtual"),
+            "13.0, for 75-virtual (the driver of a newer GPU compiles the kernels when they are first used)",
+        ),
+    ],
+)
+def test_info_names_the_architectures_of_the_build(
+    cuda: str | None, architectures: str | None, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = {**pycomm.build_info(), "cuda": cuda, "cuda_architectures": architectures}
+    monkeypatch.setattr(pycomm, "build_info", lambda: build)
+    assert info.collect()["cuda"] == says
 
 
 def test_no_command_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:

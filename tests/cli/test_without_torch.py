@@ -29,7 +29,7 @@ for words in json.loads(sys.argv[1]):
 COMMANDS = (
     *(["info"], ["demo"], ["plan"], ["bench"], ["trace"], ["explain"]),
     *(["plan", name] for name in ("ranks", "compression", "calibrate", "layers", "model", "scaling")),
-    *(["bench", name] for name in ("all_reduce", "barrier", "kernels")),
+    *(["bench", name] for name in ("all_reduce", "barrier")),
 )
 
 NUMBERS = {"layers": ["8GB,8GB", "--devices", "2", "--memory", "9GB"], "model": ["x.py:f", "--devices", "2"]}
@@ -104,8 +104,8 @@ WRONG = [
     (["bench", "all_reduce", "--peers", "pycomm"], "--peers: pycomm is what is measured (--backend)"),
     (["bench", "broadcast", "-r", "2"], "-r: 2, wanted a rank below 2, or all"),
     (["bench", "barrier", "-b", "4"], "pycomm bench barrier: error: unrecognized arguments: -b 4"),
-    (["bench", "kernels", "-b", "1K"], "pycomm bench kernels: error: unrecognized arguments: -b 1K"),
-    (["bench", "kernels", "--rounds", "0"], "--rounds: 0, wanted at least 1"),
+    (["bench", "barrier", "--rounds", "0"], "--rounds: 0, wanted at least 1"),
+    (["bench", "all_reduce", "--busy", "1"], "pycomm bench all_reduce: error: unrecognized arguments: --busy 1"),
     (["trace"], "the following arguments are required: script"),
     (["trace", "nothing.py"], "there is no nothing.py"),
     (["trace", "--step", "0", "empty.json"], "--step: 0, wanted at least 1"),

@@ -126,6 +126,7 @@ def check(
     assert half or (after[dist.get_rank()][chosen] == 0).all()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("count", "half"), [(400, False), (4000, True)])

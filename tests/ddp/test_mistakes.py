@@ -122,7 +122,7 @@ def test_a_dropped_model_takes_its_hook_with_it() -> None:
         model = ddp(make_model())
         handle = register(model, compression=pycomm.TopK(0.1))
         step(model, 0)
-        watched = [weakref.ref(thing) for thing in (model, handle, handle._communicator)]
+        watched = [weakref.ref(thing) for thing in (model, handle, handle.communicator)]
         del model, handle
         gc.collect()
         assert [ref() for ref in watched] == [None] * 3

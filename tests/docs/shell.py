@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import itertools
 import re
 import runpy
 import shlex
@@ -82,7 +83,8 @@ def _python(words: list[str]) -> None:
             return
         if find_spec(words[1]) is None:
             raise UnknownError(f"there is no module {words[1]!r}")
-        _options(words[2:], help_of(words[1]), words[1])
+        commands = tuple(itertools.takewhile(lambda word: not word.startswith("-"), words[2:]))
+        _options(words[2:], help_of(words[1], *commands), words[1])
     else:
         _file(words[0])
         _options(words[1:], (ROOT / words[0]).read_text(), words[0])
@@ -121,10 +123,14 @@ def _options(words: list[str], known: str, whose: str) -> None:
 
 
 @cache
-def help_of(module: str) -> str:
-    """Return what ``python -m module --help`` prints."""
+def help_of(module: str, *commands: str) -> str:
+    """Return what ``python -m module commands --help`` prints."""
     said = io.StringIO()
-    with patch.object(sys, "argv", [module, "--help"]), contextlib.redirect_stdout(said), warnings.catch_warnings():
+    with (
+        patch.object(sys, "argv", [module, *commands, "--help"]),
+        contextlib.redirect_stdout(said),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore", RuntimeWarning)  # that another test has imported it before
         with contextlib.suppress(SystemExit):
             runpy.run_module(module, run_name="__main__")

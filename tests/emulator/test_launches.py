@@ -75,6 +75,7 @@ class Step:
         )
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize("num_params", [1, 54, 158])

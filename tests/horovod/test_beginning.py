@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import pycomm
-from pycomm.horovod.launched import launched
+from pycomm.horovod.environment import launched
 from tests.horovod.test_optimizer import Halving
 from tests.horovod.training import batch_of, loss_of, make_model, sgd
 from tests.horovod.worlds import grad_of, horovod

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 import pycomm.horovod as hvd
-from pycomm.horovod import meeting
-from pycomm.horovod.launched import first_node, launched
+from pycomm.horovod import environment
+from pycomm.horovod.environment import first_node, launched
 from pycomm.transport import authentication
 from tests.on_ranks import Pools, on_ranks
 from tests.ranks import free_port
@@ -158,10 +158,10 @@ def test_environments_that_make_no_sense(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(TimeoutError, match="rank 0 of the job 'nobody-.*was not found on this host in 0.1 s"):
         launched().store(0.1)
     monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "soon")
-    from pycomm.horovod import settings
+    from pycomm.horovod import environment
 
     with pytest.raises(ValueError, match="HOROVOD_STALL_CHECK_TIME_SECONDS is 'soon'"):
-        settings.stall_check_seconds()
+        environment.stall_check_seconds()
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_horovod_itself_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None
 
 def _ask(job: str, patience: float) -> tuple[str, str]:
     """Return what rank 0 tells, to two ranks of three, one of which asks twice."""
-    told = [meeting.on_this_host(job, rank, "", 3, patience) for rank in (1, 1, 2)]
+    told = [environment.on_this_host(job, rank, "", 3, patience) for rank in (1, 1, 2)]
     assert len(set(told)) == 1
     return told[0], str(authentication.own_folder())
 
@@ -226,32 +226,32 @@ def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_rank_0_tells_its_address_to_ranks_of_this_user(own_folder: Path) -> None:
-    assert meeting.on_this_host("job", 0, "4711", 3, 20.0) == "4711"
+    assert environment.on_this_host("job", 0, "4711", 3, 20.0) == "4711"
     (path,) = own_folder.iterdir()
     with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as wrong:
         wrong.connect(path.name)
         wrong.sendall(b"\xff")  # no number of a rank
         wrong.close()
         with pytest.raises(ValueError, match="another process is rank 0 of the job 'job'"):
-            meeting.on_this_host("job", 0, "4712", 3, 20.0)
+            environment.on_this_host("job", 0, "4712", 3, 20.0)
         assert _ask("job", 20.0) == ("4711", str(own_folder))
         silent.close()
     while list(own_folder.iterdir()):  # all have been told
         time.sleep(0.01)
     with pytest.raises(TimeoutError, match="rank 0 of the job 'job' was not found"):
-        meeting.on_this_host("job", 1, "", 3, 0.1)
+        environment.on_this_host("job", 1, "", 3, 0.1)
 
 
 def test_what_a_killed_job_has_left_is_no_hindrance(own_folder: Path) -> None:
     with socket.socket(socket.AF_UNIX) as left:
-        meeting.on_this_host("job", 0, "1", 2, 20.0)
+        environment.on_this_host("job", 0, "1", 2, 20.0)
         (path,) = own_folder.iterdir()
-        assert meeting.on_this_host("job", 1, "", 2, 20.0) == "1"
+        assert environment.on_this_host("job", 1, "", 2, 20.0) == "1"
         while path.exists():
             time.sleep(0.01)
         left.bind(path.name)
-    assert meeting.on_this_host("job", 0, "2", 2, 20.0) == "2"
-    assert meeting.on_this_host("job", 1, "", 2, 20.0) == "2"
+    assert environment.on_this_host("job", 0, "2", 2, 20.0) == "2"
+    assert environment.on_this_host("job", 1, "", 2, 20.0) == "2"
     while path.exists():
         time.sleep(0.01)
 
@@ -262,7 +262,7 @@ def test_a_folder_that_others_can_use_is_no_place_to_meet(monkeypatch: pytest.Mo
     assert authentication.own_folder() == tmp_path / f"pycomm-{os.geteuid()}"
     (tmp_path / f"pycomm-{os.geteuid()}").chmod(0o755)
     with pytest.raises(PermissionError, match="is not for this user alone"):
-        meeting.on_this_host("job", 0, "1", 2, 1.0)
+        environment.on_this_host("job", 0, "1", 2, 1.0)
 
 
 STRANGER = """
@@ -282,13 +282,13 @@ except ConnectionError:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_is_told_nothing(own_folder: Path) -> None:
     """Even where the folder lets a stranger in, the kernel says who has connected."""
-    meeting.on_this_host("job", 0, "4711", 2, 20.0)
+    environment.on_this_host("job", 0, "4711", 2, 20.0)
     (path,) = own_folder.iterdir()
     for folder in (own_folder, *own_folder.parents[:-2]):
         folder.chmod(0o711)
     path.chmod(0o777)
     subprocess.run([sys.executable, "-c", STRANGER, path.name], check=True, timeout=20)
     own_folder.chmod(0o700)
-    assert meeting.on_this_host("job", 1, "", 2, 20.0) == "4711"
+    assert environment.on_this_host("job", 1, "", 2, 20.0) == "4711"
     while path.exists():
         time.sleep(0.01)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pycomm.horovod.engine import LONGEST_PAUSE
-from pycomm.horovod.state import world
+from pycomm.horovod.process_sets import world
 from tests.horovod.worlds import horovod
 from tests.on_ranks import on_ranks
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from pycomm.horovod.adasum import combine
+from pycomm.horovod.execution import combine
 from tests.horovod.training import (
     assert_equal_models,
     batch_of,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pycomm.horovod.adasum import combine
+from pycomm.horovod.execution import combine
 from tests.horovod.worlds import all_values, grad_of, horovod, values_of
 from tests.on_ranks import on_ranks
 

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 import pycomm.horovod as hvd
+from tests.models import perceptron
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 def make_model(seed: int = 3) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    return perceptron(6, 8, 3, seed=seed)
 
 
 def batch_of(rank: int, step: int) -> Batch:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
+from tests.models import perceptron
 from tests.ranks import RankPool
 
 REPORT = Path(__file__).resolve().parent.parent.parent / "docs" / "tested_optimizers.json"
@@ -94,8 +95,7 @@ def all_names() -> Iterator[tuple[str, str]]:
 
 
 def model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 6))
+    return perceptron(12, 24, 24, 6, dtype=torch.float32)
 
 
 def loss_of(module: nn.Module, rank: int, step: int) -> torch.Tensor:

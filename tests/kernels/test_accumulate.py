@@ -41,6 +41,7 @@ def check_on_gpu(gpu: Gpu, given: Bucket, gap: int = 0, scratch: kernels.Scratch
     assert gpu.get(gpu_finite).tolist() == finite.tolist()
 
 
+@pytest.mark.pairwise
 @pytest.mark.usefixtures("simd")
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -149,6 +150,7 @@ def test_bad_arguments(message: str) -> None:
     assert not acc.any()
 
 
+@pytest.mark.pairwise
 @requires_gpu
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("kind", KINDS)

@@ -265,6 +265,7 @@ def test_bad_arguments() -> None:
         EntryLayout(1, 1, 0, 1, "float32", False)
 
 
+@pytest.mark.pairwise
 @requires_gpu
 @pytest.mark.parametrize(("dtype", "half"), CASES)
 @pytest.mark.parametrize("size", [1, 3])

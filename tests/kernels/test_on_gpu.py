@@ -26,6 +26,7 @@ def pieces_of(flat: torch.Tensor, sizes: list[int], gap: int) -> list[torch.Tens
     return pieces
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("source", "target"), pairs(FLOATS))
 def test_pack_and_unpack(gpu: Gpu, source: torch.dtype, target: torch.dtype) -> None:
     for gap in (0, 1):
@@ -62,6 +63,7 @@ def test_pack_says_whether_all_is_finite(gpu: Gpu) -> None:
     assert gpu.get(kernels.pack([gpu.put(values[:0])], gpu.garbage(0, torch.float32))).item()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("source", "target"), pairs(FLOATS))
 def test_pack_says_whether_all_is_below_a_limit(gpu: Gpu, source: torch.dtype, target: torch.dtype) -> None:
     for place in (0, 4095, 4096, 8999):
@@ -99,6 +101,7 @@ def test_pack_reads_scale_and_condition_on_the_device(gpu: Gpu) -> None:
     assert_same_bits(gpu.get(back), values * torch.tensor(0.37))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("op", ["sum", "mean", "min", "max", "product", "band", "bor", "bxor"])
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 def test_reduce(gpu: Gpu, dtype: torch.dtype, op: str) -> None:
@@ -146,6 +149,7 @@ def test_absmax(gpu: Gpu, dtype: torch.dtype) -> None:
     assert gpu.get(kernels.absmax([gpu.put(values[:0])])).item() == 0.0
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("target", "source"), pairs(FLOATS))
 @pytest.mark.parametrize("order", ["ascending", "repeated", "descending"])
 def test_scatter_add(gpu: Gpu, target: torch.dtype, source: torch.dtype, order: str) -> None:

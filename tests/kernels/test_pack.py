@@ -58,6 +58,7 @@ def test_any_alignment(counts: list[int], offsets: tuple[int, int], types: tuple
     assert bool(finite) == bool(torch.isfinite(wanted).all())
 
 
+@pytest.mark.pairwise
 @pytest.mark.usefixtures("simd")
 @pytest.mark.parametrize("target", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("threads", [1, 3])

@@ -135,6 +135,7 @@ def test_prepared(name: str, dtype: torch.dtype) -> None:
     check(HostGpu(), name, dtype)
 
 
+@pytest.mark.pairwise
 @requires_gpu
 @pytest.mark.parametrize("dtype", WIDE)
 @pytest.mark.parametrize("name", KINDS)
@@ -224,6 +225,7 @@ def test_gpu_refuses_what_lies_elsewhere(gpu: Gpu) -> None:
             prepared.step("adam", c, scaling)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("reduction", ["sum", "mean"])

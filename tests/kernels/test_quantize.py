@@ -113,6 +113,7 @@ def check(x: Any, config: Quantization, seed: tuple[int, int] | None) -> None:
     assert np.array_equal(out, (numbers * scales.repeat(config.block)[: len(x)]).astype(np.float32))
 
 
+@pytest.mark.pairwise
 @pytest.mark.usefixtures("simd")
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("norm", ["max", "euclidean"])
@@ -240,6 +241,7 @@ def test_bad_arrays() -> None:
         assert message in str(raised.value)
 
 
+@pytest.mark.pairwise
 @requires_gpu
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("seed", [None, SEED])

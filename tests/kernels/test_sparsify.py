@@ -73,6 +73,7 @@ def thresholds_of(given: Bucket, counts: list[int], factor: float = 1.0) -> torc
     return Sparsified(given, counts, torch.zeros(len(counts))).thresholds * factor
 
 
+@pytest.mark.pairwise
 @pytest.mark.usefixtures("simd")
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("kind", KINDS)

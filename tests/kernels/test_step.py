@@ -204,6 +204,7 @@ def test_arrays_of_any_shape_and_strided_gradients() -> None:
     assert np.array_equal(weights, 1 - grad.numpy())
 
 
+@pytest.mark.pairwise
 @pytest.mark.usefixtures("simd")
 @pytest.mark.parametrize("dtype", WIDE)
 @pytest.mark.parametrize("size", [1, 7, 31, 33, 16_385])
@@ -301,6 +302,7 @@ def test_other_bad_arguments() -> None:
         kernels.lamb_moments([], [], [], [], moments=MOMENTS)
 
 
+@pytest.mark.pairwise
 @requires_gpu
 @pytest.mark.parametrize("dtype", WIDE)
 @pytest.mark.parametrize("name", KINDS)

@@ -59,6 +59,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.usefixtures("simd")
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.parametrize("k", [1, 2, 199, 2_000, N // 4, N // 4 + 1, N])

@@ -51,6 +51,7 @@ def test_small(gpu: Gpu, dtype: torch.dtype) -> None:
                 assert_topk(gpu, x, k, offset=k % 5)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("offset", [0, 1, 7])
 def test_big(gpu: Gpu, dtype: torch.dtype, offset: int) -> None:

@@ -24,6 +24,10 @@ from tests.reducer.models import loss_of, make_model, sgd
 Rows = list[dict[str, Any]]
 
 
+def deprecated() -> Any:
+    return pytest.warns(DeprecationWarning, match="of pycomm.monitor is deprecated")
+
+
 class Summary:
     """What is written of TensorBoard's SummaryWriter."""
 
@@ -48,7 +52,11 @@ def test_rows_are_written_wherever_they_are_wanted(tmp_path: Path) -> None:
     rows: Rows = []
     summary = Summary()
     table, lines = tmp_path / "run" / "rows.csv", str(tmp_path / "rank{rank}.jsonl")
-    monitor = pycomm.monitor(reducer, every=2, to=[table, lines, summary, rows.append])
+    with pytest.warns(DeprecationWarning, match="pass a function that is called with each row") as warned:
+        monitor = pycomm.monitor(reducer, every=2, to=[table, lines, summary, rows.append])
+    assert [(each.filename, str(each.message).split("'")[1]) for each in warned] == [
+        (__file__, str(path)) for path in ([table] if rank == 0 else []) + [lines.replace("{rank}", str(rank))]
+    ]
     train(reducer, model, 5)
     assert [row["step"] for row in rows] == [2, 4]
     monitor.close()
@@ -80,7 +88,7 @@ def test_a_file_is_continued(tmp_path: Path) -> None:
     reducer = pycomm.attach(sgd(model), model)
     path = tmp_path / "rows{rank}.csv"
     for _ in range(2):
-        with pycomm.monitor(reducer, every=1, to=path):
+        with deprecated(), pycomm.monitor(reducer, every=1, to=path):
             train(reducer, model, 2)
     lines = Path(str(path).replace("{rank}", str(dist.get_rank()))).read_text().splitlines()
     assert [line.split(",")[0] for line in lines] == ["step", "1", "2", "3", "4"]
@@ -203,7 +211,7 @@ def test_a_target_that_is_wrong_leaves_none_before_it_open(
     one_rank_group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = Closable()
-    monkeypatch.setattr(writers, "CsvWriter", lambda _: made)
+    monkeypatch.setattr(writers, "FileWriter", lambda _: made)
     model = make_model()
     reducer = pycomm.attach(sgd(model), model)
     with pytest.raises(TypeError, match="to is 7"):
@@ -217,11 +225,12 @@ def test_a_file_with_other_columns_is_left_alone(one_rank_group: None, tmp_path:
     reducer = pycomm.attach(sgd(model), model)
     path = tmp_path / "rows.csv"
     path.write_text("step,loss\n1,0.5\n")
-    with pytest.raises(ValueError, match=r"a file with other columns than these rows: step, loss\."):
+    with deprecated(), pytest.raises(ValueError, match=r"a file with other columns than these rows: step, loss\."):
         pycomm.monitor(reducer, to=path)
     assert path.read_text() == "step,loss\n1,0.5\n"
     path.write_text("")  # as if it had been made beforehand
-    pycomm.monitor(reducer, to=path).close()
+    with deprecated():
+        pycomm.monitor(reducer, to=path).close()
     assert path.read_text().splitlines() == [",".join(FIELDS)]
     reducer.detach()
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from pycomm import parallel
 from pycomm.parallel import functional
 from pycomm.schedule import pipeline as tables
+from tests.models import mean_square
 from tests.one_rank.backend_calls import call, ones, size
 from tests.one_rank.calls import Call, Make, kept
 
@@ -77,10 +78,6 @@ def branches(**given: Any) -> parallel.Branches:
 def stages() -> list[nn.Module]:
     torch.manual_seed(0)
     return [linear() for _ in range(size())]
-
-
-def mean_square(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return (y - target).square().mean()
 
 
 def pipeline(**given: Any) -> parallel.Pipeline:

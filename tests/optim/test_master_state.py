@@ -36,6 +36,7 @@ def dtypes_in(value: Any) -> set[torch.dtype]:
     return {value.dtype} if isinstance(value, torch.Tensor) else set()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("model_first", [True, False])
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("name", ALL)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
+from tests.models import perceptron
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
 from tests.reducer.attaching import assert_replicas_equal, attached, rank_and_size, warnings_noted
@@ -24,8 +25,7 @@ METHODS = {
 
 
 def model_of(seed: int, dtype: torch.dtype) -> Any:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 3)).to(dtype)
+    return perceptron(8, 24, 3, seed=seed, dtype=dtype)
 
 
 def loss_of(model: nn.Module, rank: int, step: int, factor: float = 1.0) -> torch.Tensor:
@@ -58,6 +58,7 @@ def train_with_masters(compression: Any, dtype: torch.dtype, generic: bool) -> N
         assert all(m.dtype == torch.float32 for m in masters.parameters())
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("generic", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("method", METHODS)

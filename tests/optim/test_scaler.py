@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import pycomm
+from tests.models import perceptron
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
 from tests.reducer.attaching import assert_replicas_equal, attached, rank_and_size
@@ -22,8 +23,7 @@ INF_AT = {4: 1, 5: 0, 12: 1}  # step -> rank
 
 
 def make(dtype: torch.dtype = torch.float32) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2)).to(dtype)
+    return perceptron(6, 9, 2, dtype=dtype)
 
 
 def loss_at(model: nn.Module, step: int, rank: int) -> torch.Tensor:

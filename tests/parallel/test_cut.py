@@ -100,7 +100,7 @@ def test_wrong_stages_are_refused(stages: list[list[str]], told: str) -> None:
 
 def test_a_model_that_cannot_be_cut_is_refused() -> None:
     x = torch.randn(2, WIDTH)
-    with pytest.raises(ValueError, match="wants an example"):
+    with pytest.raises(ValueError, match="requires an example"):
         cut(Shortcut(), [["a"], ["b"]])
     with pytest.raises(ValueError, match="'e', which the model has not"):
         cut(Shortcut(), [["a"], ["e"]], x)

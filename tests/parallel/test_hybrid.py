@@ -13,6 +13,7 @@ from torch import nn
 import pycomm
 from pycomm import parallel
 from tests.backend.worlds import on_world
+from tests.models import mean_square, perceptron
 from tests.reducer.attaching import grouped
 
 WIDTH, STEPS = 8, 20
@@ -35,12 +36,7 @@ LOSSY = {
 def layers() -> list[nn.Module]:
     """Stages of two layers each, the same on every rank."""
     torch.manual_seed(0)
-    made = (nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(2))
-    return [stage.double() for stage in made]
-
-
-def loss_of(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return (y - target).square().mean()
+    return [perceptron(WIDTH, 2 * WIDTH, WIDTH, seed=None) for _ in range(2)]
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,7 +53,7 @@ def full(param: torch.Tensor) -> torch.Tensor:
 
 def train(mesh: Any, compression: Any, optimizer_of: Any, clip: float | None = None) -> parallel.Pipeline:
     """Train over the mesh: stages over "pp", the batch over "dp", layers over "tp" where the mesh has these."""
-    pipeline = parallel.Pipeline(layers(), mesh, "one_f_one_b", microbatches=2, loss=loss_of)
+    pipeline = parallel.Pipeline(layers(), mesh, "one_f_one_b", microbatches=2, loss=mean_square)
     if "tp" in mesh.mesh_dim_names:
         parallel.split(pipeline.module, mesh, SPLIT)
     optimizer = optimizer_of(pipeline.module.parameters())
@@ -81,7 +77,7 @@ def one_process(optimizer_of: Any, clip: float | None = None) -> nn.Sequential:
     for step in range(STEPS):
         x, y = batch(step)
         optimizer.zero_grad()
-        loss_of(model(x), y).backward()
+        mean_square(model(x), y).backward()
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
@@ -131,7 +127,7 @@ def test_clipping_is_by_the_norm_of_the_whole_model() -> None:
 def test_a_gradient_that_overflows_in_one_stage_stops_the_step_in_all() -> None:
     mesh = parallel.mesh(pp=2, dp=1)
     for scaler in (pycomm.LossScaler(init_scale=1.0), torch.amp.GradScaler("cpu", init_scale=1.0)):
-        pipeline = parallel.Pipeline(layers(), mesh, microbatches=2, loss=lambda y, t: scaler.scale(loss_of(y, t)))  # noqa: B023
+        pipeline = parallel.Pipeline(layers(), mesh, microbatches=2, loss=lambda y, t: scaler.scale(mean_square(y, t)))  # noqa: B023
         optimizer = sgd(pipeline.module.parameters())
         options = {"process_group": mesh["dp"], "loss_scaler": scaler, "compression": pycomm.TopK(1.0)}
         reducer = pycomm.attach(optimizer, pipeline.module, **grouped(**options))

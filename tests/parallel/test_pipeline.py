@@ -17,15 +17,13 @@ import pycomm
 from pycomm.parallel import Pipeline, cut
 from pycomm.schedule import pipeline as tables
 from tests.backend.worlds import on_world
+from tests.models import mean_square, perceptron
 from tests.parallel.test_cut import Shortcut
 from tests.ranks import SLOWER
+from tests.schedule.pipeline.mutations import mutations
 
 WIDTH = 4
 EXACT: Any = {"rtol": 0, "atol": 1e-12}
-
-
-def loss_of(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return (y - target).square().mean()
 
 
 def layers(count: int, width: int = WIDTH) -> list[nn.Module]:
@@ -34,7 +32,7 @@ def layers(count: int, width: int = WIDTH) -> list[nn.Module]:
     made: list[nn.Module] = []
     for number in range(count):
         inner = width * (1 + number % 3)
-        made.append(nn.Sequential(nn.Linear(width, inner), nn.Tanh(), nn.Linear(inner, width)).double())
+        made.append(perceptron(width, inner, width, seed=None))
     return made
 
 
@@ -57,10 +55,10 @@ def test_every_schedule_equals_one_process(name: str) -> None:
         stages = layers(table.num_stages)
         whole = copy.deepcopy(nn.Sequential(*stages))
         x, y = batch(2 * microbatches)
-        loss = loss_of(whole(x), y)
+        loss = mean_square(whole(x), y)
         loss.backward()
         read = tables.from_csv(tables.to_csv(table))  # as a file of torch's would be
-        pipeline = Pipeline(stages, None, read, loss=loss_of)
+        pipeline = Pipeline(stages, None, read, loss=mean_square)
         mean = pipeline.step(x, target=y)
         same_gradients(pipeline, whole)
         assert (mean is not None) == (table.num_stages - 1 in pipeline.stages)
@@ -73,7 +71,7 @@ def test_every_schedule_equals_one_process(name: str) -> None:
 
 @on_world(2)
 def test_repr() -> None:
-    pipeline = Pipeline(layers(2), None, "one_f_one_b", microbatches=4, loss=loss_of)
+    pipeline = Pipeline(layers(2), None, "one_f_one_b", microbatches=4, loss=mean_square)
     (number,) = pipeline.stages
     size = sum(p.nbytes for p in pipeline.module.parameters())
     what = f"one_f_one_b, 2 stages on 2 ranks, 4 microbatches, this rank has stage {number}, 4 parameters of {size} B"
@@ -96,9 +94,9 @@ def test_a_skip_passes_the_stages_between() -> None:
     whole = copy.deepcopy(stages)
     x, y = batch(6)
     passed, early = whole[0](x)
-    loss_of(whole[3](whole[2](whole[1](passed)), **early), y).backward()
+    mean_square(whole[3](whole[2](whole[1](passed)), **early), y).backward()
     for name in ("gpipe", "one_f_one_b", "zero_bubble_h1"):
-        pipeline = Pipeline(stages, None, name, microbatches=3, loss=loss_of, skips=[("early", 0, 3)])
+        pipeline = Pipeline(stages, None, name, microbatches=3, loss=mean_square, skips=[("early", 0, 3)])
         pipeline.module.zero_grad()
         pipeline.step(x, target=y)
         same_gradients(pipeline, whole)
@@ -110,9 +108,9 @@ def test_a_traced_model_with_a_shortcut_runs() -> None:
     model = Shortcut().double()
     whole = copy.deepcopy(model)
     x, y = batch(8)
-    loss_of(whole(x), y).backward()
+    mean_square(whole(x), y).backward()
     stages = cut(model, [["a"], ["b"], ["c"], ["d"]], x[:2])
-    pipeline = Pipeline(stages, None, "interleaved", microbatches=4, loss=loss_of)
+    pipeline = Pipeline(stages, None, "interleaved", microbatches=4, loss=mean_square)
     pipeline.step(x, target=y)
     expected = dict(whole.named_parameters())
     for name, param in model.named_parameters():
@@ -127,14 +125,14 @@ def test_two_replicas_of_two_stages_equal_one_process(name: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     stages = layers(2)
     whole = copy.deepcopy(nn.Sequential(*stages))
-    pipeline = Pipeline(stages, mesh, name, microbatches=2, loss=loss_of)
+    pipeline = Pipeline(stages, mesh, name, microbatches=2, loss=mean_square)
     optimizer = torch.optim.SGD(pipeline.module.parameters(), lr=0.1, momentum=0.9)
     reducer = pycomm.attach(optimizer, pipeline.module, process_group=mesh["dp"])
     reference = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
     for step in range(4):
         x, y = batch(8, seed=step)
         reference.zero_grad()
-        loss_of(whole(x), y).backward()
+        mean_square(whole(x), y).backward()
         reference.step()
         half = slice(0, 4) if mesh["dp"].get_local_rank() == 0 else slice(4, 8)
         optimizer.zero_grad()
@@ -170,8 +168,8 @@ def test_wrong_pipelines_are_refused_on_every_rank() -> None:
     refused("stage 1 to stage 0", [a, b], microbatches=2, skips=[("t", 1, 0)])
     refused("given by stage 0 and by stage 1", layers(4), tables.zero_bubble_v(2, 2), skips=[("t", 0, 2), ("t", 1, 2)])
     refused("would not make this pipeline alike", [a, b], microbatches=2 + rank)
-    refused("loss: True", [a, b], microbatches=2, loss=loss_of if rank else None)
-    for wrong in tables.mutations(tables.one_f_one_b(2, 3), 3, seed=0):
+    refused("loss: True", [a, b], microbatches=2, loss=mean_square if rank else None)
+    for wrong in mutations(tables.one_f_one_b(2, 3), 3, seed=0):
         refused("", [a, b], wrong)
     # One rank's mistake is everyone's error.
     refused(
@@ -183,7 +181,7 @@ def test_wrong_pipelines_are_refused_on_every_rank() -> None:
 
 @on_world(2)
 def test_wrong_batches_are_refused() -> None:
-    pipeline = Pipeline(layers(2), None, microbatches=3, loss=loss_of)
+    pipeline = Pipeline(layers(2), None, microbatches=3, loss=mean_square)
     x, y = batch(4)
     with pytest.raises(ValueError, match="batch of 4, wanted one that divides into 3 microbatches"):
         pipeline.step(x, target=y)
@@ -222,9 +220,9 @@ def test_all_hear_of_a_stage_that_fails_and_the_next_step_works(failing: int, wh
     torch.manual_seed(0)
     stages = [Failing(WIDTH, WIDTH).double() for _ in range(3)]
     whole = copy.deepcopy(nn.Sequential(*stages))
-    pipeline = Pipeline(stages, None, microbatches=3, loss=loss_of)
+    pipeline = Pipeline(stages, None, microbatches=3, loss=mean_square)
     x, y = batch(6)
-    loss_of(whole(x), y).backward()
+    mean_square(whole(x), y).backward()
     pipeline.step(x, target=y)
     stages[failing].fails = where
     rank, start = dist.get_rank(), time.monotonic()
@@ -240,7 +238,7 @@ def test_all_hear_of_a_stage_that_fails_and_the_next_step_works(failing: int, wh
         ):
             pipeline.evaluate(x)
     stages[failing].fails = ""
-    other = Pipeline(stages, None, microbatches=2, loss=loss_of)  # a new one is made as well
+    other = Pipeline(stages, None, microbatches=2, loss=mean_square)  # a new one is made as well
     for each in (pipeline, other):
         pipeline.module.zero_grad()
         each.step(x, target=y)
@@ -252,10 +250,10 @@ def test_all_hear_of_a_stage_that_fails_and_the_next_step_works(failing: int, wh
 def test_steps_add_up_and_batches_may_change() -> None:
     stages = layers(2)
     whole = copy.deepcopy(nn.Sequential(*stages))
-    pipeline = Pipeline(stages, None, microbatches=2, loss=loss_of)
+    pipeline = Pipeline(stages, None, microbatches=2, loss=mean_square)
     for size in (8, 8, 4, 12):
         x, y = batch(size, seed=size)
-        loss_of(whole(x), y).backward()
+        mean_square(whole(x), y).backward()
         pipeline.step(x, target=y)
         out = pipeline.evaluate(x[:2])
         if out is not None:
@@ -268,7 +266,7 @@ def test_the_first_look_at_shapes_leaves_no_trace() -> None:
     torch.manual_seed(0)
     norms = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)).double() for _ in range(2)]
     whole = copy.deepcopy(nn.Sequential(*norms))
-    pipeline = Pipeline(norms, None, microbatches=2, loss=loss_of)
+    pipeline = Pipeline(norms, None, microbatches=2, loss=mean_square)
     for step in range(2):
         x, y = batch(8, seed=step)
         for part in x.chunk(2):
@@ -293,8 +291,8 @@ def test_an_embedding_in_a_later_stage_sees_indices() -> None:
     whole = copy.deepcopy(stages)
     x, y = batch(4)
     passed, skipped = whole[0](x)
-    loss_of(whole[1](passed, **skipped), y).backward()
-    pipeline = Pipeline(stages, None, microbatches=2, loss=loss_of, skips=[("index", 0, 1)])
+    mean_square(whole[1](passed, **skipped), y).backward()
+    pipeline = Pipeline(stages, None, microbatches=2, loss=mean_square, skips=[("index", 0, 1)])
     pipeline.step(x, target=y)
     same_gradients(pipeline, whole)
 
@@ -306,9 +304,9 @@ def test_norms_are_of_all_stages_also_where_one_is_frozen() -> None:
     stages[0].requires_grad_(False)
     whole = copy.deepcopy(nn.Sequential(*stages))
     x, y = batch(4)
-    loss_of(whole(x), y).backward()
+    mean_square(whole(x), y).backward()
     expected = nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
-    pipeline = Pipeline(stages, mesh, microbatches=2, loss=loss_of)
+    pipeline = Pipeline(stages, mesh, microbatches=2, loss=mean_square)
     optimizer = torch.optim.SGD(pipeline.module.parameters(), lr=0.1)
     reducer = pycomm.attach(optimizer, pipeline.module, process_group=mesh["dp"])
     pipeline.step(x, target=y)

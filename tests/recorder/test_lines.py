@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 import pycomm
-from pycomm.recorder.lines import line_of
-from pycomm.recorder.ring import Entry
+from pycomm.recorder.ring import Entry, line_of
 from tests.on_ranks import on_ranks
 
 TRAINER = os.path.join(sysconfig.get_path("purelib"), "some_trainer", "loop.py")

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.models import perceptron
+
 
 def make_model(seed: int = 0, dtype: torch.dtype = torch.float64) -> Any:
     """Return a small model; any, since torch's stubs know nothing of what its layers have."""
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 5)).to(dtype)
+    return perceptron(12, 40, 30, 5, seed=seed, dtype=dtype)
 
 
 def batch_of(rank: int, step: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:

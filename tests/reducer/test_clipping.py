@@ -80,6 +80,7 @@ def clip_locally(method: str, scaled: bool, accumulate: int, bound: float, weigh
                 scaler.update()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("scaled", "accumulate"), [(False, 1), (True, 1), (True, 2)])
 @on_ranks(2)
@@ -146,6 +147,7 @@ def clip_average(method: str, kind: str, accumulate: int, bound: float, unscale:
     return norms
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("unscale", [False, True])
 @pytest.mark.parametrize("kind", ["torch's", "fused"])
 @pytest.mark.parametrize("method", METHODS)

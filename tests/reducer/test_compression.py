@@ -175,6 +175,7 @@ def spoiled(param: torch.Tensor, value: float) -> Iterator[None]:
     handle.remove()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("method", ["none", "fp16", "topk"])
 @pytest.mark.parametrize("bad_rank", [0, 1])
 @pytest.mark.parametrize(

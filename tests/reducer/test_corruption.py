@@ -127,6 +127,7 @@ def check_found(training: Training, error: pycomm.CommError, name: str) -> None:
     training.reducer.detach()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     ("compression", "key"),
     [

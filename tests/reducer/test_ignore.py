@@ -17,7 +17,7 @@ import pycomm
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
 from tests.reducer.attaching import attached, grouped, warnings_noted
-from tests.reducer.models import average_gradients, batch_of, close, losses_at, make_model, sgd
+from tests.reducer.models import average_gradients, close, loss_of, losses_at, make_model, sgd
 
 
 class Experts(nn.Module):
@@ -31,11 +31,6 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.trunk(x) + self.experts[1](self.experts[0](x)).sum(1, keepdim=True)
-
-
-def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    x, y = batch_of(rank, step)
-    return ((model(x) - y) ** 2).mean()
 
 
 WAYS: dict[str, Callable[[Experts], Any]] = {

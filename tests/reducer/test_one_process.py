@@ -102,6 +102,7 @@ def far_apart(name: str, case: str, fused: bool) -> float:
     return max(float((a - b).norm() / b.norm()) for a, b in pairs)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @on_ranks(1, 2, 3)

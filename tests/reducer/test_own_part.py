@@ -106,6 +106,7 @@ def watch(transport: Transport, spared: list[int]) -> None:
     transport.all_reduce_apart = noted
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("bucket_mb", [25.0, 2.0])
 @pytest.mark.parametrize("average", [True, False])
 @on_ranks(2, 3)

@@ -72,6 +72,7 @@ def test_closures_in_windows_with_error_feedback() -> None:
 # paused()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("who", [[0], [0, 1]])
 @pytest.mark.parametrize("compression", [None, pycomm.TopK(1.0)], ids=repr)

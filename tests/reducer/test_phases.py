@@ -17,7 +17,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 import pycomm
-from pycomm.recorder.traced_step import FOLDER, STEP
+from pycomm.recorder.traces import FOLDER, STEP
 from pycomm.reducer.statistics import INTERVAL
 from tests.on_ranks import on_ranks
 from tests.reducer.attaching import grouped

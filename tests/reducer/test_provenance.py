@@ -161,6 +161,7 @@ def test_what_is_done_to_an_average_stays_allowed() -> None:
 METHODS = [None, pycomm.FP16(), pycomm.TopK(1.0), pycomm.Int8(), pycomm.PowerSGD(2)]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("compression", [None, pycomm.TopK(1.0)], ids=repr)
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2, 3)

@@ -41,6 +41,7 @@ def change(optimizer: torch.optim.Optimizer, key: str, value: Any, ranks: tuple[
 CHANGES = {"lr": 0.2, "momentum": 0.5, "weight_decay": 0.01, "nesterov": True, "own": 3}
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("compression", METHODS, ids=repr)
 @pytest.mark.parametrize("key", CHANGES)
 @on_ranks(2, 3)

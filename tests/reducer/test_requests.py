@@ -36,6 +36,7 @@ def assert_same(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
 # A veto
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("when", ["before", "during", "first of two passes"])
 @pytest.mark.parametrize("compression", METHODS, ids=repr)
 @on_ranks(2, 3)

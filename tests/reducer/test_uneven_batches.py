@@ -27,6 +27,7 @@ def without_batch(model: Any, reducer: Any, way: str) -> None:
         (loss_of(model, 0, 0) * float("nan")).backward()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("torch_transport", [False, True])
 @pytest.mark.parametrize("zero_grad", ["optimizer", "model", "in place"])
 @pytest.mark.parametrize("way", WAYS)

@@ -243,6 +243,7 @@ def line(ranks: int, op: int) -> Any:
     return table(ranks, 1, [[(rank, rank + 1, 0, 1, op)] for rank in range(ranks - 1)])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("op", [COPY, REDUCE])
 @pytest.mark.parametrize("segments", [1, 2, 10, 1000])
 @pytest.mark.parametrize("ranks", [2, 3, 17])

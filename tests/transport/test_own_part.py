@@ -39,6 +39,7 @@ def largest_of(pieces: Sequence[torch.Tensor]) -> float:
     return max((float(piece.abs().max()) for piece in pieces if piece.numel() > 0), default=0.0)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("op", ["sum", "mean", "max"])
 @on_ranks(2, 3)

@@ -72,6 +72,7 @@ def test_all_to_all_v(transport: str) -> None:
                 assert torch.equal(kept[p], number(rank, p, counts[rank][p]))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("memory", ["tensor", "empty"])
 @on_ranks(2, 3, 4)
@@ -140,6 +141,7 @@ def in_one_piece(communicator: Communicator, parts: list[torch.Tensor], order: l
     return [by_place[order.index(p)].copy_(part) for p, part in enumerate(parts)]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("hosts", HOSTS)
 @pytest.mark.parametrize("ordered", [True, False])
 @on_ranks(1, 2, 3, 4)
@@ -191,6 +193,7 @@ def test_gathering_among_hosts_sends_each_part_once_to_each() -> None:
             sent.clear()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("hosts", HOSTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 @on_ranks(1, 2, 3, 4)
@@ -215,6 +218,7 @@ def test_reduce_scatter_v(hosts: str, dtype: torch.dtype) -> None:
                     assert (p == rank and in_place) or torch.equal(xs[p], number(rank, p, counts[p], dtype))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("memory", ["tensor", "empty"])
 @on_ranks(1, 2, 3, 4)

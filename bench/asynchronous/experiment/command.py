@@ -25,9 +25,9 @@ from typing import Any
 
 from bench.asynchronous.experiment.methods import METHODS, SCENARIOS, TUNED_IN, Run
 from bench.asynchronous.experiment.report import print_report, write_docs
-from bench.common.arguments import plain_parser, positive
-from pycomm.cli.bench.ranks import Ranks
-from pycomm.cli.bench.results import headline, write_json
+from bench.harness.arguments import plain_parser, positive
+from bench.harness.ranks import Ranks
+from bench.harness.results import headline, write_json
 from pycomm.launching import rendezvous
 
 

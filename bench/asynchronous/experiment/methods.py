@@ -50,22 +50,26 @@ def _served(label: str, **options: Any) -> Method:
     return Method(label, served=options, in_step=False)
 
 
-def _local(label: str, in_step: bool = True, **options: Any) -> Method:
-    return Method(label, attach=lambda optimizer, model: pycomm.local_sgd(optimizer, model, **options), in_step=in_step)
+def _local(label: str, **options: Any) -> Method:
+    return Method(label, attach=lambda optimizer, model: pycomm.local_sgd(optimizer, model, **options))
+
+
+def _decoupled(label: str, **options: Any) -> Method:
+    return Method(label, attach=lambda o, m: pycomm.decoupled_sgd(o, m, every=EVERY, **options), in_step=False)
 
 
 METHODS = {
     "sync": Method("synchronous", attach=pycomm.attach),
-    "backup": _served("synchronous, 1 backup worker", mode="sync", backup=1),
-    "ssp": _served("stale synchronous, bound 100", mode="ssp", staleness=100),
+    "backup": _served("synchronous, 1 backup worker", mode=pycomm.Sync(backup=1)),
+    "ssp": _served("stale synchronous, bound 100", mode=pycomm.StaleSynchronous(100)),
     "async": _served("asynchronous"),
-    "async-lr": _served("asynchronous, rate / staleness", compensation="lr"),
-    "async-dc": _served("asynchronous, delay-compensated", compensation="dc"),
-    "softsync": _served("softsync, 4", mode="softsync", quorum=4),
+    "async-lr": _served("asynchronous, rate / staleness", mode=pycomm.Async("lr")),
+    "async-dc": _served("asynchronous, delay-compensated", mode=pycomm.Async("dc")),
+    "softsync": _served("softsync, 4", mode=pycomm.SoftSync(4)),
     "local": _local("local SGD", every=EVERY),
     "diloco": _local("DiLoCo", every=EVERY, outer=pycomm.Nesterov(*OUTER)),
-    "delayed": _local("DN + DyLU", in_step=False, every=EVERY, outer=pycomm.DelayedNesterov(*OUTER)),
-    "quorum": _local("quorum 3 with grace", in_step=False, every=EVERY, outer=pycomm.Nesterov(*OUTER), quorum=3),
+    "delayed": _decoupled("DN + DyLU", outer=pycomm.DelayedNesterov(*OUTER)),
+    "quorum": _decoupled("quorum 3 with grace", outer=pycomm.Nesterov(*OUTER), quorum=3),
     "easgd": Method("elastic averaging", attach=lambda o, m: pycomm.elastic_averaging(o, m, every=EVERY)),
     "gossip": Method("gossip, exponential", attach=lambda o, m: pycomm.gossip(o, m), is_mixed=True),
 }

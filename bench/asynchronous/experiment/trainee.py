@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import pycomm
 from bench.asynchronous.experiment.methods import METHODS, SLOWNESS, Method, Outcome, Run
-from pycomm.cli.bench.ranks import join_group
+from bench.harness.ranks import join_group
 from pycomm.cli.demo.corpus import random_starts, read_corpus, windows
 from pycomm.cli.demo.model import ByteGPT, loss_of
 

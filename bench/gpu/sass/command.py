@@ -37,10 +37,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.common.arguments import plain_parser
-from bench.common.unbuilt import print_table
 from bench.gpu.sass.kernels import ARCHITECTURE, MULTIPROCESSORS, SOURCES, Kernel, compile_kernels, find_nvcc
 from bench.gpu.sass.limits import limit_of
+from bench.harness.arguments import plain_parser
+from bench.harness.unbuilt import print_table
 
 _COPY_BYTES_PER_SECOND = 4.3e12
 _LATENCY_SECONDS = 750e-9

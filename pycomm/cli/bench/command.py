@@ -1,4 +1,4 @@
-"""``pycomm bench``: a command for each collective, and one for the kernels."""
+"""``pycomm bench``: a command for each collective."""
 
 from __future__ import annotations
 
@@ -7,35 +7,12 @@ from typing import Any
 
 from pycomm.cli.arguments import load_package
 from pycomm.cli.bench import settings
-from pycomm.cli.bench.kernels import arguments as kernels
-from pycomm.cli.bench.operations import OPERATIONS
-
-_COLLECTIVE = """\
-Measures {name} between ranks: those that are started here or, under torchrun, those that it has started. Results
-are verified first. The table, the options with one letter and the keys of the report are those of nccl-tests; below
-the table stand, in comments, spread, floor, and the times of --peers, which take turns with what is measured.
-
-Exit code: 0 all is well, 1 a rank failed, 2 wrong arguments, 7 wrong results or less bandwidth than --min-busbw.
-"""
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("bench", help="measure a collective against other libraries, or the kernels")
-    benches = parser.add_subparsers(dest="bench", required=True, metavar="WHAT")
-    for operation in OPERATIONS.values():
-        described = _COLLECTIVE.format(name=operation.name)
-        one = _add(benches, operation.name, f"{operation.name} between ranks", described)
-        settings.add_arguments(one, operation)
+    parser = commands.add_parser("bench", help="measure a collective against other libraries")
+    for one in settings.add_collectives(parser.add_subparsers(dest="bench", required=True, metavar="WHAT")):
         one.set_defaults(run=_measure)
-    kernels.add_arguments(_add(benches, "kernels", "the CPU kernels against torch", kernels.DESCRIPTION))
-
-
-def _add(benches: Any, name: str, summary: str, description: str) -> argparse.ArgumentParser:
-    formatter = argparse.RawDescriptionHelpFormatter
-    added: argparse.ArgumentParser = benches.add_parser(
-        name, help=summary, description=description, formatter_class=formatter
-    )
-    return added
 
 
 def _measure(arguments: argparse.Namespace) -> int:
@@ -44,6 +21,6 @@ def _measure(arguments: argparse.Namespace) -> int:
     except settings.UsageError as error:
         arguments.parser.error(str(error))
     load_package()
-    from pycomm.cli.bench import collective
+    from pycomm.cli.bench import measure
 
-    return collective.run(checked)
+    return measure.run(checked)

@@ -1,17 +1,27 @@
-"""The driver of ``pycomm bench``: verifies what is measured and what it is compared with, then lets them take turns."""
+"""The driver of ``pycomm bench COLLECTIVE``, on ranks of its own or those of a launcher.
+
+It verifies what is measured and what it is compared with, lets them take turns, and prints table and verdict.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from pycomm.cli.bench import report, table
 from pycomm.cli.bench.operations import Case
+from pycomm.cli.bench.rank import BenchRank
+from pycomm.cli.bench.ranks import Ranks
 from pycomm.cli.bench.settings import Settings
+from pycomm.cli.bench.surrounding import Surrounding
+from pycomm.cli.bench.table import PLACES, Line, Timed
 from pycomm.cli.bench.timing import Samples
-from pycomm.launching import RankError
+from pycomm.launching import RankError, rendezvous
 
-PLACES = ("out_of_place", "in_place")
+_WRONG = 7  # exit code for wrong results or too little bandwidth: that of nccl-tests
 
 
 class Team(Protocol):
@@ -33,52 +43,108 @@ class Contender:
     missing: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Timed:
-    """What one library took for one case, out of place or in place.
+Started = Callable[[Settings], contextlib.AbstractContextManager[Team]]
 
-    Attributes:
-        wrong: wrong elements on all ranks together, ``None`` if nobody looked.
-        samples: seconds per call of the slowest rank, for each round.
+
+def run(settings: Settings, others: Mapping[str, Started] | None = None) -> int:
+    """Measure one collective; return the exit code.
+
+    Args:
+        others: libraries that are not torch's, by name, and how ranks that have them are started.
     """
+    try:
+        return _among_launched(settings) if settings.launched else _among_own(settings, others or {})
+    except RankError as error:
+        print(f"pycomm bench: {error}", file=sys.stderr)
+        if "timed out" in str(error):
+            hint = f"-T is {settings.timeout:g} s; raise it where ranks outnumber cores, or others use them"
+            print(f"pycomm bench: a wait took longer than -T allows: {hint}", file=sys.stderr)
+        return 1
 
-    wrong: int | None
-    samples: Samples
+
+def setup_of(settings: Settings) -> dict[str, Any]:
+    """Return what a :class:`BenchRank` is given, besides where it meets the others."""
+    return {
+        "num_bytes": settings.largest,
+        "device": settings.device,
+        "timeout": settings.timeout,
+        "registered": settings.registered,
+    }
 
 
-@dataclass(frozen=True)
-class Line:
-    """A line of the table.
+def _among_own(settings: Settings, others: Mapping[str, Started]) -> int:
+    """Start ranks here: one group for all libraries of torch, and one for each other."""
+    with contextlib.ExitStack() as stack:
+        teams: dict[str, Team] = {}
+        contenders = []
+        for name in (settings.backend, *settings.peers):
+            kind = name if name in others else "torch"
+            if kind not in teams:
+                teams[kind] = stack.enter_context(others.get(kind, _torchs_ranks)(settings))
+            teams[kind].call("open", name)
+            contenders.append(Contender(name, teams[kind]))
+        return _conclude(settings, contenders)
 
-    Attributes:
-        calls: of a turn.
-        ours: by place, of what is measured. peers: place -> name -> the same of a peer that has it.
-        floor: the least time in which all bytes can be read and written, at the speed of copies.
-    """
 
-    case: Case
-    calls: int
-    ours: dict[str, Timed]
-    peers: dict[str, dict[str, Timed]]
-    floor: Samples
+@contextlib.contextmanager
+def _torchs_ranks(settings: Settings) -> Iterator[Team]:
+    setup, worker = setup_of(settings), f"{BenchRank.__module__}:{BenchRank.__name__}"
+    with rendezvous() as port, Ranks("torch", worker, settings.ranks, {**setup, "port": port}) as ranks:
+        yield ranks
 
-    def bandwidths(self, seconds: float) -> tuple[float, float]:
-        """Return algbw and busbw in GB/s."""
-        algbw = self.case.size / seconds / 1e9
-        return algbw, algbw * self.case.spec.bus_factor(self.case.ranks)
+
+def _among_launched(settings: Settings) -> int:
+    """Be one of the ranks that a launcher has started; rank 0 drives."""
+    surrounding = Surrounding()
+    worker = BenchRank(**setup_of(settings), store=surrounding.store)
+    surrounding.use(worker)
+    try:
+        if surrounding.rank > 0:
+            return surrounding.serve()
+        code = 1
+        try:
+            contenders = [Contender(name, surrounding) for name in (settings.backend, *settings.peers)]
+            for contender in contenders:
+                surrounding.call("open", contender.name)
+            code = _conclude(settings, contenders)
+        finally:
+            surrounding.end(code)
+        return code
+    finally:
+        worker.close()
+
+
+def _conclude(settings: Settings, contenders: Sequence[Contender]) -> int:
+    """Measure, print and write; return the exit code."""
+    started = report.now()
+    ours, *peers = contenders
+    devices = ours.team.call("describe")
+    print(table.preamble(settings, devices))
+    print(table.header(), flush=True)
+    found: list[Line] = []
+    for line in lines(settings, ours, peers):
+        print(table.row(line), flush=True)
+        found.append(line)
+    missing = [note for who in contenders for note in who.missing]
+    if not found:
+        print(f"pycomm bench: {missing[0]}", file=sys.stderr)
+        return 2
+    failed = sum(bool(line.ours[place].wrong) for line in found for place in PLACES)
+    verdict = report.verdict_of(failed, table.average_busbw(found), settings.min_busbw, missing)
+    print(table.below(settings, found, verdict))
+    if settings.output is not None:
+        report.write(settings.output, report.report(settings, found, devices, verdict, started))
+        print(f"# JSON output written to {settings.output}")
+    return _WRONG if failed or verdict["average_bus_bandwidth"]["okay"] == "false" else 0
 
 
 def lines(settings: Settings, ours: Contender, peers: list[Contender]) -> Iterator[Line]:
     """Yield a line of every case that ``ours`` has."""
     for case in settings.cases:
-        wrong = {name: _verify(settings, case, who) for name, who in _named(ours, peers)}
+        wrong = {who.name: _verify(settings, case, who) for who in (ours, *peers)}
         if wrong[ours.name] is not None:
             present = [who for who in (ours, *peers) if wrong[who.name] is not None]
             yield _line(settings, case, present, wrong)
-
-
-def _named(ours: Contender, peers: list[Contender]) -> list[tuple[str, Contender]]:
-    return [(who.name, who) for who in (ours, *peers)]
 
 
 def _verify(settings: Settings, case: Case, who: Contender) -> dict[str, int | None] | None:
@@ -91,22 +157,17 @@ def _verify(settings: Settings, case: Case, who: Contender) -> dict[str, int | N
         total = 0
         for _ in range(max(1, settings.checks)):
             answers = who.team.call("verify", who.name, case.as_json(), place == "in_place")
-            reasons = {answer["none"] for answer in answers if "none" in answer}
+            reasons = sorted({answer["none"] for answer in answers if "none" in answer})
             if reasons and all("none" in answer for answer in answers):
-                _note(who, case, sorted(reasons)[0])
+                what = " ".join(word for word in (case.operation, case.dtype, case.redop) if word != "none")
+                note = f"{who.name}, {what}: {reasons[0]}"
+                who.missing += [note] if note not in who.missing else []
                 return None
             if reasons:
-                raise RankError(f"{who.name}: some ranks failed, others did not: {'; '.join(sorted(reasons))}")
+                raise RankError(f"{who.name}: some ranks failed, others did not: {'; '.join(reasons)}")
             total += sum(answer["wrong"] for answer in answers)
         found[place] = total if settings.checks else None
     return found
-
-
-def _note(who: Contender, case: Case, reason: str) -> None:
-    what = " ".join(word for word in (case.operation, case.dtype, case.redop) if word != "none")
-    note = f"{who.name}, {what}: {reason}"
-    if note not in who.missing:
-        who.missing.append(note)
 
 
 def _line(
@@ -122,15 +183,9 @@ def _line(
                 arguments = (who.name, case.as_json(), place == "in_place", warmups, calls)
                 taken[place][who.name].append(max(who.team.call("turn", *arguments)))
         copies.append(max(present[0].team.call("turn_copy", present[0].name, case.size, calls)))
-
-    def timed(place: str, name: str) -> Timed:
-        return Timed((wrong[name] or {})[place], Samples.of(taken[place][name]))
-
-    ours, *peers = (who.name for who in present)
-    return Line(
-        case,
-        calls,
-        {place: timed(place, ours) for place in PLACES},
-        {place: {name: timed(place, name) for name in peers} for place in PLACES},
-        Samples.of(seconds * case.least_traffic() for seconds in copies),
-    )
+    timed = {
+        place: {name: Timed((wrong[name] or {})[place], Samples.of(seconds)) for name, seconds in taken[place].items()}
+        for place in PLACES
+    }
+    floor = Samples.of(seconds * case.least_traffic() for seconds in copies)
+    return Line(case, calls, {place: timed[place].pop(present[0].name) for place in PLACES}, timed, floor)

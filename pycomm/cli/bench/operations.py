@@ -33,15 +33,11 @@ DTYPES = {
 }
 """nccl-tests' names of dtypes; unsigned ones of more than 8 bits are left out, which torch cannot add."""
 
+COMMUNICATOR = "communicator"
+"""``--backend`` and ``--peers`` call :class:`pycomm.Communicator` by this name."""
+
 REDUCTIONS = ("sum", "prod", "max", "min", "avg")
 _ALIGNMENT = 16  # bytes that a rank's part is a multiple of, where it has as many
-
-
-class Span(NamedTuple):
-    """Elements ``begin`` to ``end`` of an array."""
-
-    begin: int
-    end: int
 
 
 @dataclass(frozen=True)
@@ -145,19 +141,17 @@ class Case:
             return False
         return self.operation not in ("reduce", "gather") or rank == self.root
 
-    def input_span(self, rank: int, in_place: bool) -> Span:
+    def input_span(self, rank: int, in_place: bool) -> slice:
         """Return where a rank's input lies: in an array of its own or, ``in_place``, in that of the result."""
-        if self.spec.reads == "all":
-            return Span(0, self.elements)
-        begin = rank * self.count if in_place else 0
-        return Span(begin, begin + self.count)
+        return self._span(self.spec.reads, rank, in_place)
 
-    def output_span(self, rank: int, in_place: bool) -> Span:
+    def output_span(self, rank: int, in_place: bool) -> slice:
         """Return where a rank's result lies in its array."""
-        if self.spec.writes == "all":
-            return Span(0, self.elements)
-        begin = rank * self.count if in_place else 0
-        return Span(begin, begin + self.count)
+        return self._span(self.spec.writes, rank, in_place)
+
+    def _span(self, what: str, rank: int, in_place: bool) -> slice:
+        begin = rank * self.count if in_place and what == "part" else 0
+        return slice(begin, begin + (self.count if what == "part" else self.elements))
 
     def least_traffic(self) -> float:
         """Return the bytes that all ranks together read and write at least, each once, in those of one copy by all.

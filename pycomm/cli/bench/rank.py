@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
+import platform
 import socket
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from pycomm.cli.bench.libraries import COMMUNICATOR
-from pycomm.cli.bench.libraries.base import Call, Library, UnsupportedError
-from pycomm.cli.bench.mpi import MPIS
-from pycomm.cli.bench.operations import Case
-from pycomm.cli.bench.results import cpu_model
+from pycomm.cli.bench.libraries import Call, CommunicatorLibrary, Library, UnsupportedError
+from pycomm.cli.bench.operations import COMMUNICATOR, Case
 from pycomm.cli.bench.values import count_wrong, fill
 from pycomm.errors import CommError
 from pycomm.launching import connect
@@ -47,7 +46,7 @@ class BenchRank:
         torch.set_num_threads(1)  # ranks may outnumber cores
         self.rank, self._size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self._num_bytes, self._registered, self._timeout = num_bytes, registered, timedelta(seconds=timeout)
-        self._device = device_of(device, self.rank)
+        self._device = _device_of(device, self.rank)
         self._store = connect(port, self._timeout) if port is not None else store
         self._libraries: dict[str, Library] = {}
         self._memory: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -58,6 +57,11 @@ class BenchRank:
         """Join the group of the library ``name``; returns this process's rank in it."""
         self._libraries[name] = library = self._make(name)
         return library.rank
+
+    def _make(self, name: str) -> Library:
+        assert self._store is not None, "the libraries of torch meet at a store"
+        place = (PrefixStore(name, self._store), self.rank, self._size, self._device, self._timeout)
+        return CommunicatorLibrary(*place, self._registered) if name == COMMUNICATOR else Library(name, *place)
 
     def describe(self) -> dict[str, Any]:
         """Return where this rank runs, by nccl-tests' names."""
@@ -75,22 +79,37 @@ class BenchRank:
 
     def verify(self, name: str, case: dict[str, Any], in_place: bool) -> dict[str, Any]:
         """Call once, and return how many of this rank's results are "wrong", or why the library has "none" of this."""
-        described = Case(**case)
+        described, library = Case(**case), self._libraries[name]
         given, result = self._arrays(name, described, in_place, fresh=True)
         try:
             self._bind(name, described, in_place, given, result)()
-            self._libraries[name].synchronize()
+            library.synchronize()
         except CommError:
             raise
         except (UnsupportedError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
             return {"none": (str(error) or type(error).__name__).splitlines()[0]}
-        rank = self._libraries[name].rank
-        return {"wrong": count_wrong(described, rank, result) if described.gets(rank) else 0}
+        return {"wrong": count_wrong(described, library.rank, result) if described.gets(library.rank) else 0}
 
     def turn(self, name: str, case: dict[str, Any], in_place: bool, warmups: int, calls: int) -> float:
         """Call ``calls`` times back to back, after some that do not count and a barrier; returns seconds per call."""
-        described, library = Case(**case), self._libraries[name]
+        described = Case(**case)
         call = self._bind(name, described, in_place, *self._arrays(name, described, in_place))
+        return self._timed(name, call, warmups, calls)
+
+    def turn_copy(self, name: str, num_bytes: int, calls: int) -> float:
+        """Return the seconds for copying ``num_bytes`` while all ranks do: what the floor is made of."""
+        source, target = (array[:num_bytes] for array in self._two_arrays(name))
+        if source.device.type != "cpu":
+            return self._timed(name, lambda: target.copy_(source), 1, calls)
+        to, what = target.numpy(), source.numpy()
+        return self._timed(name, lambda: np.copyto(to, what), 1, calls)
+
+    def close(self) -> None:
+        for library in reversed(self._libraries.values()):  # the first one has the default group
+            library.close()
+
+    def _timed(self, name: str, call: Call, warmups: int, calls: int) -> float:
+        library = self._libraries[name]
         for _ in range(warmups):
             call()
         library.synchronize()
@@ -101,56 +120,23 @@ class BenchRank:
         library.synchronize()
         return (time.perf_counter() - start) / calls
 
-    def turn_copy(self, name: str, num_bytes: int, calls: int) -> float:
-        """Return the seconds for copying ``num_bytes`` while all ranks do: what the floor is made of."""
-        library = self._libraries[name]
-        source, target = self._two_arrays(name)
-        copy = _copier(source[:num_bytes], target[:num_bytes])
-        copy()
-        library.synchronize()
-        library.barrier()
-        start = time.perf_counter()
-        for _ in range(calls):
-            copy()
-        library.synchronize()
-        return (time.perf_counter() - start) / calls
-
-    def close(self) -> None:
-        for library in reversed(self._libraries.values()):  # the first one has the default group
-            library.close()
-
-    def _make(self, name: str) -> Library:
-        if name in MPIS:
-            from pycomm.cli.bench.libraries.mpi import MpiLibrary
-
-            return MpiLibrary()
-        assert self._store is not None, "the libraries of torch meet at a store"
-        place = (PrefixStore(name, self._store), self.rank, self._size, self._device, self._timeout)
-        if name == COMMUNICATOR:
-            from pycomm.cli.bench.libraries.communicator import CommunicatorLibrary
-
-            return CommunicatorLibrary(*place, registered=self._registered)
-        from pycomm.cli.bench.libraries.torch_backend import TorchBackend
-
-        return TorchBackend(name, *place)
+    def _kind(self, name: str) -> str:
+        """Return whose memory the library ``name`` works on: "" for what all of them share."""
+        return name if self._registered and name == COMMUNICATOR else ""
 
     def _two_arrays(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the memory for what is given and for results: all libraries' but where one allocates it itself."""
-        kind = name if self._registered and name == COMMUNICATOR else ""
+        """Return the memory for what is given, and for results."""
+        kind = self._kind(name)
         if kind not in self._memory:
-            library = self._libraries[name]
-            source, target = (library.empty(max(1, self._num_bytes)) for _ in range(2))
-            for array in (source, target):
-                array.fill_(1)  # so that every page is there
-            self._memory[kind] = source, target
+            source, target = (self._libraries[name].empty(max(1, self._num_bytes)) for _ in range(2))
+            self._memory[kind] = source.fill_(1), target.fill_(1)  # so that every page is there
         return self._memory[kind]
 
     def _arrays(self, name: str, case: Case, in_place: bool, fresh: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what this rank hands in and where its result goes; ``fresh``: with nothing of an earlier result."""
-        rank, dtype = self._libraries[name].rank, case.torch_dtype
+        rank, dtype, kind = self._libraries[name].rank, case.torch_dtype, self._kind(name)
         source, target = (array[: case.size].view(dtype) for array in self._two_arrays(name))
-        apart = source[slice(*case.input_span(rank, in_place=False))]
-        kind = name if self._registered and name == COMMUNICATOR else ""
+        apart = source[case.input_span(rank, in_place=False)]
         if self._filled.get(kind) != case:
             if case.gives(rank):
                 fill(case, rank, apart)
@@ -159,9 +145,9 @@ class BenchRank:
             target.view(torch.uint8).fill_(_NAN)
         given = apart
         if in_place:
-            given = target[slice(*case.input_span(rank, in_place=True))]
+            given = target[case.input_span(rank, in_place=True)]
             given.copy_(apart)
-        return given, target[slice(*case.output_span(rank, in_place))]
+        return given, target[case.output_span(rank, in_place)]
 
     def _bind(self, name: str, case: Case, in_place: bool, given: torch.Tensor, result: torch.Tensor) -> Call:
         key = name, case, in_place
@@ -171,15 +157,18 @@ class BenchRank:
         return self._bound[1]
 
 
-def device_of(kind: str, rank: int) -> torch.device:
+def _device_of(kind: str, rank: int) -> torch.device:
     """Return the device of ``rank``: on hosts with GPUs, by the rank on this host."""
     if kind == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
 
 
-def _copier(source: torch.Tensor, target: torch.Tensor) -> Call:
-    if source.device.type != "cpu":
-        return lambda: target.copy_(source)
-    to, what = target.numpy(), source.numpy()
-    return lambda: np.copyto(to, what)
+def cpu_model() -> str:
+    """Return the name of this machine's CPU."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from pycomm.cli.bench.measure import PLACES, Line, Timed
-from pycomm.cli.bench.results import environment
 from pycomm.cli.bench.settings import Settings
+from pycomm.cli.bench.table import PLACES, Line, Timed, environment
 from pycomm.cli.bench.timing import Samples
 
 _VERSION = 3  # of nccl-tests' format

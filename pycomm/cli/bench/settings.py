@@ -6,16 +6,21 @@ import argparse
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pycomm.cli.arguments import integer, load_package
-from pycomm.cli.bench import busy
-from pycomm.cli.bench.libraries import COMMUNICATOR
-from pycomm.cli.bench.mpi import MPIS, NotInstalledError
-from pycomm.cli.bench.operations import DTYPES, REDUCTIONS, Case, Operation
+from pycomm.cli.bench.operations import COMMUNICATOR, DTYPES, OPERATIONS, REDUCTIONS, Case, Operation
 
+_DESCRIPTION = """\
+Measures {name} between ranks: those that are started here or, under torchrun, those that it has started. Results
+are verified first. The table, the options with one letter and the keys of the report are those of nccl-tests; below
+the table stand, in comments, spread, floor, and the times of --peers, which take turns with what is measured.
+
+Exit code: 0 all is well, 1 a rank failed, 2 wrong arguments, 7 wrong results or less bandwidth than --min-busbw.
+"""
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _ALL = -1
 _USUAL_CALLS = 20
@@ -32,15 +37,15 @@ class Settings:
     """What is to be measured, checked.
 
     Attributes:
-        sizes: bytes, ascending. cases: what to measure, in the order of the table.
+        sizes: bytes, ascending. step: what lies between them, in nccl-tests' words.
         calls, warmups: of a turn, ``None`` to let them go by the size. checks: how often results are verified.
         launched: whether the ranks are there already.
-        busy, nice: how many processes compute meanwhile, and at what niceness.
         min_busbw: average that is wanted, in GB/s; ``None`` for no check.
     """
 
     operation: Operation
     sizes: tuple[int, ...]
+    step: str
     dtypes: tuple[str, ...]
     redops: tuple[str, ...]
     roots: tuple[int, ...]
@@ -48,7 +53,6 @@ class Settings:
     launched: bool
     backend: str
     peers: tuple[str, ...]
-    device: str
     registered: bool
     calls: int | None
     warmups: int | None
@@ -57,12 +61,15 @@ class Settings:
     timeout: float
     output: Path | None
     min_busbw: float | None
-    step: str
-    busy: int
-    nice: int
+
+    @property
+    def device(self) -> str:
+        """The kind of device that all arrays are on."""
+        return "cuda" if "nccl" in (self.backend, *self.peers) else "cpu"
 
     @property
     def cases(self) -> Iterator[Case]:
+        """What is measured, in the order of the table."""
         for dtype in self.dtypes:
             for redop in self.redops:
                 for root in self.roots:
@@ -86,8 +93,31 @@ class Settings:
         return self.warmups if self.warmups is not None else max(1, self.calls_of(case) // 4)
 
 
-def add_arguments(parser: argparse.ArgumentParser, operation: Operation) -> None:
-    """Have ``parser`` know what :func:`settings_of` takes."""
+def _above_zero(unit: str) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        value = float(text)
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text}, wanted {unit} above 0")
+        return value
+
+    return number
+
+
+_bandwidth = _above_zero("GB/s")
+
+
+def add_collectives(benches: Any) -> list[argparse.ArgumentParser]:
+    """Add to ``benches`` a parser for each collective, of what :func:`settings_of` takes; return them."""
+    return [_collective(benches, operation) for operation in OPERATIONS.values()]
+
+
+def _collective(benches: Any, operation: Operation) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = benches.add_parser(
+        operation.name,
+        help=f"{operation.name} between ranks",
+        description=_DESCRIPTION.format(name=operation.name),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = parser.add_argument
     if operation.name != "barrier":
         add("-b", "--minbytes", type=_size, default=32 << 20, metavar="SIZE", help="smallest size (default 32M)")
@@ -99,24 +129,20 @@ def add_arguments(parser: argparse.ArgumentParser, operation: Operation) -> None
         add("-o", "--op", choices=(*REDUCTIONS, "all"), default="sum", help="reduction (default sum)")
     if operation.rooted:
         add("-r", "--root", type=_root, default=0, metavar="RANK", help="root, or all (default 0)")
+    seconds = _above_zero("seconds")
     add("-n", "--iters", type=integer(1), metavar="N", help="calls of a turn (default 20, fewer where they move much)")
     add("-w", "--warmup_iters", type=integer(0), metavar="N", help="calls before a turn (default: a quarter of -n)")
     add("-c", "--check", type=integer(0), default=1, metavar="N", help="verify so many times first (default 1)")
     add("-R", "--local_register", type=integer(0, largest=1), default=0, metavar="0|1", help="1: Communicator.empty")
-    add("-T", "--timeout", type=_seconds, default=120.0, metavar="SECONDS", help="of every wait (default 120)")
+    add("-T", "--timeout", type=seconds, default=120.0, metavar="SECONDS", help="of every wait (default 120)")
     add("-J", "--output_file", type=Path, metavar="FILE", help="also write the figures to FILE, as JSON")
     add("--rounds", type=integer(1), default=5, help="turns that everything gets, interleaved (default 5)")
     add("--ranks", type=integer(1), help="processes to start (default 2); under torchrun it has started them")
-    add(
-        "--backend",
-        default="pycomm",
-        metavar="NAME",
-        help="a backend of torch, communicator, or an MPI (default pycomm)",
-    )
-    add("--peers", type=_names, default=(), metavar="NAMES", help="what it is compared with: gloo,mpich,openmpi,nccl")
-    busy.add_arguments(parser)
+    add("--backend", default="pycomm", metavar="NAME", help="a backend of torch, or communicator (default pycomm)")
+    add("--peers", type=_names, default=(), metavar="NAMES", help="what it is compared with: gloo,nccl,communicator")
     add("--min-busbw", type=_bandwidth, metavar="GB/S", help="fail if the average is more than 10 %% below this")
     parser.set_defaults(parser=parser, operation=operation)
+    return parser
 
 
 def launched_ranks(environment: Mapping[str, str] = os.environ) -> int | None:
@@ -133,81 +159,10 @@ def launched_ranks(environment: Mapping[str, str] = os.environ) -> int | None:
     return int(size)
 
 
-def settings_of(arguments: argparse.Namespace, launched: int | None) -> Settings:
-    """Return what the arguments ask for; ``launched`` is the number of ranks that a launcher has started.
-
-    Raises:
-        UsageError: something is wrong, or cannot be had here.
-    """
-    operation: Operation = arguments.operation
-    ranks = _ranks(arguments.ranks, launched)
-    if arguments.local_register and COMMUNICATOR not in (arguments.backend, *arguments.peers):
-        raise UsageError(f"-R 1: only {COMMUNICATOR} has memory of its own, and it is neither --backend nor a peer")
-    _check_output(arguments.output_file)
-    sizes, step = _sizes(arguments) if operation.name != "barrier" else ((0,), "0(bytes)")
-    settings = Settings(
-        operation=operation,
-        sizes=sizes,
-        dtypes=_some(getattr(arguments, "datatype", "uint8"), tuple(DTYPES)),
-        redops=_some(getattr(arguments, "op", "none"), REDUCTIONS),
-        roots=_roots(getattr(arguments, "root", None), ranks),
-        ranks=ranks,
-        launched=launched is not None,
-        backend=arguments.backend,
-        peers=arguments.peers,
-        device="cuda" if "nccl" in (arguments.backend, *arguments.peers) else "cpu",
-        registered=bool(arguments.local_register),
-        calls=arguments.iters,
-        warmups=arguments.warmup_iters,
-        rounds=arguments.rounds,
-        checks=arguments.check,
-        timeout=arguments.timeout,
-        output=arguments.output_file,
-        min_busbw=_min_busbw(arguments.min_busbw),
-        step=step,
-        busy=arguments.busy,
-        nice=arguments.nice,
-    )
-    _check_memory(settings)
-    _check_libraries(settings)  # at last, as it takes torch
-    return settings
-
-
-def _ranks(wanted: int | None, launched: int | None) -> int:
-    if launched is not None and wanted not in (None, launched):
-        raise UsageError(f"--ranks: {wanted}, but the launcher has started {launched}")
-    return launched or wanted or 2
-
-
-def _check_libraries(settings: Settings) -> None:
-    """Raise unless all can be had here."""
-    backend, peers = settings.backend, settings.peers
-    if backend in peers:
-        raise UsageError(f"--peers: {backend} is what is measured (--backend)")
-    if len(set(peers)) < len(peers):
-        raise UsageError(f"--peers: {','.join(peers)} names one twice")
-    for option, name in (("--backend", backend), *(("--peers", peer) for peer in peers)):
-        problem = _why_not(name, settings.launched)
-        if problem is not None:
-            raise UsageError(f"{option}: {problem}")
-    if settings.device == "cuda" and {backend, *peers} & set(MPIS):
-        raise UsageError("--peers: nccl requires arrays on GPUs, and MPI is called with arrays in CPU memory")
-
-
-def _why_not(name: str, launched: bool) -> str | None:
-    """Return why the library ``name`` cannot be used here."""
-    if name in MPIS:
-        if launched:
-            return f"{name} starts its ranks itself, which it cannot under another launcher"
-        try:
-            MPIS[name][1]()
-        except NotInstalledError as error:
-            return f"{name} is {error}, or 'pycomm-torch[bench]'"
+def why_not(name: str) -> str | None:
+    """Return why the library ``name`` cannot be used here; ``None`` if it can."""
+    if name == COMMUNICATOR:
         return None
-    return None if name == COMMUNICATOR else _why_not_by_torch(name)
-
-
-def _why_not_by_torch(name: str) -> str | None:
     load_package()  # which makes "pycomm" a backend of torch's
     import torch
     import torch.distributed as dist
@@ -219,32 +174,81 @@ def _why_not_by_torch(name: str) -> str | None:
         if count == 0 or not dist.is_nccl_available() or not torch.cuda.is_available():
             return f"nccl requires GPUs: {why_none or 'this torch was built without them'}"
     elif not dist.is_backend_available(name):
-        return f"{name!r}, wanted {COMMUNICATOR}, {', '.join(MPIS)}, or a backend that torch.distributed knows here"
+        return f"{name!r}, wanted {COMMUNICATOR}, or a backend that torch.distributed knows here"
     return None
 
 
-def _check_output(path: Path | None) -> None:
-    if path is None:
-        return
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+def settings_of(
+    arguments: argparse.Namespace, launched: int | None, why_not: Callable[[str], str | None] = why_not
+) -> Settings:
+    """Return what the arguments ask for.
+
+    Args:
+        launched: the number of ranks that a launcher has started.
+        why_not: says why a library cannot be used.
+
+    Raises:
+        UsageError: something is wrong, or cannot be had here.
+    """
+    operation: Operation = arguments.operation
+    ranks = launched or arguments.ranks or 2
+    if launched is not None and arguments.ranks not in (None, launched):
+        raise UsageError(f"--ranks: {arguments.ranks}, but the launcher has started {launched}")
+    if arguments.local_register and COMMUNICATOR not in (arguments.backend, *arguments.peers):
+        raise UsageError(f"-R 1: only {COMMUNICATOR} has memory of its own, and it is neither --backend nor a peer")
+    path: Path | None = arguments.output_file
+    if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
         raise UsageError(f"-J: {path} cannot be written")
+    sizes, step = _sizes(arguments) if operation.name != "barrier" else ((0,), "0(bytes)")
+    settings = Settings(
+        operation=operation,
+        sizes=sizes,
+        step=step,
+        dtypes=_some(getattr(arguments, "datatype", "uint8"), tuple(DTYPES)),
+        redops=_some(getattr(arguments, "op", "none"), REDUCTIONS),
+        roots=_roots(getattr(arguments, "root", None), ranks),
+        ranks=ranks,
+        launched=launched is not None,
+        registered=bool(arguments.local_register),
+        min_busbw=_min_busbw(arguments.min_busbw),
+        backend=arguments.backend,
+        peers=arguments.peers,
+        calls=arguments.iters,
+        warmups=arguments.warmup_iters,
+        rounds=arguments.rounds,
+        checks=arguments.check,
+        timeout=arguments.timeout,
+        output=path,
+    )
+    _check_memory(settings)
+    _check_libraries(settings, why_not)  # at last, as it takes torch
+    return settings
+
+
+def _check_libraries(settings: Settings, why_not: Callable[[str], str | None]) -> None:
+    """Raise unless all can be had here."""
+    backend, peers = settings.backend, settings.peers
+    if backend in peers:
+        raise UsageError(f"--peers: {backend} is what is measured (--backend)")
+    if len(set(peers)) < len(peers):
+        raise UsageError(f"--peers: {','.join(peers)} names one twice")
+    for option, name in (("--backend", backend), *(("--peers", peer) for peer in peers)):
+        problem = why_not(name)
+        if problem is not None:
+            raise UsageError(f"{option}: {problem}")
 
 
 def _check_memory(settings: Settings) -> None:
     """Raise if the ranks that would be started here want more memory than there is."""
     wanted = _ARRAYS * settings.largest * (1 if settings.launched else settings.ranks)
-    found = _available_memory()
-    if settings.device == "cpu" and wanted > found:
-        arrays = f"{_ARRAYS} arrays of {settings.largest} bytes"
-        raise UsageError(f"-e: {arrays} in {settings.ranks} ranks are {wanted} bytes of memory, and {found} are free")
-
-
-def _available_memory() -> float:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
-        return math.inf
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), math.inf)
+        lines = []
+    found = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), math.inf)
+    if settings.device == "cpu" and wanted > found:
+        arrays = f"{_ARRAYS} arrays of {settings.largest} bytes"
+        raise UsageError(f"-e: {arrays} in {settings.ranks} ranks are {wanted} bytes of memory, and {found} are free")
 
 
 def _sizes(arguments: argparse.Namespace) -> tuple[tuple[int, ...], str]:
@@ -295,21 +299,6 @@ def _size(text: str) -> int:
 
 def _root(text: str) -> int:
     return _ALL if text in ("all", "-1") else integer(0)(text)
-
-
-def _seconds(text: str) -> float:
-    return _positive(text, "seconds")
-
-
-def _bandwidth(text: str) -> float:
-    return _positive(text, "GB/s")
-
-
-def _positive(text: str, unit: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}, wanted {unit} above 0")
-    return value
 
 
 def _names(text: str) -> tuple[str, ...]:

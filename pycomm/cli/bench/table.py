@@ -3,35 +3,72 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from pycomm.cli.bench.measure import PLACES, Line, Timed
-from pycomm.cli.bench.results import headline
+import numpy
+import torch
+
+import pycomm
+from pycomm.cli.bench.operations import Case
+from pycomm.cli.bench.rank import cpu_model
 from pycomm.cli.bench.settings import Settings
-from pycomm.cli.bench.timing import duration, times
+from pycomm.cli.bench.timing import Samples, duration, times
 from pycomm.cli.table import table
 
-Device = dict[str, object]
-
-_NAMES = ("time", "algbw", "busbw", "#wrong")
-_UNITS = ("(us)", "(GB/s)", "(GB/s)", "")
+PLACES = ("out_of_place", "in_place")
 _SCATTERED = 2.0
 """Ratio of the 90th percentile to the 10th above which a median says little."""
 
 
-def preamble(settings: Settings, devices: Sequence[Device]) -> str:
+@dataclass(frozen=True)
+class Timed:
+    """What one library took for one case, out of place or in place.
+
+    Attributes:
+        wrong: wrong elements on all ranks together, ``None`` if nobody looked.
+        samples: seconds per call of the slowest rank, for each round.
+    """
+
+    wrong: int | None
+    samples: Samples
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the table.
+
+    Attributes:
+        calls: of a turn.
+        ours: by place, of what is measured. peers: place -> name -> the same of a peer that has it.
+        floor: the least time in which all bytes can be read and written, at the speed of copies.
+    """
+
+    case: Case
+    calls: int
+    ours: dict[str, Timed]
+    peers: dict[str, dict[str, Timed]]
+    floor: Samples
+
+    def bandwidths(self, seconds: float) -> tuple[float, float]:
+        """Return algbw and busbw in GB/s."""
+        algbw = self.case.size / seconds / 1e9
+        return algbw, algbw * self.case.spec.bus_factor(self.case.ranks)
+
+
+def preamble(settings: Settings, devices: Sequence[Mapping[str, Any]]) -> str:
     """Return what stands above the table: who measures what, and where."""
     smallest, largest = settings.sizes[0], settings.sizes[-1]
     lines = [
-        f"# {headline()}",
+        f"# {headline(cpu_model())}",
         f"# Collective test starting: {settings.operation.name}, {settings.backend}",
         f"# nThread 1 nGpus 1 minBytes {smallest} maxBytes {largest} step: {settings.step} "
         f"warmup iters: {settings.warmups_of(next(settings.cases))} iters: {settings.calls_of(next(settings.cases))} "
         f"agg iters: 1 validation: {settings.checks} graph: 0",
         "#",
     ]
-    if settings.busy:
-        lines += [f"# busy processes beside it: {settings.busy}, niceness {settings.nice}", "#"]
     cores = len(os.sched_getaffinity(0))
     if not settings.launched and settings.ranks > cores:
         lines += [f"# {settings.ranks} ranks on {cores} cores take turns: waits last longer. {_limit(settings)}", "#"]
@@ -44,40 +81,49 @@ def preamble(settings: Settings, devices: Sequence[Device]) -> str:
     return "\n".join(lines)
 
 
+def environment() -> dict[str, Any]:
+    """Return versions and machine, without which a figure means nothing."""
+    return {
+        "pycomm": pycomm.build_info(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+    }
+
+
+def headline(processor: str) -> str:
+    """Return one line that says what ran where."""
+    found = environment()
+    build, cores = found["pycomm"], found["cores"]
+    ours = f"pycomm {build['version']} ({build['simd']})"
+    return f"{ours}, torch {found['torch']}, Python {found['python']}, {processor}, {cores} cores"
+
+
 def header() -> str:
     """Return the table's head of three lines."""
+    what = "# {:>10}  {:>12}  {:>8}  {:>6}  {:>6}"
+    each = what + 2 * "  {:>7}  {:>6}  {:>6}  {:>6}"
     return "\n".join(
         [
             "#",
-            f"# {'':>10}  {'':>12}  {'':>8}  {'':>6}  {'':>6}  {'out-of-place':^31}  {'in-place':^31}",
-            _head(("size", "count", "type", "redop", "root"), _NAMES),
-            _head(("(B)", "(elements)", "", "", ""), _UNITS),
+            what.format(*5 * [""]) + f"  {'out-of-place':^31}  {'in-place':^31}",
+            each.format("size", "count", "type", "redop", "root", *2 * ("time", "algbw", "busbw", "#wrong")),
+            each.format("(B)", "(elements)", "", "", "", *2 * ("(us)", "(GB/s)", "(GB/s)", "")),
         ]
     )
-
-
-def _head(first: Sequence[str], rest: Sequence[str]) -> str:
-    what = f"# {first[0]:>10}  {first[1]:>12}  {first[2]:>8}  {first[3]:>6}  {first[4]:>6}"
-    place = f"{rest[0]:>7}  {rest[1]:>6}  {rest[2]:>6}  {rest[3]:>6}"
-    return f"{what}  {place}  {place}"
 
 
 def row(line: Line) -> str:
     """Return one line of the table."""
     case = line.case
     cells = [f"{case.size:>12}", f"{case.count:>12}", f"{case.dtype:>8}", f"{case.redop:>6}", f"{case.root:>6}"]
-    for place in PLACES:
-        cells += _cells(line, line.ours[place])
+    for timed in map(line.ours.__getitem__, PLACES):
+        algbw, busbw = line.bandwidths(timed.samples.median)
+        cells += [_fitting(timed.samples.median * 1e6, 7), _fitting(algbw, 6), _fitting(busbw, 6)]
+        cells.append(f"{'N/A':>6}" if timed.wrong is None else f"{timed.wrong:>6g}")
     return "  ".join(cells)
-
-
-def _cells(line: Line, timed: Timed) -> Iterator[str]:
-    seconds = timed.samples.median
-    algbw, busbw = line.bandwidths(seconds)
-    yield _fitting(seconds * 1e6, 7)
-    yield _fitting(algbw, 6)
-    yield _fitting(busbw, 6)
-    yield f"{'N/A':>6}" if timed.wrong is None else f"{timed.wrong:>6g}"
 
 
 def _fitting(value: float, width: int) -> str:
@@ -89,46 +135,21 @@ def _fitting(value: float, width: int) -> str:
     return f"{value:{width}.{1 if width >= 7 else 0}e}"
 
 
-def scatter(settings: Settings, lines: Sequence[Line]) -> str | None:
-    """Return a comment on times that differ much from turn to turn, if there are such."""
-    samples = [(line.case.size, line.ours[place].samples) for line in lines for place in PLACES]
-    sizes = {size: None for size, each in samples if each.high > _SCATTERED * each.low}
-    if not sizes:
-        return None
-    where = f"{', '.join(map(str, sizes))} bytes"
-    busy = "the cores are busy with something else. Take more --rounds."
-    return f"# times scatter (p90 over {_SCATTERED:g} times p10) at {where}: {busy} {_limit(settings)}"
-
-
-def _limit(settings: Settings) -> str:
-    return f"If a wait times out, raise -T ({settings.timeout:g} s)"
-
-
-def comparison(lines: Sequence[Line], rounds: int) -> str:
-    """Return, in comments, spread, floor and peers of every line: out of place above, in place below."""
-    names = list(dict.fromkeys(name for line in lines for place in PLACES for name in line.peers[place]))
-    head = ["size", "", "time", "p10 - p90", "floor", "of floor"]
-    head += [text for name in names for text in (f"{name}\ntime", "times\nlonger")]
-    rows = [_compared(line, place, names) for line in lines for place in PLACES]
-    text = table(head, rows)
-    explained = (
-        f"medians of {rounds} turns of the slowest rank; floor: each byte read and written once, as fast as copies"
-    )
-    return "\n".join(f"# {text}".rstrip() for text in ("", explained, *text.splitlines()))
-
-
-def _compared(line: Line, place: str, names: Sequence[str]) -> list[str]:
-    ours, floor = line.ours[place].samples, line.floor.median
-    first = line.case.size if place == PLACES[0] else ""
-    cells = [str(first), place.replace("_", "-"), *ours.cells(), duration(floor), f"{floor / ours.median:.0%}"]
-    for name in names:
-        peer = line.peers[place].get(name)
-        cells += ["-", "-"] if peer is None else [duration(peer.samples.median), times(_ratio(line, place, name))]
-    return cells
-
-
-def _ratio(line: Line, place: str, name: str) -> float:
-    return line.peers[place][name].samples.median / line.ours[place].samples.median
+def below(settings: Settings, lines: Sequence[Line], verdict: Mapping[str, Any]) -> str:
+    """Return what stands below the table, all of it in comments: comparison, notes, and ``verdict``."""
+    notes = [*verdict["missing"], *_wrong_peers(lines), *scatter(settings, lines)]
+    failed, bandwidth = verdict["out_of_bounds"]["count"], verdict["average_bus_bandwidth"]
+    okay = {"unchecked": "", "true": "OK", "false": "FAILED"}[bandwidth["okay"]]
+    text = [
+        *_comparison(lines, settings.rounds),
+        *notes,
+        "",
+        f"{'Out of bounds values':<20} : {failed} {'FAILED' if failed else 'OK'}",
+        f"{'Avg bus bandwidth':<20} : {bandwidth['bandwidth']:g} {okay}",
+        "",
+        f"Collective test concluded: {settings.operation.name}, {settings.backend}",
+    ]
+    return "\n".join(f"# {line}".rstrip() for line in text)
 
 
 def average_busbw(lines: Sequence[Line]) -> float:
@@ -137,13 +158,46 @@ def average_busbw(lines: Sequence[Line]) -> float:
     return sum(found) / len(found)
 
 
-def footer(settings: Settings, average: float, failed: int, okay: str) -> str:
-    """Return what stands below: ``failed`` is the number of wrong results, ``okay`` the verdict on the bandwidth."""
-    return "\n".join(
-        [
-            f"# {'Out of bounds values':<20} : {failed} {'FAILED' if failed else 'OK'}",
-            f"# {'Avg bus bandwidth':<20} : {average:g} {okay}".rstrip(),
-            "#",
-            f"# Collective test concluded: {settings.operation.name}, {settings.backend}",
-        ]
+def _comparison(lines: Sequence[Line], rounds: int) -> list[str]:
+    """Return spread, floor and peers of every line of the table: out of place above, in place below."""
+    names = list(dict.fromkeys(name for line in lines for place in PLACES for name in line.peers[place]))
+    head = ["size", "", "time", "p10 - p90", "floor", "of floor"]
+    head += [text for name in names for text in (f"{name}\ntime", "times\nlonger")]
+    explained = (
+        f"medians of {rounds} turns of the slowest rank; floor: each byte read and written once, as fast as copies"
     )
+    rows = [_compared(line, place, names) for line in lines for place in PLACES]
+    return ["", explained, *table(head, rows).splitlines()]
+
+
+def _compared(line: Line, place: str, names: Sequence[str]) -> list[str]:
+    ours, floor = line.ours[place].samples, line.floor.median
+    first = line.case.size if place == PLACES[0] else ""
+    cells = [str(first), place.replace("_", "-"), *ours.cells(), duration(floor), f"{floor / ours.median:.0%}"]
+    for name in names:
+        peer = line.peers[place].get(name)
+        median = 0.0 if peer is None else peer.samples.median
+        cells += ["-", "-"] if peer is None else [duration(median), times(median / ours.median)]
+    return cells
+
+
+def _wrong_peers(lines: Sequence[Line]) -> Iterator[str]:
+    for line in lines:
+        for place in PLACES:
+            for name, peer in line.peers[place].items():
+                if peer.wrong:
+                    yield f"{name}: {peer.wrong} wrong elements of {line.case.size} bytes, {place.replace('_', '-')}"
+
+
+def scatter(settings: Settings, lines: Sequence[Line]) -> Iterator[str]:
+    """Yield a note on times that differ much from turn to turn, if there are such."""
+    samples = [(line.case.size, line.ours[place].samples) for line in lines for place in PLACES]
+    sizes = dict.fromkeys(size for size, each in samples if each.high > _SCATTERED * each.low)
+    if sizes:
+        where = f"{', '.join(map(str, sizes))} bytes"
+        busy = "the cores are busy with something else. Take more --rounds."
+        yield f"times scatter (p90 over {_SCATTERED:g} times p10) at {where}: {busy} {_limit(settings)}"
+
+
+def _limit(settings: Settings) -> str:
+    return f"If a wait times out, raise -T ({settings.timeout:g} s)"

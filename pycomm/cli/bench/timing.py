@@ -1,9 +1,8 @@
-"""Durations: taking them in turns, summing them up, writing them."""
+"""Durations: summing them up, writing them. Imports nothing of pycomm: benches read it also where that is not built."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,27 +41,6 @@ class Samples:
     def cells(self) -> list[str]:
         """Write the median, then the spread from the 10th to the 90th percentile."""
         return [duration(self.median), f"{duration(self.low)} - {duration(self.high)}"]
-
-
-def stopwatch(call: Callable[[], object]) -> float:
-    """Return how long one ``call`` takes."""
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def interleave(cases: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, Samples]:
-    """Let every case, a function that returns its own duration, have one turn per round.
-
-    What disturbs the machine for a while (a neighbour, a changed clock) then hits all cases alike,
-    and ratios between them stay right. Every other round runs backwards, so that no case always
-    finds the caches as the same other one left them.
-    """
-    taken: dict[str, list[float]] = {name: [] for name in cases}
-    for number in range(rounds):
-        for name in list(cases) if number % 2 == 0 else reversed(list(cases)):
-            taken[name].append(cases[name]())
-    return {name: Samples.of(seconds) for name, seconds in taken.items()}
 
 
 def duration(seconds: float) -> str:

@@ -12,10 +12,9 @@ from pycomm.cli.plan.sources import load_source
 from pycomm.cli.table import table
 from pycomm.descriptions import size_text
 from pycomm.parallel.auto import styles_of
-from pycomm.parallel.planning.candidates import Device, Task
+from pycomm.parallel.planning.candidates import Device, Task, measure_device
 from pycomm.parallel.planning.choose import Option, Ranking, choose
 from pycomm.parallel.planning.profile import make_without_memory, profile
-from pycomm.parallel.planning.speed import measure_device
 from pycomm.untrusted import one_line
 
 _MOST_ROWS = 12

@@ -13,7 +13,7 @@ from typing import Any
 
 from pycomm.cli.arguments import integer
 from pycomm.cli.terminal import complain, say
-from pycomm.recorder.traced_step import DEFAULT_STEP, FOLDER, STEP
+from pycomm.recorder.traces import DEFAULT_STEP, FOLDER, STEP
 
 _DESCRIPTION = f"""\
 Draws one training step of a script that calls pycomm.attach: forward, backward, buckets on the communication thread,

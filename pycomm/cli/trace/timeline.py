@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from pycomm import untrusted
+from pycomm.recorder.traces import ChromeTrace
 from pycomm.untrusted import COUNT, ListOf, Number, OneOf
 
 LANES = ("training", "communication", "wire")
@@ -86,18 +86,20 @@ def _read(path: Path) -> RankTrace:
 
 def save_json(traces: Sequence[RankTrace], path: Path) -> None:
     """Write ``traces`` in the format of chrome://tracing and Perfetto: a process per rank, threads for its lanes."""
-    events: list[dict[str, Any]] = []
-    for trace in traces:
-        events.append({"ph": "M", "name": "process_name", "pid": trace.rank, "args": {"name": f"rank {trace.rank}"}})
-        first = (trace.optimizer - 1) * len(LANES)
-        for tid, lane in enumerate(LANES, first):
-            name = lane if trace.optimizer == 1 else f"{lane}, optimizer {trace.optimizer}"
-            events.append({"ph": "M", "name": "thread_name", "pid": trace.rank, "tid": tid, "args": {"name": name}})
-        for span in trace.spans:
-            times = {"ts": 1e6 * span["began"], "dur": 1e6 * (span["ended"] - span["began"])}
-            where = {"pid": trace.rank, "tid": first + LANES.index(span["lane"]), "cat": span["lane"]}
-            events.append({"ph": "X", "name": span["name"], **where, **times})
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    with path.open("w") as file:
+        file.write('{"displayTimeUnit": "ms", "traceEvents": ')
+        made = ChromeTrace(file)
+        for trace in traces:
+            made.name_process(trace.rank, f"rank {trace.rank}")
+            first = (trace.optimizer - 1) * len(LANES)
+            for tid, lane in enumerate(LANES, first):
+                made.name_row(trace.rank, tid, lane if trace.optimizer == 1 else f"{lane}, optimizer {trace.optimizer}")
+            for span in trace.spans:
+                times = {"ts": 1e6 * span["began"], "dur": 1e6 * (span["ended"] - span["began"])}
+                tid = first + LANES.index(span["lane"])
+                made.add(span["name"], "X", trace.rank, tid=tid, cat=span["lane"], **times)
+        made.end()
+        file.write("}")
 
 
 def save_picture(traces: Sequence[RankTrace], path: Path) -> None:

@@ -21,7 +21,7 @@ All ranks of the group have to call the same functions in the same order, forwar
 graph backwards in one order, so that equal graphs on the ranks are enough. Each collective of the first family
 announces what it was given (one small message) before it moves anything: where the ranks differ, all of them get a
 ValueError, on any backend.
-Where ``torch.distributed.nn.functional`` has such functions, they are deprecated, want equal sizes, do not
+Where ``torch.distributed.nn.functional`` has such functions, they are deprecated, require equal sizes, do not
 compare, and some work on NCCL only; ``torch.distributed._functional_collectives`` has no backward for most.
 """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
@@ -10,6 +9,7 @@ from typing import NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
+from pycomm.agreement import rows_of_all
 from pycomm.parallel.functional.moves import all_gather_single
 from pycomm.parallel.groups import agree
 from pycomm.torch_internals import backend_of
@@ -21,7 +21,7 @@ _DTYPES = (
 _NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce")
 MOST_DIMENSIONS = 12
 """Most that a tensor may have which travels."""
-_HEADER = 6  # operation, whether it is wrong, dtype, whether it needs a gradient, argument, dimensions
+_HEADER = 5  # operation, dtype, whether it needs a gradient, argument, dimensions
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Call:
     free_dim: int | None = None
 
 
-class Heard(NamedTuple):
+class Announcements(NamedTuple):
     """What all ranks have announced.
 
     Attributes:
@@ -57,28 +57,26 @@ class Heard(NamedTuple):
     sizes: list[list[int]]
 
 
-def announce(name: str, call: Call | Exception, group: dist.ProcessGroup, device: torch.device) -> Heard:
+def announce(name: str, call: Call | Exception, group: dist.ProcessGroup, device: torch.device) -> Announcements:
     """Tell the ranks of ``group`` what this one calls, and return what they call.
 
     Raises:
         TypeError, ValueError: the arguments of this rank are wrong, or those of another, or they differ.
     """
-    mine = torch.zeros(_HEADER + MOST_DIMENSIONS + group.size(), dtype=torch.int64)
-    mine[0] = _NAMES.index(name)
-    if isinstance(call, Exception):
-        mine[1] = 1
-    else:
-        needs = torch.is_grad_enabled() and call.x.requires_grad
-        mine[2:_HEADER] = torch.tensor([_DTYPES.index(call.x.dtype), needs, call.argument, call.x.dim()])
-        mine[_HEADER : _HEADER + call.x.dim()] = torch.tensor(call.x.shape)
-        mine[_HEADER + MOST_DIMENSIONS :] = -1 if call.sizes is None else torch.tensor(call.sizes)
-    rows = exchange_rows(mine, group, device)
-    if any(row[1] for row in rows):
-        agree(group, call, f"call {name}")
+    size = group.size()
+    numbers = call if isinstance(call, Exception) else _numbers_of(name, call, size)
+    rows = agreed_rows(group, numbers, _HEADER + MOST_DIMENSIONS + size, f"call {name}", device)
     assert not isinstance(call, Exception)
     _compare(rows, call)
     lengths = [0 if call.free_dim is None else row[_HEADER + call.free_dim] for row in rows]
-    return Heard(any(row[3] for row in rows), lengths, [row[_HEADER + MOST_DIMENSIONS :] for row in rows])
+    return Announcements(any(row[2] for row in rows), lengths, [row[_HEADER + MOST_DIMENSIONS :] for row in rows])
+
+
+def _numbers_of(name: str, call: Call, size: int) -> list[int]:
+    """Return the row that describes ``call``: its header, the shape, and a number for each of ``size`` ranks."""
+    needs, shape = torch.is_grad_enabled() and call.x.requires_grad, list(call.x.shape)
+    header = [_NAMES.index(name), number_of(call.x.dtype), int(needs), call.argument, len(shape)]
+    return [*header, *shape, *[0] * (MOST_DIMENSIONS - len(shape)), *(call.sizes or [-1] * size)]
 
 
 def fail_together(name: str, error: Exception, group: dist.ProcessGroup, device: torch.device) -> NoReturn:
@@ -122,17 +120,11 @@ def agreed_rows(
     Raises:
         ValueError: on every rank: another rank had an error, or another text. This rank's own error is raised as it is.
     """
-    mine = torch.zeros(2 + width, dtype=torch.int64)
-    if isinstance(outcome, Exception):
-        mine[0] = 1
-    else:
-        digest = hashlib.blake2b(same.encode("utf-8", "replace"), digest_size=8).digest()
-        mine[1] = int.from_bytes(digest, "little", signed=True)
-        mine[2 : 2 + len(outcome)] = torch.tensor(list(outcome), dtype=torch.int64)
-    rows = exchange_rows(mine, group, device)
-    if any(row[0] or row[1] != rows[0][1] for row in rows):
-        agree(group, outcome, what, lambda _: [same])
-    return [row[2:] for row in rows]
+
+    def gather(row: list[int]) -> list[list[int]]:
+        return exchange_rows(torch.tensor(row), group, device)
+
+    return rows_of_all(gather, outcome, width, same, lambda: agree(group, outcome, what, lambda _: [same]))
 
 
 def require_tensor(x: object, dim: int | None = None, *, has_values: bool = True) -> int:
@@ -175,11 +167,11 @@ def number_of(dtype: torch.dtype) -> int:
 def _compare(rows: Sequence[Sequence[int]], call: Call) -> None:
     first = rows[0]
     for rank, row in enumerate(rows):
-        for index, what in ((0, "function"), (2, "dtype"), (5, "number of dimensions"), (4, "argument")):
+        for index, what in ((0, "function"), (1, "dtype"), (4, "number of dimensions"), (3, "argument")):
             if row[index] != first[index]:
                 values = [_shown(index, each[index]) for each in (first, row)]
                 raise ValueError(f"the ranks disagree on the {what}: {values[0]} on rank 0, {values[1]} on rank {rank}")
-        shapes = [list(each[_HEADER : _HEADER + first[5]]) for each in (first, row)]
+        shapes = [list(each[_HEADER : _HEADER + first[4]]) for each in (first, row)]
         if any(a != b for d, (a, b) in enumerate(zip(*shapes, strict=True)) if d != call.free_dim):
             raise ValueError(
                 f"the ranks disagree on the shape for {call.name}: {shapes[0]} on rank 0, {shapes[1]} on rank {rank}"
@@ -187,4 +179,4 @@ def _compare(rows: Sequence[Sequence[int]], call: Call) -> None:
 
 
 def _shown(index: int, value: int) -> str:
-    return _NAMES[value] if index == 0 else str(_DTYPES[value]) if index == 2 else str(value)
+    return _NAMES[value] if index == 0 else str(_DTYPES[value]) if index == 1 else str(value)

@@ -7,16 +7,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd import Function
 
 from pycomm.checks import count, length, reduction
 from pycomm.errors import attempt
 from pycomm.parallel.functional import moves
-from pycomm.parallel.functional.announce import Call, Heard, announce, require_dim, require_tensor
+from pycomm.parallel.functional.announce import Announcements, Call, announce, require_dim, require_tensor
+from pycomm.parallel.functional.moves import differentiable
 from pycomm.parallel.groups import GroupLike
 from pycomm.transport.own_group import found_group, group_of
 
 _OPS = ("sum", "mean")
+
+_all_reduce = differentiable(moves.summed, moves.summed)
+_all_gather = differentiable(moves.gathered, moves.summed_part)
+_reduce_scatter = differentiable(moves.summed_part, moves.gathered)
+_all_to_all = differentiable(moves.exchanged, moves.returned)
+_broadcast = differentiable(moves.copied, moves.summed_on)
+_reduce = differentiable(moves.summed_on, moves.copied)
 
 
 def all_reduce(x: torch.Tensor, op: str = "sum", group: GroupLike = None) -> torch.Tensor:
@@ -41,9 +48,9 @@ def all_reduce(x: torch.Tensor, op: str = "sum", group: GroupLike = None) -> tor
             raise TypeError(f"x has the dtype {x.dtype}, of which there is no mean")
         return Call("all_reduce", x, argument=_OPS.index(op))
 
-    ranks, heard = _agreed("all_reduce", call, x, group)
-    out = _AllReduce.apply(_tied(x, heard), ranks)  # type: ignore[no-untyped-call]
-    return _tensor(out / ranks.size() if op == "mean" else out)
+    ranks, announced = _agreed("all_reduce", call, x, group)
+    out = _all_reduce(_tied(x, announced), ranks)
+    return out / ranks.size() if op == "mean" else out
 
 
 def all_gather(x: torch.Tensor, dim: int = 0, group: GroupLike = None) -> torch.Tensor:
@@ -62,8 +69,8 @@ def all_gather(x: torch.Tensor, dim: int = 0, group: GroupLike = None) -> torch.
         d = require_dim(x, dim)
         return Call("all_gather", x, argument=d, free_dim=d)
 
-    ranks, heard = _agreed("all_gather", call, x, group)
-    return _tensor(_AllGather.apply(_tied(x, heard), dim % x.dim(), heard.lengths, ranks))  # type: ignore[no-untyped-call]
+    ranks, announced = _agreed("all_gather", call, x, group)
+    return _all_gather(_tied(x, announced), dim % x.dim(), announced.lengths, ranks)
 
 
 def reduce_scatter(
@@ -85,11 +92,11 @@ def reduce_scatter(
         d = require_dim(x, dim)
         return Call("reduce_scatter", x, argument=d, sizes=_cut("sizes", sizes, x.shape[d], group_of(group).size()))
 
-    ranks, heard = _agreed("reduce_scatter", call, x, group)
-    if any(row != heard.sizes[0] for row in heard.sizes):
-        raise ValueError(f"the ranks disagree on sizes: {heard.sizes}")
+    ranks, announced = _agreed("reduce_scatter", call, x, group)
+    if any(row != announced.sizes[0] for row in announced.sizes):
+        raise ValueError(f"the ranks disagree on sizes: {announced.sizes}")
     own = ranks.rank()
-    return _tensor(_ReduceScatter.apply(_tied(x, heard), dim % x.dim(), heard.sizes[own], ranks))  # type: ignore[no-untyped-call]
+    return _reduce_scatter(_tied(x, announced), dim % x.dim(), announced.sizes[own], ranks)
 
 
 def all_to_all(x: torch.Tensor, sizes: Sequence[int] | None = None, group: GroupLike = None) -> torch.Tensor:
@@ -109,10 +116,10 @@ def all_to_all(x: torch.Tensor, sizes: Sequence[int] | None = None, group: Group
         require_tensor(x, 0)
         return Call("all_to_all", x, sizes=_cut("sizes", sizes, x.shape[0], group_of(group).size()), free_dim=0)
 
-    ranks, heard = _agreed("all_to_all", call, x, group)
+    ranks, announced = _agreed("all_to_all", call, x, group)
     own = ranks.rank()
-    receives = [row[own] for row in heard.sizes]
-    return _tensor(_AllToAll.apply(_tied(x, heard), heard.sizes[own], receives, ranks))  # type: ignore[no-untyped-call]
+    receives = [row[own] for row in announced.sizes]
+    return _all_to_all(_tied(x, announced), announced.sizes[own], receives, ranks)
 
 
 def broadcast(x: torch.Tensor, src: int, group: GroupLike = None) -> torch.Tensor:
@@ -126,8 +133,8 @@ def broadcast(x: torch.Tensor, src: int, group: GroupLike = None) -> torch.Tenso
     Raises:
         TypeError, ValueError: as from :func:`all_reduce`; or there is no such rank.
     """
-    ranks, heard = _agreed("broadcast", lambda: _rooted("broadcast", "src", x, src, group), x, group)
-    return _tensor(_Broadcast.apply(_tied(x, heard), src, ranks))  # type: ignore[no-untyped-call]
+    ranks, announced = _agreed("broadcast", lambda: _rooted("broadcast", "src", x, src, group), x, group)
+    return _broadcast(_tied(x, announced), src, ranks)
 
 
 def reduce(x: torch.Tensor, dst: int, group: GroupLike = None) -> torch.Tensor:
@@ -144,87 +151,19 @@ def reduce(x: torch.Tensor, dst: int, group: GroupLike = None) -> torch.Tensor:
     Raises:
         TypeError, ValueError: as from :func:`all_reduce`; or there is no such rank.
     """
-    ranks, heard = _agreed("reduce", lambda: _rooted("reduce", "dst", x, dst, group), x, group)
-    return _tensor(_Reduce.apply(_tied(x, heard), dst, ranks))  # type: ignore[no-untyped-call]
+    ranks, announced = _agreed("reduce", lambda: _rooted("reduce", "dst", x, dst, group), x, group)
+    return _reduce(_tied(x, announced), dst, ranks)
 
 
-class _AllReduce(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return moves.summed(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _AllReduce.apply(grad, ctx.group), None  # type: ignore[no-untyped-call]
-
-
-class _AllGather(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, lengths: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.given = dim, lengths, group
-        return moves.gathered(x, dim, lengths, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _ReduceScatter.apply(grad, *ctx.given), None, None, None  # type: ignore[no-untyped-call]
-
-
-class _ReduceScatter(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, lengths: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.given = dim, lengths, group
-        return moves.summed_part(x, dim, lengths, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _AllGather.apply(grad, *ctx.given), None, None, None  # type: ignore[no-untyped-call]
-
-
-class _AllToAll(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup
-    ) -> torch.Tensor:
-        ctx.reversed = receives, sends, group
-        return moves.exchanged(x, sends, receives, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _AllToAll.apply(grad, *ctx.reversed), None, None, None  # type: ignore[no-untyped-call]
-
-
-class _Broadcast(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, src: int, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.given = src, group
-        return moves.copied(x, src, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _Reduce.apply(grad, *ctx.given), None, None  # type: ignore[no-untyped-call]
-
-
-class _Reduce(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dst: int, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.given = dst, group
-        return moves.summed_on(x, dst, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _Broadcast.apply(grad, *ctx.given), None, None  # type: ignore[no-untyped-call]
-
-
-def _agreed(name: str, call: Callable[[], Call], x: Any, group: GroupLike) -> tuple[dist.ProcessGroup, Heard]:
+def _agreed(name: str, call: Callable[[], Call], x: Any, group: GroupLike) -> tuple[dist.ProcessGroup, Announcements]:
     ranks, problem = found_group(lambda: group_of(group))
     device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
     return ranks, announce(name, attempt(call, problem), ranks, device)
 
 
-def _tied(x: torch.Tensor, heard: Heard) -> torch.Tensor:
+def _tied(x: torch.Tensor, announced: Announcements) -> torch.Tensor:
     """Return ``x``, as part of a graph if another rank's is: all of them have to take part in the backward pass."""
-    if heard.needs_gradient and torch.is_grad_enabled() and not x.requires_grad:
+    if announced.needs_gradient and torch.is_grad_enabled() and not x.requires_grad:
         return x.detach().requires_grad_()
     return x
 
@@ -249,8 +188,3 @@ def _cut(name: str, sizes: Sequence[int] | None, whole: int, ranks: int) -> tupl
 
 def _differentiable(x: torch.Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
-
-
-def _tensor(out: Any) -> torch.Tensor:
-    assert isinstance(out, torch.Tensor)
-    return out

@@ -1,16 +1,20 @@
-"""Movements beneath the collectives: out of place, along any dimension, in uneven parts, without autograd.
+"""Movements beneath the collectives: out of place, along any dimension, in uneven parts.
 
-Arguments are right and sizes known here; empty tensors move nothing, on all ranks alike.
+Arguments are right and sizes known here; empty tensors move nothing, on all ranks alike. :func:`differentiable`
+makes functions of them that autograd differentiates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 import torch.distributed as dist
+from torch.autograd import Function
 
+P = ParamSpec("P")
+Move = Callable[Concatenate[torch.Tensor, P], torch.Tensor]
 Group = dist.ProcessGroup
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Under its newest name, as torch warns of the older one."""
@@ -80,3 +84,44 @@ def summed_on(x: torch.Tensor, dst: int, group: Group) -> torch.Tensor:
     if out.numel():
         dist.reduce(out, dist.get_global_rank(group, dst), group=group)
     return out if group.rank() == dst else torch.zeros_like(out)
+
+
+def returned(x: torch.Tensor, sends: Sequence[int], receives: Sequence[int], group: Group) -> torch.Tensor:
+    """Return to each rank what :func:`exchanged` has received from it."""
+    return exchanged(x, receives, sends, group)
+
+
+def viewed(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return ``x``, as a tensor of its own."""
+    return x.view_as(x)
+
+
+def own_part(x: torch.Tensor, dim: int, lengths: Sequence[int], group: Group) -> torch.Tensor:
+    """Return this rank's part of ``x``, of which rank r has ``lengths[r]`` along ``dim``."""
+    return torch.split(x, list(lengths), dim)[group.rank()].contiguous()
+
+
+class _Transposed(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, move: Any, transpose: Any, given: Any) -> torch.Tensor:
+        ctx.backwards = transpose, move, given
+        made: torch.Tensor = move(x, *given)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _apply(grad, *ctx.backwards), None, None, None
+
+
+_apply: Any = _Transposed.apply
+
+
+def differentiable(move: Move[P], transpose: Move[P]) -> Move[P]:
+    """Return ``move`` as a function that autograd differentiates by ``transpose``. Arguments: by position."""
+
+    def moved(x: torch.Tensor, /, *args: P.args, **kwargs: P.kwargs) -> torch.Tensor:
+        assert not kwargs
+        made: torch.Tensor = _apply(x, move, transpose, args)
+        return made
+
+    return moved

@@ -8,16 +8,19 @@ the others hear of an error in one rank's arguments all the same.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import torch.distributed as dist
-from torch.autograd import Function
 
 from pycomm.parallel.functional import moves
 from pycomm.parallel.functional.announce import exchange_rows, require_dim, require_tensor
+from pycomm.parallel.functional.moves import differentiable
 from pycomm.parallel.groups import GroupLike, told
 from pycomm.transport.own_group import group_of
+
+_copy = differentiable(moves.viewed, moves.summed)
+_sum = differentiable(moves.summed, moves.viewed)
+_scatter = differentiable(moves.own_part, moves.gathered)
+gather_along = differentiable(moves.gathered, moves.own_part)
+""":func:`gather_from_group` of a tensor along a dimension, counted from the front, by lengths that all ranks know."""
 
 
 def copy_to_group(x: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
@@ -26,7 +29,7 @@ def copy_to_group(x: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
     Megatron's f: in front of a layer that is split by columns.
     """
     require_tensor(x)
-    return _result(_Copy.apply(x, group_of(group)))  # type: ignore[no-untyped-call]
+    return _copy(x, group_of(group))
 
 
 def reduce_from_group(x: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
@@ -36,7 +39,7 @@ def reduce_from_group(x: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
     """
     ranks = group_of(group)
     told(ranks, lambda: require_tensor(x))
-    return _result(_Sum.apply(x, ranks))  # type: ignore[no-untyped-call]
+    return _sum(x, ranks)
 
 
 def scatter_to_group(x: torch.Tensor, dim: int = -1, group: GroupLike = None) -> torch.Tensor:
@@ -47,7 +50,7 @@ def scatter_to_group(x: torch.Tensor, dim: int = -1, group: GroupLike = None) ->
     dim, found = require_dim(x, dim), group_of(group)
     part = -(-x.shape[dim] // found.size())
     lengths = [max(0, min(part, x.shape[dim] - part * rank)) for rank in range(found.size())]
-    return _result(_Scatter.apply(x, dim, lengths, found))  # type: ignore[no-untyped-call]
+    return _scatter(x, dim, lengths, found)
 
 
 def gather_from_group(x: torch.Tensor, dim: int = -1, group: GroupLike = None, *, even: bool = False) -> torch.Tensor:
@@ -64,61 +67,4 @@ def gather_from_group(x: torch.Tensor, dim: int = -1, group: GroupLike = None, *
     lengths = [x.shape[dim]] * ranks.size()
     if not even:
         lengths = [row[0] for row in exchange_rows(torch.tensor([x.shape[dim]]), ranks, x.device)]
-    return _result(_Gather.apply(x, dim, lengths, ranks))  # type: ignore[no-untyped-call]
-
-
-def gather_along(x: torch.Tensor, dim: int, lengths: list[int], ranks: dist.ProcessGroup) -> torch.Tensor:
-    """Do the work of :func:`gather_from_group` where the ranks know already how long their tensors are along ``dim``.
-
-    ``dim`` is counted from the front.
-    """
-    return _result(_Gather.apply(x, dim, lengths, ranks))  # type: ignore[no-untyped-call]
-
-
-class _Copy(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _Sum.apply(grad, ctx.group), None  # type: ignore[no-untyped-call]
-
-
-class _Sum(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return moves.summed(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _Copy.apply(grad, ctx.group), None  # type: ignore[no-untyped-call]
-
-
-class _Scatter(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, lengths: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.given = dim, lengths, group
-        return torch.split(x, lengths, dim)[group.rank()].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _Gather.apply(grad, *ctx.given), None, None, None  # type: ignore[no-untyped-call]
-
-
-class _Gather(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, lengths: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.given = dim, lengths, group
-        return moves.gathered(x, dim, lengths, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _Scatter.apply(grad, *ctx.given), None, None, None  # type: ignore[no-untyped-call]
-
-
-def _result(out: Any) -> torch.Tensor:
-    assert isinstance(out, torch.Tensor)
-    return out
+    return gather_along(x, dim, lengths, ranks)

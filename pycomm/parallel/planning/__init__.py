@@ -8,13 +8,12 @@
 ``sizes`` needs the layers' sizes alone; ``scaling`` says what more devices would bring: T = S N e.
 """
 
-from pycomm.parallel.planning.candidates import OPTIMIZERS, Candidate, Device, Task
+from pycomm.parallel.planning.candidates import OPTIMIZERS, Candidate, Device, Task, measure_device
 from pycomm.parallel.planning.choose import Option, Ranking, Refusal, choose
 from pycomm.parallel.planning.layers import Layer, Part, Profile, with_seconds
 from pycomm.parallel.planning.price import Memory, Price, Pricer, Times
 from pycomm.parallel.planning.profile import make_without_memory, profile
 from pycomm.parallel.planning.sizes import Layout, place
-from pycomm.parallel.planning.speed import measure_device
 
 __all__ = [
     "OPTIMIZERS",

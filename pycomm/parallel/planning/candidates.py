@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import statistics
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+
+import torch
 
 from pycomm import checks
 from pycomm.schedule import NETWORKS, Network
@@ -14,6 +18,9 @@ OPTIMIZERS = {"sgd": 0, "momentum": 1, "lars": 1, "rmsprop": 1, "adagrad": 1, "a
 """Numbers that optimizers keep for each parameter, by name; ``momentum`` is SGD with momentum."""
 
 _MOST_MICROBATCHES = 256
+_WIDTH = 1024
+_BYTES = 1 << 27  # more than caches hold
+_REPEATS = 7
 
 
 @dataclass(frozen=True)
@@ -120,3 +127,26 @@ def candidates(pp: int, tp: int, dp: int, batch: int) -> list[Candidate]:
         for recompute in (False, True)
         for sharded in ((False, True) if dp > 1 else (False,))
     ]
+
+
+def measure_device() -> Device:
+    """Measure this machine, with torch's number of threads: products of float32 matrices, and copies. Takes a second.
+
+    A model's own work is slower than products of large matrices.
+    """
+    a, b = torch.randn(_WIDTH, _WIDTH), torch.randn(_WIDTH, _WIDTH)
+    product = torch.empty(_WIDTH, _WIDTH)
+    seconds = _median(lambda: torch.mm(a, b, out=product))
+    source, target = torch.ones(_BYTES // 4), torch.ones(_BYTES // 4)
+    copy = _median(lambda: target.copy_(source))
+    return Device(2.0 * _WIDTH**3 / seconds, 2.0 * _BYTES / copy)
+
+
+def _median(call: Callable[[], object]) -> float:
+    call()
+    taken = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)

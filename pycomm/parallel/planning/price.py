@@ -24,9 +24,10 @@ from pycomm.compression.base import Operation
 from pycomm.cost.planning import SimulatedLink
 from pycomm.parallel.planning.candidates import OPTIMIZERS, Candidate, Device, Task
 from pycomm.parallel.planning.layers import Layer
-from pycomm.parallel.planning.stages import Floats, cheapest_cut, maxima, sums, sweeps
 from pycomm.schedule import Network, Ranking, pipeline, rank_algorithms
 from pycomm.schedule.choose import SIZES
+
+Floats = npt.NDArray[np.float64]
 
 _PASSES = {"sgd": 3, "momentum": 5, "lars": 6, "rmsprop": 5, "adagrad": 5, "adam": 7, "adamw": 7, "lamb": 9}
 """How often an optimizer's step reads or writes a number per parameter: weights, gradients and states."""
@@ -270,3 +271,66 @@ def _comes_as_it_goes(candidate: Candidate) -> bool:
 @cache
 def _table(ranks: int, microbatches: int) -> pipeline.Pipeline:
     return pipeline.one_f_one_b(ranks, microbatches)
+
+
+# Cuts of a row of layers that balance time under a limit of memory.
+
+
+def cheapest_cut(costs: Floats, allowed: npt.NDArray[np.bool_]) -> list[int] | None:
+    """Return where to cut layers into stages so that the most expensive stage is as cheap as possible.
+
+    Args:
+        costs: ``[stages, layers, layers]``: cost of a stage from the layer of the second index to that of the
+            third, both included.
+        allowed: the same shape: whether there may be such a stage.
+
+    Returns:
+        The first layer of each stage; ``None`` if no cut has only stages that are allowed.
+    """
+    stages, layers, _ = costs.shape
+    # The least cost of the most expensive stage among the first so many, of the layers before an index.
+    best = np.full(layers + 1, np.inf)
+    best[0] = -np.inf
+    origins = []
+    first, last = np.meshgrid(np.arange(layers), np.arange(layers), indexing="ij")
+    for stage in range(stages):
+        usable = np.where(allowed[stage] & (first <= last), costs[stage], np.inf)
+        ends = np.maximum(best[:layers, None], usable)
+        origin = ends.argmin(0)
+        best = np.concatenate([[np.inf], ends[origin, np.arange(layers)]])
+        origins.append(origin)
+    if not np.isfinite(best[layers]):
+        return None
+    cuts, end = [], layers
+    for origin in reversed(origins):
+        end = int(origin[end - 1])
+        cuts.append(end)
+    return cuts[::-1]
+
+
+def sums(values: Floats) -> Floats:
+    """Return ``[layers, layers]``: the sum of ``values`` from the first index to the second, both included."""
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    return np.asarray(total[None, 1:] - total[:-1, None])
+
+
+def maxima(values: Floats) -> Floats:
+    """Return ``[layers, layers]``: the largest of ``values`` from the first index to the second; 0 below."""
+    count = len(values)
+    rows = np.where(np.arange(count)[None, :] >= np.arange(count)[:, None], values[None, :], 0.0)
+    return np.asarray(np.maximum.accumulate(rows, axis=1))
+
+
+def sweeps(kept: Floats, gradients: Floats) -> Floats:
+    """Return ``[layers, layers]``: the most that one backward pass through these layers has at once.
+
+    That is, before each layer's turn, what it and the earlier ones keep, and the gradients of it and of the later ones,
+    as what a layer keeps is freed when its gradients are there.
+    """
+    count = len(kept)
+    together = sums(kept)
+    most = np.zeros((count, count))
+    for last in range(count):
+        before = np.where(np.arange(count) < last, most[:, last - 1], 0.0)
+        most[:, last] = np.maximum(before, together[:, last]) + gradients[last]
+    return np.triu(most)

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import mmap
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from pycomm.agreement import check_same_lines
+from pycomm.agreement import agreed, check_same_lines
+from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
-from pycomm.errors import CommError
+from pycomm.errors import CommError, attempt
+from pycomm.layout import view_like
 from pycomm.optim.fused import KernelStep
 from pycomm.optim.module_hooks import BeforeForward
 from pycomm.optim.partition import Span
 from pycomm.reducer.buckets import BucketInFlight
-from pycomm.reducer.partition.on_host import Segment
 from pycomm.torch_internals import version_of
+from pycomm.transport.base import HostMemory
 
 _TEXT = (
     "a rank was lost in the middle of optimizer.step(), while the ranks wrote to each other's parameters: those here "
@@ -268,3 +273,223 @@ def settings_of(optimizer: torch.optim.Optimizer) -> bytes:
         values = {key: value for key, value in plain.items() if isinstance(value, _PLAIN) and key not in _NAMES}
         lines.append(f"{len(group['params'])} parameters, {values!r}")
     return "\n".join(lines).encode()
+
+
+_ALIGNMENT = 64
+"""Parts begin at multiples of so many elements: two ranks never write to the same line of a cache."""
+
+
+def shares_of(num_elements: int, order: Sequence[int]) -> list[slice]:
+    """Return the part of each rank, all equal but for rounding; they lie in memory in ``order``."""
+    size, pieces = len(order), -(-num_elements // _ALIGNMENT)
+    bounds = [min(pieces * place // size * _ALIGNMENT, num_elements) for place in range(size + 1)]
+    shares = {rank: slice(bounds[place], bounds[place + 1]) for place, rank in enumerate(order)}
+    return [shares[rank] for rank in range(size)]
+
+
+class Segment(ABC):
+    """Parameters of ``bucket``, laid out as the gradients are.
+
+    Args:
+        bucket: the gradients.
+        params: the parameters.
+        shares: the part of each rank.
+        rank: this rank.
+        own: memory that the parameters are to be in.
+
+    Attributes:
+        places: where each parameter is to be.
+        spans: this rank's own elements of each.
+    """
+
+    def __init__(
+        self, bucket: Bucket, params: Sequence[torch.Tensor], shares: Sequence[slice], rank: int, own: Memory
+    ) -> None:
+        self.shares, self._rank, self.own = shares, rank, own
+        self.dtype, self.num_elements = bucket.dtype, bucket.num_elements
+        self._begins = list(itertools.accumulate(bucket.numels, initial=0))
+        self._states: dict[tuple[str, torch.dtype], Memory] = {}
+        self.places = [self.like(p, i, own, self.dtype) for i, p in enumerate(params)]
+        self.spans = [self._span(i) for i in range(len(params))]
+
+    def _span(self, index: int) -> Span:
+        first, last = self._begins[index], self._begins[index + 1]
+        share = self.shares[self._rank]
+        if share.stop <= first or share.start >= last:
+            return Span(0, 0)
+        return Span(max(share.start - first, 0), min(share.stop, last) - first)
+
+    def part_in(self, memory: Memory, index: int) -> torch.Tensor:
+        """Return this rank's own elements of the ``index``-th parameter in memory that is laid out as the bucket."""
+        begin, end = (self._begins[index] + at for at in self.spans[index])
+        return tensor_in(memory, self.dtype, begin, end)
+
+    def like(self, param: torch.Tensor, index: int, memory: Memory, dtype: torch.dtype) -> torch.Tensor:
+        """Return the place of the ``index``-th parameter, which is ``param``, in memory laid out so."""
+        return tensor_like(param, memory, dtype, self._begins[index])
+
+    @abstractmethod
+    def mirrors_of(self, index: int) -> list[torch.Tensor]:
+        """Return the other ranks' memory of this rank's own elements of the ``index``-th parameter."""
+
+    def home(self, index: int, param: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory for the state ``key`` of the ``index``-th parameter, zeros at first.
+
+        Collective, where ranks share it, the first time for a key.
+        """
+        if (key, dtype) not in self._states:
+            self._states[key, dtype] = self._zeros(self.num_elements * dtype.itemsize)
+        return self.like(param, index, self._states[key, dtype], dtype)
+
+    def is_home(self, index: int, key: str, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` lies at the home of the state ``key`` of the ``index``-th parameter."""
+        memory = self._states.get((key, tensor.dtype))
+        if memory is None or tensor.numel() == 0:
+            return False
+        home = tensor_in(memory, tensor.dtype, self._begins[index], self._begins[index + 1])
+        return tensor.data_ptr() == home.data_ptr()
+
+    @abstractmethod
+    def _zeros(self, num_bytes: int) -> Memory: ...
+
+
+class HostSegment(Segment):
+    """Segment in memory that all ranks reach.
+
+    Args:
+        bucket, params, shares, rank: as above.
+        memory: allocator.
+        shares_parameters: whether the ranks have one copy of the parameters among them.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        params: Sequence[torch.Tensor],
+        shares: Sequence[slice],
+        rank: int,
+        memory: CommonMemory,
+        shares_parameters: bool,
+    ) -> None:
+        self._memory, size = memory, len(shares)
+        num_bytes = bucket.num_elements * bucket.dtype.itemsize
+        everyone = [memory.of_one(num_bytes)] if shares_parameters else memory.of_each(num_bytes)
+        # Each rank begins with another one, so that they do not all write to the same memory at once.
+        self._others = [] if shares_parameters else [everyone[(rank + i) % size] for i in range(1, size)]
+        super().__init__(bucket, params, shares, rank, everyone[0 if shares_parameters else rank])
+
+    def mirrors_of(self, index: int) -> list[torch.Tensor]:
+        return [self.part_in(memory, index) for memory in self._others]
+
+    def _zeros(self, num_bytes: int) -> Memory:
+        return self._memory.of_one(num_bytes)
+
+
+class SpreadSegment(Segment):
+    """Segment of ranks that reach each other by messages.
+
+    State is laid out as that of all ranks, but only this rank's part is ever touched, so that only that takes memory.
+    """
+
+    def mirrors_of(self, index: int) -> list[torch.Tensor]:
+        return []
+
+    def _zeros(self, num_bytes: int) -> Memory:
+        return mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def own_parts(self) -> list[torch.Tensor]:
+        """Return the parameters as one flat part for each rank."""
+        return self.parts_in(self.own, self.dtype)
+
+    def parts_in(self, memory: Memory, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return the parts of the ranks in memory that is laid out as the bucket."""
+        return [tensor_in(memory, dtype, share.start, share.stop) for share in self.shares]
+
+    def states(self) -> list[tuple[str, torch.dtype, Memory]]:
+        """Return the keys, dtypes and memory of all state, in an order that is the same on all ranks."""
+        return [(*key, self._states[key]) for key in sorted(self._states, key=str)]
+
+
+Memory = Any
+"""Object with the buffer protocol."""
+
+
+def memory_of_all(communicator: Communicator) -> HostMemory | None:
+    """Return the memory that all ranks of ``communicator`` reach; ``None`` if there is none."""
+    memory = communicator.channel.transport.host_memory
+    return memory if memory is not None and memory.num_ranks == communicator.size else None
+
+
+class CommonMemory:
+    """Allocator of memory that all ranks of ``communicator`` reach.
+
+    What a rank has allocated stays allocated until it calls :meth:`release`, however long others use it.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        memory = memory_of_all(communicator)
+        assert memory is not None, "checked before"
+        self._communicator, self._memory = communicator, memory
+        self._own: list[Memory] = []
+        self._num_shared = 0
+
+    def of_each(self, num_bytes: int) -> list[Memory]:
+        """Return memory of so many bytes of every rank, in rank order. Collective.
+
+        Raises:
+            MemoryError: this rank has too little memory. ValueError on the others.
+        """
+        return self._open(num_bytes, range(self._communicator.size))
+
+    def of_one(self, num_bytes: int) -> Memory:
+        """Return memory of so many bytes that all ranks share, zeros. Collective; errors as above.
+
+        The ranks take turns in providing it.
+        """
+        owner = self._num_shared % self._communicator.size
+        self._num_shared += 1
+        memory = self._open(num_bytes, [owner])[0]
+        if self._communicator.rank == owner:
+            np.frombuffer(memory, np.uint8)[:] = 0
+        self._communicator.barrier()
+        return memory
+
+    def of_all(self, own: torch.Tensor) -> list[Memory]:
+        """Return the memory of all ranks' tensors, ``own`` among them, in rank order. Collective.
+
+        Each lies in memory of its rank that all reach, and takes as many bytes.
+        """
+        offset = self._memory.offset_of(own.data_ptr(), own.nbytes)
+        assert offset >= 0
+        return self._exchange(offset, own.nbytes, range(self._communicator.size))
+
+    def release(self) -> None:
+        """Let go of what this rank has allocated, once the communicator is closed: nobody gets it again."""
+        self._own.clear()
+
+    def _open(self, num_bytes: int, owners: Sequence[int]) -> list[Memory]:
+        is_owner, num_bytes = self._communicator.rank in owners, max(num_bytes, 1)
+        mine = attempt(lambda: self._allocate(num_bytes) if is_owner else 0)
+        offset = agreed(self._communicator.channel.all_gather_bytes, mine, "allocate memory that the ranks share")
+        return self._exchange(offset, num_bytes, owners)
+
+    def _exchange(self, offset: int, num_bytes: int, owners: Sequence[int]) -> list[Memory]:
+        offsets = [int(text) for text in self._communicator.channel.all_gather_bytes(str(offset).encode())]
+        return [self._memory.of_rank(owner, offsets[owner], num_bytes) for owner in owners]
+
+    def _allocate(self, num_bytes: int) -> int:
+        block: Memory = self._memory.allocate(num_bytes)
+        self._own.append(block)
+        return self._memory.offset_of(np.frombuffer(block, np.uint8).ctypes.data, num_bytes)
+
+
+def tensor_in(memory: Memory, dtype: torch.dtype, begin: int, end: int) -> torch.Tensor:
+    """Return elements ``begin`` to ``end`` of ``memory`` as a tensor with a storage of its own, which saves small."""
+    if begin == end:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=end - begin, offset=begin * dtype.itemsize)
+
+
+def tensor_like(param: torch.Tensor, memory: Memory, dtype: torch.dtype, begin: int) -> torch.Tensor:
+    """Return elements of ``memory``, from ``begin`` on, in the shape and memory order of ``param``."""
+    return view_like(tensor_in(memory, dtype, begin, begin + param.numel()), param)

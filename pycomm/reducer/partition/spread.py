@@ -23,8 +23,7 @@ from pycomm.layout import view_like
 from pycomm.optim.module_hooks import BeforeForward
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.reducer.buckets import BucketInFlight
-from pycomm.reducer.partition.on_host import SpreadSegment, shares_of
-from pycomm.reducer.partition.partition import StepPartition, Terms
+from pycomm.reducer.partition.partition import SpreadSegment, StepPartition, Terms, shares_of
 from pycomm.torch_internals import has_compiled, has_scripted, prepare_scripts, without_torch_function
 from pycomm.transport.hosts import order_of
 from pycomm.worker import Work

@@ -10,7 +10,6 @@ See docs/parallel.md.
 from pycomm.schedule.pipeline.cells import from_csv, to_csv
 from pycomm.schedule.pipeline.dualpipe import dualpipe_v
 from pycomm.schedule.pipeline.interleaved import interleaved
-from pycomm.schedule.pipeline.mutations import mutations
 from pycomm.schedule.pipeline.names import by_name, names
 from pycomm.schedule.pipeline.one_f_one_b import gpipe, one_f_one_b
 from pycomm.schedule.pipeline.picture import picture
@@ -35,7 +34,6 @@ __all__ = [
     "from_csv",
     "gpipe",
     "interleaved",
-    "mutations",
     "names",
     "one_f_one_b",
     "picture",

@@ -16,10 +16,14 @@ SHORT = ["--rounds", "2", "-n", "2", "-w", "1"]
 
 
 def bench(
-    *arguments: str, cwd: Path, launcher: list[str] | None = None, variables: Mapping[str, str] | None = None
+    *arguments: str,
+    cwd: Path,
+    launcher: list[str] | None = None,
+    variables: Mapping[str, str] | None = None,
+    command: list[str] = COMMAND,
 ) -> tuple[int, str, str]:
     """Run it in ``cwd``; returns exit code, output and errors. Nothing may be left of it."""
-    command = [*launcher, *COMMAND[1:]] if launcher else COMMAND
+    command = [*launcher, *command[1:]] if launcher else command
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})}
     process = subprocess.Popen(
         [*command, *arguments],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -172,13 +171,3 @@ def test_a_rank_that_dies_is_an_error(tmp_path: Path) -> None:
     assert left == []
     assert process.returncode == 1
     assert re.match("pycomm bench: torch: rank (1 died|0 failed:\n.*rank 1 died)", errors, re.DOTALL), errors
-
-
-def test_kernels(tmp_path: Path) -> None:
-    arguments = ["kernels", "--only", "absmax", "--shapes", "9", "--rounds", "2", "-J", "k.json"]
-    code, printed, errors = bench(*arguments, cwd=tmp_path)
-    assert code == 0, errors
-    assert "verified: absmax" in printed
-    (row,) = json.loads((tmp_path / "k.json").read_text())["rows"]
-    assert row["kernel"] == "absmax"
-    assert row["time_over_floor"] == pytest.approx(row["pycomm"]["median"] / row["floor"]["seconds"])

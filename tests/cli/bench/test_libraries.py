@@ -9,8 +9,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from pycomm.cli.bench.libraries import COMMUNICATOR
-from pycomm.cli.bench.operations import DTYPES, OPERATIONS, REDUCTIONS, Case
+from pycomm.cli.bench.operations import COMMUNICATOR, DTYPES, OPERATIONS, REDUCTIONS, Case
 from pycomm.cli.bench.rank import BenchRank
 from tests.on_ranks import on_ranks
 

@@ -27,7 +27,7 @@ def inputs(case: Case) -> list[torch.Tensor]:
     given = []
     for rank in range(case.ranks):
         span = case.input_span(rank, in_place=False)
-        given.append(torch.zeros(span.end - span.begin, dtype=case.torch_dtype))
+        given.append(torch.zeros(span.stop - span.start, dtype=case.torch_dtype))
         fill(case, rank, given[-1])
     return given
 
@@ -71,6 +71,7 @@ def test_right_results_are_right_and_each_wrong_element_is_counted(operation: st
         assert count_wrong(case, rank, result.roll(1)) > len(result) // 2
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("redop", REDUCTIONS)
 @pytest.mark.parametrize("dtype", ["float", "half", "bfloat16", "double"])
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -11,8 +11,7 @@ import pytest
 
 from pycomm.parallel.planning.candidates import Candidate, Device, Task, candidates, meshes
 from pycomm.parallel.planning.layers import Layer, Part
-from pycomm.parallel.planning.price import Price, Pricer, Rows
-from pycomm.parallel.planning.stages import cheapest_cut, maxima, sums, sweeps
+from pycomm.parallel.planning.price import Price, Pricer, Rows, cheapest_cut, maxima, sums, sweeps
 from pycomm.schedule import Link, Network
 
 LINK = Link(alpha=1e-3, beta=1e-6, gamma=0.0)

@@ -12,6 +12,7 @@ from torch import nn
 
 from pycomm.cli.demo.model import ByteGPT, loss_of
 from pycomm.parallel.auto import styles_of
+from pycomm.parallel.planning.candidates import measure_device
 from pycomm.parallel.planning.layers import Part, with_seconds
 from pycomm.parallel.planning.profile import make_without_memory, profile, shared_parameter, units
 
@@ -232,3 +233,9 @@ def test_models_that_cannot_be_traced(make: Any, batch: Any, criterion: Any, say
     with pytest.raises((ValueError, TypeError), match=re.escape(says)) as caught:
         profile(make, batch, criterion)
     assert "second line" not in str(caught.value)
+
+
+def test_this_machine_has_a_speed() -> None:
+    device = measure_device()
+    assert 1e6 < device.flops < 1e17
+    assert 1e6 < device.bandwidth < 1e15

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pycomm.schedule import pipeline
+from tests.schedule.pipeline.mutations import mutations
 
 RIGHT: dict[str, Any] = {
     "num_ranks": 2,
@@ -32,7 +33,7 @@ COLUMNS = ("rank_of_stage", "rank", "time", "stage", "kind", "microbatch")
 TAKERS: dict[str, Callable[[Any], Any]] = {
     "verify": pipeline.verify,
     "simulate": lambda table: pipeline.simulate(table, 1, 1),
-    "mutations": lambda table: pipeline.mutations(table, 1),
+    "mutations": lambda table: mutations(table, 1),
     "to_csv": pipeline.to_csv,
     "picture": pipeline.picture,
 }
@@ -58,7 +59,7 @@ def test_anything_with_the_attributes_will_do() -> None:
     for table in (with_(), with_(**strange), with_(num_ranks=2.0, num_stages=np.int8(2), splits_weights=np.False_)):
         assert pipeline.verify(table).num_messages == 2
         assert pipeline.simulate(table, 1, 2).seconds == 6
-        assert len(pipeline.mutations(table, 8)) == 8
+        assert len(mutations(table, 8)) == 8
         assert pipeline.to_csv(table) == "0F0,,,0B0\n,1F0,1B0,\n"
         assert pipeline.picture(table).splitlines()[2:] == ["rank 0 F0 .  .  B0", "rank 1 .  F0 B0 ."]
 

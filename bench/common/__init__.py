@@ -1,1 +1,0 @@
-"""Parts that all benches share: groups of ranks, durations, tables, the file with the figures."""

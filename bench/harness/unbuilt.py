@@ -1,0 +1,30 @@
+"""Parts of the package, read from their files: GPU reports and checks also run where pycomm is not built yet."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import TYPE_CHECKING, Any
+
+from bench import ROOT
+
+if TYPE_CHECKING:
+    from pycomm.cli.bench.timing import Samples as Samples
+    from pycomm.cli.bench.timing import duration as duration
+    from pycomm.cli.bench.timing import times as times
+    from pycomm.cli.table import print_table as print_table
+
+
+def _load(name: str) -> Any:
+    """Return the module in ``pycomm/cli/NAME.py``, without what lies above it."""
+    spec = importlib.util.spec_from_file_location(f"_pycomm_{name.replace('/', '_')}", ROOT / f"pycomm/cli/{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module
+
+
+if not TYPE_CHECKING:
+    print_table = _load("table").print_table
+    Samples, duration, times = (getattr(_load("bench/timing"), name) for name in ("Samples", "duration", "times"))

@@ -1,0 +1,328 @@
+"""Ways to average the gradients of an optimizer.
+
+In buckets, in an order that is agreed once, as ``pycomm.attach`` does; one by one, by name (sparse gradients, other
+reductions than mean and sum, users' compressions); or, with Adasum, what steps have changed.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import pycomm.compression as methods
+from pycomm.broadcasting import broadcast_optimizer_state, broadcast_parameters
+from pycomm.horovod.collectives import synchronize
+from pycomm.horovod.execution import split_list
+from pycomm.horovod.names import Adasum, Average, Compression, ReduceOp, Sum, compressed
+from pycomm.horovod.operations import grouped_allreduce_, grouped_allreduce_async_, sparse_allreduce_async
+from pycomm.horovod.process_sets import ProcessSet, members_of, world
+from pycomm.optim.wrappers import refuse_wrapped
+from pycomm.reducer import Reducer, Tuning, attach
+
+Named = list[tuple[str, torch.Tensor]]
+_TOO_OFTEN = (
+    "the gradient of {name!r} was computed more than backward_passes_per_step={passes} times before step(): pass a "
+    "larger backward_passes_per_step, or call zero_grad() and step() in between"
+)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments of ``DistributedOptimizer``.
+
+    Attributes:
+        named: the optimizer's parameters, and maybe others, by name.
+        compression: Horovod's or pycomm's.
+        passes: backward passes per step.
+        op: the reduction.
+        groups: parameters that are reduced together.
+        sparse_as_dense: whether sparse gradients are made dense on their way.
+        process_set: the ranks.
+        sparse: those of ``named`` whose gradients are sparse.
+        loss_scaler: that the loss is scaled by.
+    """
+
+    named: Named
+    compression: Any
+    passes: int
+    op: ReduceOp
+    groups: int | Sequence[Sequence[torch.Tensor]] | None
+    sparse_as_dense: bool
+    process_set: ProcessSet
+    sparse: Collection[torch.Tensor] = ()
+    loss_scaler: Any = None
+
+    def named_of(self, optimizer: torch.optim.Optimizer) -> Named:
+        """Return those of the named parameters that ``optimizer`` steps."""
+        own = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        return [(name, param) for name, param in self.named if id(param) in own]
+
+    def users_compression(self, others: str) -> Any:
+        """Return the compression of named operations. Raises ValueError for pycomm's own, which require ``others``."""
+        if isinstance(self.compression, methods.Compression | str):
+            raise ValueError(f"compression is {self.compression!r}, which requires {others}")
+        return self.compression or Compression.none
+
+
+class AttachedAveraging:
+    """Averaging of the gradients of ``optimizer`` by a Reducer. Collective."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, arguments: Arguments) -> None:
+        self._arguments, self._passes = arguments, arguments.passes
+        self._named = arguments.named_of(optimizer)
+        self._optimizer, self._world = optimizer, world()
+        own = {name for name, _ in self._named}
+        others = {name: param for name, param in arguments.named if name not in own}  # as of a frozen trunk
+        broadcast_parameters(others, process_group=members_of(arguments.process_set).group)
+        self.reducer = self._attach()
+
+    def _attach(self) -> Reducer:
+        members = members_of(self._arguments.process_set)
+        reducer = attach(
+            self._optimizer,
+            self._named,
+            compression=method_of(self._arguments.compression),
+            process_group=members.group,
+            accumulate=self._passes,
+            average=self._arguments.op == Average,
+            loss_scaler=self._arguments.loss_scaler,
+            tuning=Tuning(timeout=self._world.timeout),
+        )
+        self._world.attached.add(reducer)
+        return reducer
+
+    def synchronize(self) -> None:
+        """Reduce what has not been reduced yet; mostly nothing is left to do, as ``backward()`` has done it."""
+        self.reducer.reduce_now()
+
+    def set_passes(self, passes: int) -> None:
+        """Attach anew, with what compression has not sent yet."""
+        state = self.reducer.state_dict()
+        self.detach()
+        self._passes = passes
+        self.reducer = self._attach()
+        self.reducer.load_state_dict(state)
+
+    def detach(self) -> None:
+        """Reduce no more."""
+        self.reducer.detach()
+        self._world.attached.discard(self.reducer)
+
+
+def method_of(compression: Any) -> methods.Compression | str | None:
+    """Return pycomm's method for what Horovod calls a compression; raises TypeError if there is none."""
+    if compression is None or compression is Compression.none:
+        return None
+    if compression is Compression.fp16:
+        return methods.FP16()
+    if isinstance(compression, methods.Compression | str):
+        return compression
+    raise TypeError(f"compression is {compression!r}, which is none of pycomm's methods")
+
+
+def is_needed(arguments: Arguments) -> bool:
+    """Return whether gradients have to go one by one, if none is sparse."""
+    own = isinstance(arguments.compression, methods.Compression | str) or arguments.compression is None
+    known = own or arguments.compression in (Compression.none, Compression.fp16)
+    return arguments.op not in (Average, Sum) or arguments.sparse_as_dense or not known
+
+
+class NamedAveraging:
+    """Averaging of the gradients of ``optimizer`` by named operations, which begin while ``backward()`` runs."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, arguments: Arguments) -> None:
+        self._compression = arguments.users_compression("op=Average or Sum and dense gradients")
+        refuse_wrapped(dict(arguments.named), None)
+        self._arguments, self._passes, self._sparse = arguments, arguments.passes, set(arguments.sparse)
+        self._names = {id(param): name for name, param in arguments.named}
+        self._params = [param for _, param in arguments.named_of(optimizer)]
+        self._groups = {id(param): group for group in self._split() for param in group}
+        self._counts: dict[int, int] = {}
+        self._begun: dict[int, Callable[[], None]] = {}
+        _make_equal(optimizer, arguments)
+        self._hooks: dict[int, Any] = {}
+        self._listen()
+
+    def _listen(self) -> None:
+        """Listen to the gradients of parameters that have some, those that have been unfrozen too."""
+        for param in self._params:
+            leaf: Any = param
+            if leaf.is_leaf and leaf.requires_grad and id(leaf) not in self._hooks:
+                self._hooks[id(leaf)] = leaf.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def _split(self) -> list[list[torch.Tensor]]:
+        """Return the groups of parameters that are reduced together."""
+        groups = self._arguments.groups
+        dense = [param for param in self._params if param not in self._sparse]
+        if isinstance(groups, list):
+            chosen = [[p for p in group if any(p is d for d in dense)] for group in groups]
+            inside = {id(param) for group in chosen for param in group}
+            return [group for group in chosen if group] + [[p] for p in self._params if id(p) not in inside]
+        alone = [[param] for param in self._params if param in self._sparse]
+        if not isinstance(groups, int) or groups == 0:
+            return alone + [[param] for param in dense]
+        return alone + [list(group) for group in split_list(dense, groups) if group]
+
+    def _on_gradient(self, param: torch.Tensor) -> None:
+        if id(param) in self._begun:
+            raise RuntimeError(_TOO_OFTEN.format(name=self._names[id(param)], passes=self._passes))
+        self._counts[id(param)] = self._counts.get(id(param), 0) + 1
+        group = self._trained_with(param)
+        if all(self._counts.get(id(member), 0) >= self._passes for member in group):
+            self._begin(group)
+
+    def _trained_with(self, param: torch.Tensor) -> list[torch.Tensor]:
+        """Return the members of the group of ``param`` that are not frozen."""
+        return [member for member in self._groups[id(param)] if member.requires_grad]
+
+    def _begin(self, group: Sequence[torch.Tensor]) -> None:
+        """Begin to reduce the gradients of ``group``; those that are missing count as zeros."""
+        first = group[0]
+        if len(group) == 1 and (first in self._sparse or (first.grad is not None and first.grad.is_sparse)):
+            self._sparse.add(first)
+            if not self._arguments.sparse_as_dense:
+                self._begin_sparse(first)
+                return
+        was_sparse = {id(p) for p in group if p in self._sparse or (p.grad is not None and p.grad.is_sparse)}
+        sent, undo = compressed(map(_dense_gradient, group), self._compression)
+        name = f"gradient.{self._names[id(first)]}"
+        handle = grouped_allreduce_async_(
+            sent, name=name, op=self._arguments.op, process_set=self._arguments.process_set
+        )
+
+        def end() -> None:
+            for param, grad in zip(group, undo(synchronize(handle)), strict=True):
+                param.grad = grad.to_sparse(1) if id(param) in was_sparse else grad.to(param.dtype)
+
+        for param in group:
+            self._begun[id(param)] = end if param is first else _nothing
+
+    def _begin_sparse(self, param: torch.Tensor) -> None:
+        if param.grad is None:
+            param.grad = torch.sparse_coo_tensor(
+                torch.empty(1, 0, dtype=torch.int64), param.new_empty(0, *param.shape[1:]), param.shape
+            )
+        name = f"gradient.{self._names[id(param)]}"
+        op, process_set = self._arguments.op, self._arguments.process_set
+        handle = sparse_allreduce_async(param.grad, name, op, process_set)
+
+        def end() -> None:
+            param.grad = handle()
+
+        self._begun[id(param)] = end
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Reduce what has not begun yet, then wait for all. Collective."""
+        self._listen()
+        try:
+            for param in self._params:
+                if id(param) not in self._begun and param.requires_grad:
+                    self._begin(self._trained_with(param))
+            for end in list(self._begun.values()):
+                end()
+        finally:
+            self._begun.clear()
+            self._counts.clear()
+
+    def set_passes(self, passes: int) -> None:
+        """Reduce after ``passes`` passes from now on."""
+        self._passes = passes
+        self._counts.clear()
+
+    def detach(self) -> None:
+        """Listen to gradients no more."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+        self._begun.clear()
+
+
+class DeltaAveraging:
+    """Averaging by Adasum of what steps change: each rank steps with its own gradients, then changes are combined."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, arguments: Arguments) -> None:
+        self._compression = arguments.users_compression("op=Average or Sum")
+        refuse_wrapped(dict(arguments.named), None)
+        self._params = [param for _, param in arguments.named_of(optimizer)]
+        self._before: list[torch.Tensor] = []
+        _make_equal(optimizer, arguments)
+        self._hooks: list[Any] = [
+            optimizer.register_step_pre_hook(self._note),
+            optimizer.register_step_post_hook(self._combine),
+        ]
+
+    def synchronize(self) -> None:
+        """Do nothing: gradients remain this rank's own."""
+
+    def set_passes(self, passes: int) -> None:
+        """Do nothing: gradients are added up until a step."""
+
+    @torch.no_grad()
+    def _note(self, *_: Any) -> None:
+        self._before = [param.detach().clone() for param in self._params]
+
+    @torch.no_grad()
+    def _combine(self, *_: Any) -> None:
+        changes = [param - before for param, before in zip(self._params, self._before, strict=True)]
+        sent, undo = compressed(changes, self._compression)
+        combined = undo(grouped_allreduce_(sent, name="adasum.changes", op=Adasum))
+        for param, before, change in zip(self._params, self._before, combined, strict=True):
+            param.copy_(before + change)
+        self._before = []
+
+    def detach(self) -> None:
+        """Combine no more."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+Averaging = AttachedAveraging | NamedAveraging | DeltaAveraging
+
+
+def _make_equal(optimizer: torch.optim.Optimizer, arguments: Arguments) -> None:
+    """Copy the named parameters and the optimizer's state of the first rank to all. Collective."""
+    group = members_of(arguments.process_set).group
+    broadcast_parameters(dict(arguments.named), process_group=group)
+    broadcast_optimizer_state(optimizer, process_group=group)
+
+
+def _nothing() -> None:
+    """Do nothing: the first parameter of the group does it for all."""
+
+
+def _dense_gradient(param: torch.Tensor) -> torch.Tensor:
+    if param.grad is None:
+        return torch.zeros_like(param)
+    return param.grad.to_dense() if param.grad.is_sparse else param.grad.detach()
+
+
+def sparse_parameters(optimizer: torch.optim.Optimizer, named: Named) -> set[torch.Tensor]:
+    """Return those of the ``named`` parameters whose gradients are sparse.
+
+    All of a ``SparseAdam``'s, and weights of embeddings that were made with ``sparse=True``; these are looked for among
+    all objects of the process.
+    """
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        return {param for _, param in named}
+    ids = {id(param) for _, param in named}
+    kinds = _with_subclasses(torch.nn.Embedding) | _with_subclasses(torch.nn.EmbeddingBag)
+    found: set[Any] = set()
+    for embedding in [candidate for candidate in gc.get_objects() if type(candidate) in kinds]:
+        weight = getattr(embedding, "weight", None)  # one that is half constructed has none
+        if id(weight) in ids and getattr(embedding, "sparse", False):
+            found.add(weight)
+    return found
+
+
+def _with_subclasses(kind: type) -> set[Any]:
+    """Return ``kind`` and all classes that derive from it."""
+    found: set[Any] = {kind}
+    derived: Any
+    for derived in kind.__subclasses__():
+        found |= _with_subclasses(derived)
+    return found

@@ -1,0 +1,305 @@
+"""Environment variables of launchers and of Horovod's users, and how ranks meet by what launchers say.
+
+A launcher says who a process is, but not always where the ranks meet: then rank 0 tells the others its address.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import functools
+import hashlib
+import http.client
+import os
+import re
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from pycomm import threads
+from pycomm.torch_internals import PrefixStore, Store
+from pycomm.transport.addresses import loopback, store_on_loopback
+from pycomm.transport.authentication import own_folder, process_behind
+
+_LAUNCHERS = (
+    ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE", ("HOROVOD_GLOO_RENDEZVOUS_PORT",)),
+    ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", ("TORCHELASTIC_RUN_ID",)),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", ("PMIX_NAMESPACE",)),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", ()),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", ("PMI_ID",)),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS_PER_NODE", ("SLURM_JOB_ID", "SLURM_STEP_ID")),
+)
+"""Variables of rank, of size, of the number of ranks on this host, and of what tells jobs of this host apart.
+
+srun alone sets the number of tasks of a step: a script that a batch job runs by itself is one process.
+"""
+_FIRST_PORT, _PORTS = 20000, 12000
+_POLL = 0.02  # seconds
+_TO_ANSWER = 5.0
+"""Seconds in which a process that has connected says which rank it is, or is told the address."""
+_RANK = struct.Struct("!I")
+_KEY = "/pycomm/address"
+
+
+def _number(name: str, default: float) -> float:
+    text = os.environ.get(name, "")
+    try:
+        return float(text) if text else default
+    except ValueError:
+        raise ValueError(f"{name} is {text!r} in the environment, wanted a number") from None
+
+
+def timeout() -> timedelta:
+    """Return the limit of a single wait for a rank that is alive: HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, or an hour."""
+    return timedelta(seconds=_number("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0.0) or 3600.0)
+
+
+def stall_check_seconds() -> float:
+    """Return after how long a rank that waits says for whom: HOROVOD_STALL_CHECK_TIME_SECONDS; 0 for never."""
+    if os.environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0"):
+        return 0.0
+    return _number("HOROVOD_STALL_CHECK_TIME_SECONDS", 60.0)
+
+
+def meeting_seconds() -> float:
+    """Return for how long ranks wait for each other in ``init()``: HOROVOD_GLOO_TIMEOUT_SECONDS, or two minutes."""
+    return _number("HOROVOD_GLOO_TIMEOUT_SECONDS", 120.0)
+
+
+def cycle_seconds() -> float:
+    """Return for how long operations that nobody waits for are collected: HOROVOD_CYCLE_TIME (in ms), or 1 ms."""
+    return max(0.0, _number("HOROVOD_CYCLE_TIME", 1.0)) * 1e-3
+
+
+# Who this process is.
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What a launcher says: this process's rank, the number of ranks, and how to get the store where they meet."""
+
+    rank: int
+    size: int
+    store: Callable[[float], Store | None]
+
+
+def launched() -> Launched:
+    """Return what the environment says; a world of one if it says nothing.
+
+    Raises:
+        ValueError: it says something that makes no sense.
+    """
+    for rank_name, size_name, local_name, job in _LAUNCHERS:
+        if rank_name in os.environ and size_name in os.environ:
+            rank, size = _integer(rank_name), _integer(size_name)
+            if not 0 <= rank < size:
+                raise ValueError(f"{rank_name} is {rank} and {size_name} is {size} in the environment: no such rank")
+            is_local = size == 1 or (os.environ.get(local_name, "").isdecimal() and _integer(local_name) == size)
+            return Launched(rank, size, functools.partial(_store, rank, size, is_local, job))
+    return Launched(0, 1, lambda _: None)
+
+
+def by_mpi(comm: Any) -> Launched:
+    """Return what an mpi4py communicator says."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+
+    def store(patience: float) -> Store | None:
+        return _store_by_address(rank, patience, lambda mine: str(comm.bcast(mine, root=0))) if size > 1 else None
+
+    return Launched(rank, size, store)
+
+
+def _integer(name: str) -> int:
+    text = os.environ[name]
+    if not text.isdecimal():
+        raise ValueError(f"{name} is {text!r} in the environment, wanted a number that is not negative")
+    return int(text)
+
+
+def _store(rank: int, size: int, is_local: bool, job: tuple[str, ...], patience: float) -> Store | None:
+    if size == 1:
+        return None
+    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
+        served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True"
+        port = _integer("MASTER_PORT")
+        store: Store = _tcp(os.environ["MASTER_ADDR"], port, rank == 0 and not served, patience)
+        # torchrun gives all its starts one store, in which ranks that are gone have left their addresses.
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return PrefixStore(f"start {start}", store) if served else store
+    if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ and "HOROVOD_GLOO_RENDEZVOUS_PORT" in os.environ:
+        server = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], _integer("HOROVOD_GLOO_RENDEZVOUS_PORT")
+        return _store_by_address(rank, patience, lambda mine: through_horovodrun(server, mine, patience))
+    if is_local:
+        name = "/".join(os.environ.get(variable, "") for variable in job) or str(os.getppid())
+        return _store_on_this_host(name, rank, size, patience)
+    nodes = os.environ.get("SLURM_STEP_NODELIST", os.environ.get("SLURM_JOB_NODELIST", ""))
+    if nodes and "SLURM_JOB_ID" in os.environ:
+        port = _FIRST_PORT + _integer("SLURM_JOB_ID") % _PORTS
+        return _tcp(first_node(nodes), port, rank == 0, patience)
+    raise ValueError(
+        f"the launcher says that this is rank {rank} of {size}, but not where the ranks meet: set MASTER_ADDR to a "
+        "name of rank 0's host and MASTER_PORT to a free port of it, on all ranks (mpirun -x ...)"
+    )
+
+
+def _tcp(host: str, port: int, serves: bool, patience: float) -> Store:
+    return TCPStore(host, port, None, serves, timedelta(seconds=patience), wait_for_workers=False, multi_tenant=True)
+
+
+def _store_by_address(rank: int, patience: float, exchange: Callable[[str | None], str]) -> Store:
+    """Return the store that rank 0 serves at a free port, which ``exchange`` tells the others."""
+    if rank > 0:
+        host, port = exchange(None).rsplit(":", 1)
+        return _tcp(host, int(port), False, patience)
+    store = _tcp(loopback(), 0, True, patience)
+    assert isinstance(store, TCPStore)
+    exchange(f"{socket.gethostname()}:{store.port}")
+    return store
+
+
+def _store_on_this_host(job: str, rank: int, size: int, patience: float) -> Store:
+    """Return the store that rank 0 serves on the loopback device, for the ranks of one host."""
+    store = store_on_loopback(timedelta(seconds=patience)) if rank == 0 else None
+    port = on_this_host(job, rank, "" if store is None else str(store.port), size, patience)
+    return store or _tcp(loopback(), int(port), False, patience)
+
+
+def first_node(nodes: str) -> str:
+    """Return the first of Slurm's list of hosts: "a[03-05,9],b" begins with "a03"."""
+    found = re.match(r"([^,\[]*)(?:\[([^\],\-]+)[^\]]*\]([^,]*))?", nodes)
+    assert found is not None
+    return "".join(part or "" for part in found.groups())
+
+
+# How rank 0 tells the others its address.
+
+
+def through_horovodrun(server: tuple[str, int], mine: str | None, patience: float) -> str:
+    """Return rank 0's address, which is ``mine`` there, through the key-value store that horovodrun serves by HTTP.
+
+    Raises:
+        TimeoutError: there is no answer within ``patience`` seconds.
+    """
+    deadline = time.monotonic() + patience
+    if mine is not None:
+        _ask(server, "PUT", mine)
+        return mine
+    while (answer := _ask(server, "GET", None)) is None:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"rank 0 has not told horovodrun at {server[0]}:{server[1]} where it is in {patience} s")
+        time.sleep(_POLL)
+    return answer
+
+
+def _ask(server: tuple[str, int], method: str, content: str | None) -> str | None:
+    connection = http.client.HTTPConnection(*server, timeout=10)
+    with contextlib.closing(connection):
+        connection.request(method, _KEY, body=content)
+        response = connection.getresponse()
+        text = response.read().decode()
+        return text if response.status == http.client.OK else None
+
+
+def on_this_host(job: str, rank: int, mine: str, size: int, patience: float) -> str:
+    """Return rank 0's address, which is ``mine`` there, through a socket in a folder that is this user's alone.
+
+    Args:
+        job: what this job has and no other one of this user on this host.
+        rank: of this process.
+        mine: the address, on rank 0. A thread tells it all other ranks, until ``patience`` is over.
+        size: number of ranks.
+        patience: seconds.
+
+    Raises:
+        TimeoutError: rank 0 does not come.
+        ValueError: another process is rank 0 of the job.
+        PermissionError: there is no such folder.
+    """
+    name = f"pycomm-horovod-{hashlib.sha256(job.encode()).hexdigest()[:32]}"
+    with _in_own_folder(name) as path:
+        if rank > 0:
+            return _ask_rank_0(path, job, rank, patience)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            _bind(listener, path, job)
+            listener.listen(size)
+        except BaseException:
+            listener.close()
+            raise
+    file = own_folder() / name
+    remove = functools.partial(file.unlink, missing_ok=True)
+    atexit.register(remove)
+    until = time.monotonic() + patience
+    tell = functools.partial(_tell, listener, mine, size, until, remove)
+    threads.start(tell, "pycomm-horovod-meeting", functools.partial(listener.shutdown, socket.SHUT_RDWR))
+    return mine
+
+
+@contextlib.contextmanager
+def _in_own_folder(name: str) -> Iterator[str]:
+    """Yield a path of the file ``name`` there that is short enough for a socket."""
+    descriptor = os.open(own_folder(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{name}"
+    finally:
+        os.close(descriptor)
+
+
+def _bind(listener: socket.socket, path: str, job: str) -> None:
+    try:
+        listener.bind(path)
+        return
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+        if other.connect_ex(path) == 0:
+            raise ValueError(f"another process is rank 0 of the job {job!r} on this host")
+    os.unlink(path)  # of a job that was killed
+    listener.bind(path)
+
+
+def _ask_rank_0(path: str, job: str, rank: int, patience: float) -> str:
+    deadline = time.monotonic() + patience
+    while True:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, contextlib.suppress(OSError):
+            connection.settimeout(_TO_ANSWER)
+            connection.connect(path)
+            if process_behind(connection) is not None:
+                connection.sendall(_RANK.pack(rank))
+                if answer := connection.recv(1024).decode():
+                    return answer
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"rank 0 of the job {job!r} was not found on this host in {patience} s; set MASTER_ADDR and "
+                "MASTER_PORT if the ranks have different parents"
+            )
+        time.sleep(_POLL)
+
+
+def _tell(listener: socket.socket, address: str, size: int, until: float, remove: Callable[[], None]) -> None:
+    """Tell each other rank the address, however often it asks, until all have asked."""
+    left = set(range(1, size))
+    with listener:
+        while left and (seconds := until - time.monotonic()) > 0:
+            listener.settimeout(seconds)
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # the time is over, or the process ends
+                break
+            with connection, contextlib.suppress(OSError, struct.error):
+                if process_behind(connection) is None:
+                    continue
+                connection.settimeout(_TO_ANSWER)
+                (rank,) = _RANK.unpack(connection.recv(_RANK.size))
+                connection.sendall(address.encode())
+                left.discard(rank)
+        remove()
+    atexit.unregister(remove)

@@ -1,0 +1,34 @@
+"""Traces: which step ``pycomm trace`` asks ranks for, and the format of chrome://tracing and Perfetto."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TextIO
+
+FOLDER, STEP = "PYCOMM_TRACE", "PYCOMM_TRACE_STEP"
+"""Environment variables by which ``pycomm trace`` tells the ranks that it starts where to write, and which step."""
+DEFAULT_STEP = 10
+
+
+class ChromeTrace:
+    """List of events in that format, written to ``file`` one by one: a trace that is cut short can be read, too."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file, self._separator = file, "[\n"
+
+    def name_process(self, pid: int, name: str) -> None:
+        """Name the process ``pid``."""
+        self.add("process_name", "M", pid, args={"name": name})
+
+    def name_row(self, pid: int, tid: int, name: str) -> None:
+        """Name a row of a process."""
+        self.add("thread_name", "M", pid, tid=tid, args={"name": name})
+
+    def add(self, name: str, phase: str, pid: int, **more: Any) -> None:
+        """Write an event of a ``phase``: B and E of a begin and an end, X of both, i of a mark. Times are in µs."""
+        self._file.write(self._separator + json.dumps({"name": name, "ph": phase, "pid": pid, **more}))
+        self._separator = ",\n"
+
+    def end(self) -> None:
+        """End the list. It has had one event or more."""
+        self._file.write("\n]\n")

@@ -1,0 +1,54 @@
+"""``bench.collectives.nccl_tests``: the table of ``pycomm bench`` with MPI beside it, and what cannot be had."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from bench import ROOT
+from bench.collectives.nccl_tests import checked, make_parser
+from bench.harness import mpi
+from pycomm.cli.bench.settings import Settings, UsageError
+from tests.cli.bench.running import SHORT, bench
+from tests.cli.bench.third_party import read_table
+
+NCCL_TESTS = [sys.executable, "-m", "bench.collectives.nccl_tests"]
+
+
+def parsed(*arguments: str, launched: int | None = None) -> Settings:
+    return checked(make_parser().parse_args([*arguments, "--backend", "communicator"]), launched)
+
+
+def test_mpi_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mpi, "installed_version", lambda _: None)
+    message = r"--peers: mpich is not installed: pip install mpi4py mpich, or 'pycomm-torch\[bench\]'"
+    with pytest.raises(UsageError, match=message):
+        parsed("all_reduce", "--peers", "mpich")
+    with pytest.raises(UsageError, match="--peers: openmpi starts its ranks itself"):
+        parsed("all_reduce", "--peers", "openmpi", launched=2)
+    with pytest.raises(UsageError, match="--peers: 'smoke', wanted communicator, or a backend"):
+        parsed("all_reduce", "--peers", "smoke")
+
+
+def test_mpi_has_no_arrays_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.collectives.nccl_tests._why_not", lambda *_: None)
+    with pytest.raises(UsageError, match="nccl requires arrays on GPUs, and MPI is called with arrays in CPU memory"):
+        parsed("all_reduce", "--peers", "nccl,mpich")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "operation"),
+    [("mpich", "all_reduce"), ("openmpi", "reduce_scatter"), ("openmpi", "scatter"), ("mpich", "sendrecv")],
+)
+def test_mpi_beside_gloo(name: str, operation: str) -> None:
+    """Out of place and in place, with right results."""
+    pytest.importorskip("mpi4py")
+    arguments = [operation, "-b", "4K", *SHORT, "--backend", "gloo", "--peers", name]
+    code, printed, errors = bench(*arguments, cwd=ROOT, command=NCCL_TESTS)
+    assert code == 0, errors
+    (row,) = read_table(printed)
+    assert (row["#wrong"], row["in_place"]["#wrong"]) == ("0", "0")
+    assert name in printed
+    assert "wrong elements" not in printed
