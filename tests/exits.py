@@ -163,7 +163,7 @@ def _join_listener(_: Here) -> None:
     """The listener of an elastic run looks for newcomers all the time."""
     look = join_requests.JoinListener._read
 
-    def look_for_long(self: join_requests.JoinListener) -> join_requests.Request | None:
+    def look_for_long(self: join_requests.JoinListener) -> join_requests.JoinRequest | None:
         end = time.monotonic() + BUSY
         while time.monotonic() < end:
             look(self)

@@ -22,7 +22,7 @@ from bench.harness.mpi import MPIS, NotInstalledError
 from bench.harness.ranks import Ranks, by_launcher
 from pycomm.cli.bench import settings as options
 from pycomm.cli.bench.measure import Team, run, setup_of
-from pycomm.cli.bench.settings import Settings, UsageError, launched_ranks, settings_of
+from pycomm.cli.bench.settings import BenchSettings, UsageError, launched_ranks, settings_of
 
 _WORKER = "bench.harness.mpi_rank:MpiRank"
 
@@ -49,7 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def checked(arguments: argparse.Namespace, launched: int | None) -> Settings:
+def checked(arguments: argparse.Namespace, launched: int | None) -> BenchSettings:
     """Return what the arguments ask for, where the libraries may be MPI's, too.
 
     Raises:
@@ -74,7 +74,7 @@ def _why_not(launched: bool, name: str) -> str | None:
 
 
 @contextlib.contextmanager
-def _mpi_ranks(name: str, settings: Settings) -> Iterator[Team]:
+def _mpi_ranks(name: str, settings: BenchSettings) -> Iterator[Team]:
     label, find = MPIS[name]
     mpi = find()
     start = by_launcher(label, mpi.launcher)

@@ -43,7 +43,7 @@ _REMEMBERED = 32
 
 
 @dataclass
-class _Rank:
+class _RankPace:
     """What is known of a rank.
 
     Attributes:
@@ -69,19 +69,19 @@ class _Rank:
         return mean(longer) - taken if longer else math.inf
 
 
-class Arrivals:
+class RankArrivals:
     """Arrivals of ranks so far, in seconds of any clock."""
 
     def __init__(self) -> None:
-        self._ranks: dict[int, _Rank] = {}
+        self._ranks: dict[int, _RankPace] = {}
 
     def begin(self, rank: int, now: float) -> None:
         """Note that ``rank`` has begun to work."""
-        self._ranks.setdefault(rank, _Rank(now)).since = now
+        self._ranks.setdefault(rank, _RankPace(now)).since = now
 
     def arrive(self, rank: int, now: float, samples: float) -> None:
         """Note that ``rank`` hands in what it has done since it began."""
-        known = self._ranks.setdefault(rank, _Rank(now))
+        known = self._ranks.setdefault(rank, _RankPace(now))
         if now > known.since:
             known.durations.append(now - known.since)
             known.samples.append(samples)
@@ -138,7 +138,7 @@ class GraceQuorum(Rules):
         super().__init__()
         self._quorum, self._clock = quorum, clock
         self._here: set[int] = set()
-        self._arrivals = Arrivals()
+        self._arrivals = RankArrivals()
 
     def leave(self, worker: int) -> None:
         super().leave(worker)

@@ -142,7 +142,7 @@ _LATE = 0.5
 """Share of what was agreed on in parameters that have gone on (Douillard et al., "Streaming DiLoCo", 2025)."""
 
 
-class _Part:
+class _FragmentPart:
     """Parameters of a fragment that travel by one method.
 
     Attributes:
@@ -219,7 +219,9 @@ class Fragment:
         self.names = names = list(named)
         self.outer, self.method, self._keeps, self._weight = outer, method, keeps, 1.0
         self._parts = [
-            _Part([names[i] for i in indices], [params[i] for i in indices], chosen, isinstance(outer, Nesterov))
+            _FragmentPart(
+                [names[i] for i in indices], [params[i] for i in indices], chosen, isinstance(outer, Nesterov)
+            )
             for chosen, indices in by_method(method, params)
         ]
         self.launched: int | None = None

@@ -47,13 +47,13 @@ class Rhythm:
 
 
 @dataclass
-class Progress:
+class MeetingProgress:
     """Number of steps of an averager, which outlives it."""
 
     num_steps: int = 0
 
 
-def _end(communicator: Communicator, progress: Progress) -> None:
+def _end(communicator: Communicator, progress: MeetingProgress) -> None:
     """Tell the ranks that still wait for this one that its averager or its process has ended."""
     communicator.close(f"it has ended its training after step {progress.num_steps}")
 
@@ -94,7 +94,7 @@ class LocalAverager(Averager):
         self._invitations: dict[int, int] = {}  # newcomers' requests by the meetings that have announced them
         self._invited = 0  # request of the one that is let in next; 0 for none
         self._num_meetings = self._num_skipped = 0
-        self._progress = Progress()
+        self._progress = MeetingProgress()
         self._finalizer = weakref.finalize(self, _end, communicator, self._progress)
         self._is_new, self._seconds = False, 0.0  # new: a newcomer, with groups of its own
         super().__init__(optimizer, loop)

@@ -148,7 +148,7 @@ def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Report:
+class MeetingReport:
     """What a loop has done since the last report.
 
     Attributes:
@@ -243,11 +243,11 @@ class Loop:
         if current_graph_task() < 0 and not self._in_step:
             self._index.note_forward(output)
 
-    def report(self) -> Report:
+    def report(self) -> MeetingReport:
         """Return what a meeting has to know; what is counted begins anew."""
         numbers, (unused, zero_grads) = self.numbers, self._take_counts()
         own = frozenset(numbers.own)
-        return Report(unused, zero_grads, numbers.digest(), numbers.groups(), own, self.known.problem())
+        return MeetingReport(unused, zero_grads, numbers.digest(), numbers.groups(), own, self.known.problem())
 
     def _take_counts(self) -> tuple[int, int]:
         counts = (-1, -1) if self._is_excused else (self._index.num_unused, self._index.num_zero_grads)
@@ -313,7 +313,7 @@ class MeetingCheck:
     steps: int
     skipped: int
     is_new: bool
-    report: Report
+    report: MeetingReport
 
     def compare(self, communicator: Communicator, world: Sequence[int]) -> float:
         """Return the sum of all weights. Collective.

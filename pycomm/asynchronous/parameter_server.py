@@ -20,7 +20,7 @@ from pycomm.asynchronous.server_meeting import ServerMeeting
 from pycomm.asynchronous.serving import Serving
 from pycomm.asynchronous.settings import (
     ServerFiles,
-    Settings,
+    ServerSettings,
     checked_parameters,
     checked_settings,
     lines_of,
@@ -149,7 +149,7 @@ class ParameterServer:
     def __init__(
         self,
         meeting: ServerMeeting,
-        settings: Settings,
+        settings: ServerSettings,
         optimizer: torch.optim.Optimizer,
         model: torch.nn.Module,
         named: dict[str, torch.Tensor],

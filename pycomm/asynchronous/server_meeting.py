@@ -46,7 +46,7 @@ _WORDS_OF_LATE = Words(differ="the ranks disagree: {here!r} on this process, {th
 
 
 @dataclass(frozen=True)
-class Place:
+class ServerPlace:
     """Place of a server.
 
     Attributes:
@@ -164,7 +164,7 @@ class ServerMeeting:
 
     def publish_address(self, server: int, listener: WorkerListener) -> None:
         """Write to the store where ``server`` is."""
-        place = Place(rendezvous.host_identity(), listener.name.hex(), *listener.address)
+        place = ServerPlace(rendezvous.host_identity(), listener.name.hex(), *listener.address)
         self._store.set(f"server/{server}", json.dumps(asdict(place)))
 
     @contextlib.contextmanager
@@ -185,7 +185,7 @@ class ServerMeeting:
             while self._store.add(key, 0) < count and time.monotonic() - start < _PATIENCE:
                 time.sleep(_POLL)
 
-    def address_of(self, server: int) -> Place | None:
+    def address_of(self, server: int) -> ServerPlace | None:
         """Return where ``server`` is, or was last; ``None`` if that is not known yet.
 
         Raises:
@@ -205,7 +205,7 @@ class ServerMeeting:
         except RuntimeError as error:  # torch's DistNetworkError is one
             what = f"the store in which servers say where they are is gone: {error}"
             raise CommError.during("find a server", what, rank=self.worker, peer=server) from error
-        return Place(**{name: found[name] for name in _PLACE})
+        return ServerPlace(**{name: found[name] for name in _PLACE})
 
     def own_address(self) -> str:
         """Return this host's address as the others reach it: that from which it reaches the store."""

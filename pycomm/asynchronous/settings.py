@@ -93,7 +93,7 @@ _DTYPES = torch.float32, torch.float64, torch.float16, torch.bfloat16
 
 
 @dataclass(frozen=True)
-class Settings:
+class ServerSettings:
     """Arguments of ``parameter_server``, checked; equal on all ranks."""
 
     servers: int
@@ -132,7 +132,7 @@ def checked_settings(
     checkpoint: Any = None,
     trace: Any = None,
     replay: Any = None,
-) -> Settings:
+) -> ServerSettings:
     num_workers = size - count("servers", servers, 1)
     if num_workers < 1:
         raise ValueError(f"servers={servers} of {size} ranks leaves none to work")
@@ -141,7 +141,7 @@ def checked_settings(
         raise ValueError(f"backup={mode.backup} requires more workers than the {num_workers} that there are")
     paths = {"checkpoint": checkpoint, "trace": trace, "replay": replay}
     checked = {name: _path(name, path) for name, path in paths.items()}
-    return Settings(servers, mode, _method(compression), timeout=timeout, **checked)
+    return ServerSettings(servers, mode, _method(compression), timeout=timeout, **checked)
 
 
 def _method(compression: Any) -> Compression | None:
@@ -185,7 +185,7 @@ def checked_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module)
     return named
 
 
-def lines_of(settings: Settings, optimizer: torch.optim.Optimizer, named: dict[str, torch.Tensor]) -> list[str]:
+def lines_of(settings: ServerSettings, optimizer: torch.optim.Optimizer, named: dict[str, torch.Tensor]) -> list[str]:
     """Return what all ranks must have in common."""
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     hashes = kernels.hashes([p.detach().view(-1) for p in named.values() if p.numel() > 0])
@@ -215,7 +215,7 @@ class ServerFiles:
         OSError: one cannot be read or written.
     """
 
-    def __init__(self, settings: Settings, server: int, wanted: Wanted) -> None:
+    def __init__(self, settings: ServerSettings, server: int, wanted: Wanted) -> None:
         self._folder: Path | None = None
         self._recovery: Recovery | None = None
         self.trace: Trace | None = None
@@ -254,7 +254,7 @@ def _numbered(path: Path, server: int) -> Path:
 
 
 def shards_of(
-    settings: Settings, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
+    settings: ServerSettings, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
 ) -> list[list[Piece]]:
     """Return the pieces of the parameters that each server holds."""
     anywhere = is_elementwise(optimizer) and settings.compression is None  # whose methods look at shapes
@@ -262,7 +262,7 @@ def shards_of(
 
 
 def wanted_by(
-    settings: Settings, optimizer: torch.optim.Optimizer, pieces: Sequence[Piece], dtype: torch.dtype
+    settings: ServerSettings, optimizer: torch.optim.Optimizer, pieces: Sequence[Piece], dtype: torch.dtype
 ) -> Wanted:
     """Return what the server of ``pieces`` of the optimizer's parameters, of ``dtype``, will be able to take."""
     size = sum(piece.size for piece in pieces)

@@ -14,7 +14,7 @@ import torch
 from pycomm import kernels
 from pycomm.asynchronous.core import Piece, shard_dtype
 from pycomm.asynchronous.packing import Packer
-from pycomm.asynchronous.server_meeting import Place, ServerMeeting
+from pycomm.asynchronous.server_meeting import ServerMeeting, ServerPlace
 from pycomm.asynchronous.wire import (
     Connection,
     Message,
@@ -321,7 +321,7 @@ class ServerLink:
                 raise self._error(f"it cannot be reached ({last}){where}", start) from error
             time.sleep(_RETRY)
 
-    def _connected(self, place: Place) -> Connection:
+    def _connected(self, place: ServerPlace) -> Connection:
         """Return a connection to the server at ``place``. Raises OSError if there is none."""
         if place.host == self._host:
             return connect_here(bytes.fromhex(place.name))

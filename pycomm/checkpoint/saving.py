@@ -17,7 +17,7 @@ import torch
 from pycomm import agreement, checks
 from pycomm.checkpoint.contents import Kind, Section, collect, copy_of
 from pycomm.checkpoint.folder import numbers_in, remove_unfinished, unfinished
-from pycomm.checkpoint.writing import Job, PendingSave
+from pycomm.checkpoint.writing import PendingSave, WriteJob
 from pycomm.communicator import Communicator
 from pycomm.errors import CommError, attempt
 from pycomm.reducer import Reducer
@@ -111,7 +111,7 @@ def together(communicator: Communicator, what: str, job: Callable[[], T]) -> T:
 
 def _prepare(
     path: str | os.PathLike[str], reducer: Reducer, keep: int, more: Mapping[str, Any], error: BaseException | None
-) -> Job:
+) -> WriteJob:
     """Return all that is to be written by this rank. Collective."""
     training = reducer.attached
     training.stand_down()
@@ -171,7 +171,7 @@ def _lines(sections: list[Section]) -> list[str]:
     return [line for s in sections for line in (s.lines() if s.kind is Kind.EQUAL else [s.name])]
 
 
-def _open(folder: Path, reducer: Reducer, communicator: Communicator, keep: int) -> Job:
+def _open(folder: Path, reducer: Reducer, communicator: Communicator, keep: int) -> WriteJob:
     """Make the directory of a new checkpoint. Collective."""
 
     def make() -> tuple[int, str] | None:
@@ -187,7 +187,7 @@ def _open(folder: Path, reducer: Reducer, communicator: Communicator, keep: int)
     # Imported here, by this thread, as it takes torch half a second.
     from pycomm.checkpoint.storage import write_tensors
 
-    return Job(
+    return WriteJob(
         folder=folder,
         number=number,
         name=name,
@@ -201,7 +201,7 @@ def _open(folder: Path, reducer: Reducer, communicator: Communicator, keep: int)
     )
 
 
-def _enter(job: Job) -> None:
+def _enter(job: WriteJob) -> None:
     start = time.monotonic()
     while not job.place.exists():
         if time.monotonic() - start > _PATIENCE:
@@ -210,7 +210,7 @@ def _enter(job: Job) -> None:
     job.make_directory()
 
 
-def _copy(job: Job, sections: list[Section], shared: set[str]) -> None:
+def _copy(job: WriteJob, sections: list[Section], shared: set[str]) -> None:
     """Copy the tensors that this rank writes: its own, and its share of the others."""
     common = [
         (f"{s.name}/{i}", tensor, s.kind) for s in sections if s.name in shared for i, tensor in enumerate(s.tensors)

@@ -35,7 +35,7 @@ WriteTensors = Callable[[Path, Mapping[str, torch.Tensor]], dict[str, Any]]
 
 
 @dataclass
-class Job:
+class WriteJob:
     """All that the thread needs of a checkpoint.
 
     Attributes:
@@ -139,7 +139,7 @@ class PendingSave:
         error, self._is_reported = (None if self._is_reported else self._error), True
         return error
 
-    def start(self, job: Job) -> PendingSave:
+    def start(self, job: WriteJob) -> PendingSave:
         """Start the thread. It is no daemon: the interpreter's end waits for it."""
         self._thread = threading.Thread(target=self._run, args=(job,), name=f"pycomm-save-{job.rank}")
         self._thread.start()
@@ -155,7 +155,7 @@ class PendingSave:
     def _lives(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def _run(self, job: Job) -> None:
+    def _run(self, job: WriteJob) -> None:
         try:
             self._path = _write(job)
         except BaseException as error:  # raised by wait(), or by the next save
@@ -165,7 +165,7 @@ class PendingSave:
             self._done.set()
 
 
-def _write(job: Job) -> Path:
+def _write(job: WriteJob) -> Path:
     """Write this rank's part, then return the directory of the checkpoint once it is whole."""
     mine = part_of(job.place, job.rank)
     try:
@@ -190,7 +190,7 @@ def _write(job: Job) -> Path:
         raise
 
 
-def _index(job: Job, mine: Path, kind: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _index(job: WriteJob, mine: Path, kind: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Write ``tensors``, and let go of them; return their index."""
     if not tensors:
         return {"files": {}, "tensors": {}}
@@ -199,7 +199,7 @@ def _index(job: Job, mine: Path, kind: str, tensors: dict[str, torch.Tensor]) ->
     return index
 
 
-def _await_parts(job: Job) -> None:
+def _await_parts(job: WriteJob) -> None:
     """Return once all parts are there; raise what went wrong if one will never be."""
     missing = set(range(job.size))
     for _ in _looks(job, lambda: {rank: _num_bytes(job, rank) for rank in missing}):
@@ -218,7 +218,7 @@ def _await_parts(job: Job) -> None:
     raise _lost(job, min(missing), f"has not written its part within {job.patience:g} s")
 
 
-def _await_verdict(job: Job) -> Path:
+def _await_verdict(job: WriteJob) -> Path:
     """Return the directory of the checkpoint once rank 0 has renamed it; raise what went wrong otherwise."""
     done = whole(job.folder, job.number)
     for _ in _looks(job, lambda: (_num_bytes(job, 0), _time_of(job.place / "verdict"))):
@@ -233,7 +233,7 @@ def _await_verdict(job: Job) -> Path:
     raise _lost(job, 0, f"has not completed it within {job.patience:g} s")
 
 
-def _num_bytes(job: Job, rank: int) -> int:
+def _num_bytes(job: WriteJob, rank: int) -> int:
     """Return how much ``rank`` has written so far."""
     total = 0
     with contextlib.suppress(OSError):  # renamed meanwhile
@@ -247,7 +247,7 @@ def _time_of(path: Path) -> int:
     return 0
 
 
-def _looks(job: Job, progress: Callable[[], Any]) -> Iterator[None]:
+def _looks(job: WriteJob, progress: Callable[[], Any]) -> Iterator[None]:
     """Yield, again and again, until there has been no ``progress`` for longer than the job's patience."""
     pause, (start, last) = _POLL[0], (time.monotonic(), progress())
     while time.monotonic() - start < job.patience:
@@ -258,7 +258,7 @@ def _looks(job: Job, progress: Callable[[], Any]) -> Iterator[None]:
             start, last = time.monotonic(), now
 
 
-def _fate(job: Job, rank: int) -> str | None:
+def _fate(job: WriteJob, rank: int) -> str | None:
     """Return what has become of ``rank``, if it will not write any more."""
     fate = job.watch.fate_of(rank)
     reducer = job.reducer()
@@ -267,7 +267,7 @@ def _fate(job: Job, rank: int) -> str | None:
     return fate
 
 
-def _publish(job: Job) -> Path:
+def _publish(job: WriteJob) -> Path:
     """Make the checkpoint whole, and remove old ones; return its directory."""
     parts = [sum_of(read_part(part_of(job.place, rank) / "part.json")) for rank in range(job.size)]
     for rank in range(job.size):
@@ -285,7 +285,7 @@ def _publish(job: Job) -> Path:
     return done
 
 
-def _give_up(job: Job, error: BaseException) -> None:
+def _give_up(job: WriteJob, error: BaseException) -> None:
     """Tell the others that the checkpoint will never be whole; remove it once they have seen that."""
     with contextlib.suppress(OSError):
         if job.reserves[1].path.exists():
@@ -304,7 +304,7 @@ def _kind(error: BaseException) -> str:
     return "CommError" if isinstance(error, CommError) else "OSError" if isinstance(error, OSError) else "RuntimeError"
 
 
-def _error(job: Job, rank: int, kind: str, text: str) -> Exception:
+def _error(job: WriteJob, rank: int, kind: str, text: str) -> Exception:
     """Return the error that ``rank`` has told of."""
     if kind == "CommError":
         return _lost(job, rank, f"gave it up: {text}")
@@ -312,5 +312,5 @@ def _error(job: Job, rank: int, kind: str, text: str) -> Exception:
     return OSError(what) if kind == "OSError" else RuntimeError(what)
 
 
-def _lost(job: Job, rank: int, fate: str) -> CommError:
+def _lost(job: WriteJob, rank: int, fate: str) -> CommError:
     return CommError.during("save", f"rank {rank} {fate}", rank=job.rank, peer=rank)

@@ -24,7 +24,7 @@ _MOST_RANKS = 4  # to rehearse with; the rest is extrapolated
 _ALL_REDUCE_BYTES, _ALL_GATHER_BYTES = (1 << 16, 1 << 22), (1 << 12, 1 << 18)
 
 
-class Link(Protocol):
+class PricedLink(Protocol):
     """Link that collectives can be priced on."""
 
     def seconds(self, operation: Operation) -> float:
@@ -43,7 +43,7 @@ class Costs:
     local: float
     operations: list[Operation] = field(default_factory=list)
 
-    def seconds(self, link: Link) -> float:
+    def seconds(self, link: PricedLink) -> float:
         """Return the time of work and communication, one after the other."""
         return self.local + sum(link.seconds(operation) for operation in self.operations)
 
@@ -119,7 +119,7 @@ def _synchronize(bucket: Bucket) -> None:
 
 
 @dataclass(frozen=True)
-class Line:
+class PricedLine:
     """Time as a line over bytes: ``start`` seconds, and ``per_byte`` more for each byte."""
 
     start: float
@@ -130,18 +130,18 @@ class Line:
         return self.start + self.per_byte * num_bytes
 
     @staticmethod
-    def through(sizes: tuple[int, int], seconds: Sequence[float]) -> Line:
+    def through(sizes: tuple[int, int], seconds: Sequence[float]) -> PricedLine:
         """Return the line through two points, without the negative times that noise might bring."""
         slope = max(0.0, (seconds[1] - seconds[0]) / (sizes[1] - sizes[0]))
-        return Line(max(0.0, seconds[0] - slope * sizes[0]), slope)
+        return PricedLine(max(0.0, seconds[0] - slope * sizes[0]), slope)
 
 
 @dataclass(frozen=True)
 class MeasuredLink:
     """Link whose times are lines through the measured times of two sizes."""
 
-    all_reduce: Line
-    all_gather: Line
+    all_reduce: PricedLine
+    all_gather: PricedLine
     size: int
 
     def seconds(self, operation: Operation) -> float:
@@ -162,7 +162,9 @@ def measure_link(communicator: Communicator, device: torch.device) -> MeasuredLi
             medians.append(statistics.median(_time(communicator, x, out, gathers) for _ in range(_REPEATS)))
     slowest = agreed(communicator, medians)
     return MeasuredLink(
-        Line.through(_ALL_REDUCE_BYTES, slowest[:2]), Line.through(_ALL_GATHER_BYTES, slowest[2:]), communicator.size
+        PricedLine.through(_ALL_REDUCE_BYTES, slowest[:2]),
+        PricedLine.through(_ALL_GATHER_BYTES, slowest[2:]),
+        communicator.size,
     )
 
 

@@ -17,7 +17,7 @@ Gradients = Sequence[torch.Tensor | None]
 
 
 @dataclass(frozen=True)
-class Part:
+class HookPart:
     """Parameters of a bucket of torch's that travel by the same method.
 
     Attributes:
@@ -54,7 +54,7 @@ class BucketExchanges:
         self.parts = []
         for chosen, indices in by_method(method, params):
             bucket = Bucket([names[i] for i in indices], [params[i] for i in indices], communicator, algorithm)
-            self.parts.append(Part(indices, bucket, chosen.make(bucket, communicator)))
+            self.parts.append(HookPart(indices, bucket, chosen.make(bucket, communicator)))
 
     def is_of(self, params: Sequence[torch.Tensor]) -> bool:
         """Return whether these are the exchanges of ``params``, in that order."""
@@ -155,7 +155,7 @@ class Sorting:
         self._homeless.update(old.state())
         self._bytes_sent += sum(part.exchange.bytes_sent for part in old.parts)
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[HookPart]:
         """Yield the parts of all buckets."""
         for exchanges in self._by_index.values():
             yield from exchanges.parts

@@ -19,7 +19,7 @@ from pycomm.communicator import Communicator
 from pycomm.compression import Compression
 from pycomm.compression.saved_state import gather_state, select_state
 from pycomm.ddp.exchanges import Sorting
-from pycomm.ddp.progress import Progress, Settings, checked_settings
+from pycomm.ddp.progress import HookProgress, HookSettings, checked_settings
 from pycomm.ddp.steps import Steps, weighting_of
 from pycomm.errors import attempt
 from pycomm.optim.parameter_checks import check_parameters
@@ -74,7 +74,7 @@ def register(
 
 def _checked(
     ddp_model: Any, compression: Any, loss_scaler: Any, optimizer: Any, algorithm: Any
-) -> tuple[Settings, dict[str, torch.Tensor]]:
+) -> tuple[HookSettings, dict[str, torch.Tensor]]:
     """Return the settings, and by name the parameters that DistributedDataParallel does not ignore.
 
     Raises:
@@ -95,7 +95,7 @@ def _checked(
     return checked_settings(compression, loss_scaler, optimizer, algorithm), names
 
 
-def _lines(checked: tuple[Settings, Mapping[str, torch.Tensor]]) -> dict[str, list[str]]:
+def _lines(checked: tuple[HookSettings, Mapping[str, torch.Tensor]]) -> dict[str, list[str]]:
     """Return what the ranks must have in common."""
     settings, names = checked
     return {"setting": settings.lines(), "parameter": [f"{name}: {signature(p)}" for name, p in names.items()]}
@@ -146,7 +146,7 @@ def _install(
     ddp_model: DistributedDataParallel,
     names: Mapping[str, torch.Tensor],
     communicator: Communicator,
-    settings: Settings,
+    settings: HookSettings,
 ) -> HookHandle:
     """Make the handle and put it into the model, on all ranks or on none."""
 
@@ -179,7 +179,7 @@ class HookHandle:
         ddp_model: DistributedDataParallel,
         names: Mapping[str, torch.Tensor],
         communicator: Communicator,
-        settings: Settings,
+        settings: HookSettings,
     ) -> None:
         # Weakly: the model holds its hook where the garbage collector does not see it.
         self._model = weakref.ref(ddp_model)
@@ -189,7 +189,7 @@ class HookHandle:
         by_id = {id(param): name for name, param in names.items()}
         self._sorting = Sorting(by_id, settings.method, communicator, settings.algorithm)
         device = next(p.device for p in self._params if p.requires_grad)
-        self._progress = Progress([communicator], settings, device)
+        self._progress = HookProgress([communicator], settings, device)
         self._steps = Steps(self._sorting, communicator, self._progress)
         for bucket in zero_buckets(ddp_model):  # so that state can be loaded before the first step
             self._sorting.of(bucket.index(), bucket.parameters())

@@ -16,8 +16,8 @@ from pycomm.broadcasting import broadcast_tensors, share_tensors
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression
 from pycomm.compression.saved_state import gather_state, select_state
-from pycomm.ddp.progress import Progress, Settings, checked_settings
-from pycomm.ddp.replicas import ReplicaSteps, Shards, state_of
+from pycomm.ddp.progress import HookProgress, HookSettings, checked_settings
+from pycomm.ddp.replicas import ReplicaSteps, ShardedReplicas, state_of
 from pycomm.errors import attempt
 from pycomm.optim.loop_index import LoopIndex
 from pycomm.optim.module_hooks import AfterForward
@@ -86,7 +86,7 @@ def register_hsdp(
 
 def _checked(
     model: Any, compression: Any, loss_scaler: Any, optimizer: Any, algorithm: Any
-) -> tuple[Settings, Modules]:
+) -> tuple[HookSettings, Modules]:
     """Return settings and modules. Raises TypeError or ValueError if an argument is wrong."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, wanted a torch.nn.Module given to fully_shard")
@@ -132,7 +132,7 @@ def _check_group(where: str, group: ShardedGroup, number: int) -> None:
         raise ValueError(f"parameters of module {where!r} are on the meta device, wanted them initialised")
 
 
-def _lines(checked: tuple[Settings, Modules]) -> dict[str, list[str]]:
+def _lines(checked: tuple[HookSettings, Modules]) -> dict[str, list[str]]:
     """Return what the replicas must have in common."""
     settings, modules = checked
     lines: list[str] = []
@@ -145,7 +145,7 @@ def _lines(checked: tuple[Settings, Modules]) -> dict[str, list[str]]:
 class _Average:
     """Hook of one module."""
 
-    def __init__(self, handle: HsdpHandle, shards: Shards) -> None:
+    def __init__(self, handle: HsdpHandle, shards: ShardedReplicas) -> None:
         self._handle, self._shards = handle, shards
 
     def __call__(self, reduced: torch.Tensor) -> None:
@@ -175,16 +175,16 @@ class HsdpHandle:
         modules: Modules,
         communicator: Communicator,
         shard_communicator: Communicator,
-        settings: Settings,
+        settings: HookSettings,
         group: dist.ProcessGroup,
     ) -> None:
         self._communicator, self._shard_communicator, self._method = communicator, shard_communicator, settings.method
         self._group = group
-        self._shards = {m: Shards(each, names, communicator, settings) for m, (names, each) in modules.items()}
+        self._shards = {m: ShardedReplicas(each, names, communicator, settings) for m, (names, each) in modules.items()}
         device = next(iter(self._shards.values())).exchanges.params[0].device
         loop = LoopIndex()
         all_shards = list(self._shards.values())
-        self._progress = Progress([communicator, shard_communicator], settings, device)
+        self._progress = HookProgress([communicator, shard_communicator], settings, device)
         transactional = self._method.transactional
         self._steps = ReplicaSteps(all_shards, loop, communicator, shard_communicator, self._progress, transactional)
         self._forwards = model.register_forward_hook(AfterForward(loop.note_forward))

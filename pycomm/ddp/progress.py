@@ -22,7 +22,7 @@ from pycomm.torch_internals import queue_final_callback
 
 
 @dataclass(frozen=True)
-class Settings:
+class HookSettings:
     """Arguments of a registration; equal on all ranks."""
 
     method: Compression
@@ -38,7 +38,7 @@ class Settings:
         ]
 
 
-def checked_settings(compression: Any, loss_scaler: Any, optimizer: Any, algorithm: Any) -> Settings:
+def checked_settings(compression: Any, loss_scaler: Any, optimizer: Any, algorithm: Any) -> HookSettings:
     """Return the arguments of a registration as checked settings.
 
     Raises:
@@ -46,7 +46,7 @@ def checked_settings(compression: Any, loss_scaler: Any, optimizer: Any, algorit
     """
     if not isinstance(algorithm, str):
         raise TypeError(f"algorithm is {algorithm!r}, wanted a name")
-    settings = Settings(checked_method(compression), checked_scaler(loss_scaler), algorithm)
+    settings = HookSettings(checked_method(compression), checked_scaler(loss_scaler), algorithm)
     if optimizer is not None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer is a {type(optimizer).__name__}, wanted a torch.optim.Optimizer or None")
@@ -54,7 +54,7 @@ def checked_settings(compression: Any, loss_scaler: Any, optimizer: Any, algorit
     return settings
 
 
-class Progress:
+class HookProgress:
     """Progress of the steps of a model.
 
     Args:
@@ -72,7 +72,7 @@ class Progress:
         stopped: error after which this rank no longer takes part; empty while it does.
     """
 
-    def __init__(self, communicators: Sequence[Communicator], settings: Settings, device: torch.device) -> None:
+    def __init__(self, communicators: Sequence[Communicator], settings: HookSettings, device: torch.device) -> None:
         self._communicators, self.device, self.on_gpu = communicators, device, device.type == "cuda"
         self._loss_scale = loss_scale_of(settings.loss_scaler)
         self.committed = torch.zeros((), dtype=torch.int64, device=device)
@@ -152,7 +152,7 @@ def all_finite(exchanges: Sequence[Exchange]) -> Flag:
     return finite if finite.is_cuda else bool(finite)
 
 
-class Watcher(Protocol):
+class HookWatcher(Protocol):
     """Object that wants to know how a backward pass ends."""
 
     def fail(self) -> None:
@@ -162,7 +162,7 @@ class Watcher(Protocol):
 class _PassEnd:
     """Final callback of a backward pass; autograd drops it without a call if the pass ends with an exception."""
 
-    def __init__(self, watcher: Watcher, action: Callable[[], None] | None) -> None:
+    def __init__(self, watcher: HookWatcher, action: Callable[[], None] | None) -> None:
         self._watcher = weakref.ref(watcher)
         self._action = action
         self._called = False
@@ -179,6 +179,6 @@ class _PassEnd:
             watcher.fail()
 
 
-def at_pass_end(watcher: Watcher, action: Callable[[], None] | None = None) -> None:
+def at_pass_end(watcher: HookWatcher, action: Callable[[], None] | None = None) -> None:
     """Call ``action`` at the end of the running backward pass; ``watcher.fail()`` if that ends with an exception."""
     queue_final_callback(_PassEnd(watcher, action))

@@ -12,7 +12,7 @@ import torch
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag, Scaling, State
 from pycomm.ddp.exchanges import BucketExchanges
-from pycomm.ddp.progress import Progress, Settings, all_finite, at_pass_end
+from pycomm.ddp.progress import HookProgress, HookSettings, all_finite, at_pass_end
 from pycomm.descriptions import name_ranks
 from pycomm.errors import HALF_SENT
 from pycomm.optim.loop_index import LoopIndex
@@ -21,7 +21,7 @@ from pycomm.torch_internals import ShardedGroup, accumulation_hooks, dtensor_aro
 _END = -1
 
 
-class Shards:
+class ShardedReplicas:
     """Shards of one module's parameters on this rank, and their exchange between the replicas.
 
     Args:
@@ -30,7 +30,7 @@ class Shards:
     """
 
     def __init__(
-        self, group: ShardedGroup, names: Sequence[str], communicator: Communicator, settings: Settings
+        self, group: ShardedGroup, names: Sequence[str], communicator: Communicator, settings: HookSettings
     ) -> None:
         self.params = group.params
         self.numels = [math.prod(shape) for shape in group.shapes]
@@ -114,11 +114,11 @@ class ReplicaSteps:
 
     def __init__(
         self,
-        modules: Sequence[Shards],
+        modules: Sequence[ShardedReplicas],
         loop: LoopIndex,
         communicator: Communicator,
         shard_communicator: Communicator,
-        progress: Progress,
+        progress: HookProgress,
         transactional: bool,
     ) -> None:
         self._modules, self._loop, self._is_first = list(modules), loop, True
@@ -126,10 +126,10 @@ class ReplicaSteps:
         self._transactional = transactional
         self._scaling = Scaling(communicator.size)
         self._verdicts: list[Flag] = []
-        self._seen: dict[int, Shards] = {}  # in this step
+        self._seen: dict[int, ShardedReplicas] = {}  # in this step
 
     @torch.no_grad()
-    def average(self, shards: Shards, reduced: torch.Tensor) -> None:
+    def average(self, shards: ShardedReplicas, reduced: torch.Tensor) -> None:
         """Replace ``reduced``, the flat gradients of a module's shards, by their averages over the replicas."""
         self._progress.require_taking_part()
         if not self._progress.is_open:
@@ -159,7 +159,7 @@ class ReplicaSteps:
             self._is_first = False
         return int(rows[:, 0].max())
 
-    def _exchange(self, shards: Shards, grads: Sequence[torch.Tensor | None]) -> None:
+    def _exchange(self, shards: ShardedReplicas, grads: Sequence[torch.Tensor | None]) -> None:
         self._seen[id(shards)] = shards
         if self._transactional:
             shards.remember()
@@ -226,6 +226,6 @@ def _check_same_loop(rows: np.ndarray) -> None:
             )
 
 
-def state_of(all_shards: Mapping[Any, Shards]) -> State:
+def state_of(all_shards: Mapping[Any, ShardedReplicas]) -> State:
     """Return the state of all modules, by parameter name (not copied)."""
     return {name: entry for shards in all_shards.values() for name, entry in shards.exchanges.state().items()}

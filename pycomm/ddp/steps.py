@@ -13,8 +13,8 @@ import torch
 from pycomm.bucket import FINGERPRINT_BITS
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag, Scaling
-from pycomm.ddp.exchanges import Part, Sorting
-from pycomm.ddp.progress import Progress, all_finite, at_pass_end
+from pycomm.ddp.exchanges import HookPart, Sorting
+from pycomm.ddp.progress import HookProgress, all_finite, at_pass_end
 from pycomm.errors import HALF_SENT
 from pycomm.reducer import StopRequest
 from pycomm.torch_internals import GradBucket, current_graph_task, current_node
@@ -26,7 +26,7 @@ _STOP = FINGERPRINT_BITS - 1
 
 
 @dataclass(frozen=True)
-class Taken:
+class TakenStep:
     """Bucket that DistributedDataParallel has handed over, and the future that it waits for.
 
     Attributes:
@@ -87,7 +87,7 @@ class Stopping:
         flags[_STOP] = True
         return flags
 
-    def hear(self, parts: Sequence[Part]) -> None:
+    def hear(self, parts: Sequence[HookPart]) -> None:
         """Take note of what the ranks have told with the first bucket, of these ``parts``. Collective if one asks."""
         if self._on_gpu or not (self._sent is not None or bool(parts[0].exchange.differing()[_STOP])):
             return
@@ -113,12 +113,12 @@ class Steps:
         stopping: what this rank and others ask for.
     """
 
-    def __init__(self, sorting: Sorting, communicator: Communicator, progress: Progress) -> None:
+    def __init__(self, sorting: Sorting, communicator: Communicator, progress: HookProgress) -> None:
         self._sorting, self._communicator, self._progress = sorting, communicator, progress
         self._device, self._on_gpu = progress.device, progress.on_gpu
         self._scaling = Scaling(communicator.size)
         self._weighting = Weighting()
-        self._taken: list[Taken] = []
+        self._taken: list[TakenStep] = []
         self._error: BaseException | None = None
         self.stopping = Stopping(communicator, progress.device)
 
@@ -148,7 +148,7 @@ class Steps:
             self.wait(end)
         return taken.future.then(_average_or_error)
 
-    def _taken_over(self, bucket: GradBucket) -> Taken:
+    def _taken_over(self, bucket: GradBucket) -> TakenStep:
         self._progress.require_taking_part()
         buffer = bucket.buffer()
         if buffer.is_sparse:
@@ -156,7 +156,7 @@ class Steps:
         devices: list[Any] | None = [self._device] if self._on_gpu else None
         future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
         # The bucket itself is gone when the hook returns.
-        return Taken(bucket.parameters(), bucket.gradients(), buffer, future)
+        return TakenStep(bucket.parameters(), bucket.gradients(), buffer, future)
 
     def _begin(self, weighting: Weighting) -> None:
         if self._progress.is_open:
@@ -193,7 +193,7 @@ class Steps:
 
     # Jobs, on the communication thread.
 
-    def _on_bucket(self, index: int, taken: Taken, zeros_are_unused: bool) -> None:
+    def _on_bucket(self, index: int, taken: TakenStep, zeros_are_unused: bool) -> None:
         if self._error is not None:
             return
         try:
@@ -238,7 +238,7 @@ class Steps:
         finally:
             self._error = None
 
-    def _finish(self, taken: Sequence[Taken]) -> None:
+    def _finish(self, taken: Sequence[TakenStep]) -> None:
         mine = [self._sorting[index] for index in range(len(taken))]
         parts = [part for each in mine for part in each.parts]
         self._progress.source.share(parts, self._communicator)

@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Request:
+class JoinRequest:
     """Request of a newcomer.
 
     Attributes:
@@ -90,13 +90,13 @@ class JoinListener:
         """Compare newcomers with ``lines`` from now on."""
         self._lines = lines
 
-    def waiting(self) -> Request | None:
+    def waiting(self) -> JoinRequest | None:
         """Return the request of a newcomer that fits, if the last look has found one. Does not wait for the store."""
         look = self._look
         if look is not None and look.is_completed():
             self._look = None
             try:
-                found: Request | None = look.wait()
+                found: JoinRequest | None = look.wait()
                 return found
             except RuntimeError:  # the store has gone: nobody can come any more
                 self._looked = float("inf")
@@ -105,11 +105,11 @@ class JoinListener:
             self._look = self._worker.submit(self._read)
         return None
 
-    def read(self, number: int) -> Request:
+    def read(self, number: int) -> JoinRequest:
         """Return the request with that number."""
         wanted = self._parsed(number)
         self._nonces[number] = wanted["nonce"]
-        return Request(number, wanted["process"])
+        return JoinRequest(number, wanted["process"])
 
     def answer(self, number: int, content: dict[str, Any]) -> None:
         """Answer the request with that number."""
@@ -125,7 +125,7 @@ class JoinListener:
         """Stop looking."""
         self._worker.stop(patience=0.0)
 
-    def _read(self) -> Request | None:
+    def _read(self) -> JoinRequest | None:
         """Return the next request if it fits; answer it if it does not."""
         number = self._next
         if not self._ask(lambda store: store.check([f"request/{number}"])):
@@ -136,7 +136,7 @@ class JoinListener:
         except ValueError as error:
             problem = str(error)
         if not problem:
-            return Request(number, wanted["process"])
+            return JoinRequest(number, wanted["process"])
         self._next += 1
         self.answer(number, {"refused": problem})
         return None

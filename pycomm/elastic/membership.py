@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar
 
 from pycomm.communicator import Communicator
 from pycomm.elastic.agreement_store import AgreementStore, open_agreement_store, open_file
-from pycomm.elastic.join_requests import Request
+from pycomm.elastic.join_requests import JoinRequest
 from pycomm.elastic.liveness import PATIENCE, STOPPED_PATIENCE, Heartbeat, ProcessWatch, is_called, round_store
 from pycomm.elastic.ready import ReadyCount, open_ready_count
 from pycomm.errors import CommError
@@ -231,7 +231,7 @@ class Membership:
 
     # Newcomers.
 
-    def admit(self, request: Request) -> Place:
+    def admit(self, request: JoinRequest) -> Place:
         """Add the newcomer that has made ``request`` to the world; return where they meet. On all ranks alike."""
         number, self._numbers = self._numbers, self._numbers + 1
         self.watch.processes[number] = request.process

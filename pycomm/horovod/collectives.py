@@ -27,7 +27,16 @@ from pycomm.horovod.names import (
     compressed,
 )
 from pycomm.horovod.process_sets import Members, ProcessSet, global_process_set, known_set, members_of, world
-from pycomm.horovod.requests import ALLGATHER, ALLREDUCE, ALLTOALL, BROADCAST, REDUCESCATTER, Request, Terms, terms_of
+from pycomm.horovod.requests import (
+    ALLGATHER,
+    ALLREDUCE,
+    ALLTOALL,
+    BROADCAST,
+    REDUCESCATTER,
+    Request,
+    RequestTerms,
+    terms_of,
+)
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -75,7 +84,7 @@ class Submission:
 
     def _refuse(self, error: Exception) -> NoReturn:
         self.engine.await_refusal(self.key)
-        refusal = Request(self.key, Terms(self.kind), refusal=f"cannot take part: {error}")
+        refusal = Request(self.key, RequestTerms(self.kind), refusal=f"cannot take part: {error}")
         if not self.engine.knows(self.key):
             self.engine.submit(refusal)
         if isinstance(error, ValueError):
@@ -282,7 +291,7 @@ class AllReduce(Collective):
     def gradients(self, grads: Tensors) -> Tensors:
         return AllReduce(None, self.process_set, self._op, self._before, self._after).run(grads)
 
-    def _terms(self, op: ReduceOp) -> Terms:
+    def _terms(self, op: ReduceOp) -> RequestTerms:
         before = check_factor("prescale_factor", self._before)
         return terms_of(self.kind, NAMES[op], before, check_factor("postscale_factor", self._after))
 
@@ -320,7 +329,7 @@ class AllGather(Collective):
     def request(self, submission: Submission, tensors: Any) -> Request:
         xs = checked_tensors(tensors)
         check_rows(xs, ALLGATHER)
-        return Request(submission.key, Terms(ALLGATHER, detail=self._detail), xs, [None] * len(xs))
+        return Request(submission.key, RequestTerms(ALLGATHER, detail=self._detail), xs, [None] * len(xs))
 
     def gradients(self, grads: Tensors) -> Tensors:
         rank = self.process_set.rank() or 0
@@ -339,7 +348,7 @@ class Broadcast(Collective):
 
     def request(self, submission: Submission, tensors: Any) -> Request:
         check_tensor(tensors[0])
-        terms = Terms(BROADCAST, root=check_root(self._root_rank, submission.members))
+        terms = RequestTerms(BROADCAST, root=check_root(self._root_rank, submission.members))
         if self.in_place:
             check_writable(tensors)
         return Request(submission.key, terms, tensors, [*tensors] if self.in_place else empty_like(tensors))
@@ -363,7 +372,7 @@ class AllToAll(Collective):
         check_rows(tensors, ALLTOALL)
         splits = check_splits(self.splits, tensors[0], len(submission.members.ranks))
         self._rows = tensors[0].shape[0]
-        return Request(submission.key, Terms(ALLTOALL), tensors, [None], splits=splits)
+        return Request(submission.key, RequestTerms(ALLTOALL), tensors, [None], splits=splits)
 
     def result(self, outputs: tuple[torch.Tensor, ...]) -> Any:
         """Return the output, and how many rows have come from each rank, in the form of ``splits``."""

@@ -23,7 +23,7 @@ from pycomm.errors import CommError
 from pycomm.horovod.coordinator import Response, Rounds, full_name
 from pycomm.horovod.execution import Execution, can_fuse
 from pycomm.horovod.names import HorovodInternalError, InvalidRequestError, LostPeerError
-from pycomm.horovod.requests import ALLREDUCE, Key, Request, Terms, op_of
+from pycomm.horovod.requests import ALLREDUCE, Key, Request, RequestTerms, op_of
 from pycomm.horovod.timeline import Timeline
 
 _SHORTEST_PAUSE = 5e-5
@@ -261,10 +261,10 @@ def _same(a: Request, b: Request) -> bool:
     return a.terms is b.terms or a.terms == b.terms
 
 
-def _terms_of(response: Response) -> Terms:
+def _terms_of(response: Response) -> RequestTerms:
     words = dict(word.split("=", 1) for word in response.signature.split(" ") if "=" in word)
     before, after = (float(words.get(name, "1")) for name in ("prescale_factor", "postscale_factor"))
-    return Terms(ALLREDUCE, op_of(response.signature), 0, before, after)
+    return RequestTerms(ALLREDUCE, op_of(response.signature), 0, before, after)
 
 
 def internal_error(error: BaseException) -> HorovodInternalError:

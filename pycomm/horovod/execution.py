@@ -21,7 +21,7 @@ from pycomm.horovod.requests import (
     JOIN,
     REDUCESCATTER,
     Request,
-    Terms,
+    RequestTerms,
     zeros_for,
 )
 
@@ -94,7 +94,7 @@ class Execution:
         for (request, i, _), part in zip(together, parts, strict=True):
             self._put(request, i, part)
 
-    def contribute_zeros(self, response: Response, terms: Terms) -> Request:
+    def contribute_zeros(self, response: Response, terms: RequestTerms) -> Request:
         """Return the request of this rank, which has joined, for an allreduce of the others."""
         zeros = zeros_for(response.signature)
         return Request(response.key, terms, zeros, [*zeros])
@@ -113,7 +113,7 @@ class Execution:
             self._flat = self._communicator.empty((num_bytes,), torch.uint8)
         return self._flat[: count * dtype.itemsize].view(dtype)
 
-    def _reduced(self, x: torch.Tensor, terms: Terms, out: torch.Tensor | None) -> torch.Tensor:
+    def _reduced(self, x: torch.Tensor, terms: RequestTerms, out: torch.Tensor | None) -> torch.Tensor:
         """Return the reduction of all ranks' ``x``: in ``out``, if that is memory of the same kind, or in other."""
         fits = out is not None and out.is_cpu and out.is_contiguous()
         target = out.detach() if out is not None and fits else torch.empty_like(x)
@@ -128,7 +128,7 @@ class Execution:
         return target
 
     @staticmethod
-    def _op_on(x: torch.Tensor, terms: Terms) -> str:
+    def _op_on(x: torch.Tensor, terms: RequestTerms) -> str:
         native = terms.op != "mean" or (x.is_floating_point() and terms.postscale == 1.0)
         return terms.op if native else "sum"
 
@@ -235,7 +235,7 @@ def _scaled_into(target: torch.Tensor, x: torch.Tensor, factor: float) -> None:
         target.copy_(x.double() * factor)
 
 
-def _finish(x: torch.Tensor, terms: Terms, size: int) -> None:
+def _finish(x: torch.Tensor, terms: RequestTerms, size: int) -> None:
     """Divide and scale, in place, what is left to do after the reduction."""
     mean = terms.op == "mean" and not (x.is_floating_point() and terms.postscale == 1.0)
     if mean and terms.postscale == 1.0:

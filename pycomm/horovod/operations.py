@@ -41,7 +41,7 @@ from pycomm.horovod.names import (
     op_or_error,
 )
 from pycomm.horovod.process_sets import ProcessSet, global_process_set, world
-from pycomm.horovod.requests import ALLGATHER, BARRIER, JOIN, Request, Terms
+from pycomm.horovod.requests import ALLGATHER, BARRIER, JOIN, Request, RequestTerms
 from pycomm.reducer import Reducer
 
 P = ParamSpec("P")
@@ -339,7 +339,7 @@ grouped_reducescatter_async = _grouped(
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until all ranks of ``process_set`` have called this."""
     with Submission(BARRIER, None, process_set) as submission:
-        submission.submit(Request(submission.key, Terms(BARRIER)), wake=False)
+        submission.submit(Request(submission.key, RequestTerms(BARRIER)), wake=False)
     waited(submission)
 
 
@@ -360,7 +360,7 @@ def join(device: int = -1) -> int:
     with Submission(JOIN, None, global_process_set) as submission:
         if not isinstance(device, int):
             raise TypeError(f"device is {device!r}, wanted the number of a GPU, or -1")
-        submission.submit(Request(submission.key, Terms(JOIN)), wake=False)
+        submission.submit(Request(submission.key, RequestTerms(JOIN)), wake=False)
     with _absence(submission.engine) as counts:
         last = int(waited(submission).result)
     last = _latest(sum(counts), last)

@@ -18,7 +18,7 @@ from pycomm.errors import attempt
 from pycomm.horovod.engine import NegotiatingEngine
 from pycomm.horovod.environment import cycle_seconds, meeting_seconds, stall_check_seconds
 from pycomm.horovod.names import InvalidRequestError
-from pycomm.horovod.requests import BARRIER, Key, Request, Terms
+from pycomm.horovod.requests import BARRIER, Key, Request, RequestTerms
 from pycomm.horovod.timeline import Timeline
 from pycomm.reducer import Reducer
 from pycomm.transport import late_ranks
@@ -292,7 +292,7 @@ def agree(what: str, problem: Exception | None = None) -> None:
     everybody = here.sets[0]
     assert everybody.engine is not None
     refusal = "" if problem is None else f"cannot take part: {problem}"
-    request = Request(everybody.key("process_sets", None), Terms(BARRIER, detail=what), refusal=refusal)
+    request = Request(everybody.key("process_sets", None), RequestTerms(BARRIER, detail=what), refusal=refusal)
     everybody.engine.submit(request, wake=False)
     try:
         everybody.engine.wait(request)

@@ -27,7 +27,7 @@ SIZES_DIFFER = (ALLGATHER, ALLTOALL)
 
 
 @dataclass(frozen=True)
-class Terms:
+class RequestTerms:
     """Terms of an operation that all ranks must have in common.
 
     Attributes:
@@ -79,7 +79,7 @@ class Request:
     """
 
     key: Key
-    terms: Terms
+    terms: RequestTerms
     tensors: Sequence[torch.Tensor] = ()
     outputs: list[torch.Tensor | None] = field(default_factory=list)
     signature: str = ""
@@ -126,7 +126,7 @@ Form = tuple[torch.dtype, torch.Size, str]
 
 
 @functools.lru_cache(maxsize=4096)
-def _signature_of(terms: Terms, forms: tuple[Form, ...]) -> str:
+def _signature_of(terms: RequestTerms, forms: tuple[Form, ...]) -> str:
     return " ".join([str(terms), *(_described(form, terms.kind in SIZES_DIFFER) for form in forms)])
 
 
@@ -140,9 +140,9 @@ def _described(form: Form, free: bool) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def terms_of(kind: str, op: str, before: float, after: float) -> Terms:
+def terms_of(kind: str, op: str, before: float, after: float) -> RequestTerms:
     """Return the terms of a reduction."""
-    return Terms(kind, op, 0, before, after)
+    return RequestTerms(kind, op, 0, before, after)
 
 
 def zeros_for(signature: str) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ from pycomm.kernels.scratch import Scratch
 from pycomm.kernels.threads import num_threads
 
 
-class Scaling(NamedTuple):
+class PackScaling(NamedTuple):
     """What happens to gradients before a step.
 
     Attributes:
@@ -52,7 +52,7 @@ class PreparedStep(_native.PreparedStep):
         self,
         rule: str,
         coefficients: _native.Coefficients,
-        scaling: Scaling,
+        scaling: PackScaling,
         *,
         rates: Any = None,
         squares: Any = None,

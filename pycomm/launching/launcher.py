@@ -18,7 +18,7 @@ from pycomm.launching import cargo, reporting
 from pycomm.launching.failures import UNGUARDED, RankError
 from pycomm.launching.local_ranks import LocalRanks, is_being_started
 from pycomm.launching.meeting import rendezvous
-from pycomm.launching.running import Job, Tell, listen, run_rank
+from pycomm.launching.running import RankJob, Tell, listen, run_rank
 from pycomm.transport.authentication import SECRET, SECRET_FILE
 
 _INSIDE = "PYCOMM_LAUNCHED"
@@ -89,7 +89,7 @@ def launch(
     seconds = math.inf if timeout is None else checks.seconds_of(timeout)
     call = function, _arguments(args), _keywords(kwargs)
     packed = cargo.pack("function, with args and kwargs,", call), cargo.interactive_sources()
-    job = Job(_call, packed, backend, timedelta(seconds=checks.seconds_of(patience, "patience")), threads)
+    job = RankJob(_call, packed, backend, timedelta(seconds=checks.seconds_of(patience, "patience")), threads)
     variables.setdefault(_OMP, str(threads))
     if not any(os.environ.get(name) or variables.get(name) for name in (SECRET, SECRET_FILE)):
         variables[SECRET] = secrets.token_hex(32)

@@ -35,7 +35,7 @@ _WHERE = signal.SIGUSR1
 
 
 @dataclass(frozen=True)
-class Job:
+class RankJob:
     """What every rank does.
 
     Attributes:
@@ -79,7 +79,7 @@ def run_ranks(
     Raises:
         RankError: a rank raised an exception, or one that is not ``mortal`` was killed.
     """
-    job = Job(program, arguments)
+    job = RankJob(program, arguments)
     with meeting.rendezvous() as port, LocalRanks(run_rank, size, (size, port, job), environment) as ranks:
         listen(ranks, on_message, mortal=mortal)
 
@@ -87,7 +87,7 @@ def run_ranks(
 # In a rank.
 
 
-def run_rank(rank: int, pipe: Pipe, size: int, port: int, job: Job) -> None:
+def run_rank(rank: int, pipe: Pipe, size: int, port: int, job: RankJob) -> None:
     """Do ``job`` as one of the ranks, and end the process."""
     faulthandler.register(_WHERE)
     try:
@@ -105,7 +105,7 @@ def run_rank(rank: int, pipe: Pipe, size: int, port: int, job: Job) -> None:
     leave(0)
 
 
-def _join(job: Job, rank: int, size: int, port: int) -> None:
+def _join(job: RankJob, rank: int, size: int, port: int) -> None:
     meeting.announce(port, rank, size)
     if job.backend is None:
         torch.set_num_threads(job.threads)
@@ -115,7 +115,7 @@ def _join(job: Job, rank: int, size: int, port: int) -> None:
     meeting.join(port, rank, size, job.patience, job.backend, job.threads)
 
 
-def _call(job: Job, tell: Tell) -> Any:
+def _call(job: RankJob, tell: Tell) -> Any:
     try:
         return job.program(*job.arguments, tell)
     except SystemExit as error:

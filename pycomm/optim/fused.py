@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pycomm.kernels.prepared import Scaling
+from pycomm.kernels.prepared import PackScaling
 from pycomm.layout import on_gpu, require_dense
 from pycomm.optim import update_rules
 from pycomm.optim.lamb import LAMB
@@ -93,7 +93,7 @@ class KernelStep(StepOverride):
             return contextlib.nullcontext(not is_skipped)
         return self.partition.step(self.optimizer, is_skipped=is_skipped, needs_gradients=rule.norms is not None)
 
-    def update(self, rule: Rule, scaling: Scaling) -> None:
+    def update(self, rule: Rule, scaling: PackScaling) -> None:
         """Step all parameters that have a gradient, which is scaled first."""
         step_by_rule(self.optimizer, rule, scaling, partition=self.partition)
 
@@ -138,7 +138,7 @@ class KernelStep(StepOverride):
     def forget(self) -> None:
         self.drop_factor()
 
-    def take_scaling(self, waits: bool) -> Scaling | None:
+    def take_scaling(self, waits: bool) -> PackScaling | None:
         """Return the pending factor with what GradScaler left for this step; ``None`` if it found infinities.
 
         What is on a GPU stays there, for the kernels to read, unless the step ``waits``.
@@ -146,10 +146,10 @@ class KernelStep(StepOverride):
         factor, self._pending = self._pending, 1.0
         scale, found = take_scale(self.optimizer)
         if found is not None and not waits and on_gpu(found):
-            return Scaling(factor, scale, found)
+            return PackScaling(factor, scale, found)
         if found is not None and bool(found):
             return None
-        return Scaling(factor if scale is None else factor / float(scale))
+        return PackScaling(factor if scale is None else factor / float(scale))
 
 
 class FusedStep(KernelStep):

@@ -8,7 +8,7 @@ import torch
 
 from pycomm.optim import plans, update_rules
 from pycomm.optim.layerwise import LayerwiseOptimizer, adapts, require_not_negative
-from pycomm.optim.targets import Group, Target, next_step
+from pycomm.optim.targets import Group, StepTarget, next_step
 
 
 class LAMB(LayerwiseOptimizer):
@@ -68,7 +68,7 @@ class LAMB(LayerwiseOptimizer):
     def fused_step(self) -> None:
         plans.step_by_rule(self, update_rules.lamb)
 
-    def direction(self, group: Group, target: Target) -> torch.Tensor:
+    def direction(self, group: Group, target: StepTarget) -> torch.Tensor:
         w, g = target.weight, target.grad * (-1.0 if group["maximize"] else 1.0)
         t, (beta1, beta2) = next_step(target), group["betas"]
         m = target.buffer("exp_avg").lerp_(g, 1.0 - beta1)
@@ -79,7 +79,9 @@ class LAMB(LayerwiseOptimizer):
         decayed: torch.Tensor = r + group["weight_decay"] * w if adapts(group, w) else r
         return decayed
 
-    def apply(self, group: Group, target: Target, direction: torch.Tensor, norms: torch.Tensor | None) -> torch.Tensor:
+    def apply(
+        self, group: Group, target: StepTarget, direction: torch.Tensor, norms: torch.Tensor | None
+    ) -> torch.Tensor:
         w = target.weight
         ratio = torch.ones((), dtype=w.dtype, device=w.device)
         if norms is not None:

@@ -8,7 +8,7 @@ import torch
 
 from pycomm.optim import plans, update_rules
 from pycomm.optim.layerwise import LayerwiseOptimizer, require_not_negative
-from pycomm.optim.targets import Group, Target
+from pycomm.optim.targets import Group, StepTarget
 
 
 class LARS(LayerwiseOptimizer):
@@ -79,10 +79,12 @@ class LARS(LayerwiseOptimizer):
     def fused_step(self) -> None:
         plans.step_by_rule(self, update_rules.lars)
 
-    def direction(self, group: Group, target: Target) -> torch.Tensor:
+    def direction(self, group: Group, target: StepTarget) -> torch.Tensor:
         return target.grad * (-1.0 if group["maximize"] else 1.0)
 
-    def apply(self, group: Group, target: Target, direction: torch.Tensor, norms: torch.Tensor | None) -> torch.Tensor:
+    def apply(
+        self, group: Group, target: StepTarget, direction: torch.Tensor, norms: torch.Tensor | None
+    ) -> torch.Tensor:
         w, g = target.weight, direction
         rate = torch.tensor(float(group["lr"]), dtype=w.dtype, device=w.device)
         if norms is not None:

@@ -10,7 +10,7 @@ import torch
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.shards import Shards, matched
 from pycomm.optim.step_override import evaluate
-from pycomm.optim.targets import Group, Target
+from pycomm.optim.targets import Group, StepTarget
 from pycomm.torch_internals import is_dtensor, local_of, note_writes
 
 EXCLUSIONS = ("one_dimensional", "all", "none")
@@ -32,14 +32,16 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         """Step all parameters by the kernels."""
         raise NotImplementedError
 
-    def direction(self, group: Group, target: Target) -> torch.Tensor:
+    def direction(self, group: Group, target: StepTarget) -> torch.Tensor:
         """Return the tensor whose norm the step of ``target`` depends on, made by torch's operations.
 
         This and :meth:`apply` are the reference that the kernels are compared with.
         """
         raise NotImplementedError
 
-    def apply(self, group: Group, target: Target, direction: torch.Tensor, norms: torch.Tensor | None) -> torch.Tensor:
+    def apply(
+        self, group: Group, target: StepTarget, direction: torch.Tensor, norms: torch.Tensor | None
+    ) -> torch.Tensor:
         """Return the new weight of ``target``.
 
         Args:
@@ -74,13 +76,13 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
                 self._plain_steps(some, shards)
         return loss
 
-    def _targets(self) -> Iterator[tuple[Group, Target]]:
+    def _targets(self) -> Iterator[tuple[Group, StepTarget]]:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    yield group, Target(_wide(p), _wide(matched(p.grad, p)), self.state, p)
+                    yield group, StepTarget(_wide(p), _wide(matched(p.grad, p)), self.state, p)
 
-    def _plain_steps(self, targets: list[tuple[Group, Target]], shards: Shards) -> None:
+    def _plain_steps(self, targets: list[tuple[Group, StepTarget]], shards: Shards) -> None:
         directions = [self.direction(group, target) for group, target in targets]
         adapting = [i for i, (group, target) in enumerate(targets) if adapts(group, target.weight)]
         norms = [torch.linalg.vector_norm(x) for i in adapting for x in (targets[i][1].weight, directions[i])]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pycomm import kernels
-from pycomm.kernels.prepared import Scaling
+from pycomm.kernels.prepared import PackScaling
 from pycomm.layout import laid_out_like, require_dense
 from pycomm.optim.fused import RULES, KernelStep, rule_of
 from pycomm.optim.master_state import KEY, cast_state, loaded_state, state_of_optimizer, whole_masters, without_masters
@@ -143,7 +143,7 @@ class MasterWeights(KernelStep):
 
             return own_step(self.optimizer, None if closure is None else narrow_closure)
 
-    def update(self, rule: Rule, scaling: Scaling) -> None:
+    def update(self, rule: Rule, scaling: PackScaling) -> None:
         self._refresh()
         unscaled = self._unscaled.current(by_value=True)
         step_by_rule(self.optimizer, rule, scaling, self._masters, unscaled, self.partition)

@@ -11,14 +11,14 @@ from weakref import WeakKeyDictionary, ref
 import torch
 
 from pycomm import kernels
-from pycomm.kernels.prepared import PreparedGroup, PreparedStep, Scaling
+from pycomm.kernels.prepared import PackScaling, PreparedGroup, PreparedStep
 from pycomm.layout import require_dense
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.partition import Partition
 from pycomm.optim.shards import Shards, matched
 from pycomm.optim.targets import (
     Group,
-    Target,
+    StepTarget,
     buffers_of,
     copies_of,
     counts_of,
@@ -36,7 +36,7 @@ FIRST = "first"
 """Kind of the targets whose first step differs from all that follow."""
 
 
-_UNSCALED = Scaling()
+_UNSCALED = PackScaling()
 _MOST_PLANS = 4
 """Number of plans kept for a group: gradients may be missing in turns, as with experts or frozen layers."""
 
@@ -60,7 +60,7 @@ class PartKey(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class PlanPart:
     """Targets that are stepped by the same kernel calls.
 
     Attributes:
@@ -80,7 +80,7 @@ class Part:
         """Return the scratch memory that the kernel ``name`` keeps from step to step."""
         return self.scratches[f"{self.label} {name}"]
 
-    def moved(self, scaling: Scaling) -> Scaling:
+    def moved(self, scaling: PackScaling) -> PackScaling:
         """Return ``scaling`` with what GradScaler left, which is on the device of its own scale, on the part's."""
         found, device = scaling.found, self.key.device
         if found is None or found.device == device:
@@ -102,10 +102,10 @@ class ByNorms(NamedTuple):
         apply: takes the rest of the step, with the norms' squares (``None`` likewise).
     """
 
-    measure: Callable[[Group, Part, Scaling], torch.Tensor | None]
-    apply: Callable[[Group, Part, Scaling, torch.Tensor | None], None]
+    measure: Callable[[Group, PlanPart, PackScaling], torch.Tensor | None]
+    apply: Callable[[Group, PlanPart, PackScaling, torch.Tensor | None], None]
 
-    def run(self, group: Group, part: Part, scaling: Scaling) -> None:
+    def run(self, group: Group, part: PlanPart, scaling: PackScaling) -> None:
         """Take the step of a part whose parameters are all whole."""
         self.apply(group, part, scaling, self.measure(group, part, scaling))
 
@@ -129,8 +129,8 @@ class Rule:
 
     kernel: str
     keys: Callable[[Group], tuple[str | None, ...]]
-    run: Callable[[Group, Part, Scaling], None]
-    kind: Callable[[Group, Target], Hashable] = lambda group, target: None
+    run: Callable[[Group, PlanPart, PackScaling], None]
+    kind: Callable[[Group, StepTarget], Hashable] = lambda group, target: None
     has_counts: bool = False
     same_counts: bool = False
     waits: Callable[[Group], bool] = lambda group: False
@@ -156,7 +156,7 @@ class Step:
         return self.rule, self.rule.keys(group), group.get("exclude"), self.counted_by_kernels, shared
 
 
-class Plan:
+class StepPlan:
     """Kernel calls of one parameter group, for the parameters that have a gradient now.
 
     Attributes:
@@ -208,7 +208,7 @@ class Plan:
         self._written = written or []
         return written is not None
 
-    def measure(self, group: Group, scaling: Scaling) -> list[torch.Tensor | None] | None:
+    def measure(self, group: Group, scaling: PackScaling) -> list[torch.Tensor | None] | None:
         """Run the first half of the kernels, if it gives norms of parts of parameters; return their squares.
 
         ``None`` if there is no such half: :meth:`run` runs all.
@@ -218,7 +218,7 @@ class Plan:
             return None
         return [halves.measure(group, part, part.moved(scaling)) for part in self._parts]
 
-    def run(self, group: Group, scaling: Scaling, squares: list[torch.Tensor | None] | None = None) -> None:
+    def run(self, group: Group, scaling: PackScaling, squares: list[torch.Tensor | None] | None = None) -> None:
         """Run the kernels, after :meth:`measure` those of the other half, and let go of all tensors."""
         try:
             for number, part in enumerate(self._parts):
@@ -234,7 +234,7 @@ class Plan:
                 self._prepared.release()
 
 
-def _targets(step: Step, group: Group) -> dict[int, Target]:
+def _targets(step: Step, group: Group) -> dict[int, StepTarget]:
     """Return the group's parameters that have a gradient, by index."""
     masters, targets = step.masters or {}, {}
     for index, p in enumerate(group["params"]):
@@ -247,16 +247,16 @@ def _targets(step: Step, group: Group) -> dict[int, Target]:
         require_dense(local)
         weight, grad = local_of(masters.get(p, p)), local_of(matched(grad, p))
         copy = local.detach() if p in masters else None
-        targets[index] = Target(weight, grad, step.optimizer.state, p, copy, step.partition)
+        targets[index] = StepTarget(weight, grad, step.optimizer.state, p, copy, step.partition)
     return targets
 
 
-def _split(step: Step, group: Group, targets: dict[int, Target]) -> dict[PartKey, dict[int, Target]]:
+def _split(step: Step, group: Group, targets: dict[int, StepTarget]) -> dict[PartKey, dict[int, StepTarget]]:
     """Count a step, and return the targets that can be stepped by the same calls, in order of appearance."""
     rule, counts = step.rule, [0] * len(targets)
     if rule.has_counts and not step.counted_by_kernels:
         counts = next_steps(list(targets.values()))
-    parts: dict[PartKey, dict[int, Target]] = defaultdict(dict)
+    parts: dict[PartKey, dict[int, StepTarget]] = defaultdict(dict)
     for (index, target), count in zip(targets.items(), counts, strict=True):
         taken = count if rule.same_counts else 0
         key = PartKey(
@@ -266,7 +266,9 @@ def _split(step: Step, group: Group, targets: dict[int, Target]) -> dict[PartKey
     return parts
 
 
-def _part(step: Step, group: Group, key: PartKey, targets: list[Target], scratches: Scratches, label: str) -> Part:
+def _part(
+    step: Step, group: Group, key: PartKey, targets: list[StepTarget], scratches: Scratches, label: str
+) -> PlanPart:
     rule = step.rule
     # The count comes first in a parameter's entry, as torch has it.
     counts = counts_of(targets) if rule.has_counts and step.counted_by_kernels else None
@@ -277,14 +279,14 @@ def _part(step: Step, group: Group, key: PartKey, targets: list[Target], scratch
         *(terms_of(targets), "mean" if step.partition is None else step.partition.reduction, mirrors_of(targets)),
     )
     arrays.taken = key.taken
-    return Part(key, arrays, len(targets), scratches, label)
+    return PlanPart(key, arrays, len(targets), scratches, label)
 
 
 class _Memory:
     """What an optimizer keeps from step to step: plans by group, and scratch memory."""
 
     def __init__(self) -> None:
-        self._plans: dict[int, list[Plan]] = defaultdict(list)
+        self._plans: dict[int, list[StepPlan]] = defaultdict(list)
         self._scratches = Scratches()
         self._shards: tuple[tuple[int, ...], Shards] = (), Shards([])
 
@@ -296,12 +298,12 @@ class _Memory:
             self._shards = ids, Shards(params)
         return self._shards[1]
 
-    def plan(self, number: int, step: Step, group: Group) -> Plan:
+    def plan(self, number: int, step: Step, group: Group) -> StepPlan:
         """Return a plan for the step of a group, with its gradients taken."""
         plans = self._plans[number]
         plan = next((plan for plan in plans if not step.grads and plan.renew(step, group)), None)
         if plan is None:
-            plan = Plan(step, group, self._scratches, str(number))
+            plan = StepPlan(step, group, self._scratches, str(number))
         else:
             plans.remove(plan)
         if plan.lasts:
@@ -316,7 +318,7 @@ _memories: WeakKeyDictionary[torch.optim.Optimizer, _Memory] = WeakKeyDictionary
 def step_by_rule(
     optimizer: torch.optim.Optimizer,
     rule: Rule,
-    scaling: Scaling = _UNSCALED,
+    scaling: PackScaling = _UNSCALED,
     masters: Tensors | None = None,
     grads: Tensors | None = None,
     partition: Partition | None = None,
@@ -359,7 +361,7 @@ def step_by_rule(
             plan.run(group, scaled, squares)
 
 
-_Measured = tuple[Plan, Group, Scaling, list[torch.Tensor | None]]
+_Measured = tuple[StepPlan, Group, PackScaling, list[torch.Tensor | None]]
 """Plan whose second half is still to be run, its arguments, and the squared norms of each of its parts."""
 
 

@@ -18,7 +18,7 @@ Group = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Target:
+class StepTarget:
     """Parameter in a step.
 
     Attributes:
@@ -98,12 +98,12 @@ class Target:
         return local_of(matched(old, self.param))
 
 
-def weights_of(targets: Sequence[Target]) -> list[torch.Tensor]:
+def weights_of(targets: Sequence[StepTarget]) -> list[torch.Tensor]:
     """Return the weights, flat in memory order; all arrays are of the elements that this rank steps."""
     return [_stepped(t, t.weight) for t in targets]
 
 
-def grads_of(targets: Sequence[Target]) -> list[torch.Tensor]:
+def grads_of(targets: Sequence[StepTarget]) -> list[torch.Tensor]:
     """Return the gradients in the memory order of the weights."""
     return [
         laid_out_like(t.grad, t.weight)
@@ -113,19 +113,19 @@ def grads_of(targets: Sequence[Target]) -> list[torch.Tensor]:
     ]
 
 
-def buffers_of(targets: Sequence[Target], key: str, initial: float = 0.0) -> list[torch.Tensor]:
+def buffers_of(targets: Sequence[StepTarget], key: str, initial: float = 0.0) -> list[torch.Tensor]:
     """Return the state tensors ``key``, made of ``initial`` if they do not exist yet."""
     return [_stepped(t, t.buffer(key, initial)) for t in targets]
 
 
-def copies_of(targets: Sequence[Target]) -> list[torch.Tensor] | None:
+def copies_of(targets: Sequence[StepTarget]) -> list[torch.Tensor] | None:
     """Return the half-precision parameters if the weights are masters, else ``None``."""
     copies = [_stepped(t, t.copy) for t in targets if t.copy is not None]
     assert len(copies) in (0, len(targets)), "masters and plain parameters are stepped apart"
     return copies or None
 
 
-def terms_of(targets: Sequence[Target]) -> list[list[torch.Tensor]]:
+def terms_of(targets: Sequence[StepTarget]) -> list[list[torch.Tensor]]:
     """Return each rank's gradients, if the step reduces them."""
     partition = targets[0].partition
     if partition is None or partition.terms_version == 0:
@@ -133,7 +133,7 @@ def terms_of(targets: Sequence[Target]) -> list[list[torch.Tensor]]:
     return [list(of) for of in zip(*(partition.terms_of(t.param) for t in targets), strict=True)]
 
 
-def mirrors_of(targets: Sequence[Target]) -> list[list[torch.Tensor]]:
+def mirrors_of(targets: Sequence[StepTarget]) -> list[list[torch.Tensor]]:
     """Return the memory of each other rank that what is written to the parameters goes to as well."""
     partition = targets[0].partition
     if partition is None:
@@ -141,7 +141,7 @@ def mirrors_of(targets: Sequence[Target]) -> list[list[torch.Tensor]]:
     return [list(of) for of in zip(*(partition.mirrors_of(t.param) for t in targets), strict=True)]
 
 
-def counts_of(targets: Sequence[Target]) -> list[torch.Tensor]:
+def counts_of(targets: Sequence[StepTarget]) -> list[torch.Tensor]:
     """Return the step counts where kernels can increment them, as torch's fused optimizers have them; 0 if new."""
     for target in targets:
         step, device = target.state.get("step"), target.weight.device
@@ -153,12 +153,12 @@ def counts_of(targets: Sequence[Target]) -> list[torch.Tensor]:
     return [target.state["step"] for target in targets]
 
 
-def next_step(target: Target) -> int:
+def next_step(target: StepTarget) -> int:
     """Increment the target's step count, stored as torch does in a float32 tensor on the CPU, and return it."""
     return next_steps([target])[0]
 
 
-def next_steps(targets: Sequence[Target]) -> list[int]:
+def next_steps(targets: Sequence[StepTarget]) -> list[int]:
     """Increment the step counts of many targets together, which is faster, and return them."""
     if not targets:
         return []
@@ -173,7 +173,7 @@ def next_steps(targets: Sequence[Target]) -> list[int]:
     return [int(step) for step in torch.stack(steps).tolist()]
 
 
-def _stepped(target: Target, tensor: torch.Tensor) -> torch.Tensor:
+def _stepped(target: StepTarget, tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank steps of ``tensor``, which is laid out as the target's weight."""
     return _flat(tensor) if target.partition is None else target.span.of(tensor)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pycomm import kernels
-from pycomm.kernels.prepared import Scaling
+from pycomm.kernels.prepared import PackScaling
 from pycomm.kernels.step import (
     adagrad_coefficients,
     adam_coefficients,
@@ -17,8 +17,8 @@ from pycomm.kernels.step import (
     rmsprop_coefficients,
 )
 from pycomm.optim.layerwise import adapts
-from pycomm.optim.plans import FIRST, ByNorms, Part, Rule
-from pycomm.optim.targets import Group, Target
+from pycomm.optim.plans import FIRST, ByNorms, PlanPart, Rule
+from pycomm.optim.targets import Group, StepTarget
 
 Keys = tuple[str | None, ...]
 
@@ -27,7 +27,7 @@ def _momentum_keys(group: Group) -> Keys:
     return ("momentum_buffer" if group["momentum"] else None,)
 
 
-def _sgd_kind(group: Group, target: Target) -> str | None:
+def _sgd_kind(group: Group, target: StepTarget) -> str | None:
     return FIRST if group["momentum"] and not target.has("momentum_buffer") else None
 
 
@@ -35,7 +35,7 @@ def _sgd_waits(group: Group) -> bool:
     return bool(group["momentum"] and group["dampening"])  # a skipped first step would leave a momentum behind
 
 
-def _sgd(group: Group, part: Part, scaling: Scaling) -> None:
+def _sgd(group: Group, part: PlanPart, scaling: PackScaling) -> None:
     momentum = float(group["momentum"])
     # As in torch, the first momentum is the gradient itself, without dampening.
     dampening = float(group["dampening"]) if momentum and part.key.kind != FIRST else 0.0
@@ -49,13 +49,13 @@ def _adam_keys(group: Group) -> Keys:
     return "exp_avg", "exp_avg_sq", "max_exp_avg_sq" if group["amsgrad"] else None
 
 
-def _adam(group: Group, part: Part, scaling: Scaling, decoupled: bool = False) -> None:
+def _adam(group: Group, part: PlanPart, scaling: PackScaling, decoupled: bool = False) -> None:
     decoupled = decoupled or bool(group.get("decoupled_weight_decay"))
     c = adam_coefficients(float(group["lr"]), _moments(group, part), float(group["weight_decay"]), decoupled)
     part.arrays.step("adam", c, scaling, scratch=part.scratch("adam"))
 
 
-def _moments(group: Group, part: Part) -> kernels.Moments:
+def _moments(group: Group, part: PlanPart) -> kernels.Moments:
     beta1, beta2 = (float(beta) for beta in group["betas"])
     bias_correction = bool(group.get("bias_correction", True))
     # Kernels that count steps correct the bias by their own count, whatever is given here.
@@ -67,7 +67,7 @@ def _rmsprop_keys(group: Group) -> Keys:
     return "square_avg", "momentum_buffer" if momentum else None, "grad_avg" if centered else None
 
 
-def _rmsprop(group: Group, part: Part, scaling: Scaling) -> None:
+def _rmsprop(group: Group, part: PlanPart, scaling: PackScaling) -> None:
     settings = (float(group[name]) for name in ("lr", "alpha", "eps", "momentum", "weight_decay"))
     part.arrays.step("rmsprop", rmsprop_coefficients(*settings), scaling, scratch=part.scratch("rmsprop"))
 
@@ -84,17 +84,17 @@ def _adagrad_initial(group: Group) -> float:
     return float(group["initial_accumulator_value"])
 
 
-def _adagrad(group: Group, part: Part, scaling: Scaling) -> None:
+def _adagrad(group: Group, part: PlanPart, scaling: PackScaling) -> None:
     lr, lr_decay, eps, decay = (float(group[name]) for name in ("lr", "lr_decay", "eps", "weight_decay"))
     rate = lr / (1.0 + ((part.arrays.taken or 1) - 1) * lr_decay)
     part.arrays.step("adagrad", adagrad_coefficients(rate, eps, decay), scaling, scratch=part.scratch("adagrad"))
 
 
-def _adapts(group: Group, target: Target) -> bool:
+def _adapts(group: Group, target: StepTarget) -> bool:
     return adapts(group, target.weight)
 
 
-def _lars_squares(group: Group, part: Part, scaling: Scaling) -> torch.Tensor | None:
+def _lars_squares(group: Group, part: PlanPart, scaling: PackScaling) -> torch.Tensor | None:
     """Return the squared norms of weights and of gradients, which are not scaled yet."""
     if not part.key.kind:
         return None
@@ -103,7 +103,7 @@ def _lars_squares(group: Group, part: Part, scaling: Scaling) -> torch.Tensor | 
     return squares.view(2, -1)
 
 
-def _lars(group: Group, part: Part, scaling: Scaling, squares: torch.Tensor | None) -> None:
+def _lars(group: Group, part: PlanPart, scaling: PackScaling, squares: torch.Tensor | None) -> None:
     decay = float(group["weight_decay"]) if part.key.kind else 0.0
     rates = part.numbers(part.size).fill_(float(group["lr"]))
     if squares is not None:
@@ -113,7 +113,7 @@ def _lars(group: Group, part: Part, scaling: Scaling, squares: torch.Tensor | No
     part.arrays.step("momentum", c, scaling, rates=rates, scratch=part.scratch("lars"))
 
 
-def _lars_ratios(squares: torch.Tensor, scaling: Scaling, trust_coefficient: float, decay: float) -> torch.Tensor:
+def _lars_ratios(squares: torch.Tensor, scaling: PackScaling, trust_coefficient: float, decay: float) -> torch.Tensor:
     """Return the trust coefficient times ||w|| / (||g|| + decay ||w||) of each weight, or 1 if a norm is 0; float64."""
     scale = abs(scaling.factor)
     if scaling.divisor is not None:
@@ -127,18 +127,18 @@ def _lamb_keys(group: Group) -> Keys:
     return "exp_avg", "exp_avg_sq"
 
 
-def _lamb_coefficients(group: Group, part: Part) -> Any:
+def _lamb_coefficients(group: Group, part: PlanPart) -> Any:
     return lamb_coefficients(_moments(group, part), float(group["weight_decay"]) if part.key.kind else 0.0)
 
 
-def _lamb_moments(group: Group, part: Part, scaling: Scaling) -> torch.Tensor | None:
+def _lamb_moments(group: Group, part: PlanPart, scaling: PackScaling) -> torch.Tensor | None:
     """Update the moments; return the squared norms of weights and of the steps that the moments make."""
     c, squares = _lamb_coefficients(group, part), part.numbers(2 * part.size)
     part.arrays.step("lamb_moments", c, scaling, squares=squares, scratch=part.scratch("lamb"))
     return squares.view(-1, 2).t() if part.key.kind else None
 
 
-def _lamb(group: Group, part: Part, scaling: Scaling, squares: torch.Tensor | None) -> None:
+def _lamb(group: Group, part: PlanPart, scaling: PackScaling, squares: torch.Tensor | None) -> None:
     c, rates = _lamb_coefficients(group, part), part.numbers(part.size).fill_(float(group["lr"]))
     if squares is not None:
         w, r = squares.sqrt().unbind(0)

@@ -35,7 +35,7 @@ def styles_of(model: nn.Module, devices: int) -> dict[str, str]:
     Raises:
         TypeError, ValueError: ``devices`` is no whole number of at least 1.
     """
-    return _Search(model, devices).styles
+    return _SplitSearch(model, devices).styles
 
 
 def explain(model: nn.Module, devices: int) -> dict[str, str]:
@@ -44,11 +44,11 @@ def explain(model: nn.Module, devices: int) -> dict[str, str]:
     Raises:
         TypeError, ValueError: as from :func:`styles_of`.
     """
-    search = _Search(model, devices)
+    search = _SplitSearch(model, devices)
     return {**{name: f"stays whole: {why}" for name, why in search.reasons.items()}, **search.styles}
 
 
-class _Search:
+class _SplitSearch:
     """Search through a model, chains first, then other containers, vocabularies, and what is left."""
 
     def __init__(self, model: nn.Module, devices: int) -> None:

@@ -33,12 +33,12 @@ from pycomm.reducer.joining import join_ranks, surviving_policy
 from pycomm.reducer.lanes import open_lanes
 from pycomm.reducer.parameters import ParameterTable, table_of
 from pycomm.reducer.partition.on_host import HostPartition
-from pycomm.reducer.partition.partition import StepPartition, Terms, memory_of_all, settings_of
+from pycomm.reducer.partition.partition import PartitionTerms, StepPartition, memory_of_all, settings_of
 from pycomm.reducer.partition.spread import SpreadPartition
 from pycomm.reducer.reducer import Reducer
 from pycomm.reducer.settings import (
     OF_DISTRIBUTED_DATA_PARALLEL,
-    Settings,
+    AttachSettings,
     Sharding,
     Survive,
     Tuning,
@@ -93,12 +93,12 @@ def require_reachable(communicator: Communicator, shard: Sharding) -> None:
 
 
 def open_partition(
-    communicator: Communicator, table: ParameterTable, settings: Settings, shard: Sharding
+    communicator: Communicator, table: ParameterTable, settings: AttachSettings, shard: Sharding
 ) -> StepPartition:
     """Return a partition of the parameters that ``table`` is about to sort into buckets. Collective."""
     there = table.stepper
     is_there = isinstance(there, KernelStep)
-    terms = Terms(
+    terms = PartitionTerms(
         communicator,
         there if isinstance(there, KernelStep) else FusedStep(table.optimizer),
         table.module,
@@ -297,7 +297,7 @@ def join(
 class _Attached(NamedTuple):
     """What is attached, on this rank: settings, parameters, and all tensors beside them."""
 
-    settings: Settings
+    settings: AttachSettings
     table: ParameterTable
     tensors: AttachedTensors
 
@@ -311,7 +311,7 @@ def _checked(optimizer: Any, model: Any, unknown: Mapping[str, Any], ranks: Sequ
     if unknown.get("join") is not None:
         raise TypeError(f"join is {shown(unknown['join'])}, wanted an address, or None")
     refuse_unknown("attach", [name for name in unknown if name != "join"], _WRITTEN, OF_DISTRIBUTED_DATA_PARALLEL)
-    settings = Settings.checked(model, **given)
+    settings = AttachSettings.checked(model, **given)
     table = table_of(optimizer, model, settings.all_parameters, settings.tuning.ignore)
     settings = replace(settings, tuning=replace(settings.tuning, ignore=table.ignored.patterns, timeout=None))
     names = dict(table.named())
@@ -331,7 +331,7 @@ def _checked(optimizer: Any, model: Any, unknown: Mapping[str, Any], ranks: Sequ
     return made
 
 
-def _check_ignored(table: ParameterTable, settings: Settings) -> None:
+def _check_ignored(table: ParameterTable, settings: AttachSettings) -> None:
     """Raise ValueError if the optimizer has ignored parameters, and its steps concern all of them at once."""
     ignored = next(filter(None, map(table.ignored.name_of, optimizer_parameters(table.optimizer))), None)
     if ignored is None:
@@ -357,7 +357,7 @@ def _require_survivable(table: ParameterTable) -> None:
             )
 
 
-def _attach_over(lanes: Sequence[Communicator], settings: Settings, table: ParameterTable) -> Reducer:
+def _attach_over(lanes: Sequence[Communicator], settings: AttachSettings, table: ParameterTable) -> Reducer:
     """Make a Reducer over the communicators ``lanes`` on all ranks, or on none of them."""
     board = open_board(lanes[0], table.on_gpu)
     try:

@@ -17,13 +17,13 @@ from pycomm.compression.base import Scaling, State
 from pycomm.errors import CommError
 from pycomm.reducer.buckets import BucketInFlight, Slot, round_gradients, state_of
 from pycomm.reducer.module_buffers import BufferSync
-from pycomm.reducer.outcome import Outcome
+from pycomm.reducer.outcome import ReductionOutcome
 from pycomm.reducer.parameters import ParameterTable
 from pycomm.reducer.replica_differences import DamageError
 from pycomm.reducer.replicas import RankComparison
-from pycomm.reducer.settings import Settings
+from pycomm.reducer.settings import AttachSettings
 from pycomm.reducer.statistics import Statistics
-from pycomm.reducer.window import AccumulationWindow, Progress, SampleWeights
+from pycomm.reducer.window import AccumulationWindow, SampleWeights, TrainingProgress
 from pycomm.transport.gpu import GpuWork
 from pycomm.worker import Work
 
@@ -45,7 +45,7 @@ def require_sendable(slot: Slot) -> None:
         )
 
 
-def gradients_of(flight: BucketInFlight, settings: Settings, is_first_pass: bool) -> list[torch.Tensor | None]:
+def gradients_of(flight: BucketInFlight, settings: AttachSettings, is_first_pass: bool) -> list[torch.Tensor | None]:
     """Return the gradients that the parameters of ``flight`` have, checked: hooks that count have looked at nothing.
 
     Args:
@@ -74,11 +74,11 @@ def gradients_of(flight: BucketInFlight, settings: Settings, is_first_pass: bool
     return grads
 
 
-def _is_linear(settings: Settings) -> bool:
+def _is_linear(settings: AttachSettings) -> bool:
     return settings.average and not settings.compression.transactional and settings.clip_local_norm is None
 
 
-def require_no_average(slot: Slot, settings: Settings) -> None:
+def require_no_average(slot: Slot, settings: AttachSettings) -> None:
     """Raise RuntimeError if the first pass of a window has accumulated into an average that was handed out.
 
     The mean over the ranks of an average plus a fresh gradient is correct; its sum, and error feedback of
@@ -218,14 +218,14 @@ class Engine:
         self,
         table: ParameterTable,
         lanes: Sequence[Communicator],
-        settings: Settings,
+        settings: AttachSettings,
         policy: StepPolicy,
     ) -> None:
         self.lanes, self.settings, self.communicator = lanes, settings, lanes[0]
         self.table = table
         self.policy = policy
         self.window = AccumulationWindow(self.communicator, settings, table.device, table.on_gpu)
-        self.progress = Progress(table.device if table.on_gpu else None)
+        self.progress = TrainingProgress(table.device if table.on_gpu else None)
         self.comparison = RankComparison(
             self.communicator, table, settings, self.progress, self._named_buffers, lambda: self.world
         )
@@ -233,7 +233,7 @@ class Engine:
         self.admit_new: Callable[[], None] = lambda: None
         self.callbacks: list[Callable[[tuple[int, ...], tuple[int, ...]], None]] = []
         self.buffers: BufferSync | None = None
-        self.outcome = Outcome(table, settings, self.flags, self.progress, self.communicator)
+        self.outcome = ReductionOutcome(table, settings, self.flags, self.progress, self.communicator)
         self.statistics = Statistics()
         self._buffer_work: Work | GpuWork | None = None
         self.num_launched, self._has_sent = 0, False  # in this reduction: of buckets; whether with any gradient

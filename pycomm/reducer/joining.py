@@ -19,7 +19,7 @@ from pycomm.reducer.lanes import open_lanes
 from pycomm.reducer.newcomers import Carried, lines_of, share_state
 from pycomm.reducer.parameters import ParameterTable
 from pycomm.reducer.reducer import Reducer
-from pycomm.reducer.settings import Settings, Survive
+from pycomm.reducer.settings import AttachSettings, Survive
 from pycomm.reducer.statistics import Waits
 from pycomm.reducer.surviving import Survival, SurvivingPolicy
 from pycomm.torch_internals import Store
@@ -29,7 +29,7 @@ _indices = itertools.count()
 
 
 def surviving_policy(
-    communicator: Communicator, table: ParameterTable, settings: Settings, survive: Survive
+    communicator: Communicator, table: ParameterTable, settings: AttachSettings, survive: Survive
 ) -> SurvivingPolicy:
     """Return the policy by which ranks go on without lost ones, and with newcomers. Collective."""
     membership = Membership.found(communicator, survive.min_ranks, settings.backup > 0)
@@ -37,7 +37,7 @@ def surviving_policy(
     return _policy(settings, Survival(membership, communicator, table, settings, door))
 
 
-def _policy(settings: Settings, survival: Survival) -> SurvivingPolicy:
+def _policy(settings: AttachSettings, survival: Survival) -> SurvivingPolicy:
     return BackupPolicy(survival) if settings.backup > 0 else SurvivingPolicy(survival)
 
 
@@ -45,7 +45,9 @@ def _door(membership: Membership, store: Store, index: int | str, lines: Sequenc
     return JoinListener(store, index, lines, str(this_process()["host"]) if membership.is_on_one_host else "")
 
 
-def join_ranks(address: str, table: ParameterTable, settings: Settings, survive: Survive, timeout: float) -> Reducer:
+def join_ranks(
+    address: str, table: ParameterTable, settings: AttachSettings, survive: Survive, timeout: float
+) -> Reducer:
     """Return the Reducer of this process as one more rank of those whose store listens at ``address``.
 
     It asks again where a rank is lost while it is let in.
@@ -63,7 +65,9 @@ def join_ranks(address: str, table: ParameterTable, settings: Settings, survive:
                 raise
 
 
-def _join(client: JoinClient, table: ParameterTable, settings: Settings, survive: Survive, timeout: float) -> Reducer:
+def _join(
+    client: JoinClient, table: ParameterTable, settings: AttachSettings, survive: Survive, timeout: float
+) -> Reducer:
     lines = lines_of(settings, table)
     answer = client.ask(this_process(), lines)
     membership, place = Membership.accept(answer, client.store, survive.min_ranks, timeout, settings.backup > 0)

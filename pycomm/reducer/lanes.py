@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from pycomm.communicator import Communicator, communicator_beside
 from pycomm.cost.auto import Auto
-from pycomm.reducer.settings import Settings
+from pycomm.reducer.settings import AttachSettings
 
 _NUM_LANES = 2
 _USUAL_BYTES = 25 << 20
@@ -24,7 +24,7 @@ _LEAST_BYTES = 1 << 20
 """Size of a bucket on one host below which waking its thread costs more than there is to hide."""
 
 
-def open_lanes(communicator: Communicator, settings: Settings, on_gpu: bool) -> list[Communicator]:
+def open_lanes(communicator: Communicator, settings: AttachSettings, on_gpu: bool) -> list[Communicator]:
     """Return the lanes, ``communicator`` the first of them, which closes the others with itself. Collective.
 
     ``Auto`` has one: it measures the link, which nothing else may use meanwhile. So have ranks that need not be waited
@@ -52,7 +52,9 @@ def is_remote(communicator: Communicator) -> bool:
     return communicator.transport != "shared_memory"
 
 
-def bucket_sizes(lanes: Sequence[Communicator], settings: Settings, num_bytes: int, on_gpu: bool) -> tuple[int, int]:
+def bucket_sizes(
+    lanes: Sequence[Communicator], settings: AttachSettings, num_bytes: int, on_gpu: bool
+) -> tuple[int, int]:
     """Return the size of a bucket, and that of the first one, for ``num_bytes`` of gradients; equal on all ranks.
 
     On one host small models get four buckets, unless somebody has said how large a bucket is. Between hosts the first

@@ -33,15 +33,15 @@ from pycomm.reducer.attached_tensors import module_tensors
 from pycomm.reducer.buckets import state_of
 from pycomm.reducer.engine import Engine
 from pycomm.reducer.parameters import ParameterTable
-from pycomm.reducer.settings import Settings
-from pycomm.reducer.window import Progress, SampleWeights
+from pycomm.reducer.settings import AttachSettings
+from pycomm.reducer.window import SampleWeights, TrainingProgress
 from pycomm.tensor_memory import shared_parts
 from pycomm.transport.choice import version
 
 _CHUNK_BYTES = 32 << 20
 
 
-def lines_of(settings: Settings, table: ParameterTable) -> list[tuple[str, str]]:
+def lines_of(settings: AttachSettings, table: ParameterTable) -> list[tuple[str, str]]:
     """Return what a newcomer must have in common with the ranks: kinds and texts."""
     names = dict(table.named())
     parameters = [f"{name}: {signature(p)}{'' if p.requires_grad else ' frozen'}" for name, p in names.items()]
@@ -70,7 +70,7 @@ class Carried:
     """
 
     table: ParameterTable
-    progress: Progress
+    progress: TrainingProgress
     committed_steps: torch.Tensor
     scaler: Any
     objects: Mapping[str, Any]

@@ -22,11 +22,11 @@ from pycomm.reducer.buckets import BucketInFlight
 from pycomm.reducer.parameters import ParameterTable
 from pycomm.reducer.partition import StepPartition
 from pycomm.reducer.rank_flags import RankFlags, reasons_of
-from pycomm.reducer.settings import Settings
-from pycomm.reducer.window import Progress
+from pycomm.reducer.settings import AttachSettings
+from pycomm.reducer.window import TrainingProgress
 
 
-def needs_verdict(flights: Sequence[BucketInFlight], shards: Shards, settings: Settings) -> bool:
+def needs_verdict(flights: Sequence[BucketInFlight], shards: Shards, settings: AttachSettings) -> bool:
     """Return whether it has to be known, before gradients are handed out, if the step is finite."""
     # "auto" may choose differently for other parts of DTensors, whose ranks wait for this one's verdict.
     transactional = bool(shards) and settings.compression.transactional
@@ -76,7 +76,7 @@ def spread_failure(flights: Sequence[BucketInFlight], shards: Shards, loss_scale
             flight.bucket.flat.fill_(math.nan)
 
 
-class Outcome:
+class ReductionOutcome:
     """Outcome of the last reduction, and counts of all of them.
 
     Args:
@@ -98,9 +98,9 @@ class Outcome:
     def __init__(
         self,
         table: ParameterTable,
-        settings: Settings,
+        settings: AttachSettings,
         flags: RankFlags,
-        progress: Progress,
+        progress: TrainingProgress,
         communicator: Communicator,
     ) -> None:
         self._table, self._settings, self._flags, self._progress = table, settings, flags, progress

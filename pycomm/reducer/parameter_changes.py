@@ -23,7 +23,7 @@ from pycomm.reducer.buckets import Slot
 from pycomm.reducer.engine import Engine
 from pycomm.reducer.parameters import ParameterTable
 from pycomm.reducer.rank_flags import raise_different_new
-from pycomm.reducer.settings import Settings
+from pycomm.reducer.settings import AttachSettings
 from pycomm.torch_internals import children_of, local_of, own_parameters
 
 _INSTEAD = (
@@ -68,7 +68,7 @@ def _name_of(table: ParameterTable, param: torch.Tensor) -> str:
     return next((name for name, each in named if each is param), f"a parameter of shape {list(param.shape)}")
 
 
-def require_written(table: ParameterTable, settings: Settings) -> None:
+def require_written(table: ParameterTable, settings: AttachSettings) -> None:
     """Raise RuntimeError if ``.grad`` still is what was handed out last, and averaging it again would be wrong."""
     if settings.average and not settings.compression.transactional and settings.clip_local_norm is None:
         return

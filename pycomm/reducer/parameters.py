@@ -20,7 +20,7 @@ from pycomm.optim.step_override import Stepper, stepper_of
 from pycomm.reducer.buckets import BucketInFlight, Slot, add_counts, check_sharding, make_buckets, state_of
 from pycomm.reducer.lanes import bucket_sizes
 from pycomm.reducer.partition import StepPartition
-from pycomm.reducer.settings import Settings
+from pycomm.reducer.settings import AttachSettings
 from pycomm.torch_internals import local_of, version_of
 
 
@@ -247,7 +247,7 @@ class ParameterTable:
         self.shards = Shards(param for _, param in self.named())  # those of frozen ones take part in sums all the same
         return slots
 
-    def make_buckets(self, slots: list[Slot], lanes: Sequence[Communicator], settings: Settings) -> None:
+    def make_buckets(self, slots: list[Slot], lanes: Sequence[Communicator], settings: AttachSettings) -> None:
         """Sort ``slots`` into new buckets, which travel by ``lanes`` in turns."""
         most, first = bucket_sizes(lanes, settings, sum(slot.local.nbytes for slot in slots), self.on_gpu)
         made = make_buckets(
@@ -259,7 +259,7 @@ class ParameterTable:
             self.partition.adopt(made)
         self.flights += made
 
-    def rebuild(self, lanes: Sequence[Communicator], settings: Settings, *, adopt: bool) -> None:
+    def rebuild(self, lanes: Sequence[Communicator], settings: AttachSettings, *, adopt: bool) -> None:
         """Sort all parameters into new buckets, with the state of the old ones; ``adopt``: and their gradients."""
         add_counts(self.earlier, [flight.exchange for flight in self.flights])
         state = state_of(self.flights)

@@ -95,7 +95,7 @@ def hash_of(names: Collection[str]) -> int:
 
 
 @dataclass
-class Heard:
+class Announcements:
     """What the ranks have told one another in the last reduction.
 
     Attributes:
@@ -161,7 +161,7 @@ class RankFlags:
         self.stop: str | None = None
         self.skips = False
         self.has_pass, self.just_stepped = True, False
-        self.heard = Heard()
+        self.heard = Announcements()
         self.stop_requested = StopRequest()
         on_host = device.type == "cpu"
         self._shifts = None if on_host else torch.arange(FINGERPRINT_BITS, device=device, dtype=torch.int64)
@@ -239,7 +239,7 @@ class RankFlags:
 
     def hear(self, by_rank: Mapping[int, Mapping[str, Any]]) -> None:
         """Take note of what all ranks ask for: their records as words."""
-        self.heard = Heard(
+        self.heard = Announcements(
             veto={rank: words["veto"] for rank, words in by_rank.items() if words["veto"] is not None},
             skipping=tuple(rank for rank, words in by_rank.items() if words["skips"]),
             new=any(words["new"] for words in by_rank.values()),

@@ -25,7 +25,7 @@ from pycomm.reducer.passes import Passes
 from pycomm.reducer.rank_flags import StopRequest
 from pycomm.reducer.statistics import Phases
 from pycomm.reducer.step_trace import StepTrace
-from pycomm.reducer.window import Progress
+from pycomm.reducer.window import TrainingProgress
 from pycomm.reducer.without_backward import WithoutBackward, request_veto
 from pycomm.torch_internals import current_graph_task, is_dtensor
 
@@ -424,7 +424,7 @@ def _say_at_the_end(engine: Engine, how: str) -> None:
         lane.channel.farewell = functools.partial(_farewell, engine.progress, how)  # which keeps nothing else alive
 
 
-def _farewell(progress: Progress, how: str) -> str:
+def _farewell(progress: TrainingProgress, how: str) -> str:
     """Return what a rank says to those that wait for it when it ends."""
     return f"it has ended its training ({how}) after step {progress.num_reductions}"
 
@@ -439,7 +439,7 @@ class ReducerHooks:
         phases: account of where the time goes.
     """
 
-    def __init__(self, reducer: Any, passes: Passes, progress: Progress, phases: Phases) -> None:
+    def __init__(self, reducer: Any, passes: Passes, progress: TrainingProgress, phases: Phases) -> None:
         self._reducer, self._passes, self._progress, self._phases = reducer, passes, progress, phases
 
     def before_forward(self) -> None:

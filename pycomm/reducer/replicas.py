@@ -41,7 +41,7 @@ from pycomm.reducer.rank_flags import (
     GROUPS,
     LOOP,
     NEW,
-    Heard,
+    Announcements,
     RankFlags,
     raise_different_freezing,
     raise_different_groups,
@@ -49,15 +49,15 @@ from pycomm.reducer.rank_flags import (
     raise_out_of_loop,
 )
 from pycomm.reducer.replica_differences import DamageError, Hashes, Named, ReplicaDifferences
-from pycomm.reducer.settings import Settings
-from pycomm.reducer.window import HostCopy, Progress
+from pycomm.reducer.settings import AttachSettings
+from pycomm.reducer.window import HostCopy, TrainingProgress
 from pycomm.tensor_memory import comparable, hashable
 
 _REMEMBERED = 4
 """Verdicts that may still be asked for: on a GPU the host learns of them two reductions later."""
 
 
-class Taken:
+class TakenHashes:
     """Hashes of state as it was committed. Made by the thread that commits; the rest runs where buckets are sent."""
 
     def __init__(self, flights: Iterable[BucketInFlight], scratch: kernels.Scratch) -> None:
@@ -93,19 +93,19 @@ class StateHashes:
 
     def __init__(self) -> None:
         self._scratch = kernels.Scratch()
-        self._taken: Taken | None = None
-        self._compared: deque[Taken] = deque(maxlen=_REMEMBERED)
+        self._taken: TakenHashes | None = None
+        self._compared: deque[TakenHashes] = deque(maxlen=_REMEMBERED)
         self._has_graph = False
 
-    def taking(self, flights: list[BucketInFlight]) -> Taken | None:
+    def taking(self, flights: list[BucketInFlight]) -> TakenHashes | None:
         """Begin anew with the state of ``flights``; return the hashes, to be taken; ``None`` if there is nothing to."""
         self._taken = None
         if not self._has_graph and any(flight.exchange.transactional for flight in flights):
-            taken = Taken(flights, self._scratch)
+            taken = TakenHashes(flights, self._scratch)
             self._taken = taken if taken.labels else None
         return self._taken
 
-    def comparing(self) -> Taken | None:
+    def comparing(self) -> TakenHashes | None:
         """Return the hashes that were taken after the last commit, if they were; they are compared only once."""
         # The launches of a CUDA graph change state unseen: between them and other steps no hash would be right.
         self._has_graph = self._has_graph or HostCopy.impossible()
@@ -116,7 +116,7 @@ class StateHashes:
         """Let go of the hashes, and of the state: it is about to be released."""
         self._taken = None
 
-    def changed(self, taken: Taken | None) -> Flag:
+    def changed(self, taken: TakenHashes | None) -> Flag:
         """Compare ``taken``; return whether any state was found changed now or lately. Does not wait for a GPU."""
         if taken is not None:
             taken.compare()
@@ -230,7 +230,7 @@ class ReplicaCheck:
 
         return make
 
-    def taking(self, flights: list[BucketInFlight], num_reductions: int) -> Taken | None:
+    def taking(self, flights: list[BucketInFlight], num_reductions: int) -> TakenHashes | None:
         """Return what takes hashes of the state of ``flights``, if they are compared in the next reduction.
 
         To be called by the thread that has just committed the state; what it returns is to be run where buckets are
@@ -397,8 +397,8 @@ class RankComparison:
         self,
         communicator: Communicator,
         table: ParameterTable,
-        settings: Settings,
-        progress: Progress,
+        settings: AttachSettings,
+        progress: TrainingProgress,
         buffers: Callable[[], Named],
         world: Callable[[], Sequence[int]],
     ) -> None:
@@ -426,7 +426,7 @@ class RankComparison:
 
     def compare(self) -> None:
         """Report what differs, and take note of what ranks ask for; collective if there is anything."""
-        self.flags.heard = Heard()
+        self.flags.heard = Announcements()
         if not self._table.flights:
             return
         first, last = self._table.flights[0].exchange, self._table.flights[-1].exchange
@@ -439,6 +439,6 @@ class RankComparison:
         progress = self._progress
         progress.num_steps = self.replicas.check_previous(progress.num_steps, progress.num_reductions)
 
-    def taking(self) -> Taken | None:
+    def taking(self) -> TakenHashes | None:
         """Return what takes hashes of the state of compression, if the next reduction compares them."""
         return self.replicas.taking(self._table.flights, self._progress.num_reductions)

@@ -209,7 +209,7 @@ def _carry(carry: Any) -> dict[str, Any] | None:
 
 
 @dataclass(frozen=True)
-class Settings:
+class AttachSettings:
     """Arguments of ``attach``, checked; equal on all ranks."""
 
     compression: Compression
@@ -237,7 +237,7 @@ class Settings:
         shard: Any,
         tuning: Any,
         **flags: bool,
-    ) -> Settings:
+    ) -> AttachSettings:
         """Return the arguments of ``attach`` as settings.
 
         Raises:
@@ -286,7 +286,7 @@ class Settings:
         return [f"{each.name}={texts.get(each.name, getattr(self, each.name))}" for each in fields(self)]
 
 
-def _check_together(settings: Settings) -> None:
+def _check_together(settings: AttachSettings) -> None:
     """Raise ValueError if some of ``settings`` do not go with others."""
     if settings.tuning.optimizer_state == "keep":
         _check_kept_state(settings)
@@ -296,7 +296,7 @@ def _check_together(settings: Settings) -> None:
         _check_shard(settings, settings.shard)
 
 
-def _check_shard(settings: Settings, shard: Sharding) -> None:
+def _check_shard(settings: AttachSettings, shard: Sharding) -> None:
     """Raise ValueError if ``settings`` do not go with steps that the ranks take together."""
     method = type(settings.compression).__name__
     unsuitable = {
@@ -319,7 +319,7 @@ def _check_shard(settings: Settings, shard: Sharding) -> None:
             raise ValueError(f'shard="{shard.kind}" does not go with {what}: {why}')
 
 
-def _check_kept_state(settings: Settings) -> None:
+def _check_kept_state(settings: AttachSettings) -> None:
     """Raise ValueError if ``settings`` do not go with optimizer state that each rank has for itself."""
     unsuitable = {
         f"survive={settings.survive}": (settings.survive, "a lost rank takes its share of the state with it"),
@@ -330,7 +330,7 @@ def _check_kept_state(settings: Settings) -> None:
             raise ValueError(f'optimizer_state="keep" does not go with {what}: {why}')
 
 
-def _check_backup(settings: Settings) -> None:
+def _check_backup(settings: AttachSettings) -> None:
     """Raise ValueError if ``settings`` do not go with ranks that are not waited for, whose gradients come later."""
     unsuitable = {
         f"accumulate={settings.passes}": settings.accumulates,

@@ -200,7 +200,7 @@ def open_board(communicator: Communicator, on_gpu: bool) -> ReadyPage | None:
     return None if file < 0 else ReadyPage(file, communicator.rank, communicator.size)
 
 
-class Ranks(Protocol):
+class ReducingRanks(Protocol):
     """Ranks that reduce together, by the numbers that they got when they came, and what they reduce by."""
 
     lanes: Sequence[Communicator]
@@ -224,7 +224,7 @@ class Waits:
         seconds: time that this rank has waited, for whatever reason.
     """
 
-    def __init__(self, board: ReadyPage | None = None, ranks: Ranks | None = None) -> None:
+    def __init__(self, board: ReadyPage | None = None, ranks: ReducingRanks | None = None) -> None:
         self.seconds = 0.0
         self._ranks = None if ranks is None else weakref.ref(ranks)
         if ranks is not None:
@@ -301,7 +301,7 @@ class Waits:
         ranks = self._present_ranks()
         return [] if ranks is None else [lane.channel.recorder for lane in ranks.lanes]
 
-    def _present_ranks(self) -> Ranks | None:
+    def _present_ranks(self) -> ReducingRanks | None:
         return None if self._ranks is None else self._ranks()
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ _LOG = logging.getLogger("pycomm")
 _optimizers: Counter[Path] = Counter()  # attached ones of this process, by the folder of their files
 
 
-class Span(NamedTuple):
+class TracedSpan(NamedTuple):
     """Time in which something was done, on the wall clock, in seconds.
 
     Attributes:
@@ -51,7 +51,7 @@ class StepTrace:
         _optimizers[folder] += 1
         self._optimizer = _optimizers[folder]
         self._wall = time.time() - time.monotonic()
-        self._spans: list[Span] = []
+        self._spans: list[TracedSpan] = []
         self._reductions = 0
         self._forward_began = self._backward_began = self._step_began = 0.0
         self.done = False
@@ -117,7 +117,7 @@ class StepTrace:
         self._write()
 
     def _append(self, lane: str, name: str, began: float, ended: float) -> None:
-        self._spans.append(Span(lane, name, began + self._wall, ended + self._wall))
+        self._spans.append(TracedSpan(lane, name, began + self._wall, ended + self._wall))
 
     def _write(self) -> None:
         self.done = True

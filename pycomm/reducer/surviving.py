@@ -28,7 +28,7 @@ from pycomm.reducer.lanes import open_lanes
 from pycomm.reducer.newcomers import Carried, share_state
 from pycomm.reducer.parameters import ParameterTable
 from pycomm.reducer.replica_differences import DamageError
-from pycomm.reducer.settings import Settings
+from pycomm.reducer.settings import AttachSettings
 from pycomm.transport.gpu import GpuWork
 from pycomm.worker import Work
 
@@ -58,7 +58,7 @@ class Survival:
         membership: Membership,
         communicator: Communicator,
         table: ParameterTable,
-        settings: Settings,
+        settings: AttachSettings,
         door: JoinListener,
     ) -> None:
         self.membership, self.invited = membership, 0

@@ -18,7 +18,7 @@ from pycomm.optim.loss_scaler import loss_scale_of
 from pycomm.optim.shards import Shards
 from pycomm.reducer import clipping as norms
 from pycomm.reducer.buckets import Slot
-from pycomm.reducer.settings import Settings
+from pycomm.reducer.settings import AttachSettings
 from pycomm.worker import Work
 
 
@@ -55,7 +55,7 @@ class HostCopy:
         return flags
 
 
-class Progress:
+class TrainingProgress:
     """Counters of reductions and steps.
 
     Args:
@@ -278,7 +278,9 @@ class AccumulationWindow:
         streams: on a GPU, the streams (as integers) on which the scales were computed.
     """
 
-    def __init__(self, communicator: Communicator, settings: Settings, device: torch.device, on_gpu: bool) -> None:
+    def __init__(
+        self, communicator: Communicator, settings: AttachSettings, device: torch.device, on_gpu: bool
+    ) -> None:
         self._communicator, self._settings = communicator, settings
         self._device, self._on_gpu = device, on_gpu
         self._loss_scale = loss_scale_of(settings.loss_scaler)

@@ -85,7 +85,7 @@ def _verify(schedule: Table | Mixing, exact: bool | None, seed: int) -> None:
         return _verify_mixing(schedule, num_ranks, num_chunks)
     values = _Values(num_ranks, num_ranks <= _EXACT_RANKS if exact is None else exact, seed)
     state = np.repeat(values.contributions, num_chunks, axis=0)  # place = rank * num_chunks + chunk
-    places = _Places(num_ranks * num_chunks)
+    places = _ChunkPlaces(num_ranks * num_chunks)
     for number, edges in enumerate(_rounds(schedule)):
         _apply(state, values, places, _checked(edges, number, num_ranks, num_chunks), number, num_chunks)
     _require_goal(state.reshape(num_ranks, num_chunks, -1), values, goal, owners)
@@ -226,7 +226,7 @@ def _fail(r: Round, number: int, edge: int, chunk: int | None, why: str) -> NoRe
     )
 
 
-class _Places:
+class _ChunkPlaces:
     """Last reader and writer of each place, as stamps, so that nothing has to be cleared between rounds."""
 
     def __init__(self, num_places: int) -> None:
@@ -255,7 +255,7 @@ class _Places:
         return overtaken
 
 
-def _apply(state: Residues, values: _Values, places: _Places, r: Round, number: int, num_chunks: int) -> None:
+def _apply(state: Residues, values: _Values, places: _ChunkPlaces, r: Round, number: int, num_chunks: int) -> None:
     moves = expand(r, num_chunks)
     overtaken = places.require_no_conflict(r, number, moves, num_chunks)
     edge, read, written = moves
@@ -306,7 +306,7 @@ def _verify_mixing(schedule: Any, num_ranks: int, num_chunks: int) -> None:
     if not turn:
         raise ScheduleError("mixing has no rounds, wanted at least one")
     values = _Values(num_ranks, True, 0)
-    state, places = values.contributions.copy(), _Places(num_ranks)
+    state, places = values.contributions.copy(), _ChunkPlaces(num_ranks)
     for _ in range(num_ranks):
         for number, messages in enumerate(turn):
             if state.all():  # and will be, as everybody keeps some of what it has

@@ -77,14 +77,14 @@ class Reductions(Protocol):
         """Return the recorders of the groups that it uses."""
 
 
-class _Note(NamedTuple):
+class _WaitNote(NamedTuple):
     """What a rank has said: which operation of the group it waits in (``is_waiting``), or has ended last."""
 
     number: int
     is_waiting: bool
 
     @classmethod
-    def read(cls, text: str) -> _Note | None:
+    def read(cls, text: str) -> _WaitNote | None:
         number, _, state = text.partition(" ")
         return cls(int(number), state == "waits") if number.isdigit() else None
 
@@ -109,7 +109,7 @@ class _Group:
     since: float = 0.0
     is_over: bool = True
     is_whole: bool = True
-    said: _Note | None = None
+    said: _WaitNote | None = None
     look_again: float = 0.0
     is_collected: bool = False
 
@@ -229,12 +229,12 @@ class LateRankWatch:
         now, count = time.monotonic(), recorder.count
         if count != group.count:
             if group.said is not None and group.said.is_waiting:
-                asking.say(recorder, _Note(count - 1, is_waiting=False))
+                asking.say(recorder, _WaitNote(count - 1, is_waiting=False))
             group.begin(count, now)
         lasted = now - group.since
         if group.is_over:
             if not group.is_whole and group.said is None and lasted >= NAMED_AFTER * _IDLE_SAID_AFTER:
-                group.said = asking.say(recorder, _Note(count, is_waiting=False))
+                group.said = asking.say(recorder, _WaitNote(count, is_waiting=False))
             return None
         if lasted < NAMED_AFTER * _WAITING_SAID_AFTER:
             return None
@@ -242,13 +242,13 @@ class LateRankWatch:
         if entry is None or entry.ended is not None:
             group.is_over, group.is_whole = True, entry is None or entry.operation in _WHOLE
             if group.said is not None:  # that it waits
-                group.said = asking.say(recorder, _Note(count, is_waiting=False))
+                group.said = asking.say(recorder, _WaitNote(count, is_waiting=False))
             return None
         if is_reducers and reduction is None and entry.label is not None:
             return None  # a bucket that has set out while backward goes on: nobody waits
         seconds = now - (entry.began if reduction is None else max(entry.began, reduction.began))
         if group.said is None:
-            group.said = asking.say(recorder, _Note(count, is_waiting=True))
+            group.said = asking.say(recorder, _WaitNote(count, is_waiting=True))
         if reduction is not None:
             last = f"last seen at reduction {reduction.number}" if reduction.number > 0 else ""
             title = f"reduction {reduction.number + 1}"
@@ -267,7 +267,7 @@ class _Asking:
         """Ask nothing more."""
         self._worker.stop(patience=1.0)
 
-    def say(self, recorder: Recorder, note: _Note) -> _Note | None:
+    def say(self, recorder: Recorder, note: _WaitNote) -> _WaitNote | None:
         """Tell the others of the group; return ``note`` if that succeeded."""
         store = _store_of(recorder)
         return note if self._ask(lambda: store.set(str(recorder.rank), str(note)) or True) else None
@@ -295,19 +295,19 @@ class _Asking:
             _LOG.warning("%s: the others wait for %s", what, "it" if len(stuck) == 1 else "them")
         return bool(absent or stuck)
 
-    def _notes(self, recorder: Recorder, number: int) -> dict[int, _Note] | None:
+    def _notes(self, recorder: Recorder, number: int) -> dict[int, _WaitNote] | None:
         """Return what other ranks have said, up to the first that waits too if it is before this one.
 
         ``None`` if the store does not answer.
         """
         store, me, size = _store_of(recorder), recorder.rank, len(recorder.ranks)
 
-        def read() -> dict[int, _Note]:
-            notes: dict[int, _Note] = {}
+        def read() -> dict[int, _WaitNote]:
+            notes: dict[int, _WaitNote] = {}
             for p in range(size):
                 if p == me or not store.check([str(p)]):
                     continue
-                note = _Note.read(store.get(str(p)).decode("utf-8", "replace"))
+                note = _WaitNote.read(store.get(str(p)).decode("utf-8", "replace"))
                 if note is not None:
                     notes[p] = note
                     if p < me and note == (number, True):
@@ -342,7 +342,7 @@ def _title_of(recorder: Recorder, entry: Any) -> str:
     return f"operation {entry.number}{among} ({entry.operation}{at})"
 
 
-def _absence(ranks: Sequence[int], wait: _Wait, notes: Mapping[int, _Note]) -> str:
+def _absence(ranks: Sequence[int], wait: _Wait, notes: Mapping[int, _WaitNote]) -> str:
     one = len(ranks) == 1
     last = wait.last
     if not last and one and ranks[0] in notes:

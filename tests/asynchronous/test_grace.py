@@ -7,12 +7,12 @@ import itertools
 
 import pytest
 
-from pycomm.asynchronous.decoupled import Arrivals, GraceQuorum
+from pycomm.asynchronous.decoupled import GraceQuorum, RankArrivals
 
 
-def after_rounds(durations: list[list[float]], samples: float = 1.0) -> Arrivals:
+def after_rounds(durations: list[list[float]], samples: float = 1.0) -> RankArrivals:
     """Arrivals of ranks that took so long, in turns, and have all just begun, at time 0."""
-    arrivals = Arrivals()
+    arrivals = RankArrivals()
     for rank, taken in enumerate(durations):
         now = -sum(taken)
         for each in taken:
@@ -37,7 +37,7 @@ def test_one_that_is_nearly_there_is_waited_for_and_one_that_is_far_is_not() -> 
 
 
 def test_samples_count_and_not_ranks() -> None:
-    arrivals = Arrivals()
+    arrivals = RankArrivals()
     for rank, (duration, samples) in enumerate([(1.0, 1.0), (1.0, 1.0), (1.0, 1.0), (1.3, 10.0)]):
         arrivals.begin(rank, -duration)
         arrivals.arrive(rank, 0.0, samples)
@@ -53,7 +53,7 @@ def test_one_that_takes_longer_than_ever_is_given_up() -> None:
 
 
 def test_nothing_is_waited_for_of_which_nothing_is_known() -> None:
-    arrivals = Arrivals()
+    arrivals = RankArrivals()
     for rank in range(3):
         arrivals.begin(rank, 0.0)
     arrivals.arrive(0, 1.0, 1.0)

@@ -9,14 +9,14 @@ import pytest
 from bench import ROOT
 from bench.collectives.nccl_tests import checked, make_parser
 from bench.harness import mpi
-from pycomm.cli.bench.settings import Settings, UsageError
+from pycomm.cli.bench.settings import BenchSettings, UsageError
 from tests.cli.bench.running import SHORT, bench
 from tests.cli.bench.third_party import read_table
 
 NCCL_TESTS = [sys.executable, "-m", "bench.collectives.nccl_tests"]
 
 
-def parsed(*arguments: str, launched: int | None = None) -> Settings:
+def parsed(*arguments: str, launched: int | None = None) -> BenchSettings:
     return checked(make_parser().parse_args([*arguments, "--backend", "communicator"]), launched)
 
 

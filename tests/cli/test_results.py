@@ -14,14 +14,14 @@ from rich.console import Console
 
 from pycomm.cli.demo.plot import save_plot
 from pycomm.cli.demo.report import conclusions, link_name, show, title
-from pycomm.cli.demo.results import Death, Outcome, Results, problems, smoothed, speed
-from pycomm.cli.demo.settings import HOST_METHODS, LINK_METHODS, Settings
+from pycomm.cli.demo.results import Death, Results, RunOutcome, problems, smoothed, speed
+from pycomm.cli.demo.settings import HOST_METHODS, LINK_METHODS, DemoSettings
 from pycomm.cli.demo.trainee import first_difference
 from pycomm.launching.reporting import Bar, Progress
 from tests.ranks import RankPool
 
 STEPS, TURNS = 10, 4
-SETTINGS = Settings(
+SETTINGS = DemoSettings(
     ranks=2,
     megabits=300.0,
     hosts=("one", "two"),
@@ -38,9 +38,9 @@ SETTINGS = Settings(
 
 def outcome(
     label: str, seconds: float, *, loss: float = 2.5, jitter: float = 0.0, sent: float | None = None
-) -> Outcome:
+) -> RunOutcome:
     turns = [[seconds * (1 + jitter * (-1) ** turn)] * STEPS for turn in range(TURNS)]
-    return Outcome(
+    return RunOutcome(
         label=label,
         turns=[[99.0] * STEPS, *turns],  # the warm-up must not count
         losses=np.linspace(5.5, loss, STEPS * (TURNS + 1)).tolist(),
@@ -78,7 +78,7 @@ def test_smoothing_keeps_the_first_loss_and_averages_twenty() -> None:
 
 
 def test_seconds_to_a_loss() -> None:
-    run = Outcome("x", [[1.0, 1.0], [1.0]], [5.0, 3.0, 1.0])
+    run = RunOutcome("x", [[1.0, 1.0], [1.0]], [5.0, 3.0, 1.0])
     assert run.seconds_to(4.0) == 2.0
     assert run.seconds_to(2.0) is None
 
@@ -157,7 +157,7 @@ def test_the_plot_is_a_picture(tmp_path: Path, death: Death | None) -> None:
     assert (tmp_path / "plot").read_bytes().startswith(b"\x89PNG")
 
 
-def shown(found: Results, settings: Settings) -> str:
+def shown(found: Results, settings: DemoSettings) -> str:
     console = Console(file=io.StringIO(), width=80)
     show(found, settings, console)
     return console.file.getvalue()  # type: ignore[attr-defined]

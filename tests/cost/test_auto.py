@@ -14,15 +14,15 @@ import pycomm
 from pycomm.compression.base import Operation
 from pycomm.cost import auto, pricing
 from pycomm.cost.auto import cheapest
-from pycomm.cost.pricing import Costs, Line, MeasuredLink
+from pycomm.cost.pricing import Costs, MeasuredLink, PricedLine
 from tests.compression.machines import gradients_of
 from tests.ranks import RankPool
 from tests.reducer.attaching import attached, own_state
 
 Pools = Callable[[int], RankPool]
 
-FAST = MeasuredLink(Line(1e-5, 1e-10), Line(1e-5, 1e-10), 4)
-SLOW = MeasuredLink(Line(1e-4, 1e-7), Line(1e-4, 1e-7), 4)
+FAST = MeasuredLink(PricedLine(1e-5, 1e-10), PricedLine(1e-5, 1e-10), 4)
+SLOW = MeasuredLink(PricedLine(1e-4, 1e-7), PricedLine(1e-4, 1e-7), 4)
 COSTS = {
     "dense": Costs(0.001, [Operation("all_reduce", 40_000_000)]),
     "fp16": Costs(0.004, [Operation("all_reduce", 20_000_000)]),
@@ -33,7 +33,7 @@ COSTS = {
 def test_the_cheapest() -> None:
     assert cheapest(COSTS, FAST, None) == "dense"
     assert cheapest(COSTS, SLOW, None) == "dgc"
-    between = MeasuredLink(Line(0, 3.5e-10), Line(0, 3.5e-10), 4)  # dense 15 ms, fp16 11 ms, dgc 10.02 ms
+    between = MeasuredLink(PricedLine(0, 3.5e-10), PricedLine(0, 3.5e-10), 4)  # dense 15 ms, fp16 11 ms, dgc 10.02 ms
     assert cheapest(COSTS, between, None) == "fp16", "less than 10 % faster does not pay for losing more"
     assert cheapest(COSTS, between, "dgc") == "dgc", "nor is it a reason to change"
     assert cheapest(COSTS, FAST, "dgc") == "dense"

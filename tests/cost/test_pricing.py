@@ -7,13 +7,13 @@ import torch
 
 from pycomm.bucket import FINGERPRINT_PLACES
 from pycomm.cost import planning
-from pycomm.cost.pricing import Line, rehearse
+from pycomm.cost.pricing import PricedLine, rehearse
 
 
 def test_lines() -> None:
-    line = Line.through((100, 1100), [1.0, 2.0])
+    line = PricedLine.through((100, 1100), [1.0, 2.0])
     assert (line.at(100), line.at(1100), line.at(2100)) == pytest.approx((1.0, 2.0, 3.0))
-    assert Line.through((100, 1100), [2.0, 1.0]) == Line(2.0, 0.0)
+    assert PricedLine.through((100, 1100), [2.0, 1.0]) == PricedLine(2.0, 0.0)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 9])

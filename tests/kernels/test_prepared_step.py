@@ -11,7 +11,7 @@ import torch
 
 from pycomm import kernels
 from pycomm.kernels import step as steps
-from pycomm.kernels.prepared import PreparedStep, Scaling
+from pycomm.kernels.prepared import PackScaling, PreparedStep
 from tests.kernels.gpus import EMULATED, Gpu, gpu, requires_gpu
 from tests.kernels.reference import assert_same_bits, simd
 from tests.kernels.steps import KINDS, Given, Kind, clone, given
@@ -50,7 +50,9 @@ def coefficients_of(kind: Kind) -> Any:
     return steps.lamb_coefficients(options["moments"], decay)
 
 
-def run(gpu: Gpu, now: Given, counts: list[Any] | None, scaling: Scaling, scratch: Any = None, **shared: Any) -> Any:
+def run(
+    gpu: Gpu, now: Given, counts: list[Any] | None, scaling: PackScaling, scratch: Any = None, **shared: Any
+) -> Any:
     """Take the step of ``now`` by a prepared one; return LAMB's squares."""
     lamb = now.kind.rule == "lamb"
     rule = "lamb_moments" if lamb else now.kind.rule
@@ -79,7 +81,7 @@ def check(gpu: Gpu, name: str, dtype: torch.dtype) -> None:
     scratch = kernels.Scratch()
     for counts, more in ((None, {}), (counts_on(gpu, *[TAKEN] * len(SIZES)), {"found": gpu.put(torch.tensor(0.0))})):
         wanted, moved = before.moved(clone), before.moved(gpu.put)
-        squares, found = wanted.run(), run(gpu, moved, counts, Scaling(before.scale, **more), scratch)
+        squares, found = wanted.run(), run(gpu, moved, counts, PackScaling(before.scale, **more), scratch)
         assert_same(gpu, moved, wanted)
         if found is not None:
             torch.testing.assert_close(gpu.get(found), squares, rtol=1e-12, atol=0.0)
@@ -93,7 +95,7 @@ def check_found(gpu: Gpu, name: str) -> None:
     before.grads[0].fill_(torch.inf)
     moved, counts = before.moved(gpu.put), counts_on(gpu, *[TAKEN] * len(SIZES))
     for bad in (1.0, 2.0, torch.nan):
-        run(gpu, moved, counts, Scaling(1.0, gpu.put(torch.tensor(4.0)), gpu.put(torch.tensor(bad))))
+        run(gpu, moved, counts, PackScaling(1.0, gpu.put(torch.tensor(4.0)), gpu.put(torch.tensor(bad))))
         assert_same(gpu, moved, before)
         assert [gpu.get(count).item() for count in counts] == [TAKEN] * len(SIZES)
 
@@ -103,7 +105,7 @@ def check_divisor(gpu: Gpu, dtype: torch.dtype) -> None:
         before = given("amsgrad", SIZES, dtype)
         wanted, moved = replace(before.moved(clone), scale=0.7 / divisor), before.moved(gpu.put)
         wanted.run()
-        run(gpu, moved, None, Scaling(0.7, gpu.put(torch.tensor(divisor))))
+        run(gpu, moved, None, PackScaling(0.7, gpu.put(torch.tensor(divisor))))
         assert_same(gpu, moved, wanted)
 
 
@@ -113,7 +115,7 @@ def check_many_counts(gpu: Gpu, name: str) -> None:
     for dtype, ulps in ((torch.float32, 0), (torch.float64, 8)):
         before = given(name, [3] * len(taken), dtype)
         moved = before.moved(gpu.put)
-        run(gpu, moved, counts_on(gpu, *map(float, taken)), Scaling(before.scale))
+        run(gpu, moved, counts_on(gpu, *map(float, taken)), PackScaling(before.scale))
         for j, count in enumerate(taken):
             options = {**before.kind.options, "moments": replace(before.kind.options["moments"], step=count + 1)}
             one = Given(
@@ -187,7 +189,7 @@ def test_gpu_launches(gpu: Gpu) -> None:
 
     def launches() -> int:
         before = library().emulator_num_launches()
-        run(gpu, moved, counts, Scaling(1.0, None, found), scratch)
+        run(gpu, moved, counts, PackScaling(1.0, None, found), scratch)
         return library().emulator_num_launches() - before
 
     launches()
@@ -206,11 +208,11 @@ def test_what_is_refused() -> None:
         prepare([counts[0], counts[0]])
     prepared, c = prepare(counts), coefficients_of(now.kind)
     with pytest.raises(TypeError, match="found has dtype int64, wanted float32"):
-        prepared.step("adam", c, Scaling(1.0, None, torch.tensor(1)))
+        prepared.step("adam", c, PackScaling(1.0, None, torch.tensor(1)))
     with pytest.raises(ValueError, match="divisor has 2 elements, wanted 1: one float32"):
-        prepared.step("adam", c, Scaling(1.0, torch.ones(2)))
+        prepared.step("adam", c, PackScaling(1.0, torch.ones(2)))
     with pytest.raises(ValueError, match="wanted momentum, adam,"):
-        prepared.step("adams", c, Scaling())
+        prepared.step("adams", c, PackScaling())
 
 
 @requires_gpu
@@ -220,7 +222,7 @@ def test_gpu_refuses_what_lies_elsewhere(gpu: Gpu) -> None:
     with pytest.raises(ValueError, match=r"counts\[0\] is on cpu, weights\[0\] on cuda:0"):
         prepare([torch.zeros(()), torch.zeros(())])
     prepared, c = prepare(None), coefficients_of(now.kind)
-    for scaling in (Scaling(1.0, torch.ones(())), Scaling(1.0, None, torch.ones(()))):
+    for scaling in (PackScaling(1.0, torch.ones(())), PackScaling(1.0, None, torch.ones(()))):
         with pytest.raises(ValueError, match="(divisor|found) is on cpu, weights on cuda:0"):
             prepared.step("adam", c, scaling)
 
@@ -241,10 +243,10 @@ def test_terms_and_mirrors_are_a_reduction_before_and_copies_after(
         kernels.reduce(grad, [term[j] for term in terms], reduction)
     copies = [torch.empty(n, dtype=dtype) for n in SIZES] if halves else None
     wanted = replace(now.moved(clone), grads=grads, copies=copies)
-    run(HostGpu(), wanted, None, Scaling(0.5))
+    run(HostGpu(), wanted, None, PackScaling(0.5))
     now = replace(now, grads=[torch.full_like(g, torch.nan) for g in grads], copies=clone_all(copies))
     mirrors = [[torch.zeros(n + 1, dtype=dtype)[1:] for n in SIZES] for _ in range(2)]
-    run(HostGpu(), now, None, Scaling(0.5), terms=terms, reduction=reduction, mirrors=mirrors)
+    run(HostGpu(), now, None, PackScaling(0.5), terms=terms, reduction=reduction, mirrors=mirrors)
     assert_same(HostGpu(), now, wanted)
     written = now.weights if now.copies is None else now.copies
     for mirror in mirrors:

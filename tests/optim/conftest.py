@@ -10,11 +10,11 @@ from pycomm.optim import plans
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[plans.Plan]:
+def made(monkeypatch: pytest.MonkeyPatch) -> list[plans.StepPlan]:
     """All plans that are made from now on."""
-    found: list[plans.Plan] = []
+    found: list[plans.StepPlan] = []
 
-    class Counted(plans.Plan):
+    class Counted(plans.StepPlan):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             found.append(self)

@@ -36,7 +36,7 @@ def all_params(optimizer: torch.optim.Optimizer) -> Params:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def go(build: Build, change: Change, fuse: bool, made: list[plans.Plan]) -> tuple[Params, int]:
+def go(build: Build, change: Change, fuse: bool, made: list[plans.StepPlan]) -> tuple[Params, int]:
     """Return the parameters after steps with ``change`` in between, and how many plans were made behind it."""
     params = small_parameters()
     optimizer = build(params)
@@ -157,7 +157,7 @@ CHANGES: dict[Change, bool] = {
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("name", BUILDS)
-def test_change_between_steps(name: str, change: Change, made: list[plans.Plan]) -> None:
+def test_change_between_steps(name: str, change: Change, made: list[plans.StepPlan]) -> None:
     wanted, _ = go(BUILDS[name], change, False, made)
     assert not made
     actual, after = go(BUILDS[name], change, True, made)

@@ -51,7 +51,7 @@ def require_as_torch(
 
 
 @pytest.mark.parametrize("name", BUILDS)
-def test_parameters_frozen_in_turns(name: str, made: list[plans.Plan]) -> None:
+def test_parameters_frozen_in_turns(name: str, made: list[plans.StepPlan]) -> None:
     """Their step counts drift apart; plans are kept for both sets of parameters."""
 
     def drop_some(_: Optimizer, params: Params, step: int) -> None:
@@ -62,7 +62,7 @@ def test_parameters_frozen_in_turns(name: str, made: list[plans.Plan]) -> None:
     assert len(made) <= 5
 
 
-def test_many_sets_of_gradients(made: list[plans.Plan]) -> None:
+def test_many_sets_of_gradients(made: list[plans.StepPlan]) -> None:
     """More than are kept: each is planned anew, and right."""
 
     def drop_one(_: Optimizer, params: Params, step: int) -> None:
@@ -72,7 +72,7 @@ def test_many_sets_of_gradients(made: list[plans.Plan]) -> None:
     assert len(made) > 6
 
 
-def test_deleted_gradients_and_states_are_not_kept(made: list[plans.Plan]) -> None:
+def test_deleted_gradients_and_states_are_not_kept(made: list[plans.StepPlan]) -> None:
     params = small_parameters()
     optimizer = Adam(params, lr=0.01)
     pycomm.fuse(optimizer)
@@ -91,7 +91,7 @@ def test_deleted_gradients_and_states_are_not_kept(made: list[plans.Plan]) -> No
     assert kept() is None
 
 
-def test_autograd_notices_later_steps_too(made: list[plans.Plan]) -> None:
+def test_autograd_notices_later_steps_too(made: list[plans.StepPlan]) -> None:
     for fuse in (pycomm.fuse, pycomm.master_weights):
         dtype = torch.float16 if fuse is pycomm.master_weights else torch.float32
         params = [nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2)]
@@ -152,7 +152,7 @@ def test_errors_after_good_steps(what: str, message: str) -> None:
     assert torch.equal(params[0], before)
 
 
-def test_gradients_of_any_make(made: list[plans.Plan]) -> None:
+def test_gradients_of_any_make(made: list[plans.StepPlan]) -> None:
     """Transposed, expanded, of another dtype, with a lazy negation: each is taken for what it is, and not kept."""
     one = torch.arange(1.0, 10.0, dtype=torch.float64).view(3, 3)
     imaginary = torch.view_as_complex(torch.stack([torch.zeros_like(one), -one], -1)).conj().imag
@@ -172,7 +172,7 @@ def test_gradients_of_any_make(made: list[plans.Plan]) -> None:
     assert_near(train(True), train(False), 1e-12)
 
 
-def test_counts_of_other_types(made: list[plans.Plan]) -> None:
+def test_counts_of_other_types(made: list[plans.StepPlan]) -> None:
     """Counts may come as float64 or as plain numbers, from elsewhere; and they may be set."""
 
     def train(count: Callable[[float], Any]) -> Params:
@@ -201,7 +201,7 @@ def test_one_count_set() -> None:
     require_as_torch(small_adam, 8, after=set_count)
 
 
-def test_masters_are_recognised(made: list[plans.Plan]) -> None:
+def test_masters_are_recognised(made: list[plans.StepPlan]) -> None:
     """Half-precision parameters beside others; one is written to, one is moved, and the handle is another."""
     params = [nn.Parameter(torch.ones(5, dtype=torch.float16)), nn.Parameter(torch.ones(5)), *small_parameters()[:1]]
     optimizer = Adam(params, lr=0.01)
@@ -227,7 +227,7 @@ def test_masters_are_recognised(made: list[plans.Plan]) -> None:
     assert torch.equal(params[0], again.master_of(params[0]).half())
 
 
-def test_scaler_and_awkward_parameters_reuse_plans(made: list[plans.Plan]) -> None:
+def test_scaler_and_awkward_parameters_reuse_plans(made: list[plans.StepPlan]) -> None:
     """Gradients that come and go, or lie in another order, aside."""
     params = small_parameters()
     optimizer = Adam(params, lr=0.01)
@@ -261,11 +261,11 @@ for change in (here.nothing, here.load, here.channels_last):
     actual, _ = here.go(here.BUILDS["adam"], change, True, made)
     here.assert_near(actual, wanted, 1e-12)
 plans = here.plans._memories
-made, init = [], here.plans.Plan.__init__
+made, init = [], here.plans.StepPlan.__init__
 def counted(self, *arguments):
     init(self, *arguments)
     made.append(self)
-here.plans.Plan.__init__ = counted
+here.plans.StepPlan.__init__ = counted
 here.go(here.BUILDS["adam"], here.nothing, True, [])
 assert len(made) == 1, made
 """

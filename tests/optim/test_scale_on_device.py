@@ -94,7 +94,7 @@ def test_as_if_the_host_knew(name: str, dtype: torch.dtype, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("name", BUILDS)
-def test_the_host_does_not_wait(name: str, monkeypatch: pytest.MonkeyPatch, made: list[plans.Plan]) -> None:
+def test_the_host_does_not_wait(name: str, monkeypatch: pytest.MonkeyPatch, made: list[plans.StepPlan]) -> None:
     on_device(monkeypatch)
     params = small_parameters()
     optimizer = BUILDS[name](params)

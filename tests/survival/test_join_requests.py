@@ -14,7 +14,7 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pycomm import CommError
-from pycomm.elastic.join_requests import JoinClient, JoinListener, Request
+from pycomm.elastic.join_requests import JoinClient, JoinListener, JoinRequest
 from pycomm.elastic.liveness import this_process
 from pycomm.elastic.membership import Membership
 from pycomm.torch_internals import Store
@@ -81,7 +81,7 @@ def listener(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[JoinL
     made.close()
 
 
-def look(listener: JoinListener, seconds: float = 10.0) -> Request | None:
+def look(listener: JoinListener, seconds: float = 10.0) -> JoinRequest | None:
     """Return the request that fits, if one comes."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:

@@ -15,9 +15,9 @@ from pycomm.cli.bench import report, table
 from pycomm.cli.bench.operations import Case
 from pycomm.cli.bench.rank import BenchRank
 from pycomm.cli.bench.ranks import Ranks
-from pycomm.cli.bench.settings import Settings
+from pycomm.cli.bench.settings import BenchSettings
 from pycomm.cli.bench.surrounding import Surrounding
-from pycomm.cli.bench.table import PLACES, Line, Timed
+from pycomm.cli.bench.table import PLACES, TableLine, Timed
 from pycomm.cli.bench.timing import Samples
 from pycomm.launching import RankError, rendezvous
 
@@ -43,10 +43,10 @@ class Contender:
     missing: list[str] = field(default_factory=list)
 
 
-Started = Callable[[Settings], contextlib.AbstractContextManager[Team]]
+Started = Callable[[BenchSettings], contextlib.AbstractContextManager[Team]]
 
 
-def run(settings: Settings, others: Mapping[str, Started] | None = None) -> int:
+def run(settings: BenchSettings, others: Mapping[str, Started] | None = None) -> int:
     """Measure one collective; return the exit code.
 
     Args:
@@ -62,7 +62,7 @@ def run(settings: Settings, others: Mapping[str, Started] | None = None) -> int:
         return 1
 
 
-def setup_of(settings: Settings) -> dict[str, Any]:
+def setup_of(settings: BenchSettings) -> dict[str, Any]:
     """Return what a :class:`BenchRank` is given, besides where it meets the others."""
     return {
         "num_bytes": settings.largest,
@@ -72,7 +72,7 @@ def setup_of(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _among_own(settings: Settings, others: Mapping[str, Started]) -> int:
+def _among_own(settings: BenchSettings, others: Mapping[str, Started]) -> int:
     """Start ranks here: one group for all libraries of torch, and one for each other."""
     with contextlib.ExitStack() as stack:
         teams: dict[str, Team] = {}
@@ -87,13 +87,13 @@ def _among_own(settings: Settings, others: Mapping[str, Started]) -> int:
 
 
 @contextlib.contextmanager
-def _torchs_ranks(settings: Settings) -> Iterator[Team]:
+def _torchs_ranks(settings: BenchSettings) -> Iterator[Team]:
     setup, worker = setup_of(settings), f"{BenchRank.__module__}:{BenchRank.__name__}"
     with rendezvous() as port, Ranks("torch", worker, settings.ranks, {**setup, "port": port}) as ranks:
         yield ranks
 
 
-def _among_launched(settings: Settings) -> int:
+def _among_launched(settings: BenchSettings) -> int:
     """Be one of the ranks that a launcher has started; rank 0 drives."""
     surrounding = Surrounding()
     worker = BenchRank(**setup_of(settings), store=surrounding.store)
@@ -114,14 +114,14 @@ def _among_launched(settings: Settings) -> int:
         worker.close()
 
 
-def _conclude(settings: Settings, contenders: Sequence[Contender]) -> int:
+def _conclude(settings: BenchSettings, contenders: Sequence[Contender]) -> int:
     """Measure, print and write; return the exit code."""
     started = report.now()
     ours, *peers = contenders
     devices = ours.team.call("describe")
     print(table.preamble(settings, devices))
     print(table.header(), flush=True)
-    found: list[Line] = []
+    found: list[TableLine] = []
     for line in lines(settings, ours, peers):
         print(table.row(line), flush=True)
         found.append(line)
@@ -138,7 +138,7 @@ def _conclude(settings: Settings, contenders: Sequence[Contender]) -> int:
     return _WRONG if failed or verdict["average_bus_bandwidth"]["okay"] == "false" else 0
 
 
-def lines(settings: Settings, ours: Contender, peers: list[Contender]) -> Iterator[Line]:
+def lines(settings: BenchSettings, ours: Contender, peers: list[Contender]) -> Iterator[TableLine]:
     """Yield a line of every case that ``ours`` has."""
     for case in settings.cases:
         wrong = {who.name: _verify(settings, case, who) for who in (ours, *peers)}
@@ -147,7 +147,7 @@ def lines(settings: Settings, ours: Contender, peers: list[Contender]) -> Iterat
             yield _line(settings, case, present, wrong)
 
 
-def _verify(settings: Settings, case: Case, who: Contender) -> dict[str, int | None] | None:
+def _verify(settings: BenchSettings, case: Case, who: Contender) -> dict[str, int | None] | None:
     """Return the wrong elements by place, or ``None`` and leave a note if ``who`` does not have this.
 
     Called at least once: whether it has this shows when it is called.
@@ -171,8 +171,8 @@ def _verify(settings: Settings, case: Case, who: Contender) -> dict[str, int | N
 
 
 def _line(
-    settings: Settings, case: Case, present: list[Contender], wrong: dict[str, dict[str, int | None] | None]
-) -> Line:
+    settings: BenchSettings, case: Case, present: list[Contender], wrong: dict[str, dict[str, int | None] | None]
+) -> TableLine:
     calls, warmups = settings.calls_of(case), settings.warmups_of(case)
     taken: dict[str, dict[str, list[float]]] = {place: {who.name: [] for who in present} for place in PLACES}
     copies: list[float] = []
@@ -188,4 +188,4 @@ def _line(
         for place in PLACES
     }
     floor = Samples.of(seconds * case.least_traffic() for seconds in copies)
-    return Line(case, calls, {place: timed[place].pop(present[0].name) for place in PLACES}, timed, floor)
+    return TableLine(case, calls, {place: timed[place].pop(present[0].name) for place in PLACES}, timed, floor)

@@ -41,7 +41,7 @@ _ALIGNMENT = 16  # bytes that a rank's part is a multiple of, where it has as ma
 
 
 @dataclass(frozen=True)
-class Operation:
+class BenchOperation:
     """One collective.
 
     Attributes:
@@ -75,16 +75,16 @@ class Operation:
 OPERATIONS = {
     operation.name: operation
     for operation in (
-        Operation("all_reduce", reduces=True, bus="twice"),
-        Operation("reduce", reduces=True, rooted=True),
-        Operation("broadcast", rooted=True),
-        Operation("all_gather", split=True, reads="part", bus="once"),
-        Operation("reduce_scatter", split=True, reduces=True, writes="part", bus="once"),
-        Operation("all_to_all", split=True, bus="once"),
-        Operation("gather", split=True, rooted=True, reads="part", bus="once"),
-        Operation("scatter", split=True, rooted=True, writes="part", bus="once"),
-        Operation("sendrecv"),
-        Operation("barrier"),
+        BenchOperation("all_reduce", reduces=True, bus="twice"),
+        BenchOperation("reduce", reduces=True, rooted=True),
+        BenchOperation("broadcast", rooted=True),
+        BenchOperation("all_gather", split=True, reads="part", bus="once"),
+        BenchOperation("reduce_scatter", split=True, reduces=True, writes="part", bus="once"),
+        BenchOperation("all_to_all", split=True, bus="once"),
+        BenchOperation("gather", split=True, rooted=True, reads="part", bus="once"),
+        BenchOperation("scatter", split=True, rooted=True, writes="part", bus="once"),
+        BenchOperation("sendrecv"),
+        BenchOperation("barrier"),
     )
 }
 
@@ -107,7 +107,7 @@ class Case:
     ranks: int
 
     @property
-    def spec(self) -> Operation:
+    def spec(self) -> BenchOperation:
         return OPERATIONS[self.operation]
 
     @property

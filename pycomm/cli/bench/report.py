@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from pycomm.cli.bench.settings import Settings
-from pycomm.cli.bench.table import PLACES, Line, Timed, environment
+from pycomm.cli.bench.settings import BenchSettings
+from pycomm.cli.bench.table import PLACES, TableLine, Timed, environment
 from pycomm.cli.bench.timing import Samples
 
 _VERSION = 3  # of nccl-tests' format
@@ -26,8 +26,8 @@ def now() -> str:
 
 
 def report(
-    settings: Settings,
-    lines: Sequence[Line],
+    settings: BenchSettings,
+    lines: Sequence[TableLine],
     devices: Sequence[Mapping[str, Any]],
     verdict: Mapping[str, Any],
     started: str,
@@ -72,7 +72,7 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _config(settings: Settings, devices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _config(settings: BenchSettings, devices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     kind, step = ("step_factor" if "factor" in settings.step else "step_bytes"), settings.step.partition("(")[0]
     return {
         "nthreads": 1,
@@ -99,7 +99,7 @@ def _config(settings: Settings, devices: Sequence[Mapping[str, Any]]) -> dict[st
     }
 
 
-def _line(line: Line) -> dict[str, Any]:
+def _line(line: TableLine) -> dict[str, Any]:
     case = line.case
     return {
         "size": case.size,
@@ -113,7 +113,7 @@ def _line(line: Line) -> dict[str, Any]:
     }
 
 
-def _place(line: Line, place: str) -> dict[str, Any]:
+def _place(line: TableLine, place: str) -> dict[str, Any]:
     ours, floor = line.ours[place], line.floor.median
     median = ours.samples.median
     return {
@@ -128,7 +128,7 @@ def _place(line: Line, place: str) -> dict[str, Any]:
     }
 
 
-def _timed(line: Line, timed: Timed) -> dict[str, Any]:
+def _timed(line: TableLine, timed: Timed) -> dict[str, Any]:
     seconds = timed.samples.median
     algbw, busbw = line.bandwidths(seconds)
     wrong = None if timed.wrong is None else float(timed.wrong)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pycomm.cli.arguments import integer, load_package
-from pycomm.cli.bench.operations import COMMUNICATOR, DTYPES, OPERATIONS, REDUCTIONS, Case, Operation
+from pycomm.cli.bench.operations import COMMUNICATOR, DTYPES, OPERATIONS, REDUCTIONS, BenchOperation, Case
 
 _DESCRIPTION = """\
 Measures {name} between ranks: those that are started here or, under torchrun, those that it has started. Results
@@ -33,7 +33,7 @@ class UsageError(ValueError):
 
 
 @dataclass(frozen=True)
-class Settings:
+class BenchSettings:
     """What is to be measured, checked.
 
     Attributes:
@@ -43,7 +43,7 @@ class Settings:
         min_busbw: average that is wanted, in GB/s; ``None`` for no check.
     """
 
-    operation: Operation
+    operation: BenchOperation
     sizes: tuple[int, ...]
     step: str
     dtypes: tuple[str, ...]
@@ -111,7 +111,7 @@ def add_collectives(benches: Any) -> list[argparse.ArgumentParser]:
     return [_collective(benches, operation) for operation in OPERATIONS.values()]
 
 
-def _collective(benches: Any, operation: Operation) -> argparse.ArgumentParser:
+def _collective(benches: Any, operation: BenchOperation) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = benches.add_parser(
         operation.name,
         help=f"{operation.name} between ranks",
@@ -180,7 +180,7 @@ def why_not(name: str) -> str | None:
 
 def settings_of(
     arguments: argparse.Namespace, launched: int | None, why_not: Callable[[str], str | None] = why_not
-) -> Settings:
+) -> BenchSettings:
     """Return what the arguments ask for.
 
     Args:
@@ -190,7 +190,7 @@ def settings_of(
     Raises:
         UsageError: something is wrong, or cannot be had here.
     """
-    operation: Operation = arguments.operation
+    operation: BenchOperation = arguments.operation
     ranks = launched or arguments.ranks or 2
     if launched is not None and arguments.ranks not in (None, launched):
         raise UsageError(f"--ranks: {arguments.ranks}, but the launcher has started {launched}")
@@ -200,7 +200,7 @@ def settings_of(
     if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
         raise UsageError(f"-J: {path} cannot be written")
     sizes, step = _sizes(arguments) if operation.name != "barrier" else ((0,), "0(bytes)")
-    settings = Settings(
+    settings = BenchSettings(
         operation=operation,
         sizes=sizes,
         step=step,
@@ -225,7 +225,7 @@ def settings_of(
     return settings
 
 
-def _check_libraries(settings: Settings, why_not: Callable[[str], str | None]) -> None:
+def _check_libraries(settings: BenchSettings, why_not: Callable[[str], str | None]) -> None:
     """Raise unless all can be had here."""
     backend, peers = settings.backend, settings.peers
     if backend in peers:
@@ -238,7 +238,7 @@ def _check_libraries(settings: Settings, why_not: Callable[[str], str | None]) -
             raise UsageError(f"{option}: {problem}")
 
 
-def _check_memory(settings: Settings) -> None:
+def _check_memory(settings: BenchSettings) -> None:
     """Raise if the ranks that would be started here want more memory than there is."""
     wanted = _ARRAYS * settings.largest * (1 if settings.launched else settings.ranks)
     try:

@@ -14,7 +14,7 @@ import torch
 import pycomm
 from pycomm.cli.bench.operations import Case
 from pycomm.cli.bench.rank import cpu_model
-from pycomm.cli.bench.settings import Settings
+from pycomm.cli.bench.settings import BenchSettings
 from pycomm.cli.bench.timing import Samples, duration, times
 from pycomm.cli.table import table
 
@@ -37,7 +37,7 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class Line:
+class TableLine:
     """A line of the table.
 
     Attributes:
@@ -58,7 +58,7 @@ class Line:
         return algbw, algbw * self.case.spec.bus_factor(self.case.ranks)
 
 
-def preamble(settings: Settings, devices: Sequence[Mapping[str, Any]]) -> str:
+def preamble(settings: BenchSettings, devices: Sequence[Mapping[str, Any]]) -> str:
     """Return what stands above the table: who measures what, and where."""
     smallest, largest = settings.sizes[0], settings.sizes[-1]
     lines = [
@@ -115,7 +115,7 @@ def header() -> str:
     )
 
 
-def row(line: Line) -> str:
+def row(line: TableLine) -> str:
     """Return one line of the table."""
     case = line.case
     cells = [f"{case.size:>12}", f"{case.count:>12}", f"{case.dtype:>8}", f"{case.redop:>6}", f"{case.root:>6}"]
@@ -135,7 +135,7 @@ def _fitting(value: float, width: int) -> str:
     return f"{value:{width}.{1 if width >= 7 else 0}e}"
 
 
-def below(settings: Settings, lines: Sequence[Line], verdict: Mapping[str, Any]) -> str:
+def below(settings: BenchSettings, lines: Sequence[TableLine], verdict: Mapping[str, Any]) -> str:
     """Return what stands below the table, all of it in comments: comparison, notes, and ``verdict``."""
     notes = [*verdict["missing"], *_wrong_peers(lines), *scatter(settings, lines)]
     failed, bandwidth = verdict["out_of_bounds"]["count"], verdict["average_bus_bandwidth"]
@@ -152,13 +152,13 @@ def below(settings: Settings, lines: Sequence[Line], verdict: Mapping[str, Any])
     return "\n".join(f"# {line}".rstrip() for line in text)
 
 
-def average_busbw(lines: Sequence[Line]) -> float:
+def average_busbw(lines: Sequence[TableLine]) -> float:
     """Return the mean of the table's busbw columns in GB/s."""
     found = [line.bandwidths(line.ours[place].samples.median)[1] for line in lines for place in PLACES]
     return sum(found) / len(found)
 
 
-def _comparison(lines: Sequence[Line], rounds: int) -> list[str]:
+def _comparison(lines: Sequence[TableLine], rounds: int) -> list[str]:
     """Return spread, floor and peers of every line of the table: out of place above, in place below."""
     names = list(dict.fromkeys(name for line in lines for place in PLACES for name in line.peers[place]))
     head = ["size", "", "time", "p10 - p90", "floor", "of floor"]
@@ -170,7 +170,7 @@ def _comparison(lines: Sequence[Line], rounds: int) -> list[str]:
     return ["", explained, *table(head, rows).splitlines()]
 
 
-def _compared(line: Line, place: str, names: Sequence[str]) -> list[str]:
+def _compared(line: TableLine, place: str, names: Sequence[str]) -> list[str]:
     ours, floor = line.ours[place].samples, line.floor.median
     first = line.case.size if place == PLACES[0] else ""
     cells = [str(first), place.replace("_", "-"), *ours.cells(), duration(floor), f"{floor / ours.median:.0%}"]
@@ -181,7 +181,7 @@ def _compared(line: Line, place: str, names: Sequence[str]) -> list[str]:
     return cells
 
 
-def _wrong_peers(lines: Sequence[Line]) -> Iterator[str]:
+def _wrong_peers(lines: Sequence[TableLine]) -> Iterator[str]:
     for line in lines:
         for place in PLACES:
             for name, peer in line.peers[place].items():
@@ -189,7 +189,7 @@ def _wrong_peers(lines: Sequence[Line]) -> Iterator[str]:
                     yield f"{name}: {peer.wrong} wrong elements of {line.case.size} bytes, {place.replace('_', '-')}"
 
 
-def scatter(settings: Settings, lines: Sequence[Line]) -> Iterator[str]:
+def scatter(settings: BenchSettings, lines: Sequence[TableLine]) -> Iterator[str]:
     """Yield a note on times that differ much from turn to turn, if there are such."""
     samples = [(line.case.size, line.ours[place].samples) for line in lines for place in PLACES]
     sizes = dict.fromkeys(size for size, each in samples if each.high > _SCATTERED * each.low)
@@ -199,5 +199,5 @@ def scatter(settings: Settings, lines: Sequence[Line]) -> Iterator[str]:
         yield f"times scatter (p90 over {_SCATTERED:g} times p10) at {where}: {busy} {_limit(settings)}"
 
 
-def _limit(settings: Settings) -> str:
+def _limit(settings: BenchSettings) -> str:
     return f"If a wait times out, raise -T ({settings.timeout:g} s)"

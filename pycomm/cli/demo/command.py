@@ -13,7 +13,7 @@ from typing import Any
 
 from pycomm.cli.arguments import integer, load_package
 from pycomm.cli.demo import network
-from pycomm.cli.demo.settings import HEAD_WIDTH, Settings
+from pycomm.cli.demo.settings import HEAD_WIDTH, DemoSettings
 
 _MAX_CONTEXT = 4096  # far less than the validation text has, anywhere
 _RANKS_PER_CORE = 4
@@ -88,10 +88,10 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"No network namespaces ({denied}): pycomm's network model simulates the slow link.", flush=True)
         names = ("ranks", "kill", "seconds", "seed", "batch", "context", "width", "layers", "output")
         values = {name: getattr(arguments, name) for name in names}
-        return _run_and_report(Settings(megabits=arguments.link, hosts=tuple(hosts), **values))
+        return _run_and_report(DemoSettings(megabits=arguments.link, hosts=tuple(hosts), **values))
 
 
-def _run_and_report(settings: Settings) -> int:
+def _run_and_report(settings: DemoSettings) -> int:
     load_package()  # only now, as it takes seconds, and the command may have been started anew
     from rich.console import Console
 
@@ -111,7 +111,7 @@ def _run_and_report(settings: Settings) -> int:
     return _fail("\n".join(found)) if found else 0
 
 
-def _train(settings: Settings) -> Any:
+def _train(settings: DemoSettings) -> Any:
     from pycomm.cli.demo.corpus import source_files
     from pycomm.cli.demo.kill import train_with_a_death
     from pycomm.cli.demo.train import train
@@ -125,7 +125,7 @@ def _train(settings: Settings) -> Any:
     return results
 
 
-def _run_ranks(program: Callable[..., None], size: int, settings: Settings, **options: Any) -> Any:
+def _run_ranks(program: Callable[..., None], size: int, settings: DemoSettings, **options: Any) -> Any:
     """Run ``program`` on ranks, show its progress, and return what it tells last."""
     from pycomm.launching import RankError, run_ranks
     from pycomm.launching.reporting import Progress, display

@@ -14,7 +14,7 @@ import pycomm
 from pycomm.cli.demo.corpus import random_starts, read_corpus, windows
 from pycomm.cli.demo.model import loss_of
 from pycomm.cli.demo.results import Death
-from pycomm.cli.demo.settings import Settings
+from pycomm.cli.demo.settings import DemoSettings
 from pycomm.cli.demo.train import Tell, make_model
 from pycomm.cli.demo.trainee import make_optimizer
 from pycomm.launching import PATIENCE
@@ -23,7 +23,7 @@ from pycomm.launching.reporting import Progress
 _STEPS = 120
 
 
-def train_with_a_death(settings: Settings, tell: Tell) -> None:
+def train_with_a_death(settings: DemoSettings, tell: Tell) -> None:
     """Train; the last rank is killed in the middle of a backward pass, half-way. Collective, for those that are left.
 
     Raises:

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from pycomm.cli.demo.results import Death, Outcome, Results, smoothed, speed
+from pycomm.cli.demo.results import Death, Results, RunOutcome, smoothed, speed
 
 
 def save_plot(results: Results, title: str, link: str, path: Path) -> None:
@@ -31,14 +31,14 @@ def save_plot(results: Results, title: str, link: str, path: Path) -> None:
     figure.savefig(path, format="png")
 
 
-def _draw_speeds(axes: Axes, runs: list[Outcome]) -> None:
+def _draw_speeds(axes: Axes, runs: list[RunOutcome]) -> None:
     rates = [1.0 / run.step_seconds for run in runs]
     bars = axes.bar([run.label.replace("(", "(\n") for run in runs], rates, color=[f"C{i}" for i in range(len(runs))])
     axes.bar_label(bars, [f"{speed(run, runs[0]).value:.2f}x" for run in runs])
     axes.set(title="This host", ylabel="steps per second")
 
 
-def _draw_losses(axes: Axes, runs: list[Outcome], link: str) -> None:
+def _draw_losses(axes: Axes, runs: list[RunOutcome], link: str) -> None:
     for number, run in enumerate(runs):
         label = f"{run.label}: {run.step_seconds * 1e3:.0f} ms per step"
         axes.plot(run.seconds, smoothed(run.losses), color=f"C{number}", label=label, linewidth=2.0, alpha=0.85)

@@ -6,14 +6,14 @@ import statistics
 
 from rich.console import Console
 
-from pycomm.cli.demo.results import Death, Outcome, Results, smoothed, speed
-from pycomm.cli.demo.settings import DGC_RATIO, MOMENTUM, Settings
+from pycomm.cli.demo.results import Death, Results, RunOutcome, smoothed, speed
+from pycomm.cli.demo.settings import DGC_RATIO, MOMENTUM, DemoSettings
 from pycomm.cli.table import table
 
 _HEADER = ["", "step", "speed\nvs DDP", "middle\nhalf", "steps", "sent per\nstep", "loss"]
 
 
-def show(results: Results, settings: Settings, console: Console) -> None:
+def show(results: Results, settings: DemoSettings, console: Console) -> None:
     """Print everything; the three sentences come last."""
     for text in (f"\n{title(results, settings)}\n", table(_HEADER, rows_of(results, settings))):
         console.print(text, soft_wrap=True, highlight=False, markup=False)
@@ -22,7 +22,7 @@ def show(results: Results, settings: Settings, console: Console) -> None:
         console.print(line, highlight=False, markup=False)
 
 
-def title(results: Results, settings: Settings) -> str:
+def title(results: Results, settings: DemoSettings) -> str:
     """Return what was trained."""
     return (
         f"{results.num_parameters / 1e6:.2f} M parameters, {settings.ranks} ranks of one thread, "
@@ -30,7 +30,7 @@ def title(results: Results, settings: Settings) -> str:
     )
 
 
-def rows_of(results: Results, settings: Settings) -> list[list[str]]:
+def rows_of(results: Results, settings: DemoSettings) -> list[list[str]]:
     """Return the lines of the table: those of each part below its name."""
     rows = []
     for name, runs in (("This host", results.host), (link_name(settings), results.link)):
@@ -41,12 +41,12 @@ def rows_of(results: Results, settings: Settings) -> list[list[str]]:
     return rows
 
 
-def link_name(settings: Settings) -> str:
+def link_name(settings: DemoSettings) -> str:
     """Return the head of the slow link's part."""
     return f"{settings.link[0].upper()}{settings.link[1:].replace(' of', ',')}"
 
 
-def _row(run: Outcome, ddp: Outcome) -> list[str]:
+def _row(run: RunOutcome, ddp: RunOutcome) -> list[str]:
     faster = speed(run, ddp)
     return [
         f" {run.label}",
@@ -74,7 +74,7 @@ def _rows_of_death(death: Death) -> list[list[str]]:
     ]
 
 
-def notes(results: Results, settings: Settings) -> str:
+def notes(results: Results, settings: DemoSettings) -> str:
     """Return what the columns mean."""
     sent = "what a host's interface counted" if settings.hosts else "what a rank hands to its transport"
     simulated = "" if settings.hosts else " A simulated step takes what it took here, and the network model's time."
@@ -85,7 +85,7 @@ def notes(results: Results, settings: Settings) -> str:
     )
 
 
-def conclusions(results: Results, settings: Settings) -> list[str]:
+def conclusions(results: Results, settings: DemoSettings) -> list[str]:
     """Return three sentences: what was gained, where nothing was, what to write."""
     faster: list[str] = []
     others: list[str] = []

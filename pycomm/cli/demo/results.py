@@ -26,7 +26,7 @@ def smoothed(losses: Sequence[float]) -> Array:
 
 
 @dataclass
-class Outcome:
+class RunOutcome:
     """One run.
 
     Attributes:
@@ -86,8 +86,8 @@ class Results:
 
     num_parameters: int
     initial_loss: float
-    host: list[Outcome]
-    link: list[Outcome]
+    host: list[RunOutcome]
+    link: list[RunOutcome]
     death: Death | None = None
 
 
@@ -104,7 +104,7 @@ class Speed:
         return self.value >= _CLEARLY and self.low > 1.0
 
 
-def speed(run: Outcome, base: Outcome) -> Speed:
+def speed(run: RunOutcome, base: RunOutcome) -> Speed:
     """Compare turn by turn, as turns that follow each other meet the same load of the machine."""
     pairs = zip(run.turns[1:], base.turns[1:], strict=False)
     by_turn = [float(np.median(theirs) / np.median(ours)) for ours, theirs in pairs]

@@ -11,7 +11,7 @@ DGC_RATIO = 0.01
 
 
 @dataclass(frozen=True)
-class Method:
+class DemoMethod:
     """Method to average gradients.
 
     Attributes:
@@ -30,20 +30,20 @@ class Method:
 
 
 HOST_METHODS = (
-    Method("DDP over Gloo", ddp=True),
-    Method("pycomm.attach"),
-    Method('attach(shard="optimizer")', shard="optimizer"),
+    DemoMethod("DDP over Gloo", ddp=True),
+    DemoMethod("pycomm.attach"),
+    DemoMethod('attach(shard="optimizer")', shard="optimizer"),
 )
 LINK_METHODS = (
-    Method("DDP", ddp=True),
-    Method("DDP, fp16 hook", ddp=True, fp16_hook=True),
-    Method("pycomm dense"),
-    Method(f"pycomm DGC {100 * DGC_RATIO:g} %", dgc=DGC_RATIO),
+    DemoMethod("DDP", ddp=True),
+    DemoMethod("DDP, fp16 hook", ddp=True, fp16_hook=True),
+    DemoMethod("pycomm dense"),
+    DemoMethod(f"pycomm DGC {100 * DGC_RATIO:g} %", dgc=DGC_RATIO),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class DemoSettings:
     """Settings of one demo run, equal on all ranks.
 
     Attributes:

@@ -17,8 +17,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from pycomm.cli.demo import network
 from pycomm.cli.demo.corpus import Corpus, random_starts, read_corpus, windows
 from pycomm.cli.demo.model import ByteGPT, loss_of
-from pycomm.cli.demo.results import Outcome, Results, smoothed
-from pycomm.cli.demo.settings import HEAD_WIDTH, HOST_METHODS, LINK_METHODS, Method, Settings
+from pycomm.cli.demo.results import Results, RunOutcome, smoothed
+from pycomm.cli.demo.settings import HEAD_WIDTH, HOST_METHODS, LINK_METHODS, DemoMethod, DemoSettings
 from pycomm.cli.demo.trainee import Trainee, compression_of, first_difference
 from pycomm.cost.planning import SimulatedLink
 from pycomm.cost.pricing import rehearse
@@ -36,28 +36,30 @@ _VALIDATION_BATCH = 32
 _VALIDATION_SEED = 2**31
 
 
-def make_model(settings: Settings) -> ByteGPT:
+def make_model(settings: DemoSettings) -> ByteGPT:
     """Return the untrained model, the same on all ranks."""
     torch.manual_seed(settings.seed)
     return ByteGPT(settings.width, settings.layers, settings.context, settings.width // HEAD_WIDTH)
 
 
-def train(settings: Settings, tell: Tell) -> None:
+def train(settings: DemoSettings, tell: Tell) -> None:
     """Train on this host, then over the slow link, and report the results. Collective."""
     corpus, untrained = read_corpus(), make_model(settings)
     initial_loss = validate(untrained, corpus, settings.context)
     host_seconds = _HOST_SHARE * settings.seconds
     tell = tell if dist.get_rank() == 0 else _say_nothing
-    host = Part(HOST_METHODS, untrained, corpus, settings, host_seconds, 0.0, tell).train()
+    host = DemoPart(HOST_METHODS, untrained, corpus, settings, host_seconds, 0.0, tell).train()
     if settings.hosts:
         _move_to_own_host(settings)
         logging.getLogger("pycomm").setLevel(logging.ERROR)  # that the hosts are namespaces of one is known
-    link = Part(LINK_METHODS, untrained, corpus, settings, settings.seconds - host_seconds, host_seconds, tell).train()
+    link = DemoPart(
+        LINK_METHODS, untrained, corpus, settings, settings.seconds - host_seconds, host_seconds, tell
+    ).train()
     tell(Progress(round(settings.seconds), round(settings.seconds)))
     tell(Results(sum(p.numel() for p in untrained.parameters()), initial_loss, host, link))
 
 
-class Part:
+class DemoPart:
     """Part of the demo: its runs take turns in the same processes, so that other load of the machine meets them alike.
 
     Every run is given the same seconds, so the number of its steps depends on its speed. Step ``i`` of every run sees
@@ -66,10 +68,10 @@ class Part:
 
     def __init__(
         self,
-        methods: Sequence[Method],
+        methods: Sequence[DemoMethod],
         untrained: nn.Module,
         corpus: Corpus,
-        settings: Settings,
+        settings: DemoSettings,
         seconds: float,
         before: float,
         tell: Tell,
@@ -79,13 +81,13 @@ class Part:
         over_link = methods is LINK_METHODS
         self._counts_bytes = over_link and bool(settings.hosts)
         self._trainees = [Trainee(copy.deepcopy(untrained), method, sgd=over_link) for method in methods]
-        self._outcomes = [Outcome(method.label, wire_bytes=0.0 if over_link else None) for method in methods]
+        self._outcomes = [RunOutcome(method.label, wire_bytes=0.0 if over_link else None) for method in methods]
         self._simulated = [0.0] * len(methods)
         if over_link and not settings.hosts:
             for number, method in enumerate(methods):
                 self._simulated[number], self._outcomes[number].wire_bytes = _simulate(method, untrained, settings)
 
-    def train(self) -> list[Outcome]:
+    def train(self) -> list[RunOutcome]:
         """Train, and return what came of it. Collective."""
         for turn in range(1 + _TURNS):
             numbers = range(len(self._trainees))
@@ -127,14 +129,14 @@ class Part:
         starts = random_starts(self._corpus.train, settings.context, (settings.batch,), seed)
         return self._trainees[number].step(*windows(self._corpus.train, starts, settings.context))
 
-    def _report(self, last: Outcome) -> None:
+    def _report(self, last: RunOutcome) -> None:
         used = sum(min(self._share, outcome.seconds[-1]) for outcome in self._outcomes if outcome.turns)
         total = round(self._settings.seconds)
         done = min(total - 1, round(self._before + used))  # the end is told at the end
         self._tell(Progress(done, total, {f"loss of {last.label}": float(smoothed(last.losses)[-1])}))
 
 
-def _move_to_own_host(settings: Settings) -> None:
+def _move_to_own_host(settings: DemoSettings) -> None:
     """Leave the process group of this host, and join one over the slow link."""
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
@@ -144,7 +146,7 @@ def _move_to_own_host(settings: Settings) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)
 
 
-def _simulate(method: Method, model: nn.Module, settings: Settings) -> tuple[float, float]:
+def _simulate(method: DemoMethod, model: nn.Module, settings: DemoSettings) -> tuple[float, float]:
     """Return the seconds that a step's communication takes on a slow link, by the network model, and its bytes."""
     link = Link(alpha=_LATENCY, beta=8e-6 / settings.megabits, gamma=0.0)
     network = Network(name="slow link", within_host=link, between_hosts=link, per_host=1)

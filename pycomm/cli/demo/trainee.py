@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.cli.demo.model import loss_of
-from pycomm.cli.demo.settings import MOMENTUM, Method
+from pycomm.cli.demo.settings import MOMENTUM, DemoMethod
 from pycomm.compression import Compression
 from pycomm.launching import PATIENCE
 
@@ -28,7 +28,7 @@ def make_optimizer(model: nn.Module, momentum: float | None) -> torch.optim.Opti
     return torch.optim.SGD(model.parameters(), lr=_SGD_RATE, momentum=momentum, fused=True)
 
 
-def compression_of(method: Method) -> Compression:
+def compression_of(method: DemoMethod) -> Compression:
     """Return what ``method`` makes of the gradients, as pycomm has it."""
     if method.dgc is not None:
         return pycomm.DGC(method.dgc, momentum=MOMENTUM)
@@ -42,7 +42,7 @@ def _ramp(step: int) -> float:
 class Trainee:
     """Trainee: trains ``model`` by ``method``, with SGD where gradients may be compressed, else with AdamW."""
 
-    def __init__(self, model: nn.Module, method: Method, sgd: bool) -> None:
+    def __init__(self, model: nn.Module, method: DemoMethod, sgd: bool) -> None:
         self.model, self._forward = model, model
         compression = compression_of(method)
         momentum = 0.0 if isinstance(compression, pycomm.DGC) else MOMENTUM  # which DGC applies itself

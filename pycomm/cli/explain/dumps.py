@@ -93,7 +93,7 @@ class History:
 
 
 @dataclass(frozen=True)
-class Group:
+class DumpedGroup:
     """Group of ranks.
 
     Attributes:
@@ -177,7 +177,7 @@ def read(path: Path, *, own: bool = False) -> Content:
     return Content(Dump(path, **{key: known[key] for key in keys}, **ran, line=known["main_thread"]), known["groups"])
 
 
-def groups_of(contents: Iterable[Content]) -> list[Group]:
+def groups_of(contents: Iterable[Content]) -> list[DumpedGroup]:
     """Return the groups that ``contents`` tell of; those with the latest operations first."""
     members: dict[str, list[int]] = {}
     histories: dict[str, dict[int, History]] = {}
@@ -190,7 +190,7 @@ def groups_of(contents: Iterable[Content]) -> list[Group]:
             known = histories.setdefault(name, {}).get(rank)
             if known is None or known.dump.time < content.dump.time:
                 histories[name][rank] = History(rank, content.dump, group["count"], operations)
-    found = [Group(name, ranks, histories[name]) for name, ranks in members.items()]
+    found = [DumpedGroup(name, ranks, histories[name]) for name, ranks in members.items()]
     return sorted(found, key=lambda group: -group.last_time)
 
 

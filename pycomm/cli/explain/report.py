@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pycomm import untrusted
-from pycomm.cli.explain.dumps import Content, Dump, Group, NoDumpError, groups_of, newest_job, read
+from pycomm.cli.explain.dumps import Content, Dump, DumpedGroup, NoDumpError, groups_of, newest_job, read
 from pycomm.cli.explain.verdict import told, verdict
 from pycomm.cli.terminal import complain, say
 from pycomm.recorder import DIRECTORY, folder
@@ -118,7 +118,7 @@ def _readable(place: Path, *, own: bool = False) -> list[Content]:
     return found
 
 
-def _list(group: Group, count: int) -> None:
+def _list(group: DumpedGroup, count: int) -> None:
     for rank, history in sorted(group.histories.items()):
         say(f"\n  rank {rank} ({_origin(history.dump)}):")
         numbers = sorted(history.operations)[-count:] if count > 0 else []

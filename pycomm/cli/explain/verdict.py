@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pycomm.cli.explain.dumps import Group, History
+from pycomm.cli.explain.dumps import DumpedGroup, History
 
 Operation = Mapping[str, Any]
 _LATE = 1.0
@@ -21,7 +21,7 @@ _EQUAL = frozenset(("all_reduce", "reduce", "reduce_scatter", "all_gather", "all
 _TOGETHER = frozenset(("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "barrier"))
 
 
-def verdict(group: Group) -> str | None:
+def verdict(group: DumpedGroup) -> str | None:
     """Return what is wrong with ``group``; ``None`` if all its ranks did the same at about the same time."""
     absent = _absent(group)
     found = _differing(group) or absent or _failed(group) or _unfinished(group) or _late(group)
@@ -33,7 +33,7 @@ def verdict(group: Group) -> str | None:
     return f"{gap} of {_name(group)}, so that what it did is not known; the others called the same, and came together."
 
 
-def _differing(group: Group) -> str | None:
+def _differing(group: DumpedGroup) -> str | None:
     """Return the first operation that two ranks did not both call."""
     histories = sorted(group.histories.values(), key=lambda history: history.rank)
     for number in sorted({number for history in histories for number in history.operations}):
@@ -44,7 +44,7 @@ def _differing(group: Group) -> str | None:
     return None
 
 
-def _absent(group: Group) -> str | None:
+def _absent(group: DumpedGroup) -> str | None:
     """Return the ranks that have not come to the last operation of the others."""
     histories = group.histories.values()
     furthest = max(histories, key=lambda history: (history.count, _is_stuck(history)))
@@ -77,14 +77,14 @@ def _is_stuck(history: History) -> bool:
     return history.last is not None and bool(history.last["error"] or history.last["seconds"] is None)
 
 
-def _whereabouts(history: History, group: Group) -> str:
+def _whereabouts(history: History, group: DumpedGroup) -> str:
     last, line = history.last, history.dump.line
     before = f"its last was operation {history.count}, {told(last, group)}" if last else "it had called nothing before"
     now = "" if line is None else f", and it was at {_place(line)} when its file was written"
     return f"rank {history.rank} did not come to it: {before}{now}"
 
 
-def _failed(group: Group) -> str | None:
+def _failed(group: DumpedGroup) -> str | None:
     """Return the error of the operation that all ranks were in, if it failed."""
     for history in sorted(group.histories.values(), key=lambda history: history.rank):
         if history.last is not None and history.last["error"]:
@@ -93,7 +93,7 @@ def _failed(group: Group) -> str | None:
     return None
 
 
-def _unfinished(group: Group) -> str | None:
+def _unfinished(group: DumpedGroup) -> str | None:
     """Return the last operation, to which all ranks came, if there are ranks that had not left it."""
     histories = sorted(group.histories.values(), key=lambda history: history.rank)
     count = max(history.count for history in histories)  # those before it have been left since
@@ -109,7 +109,7 @@ def _unfinished(group: Group) -> str | None:
     return f"All ranks came to {what}, and {who} still in it."
 
 
-def _late(group: Group) -> str | None:
+def _late(group: DumpedGroup) -> str | None:
     """Return the operation to which one rank came latest, after the others."""
     worst: tuple[float, int, History] | None = None
     histories = list(group.histories.values())
@@ -129,7 +129,7 @@ def _late(group: Group) -> str | None:
     )
 
 
-def told(operation: Operation, group: Group) -> str:
+def told(operation: Operation, group: DumpedGroup) -> str:
     """Write an operation on ``group``: what was called on what, and where."""
     words = [operation["operation"]]
     if operation["elements"] is not None:
@@ -145,7 +145,7 @@ def told(operation: Operation, group: Group) -> str:
     return " ".join(word for word in words if word)
 
 
-def _global(group: Group, rank: Any) -> Any:
+def _global(group: DumpedGroup, rank: Any) -> Any:
     """Return the global rank of ``rank`` in ``group``; what is no rank, as it is."""
     return group.ranks[rank] if isinstance(rank, int) and 0 <= rank < len(group.ranks) else rank
 
@@ -175,7 +175,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-def _name(group: Group) -> str:
+def _name(group: DumpedGroup) -> str:
     base, _, meeting = group.name.partition("/")
     members = "" if list(group.ranks) == list(range(len(group.ranks))) else f" of {_ranks(group.ranks)}"
     return (f"group {base}/{meeting[:_SHORT]}" if meeting else f"group {base}") + members

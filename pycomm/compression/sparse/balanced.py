@@ -47,7 +47,7 @@ def sum_room(count: int, size: int, fullest: int | None) -> int:
 
 
 @dataclass(frozen=True)
-class Part:
+class OwnedPart:
     """Part [begin, end) of the index space.
 
     Attributes:
@@ -87,7 +87,7 @@ class BalancedSum:
         even = [self._num_elements * p // self._size for p in range(self._size + 1)]
         self._plan: tuple[list[int], int | None] = even, None  # borders, and how full the fullest part was
         self._next: tuple[list[int], int | None] = self._plan
-        self._sums: list[tuple[Part, torch.Tensor, torch.Tensor | None]] = []
+        self._sums: list[tuple[OwnedPart, torch.Tensor, torch.Tensor | None]] = []
         self._pieces = self._received = torch.empty(0, dtype=torch.uint8)
         self._messages = GatheredMessages(bucket, communicator, [])
         self._arrange()
@@ -101,7 +101,7 @@ class BalancedSum:
             length = max(1, end - begin)
             sums = Entries(self._dtype, length, min(room, length), self._half)
             is_dense = length * self._dtype.itemsize <= sums.num_bytes()
-            self._parts.append(Part(begin, end, is_dense, Entries(self._dtype, length, split, self._half), sums))
+            self._parts.append(OwnedPart(begin, end, is_dense, Entries(self._dtype, length, split, self._half), sums))
         num_bytes = self._size * max(part.split_layout().num_bytes() for part in self._parts)
         if num_bytes > len(self._pieces):
             self._pieces = torch.zeros(num_bytes, dtype=torch.uint8)
@@ -150,14 +150,14 @@ class BalancedSum:
             sent.append(places.long())
         return torch.cat(sent)
 
-    def _add_up(self, own: Part, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _add_up(self, own: OwnedPart, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
         summed = torch.zeros(own.length, dtype=self._dtype)
         for piece in pieces:
             values, places = own.split.get(own.split_layout().arrays_in(piece))
             kernels.scatter_add(summed, places, values)
         return summed[: own.end - own.begin]
 
-    def _put(self, own: Part, summed: torch.Tensor) -> torch.Tensor:
+    def _put(self, own: OwnedPart, summed: torch.Tensor) -> torch.Tensor:
         """Write the sums to this rank's message; return those that have no room there."""
         arrays = own.sum_layout(self._dtype).arrays_in(self._messages.mine[1])
         if own.is_dense:

@@ -120,7 +120,7 @@ def choose(task: Task, model: nn.Module, profile_of: ProfileBy, styles_of: Style
     """
     options: list[Option] = []
     refusals: list[Refusal] = []
-    search = _Search(task, profile_of, styles_of, compress)
+    search = _PlanSearch(task, profile_of, styles_of, compress)
     tied = shared_parameter(model)
     for pp, tp, dp in meshes(task.devices):
         mesh = Candidate(pp, tp, dp).name
@@ -139,7 +139,7 @@ def choose(task: Task, model: nn.Module, profile_of: ProfileBy, styles_of: Style
     return Ranking(tuple(options), tuple(_grouped(refusals)))
 
 
-class _Search:
+class _PlanSearch:
     """Search of one task's candidates; profiles and rehearsals are made once."""
 
     def __init__(self, task: Task, profile_of: ProfileBy, styles_of: StylesBy, compress: bool) -> None:

@@ -16,7 +16,14 @@ import torch
 from pycomm.compression.dense import reduce_part
 from pycomm.optim.partition import Span
 from pycomm.reducer.buckets import BucketInFlight
-from pycomm.reducer.partition.partition import CommonMemory, HostSegment, Memory, StepPartition, Terms, shares_of
+from pycomm.reducer.partition.partition import (
+    CommonMemory,
+    HostSegment,
+    Memory,
+    PartitionTerms,
+    StepPartition,
+    shares_of,
+)
 
 
 class HostPartition(StepPartition):
@@ -27,7 +34,7 @@ class HostPartition(StepPartition):
         shares_parameters: whether they have one copy of the parameters among them.
     """
 
-    def __init__(self, terms: Terms, *, shares_parameters: bool) -> None:
+    def __init__(self, terms: PartitionTerms, *, shares_parameters: bool) -> None:
         self._shares_parameters, self._defers = shares_parameters, terms.grads == "local"
         self._memory = CommonMemory(terms.communicator)
         self._terms: dict[BucketInFlight, tuple[int, list[Memory]]] = {}

@@ -56,7 +56,7 @@ class Aftermath:
 
 
 @dataclass(frozen=True)
-class Terms:
+class PartitionTerms:
     """What ranks that step together have agreed on, and what steps them.
 
     Attributes:
@@ -112,7 +112,7 @@ class _Plain:
 class StepPartition(_Plain, ABC):
     """Partition of the parameters of an attached optimizer; see :class:`pycomm.optim.partition.Partition`."""
 
-    def __init__(self, terms: Terms) -> None:
+    def __init__(self, terms: PartitionTerms) -> None:
         self.full_grad = terms.grads == "full"
         self.reduction = "mean" if terms.average else "sum"
         self._communicator, self._stepper, self._module = terms.communicator, terms.stepper, terms.module

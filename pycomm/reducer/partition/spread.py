@@ -23,7 +23,7 @@ from pycomm.layout import view_like
 from pycomm.optim.module_hooks import BeforeForward
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.reducer.buckets import BucketInFlight
-from pycomm.reducer.partition.partition import SpreadSegment, StepPartition, Terms, shares_of
+from pycomm.reducer.partition.partition import PartitionTerms, SpreadSegment, StepPartition, shares_of
 from pycomm.torch_internals import has_compiled, has_scripted, prepare_scripts, without_torch_function
 from pycomm.transport.hosts import order_of
 from pycomm.worker import Work
@@ -122,7 +122,7 @@ class Arrival:
         self._params.clear()
 
 
-class Arrivals:
+class ParameterArrivals:
     """Arrivals between one step and the next backward, and the hooks of modules that wait for them.
 
     Args:
@@ -197,11 +197,11 @@ States = dict[int, dict[str, torch.Tensor]]
 class SpreadPartition(StepPartition):
     """Partition over ranks that reach each other by messages."""
 
-    def __init__(self, terms: Terms) -> None:
+    def __init__(self, terms: PartitionTerms) -> None:
         self._optimizer = terms.stepper.optimizer
         self._segments: dict[BucketInFlight, SpreadSegment] = {}
         self._at_home: set[torch.Tensor] = set()  # parameters whose masters are kept by parts
-        self._arrivals = Arrivals(terms.module)
+        self._arrivals = ParameterArrivals(terms.module)
         self._is_lost = False
         super().__init__(terms)
         self._hook = self._optimizer.register_state_dict_post_hook(self._complete)

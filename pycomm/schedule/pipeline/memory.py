@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pycomm.schedule.pipeline.messages import Places
+from pycomm.schedule.pipeline.messages import MessagePlaces
 from pycomm.schedule.pipeline.table import Columns
 from pycomm.schedule.table import Ints
 
 
-def peaks(c: Columns, places: Places, sizes: Any = None) -> Ints:
+def peaks(c: Columns, places: MessagePlaces, sizes: Any = None) -> Ints:
     """Return the most that each rank holds at once: [num_ranks].
 
     Args:

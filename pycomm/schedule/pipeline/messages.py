@@ -20,7 +20,7 @@ from pycomm.schedule.verify import ScheduleError
 Skips = tuple[tuple[int, int], ...]
 
 
-class Places(NamedTuple):
+class MessagePlaces(NamedTuple):
     """Where each action of each stage and microbatch is in the columns: [num_stages, num_microbatches].
 
     Attributes:
@@ -40,7 +40,7 @@ class Messages(NamedTuple):
     dst: Ints
 
 
-def places_of(c: Columns) -> Places:
+def places_of(c: Columns) -> MessagePlaces:
     """Return where each action is, in columns that have each exactly once."""
     cell = c.stage * c.num_microbatches + c.microbatch
 
@@ -50,7 +50,7 @@ def places_of(c: Columns) -> Places:
         places[cell[found]] = found
         return places.reshape(c.num_stages, c.num_microbatches)
 
-    return Places(place(FORWARD), place(BACKWARD, BACKWARD_INPUT), place(BACKWARD, WEIGHTS))
+    return MessagePlaces(place(FORWARD), place(BACKWARD, BACKWARD_INPUT), place(BACKWARD, WEIGHTS))
 
 
 def edges_of(num_stages: int, skips: Skips) -> list[tuple[int, int]]:
@@ -58,7 +58,7 @@ def edges_of(num_stages: int, skips: Skips) -> list[tuple[int, int]]:
     return [*((stage, stage + 1) for stage in range(num_stages - 1)), *skips]
 
 
-def messages_of(c: Columns, places: Places, skips: Skips = ()) -> Messages:
+def messages_of(c: Columns, places: MessagePlaces, skips: Skips = ()) -> Messages:
     """Return the messages of all ranks; of one action's, those of neighbours come before those that skip stages."""
     src, dst = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for producer, consumer in edges_of(c.num_stages, skips):

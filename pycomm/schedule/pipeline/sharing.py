@@ -23,12 +23,12 @@ def shared_times(proof: Proof, seconds: Floats, delay: Floats, cores: int) -> tu
     Args:
         seconds: [actions], of each action at full speed. delay: [messages], from the sender's end to the arrival.
     """
-    clock = _Clock(proof, seconds, delay, cores)
+    clock = _SharedClock(proof, seconds, delay, cores)
     clock.run()
     return np.array(clock.start), np.array(clock.end)
 
 
-class _Clock:
+class _SharedClock:
     """Clock of all ranks, in seconds and in work."""
 
     def __init__(self, proof: Proof, seconds: Floats, delay: Floats, cores: int) -> None:

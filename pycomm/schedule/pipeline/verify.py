@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from pycomm.schedule.pipeline.memory import peaks
 from pycomm.schedule.pipeline.messages import (
+    MessagePlaces,
     Messages,
-    Places,
     Skips,
     edges_of,
     messages_of,
@@ -49,7 +49,7 @@ class Proof:
     num_messages: int
     peak_activations: Ints
     columns: Columns = field(repr=False)
-    places: Places = field(repr=False)
+    places: MessagePlaces = field(repr=False)
     messages: Messages = field(repr=False)
     order: list[int] = field(repr=False)
 
@@ -155,7 +155,7 @@ def _fail_twice(c: Columns, cell: Ints, wrong: int, kinds: tuple[int, ...]) -> N
     raise ScheduleError(f"{c.named(int(again[1]))}: done a second time, after {c.named(int(again[0]))}")
 
 
-def _require_order(c: Columns, places: Places, skips: Skips) -> None:
+def _require_order(c: Columns, places: MessagePlaces, skips: Skips) -> None:
     """Raise unless each rank has what its own stages have to give before it needs it."""
     _refuse(c, places.backward < places.forward, places.backward, places.forward)
     _refuse(c, places.weights < places.backward, places.weights, places.backward)

@@ -9,14 +9,14 @@ import pytest
 
 from pycomm.cli.bench import table
 from pycomm.cli.bench.operations import Case
-from pycomm.cli.bench.settings import Settings, UsageError, settings_of
-from pycomm.cli.bench.table import PLACES, Line, Timed
+from pycomm.cli.bench.settings import BenchSettings, UsageError, settings_of
+from pycomm.cli.bench.table import PLACES, TableLine, Timed
 from pycomm.cli.bench.timing import Samples
 from pycomm.cli.main import build_parser, main
 from pycomm.launching import RankError
 
 
-def parsed(*arguments: str, launched: int | None = None) -> Settings:
+def parsed(*arguments: str, launched: int | None = None) -> BenchSettings:
     return settings_of(build_parser().parse_args(["bench", *arguments, "--backend", "communicator"]), launched)
 
 
@@ -116,9 +116,9 @@ def test_many_ranks_and_times_that_scatter_are_told_of_the_limit() -> None:
     assert "-T" not in table.preamble(few, [])
     assert re.search(r"^# 2000 ranks on \d+ cores take turns: .* raise -T \(120 s\)$", table.preamble(many, []), re.M)
 
-    def line(*seconds: float) -> Line:
+    def line(*seconds: float) -> TableLine:
         timed = Timed(0, Samples.of(seconds))
-        return Line(
+        return TableLine(
             Case("all_reduce", 1024, "float", "sum", -1, 2), 20, dict.fromkeys(PLACES, timed), {}, timed.samples
         )
 
