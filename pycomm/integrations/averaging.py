@@ -7,6 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from pycomm.compression import Compression
 from pycomm.ddp import HookHandle, register
 from pycomm.descriptions import name_ranks
 from pycomm.optim.parameters import unwrapped
-from pycomm.reducer import Reducer, StopRequest, attach
+from pycomm.reducer import Reducer, StopRequest, Tuning, attach
 from pycomm.torch_internals import uncompiled
 from pycomm.untrusted import create_file
 
@@ -51,8 +52,11 @@ def options_of(function: Callable[..., Any], but: Iterable[str] = ()) -> frozens
 TRAINERS_OWN = ("process_group", "accumulate", "loss_scaler", "join")
 """Arguments of ``attach`` that a trainer answers itself, or that go with no trainer."""
 
-ATTACH_OPTIONS = options_of(attach, but=TRAINERS_OWN)
-"""Arguments of ``attach`` that integrations pass on, where no DistributedDataParallel is around the model."""
+ATTACH_OPTIONS = frozenset(attach.__kwdefaults__ or ()) - {*TRAINERS_OWN, "model_or_named_parameters"}
+"""Arguments of ``attach`` that integrations pass on, where no DistributedDataParallel is around the model; old ones too.
+
+``algorithm`` and ``timeout`` are the integrations' own, as they go with both.
+"""
 
 REGISTER_OPTIONS = options_of(register, but=("loss_scaler", "optimizer"))
 """Arguments of ``pycomm.ddp.register`` that integrations pass on, where one is."""
@@ -70,6 +74,13 @@ def check_options(options: Mapping[str, Any], allowed: Iterable[str], whose: str
         if name not in known:
             reason = why if why and name in ATTACH_OPTIONS | set(TRAINERS_OWN) else f"wanted among {', '.join(known)}"
             raise TypeError(f"{whose} got an argument {name!r}: {reason}")
+
+
+def for_attach(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``attach`` for ``options``: ``algorithm`` and ``timeout`` are fields of ``tuning`` there."""
+    both = {name: options[name] for name in ("algorithm", "timeout") if options.get(name) is not None}
+    rest = {name: value for name, value in options.items() if name not in ("algorithm", "timeout")}
+    return {**rest, "tuning": replace(options.get("tuning") or Tuning(), **both)} if both else rest
 
 
 class Averaging:
@@ -299,4 +310,4 @@ def averaging_of(
     check_options(options, ATTACH_OPTIONS, whose)
     if not dist.is_initialized():
         return Averaging(None, optimizer)
-    return Averaging(attach(optimizer, wrapper, accumulate=is_last, loss_scaler=loss_scaler, **options))
+    return Averaging(attach(optimizer, wrapper, accumulate=is_last, loss_scaler=loss_scaler, **for_attach(options)))

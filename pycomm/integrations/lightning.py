@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from pycomm.checks import seconds_of
-from pycomm.integrations.averaging import ATTACH_OPTIONS, Averaging, check_options
+from pycomm.integrations.averaging import ATTACH_OPTIONS, Averaging, check_options, for_attach
 from pycomm.integrations.optional import library
 from pycomm.optim.parameters import optimizer_parameters, unwrapped
 from pycomm.reducer import Reducer, attach
@@ -129,7 +129,7 @@ class PycommStrategy(_TrainerStrategy):
         accumulate: Any = self._accumulate or self._is_last
         for optimizer in self.optimizers:
             options = {**self._attach_options, "loss_scaler": scaler, "accumulate": accumulate}
-            self.reducers.append(attach(unwrapped(optimizer), self.lightning_module, **options))
+            self.reducers.append(attach(unwrapped(optimizer), self.lightning_module, **for_attach(options)))
 
     def _is_last(self) -> bool:
         return not self._blocked
@@ -224,7 +224,7 @@ class PycommFabricStrategy(_FabricStrategy):
         held: _HoldingBack = self._backward_sync_control
         options = {"accumulate": lambda: not held.holds(module), **self._attach_options}
         scaler = getattr(self.precision, "scaler", None)
-        self.reducers.append(attach(unwrapped(optimizer), module, loss_scaler=scaler, **options))
+        self.reducers.append(attach(unwrapped(optimizer), module, loss_scaler=scaler, **for_attach(options)))
         return optimizer
 
     def save_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> None:
